@@ -1,0 +1,55 @@
+"""Where a rank that fails leaves word, so that the others can say who fell first instead of "connection closed"."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+import torch.distributed as dist
+
+_COUNT = "tulle/failures"
+_FIRST = "tulle/failure"
+
+
+def leave(text: str) -> None:
+    """Leave word that this rank failed; only the first rank's word is kept. Never raises."""
+    try:
+        store = _store()
+        if store is not None and store.add(_COUNT, 1) == 1:
+            store.set(_FIRST, text)
+    except (RuntimeError, OSError):
+        pass  # the store went with the rank that held it: there is nobody to tell
+
+
+def read(*, patience_s: float = 1.0) -> str | None:
+    """The word of the rank that failed first, or None if no rank has left any after `patience_s` seconds."""
+    deadline = time.monotonic() + patience_s
+    try:
+        store = _store()
+        while store is not None:
+            if store.check([_FIRST]):
+                return store.get(_FIRST).decode()
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.05)
+    except (RuntimeError, OSError):
+        pass
+    return None
+
+
+def watch(rank: int) -> None:
+    """Leave word of an exception that nobody catches, before the process ends and its connections close."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        leave(f"rank {rank} failed first with {kind.__name__}: {error}")
+        previous(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _store() -> dist.Store | None:
+    if not dist.is_initialized():
+        return None
+    return dist.distributed_c10d._get_default_store()

@@ -1,0 +1,30 @@
+"""Typed collectives over `torch.distributed`, each counting its bytes and messages; the network probe; the lanes."""
+
+from tulle.comm.agree import gather_values, raise_together
+from tulle.comm.collectives import all_gather, all_reduce, barrier, broadcast
+from tulle.comm.lane import lane
+from tulle.comm.parts import all_gather_parts, all_to_all_parts, receive, send
+from tulle.comm.pending import Deferred, Pending
+from tulle.comm.probe import probe
+from tulle.comm.traffic import Count, Traffic, now_s, traffic
+
+__all__ = [
+    "Count",
+    "Deferred",
+    "Pending",
+    "Traffic",
+    "all_gather",
+    "all_gather_parts",
+    "all_reduce",
+    "all_to_all_parts",
+    "barrier",
+    "broadcast",
+    "gather_values",
+    "lane",
+    "now_s",
+    "probe",
+    "raise_together",
+    "receive",
+    "send",
+    "traffic",
+]

@@ -1,0 +1,77 @@
+"""Typed collectives over `torch.distributed`: asynchronous, counted, and the same on gloo and nccl."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tulle.comm.pending import Exchange, Label, Pending, done, translated
+from tulle.mesh import Axis
+
+Reduction = Literal["sum", "max", "min"]
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def all_reduce(tensor: Tensor, axis: Axis, *, label: Label, op: Reduction = "sum") -> Pending[Tensor]:
+    """Reduce a tensor over the axis, in place. Every rank of the axis must call it.
+
+    Args:
+        tensor: Dense and contiguous, of one shape and dtype on all ranks.
+        axis: Whose ranks take part.
+        label: What it is for: counters, timeline and errors name it.
+        op: `"sum"`, `"max"` or `"min"`.
+    """
+    share = 2 * (axis.size - 1) / axis.size
+    exchange = Exchange("all-reduce", axis, label, round(share * tensor.nbytes), 2 * (axis.size - 1))
+    if axis.size == 1:
+        return done(exchange, tensor)
+    with translated(exchange):
+        work = dist.all_reduce(tensor, op=_REDUCTIONS[op], group=axis.group, async_op=True)
+    return Pending(exchange, [_some(work)], lambda: tensor)
+
+
+def broadcast(tensor: Tensor, axis: Axis, *, label: Label, source: int = 0) -> Pending[Tensor]:
+    """Overwrite a tensor with that of rank `source` of the axis. Every rank of the axis must call it.
+
+    Counted as if the source sent it to each of the others.
+    """
+    is_source = axis.rank == source
+    others = axis.size - 1
+    exchange = Exchange(
+        "broadcast", axis, label, others * tensor.nbytes if is_source else 0, others if is_source else 0
+    )
+    if axis.size == 1:
+        return done(exchange, tensor)
+    with translated(exchange):
+        work = dist.broadcast(tensor, src=axis.ranks[source], group=axis.group, async_op=True)
+    return Pending(exchange, [_some(work)], lambda: tensor)
+
+
+def all_gather(tensor: Tensor, axis: Axis, *, label: Label) -> Pending[Tensor]:
+    """Gather tensors of one shape from all ranks: `[size, *tensor.shape]`. Every rank of the axis must call it."""
+    exchange = Exchange("all-gather", axis, label, (axis.size - 1) * tensor.nbytes, axis.size - 1)
+    if axis.size == 1:
+        return done(exchange, tensor.unsqueeze(0))
+    gathered = tensor.new_empty(axis.size * tensor.numel())
+    with translated(exchange):
+        work = _all_gather_flat(gathered, tensor.contiguous().view(-1), axis.group)
+    return Pending(exchange, [work], lambda: gathered.view(axis.size, *tensor.shape))
+
+
+def barrier(axis: Axis) -> None:
+    """Return when every rank of the axis has come here."""
+    all_reduce(torch.zeros(1, device=axis.device), axis, label="barrier").wait()
+
+
+def _all_gather_flat(output: Tensor, part: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    # torch 2.13 renamed all_gather_into_tensor and warns about the old name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return _some(gather(output, part, group=group, async_op=True))
+
+
+def _some(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "an asynchronous collective returns its work on every rank of its group"
+    return work

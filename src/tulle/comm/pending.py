@@ -1,0 +1,118 @@
+"""`Pending`: a collective under way; waiting for it counts the time and says who fell if it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch.distributed as dist
+
+from tulle import board
+from tulle.comm.traffic import now_s, traffic
+from tulle.errors import CommunicationError
+from tulle.mesh import Axis
+
+T = TypeVar("T")
+Label = str | Mapping[str, int]
+"""What an exchange is for: a name, or the share in bytes of each of several tables that travel together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What is being sent, for counters, timeline and error texts."""
+
+    operation: str
+    axis: Axis
+    label: Label
+    bytes_sent: int
+    messages: int
+
+    @property
+    def name(self) -> str:
+        """The label as one text."""
+        return self.label if isinstance(self.label, str) else ", ".join(self.label)
+
+
+class Deferred(Generic[T]):
+    """Something whose last part is done at `wait()`, once; later waits give the same result."""
+
+    __slots__ = ("_finish", "_result")
+
+    def __init__(self, finish: Callable[[], T]) -> None:
+        self._finish: Callable[[], T] | None = finish
+
+    def wait(self) -> T:
+        """Finish, and give the result."""
+        if self._finish is not None:
+            self._result = self._finish()
+            self._finish = None  # what it holds (buffers, works) can go
+        return self._result
+
+
+class Pending(Deferred[T]):
+    """A collective under way; `wait()` gives its result.
+
+    On CUDA, `wait` makes the current stream wait, not the host, as `torch.distributed` does.
+
+    Raises:
+        CommunicationError: From `wait`, if a rank has gone or the axis' timeout has passed.
+    """
+
+    __slots__ = ("_exchange", "_works")
+
+    def __init__(self, exchange: Exchange, works: Sequence[dist.Work], finish: Callable[[], T]) -> None:
+        super().__init__(finish)
+        self._exchange = exchange
+        self._works = list(works)
+        traffic.sent(exchange.label, exchange.bytes_sent, exchange.messages)
+        if traffic.is_tracing:
+            _trace(self._works, exchange, now_s())
+
+    def wait(self) -> T:
+        """Wait for the end, and give the result."""
+        if self._finish is None:
+            return self._result
+        begin_s = now_s()
+        with translated(self._exchange):
+            for work in self._works:
+                work.wait()
+            result = super().wait()
+        self._works.clear()
+        traffic.waited(now_s() - begin_s)
+        traffic.span("waiting", f"wait: {self._exchange.name}", begin_s, now_s())
+        return result
+
+
+@contextmanager
+def translated(exchange: Exchange):
+    """Turn what the backend raises into a `CommunicationError` that names table, step and the rank that fell first."""
+    try:
+        yield
+    except CommunicationError:
+        raise
+    except RuntimeError as error:
+        axis = exchange.axis
+        cause = board.read() or "no rank has said why: see the log of each rank"
+        raise CommunicationError(
+            f"{exchange.operation} of {exchange.name} in step {traffic.step} failed on rank {axis.rank} of axis "
+            f"{axis.name!r} ({axis.size} ranks, timeout {axis.timeout_s:g} s): {cause}. "
+            f"The backend said: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def done(exchange: Exchange, result: T) -> Pending[T]:
+    """An exchange that has nothing to send, as on an axis of one rank."""
+    return Pending(exchange, (), lambda: result)
+
+
+def _trace(works: Sequence[dist.Work], exchange: Exchange, begin_s: float) -> None:
+    def ended(_: object) -> None:
+        traffic.span(exchange.operation, exchange.name, begin_s, now_s(), exchange.bytes_sent)
+
+    if works:
+        try:
+            works[-1].get_future().then(ended)
+        except RuntimeError:
+            pass  # gloo's sends and receives have no future: the wait alone is drawn

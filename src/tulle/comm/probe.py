@@ -1,0 +1,56 @@
+"""Measures what an axis' network gives: latency from the smallest exchange, bandwidth from a large one."""
+
+from __future__ import annotations
+
+from statistics import median
+from weakref import WeakKeyDictionary
+
+import torch
+
+from tulle.comm.collectives import all_reduce, barrier
+from tulle.comm.parts import all_to_all_parts
+from tulle.comm.traffic import now_s
+from tulle.cost import Network
+from tulle.mesh import Axis
+
+ALONE = Network(latency_s=0.0, bandwidth_bytes_per_s=float("inf"))
+"""The network of an axis of one rank: nothing travels."""
+_REPEATS = 5
+_LARGE_BYTES = 2 * 1024 * 1024
+_measured: WeakKeyDictionary[Axis, Network] = WeakKeyDictionary()
+
+
+def probe(axis: Axis) -> Network:
+    """Measure the network of an axis once; the same numbers on all ranks. Every rank of the axis must call it.
+
+    Takes about as long as sending 10 MB, and is remembered for the axis.
+    """
+    if axis.size == 1:
+        return ALONE
+    if axis not in _measured:
+        _measured[axis] = _measure(axis)
+    return _measured[axis]
+
+
+def _measure(axis: Axis) -> Network:
+    small_s = _exchange_s(axis, 8)
+    large_s = _exchange_s(axis, _LARGE_BYTES)
+    slowest = torch.tensor([small_s, large_s], dtype=torch.float64, device=axis.device)
+    small_s, large_s = all_reduce(slowest, axis, label="network probe", op="max").wait().tolist()
+    # A rank sends to size - 1 others at once: that is one latency for the small exchange, as it is for a real one.
+    return Network(small_s, _LARGE_BYTES / max(large_s - small_s, 1e-9))
+
+
+def _exchange_s(axis: Axis, total_bytes: int) -> float:
+    """Median seconds in which each rank sends `total_bytes` in all to the others, evenly."""
+    length = max(1, total_bytes // (axis.size - 1))
+    parts = [torch.zeros(length, dtype=torch.uint8, device=axis.device) for _ in range(axis.size)]
+    times: list[float] = []
+    for _ in range(_REPEATS):
+        barrier(axis)
+        begin_s = now_s()
+        all_to_all_parts(parts, [length] * axis.size, axis, label="network probe").wait()
+        if axis.device.type == "cuda":
+            torch.cuda.synchronize(axis.device)
+        times.append(now_s() - begin_s)
+    return median(times)

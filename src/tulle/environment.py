@@ -1,0 +1,113 @@
+"""Finds out who started this process: torchrun (or `tulle run`), Slurm, or nobody."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tulle.errors import MeshError
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """This process's place among all that were started together.
+
+    Args:
+        launcher: `"torchrun"`, `"slurm"` or `"alone"`.
+        rank: This process among all, from 0.
+        size: Number of processes.
+        local_rank: This process among those on its host, from 0.
+        local_size: Number of processes on its host.
+        address: Host of the rendezvous, empty if alone.
+        port: Port of the rendezvous, 0 if alone.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    address: str
+    port: int
+
+
+def detect(environment: Mapping[str, str] = os.environ) -> Launch:
+    """Read the launcher's environment variables.
+
+    Raises:
+        MeshError: If only some of torchrun's variables are set, or one is not a number.
+
+    Example:
+        >>> detect({}).launcher
+        'alone'
+        >>> job = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[04-05]"}
+        >>> launch = detect(job)
+        >>> launch.launcher, launch.rank, launch.size, launch.address, launch.port
+        ('slurm', 5, 8, 'n04', 20077)
+    """
+    found = [name for name in _TORCHRUN if name in environment]
+    if "RANK" in found or "WORLD_SIZE" in found:
+        missing = sorted(set(_TORCHRUN) - set(found))
+        if missing:
+            raise MeshError(
+                f"the environment has {', '.join(found)} but not {', '.join(missing)}: "
+                "start the script with `tulle run`, torchrun or srun, or unset them to run alone"
+            )
+        return Launch(
+            "torchrun",
+            _number(environment, "RANK"),
+            _number(environment, "WORLD_SIZE"),
+            _number(environment, "LOCAL_RANK", default=0),
+            _number(environment, "LOCAL_WORLD_SIZE", default=1),
+            environment["MASTER_ADDR"],
+            _number(environment, "MASTER_PORT"),
+        )
+    if "SLURM_PROCID" in environment and _number(environment, "SLURM_NTASKS", default=1) > 1:
+        return _slurm(environment)
+    return Launch("alone", 0, 1, 0, 1, "", 0)
+
+
+def _slurm(environment: Mapping[str, str]) -> Launch:
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    address = environment.get("MASTER_ADDR") or first_host(nodes)
+    # Every task of a job step must come to the same port without talking: a function of the job's number.
+    default_port = 20_000 + _number(environment, "SLURM_JOB_ID", default=0) % 10_000
+    return Launch(
+        "slurm",
+        _number(environment, "SLURM_PROCID"),
+        _number(environment, "SLURM_NTASKS"),
+        _number(environment, "SLURM_LOCALID", default=0),
+        _number(environment, "SLURM_NTASKS_PER_NODE", default=1),
+        address,
+        _number(environment, "MASTER_PORT", default=default_port),
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list.
+
+    Example:
+        >>> first_host("gpu[007-012,15],login1"), first_host("node3")
+        ('gpu007', 'node3')
+    """
+    match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)
+    if match is None:
+        raise MeshError(
+            f"SLURM_JOB_NODELIST is {nodes!r}, expected a list of hosts such as node[01-04]: set MASTER_ADDR"
+        )
+    prefix, number, suffix = match.groups()
+    return prefix + (number or "") + (suffix or "")
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(text or "")
+    except ValueError:
+        raise MeshError(f"the environment variable {name} is {text!r}, expected a whole number") from None

@@ -1,0 +1,45 @@
+"""Every error that tulle raises on purpose, as one tree.
+
+TulleError
+├── MeshError            a mesh, axis, backend or launch environment that does not fit   (also ValueError)
+├── PlanError            an unknown scheme, or a plan that does not fit model and mesh     (also ValueError)
+├── ModelError           a model, optimizer or table that cannot be distributed            (also ValueError)
+├── GradientError        a gradient that cannot be synchronized, or is not finite          (also ValueError)
+├── DataError            a file of text, tokens or records that cannot be used             (also ValueError)
+├── CheckpointError      a checkpoint that is absent, damaged or of another model          (also RuntimeError)
+└── CommunicationError   a collective that failed or timed out, naming who fell first      (also RuntimeError)
+
+A message says what was given, what was expected and the mend.
+"""
+
+
+class TulleError(Exception):
+    """The root of all errors that tulle raises on purpose."""
+
+
+class MeshError(TulleError, ValueError):
+    """A mesh, axis, backend or launch environment does not fit the processes that run."""
+
+
+class PlanError(TulleError, ValueError):
+    """A scheme is unknown, or a plan does not fit the model and the mesh."""
+
+
+class ModelError(TulleError, ValueError):
+    """A model, an optimizer or a table cannot be distributed as given."""
+
+
+class GradientError(TulleError, ValueError):
+    """A gradient cannot be synchronized as given, or is not finite."""
+
+
+class DataError(TulleError, ValueError):
+    """A file cannot be used: missing, empty, misaligned, or not in the expected encoding."""
+
+
+class CheckpointError(TulleError, RuntimeError):
+    """A checkpoint is absent, damaged, or belongs to another model."""
+
+
+class CommunicationError(TulleError, RuntimeError):
+    """A collective failed or timed out; the message names the rank that fell first if it is known."""

@@ -1,0 +1,226 @@
+"""`Mesh`: the processes of a run, arranged along named axes."""
+
+from __future__ import annotations
+
+import atexit
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tulle import board, environment
+from tulle.errors import MeshError
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Axis:
+    """One named axis of a mesh, seen from this process.
+
+    Args:
+        name: The axis' name.
+        rank: This process's place along the axis, from 0.
+        size: Number of processes along the axis.
+        ranks: Global rank of each process along the axis, in order; `ranks[rank]` is this process.
+        group: The `torch.distributed` process group of those processes.
+        device: Where tensors of this axis' collectives live.
+        timeout_s: Seconds after which a collective on this axis gives up.
+    """
+
+    name: str
+    rank: int
+    size: int
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup
+    device: torch.device
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The processes of a run along named axes; `mesh["data"]` is one `Axis`. Made by `tulle.init`.
+
+    Args:
+        axes: The axes, the slowest-varying first.
+        rank: This process among all, from 0.
+        size: Number of processes.
+        device: This process's device.
+    """
+
+    axes: tuple[Axis, ...]
+    rank: int
+    size: int
+    device: torch.device
+
+    def __getitem__(self, name: str) -> Axis:
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        raise MeshError(
+            f"the mesh has no axis {name!r}, it has {self!r}: use one of these names, or add the axis to tulle.init"
+        )
+
+    def __contains__(self, name: str) -> bool:
+        return any(axis.name == name for axis in self.axes)
+
+    def __iter__(self) -> Iterator[str]:
+        return (axis.name for axis in self.axes)
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Size of each axis by name."""
+        return {axis.name: axis.size for axis in self.axes}
+
+    def device_mesh(self) -> DeviceMesh:
+        """The same mesh for `torch.distributed`'s own interfaces (`fully_shard`, `DTensor`)."""
+        return DeviceMesh.from_group(
+            [axis.group for axis in self.axes] if len(self.axes) > 1 else self.axes[0].group,
+            self.device.type,
+            torch.arange(self.size).view(*self.shape.values()) if len(self.axes) > 1 else None,
+            mesh_dim_names=tuple(self.shape),
+        )
+
+    def __repr__(self) -> str:
+        return "Mesh(" + ", ".join(f"{axis.name}={axis.size}" for axis in self.axes) + ")"
+
+
+def init(*, timeout: float | timedelta | None = None, backend: str | None = None, **axes: int) -> Mesh:
+    """Arrange the processes of this run along named axes. Every process must call it, with the same axes.
+
+    Joins the processes first if `torch.distributed` is not initialized yet: under torchrun, `tulle run` or Slurm
+    by their environment variables; alone as a mesh of one process, where everything works too.
+
+    Args:
+        timeout: Seconds after which a collective gives up (default 600). Not applied to a process group that
+            the caller initialized before.
+        backend: `torch.distributed` backend; default nccl where there is a GPU for each process, else gloo.
+        **axes: Size of each axis, the slowest-varying first; one may be -1 for "the rest". Default `data=-1`.
+
+    Raises:
+        MeshError: If the sizes do not multiply to the number of processes, an axis is not a positive number,
+            or processes name different axes.
+
+    Example:
+        >>> import tulle
+        >>> mesh = tulle.init(data=-1)
+        >>> mesh, mesh["data"].rank, mesh["data"].size
+        (Mesh(data=1), 0, 1)
+    """
+    launch = environment.detect()
+    size = dist.get_world_size() if dist.is_initialized() else launch.size
+    shape = resolve(axes or {"data": -1}, size)
+    timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or DEFAULT_TIMEOUT_S
+    device = _device(launch, backend)
+    if not dist.is_initialized():
+        _join(launch, backend or ("nccl" if device.type == "cuda" else "gloo"), timeout_s, device)
+    _check_agreement(shape)
+    rank = dist.get_rank()
+    return Mesh(_axes(shape, rank, device, timeout_s), rank, size, device)
+
+
+def resolve(axes: Mapping[str, int], size: int) -> dict[str, int]:
+    """Fill in the axis that is -1 and check that the sizes multiply to `size` processes.
+
+    Example:
+        >>> resolve({"data": -1, "pipe": 2}, 8)
+        {'data': 4, 'pipe': 2}
+    """
+    given = " x ".join(f"{name}={length}" for name, length in axes.items())
+    for name, length in axes.items():
+        if not isinstance(length, int) or isinstance(length, bool) or (length < 1 and length != -1):
+            raise MeshError(
+                f"tulle.init was given {name}={length!r}, expected a positive number of processes or -1 for the rest"
+            )
+    open_axes = [name for name, length in axes.items() if length == -1]
+    if len(open_axes) > 1:
+        raise MeshError(f"tulle.init was given {given}: at most one axis can be -1, set the others")
+    known = math.prod(length for length in axes.values() if length != -1)
+    if open_axes and size % known == 0:
+        return {name: size // known if length == -1 else length for name, length in axes.items()}
+    if open_axes or known != size:
+        raise MeshError(
+            f"tulle.init was given {given}, which needs {'a multiple of ' if open_axes else ''}{known} processes, "
+            f"but {size} run{'s' if size == 1 else ''}: change the sizes (-1 means the rest), "
+            f"or start it with `tulle run --processes {known}`"
+        )
+    return dict(axes)
+
+
+def _device(launch: environment.Launch, backend: str | None) -> torch.device:
+    current = dist.get_backend() if dist.is_initialized() else backend
+    one_each = torch.cuda.is_available() and torch.cuda.device_count() >= launch.local_size
+    if current != "nccl" and not (current is None and one_each):
+        return torch.device("cpu")
+    device = torch.device("cuda", launch.local_rank % max(1, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(launch: environment.Launch, backend: str, timeout_s: float, device: torch.device) -> None:
+    if launch.size > 1 and backend != "fake" and not dist.is_backend_available(backend):
+        raise MeshError(f"the backend {backend!r} is not in this build of PyTorch: use gloo, or install one with it")
+    timeout = timedelta(seconds=timeout_s)
+    bound = device if device.type == "cuda" else None
+    if launch.launcher == "alone":
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound
+        )
+    elif launch.launcher == "torchrun":
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+    else:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{launch.address}:{launch.port}",
+            rank=launch.rank,
+            world_size=launch.size,
+            timeout=timeout,
+            device_id=bound,
+        )
+    board.watch(launch.rank)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _check_agreement(shape: dict[str, int]) -> None:
+    shapes: list[dict[str, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(shapes, shape)
+    for rank, other in enumerate(shapes):
+        if list(other.items()) != list(shapes[0].items()):
+            raise MeshError(
+                f"rank {rank} called tulle.init with {other}, rank 0 with {shapes[0]}: "
+                "every process must give the same axes in the same order"
+            )
+
+
+def _axes(shape: dict[str, int], rank: int, device: torch.device, timeout_s: float) -> tuple[Axis, ...]:
+    grid = torch.arange(math.prod(shape.values())).view(*shape.values())
+    axes: list[Axis] = []
+    for dimension, (name, size) in enumerate(shape.items()):
+        mine: tuple[int, ...] = ()
+        group: dist.ProcessGroup | None = None
+        for line in grid.movedim(dimension, -1).reshape(-1, size).tolist():
+            made = _group(line, len(shape) == 1, timeout_s)
+            if rank in line:
+                mine, group = tuple(line), made
+        assert group is not None, "every rank lies on one line of each axis"
+        axes.append(Axis(name, mine.index(rank), size, mine, group, device, timeout_s))
+    return tuple(axes)
+
+
+def _group(ranks: list[int], is_everyone: bool, timeout_s: float) -> dist.ProcessGroup:
+    if is_everyone:
+        world = dist.group.WORLD
+        assert world is not None, "the process group was just initialized"
+        return world
+    made = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
+    assert made is not None, "new_group returns a group on every rank"
+    return made

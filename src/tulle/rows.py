@@ -1,0 +1,194 @@
+"""`RowSparse`: a matrix of which only some rows are stored, as an embedding's gradient is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tulle.errors import GradientError
+
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False, init=False)
+class RowSparse:
+    """A `[num_rows, width]` matrix, zero but for the rows that are listed.
+
+    Args:
+        indices: `[rows]` int32 or int64, the number of each stored row, in `0..num_rows-1`. A number may occur
+            several times: its rows are summed (`coalesce` does it).
+        values: `[rows, width]` floating point, on the device of `indices`. Any strides.
+        num_rows: Rows of the whole matrix.
+
+    Raises:
+        GradientError: If shapes, dtypes or devices do not fit, or an index is out of range.
+
+    Example:
+        >>> import torch, tulle
+        >>> grad = tulle.RowSparse(torch.tensor([4, 1, 4]), torch.ones(3, 2), num_rows=6)
+        >>> grad.coalesce().indices.tolist(), grad.coalesce().values.tolist()
+        ([1, 4], [[1.0, 1.0], [2.0, 2.0]])
+        >>> round(grad.density, 3)
+        0.333
+    """
+
+    indices: Tensor
+    values: Tensor
+    num_rows: int
+    is_coalesced: bool
+    """Whether `indices` are known to be sorted and distinct."""
+
+    def __init__(self, indices: Tensor, values: Tensor, num_rows: int) -> None:
+        _check(indices, values, num_rows)
+        _fill(self, indices, values, num_rows, is_coalesced=False)
+
+    @staticmethod
+    def trusted(indices: Tensor, values: Tensor, num_rows: int, *, is_coalesced: bool = False) -> RowSparse:
+        """Build without checks, for parts that are known to be right: a check reads the indices back from a GPU."""
+        rows = object.__new__(RowSparse)
+        _fill(rows, indices, values, num_rows, is_coalesced=is_coalesced)
+        return rows
+
+    @staticmethod
+    def from_tensor(tensor: Tensor) -> RowSparse:
+        """Take the rows of a sparse COO tensor (`sparse_dim` 1), or the rows that are not all zero of a dense one.
+
+        A stored row of a COO tensor stays stored even where its values are zero: an optimizer with momentum
+        treats a touched row and an untouched one differently.
+
+        Args:
+            tensor: `[num_rows, width]`, COO with one sparse dimension (as `nn.Embedding(sparse=True)` yields) or dense.
+
+        Raises:
+            GradientError: If the tensor is neither.
+
+        Example:
+            >>> RowSparse.from_tensor(torch.tensor([[0.0, 0.0], [3.0, 0.0]])).indices.tolist()
+            [1]
+        """
+        if tensor.dim() != 2:
+            raise GradientError(
+                f"RowSparse.from_tensor was given a tensor of shape {tuple(tensor.shape)}, expected [num_rows, width]: "
+                "reshape it to two dimensions"
+            )
+        if tensor.layout == torch.strided:
+            indices = (tensor != 0).any(dim=1).nonzero().squeeze(1)
+            return RowSparse.trusted(indices, tensor[indices], tensor.shape[0], is_coalesced=True)
+        if tensor.layout != torch.sparse_coo or tensor.sparse_dim() != 1:
+            sparse_dim = f" with sparse_dim {tensor.sparse_dim()}" if tensor.layout == torch.sparse_coo else ""
+            raise GradientError(
+                f"RowSparse.from_tensor was given a {tensor.layout} tensor{sparse_dim}, expected a dense one "
+                "or sparse COO with sparse_dim 1: convert it with tensor.to_dense()"
+            )
+        return RowSparse.trusted(
+            tensor._indices()[0], tensor._values(), tensor.shape[0], is_coalesced=tensor.is_coalesced()
+        )
+
+    @property
+    def width(self) -> int:
+        """Columns of the matrix."""
+        return self.values.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(num_rows, width)` of the whole matrix."""
+        return self.num_rows, self.width
+
+    @property
+    def density(self) -> float:
+        """Distinct stored rows as a share of all rows, 0 to 1 (Zen, section 3.1, over rows instead of elements)."""
+        distinct = len(self.indices) if self.is_coalesced else len(torch.unique(self.indices))
+        return distinct / self.num_rows if self.num_rows else 0.0
+
+    def coalesce(self) -> RowSparse:
+        """Sum the rows that occur several times; the result is sorted and distinct, of the same dtypes.
+
+        A sort, then `embedding_bag(mode="sum")` over the runs: near memory speed, about twice as fast as
+        `index_add_`. Half-precision values are summed in float32.
+        """
+        if self.is_coalesced:
+            return self
+        order = torch.argsort(self.indices, stable=True)
+        distinct, counts = torch.unique_consecutive(self.indices[order], return_counts=True)
+        if len(distinct) == len(order):
+            values = self.values[order]
+        else:
+            values = _sum_runs(self.values, order, counts)
+        return RowSparse.trusted(distinct, values, self.num_rows, is_coalesced=True)
+
+    def scaled(self, factor: float) -> RowSparse:
+        """The same rows with values times `factor`."""
+        return RowSparse.trusted(
+            self.indices, self.values * factor, self.num_rows, is_coalesced=self.is_coalesced
+        )
+
+    def to_dense(self) -> Tensor:
+        """The whole matrix, `[num_rows, width]`."""
+        rows = self.coalesce()
+        dense = rows.values.new_zeros(rows.shape)
+        return dense.index_copy_(0, rows.indices.long(), rows.values)
+
+    def to_sparse_coo(self) -> Tensor:
+        """A sparse COO tensor with one sparse dimension, as `nn.Embedding(sparse=True)` gives to optimizers."""
+        return torch.sparse_coo_tensor(
+            self.indices.long().unsqueeze(0),
+            self.values,
+            self.shape,
+            is_coalesced=self.is_coalesced,
+            check_invariants=False,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"RowSparse({len(self.indices)} of {self.num_rows} rows, width {self.width}, "
+            f"{str(self.values.dtype).removeprefix('torch.')}, {self.values.device})"
+        )
+
+
+def _fill(rows: RowSparse, indices: Tensor, values: Tensor, num_rows: int, *, is_coalesced: bool) -> None:
+    object.__setattr__(rows, "indices", indices)
+    object.__setattr__(rows, "values", values)
+    object.__setattr__(rows, "num_rows", num_rows)
+    object.__setattr__(rows, "is_coalesced", is_coalesced)
+
+
+def _sum_runs(values: Tensor, order: Tensor, counts: Tensor) -> Tensor:
+    """Sum `values[order]` over consecutive runs of lengths `counts`: `[runs, width]`."""
+    starts = counts.cumsum(0) - counts
+    is_half = values.dtype in (torch.float16, torch.bfloat16)
+    summed = F.embedding_bag(
+        order, values.float() if is_half else values.contiguous(), starts, mode="sum", include_last_offset=False
+    )
+    return summed.to(values.dtype)
+
+
+def _check(indices: Tensor, values: Tensor, num_rows: int) -> None:
+    if indices.dim() != 1 or indices.dtype not in _INDEX_DTYPES:
+        raise GradientError(
+            f"RowSparse was given indices of shape {tuple(indices.shape)} and dtype {indices.dtype}, "
+            "expected [rows] of int32 or int64"
+        )
+    if values.dim() != 2 or not values.dtype.is_floating_point:
+        raise GradientError(
+            f"RowSparse was given values of shape {tuple(values.shape)} and dtype {values.dtype}, "
+            "expected [rows, width] of a floating-point dtype"
+        )
+    if len(indices) != len(values):
+        raise GradientError(
+            f"RowSparse was given {len(indices)} indices and {len(values)} rows of values: give one index a row"
+        )
+    if indices.device != values.device:
+        raise GradientError(
+            f"RowSparse was given indices on {indices.device} and values on {values.device}: "
+            "move them to one device"
+        )
+    if len(indices):
+        low, high = (int(bound) for bound in torch.aminmax(indices))
+        if low < 0 or high >= num_rows:
+            raise GradientError(
+                f"RowSparse was given row {low if low < 0 else high}, expected rows in 0..{num_rows - 1} "
+                f"(num_rows is {num_rows})"
+            )
