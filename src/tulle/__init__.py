@@ -1,7 +1,31 @@
 """tulle trains PyTorch models on many processes: for every tensor, where it lives and how it is kept in step."""
 
-from tulle import sync
+from tulle import errors, sync
+from tulle.checkpoint import load, save
+from tulle.clip import clip_grad_norm_
+from tulle.distribute import distribute
+from tulle.distribute import make_plan as plan
+from tulle.errors import TulleError
 from tulle.mesh import Mesh, init
+from tulle.plan import Plan
+from tulle.record import log
 from tulle.rows import RowSparse
+
+__all__ = [
+    "Mesh",
+    "Plan",
+    "RowSparse",
+    "TulleError",
+    "__version__",
+    "clip_grad_norm_",
+    "distribute",
+    "errors",
+    "init",
+    "load",
+    "log",
+    "plan",
+    "save",
+    "sync",
+]
 
 __version__ = "0.1.0"

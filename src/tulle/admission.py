@@ -1,0 +1,108 @@
+"""What can be distributed: checks of mesh, model and optimizer, each with a text that says the mend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tulle.errors import MeshError, ModelError
+from tulle.mesh import Axis, Mesh
+from tulle.profile import TableModule
+
+O = TypeVar("O", bound=Optimizer | Sequence[Optimizer])  # noqa: E741
+DATA = "data"
+"""The axis along which replicas are kept in step."""
+
+
+def data_axis(mesh: Mesh) -> Axis:
+    """The axis of replicas.
+
+    Raises:
+        MeshError: If the mesh has none, or has another axis of more than one rank: those are not there yet.
+    """
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f"tulle was given a {type(mesh).__name__} as mesh, expected what tulle.init returns")
+    for name, size in mesh.shape.items():
+        if name != DATA and size > 1:
+            raise MeshError(
+                f"the mesh has axis {name}={size}; this version distributes along {DATA!r} only: "
+                f"use tulle.init({DATA}=-1)"
+            )
+    return mesh[DATA]
+
+
+def as_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """One optimizer or several, as a list."""
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    if not isinstance(optimizers, Sequence) or not optimizers:
+        raise ModelError(
+            f"tulle was given a {type(optimizer).__name__} as optimizer, "
+            "expected a torch.optim.Optimizer or a list of them"
+        )
+    for one in optimizers:
+        if not isinstance(one, Optimizer):
+            raise ModelError(f"tulle was given a {type(one).__name__} among the optimizers, expected torch.optim's")
+    return list(optimizers)
+
+
+def check_model(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], mesh: Mesh) -> None:
+    """Check that a model can be distributed with its optimizers.
+
+    Raises:
+        ModelError: Saying what was found, what was expected and the mend.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"tulle was given a {type(model).__name__} as model, expected a torch.nn.Module")
+    if "_tulle_engine" in model.__dict__:
+        raise ModelError("the model is distributed already: call tulle.distribute once")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ModelError("the model is wrapped in DistributedDataParallel, expected a plain one: give model.module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError("the model is a ScriptModule, expected a plain torch.nn.Module: script what it is made of")
+    _check_parameters(model, mesh)
+    _check_optimizers(model, as_optimizers(optimizer))
+    if data_axis(mesh).size > 1:
+        _check_tables(model)
+
+
+def _check_parameters(model: nn.Module, mesh: Mesh) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ModelError(f"parameter {name!r} has no shape yet (a lazy module): call the model once before")
+        if parameter.device != mesh.device:
+            mend = "give it storage with model.to_empty(device=mesh.device)" if parameter.is_meta else "call model.to(mesh.device)"
+            raise ModelError(f"parameter {name!r} is on {parameter.device}, the mesh on {mesh.device}: {mend}")
+
+
+def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    known = {id(parameter) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    raise ModelError(
+                        f"parameter {position} of group {number} of {type(optimizer).__name__}, of shape "
+                        f"{list(parameter.shape)}, is not a parameter of this {type(model).__name__}: "
+                        "make the optimizer from model.parameters() after the model is complete"
+                    )
+
+
+def _check_tables(model: nn.Module) -> None:
+    """Refuse what silently differs from one process when each rank sees a part of the batch only."""
+    for name, module in model.named_modules():
+        if not isinstance(module, TableModule) or not module.weight.requires_grad:
+            continue
+        if module.scale_grad_by_freq:
+            raise ModelError(
+                f"{name!r} has scale_grad_by_freq=True, which counts in one rank's batch only: "
+                "this version cannot scale by the counts of all ranks, set it to False"
+            )
+        if module.max_norm is not None and not module.sparse:
+            raise ModelError(
+                f"{name!r} has max_norm={module.max_norm} and dense gradients, so that ranks do not learn which rows "
+                "the others looked up and renormalized: set sparse=True"
+            )

@@ -1,0 +1,76 @@
+"""`clip_grad_norm_`: gradient clipping by global norm that also knows sparse gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from tulle.errors import GradientError
+from tulle.rows import RowSparse
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale all gradients together so that their norm is at most `max_norm`, in place; return the norm before.
+
+    As `torch.nn.utils.clip_grad_norm_`, which refuses sparse gradients. Call it after `loss.backward()`: gradients
+    are the same on every rank of the data axis then, and so is the norm, without a message.
+
+    Args:
+        parameters: A model, a parameter, or several.
+        max_norm: The largest norm allowed.
+        norm_type: Order of the norm; `inf` for the largest absolute value.
+        error_if_nonfinite: Whether to raise, rather than scale, when the norm is NaN or infinite.
+
+    Raises:
+        GradientError: If asked for and the norm is not finite, naming the first parameter that is to blame.
+
+    Example:
+        >>> import torch, tulle
+        >>> table = torch.nn.Embedding(4, 2, sparse=True)
+        >>> table(torch.tensor([1, 1])).sum().backward()
+        >>> round(tulle.clip_grad_norm_(table, max_norm=1.0).item(), 4)
+        2.8284
+    """
+    values = [(name, _values(p.grad)) for name, p in _named(parameters) if p.grad is not None]
+    if not values:
+        return torch.tensor(0.0)
+    device = values[0][1].device
+    norms = torch.stack([torch.linalg.vector_norm(part, norm_type).to(device) for _, part in values])
+    total = torch.linalg.vector_norm(norms, norm_type)
+    if error_if_nonfinite and not torch.isfinite(total):
+        to_blame = next((name for (name, _), norm in zip(values, norms, strict=True) if not norm.isfinite()), "all")
+        raise GradientError(
+            f"the gradient norm is {total.item()}, expected a finite one; the first parameter to blame is {to_blame}: "
+            "call tulle.distribute with check_finite=True to learn on which rank it began"
+        )
+    # As in torch: a multiplication by 1 costs less than asking a GPU whether clipping is needed.
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for _, part in values:
+        part.mul_(factor.to(part.device))
+    return total
+
+
+def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> Iterable[tuple[str, Tensor]]:
+    if isinstance(parameters, nn.Module):
+        return parameters.named_parameters()
+    several = [parameters] if isinstance(parameters, Tensor) else parameters
+    return ((f"number {number}", parameter) for number, parameter in enumerate(several))
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient, each row of a sparse one once; scaling them in place scales the gradient."""
+    if gradient.layout == torch.strided:
+        return gradient
+    if not gradient.is_coalesced():
+        rows = RowSparse.from_tensor(gradient).coalesce().to_sparse_coo()
+        gradient.copy_(rows)
+    return gradient._values()

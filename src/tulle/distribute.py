@@ -1,0 +1,213 @@
+"""`distribute`: puts a plan on a model, so that the user's own training loop trains it on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tulle import record
+from tulle.admission import as_optimizers, check_model, data_axis
+from tulle.comm import gather_values, probe, raise_together
+from tulle.engine import DataParallel, broadcast_tensors, check_alike
+from tulle.errors import PlanError, TulleError
+from tulle.mesh import Mesh
+from tulle.plan import Plan, PlanLike, plan_as_given, plan_by_cost, plan_for_later
+from tulle.profile import TableModule, rows_touched, sparse_tables
+from tulle.sync import AUTO, Table
+
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=Optimizer | Sequence[Optimizer])  # noqa: E741
+
+
+class Distributed:
+    """What `distribute` adds to a model's class, as `fully_shard` does."""
+
+    _tulle_engine: DataParallel
+    _tulle_class: type[nn.Module]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients add up on each rank within this context, without communication, as DDP's `no_sync`.
+
+        The first backward outside sends the sums. For gradient accumulation: all micro-batches but the last within.
+        """
+        with self._tulle_engine.no_sync():
+            yield
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        """A copy, or a pickle, is the plain model that was given to `distribute`."""
+        state = {name: value for name, value in self.__dict__.items() if not name.startswith("_tulle_")}
+        return _empty, (self._tulle_class,), state
+
+
+def distribute(
+    model: M,
+    optimizer: O,
+    mesh: Mesh,
+    *,
+    plan: PlanLike = AUTO,
+    sample: object = None,
+    check_finite: bool = False,
+) -> tuple[M, O]:
+    """Make a model train on all ranks of a mesh, with the numbers of one process. Every rank must call it, alike.
+
+    Afterwards every rank runs the same loop on its share of each batch; after `loss.backward()` gradients are the
+    mean over axis `data`, so a loss that is a mean over its batch, with shares of one size, gives what one process
+    would compute on the whole batch. Parameters and buffers start from rank 0's; buffers written in forward (batch
+    norm's statistics) follow rank 0's.
+
+    Args:
+        model: On `mesh.device`. The same object comes back: its class gains `no_sync()`; names and `state_dict` stay.
+        optimizer: Over parameters of the model, or a list of several (`SparseAdam` for tables, `Adam` for the rest).
+        mesh: From `tulle.init`, with an axis `data`.
+        plan: `"auto"`, a scheme for all tables, a mapping from table to scheme, a `Plan`, or the path of a saved one.
+        sample: One batch as the model is called with it: a mapping is passed as keywords, a tuple as positional
+            arguments, anything else as the one argument. With it `"auto"` chooses now, else after the first backward.
+        check_finite: Whether to raise on every rank, naming parameter, rank and step, when a gradient is not finite.
+            It reads every gradient back.
+
+    Returns:
+        The model and the optimizer that were given.
+
+    Raises:
+        MeshError: If the mesh has no axis `data`.
+        PlanError: If the plan is none of the above, or is for another model or mesh.
+        ModelError: If optimizer and model do not belong together, the ranks' models differ (naming the parameter), the
+            model is not on the mesh's device, or a table needs what is not there (`max_norm` with dense gradients).
+
+    Example:
+        >>> import torch, tulle
+        >>> mesh = tulle.init(data=-1)
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = tulle.distribute(model, optimizer, mesh)
+        >>> model(torch.ones(2, 4)).mean().backward()
+        >>> optimizer.step()
+    """
+    axis = data_axis(mesh)
+    with _alike(mesh, "the model"):
+        check_model(model, optimizer, mesh)
+    check_alike(model, axis)
+    decided = _decide(model, mesh, plan, sample)
+    broadcast_tensors([*model.parameters(), *model.buffers()], axis, label="initial parameters")
+    tables = sparse_tables(model)
+    bounded = {name: module for name, module in tables.items() if module.max_norm is not None}
+    engine = DataParallel(
+        model,
+        axis,
+        tables=list(tables),
+        schemes=decided.schemes,
+        renormalize={name: _renormalizer(module) for name, module in bounded.items()},
+        bucket_bytes=decided.bucket_bytes,
+        check_finite=check_finite,
+    )
+    model._tulle_engine, model._tulle_class = engine, type(model)
+    model.__class__ = type(type(model).__name__, (Distributed, type(model)), {"__module__": type(model).__module__})
+    recorder = record.current()
+    if recorder is not None:
+        recorder.attach(
+            model, as_optimizers(optimizer), mesh, plan=lambda: in_force(decided, engine), schemes=engine.schemes
+        )
+    return model, optimizer
+
+
+def make_plan(
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], mesh: Mesh, *, sample: object = None
+) -> Plan:
+    """Measure and choose, as `distribute` would with `plan="auto"`, without touching the model: `tulle.plan`.
+
+    Every rank must call it, with its own sample. Arguments and errors are those of `distribute`.
+
+    Example:
+        >>> import torch, tulle
+        >>> mesh = tulle.init(data=-1)
+        >>> model = torch.nn.EmbeddingBag(1000, 16, sparse=True)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> tulle.plan(model, optimizer, mesh, sample=torch.tensor([[1, 2, 2]])).tables[0].density
+        0.002
+    """
+    with _alike(mesh, "the model"):
+        check_model(model, optimizer, mesh)
+    return _decide(model, mesh, AUTO, sample)
+
+
+def engine_of(model: nn.Module) -> DataParallel | None:
+    """The run-time of a distributed model, or None."""
+    return model.__dict__.get("_tulle_engine")
+
+
+def in_force(plan: Plan, engine: DataParallel) -> Plan:
+    """The plan with the choices that the run has made since."""
+    chosen = engine.choices()
+    tables = [
+        replace(
+            table,
+            scheme=chosen[table.name].scheme,
+            reason=chosen[table.name].reason,
+            density=chosen[table.name].density,
+            candidates=dict(chosen[table.name].candidates),
+        )
+        if table.name in chosen
+        else table
+        for table in plan.tables
+    ]
+    return replace(plan, tables=tuple(tables), network=plan.network or engine.network)
+
+
+def _decide(model: nn.Module, mesh: Mesh, plan: PlanLike, sample: object) -> Plan:
+    """The plan that the arguments stand for, the same on all ranks."""
+    axis = data_axis(mesh)
+    tables = sparse_tables(model)
+    shapes = {name: (module.num_embeddings, module.embedding_dim) for name, module in tables.items()}
+    with _alike(mesh, "the plan"):
+        decided = plan_as_given(plan, mesh.shape, shapes)
+    heard = gather_values((decided.to_json() if decided else AUTO, sample is not None), axis, label="the plan")
+    for rank, (other, _) in enumerate(heard):
+        if other != heard[0][0]:
+            raise PlanError(f"rank {rank} was given the plan {other}, rank 0 {heard[0][0]}: give all ranks the same")
+    if decided is not None:
+        return decided
+    if not tables or not all(has_sample for _, has_sample in heard):
+        return plan_for_later(mesh.shape, shapes)
+    touched = gather_values(rows_touched(model, sample), axis, label="rows touched")
+    looks = {
+        name: Table(name, *shapes[name], module.weight.dtype, mesh.device).characteristics([r[name] for r in touched])
+        for name, module in tables.items()
+    }
+    return plan_by_cost(mesh.shape, looks, probe(axis), axis.size)
+
+
+@contextmanager
+def _alike(mesh: Mesh, label: str) -> Iterator[None]:
+    """Raise on every rank what the body raises on any."""
+    axis = data_axis(mesh)
+    error: TulleError | None = None
+    try:
+        yield
+    except TulleError as found:
+        error = found
+    raise_together(error, axis, label=label)
+
+
+def _renormalizer(module: TableModule) -> Callable[[Tensor], None]:
+    """What the lookup of an embedding with `max_norm` does to its rows, for the rows that other ranks looked up.
+
+    A row that was renormalized already is within the norm and stays as it is.
+    """
+
+    @torch.no_grad()
+    def renormalize(rows: Tensor) -> None:
+        assert module.max_norm is not None, "only embeddings with max_norm renormalize"
+        torch.embedding_renorm_(module.weight, rows, module.max_norm, module.norm_type)
+
+    return renormalize
+
+
+def _empty(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)

@@ -1,0 +1,6 @@
+"""Planning: pure, values in and a frozen `Plan` out."""
+
+from tulle.plan.choice import PlanLike, plan_as_given, plan_by_cost, plan_for_later
+from tulle.plan.plan import BUCKET_BYTES, Plan, TablePlan
+
+__all__ = ["BUCKET_BYTES", "Plan", "PlanLike", "TablePlan", "plan_as_given", "plan_by_cost", "plan_for_later"]

@@ -1,0 +1,85 @@
+"""From what was asked for, or measured, to a `Plan`: pure, so that ranks that know the same decide the same."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from tulle.cost import Characteristics, Network
+from tulle.errors import PlanError
+from tulle.plan.plan import Plan, TablePlan
+from tulle.sync import AUTO, check_scheme, choose
+
+PlanLike = Plan | str | os.PathLike[str] | Mapping[str, str]
+"""A plan, `"auto"`, one scheme for all tables, a scheme by table, or the path of a saved plan."""
+Shapes = Mapping[str, tuple[int, int]]
+"""`(rows, width)` of each table with sparse gradients, by name."""
+
+
+def plan_as_given(given: PlanLike, mesh: Mapping[str, int], shapes: Shapes) -> Plan | None:
+    """The plan that a user's argument stands for, or None for `"auto"`.
+
+    Raises:
+        PlanError: If it stands for none, or is for other tables or another mesh.
+
+    Example:
+        >>> plan_as_given("allgather", {"data": 2}, {"words": (1000, 8)}).schemes
+        {'words': 'allgather'}
+    """
+    if isinstance(given, Plan):
+        plan = given
+    elif isinstance(given, os.PathLike) or (isinstance(given, str) and Path(given).suffix == ".json"):
+        plan = Plan.load(given)
+    elif isinstance(given, str):
+        if check_scheme(given, extra=(AUTO, "the path of a saved plan (*.json)")) == AUTO:
+            return None
+        plan = _with_schemes(dict.fromkeys(shapes, given), mesh, shapes)
+    elif isinstance(given, Mapping):
+        plan = _with_schemes(given, mesh, shapes)
+    else:
+        raise PlanError(
+            f"plan was given a {type(given).__name__}, expected 'auto', a scheme, a mapping, a Plan or a path"
+        )
+    plan.check(mesh, shapes)
+    return plan
+
+
+def plan_by_cost(
+    mesh: Mapping[str, int], tables: Mapping[str, Characteristics], network: Network, ranks: int
+) -> Plan:
+    """The plan of least predicted seconds for tables whose gradients look like this."""
+    planned: list[TablePlan] = []
+    for name, table in tables.items():
+        choice = choose(table, network, ranks)
+        planned.append(
+            TablePlan(
+                name,
+                table.num_rows,
+                table.width,
+                choice.scheme,
+                choice.reason,
+                density=table.density,
+                candidates=dict(choice.candidates),
+            )
+        )
+    return Plan(dict(mesh), tuple(planned), network=network)
+
+
+def plan_for_later(mesh: Mapping[str, int], shapes: Shapes) -> Plan:
+    """The plan that leaves each table's scheme to its first gradients."""
+    return _with_schemes({}, mesh, shapes, reason="to be chosen by the first gradients")
+
+
+def _with_schemes(
+    schemes: Mapping[str, str], mesh: Mapping[str, int], shapes: Shapes, *, reason: str = "given"
+) -> Plan:
+    for name in schemes:
+        if name not in shapes:
+            known = ", ".join(shapes) or "none"
+            raise PlanError(f"the plan names {name!r}, the model's tables with sparse gradients are: {known}")
+    tables = [
+        TablePlan(name, rows, width, check_scheme(schemes.get(name, AUTO)), reason)
+        for name, (rows, width) in shapes.items()
+    ]
+    return Plan(dict(mesh), tuple(tables))

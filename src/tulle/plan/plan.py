@@ -1,0 +1,178 @@
+"""`Plan`: what was decided for each table of a model on a mesh: a value that can be read, saved and replayed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tulle.cost import Cost, Network
+from tulle.errors import PlanError
+from tulle.sync import check_scheme
+
+FORMAT = 1
+BUCKET_BYTES = 25 * 1024 * 1024
+"""Dense gradients travel in buckets of this size unless a plan says otherwise (DDP's default too)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TablePlan:
+    """What was decided for one table.
+
+    Args:
+        name: The parameter's name in the model.
+        rows: Rows of the table.
+        width: Columns.
+        scheme: How its gradient is synchronized: a scheme's name, or `"auto"` to choose by the first gradients.
+        reason: Why, in one sentence.
+        density: Share of rows that one rank touches in a step, 0 to 1; None if it was not measured.
+        candidates: Predicted cost by scheme.
+    """
+
+    name: str
+    rows: int
+    width: int
+    scheme: str
+    reason: str = ""
+    density: float | None = None
+    candidates: Mapping[str, Cost] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What was decided for a model on a mesh. Made by `tulle.plan`, read by `tulle.distribute`.
+
+    Args:
+        mesh: Size of each axis by name.
+        tables: One entry for each table with sparse gradients.
+        bucket_bytes: Size of a bucket of dense gradients.
+        network: The measured network of axis `data`, None if nothing had to be chosen by cost.
+
+    Example:
+        >>> plan = Plan(mesh={"data": 4}, tables=(TablePlan("source.weight", 8000, 256, "allgather", "given"),))
+        >>> print(plan.explain())
+        mesh data=4, dense gradients all-reduced in buckets of 25 MiB
+        source.weight (8,000 x 256): allgather: given
+    """
+
+    mesh: Mapping[str, int]
+    tables: tuple[TablePlan, ...] = ()
+    bucket_bytes: int = BUCKET_BYTES
+    network: Network | None = None
+
+    @property
+    def schemes(self) -> dict[str, str]:
+        """The scheme of each table by name."""
+        return {table.name: table.scheme for table in self.tables}
+
+    def explain(self) -> str:
+        """What was chosen for each table, why, and what the other candidates were predicted to cost."""
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
+        lines = [f"mesh {axes}, dense gradients all-reduced in buckets of {self.bucket_bytes / 2**20:g} MiB"]
+        for table in self.tables:
+            lines.append(f"{table.name} ({table.rows:,} x {table.width:,}): {table.scheme}: {table.reason}")
+            for name, cost in (table.candidates or {}).items():
+                lines.append(
+                    f"  {name:<12} {cost.seconds * 1e3:9.3f} ms  {cost.bytes / 1e6:9.3f} MB  {cost.messages:4d} messages"
+                )
+        return "\n".join(lines)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON; the file is complete or absent."""
+        target = Path(path)
+        aside = target.with_name(f".{target.name}.{os.getpid()}")
+        aside.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+        aside.replace(target)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read what `save` wrote.
+
+        Raises:
+            PlanError: If the file is missing or is not a plan, saying what is wrong.
+        """
+        try:
+            parsed = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise PlanError(f"cannot read a plan from {os.fspath(path)!r}: {error}") from error
+        try:
+            return Plan.from_json(parsed)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(
+                f"{os.fspath(path)!r} is not a plan that this version reads ({type(error).__name__}: {error}): "
+                "write it with Plan.save"
+            ) from error
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "format": FORMAT,
+            "mesh": dict(self.mesh),
+            "bucket_bytes": self.bucket_bytes,
+            "network": asdict(self.network) if self.network else None,
+            "tables": [_table_to_json(table) for table in self.tables],
+        }
+
+    @staticmethod
+    def from_json(parsed: Mapping[str, Any]) -> Plan:
+        """From plain values, checked."""
+        if parsed["format"] != FORMAT:
+            raise ValueError(f"format {parsed['format']!r}, expected {FORMAT}")
+        bucket_bytes = int(parsed["bucket_bytes"])
+        if bucket_bytes <= 0:
+            raise ValueError(f"bucket_bytes {bucket_bytes}, expected a positive number")
+        return Plan(
+            mesh={str(name): int(size) for name, size in parsed["mesh"].items()},
+            tables=tuple(_table_from_json(table) for table in parsed["tables"]),
+            bucket_bytes=bucket_bytes,
+            network=Network(**parsed["network"]) if parsed["network"] else None,
+        )
+
+    def check(self, mesh: Mapping[str, int], tables: Mapping[str, tuple[int, int]]) -> None:
+        """Check that the plan is for this mesh and these tables.
+
+        Args:
+            mesh: Size of each axis by name.
+            tables: `(rows, width)` of each table of the model by name.
+
+        Raises:
+            PlanError: Naming what differs.
+        """
+        if dict(self.mesh) != dict(mesh):
+            raise PlanError(
+                f"the plan is for the mesh {dict(self.mesh)}, this one is {dict(mesh)}: make a plan for it"
+            )
+        for table in self.tables:
+            shape = tables.get(table.name)
+            if shape is None:
+                known = ", ".join(tables) or "none"
+                raise PlanError(f"the plan has a table {table.name!r}, the model's tables with sparse gradients are: {known}")
+            if shape != (table.rows, table.width):
+                raise PlanError(
+                    f"the plan has {table.name!r} with {table.rows} x {table.width}, "
+                    f"the model has it with {shape[0]} x {shape[1]}"
+                )
+
+
+def _table_to_json(table: TablePlan) -> dict[str, Any]:
+    candidates = [{"scheme": name, **asdict(cost)} for name, cost in (table.candidates or {}).items()]
+    return asdict(table) | {"candidates": candidates}
+
+
+def _table_from_json(parsed: Mapping[str, Any]) -> TablePlan:
+    candidates = {
+        candidate["scheme"]: Cost(candidate["bytes"], candidate["messages"], candidate["seconds"])
+        for candidate in parsed.get("candidates", ())
+    }
+    return TablePlan(
+        name=str(parsed["name"]),
+        rows=int(parsed["rows"]),
+        width=int(parsed["width"]),
+        scheme=check_scheme(parsed["scheme"]),
+        reason=str(parsed.get("reason", "")),
+        density=parsed.get("density"),
+        candidates=candidates or None,
+    )

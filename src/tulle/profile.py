@@ -1,0 +1,77 @@
+"""Measures what a plan rests on: which tables a model has, and how many of their rows one batch touches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TableModule = nn.Embedding | nn.EmbeddingBag
+
+
+def sparse_tables(model: nn.Module) -> dict[str, TableModule]:
+    """The embeddings with `sparse=True` that are trained, by the name of their parameter; a shared one once."""
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found: dict[str, TableModule] = {}
+    for module in model.modules():
+        if isinstance(module, TableModule) and module.sparse and id(module.weight) in names:
+            found.setdefault(names[id(module.weight)], module)
+    return found
+
+
+def call(model: nn.Module, sample: object) -> object:
+    """Call a model with one batch: a mapping as keywords, a tuple as positional arguments, anything else as the one."""
+    if isinstance(sample, Mapping):
+        return model(**sample)
+    if isinstance(sample, tuple):
+        return model(*sample)
+    return model(sample)
+
+
+def rows_touched(model: nn.Module, sample: object) -> dict[str, int]:
+    """Distinct rows that one batch looks up in each table with sparse gradients, by parameter name.
+
+    Runs one forward without gradients and leaves no trace: random states, buffers and rows are as before.
+    """
+    tables = sparse_tables(model)
+    looked_up: dict[int, list[Tensor]] = {id(module.weight): [] for module in tables.values()}
+
+    def note(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        assert isinstance(module, TableModule), "only tables are hooked"
+        ids: Tensor = (arguments[0] if arguments else keywords["input"]).reshape(-1)
+        if module.padding_idx is not None:
+            ids = ids[ids != module.padding_idx]
+        looked_up[id(module.weight)].append(torch.unique(ids))
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(_untouched(model))
+        for module in model.modules():
+            if isinstance(module, TableModule) and id(module.weight) in looked_up:
+                stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+        call(model, sample)
+    return {
+        name: len(torch.unique(torch.cat(seen))) if (seen := looked_up[id(module.weight)]) else 0
+        for name, module in tables.items()
+    }
+
+
+@contextmanager
+def _untouched(model: nn.Module) -> Iterator[None]:
+    """Put back random states, buffers and `max_norm` afterwards; without `max_norm` a lookup changes no row."""
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    bounded = [(m, m.max_norm) for m in model.modules() if isinstance(m, TableModule) and m.max_norm is not None]
+    for module, _ in bounded:
+        module.max_norm = None
+    with torch.random.fork_rng(devices=list(devices)):
+        try:
+            yield
+        finally:
+            for buffer, value in buffers:
+                buffer.copy_(value)
+            for module, max_norm in bounded:
+                module.max_norm = max_norm

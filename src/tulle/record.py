@@ -1,0 +1,270 @@
+"""Records a run for `tulle run`: one JSON line a step and rank, the plan, and, on request, a timeline.
+
+Nothing is recorded, and no hook is there, unless the launcher named a folder in `TULLE_RUN_DIR`.
+
+A step ends with `optimizer.step()`. Its line is written when the next forward begins, so that what a script logs
+in between still belongs to it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tulle.comm import now_s, traffic
+from tulle.mesh import Mesh
+from tulle.plan import Plan
+
+RUN_DIR = "TULLE_RUN_DIR"
+TIMELINE = "TULLE_TIMELINE"
+_SPANS_KEPT = 200_000
+"""A timeline ends after so many spans: about as much as a browser can show."""
+
+
+def log(
+    *,
+    loss: float | Tensor | None = None,
+    tokens: int | Tensor | None = None,
+    total_steps: int | None = None,
+    **values: float | str | Tensor,
+) -> None:
+    """Record numbers or texts of the current step; without `tulle run` it does nothing. Any rank may call it.
+
+    What is logged after `optimizer.step()` and before the next forward belongs to the step that ended.
+
+    Args:
+        loss: This rank's loss. A model that returns one scalar is recorded without it.
+        tokens: Tokens, or samples, that this rank processed in the step; several calls add up.
+        total_steps: How many steps the run will have: for the progress bar.
+        **values: Numbers (`valid_loss=2.1`) for curves and the summary, or texts for the report.
+
+    Example:
+        >>> import tulle
+        >>> tulle.log(loss=2.5, tokens=4096, learning_rate=1e-3)
+    """
+    recorder = current()
+    if recorder is not None:
+        recorder.log(loss, tokens, total_steps, values)
+
+
+@cache
+def current() -> Recorder | None:
+    """This process's recorder, or None if nobody asked for a record."""
+    folder = os.environ.get(RUN_DIR)
+    if not folder:
+        return None
+    return Recorder(Path(folder), int(os.environ.get("RANK", "0")), is_tracing=bool(os.environ.get(TIMELINE)))
+
+
+class Recorder:
+    """Writes what one rank does into the run's folder."""
+
+    def __init__(self, folder: Path, rank: int, *, is_tracing: bool) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._rank = rank
+        self._lines = (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8")
+        self._spans: list[dict[str, Any]] = []
+        self._schemes: Callable[[], Mapping[str, tuple[str, int]]] = dict
+        self._plan: Callable[[], Plan] | None = None
+        self._plan_written: Plan | None = None
+        self._step = 0
+        self._open: dict[str, Any] = {}
+        self._texts: dict[str, str] = {}
+        self._forward_began_s = self._ended_s = now_s()
+        self._forward_s = self._optimizer_s = self._waited_before_s = 0.0
+        self._backward_began_s = self._ended_s
+        self._bytes_before = self._messages_before = 0
+        self._depth = 0
+        self._is_ended = False
+        traffic.is_tracing = is_tracing
+        atexit.register(self.close)
+
+    def attach(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        mesh: Mesh,
+        *,
+        plan: Callable[[], Plan],
+        schemes: Callable[[], Mapping[str, tuple[str, int]]],
+    ) -> None:
+        """Watch a model's steps.
+
+        Args:
+            model: Whose forward begins a step.
+            optimizers: Whose last one's `step()` ends it.
+            mesh: Where it runs.
+            plan: Gives the plan in force.
+            schemes: Gives the scheme and this rank's rows by table.
+        """
+        self._plan, self._schemes = plan, schemes
+        model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_hook(self._after_forward)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._before_optimizer)
+            optimizer.register_step_post_hook(self._after_optimizer)
+        self._last = optimizers[-1]
+        if self._rank == 0:
+            axes = {"axes": mesh.shape, "backend": torch.distributed.get_backend(), "device": str(mesh.device)}
+            (self._folder / "mesh.json").write_text(json.dumps(axes) + "\n", encoding="utf-8")
+
+    def log(
+        self,
+        loss: float | Tensor | None,
+        tokens: int | Tensor | None,
+        total_steps: int | None,
+        values: Mapping[str, float | str | Tensor],
+    ) -> None:
+        """Add to the step that is open."""
+        if loss is not None:
+            self._open["loss"] = loss
+        if tokens is not None:
+            self._open["tokens"] = self._open.get("tokens", 0) + tokens
+        if total_steps is not None:
+            self._open["total_steps"] = total_steps
+        for name, value in values.items():
+            if isinstance(value, str):
+                self._texts[name] = value
+            else:
+                self._open.setdefault("values", {})[name] = value
+
+    def resume(self, step: int) -> None:
+        """Count on from a step, after a checkpoint was loaded."""
+        self._step = step
+
+    def close(self) -> None:
+        """Write what is open; called when the process ends."""
+        if not self._lines.closed:
+            self._write_step()
+            self._lines.close()
+            if traffic.is_tracing:
+                self._write_timeline()
+
+    def __reduce__(self) -> tuple[Callable[[], Recorder | None], tuple[()]]:
+        return current, ()  # a copied or pickled model keeps no recorder of its own
+
+    def _before_forward(self, module: nn.Module, _: object) -> None:
+        if module.training and self._is_ended:
+            self._write_step()
+        self._depth += 1
+        self._forward_began_s = now_s()
+
+    def _after_forward(self, module: nn.Module, _: object, output: object) -> None:
+        self._depth -= 1
+        if self._depth or not module.training:
+            return
+        ended_s = now_s()
+        traffic.span("computation", "forward", self._forward_began_s, ended_s)
+        self._forward_s += ended_s - self._forward_began_s
+        self._backward_began_s = ended_s
+        if isinstance(output, Tensor) and output.dim() == 0 and output.requires_grad:
+            self._open.setdefault("loss", output.detach())
+
+    def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
+        self._optimizer_began_s = now_s()
+        if "backward_s" not in self._open and self._forward_s:
+            self._open["backward_s"] = self._optimizer_began_s - self._backward_began_s
+            traffic.span("computation", "backward", self._backward_began_s, self._optimizer_began_s)
+
+    def _after_optimizer(self, optimizer: Optimizer, *_: object) -> None:
+        ended_s = now_s()
+        traffic.span("computation", f"{type(optimizer).__name__}.step", self._optimizer_began_s, ended_s)
+        self._optimizer_s += ended_s - self._optimizer_began_s
+        if optimizer is not self._last:
+            return
+        self._step += 1
+        total = traffic.total
+        self._open |= {
+            "at": time.time(),
+            "step_s": ended_s - self._ended_s,
+            "forward_s": self._forward_s,
+            "optimizer_s": self._optimizer_s,
+            "wait_s": traffic.wait_s - self._waited_before_s,
+            "bytes_sent": total.bytes_sent - self._bytes_before,
+            "messages": total.messages - self._messages_before,
+            "traffic": self._traffic(),
+            "memory_peak_bytes": _memory_peak_bytes(),
+        }
+        self._ended_s, self._forward_s, self._optimizer_s = ended_s, 0.0, 0.0
+        self._waited_before_s = traffic.wait_s
+        self._bytes_before, self._messages_before = total.bytes_sent, total.messages
+        self._is_ended = True
+
+    def _traffic(self) -> dict[str, dict[str, Any]]:
+        schemes = self._schemes()
+        recorded: dict[str, dict[str, Any]] = {}
+        for label, count in traffic.take_labels().items():
+            scheme, rows = schemes.get(label, ("all_reduce" if label == "dense gradients" else "", None))
+            recorded[label] = {"scheme": scheme, "bytes_sent": count.bytes_sent, "messages": count.messages}
+            if rows is not None:
+                recorded[label]["rows"] = rows
+        return recorded
+
+    def _write_step(self) -> None:
+        step = max(1, self._step)
+        lines = [{"kind": "text", "step": step, "name": name, "text": text} for name, text in self._texts.items()]
+        if self._is_ended:
+            lines.insert(0, {"kind": "step", "step": step} | _plain(self._open))
+        elif "values" in self._open:  # logged without a step, by an evaluation alone, say
+            lines.insert(0, {"kind": "values", "step": step, "values": _plain(self._open["values"])})
+        for line in lines:
+            self._lines.write(json.dumps(line) + "\n")
+        self._lines.flush()
+        self._open, self._texts, self._is_ended = {}, {}, False
+        self._keep_spans()
+        if self._rank == 0 and self._plan is not None:
+            plan = self._plan()
+            if plan != self._plan_written:
+                plan.save(self._folder / "plan.json")
+                self._plan_written = plan
+
+    def _keep_spans(self) -> None:
+        for span in traffic.take_spans():
+            if len(self._spans) < _SPANS_KEPT:
+                self._spans.append(
+                    {
+                        "name": span.name,
+                        "ph": "X",
+                        "pid": self._rank,
+                        "tid": span.track,
+                        "ts": span.begin_s * 1e6,
+                        "dur": (span.end_s - span.begin_s) * 1e6,
+                        "args": {"bytes_sent": span.bytes_sent},
+                    }
+                )
+
+    def _write_timeline(self) -> None:
+        # Ranks' clocks: perf_counter counts from the boot of a host, time from 1970: put all on the latter.
+        offset_us = (time.time() - now_s()) * 1e6
+        for span in self._spans:
+            span["ts"] += offset_us
+        path = self._folder / f"timeline-rank-{self._rank}.json"
+        path.write_text(json.dumps({"traceEvents": self._spans}) + "\n", encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value
+
+
+def _memory_peak_bytes() -> int:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
