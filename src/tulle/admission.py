@@ -74,7 +74,7 @@ def _check_parameters(model: nn.Module, mesh: Mesh) -> None:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError(f"parameter {name!r} has no shape yet (a lazy module): call the model once before")
         if parameter.device != mesh.device:
-            mend = "give it storage with model.to_empty(device=mesh.device)" if parameter.is_meta else "call model.to(mesh.device)"
+            mend = "call model.to_empty(device=mesh.device)" if parameter.is_meta else "call model.to(mesh.device)"
             raise ModelError(f"parameter {name!r} is on {parameter.device}, the mesh on {mesh.device}: {mend}")
 
 

@@ -7,6 +7,7 @@ import time
 from types import TracebackType
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 _COUNT = "tulle/failures"
 _FIRST = "tulle/failure"
@@ -49,7 +50,7 @@ def watch(rank: int) -> None:
     sys.excepthook = hook
 
 
-def _store() -> dist.Store | None:
+def _store() -> Store | None:
     if not dist.is_initialized():
         return None
     return dist.distributed_c10d._get_default_store()

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tulle import record
 from tulle.admission import as_optimizers
 from tulle.comm import gather_values, raise_together
 from tulle.distribute import engine_of
 from tulle.errors import CheckpointError, TulleError
 from tulle.mesh import Axis
+from tulle.record import current as current_recorder
 
 logger = logging.getLogger("tulle")
 FORMAT = 1
@@ -72,9 +72,7 @@ def save(
     _raise(error, axis)
 
 
-def load(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]
-) -> dict[str, Any]:
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> dict[str, Any]:
     """Load what `save` wrote, into model and optimizers; return `extra`. Every rank of the model's mesh must call it.
 
     Random states come back where the number of ranks is the one that saved; else they stay, and the log says so.
@@ -104,7 +102,7 @@ def load(
         one.load_state_dict(saved)
     _restore_random(state["random"], axis)
     extra = state["extra"]
-    recorder = record.current()
+    recorder = current_recorder()
     if recorder is not None and isinstance(extra.get("step"), int):
         recorder.resume(extra["step"])
     return extra

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tulle import record
 from tulle.admission import as_optimizers, check_model, data_axis
 from tulle.comm import gather_values, probe, raise_together
 from tulle.engine import DataParallel, broadcast_tensors, check_alike
@@ -19,6 +18,7 @@ from tulle.errors import PlanError, TulleError
 from tulle.mesh import Mesh
 from tulle.plan import Plan, PlanLike, plan_as_given, plan_by_cost, plan_for_later
 from tulle.profile import TableModule, rows_touched, sparse_tables
+from tulle.record import current as current_recorder
 from tulle.sync import AUTO, Table
 
 M = TypeVar("M", bound=nn.Module)
@@ -107,9 +107,8 @@ def distribute(
         bucket_bytes=decided.bucket_bytes,
         check_finite=check_finite,
     )
-    model._tulle_engine, model._tulle_class = engine, type(model)
-    model.__class__ = type(type(model).__name__, (Distributed, type(model)), {"__module__": type(model).__module__})
-    recorder = record.current()
+    _adopt(model, engine)
+    recorder = current_recorder()
     if recorder is not None:
         recorder.attach(
             model, as_optimizers(optimizer), mesh, plan=lambda: in_force(decided, engine), schemes=engine.schemes
@@ -207,6 +206,14 @@ def _renormalizer(module: TableModule) -> Callable[[Tensor], None]:
         torch.embedding_renorm_(module.weight, rows, module.max_norm, module.norm_type)
 
     return renormalize
+
+
+def _adopt(model: nn.Module, engine: DataParallel) -> None:
+    plain = type(model)
+    # Past Module.__setattr__, which is for parameters, buffers and submodules.
+    model.__dict__.update(_tulle_engine=engine, _tulle_class=plain)
+    adopted: type[nn.Module] = type(plain.__name__, (Distributed, plain), {"__module__": plain.__module__})
+    object.__setattr__(model, "__class__", adopted)
 
 
 def _empty(kind: type[nn.Module]) -> nn.Module:

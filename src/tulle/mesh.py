@@ -7,12 +7,15 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 
-from tulle import board, environment
+from tulle.board import watch
+from tulle.environment import Launch, detect
 from tulle.errors import MeshError
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -78,12 +81,9 @@ class Mesh:
 
     def device_mesh(self) -> DeviceMesh:
         """The same mesh for `torch.distributed`'s own interfaces (`fully_shard`, `DTensor`)."""
-        return DeviceMesh.from_group(
-            [axis.group for axis in self.axes] if len(self.axes) > 1 else self.axes[0].group,
-            self.device.type,
-            torch.arange(self.size).view(*self.shape.values()) if len(self.axes) > 1 else None,
-            mesh_dim_names=tuple(self.shape),
-        )
+        groups = [axis.group for axis in self.axes]
+        grid = torch.arange(self.size).view(*self.shape.values())
+        return DeviceMesh.from_group(groups, self.device.type, grid, mesh_dim_names=tuple(self.shape))
 
     def __repr__(self) -> str:
         return "Mesh(" + ", ".join(f"{axis.name}={axis.size}" for axis in self.axes) + ")"
@@ -111,7 +111,7 @@ def init(*, timeout: float | timedelta | None = None, backend: str | None = None
         >>> mesh, mesh["data"].rank, mesh["data"].size
         (Mesh(data=1), 0, 1)
     """
-    launch = environment.detect()
+    launch = detect()
     size = dist.get_world_size() if dist.is_initialized() else launch.size
     shape = resolve(axes or {"data": -1}, size)
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or DEFAULT_TIMEOUT_S
@@ -151,7 +151,7 @@ def resolve(axes: Mapping[str, int], size: int) -> dict[str, int]:
     return dict(axes)
 
 
-def _device(launch: environment.Launch, backend: str | None) -> torch.device:
+def _device(launch: Launch, backend: str | None) -> torch.device:
     current = dist.get_backend() if dist.is_initialized() else backend
     one_each = torch.cuda.is_available() and torch.cuda.device_count() >= launch.local_size
     if current != "nccl" and not (current is None and one_each):
@@ -161,15 +161,13 @@ def _device(launch: environment.Launch, backend: str | None) -> torch.device:
     return device
 
 
-def _join(launch: environment.Launch, backend: str, timeout_s: float, device: torch.device) -> None:
+def _join(launch: Launch, backend: str, timeout_s: float, device: torch.device) -> None:
     if launch.size > 1 and backend != "fake" and not dist.is_backend_available(backend):
         raise MeshError(f"the backend {backend!r} is not in this build of PyTorch: use gloo, or install one with it")
     timeout = timedelta(seconds=timeout_s)
     bound = device if device.type == "cuda" else None
     if launch.launcher == "alone":
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound
-        )
+        dist.init_process_group(backend, store=_store_of_one(), rank=0, world_size=1, timeout=timeout, device_id=bound)
     elif launch.launcher == "torchrun":
         dist.init_process_group(backend, timeout=timeout, device_id=bound)
     else:
@@ -181,8 +179,13 @@ def _join(launch: environment.Launch, backend: str, timeout_s: float, device: to
             timeout=timeout,
             device_id=bound,
         )
-    board.watch(launch.rank)
+    watch(launch.rank)
     atexit.register(_leave)
+
+
+def _store_of_one() -> Store:
+    # TCPStore would open a port, for one process that talks to nobody.
+    return cast("Store", vars(dist)["HashStore"]())
 
 
 def _leave() -> None:
@@ -208,7 +211,7 @@ def _axes(shape: dict[str, int], rank: int, device: torch.device, timeout_s: flo
         mine: tuple[int, ...] = ()
         group: dist.ProcessGroup | None = None
         for line in grid.movedim(dimension, -1).reshape(-1, size).tolist():
-            made = _group(line, len(shape) == 1, timeout_s)
+            made = _group(line, timeout_s)
             if rank in line:
                 mine, group = tuple(line), made
         assert group is not None, "every rank lies on one line of each axis"
@@ -216,11 +219,11 @@ def _axes(shape: dict[str, int], rank: int, device: torch.device, timeout_s: flo
     return tuple(axes)
 
 
-def _group(ranks: list[int], is_everyone: bool, timeout_s: float) -> dist.ProcessGroup:
-    if is_everyone:
+def _group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
+    if len(ranks) == dist.get_world_size():
         world = dist.group.WORLD
         assert world is not None, "the process group was just initialized"
         return world
     made = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
-    assert made is not None, "new_group returns a group on every rank"
-    return made
+    # On a rank outside the group this is a placeholder, which nobody uses.
+    return cast("dist.ProcessGroup", made)

@@ -113,17 +113,13 @@ class RowSparse:
             return self
         order = torch.argsort(self.indices, stable=True)
         distinct, counts = torch.unique_consecutive(self.indices[order], return_counts=True)
-        if len(distinct) == len(order):
-            values = self.values[order]
-        else:
-            values = _sum_runs(self.values, order, counts)
+        has_duplicates = len(distinct) < len(order)
+        values = _sum_runs(self.values, order, counts) if has_duplicates else self.values[order]
         return RowSparse.trusted(distinct, values, self.num_rows, is_coalesced=True)
 
     def scaled(self, factor: float) -> RowSparse:
         """The same rows with values times `factor`."""
-        return RowSparse.trusted(
-            self.indices, self.values * factor, self.num_rows, is_coalesced=self.is_coalesced
-        )
+        return RowSparse.trusted(self.indices, self.values * factor, self.num_rows, is_coalesced=self.is_coalesced)
 
     def to_dense(self) -> Tensor:
         """The whole matrix, `[num_rows, width]`."""
@@ -182,8 +178,7 @@ def _check(indices: Tensor, values: Tensor, num_rows: int) -> None:
         )
     if indices.device != values.device:
         raise GradientError(
-            f"RowSparse was given indices on {indices.device} and values on {values.device}: "
-            "move them to one device"
+            f"RowSparse was given indices on {indices.device} and values on {values.device}: move them to one device"
         )
     if len(indices):
         low, high = (int(bound) for bound in torch.aminmax(indices))

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from tulle.mesh import Axis
 
-
 _lanes: WeakKeyDictionary[Axis, dict[str, Axis]] = WeakKeyDictionary()
 
 

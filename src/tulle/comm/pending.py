@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
-from tulle import board
+from tulle.board import read as read_first_failure
 from tulle.comm.traffic import now_s, traffic
 from tulle.errors import CommunicationError
 from tulle.mesh import Axis
@@ -94,7 +94,7 @@ def translated(exchange: Exchange):
         raise
     except RuntimeError as error:
         axis = exchange.axis
-        cause = board.read() or "no rank has said why: see the log of each rank"
+        cause = read_first_failure() or "no rank has said why: see the log of each rank"
         raise CommunicationError(
             f"{exchange.operation} of {exchange.name} in step {traffic.step} failed on rank {axis.rank} of axis "
             f"{axis.name!r} ({axis.size} ranks, timeout {axis.timeout_s:g} s): {cause}. "
@@ -112,7 +112,5 @@ def _trace(works: Sequence[dist.Work], exchange: Exchange, begin_s: float) -> No
         traffic.span(exchange.operation, exchange.name, begin_s, now_s(), exchange.bytes_sent)
 
     if works:
-        try:
+        with suppress(RuntimeError):  # gloo's sends and receives have no future: the wait alone is drawn
             works[-1].get_future().then(ended)
-        except RuntimeError:
-            pass  # gloo's sends and receives have no future: the wait alone is drawn

@@ -61,9 +61,7 @@ class Bucket:
         self.missing = len(self.slots)
         sizes = [slot.parameter.numel() for slot in self.slots]
         options = self.slots[0].parameter if self.slots else torch.empty(0, device=self.axis.device)
-        self._buffer = torch.zeros(
-            sum(sizes) + len(sizes) + self.marks, dtype=options.dtype, device=options.device
-        )
+        self._buffer = torch.zeros(sum(sizes) + len(sizes) + self.marks, dtype=options.dtype, device=options.device)
         *parts, self._flags = self._buffer.split([*sizes, len(sizes) + self.marks])
         self._views = [_like(part, slot.parameter) for part, slot in zip(parts, self.slots, strict=True)]
 

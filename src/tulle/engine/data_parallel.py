@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from tulle.comm import gather_values, probe, traffic
+from tulle.cost import Network
 from tulle.engine.buckets import Bucket, Slot, lay_out
 from tulle.engine.finite import NonFinite
 from tulle.engine.replicas import broadcast_tensors
 from tulle.engine.tables import TableSync, compact
-from tulle.cost import Network
 from tulle.mesh import Axis
 from tulle.sync import Choice
 
@@ -158,7 +158,9 @@ class DataParallel:
 
     def _fix_order(self) -> None:
         """After the first backward: find the tables, and lay out buckets in the order of rank 0's gradients."""
-        kinds = {name: slot.parameter.grad.layout for name, slot in self._slots.items() if slot.parameter.grad is not None}
+        kinds = {
+            name: slot.parameter.grad.layout for name, slot in self._slots.items() if slot.parameter.grad is not None
+        }
         heard = gather_values((self._first_order, kinds), self.axis, label="the order of gradients")
         found = {(name, layout) for _, layouts in heard for name, layout in layouts.items()}
         self._tables |= {name for name, layout in found if layout == torch.sparse_coo}
@@ -176,9 +178,7 @@ class DataParallel:
             last_table = max(order.index(name) for name in self._tables)
             turn = sum(all(order.index(slot.name) < last_table for slot in bucket.slots) for bucket in buckets)
             self._items.insert(turn, self.table_sync)
-        self._places = {
-            slot.name: (item, position) for item in self._items for position, slot in enumerate(item.slots)
-        }
+        self._places = {slot.name: (item, position) for item in self._items for position, slot in enumerate(item.slots)}
 
     def _sync_tables(self) -> TableSync:
         return TableSync(
@@ -205,4 +205,3 @@ class DataParallel:
         names = [name for name, is_moved in zip(self._buffer_versions, moved, strict=True) if is_moved]
         broadcast_tensors([buffers[name] for name in names], self.axis, label="buffers")
         self._buffer_versions |= {name: version for name, version in self._versions().items() if name in names}
-

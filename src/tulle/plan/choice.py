@@ -45,9 +45,7 @@ def plan_as_given(given: PlanLike, mesh: Mapping[str, int], shapes: Shapes) -> P
     return plan
 
 
-def plan_by_cost(
-    mesh: Mapping[str, int], tables: Mapping[str, Characteristics], network: Network, ranks: int
-) -> Plan:
+def plan_by_cost(mesh: Mapping[str, int], tables: Mapping[str, Characteristics], network: Network, ranks: int) -> Plan:
     """The plan of least predicted seconds for tables whose gradients look like this."""
     planned: list[TablePlan] = []
     for name, table in tables.items():

@@ -76,7 +76,7 @@ class Plan:
             lines.append(f"{table.name} ({table.rows:,} x {table.width:,}): {table.scheme}: {table.reason}")
             for name, cost in (table.candidates or {}).items():
                 lines.append(
-                    f"  {name:<12} {cost.seconds * 1e3:9.3f} ms  {cost.bytes / 1e6:9.3f} MB  {cost.messages:4d} messages"
+                    f"  {name:<12} {cost.seconds * 1e3:9.3f} ms {cost.bytes / 1e6:9.3f} MB {cost.messages:4d} messages"
                 )
         return "\n".join(lines)
 
@@ -142,14 +142,14 @@ class Plan:
             PlanError: Naming what differs.
         """
         if dict(self.mesh) != dict(mesh):
-            raise PlanError(
-                f"the plan is for the mesh {dict(self.mesh)}, this one is {dict(mesh)}: make a plan for it"
-            )
+            raise PlanError(f"the plan is for the mesh {dict(self.mesh)}, this one is {dict(mesh)}: make a plan for it")
         for table in self.tables:
             shape = tables.get(table.name)
             if shape is None:
                 known = ", ".join(tables) or "none"
-                raise PlanError(f"the plan has a table {table.name!r}, the model's tables with sparse gradients are: {known}")
+                raise PlanError(
+                    f"the plan has a table {table.name!r}, the model's tables with sparse gradients are: {known}"
+                )
             if shape != (table.rows, table.width):
                 raise PlanError(
                     f"the plan has {table.name!r} with {table.rows} x {table.width}, "

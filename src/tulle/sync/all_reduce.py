@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ def all_reduce(grad: G, axis: Axis, *, scheme: str = AUTO, op: Literal["mean", "
     factor = 1.0 / axis.size if op == "mean" else 1.0
     if all(held == DENSE for held in counts):
         assert isinstance(local, Tensor), "this rank announced a dense tensor"
-        return reduce_dense((local * factor).contiguous(), axis, label="gradient").wait()
+        return cast("G", reduce_dense((local * factor).contiguous(), axis, label="gradient").wait())
     assert local is not None, "a refused gradient was raised by all ranks"
     values = local.values if isinstance(local, RowSparse) else local
     table = Table("gradient", local.shape[0], local.shape[1], values.dtype, values.device)
@@ -70,7 +70,7 @@ def all_reduce(grad: G, axis: Axis, *, scheme: str = AUTO, op: Literal["mean", "
     scaled = local.scaled(factor) if isinstance(local, RowSparse) else local * factor
     [total] = sum_gradients([scaled], [table], [[held] for held in counts], [scheme], axis).wait()
     is_coo = isinstance(grad, Tensor) and grad.layout == torch.sparse_coo
-    return total.to_sparse_coo() if is_coo and isinstance(total, RowSparse) else total
+    return cast("G", total.to_sparse_coo() if is_coo and isinstance(total, RowSparse) else total)
 
 
 def _read(grad: RowSparse | Tensor) -> tuple[RowSparse | Tensor | None, GradientError | None]:

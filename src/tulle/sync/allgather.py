@@ -39,7 +39,9 @@ def all_reduce(
     """
     layouts = [_sections(tables, rows) for rows in counts]
     message = _pack(gradients, tables, layouts[axis.rank])
-    shares = {table.name: table.characteristics(()).row_bytes * n for table, n in zip(tables, counts[axis.rank], strict=True)}
+    shares = {
+        table.name: table.characteristics(()).row_bytes * n for table, n in zip(tables, counts[axis.rank], strict=True)
+    }
     lengths = [layout[-1] for layout in layouts]
     gathered = all_gather_parts(message, lengths, axis, label=shares)
 

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tulle.comm import Deferred, all_reduce as reduce_dense
+from tulle.comm import Deferred
+from tulle.comm import all_reduce as reduce_dense
 from tulle.cost import Characteristics, Cost, Network, exchange_cost
 from tulle.mesh import Axis
 from tulle.rows import RowSparse

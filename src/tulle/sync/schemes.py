@@ -1,4 +1,4 @@
-"""The registry of schemes, and the choice among them by cost: pure, so that ranks that know the same choose the same."""
+"""The registry of schemes, and the choice among them by cost: ranks that know the same choose the same."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import tulle.sync.allgather as allgather
+import tulle.sync.densify as densify
 from tulle.comm import Deferred
 from tulle.cost import Characteristics, Cost, Network
 from tulle.errors import PlanError
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
-from tulle.sync import allgather, densify
 from tulle.sync.table import Table
 
 AUTO = "auto"
@@ -40,10 +41,11 @@ SCHEMES: dict[str, Scheme] = {"allgather": allgather, "densify": densify}
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which scheme a table gets, and what each candidate was predicted to cost."""
+    """Which scheme a table gets, at which density, and what each candidate was predicted to cost."""
 
     scheme: str
     reason: str
+    density: float
     candidates: tuple[tuple[str, Cost], ...]
 
 
@@ -63,7 +65,7 @@ def choose(characteristics: Characteristics, network: Network, ranks: int) -> Ch
         f"{characteristics.density:.2%} of {characteristics.num_rows:,} rows touched a rank and step, "
         f"{ranks} rank{'s' if ranks > 1 else ''}: {best} predicted at {_ms(best_cost)}, {than}"
     )
-    return Choice(best, reason, candidates)
+    return Choice(best, reason, characteristics.density, candidates)
 
 
 def check_scheme(name: str, *, extra: Iterable[str] = (AUTO,)) -> str:

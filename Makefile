@@ -1,0 +1,57 @@
+# Each target sets up the virtual environment .venv that it needs, on first use.
+
+PYTHON ?= python3
+# For example https://download.pytorch.org/whl/cpu, which has torch without CUDA: 0.2 GB instead of 3 GB.
+TORCH_INDEX ?=
+
+BIN := .venv/bin
+# pip reads constraints for what it installs from the first variable, and, from 25.3 on, for builds from the second.
+INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_NO_INPUT=1 \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable
+FILES := $(wildcard src tests examples benchmarks)
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test check format clean
+
+help:  ## List the targets.
+	@sed -n 's/^\([a-z]*\):.*##\(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+demo: .venv/installed-demo  ## Train the translator on one process and on four, and compare: runs/demo/report.html.
+	$(BIN)/tulle run --processes 1 --run-dir runs/demo/one-process examples/01_translate.py
+	$(BIN)/tulle run --processes 4 --run-dir runs/demo --compare runs/demo/one-process examples/01_translate.py
+
+test: .venv/installed-dev  ## Run the tests that need no GPU and are quick.
+	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+check: .venv/installed-dev  ## Check format, lint, types, floors and the examples in docstrings.
+	$(BIN)/ruff format --check $(FILES)
+	$(BIN)/ruff check $(FILES)
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest --override-ini addopts=--quiet --doctest-modules src/tulle
+
+format: .venv/installed-dev  ## Format the sources and mend what ruff can mend.
+	$(BIN)/ruff check --fix-only $(FILES)
+	$(BIN)/ruff format $(FILES)
+
+clean:  ## Remove the virtual environment, the caches and the demo's run.
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache dist runs/demo
+	find $(FILES) -name __pycache__ -prune -exec rm -rf {} +
+
+.venv/made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		"tulle needs Python 3.11 or newer, this is %d.%d: try make PYTHON=python3.11" % sys.version_info[:2])'
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/installed-demo: .venv/made pyproject.toml constraints.txt
+	$(INSTALL) '.[demo]'
+	@touch $@
+
+# All that `demo` needs is part of `dev`.
+.venv/installed-dev: .venv/made pyproject.toml constraints.txt
+	$(INSTALL) '.[dev]'
+	@touch .venv/installed-demo $@

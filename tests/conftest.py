@@ -1,0 +1,18 @@
+"""What all tests share: the processes of the warm teams end with the session."""
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+from ranks import end_all_workers
+
+# The first example of a test may wait for its team's processes to start.
+hypothesis.settings.register_profile("tulle", deadline=None)
+hypothesis.settings.load_profile("tulle")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_process_outlives_the_session() -> Iterator[None]:
+    yield
+    end_all_workers()

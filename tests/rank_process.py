@@ -1,0 +1,161 @@
+"""The process of one rank of a warm team: waits for a test's body, runs it in a process group, answers."""
+
+import contextlib
+import faulthandler
+import functools
+import gc
+import importlib
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+COLLECTIVE_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What one rank is to run; `payload` is pickled apart, so that an error in reading it is the body's."""
+
+    rank: int
+    size: int
+    folder: str
+    deadline_s: float
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How it went on one rank; `at_s` is on the monotonic clock, which the processes of a machine share."""
+
+    rank: int
+    kind: Literal["passed", "skipped", "failed", "lost"]
+    at_s: float
+    value: Any = None
+    report: str = ""
+
+
+def stack_path(folder: Path, rank: int) -> Path:
+    """Where a rank that crashes or hangs leaves its stack."""
+    return folder / f"stack-of-rank-{rank}.txt"
+
+
+def serve(connection: Connection) -> None:
+    """Run one assignment after the other, until the test session ends."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the session, which then ends this process
+    threading.Thread(target=_end_with_the_session, daemon=True).start()
+    _rewrite_assertions()
+    gc.freeze()  # torch's own objects stay: the collection after each body need not look at them
+    connection.send(True)  # ready
+    while True:
+        assignment = connection.recv()
+        with _stack_on_crash_or_deadline(assignment):
+            answer = _answer(assignment)
+        gc.collect()  # a failed body's frames may hold the group, whose sockets must close: its peers wait
+        connection.send_bytes(answer)
+        connection.recv()  # the dismissal
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _end_with_the_session() -> None:
+    """Leave no orphan, even if the session was killed while a body ran."""
+    session = multiprocessing.parent_process()
+    assert session is not None
+    session.join()
+    os._exit(1)
+
+
+def _rewrite_assertions() -> None:
+    """Make a bare `assert a == b` tell its values, as in pytest's own process; no public call does this."""
+    from _pytest.assertion import install_importhook
+
+    install_importhook(pytest.Config.fromdictargs({}, []))
+
+
+@contextlib.contextmanager
+def _stack_on_crash_or_deadline(assignment: Assignment) -> Iterator[None]:
+    """Write the stack of all threads on a segmentation fault, or at the deadline, which ends this process.
+
+    It is a thread in C that watches, so a body that holds the interpreter's lock does not escape.
+    """
+    with stack_path(Path(assignment.folder), assignment.rank).open("w") as file:
+        faulthandler.enable(file)
+        faulthandler.dump_traceback_later(assignment.deadline_s, exit=True, file=file)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            faulthandler.disable()
+
+
+def _answer(assignment: Assignment) -> bytes:
+    """Run the body and pickle its outcome; whatever it raises, `SystemExit` too, is an outcome."""
+    outcome = functools.partial(Outcome, assignment.rank)
+    try:
+        value = _run_body(assignment)
+        return pickle.dumps(outcome("passed", time.monotonic(), value))
+    except pytest.skip.Exception as skipped:
+        return pickle.dumps(outcome("skipped", time.monotonic(), report=str(skipped)))
+    except BaseException as error:
+        at_s = time.monotonic()
+        return pickle.dumps(outcome("failed", at_s, report=_told_from_the_body(error)))
+
+
+def _run_body(assignment: Assignment) -> object:
+    module, name, arguments, filters = pickle.loads(assignment.payload)
+    with warnings.catch_warnings(), _errors_of_threads():
+        warnings.resetwarnings()
+        warnings.filters.extend(filters)
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float32)
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(f"{assignment.folder}/rendezvous", assignment.size),
+            rank=assignment.rank,
+            world_size=assignment.size,
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        )
+        return _find(module, name)(**arguments)
+
+
+@contextlib.contextmanager
+def _errors_of_threads() -> Iterator[None]:
+    """Raise what a thread of the body raised and nobody caught, once the body itself is done."""
+    uncaught: list[threading.ExceptHookArgs] = []
+    threading.excepthook = uncaught.append
+    try:
+        yield
+    finally:
+        threading.excepthook = threading.__excepthook__
+    if uncaught and uncaught[0].exc_value is not None:
+        raise uncaught[0].exc_value
+
+
+def _find(module: str, name: str) -> Callable[..., object]:
+    found: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    return getattr(found, "body_on_ranks", found)
+
+
+def _told_from_the_body(error: BaseException) -> str:
+    """Format the traceback without this file's own frames, unless the error arose in them."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
+        frame = frame.tb_next
+    error.__traceback__ = frame or error.__traceback__
+    return "".join(traceback.format_exception(error))
