@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,8 @@ from tulle.profile import TableModule, rows_touched, sparse_tables
 from tulle.record import current as current_recorder
 from tulle.sync import AUTO, Table
 
+CHECK_FINITE = "TULLE_CHECK_FINITE"
+"""Set by `tulle run --check-finite`."""
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer | Sequence[Optimizer])  # noqa: E741
 
@@ -105,7 +108,7 @@ def distribute(
         schemes=decided.schemes,
         renormalize={name: _renormalizer(module) for name, module in bounded.items()},
         bucket_bytes=decided.bucket_bytes,
-        check_finite=check_finite,
+        check_finite=check_finite or bool(os.environ.get(CHECK_FINITE)),
     )
     _adopt(model, engine)
     recorder = current_recorder()

@@ -15,6 +15,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,16 @@ from tulle.plan import Plan
 
 RUN_DIR = "TULLE_RUN_DIR"
 TIMELINE = "TULLE_TIMELINE"
+PREVIOUS = "previous-"
+"""Before the name of a record that was there when the run began anew in a folder."""
+_OPERATIONS = {
+    "dense gradients": "all_reduce",
+    "buffers": "broadcast",
+    "initial parameters": "broadcast",
+    "row counts": "all_gather",
+    "network probe": "probe",
+    "barrier": "probe",
+}
 _SPANS_KEPT = 200_000
 """A timeline ends after so many spans: about as much as a browser can show."""
 
@@ -142,8 +153,14 @@ class Recorder:
                 self._open.setdefault("values", {})[name] = value
 
     def resume(self, step: int) -> None:
-        """Count on from a step, after a checkpoint was loaded."""
+        """Count on from a step, after a checkpoint was loaded, and take up the record of the steps before it."""
         self._step = step
+        earlier = self._folder / f"{PREVIOUS}{Path(self._lines.name).name}"
+        if self._lines.tell() == 0 and earlier.is_file():
+            for line in earlier.read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError, KeyError):  # the last line may be torn
+                    if json.loads(line)["step"] <= step:
+                        self._lines.write(line + "\n")
 
     def close(self) -> None:
         """Write what is open; called when the process ends."""
@@ -207,7 +224,7 @@ class Recorder:
         schemes = self._schemes()
         recorded: dict[str, dict[str, Any]] = {}
         for label, count in traffic.take_labels().items():
-            scheme, rows = schemes.get(label, ("all_reduce" if label == "dense gradients" else "", None))
+            scheme, rows = schemes.get(label, (_OPERATIONS.get(label, "other"), None))
             recorded[label] = {"scheme": scheme, "bytes_sent": count.bytes_sent, "messages": count.messages}
             if rows is not None:
                 recorded[label]["rows"] = rows

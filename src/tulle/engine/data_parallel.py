@@ -25,6 +25,7 @@ from torch.autograd import Variable
 from tulle.comm import gather_values, probe, traffic
 from tulle.cost import Network
 from tulle.engine.buckets import Bucket, Slot, lay_out
+from tulle.engine.buffers import Buffers
 from tulle.engine.finite import NonFinite
 from tulle.engine.replicas import broadcast_tensors
 from tulle.engine.tables import TableSync, compact
@@ -63,7 +64,6 @@ class DataParallel:
         """Synchronized backward passes so far."""
         self.table_sync: TableSync | None = None
         """The run-time of the tables, from the first backward on."""
-        self._model = model
         self._schemes = schemes
         self._renormalize = renormalize
         self._bucket_bytes = bucket_bytes
@@ -76,7 +76,7 @@ class DataParallel:
         self._items: list[Bucket | TableSync] = []
         self._places: dict[str, tuple[Bucket | TableSync, int]] = {}
         self._submitted = 0
-        self._buffer_versions = self._versions()
+        self._buffers = Buffers(model)
         if axis.size > 1 or check_finite:
             for slot in self._slots.values():
                 slot.parameter.register_post_accumulate_grad_hook(partial(self._arrived, slot))
@@ -151,7 +151,7 @@ class DataParallel:
             if item.missing and not at_end:
                 return
             if isinstance(item, Bucket) and item.marks:
-                item.start(self._moved_buffers())
+                item.start(self._buffers.moved())
             else:
                 item.start()
             self._submitted += 1
@@ -169,9 +169,9 @@ class DataParallel:
         order = list(dict.fromkeys([*heard[0][0], *reversed(self._slots)]))
         dense = [self._slots[name] for name in order if name not in self._tables]
         buckets = [Bucket(slots, self.axis) for slots in lay_out(dense, self._bucket_bytes)]
-        if self._buffer_versions:
+        if len(self._buffers):
             last = buckets.pop().slots if buckets else ()
-            buckets.append(Bucket(last, self.axis, marks=len(self._buffer_versions)))
+            buckets.append(Bucket(last, self.axis, marks=len(self._buffers)))
         self._items = [*buckets]
         if self._tables:
             self.table_sync = self._sync_tables()
@@ -189,19 +189,9 @@ class DataParallel:
             renormalize=self._renormalize,
         )
 
-    def _versions(self) -> dict[str, tuple[int, int]]:
-        """What tells that a buffer was written or replaced."""
-        return {name: (id(buffer), buffer._version) for name, buffer in self._model.named_buffers()}
-
-    def _moved_buffers(self) -> list[bool]:
-        now = self._versions()
-        return [now.get(name) != version for name, version in self._buffer_versions.items()]
-
     def _share_buffers(self, moved: Sequence[bool]) -> None:
-        """Give every rank the buffers of rank 0 that any rank has written, as DDP does with all of them."""
-        if not any(moved):
-            return
-        buffers = dict(self._model.named_buffers())
-        names = [name for name, is_moved in zip(self._buffer_versions, moved, strict=True) if is_moved]
-        broadcast_tensors([buffers[name] for name in names], self.axis, label="buffers")
-        self._buffer_versions |= {name: version for name, version in self._versions().items() if name in names}
+        """Give every rank the buffers of rank 0 that any rank has written."""
+        if any(moved):
+            written = [buffer for buffer, is_moved in zip(self._buffers.current(), moved, strict=True) if is_moved]
+            broadcast_tensors(written, self.axis, label="buffers")
+        self._buffers.settle()

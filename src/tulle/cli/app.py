@@ -1,0 +1,210 @@
+"""The command line: what each command is called, takes, and says in its help."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperOption
+
+from tulle import __version__
+from tulle.cli.doctor import SCRIPT, doctor
+from tulle.cli.options import HelpAsked, Split, split
+from tulle.cli.run import RunOptions
+from tulle.cli.run import run as run_command
+from tulle.cli.usage import UsageError
+from tulle.errors import TulleError
+from tulle.report import summarize, write
+
+_CODES = "Exit codes: 0 all went well, 1 it failed, 2 the command line is wrong, 130 ended with Ctrl-C."
+
+app = typer.Typer(
+    name="tulle",
+    help="Train PyTorch models on many processes.\n\nTry: tulle run --processes 4 train.py",
+    epilog=_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def execute(arguments: Sequence[str]) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        app(list(arguments), prog_name="tulle")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except UsageError as error:
+        print(f"tulle: {error}\nSee tulle --help.", file=sys.stderr)
+        return 2
+    except TulleError as error:
+        print(f"tulle: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+class LauncherCommand(TyperCommand):
+    """A command that takes torchrun's options among its own; their `Split` comes with the context."""
+
+    script_of_its_own: str | None = None
+    """The script that it runs, None if the command line names one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Hand tulle's own options to typer and keep the rest, split, in `ctx.obj`."""
+        own = {
+            name: not option.is_flag
+            for option in self.params
+            if isinstance(option, TyperOption)
+            for name in option.opts
+        }
+        script = [] if self.script_of_its_own is None else [self.script_of_its_own]
+        try:
+            ctx.obj = split([*args, *script], own)
+        except HelpAsked:
+            return super().parse_args(ctx, ["--help"])
+        if script and ctx.obj.torchrun.training_script != script[0]:
+            raise UsageError(f"{ctx.obj.torchrun.training_script!r} is too much: the command takes options only")
+        return super().parse_args(ctx, ctx.obj.ours)
+
+
+class DoctorCommand(LauncherCommand):
+    """`tulle doctor`, whose ranks run a script of tulle's own."""
+
+    script_of_its_own = str(SCRIPT)
+
+
+Processes = Annotated[
+    str | None,
+    typer.Option("--processes", "-n", metavar="N", help="Processes on each host. Default: one for each GPU, else one."),
+]
+Hosts = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A,B,...",
+        help="Run on these hosts together. Start the same command on each of them, by hand or by your "
+        "scheduler: the first has rank 0, and the others find it there.",
+    ),
+]
+Compare = Annotated[
+    Path | None, typer.Option(metavar="RUN", help="Draw this other run's curves into the report as well.")
+]
+AsJson = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON object and nothing else on stdout.")]
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    version: Annotated[bool, typer.Option("--version", metavar="", help="Print the version and end.")] = False,
+) -> None:
+    """Show the version; the rest is in the commands."""
+    if version:
+        print(f"tulle {__version__}")
+        raise typer.Exit
+
+
+@app.command(
+    "run",
+    cls=LauncherCommand,
+    options_metavar="[OPTIONS] [TORCHRUN OPTIONS] SCRIPT [ARGUMENTS]...",
+    epilog=_CODES,
+)
+def _run(  # noqa: PLR0913 - typer makes each argument an option
+    ctx: typer.Context,
+    processes: Processes = None,
+    hosts: Hosts = None,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder for records, logs and report. Default: runs/SCRIPT-DATE-TIME.",
+            show_default=False,
+        ),
+    ] = None,
+    compare: Compare = None,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", metavar="", help="Also record timeline.json for ui.perfetto.dev.")
+    ] = False,
+    check_finite: Annotated[
+        bool,
+        typer.Option("--check-finite", metavar="", help="Stop at the first gradient that is not finite, and name it."),
+    ] = False,
+    as_json: AsJson = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", metavar="", help="No live table, as when the output is not a terminal.")
+    ] = False,
+) -> None:
+    """Run a script on several processes, watch it, and draw a report at the end.
+
+    Example: tulle run --processes 4 train.py --epochs 3
+
+    The script is plain Python that calls tulle.init() or torch.distributed; what follows its name is its own.
+    -m PACKAGE.MODULE runs a module, and every other option of torchrun works too (--max-restarts,
+    --rdzv-backend, ...: see torchrun --help). What each rank writes is kept in logs/ of the run folder;
+    rank 0's is shown.
+    """
+    options = RunOptions(
+        processes=processes,
+        hosts=hosts,
+        run_dir=run_dir,
+        timeline=timeline,
+        compare=compare,
+        check_finite=check_finite,
+        as_json=as_json,
+        plain=plain,
+    )
+    raise typer.Exit(run_command(_split_of(ctx), options))
+
+
+@app.command("report", epilog=_CODES)
+def _report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run, as tulle run named it.")],
+    compare: Compare = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page to write. Default: report.html in RUN.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw the report of a run again, from what it recorded; also of a run that is still going.
+
+    Example: tulle report runs/demo --compare runs/one-process
+
+    With --json nothing is drawn: the summary is printed.
+    """
+    if as_json:
+        print(json.dumps(summarize(run)))
+        return
+    print(write(run, compare=compare, output=output))
+
+
+@app.command("doctor", cls=DoctorCommand, options_metavar="[OPTIONS] [TORCHRUN OPTIONS]", epilog=_CODES)
+def _doctor(
+    ctx: typer.Context,
+    processes: Annotated[
+        str | None,
+        typer.Option(
+            "--processes",
+            "-n",
+            metavar="N",
+            help="Processes on each host. Default: one for each GPU, else two.",
+        ),
+    ] = None,
+    hosts: Hosts = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine: versions, backends, devices, and whether processes reach each other and how fast.
+
+    Example: tulle doctor --processes 4
+
+    Each line has a tick or a cross, and a cross says what to do. With --hosts, start it on each host.
+    """
+    raise typer.Exit(doctor(_split_of(ctx), processes=processes, hosts=hosts, as_json=as_json))
+
+
+def _split_of(ctx: typer.Context) -> Split:
+    assert isinstance(ctx.obj, Split), "LauncherCommand.parse_args sets it"
+    return ctx.obj

@@ -1,0 +1,78 @@
+"""What the launcher makes of a run folder after the ranks have ended: summary, timeline and report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from tulle.cli.rank import write_json
+from tulle.cli.timeline import merge
+from tulle.errors import TulleError
+from tulle.report import quantity, summarize, write
+
+Summary = Mapping[str, int | float | None]
+
+_NO_STEPS = "No steps were recorded: they are when the script calls tulle.distribute and optimizer.step."
+_HEADINGS = {
+    "processes": ("processes", quantity.count),
+    "steps": ("steps", quantity.count),
+    "loss": ("loss", quantity.decimal),
+    "tokens_per_s": ("tokens a second, all ranks", quantity.count),
+    "bytes_sent_per_step": ("sent a step, each rank", quantity.size),
+    "wait_share": ("share of the steps spent waiting", quantity.share),
+    "seconds": ("time in steps", quantity.duration),
+    "tokens": ("tokens", quantity.count),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What was written into the run folder.
+
+    Args:
+        summary: The numbers of `summary.json`.
+        report: The page, None if it could not be drawn.
+        timeline: The merged timeline, None if none was recorded.
+        note: What could not be written and how to mend that, empty if all was.
+    """
+
+    summary: Summary
+    report: Path | None
+    timeline: Path | None
+    note: str = ""
+
+
+def finish(run: Path, *, compare: Path | None = None) -> Finished:
+    """Write `summary.json`, `timeline.json` and `report.html` of a run, whether it went well or not.
+
+    Args:
+        run: The run folder.
+        compare: Another run's folder, drawn into the same report.
+    """
+    merged = merge(run)
+    try:
+        summary = summarize(run)
+    except TulleError as error:
+        return Finished({}, None, merged, f"no summary: {error}")
+    write_json(run / "summary.json", summary)
+    try:
+        note = "" if summary["steps"] else _NO_STEPS
+        return Finished(summary, write(run, compare=compare), merged, note)
+    except Exception as error:  # training that went well stays so, whatever becomes of its picture
+        return Finished(summary, None, merged, f"no report: {type(error).__name__}: {error}")
+
+
+def summary_table(summary: Summary) -> Table:
+    """The summary as a table; numbers that the script logged come last, under their names."""
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    for name in [*_HEADINGS, *(name for name in summary if name not in _HEADINGS)]:
+        if name in summary:
+            heading, write_value = _HEADINGS.get(name, (name, quantity.decimal))
+            value = summary[name]
+            table.add_row(heading, "not finite" if value is None else write_value(value))
+    return table

@@ -1,0 +1,234 @@
+"""What the page shows as bars and tables: time by rank, bytes by table, the plan's choices, texts, values."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+import tulle.report.quantity as quantity
+from tulle.report.panels import PART_COLOURS, PART_LABELS, traffic_colours
+from tulle.report.records import Candidate, Run, TableChoice, Text
+from tulle.report.series import (
+    mean_over_ranks,
+    mean_parts_of_rank,
+    median,
+    over_ranks,
+    parts_of_step,
+    steps_of,
+    traffic_keys,
+    traffic_of,
+    warmed_up,
+)
+
+RANKS_SHOWN = 12
+EARLIER_TEXTS = 4
+TEXT_ROWS = 40
+TEXT_CHARACTERS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of a bar: `percent` of the longest bar's length."""
+
+    colour: str
+    label: str
+    percent: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A horizontal bar: what it stands for, its pieces, and its value in words."""
+
+    name: str
+    detail: str
+    value: str
+    segments: tuple[Segment, ...]
+
+
+def rank_bars(run: Run) -> tuple[Bar, ...]:
+    """Return each rank's mean step; of many ranks, those that wait least and those that wait most."""
+    parts = parts_of_step(run)
+    means = {log.rank: mean_parts_of_rank(parts, row) for row, log in enumerate(run.ranks) if len(log.steps)}
+    if len(means) > RANKS_SHOWN:
+        by_waiting = sorted(means, key=lambda rank: means[rank]["waiting"])
+        kept = by_waiting[: RANKS_SHOWN // 2] + by_waiting[-RANKS_SHOWN // 2 :]
+        means = {rank: means[rank] for rank in kept}
+    longest_s = max((sum(mean.values()) for mean in means.values()), default=0.0)
+    return tuple(_rank_bar(rank, mean, longest_s) for rank, mean in means.items() if longest_s > 0)
+
+
+def _rank_bar(rank: int, mean: Mapping[str, float], longest_s: float) -> Bar:
+    segments = tuple(
+        Segment(
+            PART_COLOURS[name],
+            f"{PART_LABELS.get(name, name)}: {quantity.duration(part_s)}",
+            100 * part_s / longest_s,
+        )
+        for name, part_s in mean.items()
+    )
+    waiting = f"waits {quantity.duration(mean['waiting'])}"
+    return Bar(f"rank {rank}", waiting, quantity.duration(sum(mean.values())), segments)
+
+
+def traffic_bars(run: Run) -> tuple[Bar, ...]:
+    """Return the mean bytes that a rank sends in a step for each (table, scheme), the most first.
+
+    What was sent in the first steps only, as the initial parameters are, is in `traffic_at_the_start`.
+    """
+    colours = traffic_colours(run)
+    sent = {key: float(warmed_up(traffic_of(run, key)).mean()) for key in traffic_keys(run)}
+    most_bytes = max(sent.values(), default=0.0)
+    return tuple(
+        Bar(
+            name=name,
+            detail=", ".join(filter(None, (scheme, quantity.plural(_mean_messages(run, (name, scheme)), "message")))),
+            value=quantity.size(bytes_sent),
+            segments=(Segment(colours[name, scheme], quantity.size(bytes_sent), 100 * bytes_sent / most_bytes),),
+        )
+        for (name, scheme), bytes_sent in sent.items()
+        if bytes_sent > 0
+    )
+
+
+def traffic_at_the_start(run: Run) -> str:
+    """Return in words what a rank sent in the first steps only; empty if there was none."""
+    sent = {key: traffic_of(run, key) for key in traffic_keys(run)}
+    at_start = {name: float(one.sum()) for (name, _), one in sent.items() if one.any() and not warmed_up(one).any()}
+    return ", ".join(f"{name} {quantity.size(bytes_sent)}" for name, bytes_sent in at_start.items())
+
+
+def _mean_messages(run: Run, key: tuple[str, str]) -> int:
+    messages = over_ranks(run, lambda log: log.traffic_messages.get(key, np.zeros(len(log.steps))))
+    return round(float(np.nanmean(warmed_up(messages))))
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateRow:
+    """A scheme that was considered for a table, in words."""
+
+    scheme: str
+    chosen: bool
+    predicted: str
+    measured: str
+    messages: str
+    seconds: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The scheme that one table got, in words."""
+
+    name: str
+    shape: str
+    density: str
+    scheme: str
+    reason: str
+    candidates: tuple[CandidateRow, ...]
+
+
+def choices(run: Run) -> tuple[Choice, ...]:
+    """Return which scheme each table got and why, with the measured bytes beside the predicted ones."""
+    return tuple(_choice(run, table) for table in (run.plan.tables if run.plan else ()))
+
+
+def _choice(run: Run, table: TableChoice) -> Choice:
+    candidates = table.candidates
+    if table.scheme not in {candidate.scheme for candidate in candidates}:
+        candidates = (Candidate(table.scheme, math.nan, math.nan, math.nan), *candidates)
+    return Choice(
+        name=table.name,
+        shape=f"{quantity.count(table.rows)} rows × {quantity.count(table.width)}",
+        density="" if table.density is None else f"{quantity.share(table.density)} of the rows a step",
+        scheme=table.scheme,
+        reason=table.reason,
+        candidates=tuple(
+            CandidateRow(
+                scheme=candidate.scheme,
+                chosen=candidate.scheme == table.scheme,
+                predicted=quantity.size(candidate.bytes),
+                measured=quantity.size(_measured_bytes(run, table.name, candidate.scheme)),
+                messages=quantity.count(candidate.messages),
+                seconds=quantity.duration(candidate.seconds),
+            )
+            for candidate in candidates
+        ),
+    )
+
+
+def _measured_bytes(run: Run, table: str, scheme: str) -> float:
+    """Return the median bytes that a rank sent in the steps in which the table went by this scheme."""
+    sent = mean_over_ranks(over_ranks(run, lambda log: log.traffic.get((table, scheme))))
+    return median(sent[sent > 0])
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedText:
+    """A text as it is shown: rows of source, reference and translation, or as it stands."""
+
+    step: int
+    rows: tuple[tuple[str, str, str], ...]
+    text: str
+    cut: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedTexts:
+    """All texts of one name: the latest, some earlier ones, and how many more there were."""
+
+    name: str
+    latest: LoggedText
+    earlier: tuple[LoggedText, ...]
+    left_out: int
+
+
+def logged_texts(run: Run) -> tuple[LoggedTexts, ...]:
+    """Return the texts that the script logged, by name, the latest first."""
+    by_name: dict[str, dict[int, Text]] = {}
+    for log in reversed(run.ranks):  # what rank 0 logged counts
+        for text in log.texts:
+            by_name.setdefault(text.name, {})[text.step] = text
+    shown = []
+    for name, texts in sorted(by_name.items()):
+        newest_first = [_logged_text(texts[step]) for step in sorted(texts, reverse=True)]
+        earlier = newest_first[1 : EARLIER_TEXTS + 1]
+        left_out = len(newest_first) - 1 - len(earlier)
+        shown.append(LoggedTexts(name, newest_first[0], tuple(earlier), left_out))
+    return tuple(shown)
+
+
+def _logged_text(text: Text) -> LoggedText:
+    rows = [line.split("\t") for line in text.text.splitlines() if line.strip()]
+    if text.name == "samples" and rows and all(len(row) == 3 for row in rows):
+        cut = f"{TEXT_ROWS} of {len(rows):,} rows" if len(rows) > TEXT_ROWS else ""
+        return LoggedText(text.step, tuple((row[0], row[1], row[2]) for row in rows[:TEXT_ROWS]), "", cut)
+    long = len(text.text) > TEXT_CHARACTERS
+    cut = f"the first {TEXT_CHARACTERS:,} of {len(text.text):,} characters" if long else ""
+    return LoggedText(text.step, (), text.text[:TEXT_CHARACTERS], cut)
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedValue:
+    """A number that the script logged beside loss and tokens."""
+
+    name: str
+    first: str
+    lowest: str
+    highest: str
+    last: str
+    last_step: str
+
+
+def logged_values(run: Run) -> tuple[LoggedValue, ...]:
+    """Return the numbers that the script logged beside loss and tokens, each the mean over its ranks."""
+    steps = steps_of(run)
+    shown = []
+    for name in sorted({name for log in run.ranks for name in log.values}):
+        values = mean_over_ranks(over_ranks(run, lambda log, name=name: log.values.get(name)))
+        logged = ~np.isnan(values)
+        if logged.any():
+            some = values[logged]
+            numbers = (some[0], some.min(), some.max(), some[-1])
+            first, lowest, highest, last = (quantity.decimal(float(number)) for number in numbers)
+            shown.append(LoggedValue(name, first, lowest, highest, last, f"{steps[logged][-1]:,}"))
+    return tuple(shown)

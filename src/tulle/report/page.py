@@ -1,0 +1,84 @@
+"""Draws the page: values of a run into `page.html`, with `page.css` inside: one file that needs no other."""
+
+import os
+from importlib.resources import files
+from pathlib import Path
+
+import tulle.report.quantity as quantity
+from tulle.errors import DataError
+from tulle.report.folder import read
+from tulle.report.records import Run
+
+TABLES_SHOWN = 8  # the others are folded away
+
+
+def write(run: Path, *, compare: Path | None = None, output: Path | None = None) -> Path:
+    """Draw the report of the run in the folder `run` as one HTML file without any outer reference.
+
+    Args:
+        run: the folder of a run, as `tulle run` leaves it.
+        compare: the folder of another run, whose curves are drawn as the baseline.
+        output: the file to write; by default `report.html` in `run`.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        DataError: a folder is missing, holds no run, or one of its files is broken; or the packages that draw
+            (`tulle[report]`) are not installed.
+    """
+    run = Path(run)
+    page = render(read(run), None if compare is None else read(Path(compare)))
+    output = run / "report.html" if output is None else Path(output)
+    aside = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        aside.write_text(page, encoding="utf-8")
+        aside.replace(output)
+    except OSError as error:
+        raise DataError(
+            f"the report cannot be written to {output}: {error.strerror}. Give a file in a folder that exists."
+        ) from error
+    return output
+
+
+def render(run: Run, baseline: Run | None = None) -> str:
+    """Return the page of a run that was read already."""
+    try:
+        import jinja2
+        from markupsafe import Markup
+
+        import tulle.report.breakdown as breakdown
+        import tulle.report.headline as headline
+        import tulle.report.panels as panels
+    except ImportError as error:
+        raise DataError(
+            f"a report is drawn with matplotlib and jinja2, but {error.name} is not installed. "
+            "Install them: pip install 'tulle[report]'."
+        ) from error
+    here = files("tulle.report")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(here.joinpath("page.html").read_text(encoding="utf-8")).render(
+        style=Markup(here.joinpath("page.css").read_text(encoding="utf-8")),
+        run=run,
+        baseline=baseline,
+        head=headline.headline(run),
+        baseline_head=None if baseline is None else headline.headline(baseline),
+        figures=headline.key_figures(run),
+        loss=panels.loss_panel(run, baseline),
+        throughput=panels.throughput_panel(run, baseline),
+        time=panels.time_panel(run),
+        rank_bars=breakdown.rank_bars(run),
+        bytes=panels.bytes_panel(run),
+        traffic_bars=breakdown.traffic_bars(run),
+        traffic_at_the_start=breakdown.traffic_at_the_start(run),
+        missing_traffic=panels.missing_traffic(run),
+        choices=breakdown.choices(run),
+        texts=breakdown.logged_texts(run),
+        values=breakdown.logged_values(run),
+        tables_shown=TABLES_SHOWN,
+        links=headline.links(run),
+        bucket=quantity.size(run.plan.bucket_bytes or 0) if run.plan else "",
+        torn_lines=sum(log.torn_lines for log in run.ranks),
+    )

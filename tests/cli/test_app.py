@@ -1,0 +1,108 @@
+"""The commands explain themselves, and refuse what they cannot do before anything is started."""
+
+import json
+import sys
+
+import pytest
+
+import tulle
+from tulle.cli import main
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERMINAL_WIDTH", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+@pytest.mark.parametrize(
+    ("command", "example"),
+    [
+        ([], "tulle run --processes 4 train.py"),
+        (["run"], "tulle run --processes 4 train.py --epochs 3"),
+        (["report"], "tulle report runs/demo --compare runs/one-process"),
+        (["doctor"], "tulle doctor --processes 4"),
+    ],
+)
+def test_help_has_an_example_and_the_exit_codes(command, example, capsys):
+    assert main([*command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert example in text
+    assert "Exit codes: 0 all went well, 1 it failed, 2 the command line is wrong, 130 ended with Ctrl-C." in text
+
+
+def test_help_of_run_tells_of_torchrun(capsys):
+    assert main(["run", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "[TORCHRUN OPTIONS] SCRIPT [ARGUMENTS]..." in text
+    for option in ("--processes", "--hosts", "--run-dir", "--timeline", "--compare", "--check-finite", "--json"):
+        assert option in text
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tulle {tulle.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "no-such.py"], "the script no-such.py is not there"),
+        (["run", "-m", "no_such.module"], "there is no module 'no_such'"),
+        (["run"], "no script was given, expected tulle run [OPTIONS] SCRIPT [ARGUMENTS]..."),
+        (["run", "--processes", "none", "SCRIPT"], "--processes is 'none', expected a number from 1 up, or auto"),
+        (["run", "--hosts", "one.invalid,two.invalid", "SCRIPT"], "say which it is with --node-rank, from 0 to 1"),
+        (["run", "--hosts", "a,b", "--node-rank", "0", "SCRIPT"], "with several hosts give --run-dir"),
+        (["run", "--nnodes", "some", "SCRIPT"], "--nnodes is 'some', expected a number or a range such as 1:4"),
+        (["run", "--run-dir", "SCRIPT", "SCRIPT"], "is a file, expected a folder"),
+        (["run", "--compare", "no-such-run", "SCRIPT"], "--compare no-such-run is not there"),
+        (["doctor", "train.py"], "'train.py' is too much: the command takes options only"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_code_2_and_leaves_nothing(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train").write_text("")
+    assert main([word.replace("SCRIPT", "train") for word in words]) == 2
+    output = capsys.readouterr()
+    assert message in output.err
+    assert output.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["train"]
+
+
+def test_an_unknown_command_is_refused(capsys):
+    assert main(["trian"]) == 2
+    assert "No such command 'trian'" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_run_has_no_report(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 1
+    assert "is not the folder of a run" in capsys.readouterr().err
+
+
+def test_a_report_is_drawn_where_it_is_asked_for(tmp_path, capsys):
+    run = _recorded(tmp_path)
+    page = tmp_path / "page.html"
+    assert main(["report", str(run), "--output", str(page)]) == 0
+    assert capsys.readouterr().out.split() == [str(page)]
+    assert "<html" in page.read_text()
+
+
+def test_report_as_json_is_the_summary(tmp_path, capsys):
+    run = _recorded(tmp_path)
+    assert main(["report", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 1
+    assert not (run / "report.html").exists()
+
+
+def _recorded(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "rank-0.jsonl").write_text('{"kind": "step", "step": 1, "at": 1.0, "step_s": 0.5, "loss": 2.0}\n')
+    return run
+
+
+def test_without_its_packages_the_command_says_how_to_get_them(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    assert main(["--help"]) == 2
+    assert capsys.readouterr().err == 'The command needs two more packages: pip install "tulle[cli]"\n'

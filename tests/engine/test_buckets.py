@@ -1,0 +1,76 @@
+"""Buckets: what travels together, and that a gradient becomes a view of the buffer."""
+
+import pytest
+import torch
+from torch import nn
+
+import tulle
+from ranks import on_ranks
+from tulle.engine.buckets import FIRST_BUCKET_BYTES, Bucket, Slot, lay_out
+from tulle.errors import GradientError
+
+
+def slots(*parameters: torch.Tensor) -> list[Slot]:
+    return [Slot(f"p{number}", nn.Parameter(parameter)) for number, parameter in enumerate(parameters)]
+
+
+def test_the_first_bucket_is_small_and_the_order_is_kept():
+    many = slots(*[torch.empty(FIRST_BUCKET_BYTES // 4 // 2) for _ in range(10)])
+    laid_out = list(lay_out(many, bucket_bytes=2 * FIRST_BUCKET_BYTES))
+    assert [len(bucket) for bucket in laid_out] == [2, 4, 4]
+    assert [slot for bucket in laid_out for slot in bucket] == many
+
+
+def test_a_bucket_has_one_dtype():
+    mixed = slots(torch.empty(3), torch.empty(3, dtype=torch.float64), torch.empty(3))
+    assert [[slot.name for slot in bucket] for bucket in lay_out(mixed, 10**6)] == [["p0", "p2"], ["p1"]]
+
+
+@on_ranks(2)
+def test_a_reduced_gradient_is_a_view_with_the_strides_of_its_parameter():
+    axis = tulle.init(data=-1)["data"]
+    picture = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    both = slots(picture, torch.randn(7))
+    bucket = Bucket(both, axis)
+    for slot in both:
+        slot.parameter.grad = torch.full_like(slot.parameter, float(axis.rank))
+        slot.is_fired = True
+    for position in range(2):
+        bucket.arrive(position)
+    assert bucket.missing == 0
+    bucket.start()
+    bucket.finish()
+    for slot in both:
+        assert slot.parameter.grad is not None
+        assert slot.parameter.grad.stride() == slot.parameter.stride()
+        assert torch.equal(slot.parameter.grad, torch.full_like(slot.parameter, 0.5))
+    first, second = (slot.parameter.grad for slot in both)
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
+@on_ranks(3)
+def test_flags_tell_a_gradient_of_one_rank_from_that_of_none():
+    axis = tulle.init(data=-1)["data"]
+    both = slots(torch.zeros(2), torch.zeros(2))
+    bucket = Bucket(both, axis, marks=2)
+    if axis.rank == 1:
+        both[0].parameter.grad = torch.full((2,), 3.0)
+        both[0].is_fired = True
+    bucket.start([axis.rank == 2, False])
+    assert bucket.finish() == [True, False]
+    assert both[0].parameter.grad is not None
+    assert both[0].parameter.grad.tolist() == [1.0, 1.0]
+    assert both[1].parameter.grad is None
+
+
+@on_ranks(2)
+def test_a_gradient_that_comes_again_while_its_bucket_travels_is_an_error():
+    axis = tulle.init(data=-1)["data"]
+    [slot] = slots(torch.zeros(2))
+    bucket = Bucket([slot], axis)
+    slot.parameter.grad = torch.ones(2)
+    bucket.arrive(0)
+    bucket.start()
+    with pytest.raises(GradientError, match="'p0' came again while its all-reduce is under way"):
+        bucket.arrive(0)
+    bucket.finish()

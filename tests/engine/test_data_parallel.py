@@ -1,0 +1,185 @@
+"""The engine on whole models: its order, its buffers, its tables' schemes, and ways to call a model."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import models
+import tulle
+from models import Words, batches, build, worst_difference
+from ranks import on_ranks
+from tulle.comm import traffic
+from tulle.distribute import engine_of
+
+
+class Checkpointed(nn.Module):
+    """Layers whose activations are computed again in backward."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.words = nn.Embedding(models.WORDS, models.WIDTH, sparse=True)
+        self.layers = nn.ModuleList(nn.Linear(models.WIDTH, models.WIDTH) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Mean loss of a batch `[samples, length]`."""
+        hidden = self.words(ids).mean(1)
+        for layer in self.layers:
+            hidden = checkpoint(lambda x, layer=layer: layer(x).tanh(), hidden, use_reentrant=self.use_reentrant)
+        return hidden.pow(2).mean()
+
+
+def train(model: nn.Module, mesh: tulle.Mesh | None, steps: int = 4) -> None:
+    """A few steps of SGD on the whole batch, or on a rank's share of it."""
+    [optimizer] = models.sgd(model)
+    for ids in batches(steps, 12):
+        model(ids.chunk(mesh.size)[mesh.rank] if mesh else ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing_of_both_kinds_gives_the_numbers_of_one_process(use_reentrant):
+    mesh = tulle.init(data=-1)
+    reference = build(lambda: Checkpointed(use_reentrant=use_reentrant), 0)
+    model, _ = tulle.distribute(copy.deepcopy(reference), dummy(reference), mesh)
+    train(model, mesh)
+    train(reference, None)
+    assert worst_difference(model, reference)[0] < 1e-12
+
+
+def dummy(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer over nothing of the model's: training makes its own."""
+    del model
+    return torch.optim.SGD([{"params": []}], lr=0.1)
+
+
+@on_ranks(2)
+def test_a_model_called_by_its_parts_is_kept_in_step():
+    mesh = tulle.init(data=-1)
+    model = build(Words, 0)
+    model, _ = tulle.distribute(model, dummy(model), mesh)
+    reference = build(Words, 0)
+    ids = batches(1, 12)[0]
+    model.out(model.words(ids.chunk(2)[mesh.rank]).mean(1)).mean().backward()
+    reference.out(reference.words(ids).mean(1)).mean().backward()
+    assert torch.allclose(model.words.weight.grad.to_dense(), reference.words.weight.grad.to_dense(), atol=1e-15)
+    assert torch.allclose(model.out.weight.grad, reference.out.weight.grad, atol=1e-15)
+
+
+class Normed(nn.Module):
+    """Batch norm, whose statistics differ by rank, beside a buffer that never changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("positions", torch.arange(10_000.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mean square of the normalized batch."""
+        return (self.norm(x) * self.norm.weight).pow(2).mean()
+
+
+@on_ranks(2)
+def test_buffers_that_forward_writes_follow_rank_0_and_others_do_not_travel():
+    mesh = tulle.init(data=-1)
+    model = Normed()
+    model, _ = tulle.distribute(model, dummy(model), mesh)
+    for step in range(3):
+        torch.manual_seed(10 * step + mesh.rank)
+        traffic.take_labels()
+        model(torch.randn(5, 3)).backward()
+        sent = traffic.take_labels()["buffers"].bytes_sent if mesh.rank == 0 else 0
+        assert sent < 100
+    theirs = model.norm.running_mean.clone()
+    torch.distributed.broadcast(theirs, src=0)
+    assert torch.equal(model.norm.running_mean, theirs)
+    assert model.norm.num_batches_tracked.item() == 3
+
+
+@on_ranks(2)
+def test_the_scheme_of_a_table_follows_its_density():
+    mesh = tulle.init(data=-1)
+    model = nn.Embedding(2000, 64, sparse=True)
+    model, _ = tulle.distribute(model, dummy(model), mesh)
+    engine = engine_of(model)
+    model(torch.tensor([1])).sum().backward()
+    assert engine.schemes()["weight"][0] == "allgather"
+    # Costs are by measured network; on this one latency may rule: force the question by density alone.
+    few = engine.choices()["weight"].density
+    for _ in range(30):
+        model.zero_grad()
+        model(torch.arange(2000)).sum().backward()
+    assert engine.choices()["weight"].density > 100 * few
+
+
+@on_ranks(2)
+def test_accumulation_keeps_one_row_for_each_number():
+    mesh = tulle.init(data=-1)
+    model = nn.Embedding(10, 2, sparse=True)
+    model, _ = tulle.distribute(model, dummy(model), mesh)
+    with model.no_sync():
+        for _ in range(5):
+            model(torch.tensor([3, 3, 4])).sum().backward()
+    assert model.weight.grad._nnz() == 2
+    model(torch.tensor([3])).sum().backward()
+    assert model.weight.grad.to_dense()[3].tolist() == [11.0, 11.0]
+
+
+@on_ranks(2)
+def test_a_parameter_that_turns_out_to_get_sparse_gradients_becomes_a_table():
+    mesh = tulle.init(data=-1)
+
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Parameter(torch.ones(50, 2))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return nn.functional.embedding(ids, self.rows, sparse=True).sum()
+
+    model = Functional()
+    model, _ = tulle.distribute(model, dummy(model), mesh, plan="allgather")
+    model(torch.tensor([mesh.rank])).backward()
+    assert list(engine_of(model).schemes()) == ["rows"]
+    assert model.rows.grad.coalesce().indices()[0].tolist() == [0, 1]
+
+
+@on_ranks(1, 2)
+def test_a_copy_of_a_distributed_model_is_a_plain_model():
+    mesh = tulle.init(data=-1)
+    model = build(Words, 0)
+    names = list(model.state_dict())
+    model, _ = tulle.distribute(model, dummy(model), mesh)
+    assert isinstance(model, Words)
+    assert list(model.state_dict()) == names
+    copied = copy.deepcopy(model)
+    assert type(copied) is Words
+    assert engine_of(copied) is None
+    copied(batches(1, 4)[0]).backward()  # on one rank's own: nobody has to join
+    assert not hasattr(copied, "no_sync")
+
+
+@on_ranks(2)
+def test_the_reason_of_a_choice_is_logged_by_rank_0():
+    mesh = tulle.init(data=-1)
+    model = nn.Embedding(500, 8, sparse=True)
+    model, _ = tulle.distribute(model, dummy(model), mesh)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("tulle")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        model(torch.tensor([1, 2])).sum().backward()
+    finally:
+        logger.removeHandler(handler)
+    assert len(records) == (1 if mesh.rank == 0 else 0)
+    if records:
+        assert records[0].startswith("table weight: 0.40% of 500 rows touched a rank and step, 2 ranks:")
