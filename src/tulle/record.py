@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import resource
 import sys
@@ -101,6 +102,8 @@ class Recorder:
         self._depth = 0
         self._is_ended = False
         traffic.is_tracing = is_tracing
+        if rank == 0:
+            _show_reasons()
         atexit.register(self.close)
 
     def attach(
@@ -270,6 +273,16 @@ class Recorder:
             span["ts"] += offset_us
         path = self._folder / f"timeline-rank-{self._rank}.json"
         path.write_text(json.dumps({"traceEvents": self._spans}) + "\n", encoding="utf-8")
+
+
+def _show_reasons() -> None:
+    """Under `tulle run`, rank 0 says what is chosen and why, unless the script has set up logging itself."""
+    logger = logging.getLogger("tulle")
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[tulle] %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def _plain(value: Any) -> Any:
