@@ -23,7 +23,7 @@ help:  ## List the targets.
 demo: .venv/installed-demo  ## Train a translator on four processes, and see runs/demo/report.html.
 	$(BIN)/tulle run --processes 4 --run-dir runs/demo examples/01_translate.py
 	@echo; echo "The same global batches on one process, for comparison:"
-	$(BIN)/tulle run --processes 1 --run-dir runs/demo/one-process examples/01_translate.py --stop-at 400
+	$(BIN)/tulle run --processes 1 --run-dir runs/demo/one-process examples/01_translate.py --stop-at 600
 	$(BIN)/tulle report runs/demo --compare runs/demo/one-process
 
 test: .venv/installed-dev  ## Run the tests that need no GPU and are quick.
