@@ -1,4 +1,4 @@
-"""Small models and batches that the tests of several rooms train, and the one-process run that they are held against."""
+"""Small models and batches that tests of several rooms train, and how to hold them against one process."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -39,7 +39,9 @@ def test_its_code_runs_alone(script):
 
 
 def test_its_code_runs_on_two_processes_and_reports_what_the_readme_shows(script):
-    printed = run(script.parent, sys.executable, "-m", "tulle", "run", "--processes", "2", "--run-dir", "run", "train.py")
+    printed = run(
+        script.parent, sys.executable, "-m", "tulle", "run", "--processes", "2", "--run-dir", "run", "train.py"
+    )
     shown = blocks("text")[0]
     assert "[tulle] table 0.weight:" in printed
     for word in re.findall(r"^ {2}(\S.*?) {2,}", shown, flags=re.MULTILINE):  # the summary's left column

@@ -7,11 +7,13 @@ import logging
 import os
 import pickle
 import random
+import zipfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -25,6 +27,7 @@ from tulle.record import current as current_recorder
 
 logger = logging.getLogger("tulle")
 FORMAT = 1
+_KEYS = {"model", "optimizers", "kinds", "random", "extra"}
 
 
 def save(
@@ -63,6 +66,7 @@ def save(
                 "format": FORMAT,
                 "model": model.state_dict(),
                 "optimizers": [one.state_dict() for one in as_optimizers(optimizer)],
+                "kinds": [type(one).__name__ for one in as_optimizers(optimizer)],
                 "random": random_states,
                 "extra": extra,
             }
@@ -85,6 +89,14 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
     Raises:
         CheckpointError: On every rank, and before anything was changed, if the file is absent, damaged, or of another
             model or optimizer, naming what differs.
+
+    Example:
+        >>> import tempfile, torch, tulle
+        >>> model, path = torch.nn.Linear(2, 1), tempfile.mkdtemp() + "/checkpoint.pt"
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> tulle.save(path, model, optimizer, step=100, words=["a", "b"])
+        >>> tulle.load(path, model, optimizer)["words"]
+        ['a', 'b']
     """
     axis = _axis(model)
     optimizers = as_optimizers(optimizer)
@@ -93,7 +105,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
     try:
         state = _read(Path(path))
         _check_model(state["model"], model, path)
-        _check_optimizers(state["optimizers"], optimizers, path)
+        _check_optimizers(state, optimizers, path)
     except TulleError as found:
         error = found
     _raise(error, axis)
@@ -147,13 +159,18 @@ def _read(path: Path) -> dict[str, Any]:
             "that every rank can read"
         )
     try:
+        with zipfile.ZipFile(path) as archive:  # torch writes checksums and does not read them
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, ValueError) as problem:
+    except Exception as problem:  # a damaged file can make the reader raise anything
+        said = [*str(problem).splitlines(), type(problem).__name__][0]
         raise CheckpointError(
             f"{str(path)!r} ({path.stat().st_size:,} bytes) is damaged, or not a checkpoint: take an older one. "
-            f"The reader said: {str(problem).splitlines()[0]}"
+            f"The reader said: {said}"
         ) from problem
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
+    if not isinstance(state, dict) or state.get("format") != FORMAT or _KEYS - set(state):
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise CheckpointError(f"{str(path)!r} has format {found!r}, expected {FORMAT}, as tulle.save writes it")
     return state
@@ -189,16 +206,22 @@ def _check_model(saved: Mapping[str, Any], model: nn.Module, path: object) -> No
             raise CheckpointError(f"the checkpoint {str(path)!r} is of another model: it has {name!r} besides")
 
 
-def _check_optimizers(saved: Sequence[Mapping[str, Any]], optimizers: Sequence[Optimizer], path: object) -> None:
+def _check_optimizers(state: Mapping[str, Any], optimizers: Sequence[Optimizer], path: object) -> None:
     def sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
         return [len(group["params"]) for group in groups]
 
-    theirs = [sizes(one["param_groups"]) for one in saved]
+    theirs = [sizes(one["param_groups"]) for one in state["optimizers"]]
     ours = [sizes(one.param_groups) for one in optimizers]
     if theirs != ours:
         raise CheckpointError(
             f"the checkpoint {str(path)!r} has optimizers with groups of {theirs} parameters, these have {ours}: "
             "make the optimizers as they were when it was saved"
+        )
+    kinds = [type(one).__name__ for one in optimizers]
+    if kinds != state["kinds"]:
+        raise CheckpointError(
+            f"the checkpoint {str(path)!r} has the optimizers {', '.join(state['kinds'])}, these are "
+            f"{', '.join(kinds)}: make the optimizers as they were when it was saved"
         )
 
 
@@ -207,10 +230,16 @@ def _say(tensor: Tensor) -> str:
 
 
 def _random_state() -> dict[str, Any]:
-    """Python's, torch's and, where there is one, this rank's GPU's."""
+    """Python's, NumPy's, torch's and, where there is one, this rank's GPU's, as values that a safe reader knows."""
     version, words, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state(legacy=True)
     gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    return {"python": [version, list(words), gauss], "torch": torch.get_rng_state(), "cuda": gpu}
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "torch": torch.get_rng_state(),
+        "cuda": gpu,
+    }
 
 
 def _restore_random(states: Sequence[Mapping[str, Any]], axis: Axis | None) -> None:
@@ -225,6 +254,8 @@ def _restore_random(states: Sequence[Mapping[str, Any]], axis: Axis | None) -> N
     state = states[rank]
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

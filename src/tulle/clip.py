@@ -40,7 +40,8 @@ def clip_grad_norm_(
         >>> round(tulle.clip_grad_norm_(table, max_norm=1.0).item(), 4)
         2.8284
     """
-    values = [(name, _values(p.grad)) for name, p in _named(parameters) if p.grad is not None]
+    gradients = [(name, _values(p.grad)) for name, p in _named(parameters) if p.grad is not None]
+    values = [(name, part) for name, part in gradients if part.numel()]  # torch has no infinity norm of nothing
     if not values:
         return torch.tensor(0.0)
     device = values[0][1].device

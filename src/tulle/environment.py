@@ -94,13 +94,13 @@ def first_host(nodes: str) -> str:
         >>> first_host("gpu[007-012,15],login1"), first_host("node3")
         ('gpu007', 'node3')
     """
-    match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)
+    # All up to the first comma outside brackets, then of each pair of brackets the first number.
+    match = re.match(r"[^\[,]+(?:\[[^\]]*\]|[^\[,])*", nodes)
     if match is None:
         raise MeshError(
             f"SLURM_JOB_NODELIST is {nodes!r}, expected a list of hosts such as node[01-04]: set MASTER_ADDR"
         )
-    prefix, number, suffix = match.groups()
-    return prefix + (number or "") + (suffix or "")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match.group())
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import cast
 
@@ -21,7 +21,7 @@ from tulle.errors import MeshError
 DEFAULT_TIMEOUT_S = 600.0
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True)
+@dataclass(frozen=True, slots=True)
 class Axis:
     """One named axis of a mesh, seen from this process.
 
@@ -42,6 +42,9 @@ class Axis:
     group: dist.ProcessGroup
     device: torch.device
     timeout_s: float
+    memory: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
+    """What is made once for an axis: its measured network, its further process groups. It is made by collectives, so
+    it must not hang on when a rank's garbage collector runs, but go with the mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +116,14 @@ def init(*, timeout: float | timedelta | None = None, backend: str | None = None
     """
     launch = detect()
     size = dist.get_world_size() if dist.is_initialized() else launch.size
-    shape = resolve(axes or {"data": -1}, size)
+    shape, error = _resolve(axes or {"data": -1}, size)
+    if error is not None and size == 1:
+        raise error
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or DEFAULT_TIMEOUT_S
     device = _device(launch, backend)
     if not dist.is_initialized():
         _join(launch, backend or ("nccl" if device.type == "cuda" else "gloo"), timeout_s, device)
-    _check_agreement(shape)
+    _check_agreement(shape, error)
     rank = dist.get_rank()
     return Mesh(_axes(shape, rank, device, timeout_s), rank, size, device)
 
@@ -193,9 +198,23 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _check_agreement(shape: dict[str, int]) -> None:
-    shapes: list[dict[str, int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(shapes, shape)
+def _resolve(axes: Mapping[str, int], size: int) -> tuple[dict[str, int], MeshError | None]:
+    try:
+        return resolve(axes, size), None
+    except MeshError as error:
+        return {}, error
+
+
+def _check_agreement(shape: dict[str, int], error: MeshError | None) -> None:
+    """Raise on every rank if any rank's axes do not fit, or if ranks were given different ones."""
+    heard: list[tuple[dict[str, int], MeshError | None]] = [(shape, error)] * dist.get_world_size()
+    dist.all_gather_object(heard, (shape, error))
+    if error is not None:
+        raise error
+    for rank, (_, theirs) in enumerate(heard):
+        if theirs is not None:
+            raise MeshError(f"rank {rank}: {theirs}")
+    shapes = [other for other, _ in heard]
     for rank, other in enumerate(shapes):
         if list(other.items()) != list(shapes[0].items()):
             raise MeshError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -63,7 +64,13 @@ def rows_touched(model: nn.Module, sample: object) -> dict[str, int]:
 def _untouched(model: nn.Module) -> Iterator[None]:
     """Put back random states, buffers and `max_norm` afterwards; without `max_norm` a lookup changes no row."""
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    python_state = random.getstate()
     bounded = [(m, m.max_norm) for m in model.modules() if isinstance(m, TableModule) and m.max_norm is not None]
     for module, _ in bounded:
         module.max_norm = None
@@ -71,7 +78,9 @@ def _untouched(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            for buffer, value in buffers:
+            random.setstate(python_state)
+            for module, name, buffer, value in buffers:
                 buffer.copy_(value)
+                module._buffers[name] = buffer  # forward may have put another in its place
             for module, max_norm in bounded:
                 module.max_norm = max_norm

@@ -20,6 +20,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +101,7 @@ class Recorder:
         self._backward_began_s = self._ended_s
         self._bytes_before = self._messages_before = 0
         self._depth = 0
+        self._models: WeakSet[nn.Module] = WeakSet()
         self._is_ended = False
         traffic.is_tracing = is_tracing
         if rank == 0:
@@ -125,8 +127,9 @@ class Recorder:
             schemes: Gives the scheme and this rank's rows by table.
         """
         self._plan, self._schemes = plan, schemes
-        model.register_forward_pre_hook(self._before_forward)
-        model.register_forward_hook(self._after_forward)
+        self._models.add(model)
+        model.register_forward_pre_hook(_forward_begins)
+        model.register_forward_hook(_forward_ends)
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
             optimizer.register_step_post_hook(self._after_optimizer)
@@ -173,8 +176,9 @@ class Recorder:
             if traffic.is_tracing:
                 self._write_timeline()
 
-    def __reduce__(self) -> tuple[Callable[[], Recorder | None], tuple[()]]:
-        return current, ()  # a copied or pickled model keeps no recorder of its own
+    def watches(self, module: nn.Module) -> bool:
+        """Whether this very model was attached; its copies have its hooks too."""
+        return module in self._models
 
     def _before_forward(self, module: nn.Module, _: object) -> None:
         if module.training and self._is_ended:
@@ -283,6 +287,19 @@ def _show_reasons() -> None:
         handler.setFormatter(logging.Formatter("[tulle] %(message)s"))
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
+
+
+# Functions of the module, not bound methods: a model that is copied or pickled takes its hooks along.
+def _forward_begins(module: nn.Module, arguments: object) -> None:
+    recorder = current()
+    if recorder is not None and recorder.watches(module):
+        recorder._before_forward(module, arguments)
+
+
+def _forward_ends(module: nn.Module, arguments: object, output: object) -> None:
+    recorder = current()
+    if recorder is not None and recorder.watches(module):
+        recorder._after_forward(module, arguments, output)
 
 
 def _plain(value: Any) -> Any:

@@ -129,9 +129,11 @@ class RowSparse:
 
     def to_sparse_coo(self) -> Tensor:
         """A sparse COO tensor with one sparse dimension, as `nn.Embedding(sparse=True)` gives to optimizers."""
+        # One row of strides (1, 1) counts as contiguous, and torch's to_dense then loses all but its first value.
+        values = self.values.reshape(-1).view(self.values.shape)
         return torch.sparse_coo_tensor(
             self.indices.long().unsqueeze(0),
-            self.values,
+            values,
             self.shape,
             is_coalesced=self.is_coalesced,
             check_invariants=False,

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from tulle.mesh import Axis
-
-_lanes: WeakKeyDictionary[Axis, dict[str, Axis]] = WeakKeyDictionary()
 
 
 def lane(axis: Axis, purpose: str) -> Axis:
@@ -20,10 +17,12 @@ def lane(axis: Axis, purpose: str) -> Axis:
     """
     if axis.size == 1:
         return axis
-    lanes = _lanes.setdefault(axis, {})
-    if purpose not in lanes:
+    name = f"lane for {purpose}"
+    if name not in axis.memory:
         timeout = timedelta(seconds=axis.timeout_s)
         group = dist.new_group(list(axis.ranks), timeout=timeout, use_local_synchronization=True)
         assert group is not None, "this rank is one of the group's"
-        lanes[purpose] = replace(axis, group=group)
-    return lanes[purpose]
+        axis.memory[name] = replace(axis, group=group, memory={})
+    made = axis.memory[name]
+    assert isinstance(made, Axis), "a lane is an axis"
+    return made

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
-
 import torch
 
 from tulle.comm.collectives import all_reduce, barrier
@@ -17,7 +15,7 @@ ALONE = Network(latency_s=0.0, bandwidth_bytes_per_s=float("inf"))
 _SMALL_REPEATS = 20
 _LARGE_REPEATS = 4
 _LARGE_BYTES = 4 * 1024 * 1024
-_measured: WeakKeyDictionary[Axis, Network] = WeakKeyDictionary()
+_MEMORY = "measured network"
 
 
 def probe(axis: Axis) -> Network:
@@ -27,9 +25,10 @@ def probe(axis: Axis) -> Network:
     """
     if axis.size == 1:
         return ALONE
-    if axis not in _measured:
-        _measured[axis] = _measure(axis)
-    return _measured[axis]
+    network = axis.memory.get(_MEMORY)
+    if not isinstance(network, Network):
+        network = axis.memory[_MEMORY] = _measure(axis)
+    return network
 
 
 def _measure(axis: Axis) -> Network:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ class DataParallel:
         self._buffers = Buffers(model)
         if axis.size > 1 or check_finite:
             for slot in self._slots.values():
-                slot.parameter.register_post_accumulate_grad_hook(partial(self._arrived, slot))
+                slot.parameter.register_post_accumulate_grad_hook(partial(_arrived, ref(self), slot.name))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -127,11 +128,13 @@ class DataParallel:
 
     def _end_of_backward(self) -> None:
         self._backward = _NOT_RUNNING
-        if self._non_finite is not None:
-            self._non_finite.raise_if_any(self.steps + 1)
         self.steps += 1
-        if self.axis.size == 1:
-            return
+        if self.axis.size > 1:
+            self._synchronize()
+        if self._non_finite is not None:  # after the sums, so that the next backward finds nothing under way
+            self._non_finite.raise_if_any(self.steps)
+
+    def _synchronize(self) -> None:
         if not self._items:
             self._fix_order()
         self._advance(at_end=True)
@@ -195,3 +198,10 @@ class DataParallel:
             written = [buffer for buffer, is_moved in zip(self._buffers.current(), moved, strict=True) if is_moved]
             broadcast_tensors(written, self.axis, label="buffers")
         self._buffers.settle()
+
+
+def _arrived(engine: ref[DataParallel], name: str, parameter: Tensor) -> None:
+    """The hook on each parameter. It holds no engine: the garbage collector does not see through torch's hooks."""
+    alive = engine()
+    if alive is not None:
+        alive._arrived(alive._slots[name], parameter)

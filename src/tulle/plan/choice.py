@@ -61,7 +61,8 @@ def plan_by_cost(mesh: Mapping[str, int], tables: Mapping[str, Characteristics],
                 candidates=dict(choice.candidates),
             )
         )
-    return Plan(dict(mesh), tuple(planned), network=network)
+    # The network of one process has no numbers that JSON could hold.
+    return Plan(dict(mesh), tuple(planned), network=network if ranks > 1 else None)
 
 
 def plan_for_later(mesh: Mapping[str, int], shapes: Shapes) -> Plan:

@@ -128,7 +128,7 @@ class Plan:
             mesh={str(name): int(size) for name, size in parsed["mesh"].items()},
             tables=tuple(_table_from_json(table) for table in parsed["tables"]),
             bucket_bytes=bucket_bytes,
-            network=Network(**parsed["network"]) if parsed["network"] else None,
+            network=_network_from_json(parsed["network"]) if parsed["network"] else None,
         )
 
     def check(self, mesh: Mapping[str, int], tables: Mapping[str, tuple[int, int]]) -> None:
@@ -157,6 +157,10 @@ class Plan:
                 )
 
 
+def _network_from_json(parsed: Mapping[str, Any]) -> Network:
+    return Network(float(parsed["latency_s"]), float(parsed["bandwidth_bytes_per_s"]))
+
+
 def _table_to_json(table: TablePlan) -> dict[str, Any]:
     candidates = [{"scheme": name, **asdict(cost)} for name, cost in (table.candidates or {}).items()]
     return asdict(table) | {"candidates": candidates}
@@ -173,6 +177,6 @@ def _table_from_json(parsed: Mapping[str, Any]) -> TablePlan:
         width=int(parsed["width"]),
         scheme=check_scheme(parsed["scheme"]),
         reason=str(parsed.get("reason", "")),
-        density=parsed.get("density"),
+        density=None if parsed.get("density") is None else float(parsed["density"]),
         candidates=candidates or None,
     )

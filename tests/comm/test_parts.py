@@ -1,0 +1,134 @@
+"""Exchanges of unequal parts: what was sent arrives whole, whatever the lengths, at once or in staged rounds."""
+
+import pytest
+import torch
+
+import tulle
+from ranks import on_ranks
+from tulle import comm
+from tulle.comm import parts, traffic
+
+LARGE = parts.AT_ONCE_BYTES // 8 + 1  # float64 entries: one more than goes at once
+LENGTHS = {
+    "alike": [3, 3, 3, 3],
+    "unequal": [1, 4, 2, 7],
+    "one is empty": [2, 0, 5, 1],
+    "one is not empty": [0, 6, 0, 0],
+    "all are empty": [0, 0, 0, 0],
+    "all are large": [LARGE, LARGE + 1, LARGE + 2, LARGE + 3],
+    "one is large": [1, LARGE, 0, 2],
+}
+
+
+def part(sender: int, receiver: int, length: int) -> torch.Tensor:
+    """`[length, 2]` of numbers that tell sender, receiver and place."""
+    return torch.arange(2 * length, dtype=torch.float64).view(length, 2) + 1e7 * sender + 1e8 * receiver
+
+
+def counted(label: str) -> tuple[int, int]:
+    """Bytes and messages under a label since the last look."""
+    count = traffic.take_labels()[label]
+    return count.bytes_sent, count.messages
+
+
+def sent_to_others(parts_sent: list[torch.Tensor], rank: int) -> tuple[int, int]:
+    leaving = [one for receiver, one in enumerate(parts_sent) if receiver != rank and one.numel()]
+    return sum(one.nbytes for one in leaving), len(leaving)
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_all_gather_gives_each_ranks_part(lengths):
+    axis = tulle.init(data=-1)["data"]
+    lengths = lengths[: axis.size]
+    mine = part(axis.rank, 0, lengths[axis.rank])
+    traffic.take_labels()
+    gathered = comm.all_gather_parts(mine, lengths, axis, label="here").wait()
+    assert gathered[axis.rank] is mine
+    for rank, length in enumerate(lengths):
+        assert torch.equal(gathered[rank], part(rank, 0, length))
+    assert counted("here") == sent_to_others([mine] * axis.size, axis.rank)
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+def test_all_to_all_gives_each_rank_its_part(lengths):
+    axis = tulle.init(data=-1)["data"]
+
+    def length(sender: int, receiver: int) -> int:
+        return lengths[(sender + 3 * receiver) % 4]
+
+    mine = [part(axis.rank, receiver, length(axis.rank, receiver)) for receiver in range(axis.size)]
+    expected = [part(sender, axis.rank, length(sender, axis.rank)) for sender in range(axis.size)]
+    traffic.take_labels()
+    received = comm.all_to_all_parts(mine, [len(one) for one in expected], axis, label="here").wait()
+    assert received[axis.rank] is mine[axis.rank]
+    for ours, theirs in zip(received, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert counted("here") == sent_to_others(mine, axis.rank)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("length", "at_once"), [(100, 3), (LARGE, parts.ROUNDS_UNDER_WAY)], ids=["small", "large"])
+def test_a_large_exchange_keeps_few_rounds_under_way(length, at_once):
+    axis = tulle.init(data=-1)["data"]
+    posted = []
+
+    def post(messages, axis):
+        posted.append(len(messages))
+        return original(messages, axis)
+
+    with pytest.MonkeyPatch.context() as patch:
+        original = parts._post
+        patch.setattr(parts, "_post", post)
+        pending = comm.all_gather_parts(torch.zeros(length, dtype=torch.float64), [length] * 4, axis, label="here")
+        assert posted == [2] * at_once
+        pending.wait()
+    assert posted == [2] * 3
+
+
+@on_ranks(2, 3, 4)
+def test_ranks_that_stage_and_ranks_that_do_not_understand_each_other():
+    axis = tulle.init(data=-1)["data"]
+    lengths = [LARGE if rank == 0 else 1 for rank in range(axis.size)]
+    for _ in range(3):  # were a round left behind, the next exchange would get its bytes
+        gathered = comm.all_gather_parts(part(axis.rank, 0, lengths[axis.rank]), lengths, axis, label="here").wait()
+        assert all(torch.equal(one, part(rank, 0, lengths[rank])) for rank, one in enumerate(gathered))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.bfloat16, torch.float32], ids=str)
+def test_every_dtype_travels(dtype):
+    axis = tulle.init(data=-1)["data"]
+    lengths = [2, 3]
+    mine = torch.full((lengths[axis.rank],), axis.rank + 1, dtype=dtype)
+    gathered = comm.all_gather_parts(mine, lengths, axis, label="here").wait()
+    assert [one.tolist() for one in gathered] == [[1, 1], [2, 2, 2]]
+    assert gathered[1 - axis.rank].dtype == dtype
+
+
+@on_ranks(2, 4)
+def test_a_message_goes_from_one_rank_to_another():
+    axis = tulle.init(data=-1)["data"]
+    first, last = 0, axis.size - 1
+    traffic.take_labels()
+    if axis.rank == first:
+        comm.send(torch.tensor([5.0, 6.0]), axis, to=last, label="sent").wait()
+        assert counted("sent") == (8, 1)
+    if axis.rank == last:
+        tensor = torch.zeros(2)
+        assert comm.receive(tensor, axis, source=first, label="received").wait() is tensor
+        assert tensor.tolist() == [5.0, 6.0]
+        assert counted("received") == (0, 0)
+
+
+@on_ranks(4)
+def test_parts_stay_within_their_axis():
+    mesh = tulle.init(data=2, pipe=2)
+    axis = mesh["data"]
+    gathered = comm.all_gather_parts(torch.tensor([mesh.rank]), [1, 1], axis, label="here").wait()
+    assert [one.item() for one in gathered] == list(axis.ranks)
+    if axis.rank == 0:
+        comm.send(torch.tensor([mesh.rank]), axis, to=1, label="here").wait()
+    else:
+        assert comm.receive(torch.tensor([-1]), axis, source=0, label="here").wait().item() == axis.ranks[0]

@@ -1,0 +1,46 @@
+"""The probe measures a network once, and all ranks go by the same numbers."""
+
+import sys
+
+import pytest
+
+import tulle
+from ranks import on_ranks
+from tulle import comm
+
+
+@on_ranks(2, 3, 4)
+def test_all_ranks_get_the_same_plausible_numbers():
+    axis = tulle.init(data=-1)["data"]
+    network = comm.probe(axis)
+    heard = comm.gather_values((network.latency_s, network.bandwidth_bytes_per_s), axis, label="here")
+    assert heard == [heard[0]] * axis.size
+    assert 0 < network.latency_s < 5
+    assert network.bandwidth_bytes_per_s > 1e4
+
+
+@on_ranks(2)
+def test_a_disturbed_measurement_does_not_promise_an_endless_bandwidth():
+    module = sys.modules["tulle.comm.probe"]  # the package has the function by this name
+    with pytest.MonkeyPatch.context() as patch:
+        # On a busy machine the small exchange can take longer than the large one.
+        patch.setattr(module, "_exchange_s", lambda axis, total_bytes, *_: 0.004 if total_bytes == 8 else 0.003)
+        network = comm.probe(tulle.init(data=-1)["data"])
+    assert network.bandwidth_bytes_per_s < 10 * module._LARGE_BYTES / 0.003
+
+
+@on_ranks(2)
+def test_an_axis_is_measured_once():
+    axis = tulle.init(data=-1)["data"]
+    network = comm.probe(axis)
+    messages = comm.traffic.total.messages
+    assert comm.probe(axis) is network
+    assert comm.traffic.total.messages == messages
+
+
+@on_ranks(1)
+def test_alone_nothing_is_sent_and_everything_is_free():
+    messages = comm.traffic.total.messages
+    network = comm.probe(tulle.init(data=-1)["data"])
+    assert (network.latency_s, network.bandwidth_bytes_per_s) == (0.0, float("inf"))
+    assert comm.traffic.total.messages == messages

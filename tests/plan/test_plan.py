@@ -1,0 +1,180 @@
+"""A plan is a value: it is saved, read back, explained, and refused where it does not belong."""
+
+import json
+import os
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tulle import Plan
+from tulle.cost import Cost, Network
+from tulle.errors import PlanError
+from tulle.plan import BUCKET_BYTES, TablePlan
+
+WORDS = TablePlan(
+    "words.weight",
+    8000,
+    256,
+    "allgather",
+    "5.20% of 8,000 rows touched",
+    density=0.052,
+    candidates={"allgather": Cost(1_280_000, 3, 0.0012), "densify": Cost(12_300_000, 6, 0.0123)},
+)
+TAGS = TablePlan("tags.weight", 10, 4, "auto", "to be chosen by the first gradients")
+PLAN = Plan({"data": 4}, (WORDS, TAGS), bucket_bytes=1 << 20, network=Network(3e-4, 1.2e9))
+TABLES = {"words.weight": (8000, 256), "tags.weight": (10, 4)}
+
+
+@pytest.mark.parametrize(
+    "plan", [PLAN, Plan({"data": 1}), Plan({"data": 2, "pipe": 1}, (TAGS,))], ids=["full", "empty", "two axes"]
+)
+def test_a_plan_comes_back_from_its_file_as_it_was(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert Plan.load(str(tmp_path / "plan.json")) == plan
+
+
+numbers = st.floats(0, 1e12, allow_nan=False)
+costs = st.builds(Cost, bytes=st.integers(0, 10**15), messages=st.integers(0, 1000), seconds=numbers)
+tables = st.builds(
+    TablePlan,
+    name=st.text(min_size=1),
+    rows=st.integers(0, 10**10),
+    width=st.integers(0, 10**5),
+    scheme=st.sampled_from(["auto", "allgather", "densify"]),
+    reason=st.text(),
+    density=st.none() | st.floats(0, 1),
+    candidates=st.none() | st.dictionaries(st.sampled_from(["allgather", "densify"]), costs, min_size=1),
+)
+
+
+@given(
+    st.builds(
+        Plan,
+        mesh=st.dictionaries(st.text(min_size=1), st.integers(1, 10**6), min_size=1),
+        tables=st.lists(tables, max_size=4).map(tuple),
+        bucket_bytes=st.integers(1, 2**40),
+        network=st.none() | st.builds(Network, latency_s=numbers, bandwidth_bytes_per_s=numbers),
+    )
+)
+def test_every_plan_comes_back_from_json_as_it_was(plan):
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_the_file_has_the_fields_that_reports_read(tmp_path):
+    PLAN.save(tmp_path / "plan.json")
+    parsed = json.loads((tmp_path / "plan.json").read_text())
+    assert set(parsed) == {"format", "mesh", "bucket_bytes", "network", "tables"}
+    assert (parsed["format"], parsed["mesh"]) == (1, {"data": 4})
+    assert parsed["network"] == {"latency_s": 3e-4, "bandwidth_bytes_per_s": 1.2e9}
+    words = parsed["tables"][0]
+    assert (words["name"], words["rows"], words["width"], words["scheme"]) == ("words.weight", 8000, 256, "allgather")
+    assert (words["reason"], words["density"]) == (WORDS.reason, 0.052)
+    assert words["candidates"][0] == {"scheme": "allgather", "bytes": 1_280_000, "messages": 3, "seconds": 0.0012}
+
+
+def test_a_plan_that_is_written_again_replaces_the_old_one_and_leaves_nothing_beside(tmp_path):
+    Plan({"data": 2}).save(tmp_path / "plan.json")
+    PLAN.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == PLAN
+    assert os.listdir(tmp_path) == ["plan.json"]
+
+
+def test_a_file_that_is_missing_is_named(tmp_path):
+    with pytest.raises(PlanError, match=re.escape(f"cannot read a plan from {str(tmp_path / 'no.json')!r}: ")):
+        Plan.load(tmp_path / "no.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"format": 1', b"\xff\xfe", b"not JSON"], ids=repr)
+def test_a_file_that_is_no_json_is_named(content, tmp_path):
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(PlanError, match=r"cannot read a plan from '.*plan.json': "):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_folder_is_no_plan(tmp_path):
+    with pytest.raises(PlanError, match=r"cannot read a plan from .*[Dd]irectory"):
+        Plan.load(tmp_path)
+
+
+NETWORK = {"latency_s": 3e-4, "bandwidth_bytes_per_s": 1.2e9}
+TABLE = {"name": "words.weight", "rows": 8000, "width": 256, "scheme": "allgather", "density": 0.1, "candidates": []}
+GOOD = {"format": 1, "mesh": {"data": 4}, "bucket_bytes": 1024, "network": NETWORK, "tables": [TABLE]}
+
+
+def test_the_json_that_the_next_tests_break_is_good():
+    assert Plan.from_json(GOOD).schemes == {"words.weight": "allgather"}
+
+
+@pytest.mark.parametrize(
+    ("parsed", "cause"),
+    [
+        ([], "TypeError"),
+        ("auto", "TypeError"),
+        ({}, "KeyError: 'format'"),
+        (GOOD | {"format": 2}, "format 2, expected 1"),
+        ({key: value for key, value in GOOD.items() if key != "tables"}, "KeyError: 'tables'"),
+        (GOOD | {"mesh": 4}, "AttributeError"),
+        (GOOD | {"mesh": {"data": "four"}}, "ValueError"),
+        (GOOD | {"bucket_bytes": 0}, "bucket_bytes 0, expected a positive number"),
+        (GOOD | {"bucket_bytes": None}, "TypeError"),
+        (GOOD | {"tables": 3}, "TypeError"),
+        (GOOD | {"tables": [TABLE | {"scheme": "zen"}]}, "unknown scheme 'zen', expected one of auto, allgather, dens"),
+        (GOOD | {"tables": [TABLE | {"rows": "many"}]}, "ValueError"),
+        (GOOD | {"tables": [{"name": "words.weight"}]}, "KeyError: 'rows'"),
+        (GOOD | {"tables": [TABLE | {"candidates": [{"scheme": "allgather"}]}]}, "KeyError: 'bytes'"),
+        (GOOD | {"network": {"latency_s": 3e-4}}, "bandwidth_bytes_per_s"),
+        (GOOD | {"network": NETWORK | {"latency_s": "fast"}}, "fast"),
+        (GOOD | {"tables": [TABLE | {"density": "high"}]}, "high"),
+    ],
+)
+def test_json_that_is_no_plan_is_refused_with_the_cause(parsed, cause, tmp_path):
+    (tmp_path / "plan.json").write_text(json.dumps(parsed))
+    with pytest.raises(PlanError, match=rf"plan.json' is not a plan .*{cause}.*: write it with Plan.save"):
+        Plan.load(tmp_path / "plan.json")
+
+
+def test_a_plan_for_this_model_and_mesh_passes():
+    PLAN.check({"data": 4}, TABLES)
+    PLAN.check({"data": 4}, TABLES | {"more.weight": (5, 5)})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "tables", "text"),
+    [
+        ({"data": 2}, TABLES, "the plan is for the mesh {'data': 4}, this one is {'data': 2}: make a plan for it"),
+        ({"data": 4, "pipe": 1}, TABLES, "this one is {'data': 4, 'pipe': 1}"),
+        (
+            {"data": 4},
+            {"words.weight": (8000, 256), "labels.weight": (10, 4)},
+            "a table 'tags.weight', the model's tables with sparse gradients are: words.weight, labels.weight",
+        ),
+        ({"data": 4}, {}, "a table 'words.weight', the model's tables with sparse gradients are: none"),
+        (
+            {"data": 4},
+            TABLES | {"words.weight": (8001, 256)},
+            "the plan has 'words.weight' with 8000 x 256, the model has it with 8001 x 256",
+        ),
+    ],
+)
+def test_a_plan_for_another_model_or_mesh_is_refused(mesh, tables, text):
+    with pytest.raises(PlanError, match=re.escape(text)):
+        PLAN.check(mesh, tables)
+
+
+def test_a_plan_explains_each_table_and_its_candidates():
+    assert replace(PLAN, bucket_bytes=BUCKET_BYTES).explain().splitlines() == [
+        "mesh data=4, dense gradients all-reduced in buckets of 25 MiB",
+        "words.weight (8,000 x 256): allgather: 5.20% of 8,000 rows touched",
+        "  allgather        1.200 ms     1.280 MB    3 messages",
+        "  densify         12.300 ms    12.300 MB    6 messages",
+        "tags.weight (10 x 4): auto: to be chosen by the first gradients",
+    ]
+
+
+def test_a_plan_for_no_tables_explains_its_mesh():
+    text = Plan({"data": 2, "pipe": 3}, bucket_bytes=1 << 19).explain()
+    assert text == "mesh data=2, pipe=3, dense gradients all-reduced in buckets of 0.5 MiB"

@@ -1,0 +1,456 @@
+"""A checkpoint is complete or absent, brings everything back, and says which model it is of when it is of another."""
+
+import contextlib
+import io
+import logging
+import os
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, SparseAdam
+from torch.optim.lr_scheduler import LambdaLR
+
+import models
+import tulle
+from models import batches, build, worst_difference
+from ranks import on_ranks, run_on_ranks
+from tulle.errors import CheckpointError
+
+
+class Noisy(nn.Module):
+    """A classifier whose dropout draws on the random state of its rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(models.WORDS, models.WIDTH, sparse=True)
+        self.dropout = nn.Dropout()
+        self.norm = nn.BatchNorm1d(models.WIDTH)
+        self.out = nn.Linear(models.WIDTH, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(self.dropout(self.norm(self.words(ids).mean(1)))).pow(2).mean()
+
+
+def optimizers_of(model: nn.Module) -> list:
+    return models.sparse_adam_and_adam(model)
+
+
+def schedulers_of(optimizers: list) -> list[LambdaLR]:
+    return [LambdaLR(one, lambda step: 1 / (1 + step)) for one in optimizers]
+
+
+def train(model: nn.Module, optimizers: list, schedulers: list[LambdaLR], steps: range) -> list[float]:
+    """One batch a step, the same on every rank; what differs between ranks is the dropout."""
+    losses = []
+    for ids in batches(steps.stop, 8)[steps.start :]:
+        loss = model(ids)
+        loss.backward()
+        for one in [*optimizers, *schedulers]:
+            one.step()
+        for one in optimizers:
+            one.zero_grad()
+        losses.append(loss.item() + random.random())
+    return losses
+
+
+def saved(state: object) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+@on_ranks(1, 2)
+def test_a_run_that_is_resumed_goes_on_as_if_it_had_never_stopped(tmp_path):
+    mesh = tulle.init(data=-1)
+    torch.manual_seed(mesh.rank)
+    random.seed(mesh.rank)
+    model, optimizers = tulle.distribute(model := build(Noisy, mesh.rank), optimizers_of(model), mesh)
+    schedulers = schedulers_of(optimizers)
+    train(model, optimizers, schedulers, range(3))
+    extra = {"step": 3, "schedulers": [one.state_dict() for one in schedulers]}
+    tulle.save(tmp_path / "checkpoint.pt", model, optimizers, **extra)
+    expected = train(model, optimizers, schedulers, range(3, 6))
+
+    torch.manual_seed(99)
+    random.seed(99)
+    other, theirs = tulle.distribute(other := build(Noisy, 5), optimizers_of(other), mesh)
+    resumed = schedulers_of(theirs)  # before the load: a new scheduler sets the learning rate
+    loaded = tulle.load(tmp_path / "checkpoint.pt", other, theirs)
+    assert loaded["step"] == 3
+    for one, state in zip(resumed, loaded["schedulers"], strict=True):
+        one.load_state_dict(state)
+    assert train(other, theirs, resumed, range(loaded["step"], 6)) == expected
+    assert worst_difference(other, model)[0] == 0.0
+    assert [one.param_groups[0]["lr"] for one in theirs] == [one.param_groups[0]["lr"] for one in optimizers]
+
+
+@on_ranks(1, 3)
+def test_each_rank_gets_its_own_random_state_back(tmp_path):
+    mesh = tulle.init(data=-1)
+    model, [optimizer] = tulle.distribute(model := build(Noisy, 0), [SGD(model.parameters(), 0.1)], mesh)
+    torch.manual_seed(mesh.rank)
+    random.seed(mesh.rank)
+    random.gauss(0, 1)  # keeps a second number for the next call
+    tulle.save(tmp_path / "checkpoint.pt", model, optimizer)
+    drawn = torch.rand(3).tolist(), random.random(), random.gauss(0, 1)
+    torch.rand(7)
+    tulle.load(tmp_path / "checkpoint.pt", model, optimizer)
+    assert (torch.rand(3).tolist(), random.random(), random.gauss(0, 1)) == drawn
+    everybodys: list = [None] * mesh.size
+    dist.all_gather_object(everybodys, drawn)
+    assert len({str(one) for one in everybodys}) == mesh.size
+
+
+def save_on_ranks(path: Path) -> dict[str, Tensor]:
+    mesh = tulle.init(data=-1)
+    model, optimizers = tulle.distribute(model := build(Noisy, 0), optimizers_of(model), mesh)
+    train(model, optimizers, schedulers_of(optimizers), range(2))
+    tulle.save(path, model, optimizers, step=2)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def load_on_ranks(path: Path) -> tuple[dict[str, Tensor], list[str]]:
+    mesh = tulle.init(data=-1)
+    model, optimizers = tulle.distribute(model := build(Noisy, 1), optimizers_of(model), mesh)
+    before = torch.get_rng_state()
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("tulle").addHandler(handler)
+    try:
+        assert tulle.load(path, model, optimizers) == {"step": 2}
+    finally:
+        logging.getLogger("tulle").removeHandler(handler)
+    assert torch.equal(torch.get_rng_state(), before)
+    train(model, optimizers, schedulers_of(optimizers), range(0))
+    return {name: value.clone() for name, value in model.state_dict().items()}, messages
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 3), (3, 1), (1, 2)])
+def test_another_number_of_ranks_loads_all_but_the_random_states_and_says_so(saved_by, loaded_by, tmp_path):
+    [ours, *_] = run_on_ranks(saved_by, save_on_ranks, path=tmp_path / "checkpoint.pt")
+    for theirs, messages in run_on_ranks(loaded_by, load_on_ranks, path=tmp_path / "checkpoint.pt"):
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+        assert messages == [
+            f"the checkpoint was saved by {saved_by} ranks and is loaded by {loaded_by}: random states are not restored"
+        ]
+
+
+@on_ranks(2)
+def test_a_distributed_model_and_a_plain_one_read_each_others_checkpoints(tmp_path):
+    mesh = tulle.init(data=-1)
+    plain = build(Noisy, 3)
+    theirs = optimizers_of(plain)
+    ours, optimizers = tulle.distribute(ours := build(Noisy, 0), optimizers_of(ours), mesh)
+    if mesh.rank == 0:
+        tulle.save(tmp_path / "plain.pt", plain, theirs)
+    dist.barrier()
+    tulle.load(tmp_path / "plain.pt", ours, optimizers)
+    assert worst_difference(ours, plain)[0] == 0.0
+    train(ours, optimizers, [], range(1))
+    tulle.save(tmp_path / "distributed.pt", ours, optimizers)
+    tulle.load(tmp_path / "distributed.pt", plain, theirs)
+    assert worst_difference(ours, plain)[0] == 0.0
+    assert list(torch.load(tmp_path / "distributed.pt")["model"]) == list(plain.state_dict()), "plain names"
+
+
+# From here on one process will do: what a rank finds all ranks raise, as the last tests show.
+
+
+def trained(kind=Noisy, seed: int = 0) -> tuple[nn.Module, list]:
+    model = build(kind, seed)
+    optimizers = optimizers_of(model)
+    train(model, optimizers, [], range(2))
+    return model, optimizers
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A good one; random states are those of the test again afterwards."""
+    with torch.random.fork_rng():
+        tulle.save(tmp_path / "checkpoint.pt", *trained(), step=2, note="good")
+        yield tmp_path / "checkpoint.pt"
+
+
+def state_of(model: nn.Module, optimizers: list) -> object:
+    return [model.state_dict(), [one.state_dict() for one in optimizers]]
+
+
+def test_extra_comes_back_as_it_was(tmp_path):
+    extra = {
+        "step": 3,
+        "losses": [1.5, float("inf")],
+        "note": "größer",
+        "nothing": None,
+        "best": True,
+        "pair": (1, 2),
+        "nested": {"a": [{"b": 1}], 3: "c"},
+    }
+    model, optimizers = trained()
+    tulle.save(tmp_path / "a.pt", model, optimizers, **extra, tensor=torch.arange(3))
+    loaded = tulle.load(tmp_path / "a.pt", model, optimizers)
+    assert torch.equal(loaded.pop("tensor"), torch.arange(3))
+    assert loaded == extra
+
+
+def test_the_folder_of_a_checkpoint_is_made(tmp_path):
+    tulle.save(tmp_path / "new" / "folder" / "a.pt", *trained())
+    assert os.listdir(tmp_path / "new" / "folder") == ["a.pt"]
+
+
+def fails_halfway(error: BaseException):
+    """A `torch.save` that writes half of its bytes."""
+    complete = torch.save
+
+    def save(state: object, file: io.BufferedIOBase, **options: bool) -> None:
+        if isinstance(file, io.BytesIO):  # the look at `extra`, or what ranks tell each other
+            complete(state, file, **options)
+            return
+        buffer = io.BytesIO()
+        complete(state, buffer)
+        file.write(buffer.getvalue()[: len(buffer.getvalue()) // 2])
+        raise error
+
+    return save
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 64 vs 0")])
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside(error, checkpoint, monkeypatch):
+    before = checkpoint.read_bytes()
+    model, optimizers = trained(seed=1)
+    monkeypatch.setattr(torch, "save", fails_halfway(error))
+    text = f"cannot write the checkpoint {str(checkpoint)!r}: {error}; an older one of that name is as it was"
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        tulle.save(checkpoint, model, optimizers, step=3)
+    monkeypatch.undo()
+    assert checkpoint.read_bytes() == before
+    assert os.listdir(checkpoint.parent) == [checkpoint.name]
+    tulle.save(checkpoint, model, optimizers, step=3)
+    assert tulle.load(checkpoint, model, optimizers) == {"step": 3}
+
+
+def test_a_write_that_is_interrupted_leaves_the_old_file(checkpoint, monkeypatch):
+    before = checkpoint.read_bytes()
+    monkeypatch.setattr(torch, "save", fails_halfway(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        tulle.save(checkpoint, *trained(seed=1))
+    monkeypatch.undo()
+    assert checkpoint.read_bytes() == before
+    tulle.save(checkpoint, *trained(seed=1))  # what was left beside does not disturb the next
+    assert os.listdir(checkpoint.parent) == [checkpoint.name]
+
+
+def test_the_failing_write_of_these_tests_does_leave_half_a_file(checkpoint, monkeypatch):
+    state = torch.load(checkpoint)
+    monkeypatch.setattr(torch, "save", fails_halfway(OSError()))
+    with checkpoint.open("wb") as file, contextlib.suppress(OSError):
+        torch.save(state, file)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="is damaged, or not a checkpoint"):
+        tulle.load(checkpoint, *trained())
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot write the checkpoint '.*file/a.pt': "):
+        tulle.save(tmp_path / "file" / "a.pt", *trained())
+
+
+def test_a_file_that_is_missing_is_named(tmp_path):
+    for path in (tmp_path / "no.pt", tmp_path):
+        with pytest.raises(CheckpointError, match=re.escape(f"there is no checkpoint {str(path)!r}: give the file")):
+            tulle.load(path, *trained())
+
+
+def test_a_checkpoint_that_is_cut_off_anywhere_is_refused(checkpoint):
+    model, optimizers = trained(seed=1)
+    before = saved(state_of(model, optimizers))
+    whole = checkpoint.read_bytes()
+    for length in [*range(40), *range(40, len(whole), 211), len(whole) - 1]:
+        checkpoint.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=rf"\({length:,} bytes\) is damaged, or not a checkpoint: take an"):
+            tulle.load(checkpoint, model, optimizers)
+    assert torch.equal(saved(state_of(model, optimizers)), before)
+
+
+def test_a_flipped_bit_is_noticed_or_does_not_matter(checkpoint):
+    """It does not matter in a date or in the space between two records."""
+    whole = checkpoint.read_bytes()
+    model, optimizers = trained(seed=1)
+    other = saved(state_of(model, optimizers))
+    assert tulle.load(checkpoint, model, optimizers) == {"step": 2, "note": "good"}
+    good = saved(state_of(model, optimizers)), torch.get_rng_state(), random.getstate()
+    assert not torch.equal(good[0], other)
+    unnoticed, raised = [], {}
+    for place in random.Random(0).sample(range(len(whole)), 150):
+        model, optimizers = trained(seed=1)
+        broken = bytearray(whole)
+        broken[place] ^= 1 << (place % 8)
+        checkpoint.write_bytes(broken)
+        try:
+            extra = tulle.load(checkpoint, model, optimizers)
+        except CheckpointError:
+            continue
+        except Exception as error:
+            raised[place] = repr(error)
+            continue
+        now = saved(state_of(model, optimizers)), torch.get_rng_state(), random.getstate()
+        is_same = torch.equal(now[0], good[0]) and torch.equal(now[1], good[1]) and now[2] == good[2]
+        if not is_same or extra != {"step": 2, "note": "good"}:
+            unnoticed.append(place)
+    assert not unnoticed, f"{len(unnoticed)} of 150 flipped bits changed what was loaded, and nobody noticed"
+    assert not raised, f"{len(raised)} of 150 flipped bits raised something else than CheckpointError"
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ([1, 2], "has format 'list', expected 1, as tulle.save writes it"),
+        ({"model": {}}, "has format None, expected 1"),
+        ({"format": 2}, "has format 2, expected 1"),
+        ({"format": 1}, "a.pt"),
+    ],
+)
+def test_a_file_of_another_format_is_refused(state, text, tmp_path):
+    torch.save(state, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        tulle.load(tmp_path / "a.pt", *trained())
+
+
+@pytest.mark.parametrize("content", [b"", b"step 3\n", b"\x80\x02]q\x00.", os.urandom(300)], ids=len)
+def test_a_file_that_is_no_checkpoint_is_refused(content, tmp_path):
+    (tmp_path / "a.pt").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"a.pt' .*(is damaged, or not a checkpoint|has format)"):
+        tulle.load(tmp_path / "a.pt", *trained())
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path):
+    torch.save({"format": 1, "model": nn.Linear(1, 1)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match="is damaged, or not a checkpoint"):
+        tulle.load(tmp_path / "a.pt", *trained())
+
+
+def wider() -> Noisy:
+    model = Noisy()
+    model.out = nn.Linear(models.WIDTH, 2)
+    return model
+
+
+def deeper() -> Noisy:
+    model = Noisy()
+    model.more = nn.Linear(1, 1)
+    return model
+
+
+def without_norm() -> Noisy:
+    model = Noisy()
+    model.norm = nn.Identity()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (wider, "it has 'out.weight' as float64 [1, 6], the model has float64 [2, 6]"),
+        (deeper, "it has no 'more.weight'"),
+        (without_norm, "it has 'norm.weight' besides"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(kind, text, checkpoint):
+    model = build(kind, 1)
+    optimizers = optimizers_of(model)
+    before = saved(state_of(model, optimizers))
+    with pytest.raises(CheckpointError, match=re.escape(f"{str(checkpoint)!r} is of another model: {text}")):
+        tulle.load(checkpoint, model, optimizers)
+    assert torch.equal(saved(state_of(model, optimizers)), before)
+
+
+def test_a_checkpoint_of_another_dtype_is_refused(checkpoint):
+    model = build(Noisy, 1).float()
+    with pytest.raises(CheckpointError, match=r"has 'words.weight' as float64 \[40, 6\], the model has float32 \[40"):
+        tulle.load(checkpoint, model, optimizers_of(model))
+
+
+def fewer_groups(model: nn.Module) -> list:
+    return optimizers_of(model)[1:]
+
+
+def fewer_parameters(model: nn.Module) -> list:
+    return [SparseAdam([model.words.weight]), Adam([model.out.weight])]
+
+
+def other_kind(model: nn.Module) -> list:
+    return [SparseAdam([model.words.weight]), SGD([*model.norm.parameters(), *model.out.parameters()], lr=0.1)]
+
+
+def other_order(model: nn.Module) -> list:
+    return list(reversed(optimizers_of(model)))
+
+
+@pytest.mark.parametrize(
+    ("optimizers_like", "text"),
+    [
+        (fewer_groups, "has optimizers with groups of [[1], [4]] parameters, these have [[4]]: make the optimizers as"),
+        (fewer_parameters, "groups of [[1], [4]] parameters, these have [[1], [1]]"),
+        (other_order, "groups of [[1], [4]] parameters, these have [[4], [1]]"),
+        (other_kind, "SGD"),
+    ],
+)
+def test_a_checkpoint_of_other_optimizers_is_refused_and_changes_nothing(optimizers_like, text, checkpoint):
+    model = build(Noisy, 1)
+    optimizers = optimizers_like(model)
+    before = saved(state_of(model, optimizers))
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        tulle.load(checkpoint, model, optimizers)
+    assert torch.equal(saved(state_of(model, optimizers)), before)
+
+
+@pytest.mark.parametrize(
+    "value", [lambda: None, nn.Linear(1, 1), object(), (n for n in range(3)), {"deep": [Path()]}], ids=type
+)
+def test_extra_that_could_not_be_loaded_is_refused_before_the_old_file_is_touched(value, checkpoint):
+    before = checkpoint.read_bytes()
+    text = f"tulle.save was given schedule= a {type(value).__name__}, expected numbers, texts, tensors, lists and dict"
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        tulle.save(checkpoint, *trained(), step=3, schedule=value)
+    assert checkpoint.read_bytes() == before
+
+
+def refusals(folder: Path, checkpoint: Path) -> list[str]:
+    """What this rank is told in four cases, of which rank 0, or only the last rank, finds the cause."""
+    mesh = tulle.init(data=-1)
+    model, optimizers = tulle.distribute(model := build(Noisy, 0), optimizers_of(model), mesh)
+    is_last = mesh.rank == mesh.size - 1
+    texts = []
+
+    def refused(call, *arguments, **extra) -> None:
+        with pytest.raises(CheckpointError) as refusal:
+            call(*arguments, model, optimizers, **extra)
+        texts.append(str(refusal.value))
+        dist.barrier()
+
+    refused(tulle.load, folder / "no.pt")
+    refused(tulle.load, folder / "no.pt" if is_last else checkpoint)
+    refused(tulle.save, folder / "a.pt", schedule=lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", fails_halfway(OSError("No space left on device")))
+        refused(tulle.save, folder / "a.pt")
+    return texts
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_all_ranks_raise_alike(ranks, tmp_path, checkpoint):
+    heard = run_on_ranks(ranks, refusals, folder=tmp_path, checkpoint=checkpoint)
+    last = ranks - 1
+    for rank, (missing, missing_there, extra, disk) in enumerate(heard):
+        on_first, on_last = ("" if rank == 0 else "rank 0: "), ("" if rank == last else f"rank {last}: ")
+        assert missing.removeprefix("rank 0: ").startswith("there is no checkpoint ")
+        assert missing_there.startswith(on_last + "there is no checkpoint ")
+        assert extra.startswith(on_first + "tulle.save was given schedule= a function")
+        assert disk.startswith(on_first + "cannot write the checkpoint ")
+    assert os.listdir(tmp_path) == [checkpoint.name]

@@ -1,0 +1,72 @@
+"""What `tulle` offers is what it says that it offers."""
+
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import tulle
+
+PACKAGES = ["tulle", "tulle.comm", "tulle.engine", "tulle.plan", "tulle.sync"]
+
+
+def test_the_top_level_is_small_and_known():
+    assert tulle.__all__ == [
+        "Mesh",
+        "Plan",
+        "RowSparse",
+        "TulleError",
+        "__version__",
+        "clip_grad_norm_",
+        "distribute",
+        "errors",
+        "init",
+        "load",
+        "log",
+        "plan",
+        "save",
+        "sync",
+    ]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_exported_name_is_there_once(package):
+    module = importlib.import_module(package)
+    assert all(hasattr(module, name) for name in module.__all__)
+    assert len(set(module.__all__)) == len(module.__all__)
+
+
+EXAMPLES_ELSEWHERE = {"Mesh", "TulleError"}  # nobody makes one by hand
+SHOWN = [name for name in tulle.__all__ if callable(getattr(tulle, name)) and name not in EXAMPLES_ELSEWHERE]
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_every_public_name_has_an_example_in_its_docstring(name):
+    assert ">>> " in inspect.getdoc(getattr(tulle, name))
+
+
+def test_the_public_names_are_what_a_user_expects():
+    assert tulle.plan is not importlib.import_module("tulle.plan"), "the function, not the package"
+    assert callable(tulle.plan)
+    assert callable(tulle.sync.all_reduce)
+    assert tulle.errors.TulleError is tulle.TulleError
+    assert tulle.__version__.count(".") == 2
+
+
+def test_every_error_is_of_one_tree_and_is_what_pythons_own_would_be():
+    errors = [error for _, error in inspect.getmembers(tulle.errors, inspect.isclass)]
+    assert all(issubclass(error, tulle.TulleError) for error in errors)
+    of_users = {"MeshError", "PlanError", "ModelError", "GradientError", "DataError"}
+    assert {error.__name__ for error in errors if issubclass(error, ValueError)} == of_users
+    of_the_run = {"CheckpointError", "CommunicationError"}
+    assert {error.__name__ for error in errors if issubclass(error, RuntimeError)} == of_the_run
+    drawn = tulle.errors.__doc__ or ""
+    assert all(error.__name__ in drawn for error in errors)
+
+
+def test_every_module_of_the_library_opens_with_a_sentence():
+    for module in pkgutil.walk_packages(tulle.__path__, "tulle."):
+        if not module.name.startswith(("tulle.cli", "tulle.report", "tulle.__main__")):  # those need extras
+            documented = importlib.import_module(module.name).__doc__ or ""
+            assert documented.strip(), module.name

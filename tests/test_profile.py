@@ -1,0 +1,173 @@
+"""The profile finds the tables of a model and the rows that a batch touches, and leaves no trace."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tulle.profile import call, rows_touched, sparse_tables
+
+ROWS, WIDTH = 20, 3
+
+
+def table(**options) -> nn.Embedding:
+    return nn.Embedding(ROWS, WIDTH, sparse=True, **options)
+
+
+class Pair(nn.Module):
+    """Two tables that may be one, called by position or by keyword."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, one: Tensor, two: Tensor) -> Tensor:
+        return self.first(one).sum() + self.second(input=two).sum()
+
+
+def test_trained_tables_with_sparse_gradients_are_found_by_their_parameters_name():
+    model = nn.ModuleDict(
+        {
+            "words": table(),
+            "bag": nn.EmbeddingBag(ROWS, WIDTH, sparse=True),
+            "dense": nn.Embedding(ROWS, WIDTH),
+            "frozen": table().requires_grad_(requires_grad=False),
+            "layer": nn.Linear(2, 2),
+        }
+    )
+    found = sparse_tables(model)
+    assert list(found) == ["words.weight", "bag.weight"]
+    assert found["words.weight"] is model["words"]
+
+
+def test_a_shared_table_is_found_once():
+    model = Pair(table(), table())
+    model.second.weight = model.first.weight
+    assert list(sparse_tables(model)) == ["first.weight"]
+    assert list(sparse_tables(Pair(model.first, model.first))) == ["first.weight"]
+
+
+def test_distinct_rows_are_counted():
+    assert rows_touched(table(), torch.tensor([[3, 1, 3], [1, 1, 19]])) == {"weight": 3}
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_may_be_of_either_dtype(dtype):
+    assert rows_touched(table(), torch.tensor([3, 1, 3], dtype=dtype)) == {"weight": 2}
+
+
+def test_padding_is_no_row():
+    assert rows_touched(table(padding_idx=0), torch.tensor([0, 5, 0, 6])) == {"weight": 2}
+    assert rows_touched(table(padding_idx=-1), torch.tensor([ROWS - 1, 5])) == {"weight": 1}
+    assert rows_touched(table(padding_idx=0), torch.tensor([0, 0])) == {"weight": 0}
+
+
+def test_padding_of_a_bag_is_no_row():
+    bag = nn.EmbeddingBag(ROWS, WIDTH, sparse=True, mode="sum", padding_idx=2)
+    assert rows_touched(bag, torch.tensor([[1, 2], [2, 3]])) == {"weight": 2}
+
+
+def test_a_bag_with_offsets_counts_its_ids_only():
+    bag = nn.EmbeddingBag(ROWS, WIDTH, sparse=True, mode="sum")
+    assert rows_touched(bag, (torch.tensor([7, 7, 8]), torch.tensor([0, 2]))) == {"weight": 2}
+    assert rows_touched(bag, {"input": torch.tensor([7, 9, 8]), "offsets": torch.tensor([0])}) == {"weight": 3}
+
+
+def test_lookups_of_a_shared_table_are_united():
+    model = Pair(table(), table())
+    model.second.weight = model.first.weight
+    assert rows_touched(model, (torch.tensor([1, 2]), torch.tensor([2, 3]))) == {"first.weight": 3}
+    model = Pair(model.first, model.first)
+    assert rows_touched(model, (torch.tensor([1, 2]), torch.tensor([2, 3]))) == {"first.weight": 3}
+
+
+def test_each_table_has_its_own_count():
+    model = Pair(table(padding_idx=1), table())
+    sample = {"one": torch.tensor([1, 2]), "two": torch.tensor([1, 2])}
+    assert rows_touched(model, sample) == {"first.weight": 1, "second.weight": 2}
+
+
+def test_a_table_that_the_batch_does_not_reach_touches_no_row():
+    model = nn.Sequential(table())
+    model.append(nn.Identity())
+    model[1].spare = table()
+    assert rows_touched(model, torch.tensor([4])) == {"0.weight": 1, "1.spare.weight": 0}
+
+
+def test_a_sample_is_passed_as_the_model_is_called():
+    class Recorder(nn.Module):
+        def forward(self, *positional, **keywords):
+            return positional, keywords
+
+    assert call(Recorder(), {"x": 1, "y": 2}) == ((), {"x": 1, "y": 2})
+    assert call(Recorder(), (1, 2)) == ((1, 2), {})
+    assert call(Recorder(), [1, 2]) == (([1, 2],), {})
+
+
+class Restless(nn.Module):
+    """Draws random numbers, counts its calls in place and anew, and bounds its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = table(max_norm=0.5)
+        self.dropout = nn.Dropout()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        return self.norm(self.dropout(self.words(ids))) * random.random()
+
+
+def test_weights_buffers_gradients_and_random_states_are_as_before():
+    torch.manual_seed(0)
+    model = Restless()
+    model.words.weight.data.mul_(10)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    rows_touched(model, torch.arange(10))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(p.grad is None for p in model.parameters())
+    assert model.words.max_norm == 0.5
+    assert model.training
+
+
+def test_pythons_random_state_is_as_before():
+    state = random.getstate()
+    rows_touched(Restless(), torch.arange(10))
+    assert random.getstate() == state
+
+
+def test_a_buffer_that_forward_replaces_is_as_before():
+    class Replacing(Restless):
+        def forward(self, ids: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            return self.words(ids)
+
+    model = Replacing()
+    rows_touched(model, torch.arange(10))
+    assert model.calls.item() == 0
+
+
+def test_the_same_forward_without_the_profile_does_leave_traces():
+    torch.manual_seed(0)
+    model = Restless()
+    model.words.weight.data.mul_(10)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    with torch.no_grad():
+        model(torch.arange(10))
+    changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
+    assert {"words.weight", "calls", "norm.running_mean"} <= set(changed)
+    assert not torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_no_hook_stays_behind_even_if_the_forward_fails():
+    model = Restless()
+    with pytest.raises(IndexError):
+        rows_touched(model, torch.tensor([ROWS]))
+    assert not model.words._forward_pre_hooks
+    assert model.words.max_norm == 0.5
+    assert model.calls.item() == 0
