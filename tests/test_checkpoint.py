@@ -8,6 +8,7 @@ import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -454,3 +455,28 @@ def test_all_ranks_raise_alike(ranks, tmp_path, checkpoint):
         assert extra.startswith(on_first + "tulle.save was given schedule= a function")
         assert disk.startswith(on_first + "cannot write the checkpoint ")
     assert os.listdir(tmp_path) == [checkpoint.name]
+
+
+@on_ranks(2)
+def test_a_rate_that_numpy_computed_is_saved_as_a_number(tmp_path):
+    mesh = tulle.init(data=-1)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = tulle.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh)
+    optimizer.param_groups[0]["lr"] = 1e-3 * np.sqrt(4.0)
+    tulle.save(tmp_path / "checkpoint.pt", model, optimizer)
+    tulle.load(tmp_path / "checkpoint.pt", model, optimizer)
+    assert type(optimizer.param_groups[0]["lr"]) is float
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-3)
+
+
+@on_ranks(2)
+def test_what_cannot_be_saved_is_told_on_all_ranks_which_stay_in_step(tmp_path):
+    mesh = tulle.init(data=-1)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = tulle.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh)
+    optimizer.param_groups[0]["schedule"] = lambda step: step
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="given optimizer= a list, expected numbers"):
+            tulle.save(tmp_path / "checkpoint.pt", model, optimizer)
+    assert tulle.sync.all_reduce(torch.ones(2), mesh["data"]).tolist() == [1.0, 1.0]
+    assert list(tmp_path.iterdir()) == []

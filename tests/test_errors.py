@@ -207,7 +207,7 @@ def test_an_optimizer_of_another_model():
     model = build(Words, 0)
     text = (
         "parameter 0 of group 0 of SGD, of shape [40, 6], is not a parameter of this Words: "
-        "make the optimizer from model.parameters() after the model is complete"
+        "make it from model.parameters() after the model is complete"
     )
     with every_rank_raises(ModelError, text, found_by=0):
         distribute(model, sgd(build(Words, 0)))
@@ -477,7 +477,7 @@ def fall_in_backward(folder: Path, how, after: int, timeout_s: float) -> None:
         optimizer.zero_grad()
 
 
-NOBODY_SAID = "no rank has said why: see the log of each rank"
+RANK_1_IS_LATE = "rank 1 did not come to it: see the log there"
 
 
 @pytest.mark.parametrize(
@@ -485,8 +485,8 @@ NOBODY_SAID = "no rank has said why: see the log of each rank"
     [
         (die, 2, 0, 300, "rank 1 failed first with DiskError: the disk is gone", 1),
         (die, 3, 2, 300, "rank 2 failed first with DiskError: the disk is gone", 1),
-        (be_killed, 2, 2, 300, NOBODY_SAID, -signal.SIGKILL),
-        (stand_still, 2, 2, 1, NOBODY_SAID, -signal.SIGKILL),
+        (be_killed, 2, 2, 300, RANK_1_IS_LATE, -signal.SIGKILL),
+        (stand_still, 2, 2, 1, RANK_1_IS_LATE, -signal.SIGKILL),
     ],
     ids=["raises-at-once", "raises", "is-killed", "stands-still"],
 )

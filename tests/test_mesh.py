@@ -135,7 +135,15 @@ def test_ranks_of_which_one_cannot_multiply_raise_alike():
 @on_ranks(2)
 @pytest.mark.parametrize("timeout", [90, 90.0, timedelta(minutes=1.5)], ids=str)
 def test_the_timeout_is_in_seconds_or_a_timedelta(timeout):
-    assert tulle.init(data=-1, timeout=timeout)["data"].timeout_s == 90.0
+    mesh = tulle.init(data=1, pipe=2, timeout=timeout)
+    assert mesh["data"].timeout_s == 90.0
+    assert mesh["pipe"].timeout_s == 20.0, "the group that was initialized before keeps its own"
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "5", True], ids=repr)
+def test_a_timeout_that_is_no_time_is_refused(timeout):
+    with pytest.raises(MeshError, match=f"timeout={timeout!r}, expected a positive number of seconds"):
+        tulle.init(data=-1, timeout=timeout)
 
 
 @on_ranks(4)

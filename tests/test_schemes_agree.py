@@ -14,6 +14,7 @@ import tulle
 from ranks import on_ranks, run_on_ranks
 from tulle import RowSparse
 from tulle.comm import traffic
+from tulle.errors import PlanError
 from tulle.sync import SCHEMES, Table, announce, sum_gradients
 
 Kind = Literal["rows", "coo", "empty", "one row", "all rows", "zero sum", "strided values"]
@@ -189,3 +190,24 @@ def test_counted_bytes_are_those_that_the_cost_promised(rows):
         sent = traffic.total.bytes_sent - before[0], traffic.total.messages - before[1]
         assert sent[0] == pytest.approx(promised.bytes, rel=0.02)
         assert sent[1] == promised.messages
+
+
+@on_ranks(2)
+def test_ranks_that_ask_for_different_things_are_told():
+    axis = tulle.init(data=-1)["data"]
+    grad = RowSparse(torch.tensor([1]), torch.ones(1, 2), 3)
+    text = r"called with scheme and op \('auto', 'sum'\) on rank 1 .* and \('auto', 'mean'\) on rank 0"
+    with pytest.raises(PlanError, match=text):
+        tulle.sync.all_reduce(grad, axis, op="sum" if axis.rank else "mean")
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("scheme", ["auto", *SCHEMES])
+def test_what_requires_a_gradient_is_reduced_as_a_value(scheme):
+    axis = tulle.init(data=-1)["data"]
+    values = torch.ones(2, 2, requires_grad=True)
+    rows = tulle.sync.all_reduce(RowSparse(torch.tensor([1, 1]), values, 3), axis, scheme=scheme)
+    assert rows.values.tolist() == [[2.0, 2.0]]
+    dense = tulle.sync.all_reduce(values, axis)
+    assert not dense.requires_grad
+    assert not rows.values.requires_grad

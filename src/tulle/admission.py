@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tulle.engine import engine_of
 from tulle.errors import MeshError, ModelError
 from tulle.mesh import Axis, Mesh
 from tulle.profile import TableModule
@@ -63,6 +64,11 @@ def check_model(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], me
         raise ModelError("the model is wrapped in DistributedDataParallel, expected a plain one: give model.module")
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError("the model is a ScriptModule, expected a plain torch.nn.Module: script what it is made of")
+    if hasattr(model, "no_sync"):
+        raise ModelError(
+            f"{type(model).__name__} has a no_sync of its own, which tulle.distribute would hide: rename it, or give "
+            "the plain model within"
+        )
     _check_parameters(model, mesh)
     _check_optimizers(model, as_optimizers(optimizer))
     if data_axis(mesh).size > 1:
@@ -71,6 +77,11 @@ def check_model(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], me
 
 def _check_parameters(model: nn.Module, mesh: Mesh) -> None:
     for name, parameter in model.named_parameters():
+        if engine_of(parameter) is not None:
+            raise ModelError(
+                f"parameter {name!r} is part of a model that is distributed already: distribute one model that has all "
+                "parts, torch.nn.ModuleList([first, second]) say, and call its parts"
+            )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError(f"parameter {name!r} has no shape yet (a lazy module): call the model once before")
         if parameter.device != mesh.device:
@@ -87,7 +98,8 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
                     raise ModelError(
                         f"parameter {position} of group {number} of {type(optimizer).__name__}, of shape "
                         f"{list(parameter.shape)}, is not a parameter of this {type(model).__name__}: "
-                        "make the optimizer from model.parameters() after the model is complete"
+                        "make it from model.parameters() after the model is complete; for one optimizer over several "
+                        "models, distribute torch.nn.ModuleList of them"
                     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
+from functools import cache
 from types import TracebackType
 
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch.distributed.distributed_c10d import Store
 
 _COUNT = "tulle/failures"
 _FIRST = "tulle/failure"
+_WAITING = "tulle/waiting"
 
 
 def leave(text: str) -> None:
@@ -39,12 +42,38 @@ def read(*, patience_s: float = 1.0) -> str | None:
     return None
 
 
-def watch(rank: int) -> None:
+def come(key: str, rank: int) -> None:
+    """Leave word that this rank waits for an exchange in vain. Never raises."""
+    try:
+        store = _store()
+        if store is not None:
+            store.set(f"{_WAITING}/{key}/{rank}", "")
+    except (RuntimeError, OSError):
+        pass
+
+
+def absent(key: str, ranks: Sequence[int], *, patience_s: float = 1.0) -> list[int]:
+    """The ranks that have not left word that they wait for the same exchange: those that the others wait for."""
+    deadline = time.monotonic() + patience_s
+    missing = list(ranks)
+    try:
+        store = _store()
+        while store is not None and missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not store.check([f"{_WAITING}/{key}/{rank}"])]
+            time.sleep(0.05)
+    except (RuntimeError, OSError):
+        pass
+    return missing
+
+
+@cache
+def watch() -> None:
     """Leave word of an exception that nobody catches, before the process ends and its connections close."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        leave(f"rank {rank} failed first with {kind.__name__}: {error}")
+        if dist.is_initialized():
+            leave(f"rank {dist.get_rank()} failed first with {kind.__name__}: {error}")
         previous(kind, error, trace)
 
     sys.excepthook = hook

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import logging
 import os
-import pickle
 import random
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map, tree_map_only
 
 from tulle.admission import as_optimizers
 from tulle.comm import gather_values, raise_together
@@ -61,18 +61,21 @@ def save(
     error: TulleError | None = None
     if axis is None or axis.rank == 0:
         try:
-            _check_extra(extra)
+            optimizers = as_optimizers(optimizer)
             state = {
                 "format": FORMAT,
                 "model": model.state_dict(),
-                "optimizers": [one.state_dict() for one in as_optimizers(optimizer)],
-                "kinds": [type(one).__name__ for one in as_optimizers(optimizer)],
+                "optimizers": [_plain(one.state_dict()) for one in optimizers],
+                "kinds": [type(one).__name__ for one in optimizers],
                 "random": random_states,
                 "extra": extra,
             }
+            _check_readable({**extra, "model": state["model"], "optimizer": state["optimizers"]})
             _write(Path(path), state)
         except TulleError as found:
             error = found
+        except Exception as problem:  # whatever it is, the other ranks wait for word of it
+            error = CheckpointError(f"cannot save the checkpoint: {type(problem).__name__}: {problem}")
     _raise(error, axis)
 
 
@@ -144,7 +147,7 @@ def _write(path: Path, state: Mapping[str, Any]) -> None:
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
-    except (OSError, RuntimeError) as problem:  # torch's writer raises RuntimeError on a full disk
+    except Exception as problem:  # torch's writer raises RuntimeError on a full disk, pickle what it likes
         with suppress(OSError):
             aside.unlink(missing_ok=True)
         raise CheckpointError(
@@ -176,17 +179,24 @@ def _read(path: Path) -> dict[str, Any]:
     return state
 
 
-def _check_extra(extra: Mapping[str, object]) -> None:
-    for name, value in extra.items():
+def _plain(state: Any) -> Any:
+    """NumPy's numbers, as a schedule computes them, as Python's: the safe reader refuses the former."""
+    return tree_map(lambda value: value.item() if isinstance(value, np.generic) else value, state)
+
+
+def _check_readable(parts: Mapping[str, object]) -> None:
+    """Raise if `load`, which runs no code from a file, could not read a part back. Tensors it always can."""
+    for name, part in parts.items():
         buffer = io.BytesIO()
         try:
-            torch.save(value, buffer)
+            torch.save(tree_map_only(Tensor, lambda _: None, part), buffer)
             buffer.seek(0)
             torch.load(buffer, weights_only=True)
-        except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError, RuntimeError) as problem:
+        except Exception as problem:  # pickle raises whatever a value's own code does
             raise CheckpointError(
-                f"tulle.save was given {name}= a {type(value).__name__}, expected numbers, texts, tensors, lists and "
-                "dictionaries of them: give its state_dict(), say"
+                f"tulle.save was given {name}= a {type(part).__name__}, expected numbers, texts, tensors, lists and "
+                "dictionaries of them: give its state_dict(), say. "
+                f"The reader said: {[*str(problem).splitlines(), type(problem).__name__][0]}"
             ) from problem
 
 

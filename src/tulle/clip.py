@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from tulle.errors import GradientError
 from tulle.rows import RowSparse
@@ -44,19 +45,19 @@ def clip_grad_norm_(
     values = [(name, part) for name, part in gradients if part.numel()]  # torch has no infinity norm of nothing
     if not values:
         return torch.tensor(0.0)
-    device = values[0][1].device
-    norms = torch.stack([torch.linalg.vector_norm(part, norm_type).to(device) for _, part in values])
-    total = torch.linalg.vector_norm(norms, norm_type)
+    parts = [part for _, part in values]
+    total = get_total_norm(parts, float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
-        to_blame = next((name for (name, _), norm in zip(values, norms, strict=True) if not norm.isfinite()), "all")
+        to_blame = next((name for name, part in values if not part.isfinite().all()), "all")
         raise GradientError(
             f"the gradient norm is {total.item()}, expected a finite one; the first parameter to blame is {to_blame}: "
             "call tulle.distribute with check_finite=True to learn on which rank it began"
         )
     # As in torch: a multiplication by 1 costs less than asking a GPU whether clipping is needed.
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for _, part in values:
-        part.mul_(factor.to(part.device))
+    scale = vars(torch)["_foreach_mul_"]  # documented, but not exported
+    for device in {part.device for part in parts}:
+        scale([part for part in parts if part.device == device], factor.to(device))
     return total
 
 

@@ -22,6 +22,8 @@ from tulle.profile import TableModule, rows_touched, sparse_tables
 from tulle.record import current as current_recorder
 from tulle.sync import AUTO, Table
 
+_ENGINE, _CLASS = "_tulle_engine", "_tulle_class"
+"""Where a distributed model keeps its run-time, and the class that it was given with."""
 CHECK_FINITE = "TULLE_CHECK_FINITE"
 """Set by `tulle run --check-finite`."""
 M = TypeVar("M", bound=nn.Module)
@@ -31,22 +33,21 @@ O = TypeVar("O", bound=Optimizer | Sequence[Optimizer])  # noqa: E741
 class Distributed:
     """What `distribute` adds to a model's class, as `fully_shard` does."""
 
-    _tulle_engine: DataParallel
-    _tulle_class: type[nn.Module]
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let gradients add up on each rank within this context, without communication, as DDP's `no_sync`.
 
         The first backward outside sends the sums. For gradient accumulation: all micro-batches but the last within.
         """
-        with self._tulle_engine.no_sync():
+        with self.__dict__[_ENGINE].no_sync():
             yield
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         """A copy, or a pickle, is the plain model that was given to `distribute`."""
-        state = {name: value for name, value in self.__dict__.items() if not name.startswith("_tulle_")}
-        return _empty, (self._tulle_class,), state
+        given = super().__getstate__()
+        state = given if isinstance(given, dict) else self.__dict__
+        kept = {name: value for name, value in state.items() if name not in (_ENGINE, _CLASS)}
+        return _empty, (self.__dict__[_CLASS],), kept
 
 
 def distribute(
@@ -62,8 +63,8 @@ def distribute(
 
     Afterwards every rank runs the same loop on its share of each batch; after `loss.backward()` gradients are the
     mean over axis `data`, so a loss that is a mean over its batch, with shares of one size, gives what one process
-    would compute on the whole batch. Parameters and buffers start from rank 0's; buffers written in forward (batch
-    norm's statistics) follow rank 0's.
+    would compute on the whole batch. Parameters and buffers start from rank 0's; buffers that were written since the
+    last backward (batch norm's statistics) follow rank 0's from its end on.
 
     Args:
         model: On `mesh.device`. The same object comes back: its class gains `no_sync()`; names and `state_dict` stay.
@@ -111,6 +112,10 @@ def distribute(
         check_finite=check_finite or bool(os.environ.get(CHECK_FINITE)),
     )
     _adopt(model, engine)
+    for one in as_optimizers(optimizer):
+        one.register_step_pre_hook(
+            lambda stepped, *_: engine.check_covered(p for group in stepped.param_groups for p in group["params"])
+        )
     recorder = current_recorder()
     if recorder is not None:
         recorder.attach(
@@ -141,7 +146,7 @@ def make_plan(
 
 def engine_of(model: nn.Module) -> DataParallel | None:
     """The run-time of a distributed model, or None."""
-    return model.__dict__.get("_tulle_engine")
+    return model.__dict__.get(_ENGINE)
 
 
 def in_force(plan: Plan, engine: DataParallel) -> Plan:
@@ -214,7 +219,7 @@ def _renormalizer(module: TableModule) -> Callable[[Tensor], None]:
 def _adopt(model: nn.Module, engine: DataParallel) -> None:
     plain = type(model)
     # Past Module.__setattr__, which is for parameters, buffers and submodules.
-    model.__dict__.update(_tulle_engine=engine, _tulle_class=plain)
+    model.__dict__.update({_ENGINE: engine, _CLASS: plain})
     adopted: type[nn.Module] = type(plain.__name__, (Distributed, plain), {"__module__": plain.__module__})
     object.__setattr__(model, "__class__", adopted)
 

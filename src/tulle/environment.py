@@ -61,7 +61,7 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch:
             "torchrun",
             _number(environment, "RANK"),
             _number(environment, "WORLD_SIZE"),
-            _number(environment, "LOCAL_RANK", default=0),
+            _number(environment, "LOCAL_RANK", default=_number(environment, "RANK")),
             _number(environment, "LOCAL_WORLD_SIZE", default=1),
             environment["MASTER_ADDR"],
             _number(environment, "MASTER_PORT"),
@@ -81,10 +81,16 @@ def _slurm(environment: Mapping[str, str]) -> Launch:
         _number(environment, "SLURM_PROCID"),
         _number(environment, "SLURM_NTASKS"),
         _number(environment, "SLURM_LOCALID", default=0),
-        _number(environment, "SLURM_NTASKS_PER_NODE", default=1),
+        _tasks_per_host(environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "1")),
         address,
         _number(environment, "MASTER_PORT", default=default_port),
     )
+
+
+def _tasks_per_host(counts: str) -> int:
+    """The first of Slurm's counts, such as 4 in `4(x2),3`."""
+    match = re.match(r"\d+", counts)
+    return int(match.group()) if match else 1
 
 
 def first_host(nodes: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import cast
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from tulle.board import watch
+from tulle.cost import Network
 from tulle.environment import Launch, detect
 from tulle.errors import MeshError
 
@@ -42,9 +44,11 @@ class Axis:
     group: dist.ProcessGroup
     device: torch.device
     timeout_s: float
-    memory: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
-    """What is made once for an axis: its measured network, its further process groups. It is made by collectives, so
-    it must not hang on when a rank's garbage collector runs, but go with the mesh."""
+    lanes: dict[str, Axis] = field(default_factory=dict, compare=False, repr=False)
+    """The same axis on further process groups, by purpose: see `tulle.comm.lane`."""
+    measured: list[Network] = field(default_factory=list, compare=False, repr=False)
+    """The network, once `tulle.comm.probe` has measured it. Lanes and networks are made by collectives, so they must
+    not hang on when a rank's garbage collector runs, but stay as long as the mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +103,8 @@ def init(*, timeout: float | timedelta | None = None, backend: str | None = None
     by their environment variables; alone as a mesh of one process, where everything works too.
 
     Args:
-        timeout: Seconds after which a collective gives up (default 600). Not applied to a process group that
-            the caller initialized before.
+        timeout: Seconds after which a collective gives up (default 600). A process group that the caller
+            initialized before keeps its own.
         backend: `torch.distributed` backend; default nccl where there is a GPU for each process, else gloo.
         **axes: Size of each axis, the slowest-varying first; one may be -1 for "the rest". Default `data=-1`.
 
@@ -119,12 +123,13 @@ def init(*, timeout: float | timedelta | None = None, backend: str | None = None
     shape, error = _resolve(axes or {"data": -1}, size)
     if error is not None and size == 1:
         raise error
-    timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout or DEFAULT_TIMEOUT_S
+    timeout_s = _seconds(timeout)
     device = _device(launch, backend)
     if not dist.is_initialized():
         _join(launch, backend or ("nccl" if device.type == "cuda" else "gloo"), timeout_s, device)
     _check_agreement(shape, error)
     rank = dist.get_rank()
+    watch()
     return Mesh(_axes(shape, rank, device, timeout_s), rank, size, device)
 
 
@@ -158,6 +163,8 @@ def resolve(axes: Mapping[str, int], size: int) -> dict[str, int]:
 
 def _device(launch: Launch, backend: str | None) -> torch.device:
     current = dist.get_backend() if dist.is_initialized() else backend
+    if current == "nccl" and dist.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())  # the caller has set it
     one_each = torch.cuda.is_available() and torch.cuda.device_count() >= launch.local_size
     if current != "nccl" and not (current is None and one_each):
         return torch.device("cpu")
@@ -184,13 +191,28 @@ def _join(launch: Launch, backend: str, timeout_s: float, device: torch.device) 
             timeout=timeout,
             device_id=bound,
         )
-    watch(launch.rank)
     atexit.register(_leave)
 
 
 def _store_of_one() -> Store:
     # TCPStore would open a port, for one process that talks to nobody.
     return cast("Store", vars(dist)["HashStore"]())
+
+
+def _seconds(timeout: float | timedelta | None) -> float:
+    if timeout is None:
+        return DEFAULT_TIMEOUT_S
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or seconds <= 0:
+        raise MeshError(f"tulle.init was given timeout={timeout!r}, expected a positive number of seconds")
+    return float(seconds)
+
+
+def _in_force(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> float:
+    """The time-out of a group: ours, or that with which the caller initialized it."""
+    with suppress(RuntimeError, AttributeError):  # not every backend tells
+        return group._get_backend(device).options._timeout.total_seconds()
+    return timeout_s
 
 
 def _leave() -> None:
@@ -234,7 +256,8 @@ def _axes(shape: dict[str, int], rank: int, device: torch.device, timeout_s: flo
             if rank in line:
                 mine, group = tuple(line), made
         assert group is not None, "every rank lies on one line of each axis"
-        axes.append(Axis(name, mine.index(rank), size, mine, group, device, timeout_s))
+        in_force_s = _in_force(group, device, timeout_s)
+        axes.append(Axis(name, mine.index(rank), size, mine, group, device, in_force_s))
     return tuple(axes)
 
 

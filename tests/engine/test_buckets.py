@@ -6,7 +6,9 @@ from torch import nn
 
 import tulle
 from ranks import on_ranks
+from tulle.comm import traffic
 from tulle.engine.buckets import FIRST_BUCKET_BYTES, Bucket, Slot, lay_out
+from tulle.engine.buffers import Buffers
 from tulle.errors import GradientError
 
 
@@ -52,25 +54,35 @@ def test_a_reduced_gradient_is_a_view_with_the_strides_of_its_parameter():
 def test_flags_tell_a_gradient_of_one_rank_from_that_of_none():
     axis = tulle.init(data=-1)["data"]
     both = slots(torch.zeros(2), torch.zeros(2))
-    bucket = Bucket(both, axis, marks=2)
+    model = nn.BatchNorm1d(1)
+    model.register_buffer("constant", torch.ones(3))
+    bucket = Bucket(both, axis, Buffers(model, axis))
     if axis.rank == 1:
         both[0].parameter.grad = torch.full((2,), 3.0)
         both[0].is_fired = True
-    bucket.start([axis.rank == 2, False])
-    assert bucket.finish() == [True, False]
+    if axis.rank == 2:
+        model.running_mean.fill_(5.0)
+    before = traffic.total.messages
+    bucket.start()
+    bucket.finish()
+    assert model.running_mean.item() == 0.0, "rank 0 had not written it, and its value is everybody's"
+    sent = traffic.total.messages - before
+    assert sent == 2 * (axis.size - 1) + (axis.size - 1 if axis.rank == 0 else 0), "one buffer travels, not all"
     assert both[0].parameter.grad is not None
     assert both[0].parameter.grad.tolist() == [1.0, 1.0]
     assert both[1].parameter.grad is None
 
 
 @on_ranks(2)
-def test_a_gradient_that_comes_again_while_its_bucket_travels_is_an_error():
+def test_a_gradient_that_comes_twice_in_a_backward_is_an_error():
     axis = tulle.init(data=-1)["data"]
     [slot] = slots(torch.zeros(2))
     bucket = Bucket([slot], axis)
     slot.parameter.grad = torch.ones(2)
     bucket.arrive(0)
-    bucket.start()
-    with pytest.raises(GradientError, match="'p0' came again while its all-reduce is under way"):
+    with pytest.raises(GradientError, match="'p0' came twice before the end of a backward"):
         bucket.arrive(0)
+    bucket.start()
     bucket.finish()
+    slot.parameter.grad = torch.ones(2)
+    bucket.arrive(0)

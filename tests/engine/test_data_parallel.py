@@ -1,7 +1,9 @@
 """The engine on whole models: its order, its buffers, its tables' schemes, and ways to call a model."""
 
 import copy
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from models import Words, batches, build, worst_difference
 from ranks import on_ranks
 from tulle.comm import traffic
 from tulle.distribute import engine_of
+from tulle.errors import ModelError
 
 
 class Checkpointed(nn.Module):
@@ -183,3 +186,114 @@ def test_the_reason_of_a_choice_is_logged_by_rank_0():
     assert len(records) == (1 if mesh.rank == 0 else 0)
     if records:
         assert records[0].startswith("table weight: 0.40% of 500 rows touched a rank and step, 2 ranks:")
+
+
+class Half(nn.Module):
+    """One of two models of which each rank uses another part."""
+
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.into, self.out, self.extra = nn.Linear(4, inner), nn.Linear(inner, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, *, skips: bool) -> Tensor:
+        """`[samples, 4]` to the same."""
+        hidden = self.out(self.into(x))
+        return hidden if skips else self.extra(hidden)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("inner", [(7, 7), (7, 11)], ids=["alike", "unlike"])
+def test_two_models_in_one_backward_do_not_cross_their_messages(inner):
+    mesh = tulle.init(data=-1)
+    pair = [build(lambda size=size: Half(size), size) for size in inner]
+    references = copy.deepcopy(pair)
+    for model in pair:
+        tulle.distribute(model, dummy(model), mesh)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for step in range(4):
+        skips = [[rank == step % 2, rank == 0] for rank in range(2)]  # the first model's, then the second's
+
+        def loss(models_: list[nn.Module], rank: int, skips: list[list[bool]] = skips) -> Tensor:
+            first, second = models_
+            return second(first(x[rank], skips=skips[rank][0]), skips=skips[rank][1]).pow(2).mean()
+
+        for one in (*pair, *references):
+            one.zero_grad()
+        loss(pair, mesh.rank).backward()
+        (sum(loss(references, rank) for rank in range(2)) / 2).backward()
+        for model, reference in zip(pair, references, strict=True):
+            for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                assert torch.allclose(mine.grad, theirs.grad, rtol=1e-12)
+
+
+@on_ranks(2)
+def test_parts_of_a_container_that_was_dropped_are_still_kept_in_step():
+    mesh = tulle.init(data=-1)
+    parts = [nn.Linear(3, 3), nn.Linear(3, 1)]
+    tulle.distribute(nn.ModuleList(parts), torch.optim.SGD([*parts[0].parameters(), *parts[1].parameters()], 0.1), mesh)
+    gc.collect()
+    parts[1](parts[0](torch.full((2, 3), float(mesh.rank)))).mean().backward()
+    assert parts[0].bias.grad is not None
+    alone = parts[0].weight.grad.clone()
+    torch.distributed.broadcast(alone, src=0)
+    assert torch.equal(alone, parts[0].weight.grad)
+
+
+@on_ranks(1, 2)
+def test_a_distributed_model_that_is_dropped_is_freed():
+    mesh = tulle.init(data=-1)
+
+    def use() -> weakref.ref[nn.Module]:
+        model = build(Words, 0)
+        model, _ = tulle.distribute(model, models.sgd(model), mesh)
+        model(batches(1, 4)[0]).backward()
+        return weakref.ref(model)
+
+    left = use()
+    gc.collect()
+    assert left() is None
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_unfrozen_later_is_not_trained_apart_in_silence():
+    mesh = tulle.init(data=-1)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].requires_grad_(requires_grad=False)
+    model, optimizer = tulle.distribute(model, torch.optim.SGD(model.parameters(), 0.1), mesh)
+    model[0].requires_grad_(requires_grad=True)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ModelError, match=r"a parameter of shape \[2, 2\] has a gradient that is not kept in step"):
+        optimizer.step()
+
+
+class Writes(nn.Module):
+    """Writes a buffer past its version counter, and puts another in the place of a second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("codes", torch.zeros(4))
+        self.register_buffer("mean", torch.zeros(2))
+        self.codes: Tensor
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mean of a batch `[samples, 2]`."""
+        self.codes.data += x.detach().mean()
+        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        return self.layer(x).mean()
+
+
+@on_ranks(2)
+def test_buffers_written_in_any_way_follow_rank_0():
+    mesh = tulle.init(data=-1)
+    model = Writes()
+    model, _ = tulle.distribute(model, dummy(model), mesh)
+    for step in range(4):
+        for _ in range(2):  # two forwards a step: a buffer that is replaced twice may come to lie where it was
+            model(torch.full((3, 2), 1.0 + step + 10 * mesh.rank))
+        model(torch.full((3, 2), 1.0 + mesh.rank)).backward()
+        for buffer in model.buffers():
+            first = buffer.clone()
+            torch.distributed.broadcast(first, src=0)
+            assert torch.equal(buffer, first)

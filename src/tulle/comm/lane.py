@@ -17,12 +17,9 @@ def lane(axis: Axis, purpose: str) -> Axis:
     """
     if axis.size == 1:
         return axis
-    name = f"lane for {purpose}"
-    if name not in axis.memory:
+    if purpose not in axis.lanes:
         timeout = timedelta(seconds=axis.timeout_s)
         group = dist.new_group(list(axis.ranks), timeout=timeout, use_local_synchronization=True)
         assert group is not None, "this rank is one of the group's"
-        axis.memory[name] = replace(axis, group=group, memory={})
-    made = axis.memory[name]
-    assert isinstance(made, Axis), "a lane is an axis"
-    return made
+        axis.lanes[purpose] = replace(axis, group=group, lanes={}, measured=[])
+    return axis.lanes[purpose]

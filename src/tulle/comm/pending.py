@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
+from tulle.board import absent, come
 from tulle.board import read as read_first_failure
 from tulle.comm.traffic import now_s, traffic
 from tulle.errors import CommunicationError
@@ -94,12 +95,22 @@ def translated(exchange: Exchange):
         raise
     except RuntimeError as error:
         axis = exchange.axis
-        cause = read_first_failure() or "no rank has said why: see the log of each rank"
+        cause = read_first_failure() or _who_is_late(exchange)
         raise CommunicationError(
             f"{exchange.operation} of {exchange.name} in step {traffic.step} failed on rank {axis.rank} of axis "
             f"{axis.name!r} ({axis.size} ranks, timeout {axis.timeout_s:g} s): {cause}. "
             f"The backend said: {str(error).splitlines()[0]}"
         ) from error
+
+
+def _who_is_late(exchange: Exchange) -> str:
+    """Nobody failed: then some rank did not come here. Those who did say so, which leaves the others."""
+    key = f"{traffic.step}/{exchange.operation}/{exchange.name}"
+    come(key, exchange.axis.rank)
+    late = absent(key, range(exchange.axis.size))
+    if not late or len(late) == exchange.axis.size:
+        return "no rank has said why: see the log of each rank"
+    return f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} did not come to it: see the log there"
 
 
 def done(exchange: Exchange, result: T) -> Pending[T]:

@@ -3,7 +3,7 @@
     the buffer    | gradient 0 | gradient 1 | ... | flag 0 | flag 1 | ... | marks |
 
 A flag tells how many ranks produced that gradient in this step, so that a parameter which no rank used keeps no
-gradient, as in one process, without a message more. Marks are the same for whatever else ranks must hear of.
+gradient, as in one process, without a message more. Marks tell which of the model's buffers any rank has written.
 
 Source: Li et al., *PyTorch Distributed* (VLDB'20, section 3.2), gradient bucketing; DDP's `gradient_as_bucket_view`.
 """
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from tulle.comm import Pending, all_reduce
+from tulle.engine.buffers import Buffers
 from tulle.errors import GradientError
 from tulle.mesh import Axis
 
@@ -36,6 +38,38 @@ class Slot:
     is_arrived: bool = False
     """Whether it has come in this backward, so that it can travel."""
 
+    def arrive(self) -> None:
+        """Note that the gradient has come.
+
+        Raises:
+            GradientError: If it had come already: what travels, or waits to, would be mixed with it.
+        """
+        if self.is_arrived:
+            raise GradientError(
+                f"the gradient of {self.name!r} came twice before the end of a backward: use torch.utils.checkpoint "
+                "with use_reentrant=False, and start anew from a checkpoint after a backward that failed"
+            )
+        self.is_arrived = True
+
+
+class Traveller(Protocol):
+    """What is submitted in its turn during a backward: a bucket, or the tables."""
+
+    slots: Sequence[Slot]
+    missing: int
+
+    def arrive(self, position: int) -> None:
+        """Take in the gradient of one slot."""
+        ...
+
+    def start(self) -> None:
+        """Submit what is there."""
+        ...
+
+    def finish(self) -> None:
+        """Wait, and give the parameters their mean gradients."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class Bucket:
@@ -44,15 +78,15 @@ class Bucket:
     Args:
         slots: The parameters, in the order in which their gradients come.
         axis: Whose ranks reduce them.
-        marks: Number of further flags at the end of the buffer.
+        buffers: The model's buffers, if this bucket carries their marks.
     """
 
     slots: Sequence[Slot]
     axis: Axis
-    marks: int = 0
+    buffers: Buffers | None = None
     missing: int = field(init=False)
     """Gradients that have not arrived in this backward."""
-    _buffer: Tensor = field(init=False)
+    _flat: Tensor = field(init=False)
     _views: list[Tensor] = field(init=False)
     _flags: Tensor = field(init=False)
     _pending: Pending[Tensor] | None = field(init=False, default=None)
@@ -60,52 +94,47 @@ class Bucket:
     def __post_init__(self) -> None:
         self.missing = len(self.slots)
         sizes = [slot.parameter.numel() for slot in self.slots]
+        flags = len(sizes) + (len(self.buffers) if self.buffers else 0)
         options = self.slots[0].parameter if self.slots else torch.empty(0, device=self.axis.device)
-        self._buffer = torch.zeros(sum(sizes) + len(sizes) + self.marks, dtype=options.dtype, device=options.device)
-        *parts, self._flags = self._buffer.split([*sizes, len(sizes) + self.marks])
+        self._flat = torch.zeros(sum(sizes) + flags, dtype=options.dtype, device=options.device)
+        *parts, self._flags = self._flat.split([*sizes, flags])
         self._views = [_like(part, slot.parameter) for part, slot in zip(parts, self.slots, strict=True)]
 
     @torch.no_grad()
     def arrive(self, position: int) -> None:
         """Take in the gradient of one slot, divided by the number of ranks; the parameter's gradient is now a view."""
         slot = self.slots[position]
-        if self._pending is not None:
-            raise GradientError(
-                f"the gradient of {slot.name!r} came again while its all-reduce is under way: use "
-                "torch.utils.checkpoint with use_reentrant=False, and start anew after a backward that failed"
-            )
+        slot.arrive()
         self._take(position)
         slot.parameter.grad = self._views[position]
-        if not slot.is_arrived:
-            slot.is_arrived = True
-            self.missing -= 1
+        self.missing -= 1
 
     @torch.no_grad()
-    def start(self, marks: Sequence[bool] = ()) -> None:
+    def start(self) -> None:
         """Start the all-reduce; slots whose gradient did not come send what they have from before, or zeros."""
         for position, slot in enumerate(self.slots):
             if not slot.is_arrived or slot.parameter.grad is not self._views[position]:
                 self._take(position)
             slot.is_fired = slot.is_fired and slot.parameter.grad is not None
-        fired = [float(slot.is_fired) for slot in self.slots]
-        told = torch.tensor([*fired, *map(float, marks)], dtype=self._flags.dtype)
-        self._flags.copy_(told, non_blocking=True)
-        self._pending = all_reduce(self._buffer, self.axis, label=LABEL)
+        flags = [slot.is_fired for slot in self.slots] + (self.buffers.written() if self.buffers else [])
+        self._flags.copy_(torch.tensor(flags, dtype=self._flags.dtype), non_blocking=True)
+        self._pending = all_reduce(self._flat, self.axis, label=LABEL)
 
-    def finish(self) -> list[bool]:
-        """Wait, give every parameter that any rank used its mean gradient, and return the marks that any rank set."""
+    def finish(self) -> None:
+        """Wait, give every parameter that any rank used its mean gradient, and share the buffers that any wrote."""
         assert self._pending is not None, "a bucket is finished after it was started"
         self._pending.wait()
         self._pending = None
         all_fired = all(slot.is_fired for slot in self.slots)
         # Reading flags waits for a GPU: only where this rank cannot know the answer.
-        flags = self._flags.tolist() if self.marks or not all_fired else []
+        flags = [] if all_fired and not self.buffers else [flag > 0 for flag in self._flags.real.tolist()]
         for position, slot in enumerate(self.slots):
-            if not slot.is_arrived and (slot.is_fired or flags[position] > 0):
+            if not slot.is_arrived and (slot.is_fired or flags[position]):
                 slot.parameter.grad = self._views[position]
             slot.is_fired = slot.is_arrived = False
         self.missing = len(self.slots)
-        return [flag > 0 for flag in flags[len(self.slots) :]]
+        if self.buffers:
+            self.buffers.share(flags[len(self.slots) :])
 
     def _take(self, position: int) -> None:
         gradient, view = self.slots[position].parameter.grad, self._views[position]

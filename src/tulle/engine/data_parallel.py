@@ -14,26 +14,28 @@ Source: Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from weakref import ref
+from itertools import count
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from tulle.comm import gather_values, probe, traffic
+from tulle.comm import gather_values, lane, probe, traffic
 from tulle.cost import Network
-from tulle.engine.buckets import Bucket, Slot, lay_out
+from tulle.engine.buckets import Bucket, Slot, Traveller, lay_out
 from tulle.engine.buffers import Buffers
 from tulle.engine.finite import NonFinite
-from tulle.engine.replicas import broadcast_tensors
 from tulle.engine.tables import TableSync, compact
+from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.sync import Choice
 
 _NOT_RUNNING = -1
+_ATTRIBUTE = "_tulle_engine"
 
 
 class DataParallel:
@@ -60,26 +62,33 @@ class DataParallel:
         bucket_bytes: int,
         check_finite: bool,
     ) -> None:
-        self.axis = axis
+        self.home = axis
+        self.number = _free_number(axis)
+        # A group of its own for every further model: two in one backward interleave as each rank's graph has it.
+        self.axis = lane(axis, f"model {self.number}") if self.number else axis
         self.steps = 0
         """Synchronized backward passes so far."""
         self.table_sync: TableSync | None = None
         """The run-time of the tables, from the first backward on."""
+        self._model = model
         self._schemes = schemes
         self._renormalize = renormalize
         self._bucket_bytes = bucket_bytes
-        self._non_finite = NonFinite(axis) if check_finite else None
+        self._non_finite = NonFinite(self.axis) if check_finite else None
         self._slots = {name: Slot(name, p) for name, p in model.named_parameters() if p.requires_grad}
         self._tables = set(tables)
         self._is_syncing = True
         self._backward = _NOT_RUNNING
         self._first_order: list[str] = []
-        self._items: list[Bucket | TableSync] = []
-        self._places: dict[str, tuple[Bucket | TableSync, int]] = {}
+        self._items: list[Traveller] = []
+        self._places: dict[str, tuple[Traveller, int]] = {}
         self._submitted = 0
-        self._buffers = Buffers(model)
-        if axis.size > 1 or check_finite:
-            for slot in self._slots.values():
+        self._buffers = Buffers(model, self.axis)
+        _alive.add(self)
+        for slot in self._slots.values():
+            # By the attribute the parameter holds the engine, where the garbage collector sees it; its hook does not.
+            setattr(slot.parameter, _ATTRIBUTE, self)
+            if axis.size > 1 or check_finite:
                 slot.parameter.register_post_accumulate_grad_hook(partial(_arrived, ref(self), slot.name))
 
     @contextmanager
@@ -105,11 +114,31 @@ class DataParallel:
         sync = self.table_sync
         return {slot.name: (sync.scheme(slot.name), sync.rows.get(slot.name, 0)) for slot in sync.slots} if sync else {}
 
-    def _arrived(self, slot: Slot, parameter: Tensor) -> None:
-        """A gradient is complete: the hook on each parameter."""
+    def check_covered(self, parameters: Iterable[Tensor]) -> None:
+        """Raise if a parameter has a gradient that no engine keeps in step: it was added or unfrozen later.
+
+        Raises:
+            ModelError: Naming its shape and the mend.
+        """
+        if self.axis.size == 1:
+            return
+        for parameter in parameters:
+            if parameter.grad is not None and engine_of(parameter) is None:
+                raise ModelError(
+                    f"a parameter of shape {list(parameter.shape)} has a gradient that is not kept in step: it was "
+                    "frozen, or not part of the model, when tulle.distribute was called: unfreeze and complete the "
+                    "model before"
+                )
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        """A copied or pickled parameter carries no engine along."""
+        return type(None), ()
+
+    def _arrived(self, slot: Slot) -> None:
+        """A gradient is complete."""
         slot.is_fired = True
         if self._non_finite is not None:
-            self._non_finite.look(slot.name, parameter.grad)
+            self._non_finite.look(slot.name, slot.parameter.grad)
         if not self._is_syncing:
             compact(slot.parameter)
             return
@@ -117,35 +146,28 @@ class DataParallel:
         if backward != self._backward:
             self._backward = backward
             traffic.step = self.steps + 1
-            Variable._execution_engine.queue_callback(self._end_of_backward)
-        place = self._places.get(slot.name)
-        if place is None:
+            _join_backward(backward, self)
+        if self._items:
+            item, position = self._places[slot.name]
+            item.arrive(position)
+            self._advance(at_end=False)
+        elif self.axis.size > 1:
             self._first_order.append(slot.name)
-            return
-        item, position = place
-        item.arrive(position)
-        self._advance(at_end=False)
 
-    def _end_of_backward(self) -> None:
+    def end_backward(self) -> None:
+        """All gradients are there: submit what has not been, and wait for everything."""
         self._backward = _NOT_RUNNING
         self.steps += 1
         if self.axis.size > 1:
-            self._synchronize()
+            if not self._items:
+                self._fix_order()
+            self._advance(at_end=True)
+            self._submitted = 0
+            # Tables first: they have rounds to go and sums to make, while buckets are under way by themselves.
+            for item in sorted(self._items, key=lambda item: item is not self.table_sync):
+                item.finish()
         if self._non_finite is not None:  # after the sums, so that the next backward finds nothing under way
             self._non_finite.raise_if_any(self.steps)
-
-    def _synchronize(self) -> None:
-        if not self._items:
-            self._fix_order()
-        self._advance(at_end=True)
-        self._submitted = 0
-        if self.table_sync is not None:
-            self.table_sync.finish(self.table_sync.sum())
-        moved: list[bool] = []
-        for item in self._items:
-            if isinstance(item, Bucket):
-                moved += item.finish()
-        self._share_buffers(moved)
 
     def _advance(self, *, at_end: bool) -> None:
         """Submit, in the one order, whatever is complete; at the end of backward, everything."""
@@ -153,33 +175,29 @@ class DataParallel:
             item = self._items[self._submitted]
             if item.missing and not at_end:
                 return
-            if isinstance(item, Bucket) and item.marks:
-                item.start(self._buffers.moved())
-            else:
-                item.start()
+            item.start()
             self._submitted += 1
 
     def _fix_order(self) -> None:
         """After the first backward: find the tables, and lay out buckets in the order of rank 0's gradients."""
-        kinds = {
-            name: slot.parameter.grad.layout for name, slot in self._slots.items() if slot.parameter.grad is not None
-        }
+        gradients = {name: slot.parameter.grad for name, slot in self._slots.items()}
+        kinds = {name: gradient.layout for name, gradient in gradients.items() if gradient is not None}
         heard = gather_values((self._first_order, kinds), self.axis, label="the order of gradients")
         found = {(name, layout) for _, layouts in heard for name, layout in layouts.items()}
         self._tables |= {name for name, layout in found if layout == torch.sparse_coo}
         # Tied to an output layer, say: a sparse and a dense gradient add up to a dense one, here or elsewhere.
         self._tables -= {name for name, layout in found if layout == torch.strided}
         order = list(dict.fromkeys([*heard[0][0], *reversed(self._slots)]))
+        place = {name: number for number, name in enumerate(order)}
         dense = [self._slots[name] for name in order if name not in self._tables]
-        buckets = [Bucket(slots, self.axis) for slots in lay_out(dense, self._bucket_bytes)]
-        if len(self._buffers):
-            last = buckets.pop().slots if buckets else ()
-            buckets.append(Bucket(last, self.axis, marks=len(self._buffers)))
+        laid_out = list(lay_out(dense, self._bucket_bytes)) or ([[]] if len(self._buffers) else [])
+        buckets = [Bucket(slots, self.axis) for slots in laid_out[:-1]]
+        buckets += [Bucket(slots, self.axis, self._buffers if len(self._buffers) else None) for slots in laid_out[-1:]]
         self._items = [*buckets]
         if self._tables:
             self.table_sync = self._sync_tables()
-            last_table = max(order.index(name) for name in self._tables)
-            turn = sum(all(order.index(slot.name) < last_table for slot in bucket.slots) for bucket in buckets)
+            last_table = max(place[name] for name in self._tables)
+            turn = sum(all(place[slot.name] < last_table for slot in bucket.slots) for bucket in buckets)
             self._items.insert(turn, self.table_sync)
         self._places = {slot.name: (item, position) for item in self._items for position, slot in enumerate(item.slots)}
 
@@ -187,21 +205,46 @@ class DataParallel:
         return TableSync(
             [slot for name, slot in self._slots.items() if name in self._tables],
             self.axis,
-            network=probe(self.axis),
+            network=probe(self.home),
             schemes=self._schemes,
             renormalize=self._renormalize,
         )
 
-    def _share_buffers(self, moved: Sequence[bool]) -> None:
-        """Give every rank the buffers of rank 0 that any rank has written."""
-        if any(moved):
-            written = [buffer for buffer, is_moved in zip(self._buffers.current(), moved, strict=True) if is_moved]
-            broadcast_tensors(written, self.axis, label="buffers")
-        self._buffers.settle()
+
+_alive: WeakSet[DataParallel] = WeakSet()
+_joined: dict[int, WeakSet[DataParallel]] = {}
+"""Engines whose parameters have had a gradient, by the backward that is running."""
+
+
+def engine_of(parameter: Tensor) -> DataParallel | None:
+    """The engine that keeps a parameter in step, or None."""
+    return getattr(parameter, _ATTRIBUTE, None)
 
 
 def _arrived(engine: ref[DataParallel], name: str, parameter: Tensor) -> None:
-    """The hook on each parameter. It holds no engine: the garbage collector does not see through torch's hooks."""
     alive = engine()
     if alive is not None:
-        alive._arrived(alive._slots[name], parameter)
+        alive._arrived(alive._slots[name])
+
+
+def _join_backward(backward: int, engine: DataParallel) -> None:
+    """Have an engine end with this backward.
+
+    All that take part end together, in the order of their numbers, because each rank's graph calls back in its own.
+    """
+    if backward not in _joined:
+        _joined[backward] = WeakSet()
+        Variable._execution_engine.queue_callback(partial(_end_of_backward, backward))
+    _joined[backward].add(engine)
+
+
+def _end_of_backward(backward: int) -> None:
+    for engine in sorted(_joined.pop(backward), key=lambda engine: engine.number):
+        engine.end_backward()
+
+
+def _free_number(axis: Axis) -> int:
+    """The smallest number that no living engine has on any rank. Every rank of the axis must call it."""
+    mine = {engine.number for engine in _alive if engine.home.group is axis.group}
+    taken = set().union(*gather_values(mine, axis, label="the model's number"))
+    return next(number for number in count() if number not in taken)

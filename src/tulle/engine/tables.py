@@ -70,13 +70,10 @@ class TableSync:
         self._states = {slot.name: _State() for slot in slots}
         self._gradients: list[Gradient] = [None] * len(slots)
         self._counts: Deferred[list[list[int]]] | None = None
+        self.missing = len(slots)
+        """Tables whose gradient has not come in this backward."""
         self.rows: dict[str, int] = {}
         """Distinct rows of this rank's last gradient by table."""
-
-    @property
-    def missing(self) -> int:
-        """Tables whose gradient has not come in this backward."""
-        return sum(not slot.is_arrived for slot in self.slots)
 
     @property
     def choices(self) -> dict[str, Choice]:
@@ -91,9 +88,10 @@ class TableSync:
     def arrive(self, position: int) -> None:
         """Take in one table's gradient, coalesced; the parameter's own is released until the sum is there."""
         slot = self.slots[position]
+        slot.arrive()
         self._gradients[position] = self._take(slot)
         slot.parameter.grad = None
-        slot.is_arrived = True
+        self.missing -= 1
 
     def start(self) -> None:
         """Announce the row counts; tables whose gradient did not come send what they have from before."""
@@ -107,19 +105,16 @@ class TableSync:
         }
         self._counts = announce(self._gradients, self._lane)
 
-    def sum(self) -> Deferred[list[Gradient]]:
-        """Hear the counts, choose, and start to sum."""
+    def finish(self) -> None:
+        """Hear the counts, choose, sum, and give each table its mean gradient."""
         assert self._counts is not None, "tables are summed after they were announced"
         counts = self._counts.wait()
         tables = [_table(slot, gradient) for slot, gradient in zip(self.slots, self._gradients, strict=True)]
         for position, table in enumerate(tables):
             self._observe(table, [rows[position] for rows in counts])
         schemes = [self.scheme(slot.name) for slot in self.slots]
-        return sum_gradients(self._gradients, tables, counts, schemes, self._lane)
-
-    def finish(self, sums: Deferred[list[Gradient]]) -> None:
-        """Give each table its mean gradient."""
-        for position, (slot, total) in enumerate(zip(self.slots, sums.wait(), strict=True)):
+        sums = sum_gradients(self._gradients, tables, counts, schemes, self._lane).wait()
+        for position, (slot, total) in enumerate(zip(self.slots, sums, strict=True)):
             if isinstance(total, RowSparse):
                 renormalize = self._renormalize.get(slot.name)
                 if renormalize is not None:
@@ -130,6 +125,7 @@ class TableSync:
             self._gradients[position] = None
             slot.is_fired = slot.is_arrived = False
         self._counts = None
+        self.missing = len(self.slots)
 
     def _take(self, slot: Slot) -> Gradient:
         gradient = slot.parameter.grad

@@ -14,16 +14,18 @@ from tulle.errors import GradientError, PlanError
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
 from tulle.sync.reduce import DENSE, count, sum_gradients
-from tulle.sync.schemes import AUTO, check_scheme, choose
+from tulle.sync.schemes import AUTO, SCHEMES, check_scheme, choose
 from tulle.sync.table import Table
 
 G = TypeVar("G", RowSparse, Tensor)
 _OPERATIONS = ("mean", "sum")
+_OPTIONS = [(scheme, operation) for scheme in (AUTO, *SCHEMES) for operation in _OPERATIONS]
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _DIMENSIONS = 8
 _REFUSED = -9
 
 
+@torch.no_grad()
 def all_reduce(grad: G, axis: Axis, *, scheme: str = AUTO, op: Literal["mean", "sum"] = "mean") -> G:
     """Reduce a gradient over an axis. Every rank of the axis must call it.
 
@@ -41,7 +43,7 @@ def all_reduce(grad: G, axis: Axis, *, scheme: str = AUTO, op: Literal["mean", "
         The reduced gradient, of the kind that was given; rows are coalesced.
 
     Raises:
-        PlanError: If the scheme or the operation is unknown.
+        PlanError: If the scheme or the operation is unknown, or not the same on all ranks.
         GradientError: On every rank, if a gradient is of another kind, or shapes or dtypes differ between ranks.
 
     Source: the schemes are those of Zen (OSDI'25, section 3) and *Densifying Assumed-sparse Tensors* (2019).
@@ -57,7 +59,7 @@ def all_reduce(grad: G, axis: Axis, *, scheme: str = AUTO, op: Literal["mean", "
     if op not in _OPERATIONS:
         raise PlanError(f"unknown operation {op!r}, expected one of {', '.join(_OPERATIONS)}")
     local, refusal = _read(grad)
-    counts = _announce(grad, local, refusal, axis)
+    counts = _announce(local, refusal, (scheme, op), axis)
     factor = 1.0 / axis.size if op == "mean" else 1.0
     if all(held == DENSE for held in counts):
         assert isinstance(local, Tensor), "this rank announced a dense tensor"
@@ -88,28 +90,35 @@ def _read(grad: RowSparse | Tensor) -> tuple[RowSparse | Tensor | None, Gradient
             f"expected a floating-point dtype and at most {_DIMENSIONS} dimensions"
         )
     if grad.layout == torch.strided:
-        return grad, None
+        return grad.detach(), None
     try:
-        return RowSparse.from_tensor(grad).coalesce(), None
+        return RowSparse.from_tensor(grad.detach()).coalesce(), None
     except GradientError as refusal:
         return None, refusal
 
 
 def _announce(
-    grad: RowSparse | Tensor, local: RowSparse | Tensor | None, refusal: GradientError | None, axis: Axis
+    local: RowSparse | Tensor | None, refusal: GradientError | None, options: tuple[str, str], axis: Axis
 ) -> list[int]:
-    """What each rank holds, rows or `DENSE`; raises on all ranks alike if the gradients do not fit together."""
-    description = [_REFUSED] + [0] * (_DIMENSIONS + 2)
+    """What each rank holds, rows or `DENSE`; raises on all ranks alike if gradients or options do not fit together."""
+    asked = _OPTIONS.index(options)
+    description = [_REFUSED, asked] + [0] * (_DIMENSIONS + 2)
     if local is not None:
         dtype = local.values.dtype if isinstance(local, RowSparse) else local.dtype
         shape = [*local.shape, *[0] * (_DIMENSIONS - len(local.shape))]
-        description = [count(local), _DTYPES.index(dtype), len(local.shape), *shape]
+        description = [count(local), asked, _DTYPES.index(dtype), len(local.shape), *shape]
     mine = torch.tensor(description, dtype=torch.int64).to(axis.device)
     heard: list[list[int]] = all_gather(mine, axis, label="gradient's shape").wait().tolist()
     held = [rank[0] for rank in heard]
     if _REFUSED in held:
         raise_together(refusal, axis, label="gradient's kind")
-    _check_alike([rank[1:] for rank in heard], axis)
+    for rank, other in enumerate(heard):
+        if other[1] != heard[0][1]:
+            raise PlanError(
+                f"tulle.sync.all_reduce was called with scheme and op {_OPTIONS[other[1]]} on rank {rank} of axis "
+                f"{axis.name!r} and {_OPTIONS[heard[0][1]]} on rank 0: give the same on every rank"
+            )
+    _check_alike([rank[2:] for rank in heard], axis)
     return held
 
 
