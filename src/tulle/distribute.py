@@ -112,7 +112,7 @@ def distribute(
         check_finite=check_finite or bool(os.environ.get(CHECK_FINITE)),
     )
     _adopt(model, engine)
-    for one in as_optimizers(optimizer):
+    for one in as_optimizers(optimizer) if axis.size > 1 else ():
         one.register_step_pre_hook(
             lambda stepped, *_: engine.check_covered(p for group in stepped.param_groups for p in group["params"])
         )

@@ -120,8 +120,6 @@ class DataParallel:
         Raises:
             ModelError: Naming its shape and the mend.
         """
-        if self.axis.size == 1:
-            return
         for parameter in parameters:
             if parameter.grad is not None and engine_of(parameter) is None:
                 raise ModelError(
