@@ -297,3 +297,21 @@ def test_buffers_written_in_any_way_follow_rank_0():
             first = buffer.clone()
             torch.distributed.broadcast(first, src=0)
             assert torch.equal(buffer, first)
+
+
+@on_ranks(4)
+def test_a_row_is_sent_once_however_often_it_was_looked_up():
+    mesh = tulle.init(data=-1)
+    width = 16
+    model = nn.Embedding(5_000, width, sparse=True)
+    model, _ = tulle.distribute(model, dummy(model), mesh, plan="allgather")
+    ids = torch.multinomial(1 / torch.arange(1, 5_001), 512, replacement=True)  # as words are: many of a few
+    model(ids).sum().backward()
+    traffic.take_labels()
+    model.zero_grad()
+    model(ids).sum().backward()
+    distinct = len(ids.unique())
+    assert distinct < 400
+    sent = traffic.take_labels()["weight"].bytes_sent
+    assert sent <= (mesh.size - 1) * distinct * (4 * width + 8), "no more than an all-gather of coalesced rows"
+    assert sent >= (mesh.size - 1) * distinct * 4 * width
