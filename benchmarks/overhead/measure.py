@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD
+from workloads import WORKLOADS, Workload
 
 import tulle
 from tulle.comm import traffic
-from workloads import WORKLOADS, Workload
 
 
 def main() -> None:
