@@ -505,3 +505,18 @@ def test_when_a_rank_falls_in_backward_the_others_raise_and_say_who(
             rf"of axis 'data' \({ranks} ranks, timeout {timeout_s} s\): {cause}. The backend said: ",
             message,
         )
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_row_that_the_table_has_not_is_named(kind):
+    mesh = tulle.init(data=-1)
+    model = nn.Sequential(kind(10, 2, sparse=True), nn.Linear(2, 1))
+    model, _ = tulle.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh)
+    model(torch.tensor([[1, 9]])).sum().backward()
+    with pytest.raises((IndexError, RuntimeError)) as failure:
+        model(torch.tensor([[1, 12]]))
+    assert failure.value.__notes__ == [
+        f"tulle: the table '0' was asked for row 12 on rank {mesh.rank}, expected rows 0..9: "
+        "check the vocabulary that made the ids, or make the table larger"
+    ]

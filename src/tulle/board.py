@@ -73,7 +73,8 @@ def watch() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if dist.is_initialized():
-            leave(f"rank {dist.get_rank()} failed first with {kind.__name__}: {error}")
+            notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+            leave(f"rank {dist.get_rank()} failed first with {kind.__name__}: {error}{notes}")
         previous(kind, error, trace)
 
     sys.excepthook = hook

@@ -16,6 +16,7 @@ from tulle.admission import as_optimizers, check_model, data_axis
 from tulle.comm import gather_values, probe, raise_together
 from tulle.engine import DataParallel, broadcast_tensors, check_alike
 from tulle.errors import PlanError, TulleError
+from tulle.lookups import explain_lookups
 from tulle.mesh import Mesh
 from tulle.plan import Plan, PlanLike, plan_as_given, plan_by_cost, plan_for_later
 from tulle.profile import TableModule, rows_touched, sparse_tables
@@ -116,6 +117,7 @@ def distribute(
         one.register_step_pre_hook(
             lambda stepped, *_: engine.check_covered(p for group in stepped.param_groups for p in group["params"])
         )
+    explain_lookups(model, axis.rank)
     recorder = current_recorder()
     if recorder is not None:
         recorder.attach(

@@ -70,7 +70,6 @@ class DataParallel:
         """Synchronized backward passes so far."""
         self.table_sync: TableSync | None = None
         """The run-time of the tables, from the first backward on."""
-        self._model = model
         self._schemes = schemes
         self._renormalize = renormalize
         self._bucket_bytes = bucket_bytes
@@ -121,7 +120,7 @@ class DataParallel:
             ModelError: Naming its shape and the mend.
         """
         for parameter in parameters:
-            if parameter.grad is not None and engine_of(parameter) is None:
+            if parameter.grad is not None and engine_of_parameter(parameter) is None:
                 raise ModelError(
                     f"a parameter of shape {list(parameter.shape)} has a gradient that is not kept in step: it was "
                     "frozen, or not part of the model, when tulle.distribute was called: unfreeze and complete the "
@@ -214,7 +213,7 @@ _joined: dict[int, WeakSet[DataParallel]] = {}
 """Engines whose parameters have had a gradient, by the backward that is running."""
 
 
-def engine_of(parameter: Tensor) -> DataParallel | None:
+def engine_of_parameter(parameter: Tensor) -> DataParallel | None:
     """The engine that keeps a parameter in step, or None."""
     return getattr(parameter, _ATTRIBUTE, None)
 
