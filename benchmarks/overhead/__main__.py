@@ -46,7 +46,8 @@ def main() -> None:
         print(time_row(times[-1]), flush=True)
     memory = []
     for workload, ranks, way in MEMORY:
-        memory.append({"workload": workload} | measure(ranks, workload, "--memory", way))
+        runs = [measure(ranks, workload, "--memory", way) for _ in range(options.repeats)]
+        memory.append({"workload": workload, "way": way, "ranks": ranks, "runs": runs})
         print(memory_row(memory[-1]), flush=True)
     machine = {
         "processor": processor(),
@@ -84,9 +85,10 @@ def time_row(entry: dict) -> str:
 
 def memory_row(entry: dict) -> str:
     """One line of the table of memory."""
-    sent = entry["bytes_sent_per_step"]
+    peaks = sorted(run["peak_memory_bytes"] / 1e6 for run in entry["runs"])
+    sent = entry["runs"][0]["bytes_sent_per_step"]
     return (
-        f"| {entry['workload']} | {entry['way']} | {entry['peak_memory_bytes'] / 1e6:.0f} | "
+        f"| {entry['workload']} | {entry['way']} | {peaks[len(peaks) // 2]:.0f} | {peaks[0]:.0f} to {peaks[-1]:.0f} | "
         f"{f'{sent / 1e6:.2f}' if sent is not None else ''} |"
     )
 

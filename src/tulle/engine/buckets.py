@@ -116,6 +116,8 @@ class Bucket:
             if not slot.is_arrived or slot.parameter.grad is not self._views[position]:
                 self._take(position)
             slot.is_fired = slot.is_fired and slot.parameter.grad is not None
+            if slot.is_fired:  # let the gradient that was copied go now, before the next bucket is filled
+                slot.parameter.grad = self._views[position]
         flags = [slot.is_fired for slot in self.slots] + (self.buffers.written() if self.buffers else [])
         self._flags.copy_(torch.tensor(flags, dtype=self._flags.dtype), non_blocking=True)
         self._pending = all_reduce(self._flat, self.axis, label=LABEL)
