@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tulle.engine import engine_of_parameter
+from tulle.engine import engine_of
 from tulle.errors import MeshError, ModelError
 from tulle.mesh import Axis, Mesh
 from tulle.profile import TableModule
@@ -58,7 +58,7 @@ def check_model(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], me
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"tulle was given a {type(model).__name__} as model, expected a torch.nn.Module")
-    if "_tulle_engine" in model.__dict__:
+    if engine_of(model) is not None:
         raise ModelError("the model is distributed already: call tulle.distribute once")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ModelError("the model is wrapped in DistributedDataParallel, expected a plain one: give model.module")
@@ -77,7 +77,7 @@ def check_model(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], me
 
 def _check_parameters(model: nn.Module, mesh: Mesh) -> None:
     for name, parameter in model.named_parameters():
-        if engine_of_parameter(parameter) is not None:
+        if engine_of(parameter) is not None:
             raise ModelError(
                 f"parameter {name!r} is part of a model that is distributed already: distribute one model that has all "
                 "parts, torch.nn.ModuleList([first, second]) say, and call its parts"

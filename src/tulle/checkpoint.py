@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from tulle.admission import as_optimizers
 from tulle.comm import gather_values, raise_together
-from tulle.distribute import engine_of
+from tulle.engine import engine_of
 from tulle.errors import CheckpointError, TulleError
 from tulle.mesh import Axis
 from tulle.record import current as current_recorder

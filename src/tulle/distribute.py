@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from tulle.admission import as_optimizers, check_model, data_axis
 from tulle.comm import gather_values, probe, raise_together
-from tulle.engine import DataParallel, broadcast_tensors, check_alike
+from tulle.engine import ENGINE, DataParallel, broadcast_tensors, check_alike
 from tulle.errors import PlanError, TulleError
 from tulle.lookups import explain_lookups
 from tulle.mesh import Mesh
@@ -23,8 +23,8 @@ from tulle.profile import TableModule, rows_touched, sparse_tables
 from tulle.record import current as current_recorder
 from tulle.sync import AUTO, Table
 
-_ENGINE, _CLASS = "_tulle_engine", "_tulle_class"
-"""Where a distributed model keeps its run-time, and the class that it was given with."""
+_CLASS = "_tulle_class"
+"""Where a distributed model keeps the class that it was given with."""
 CHECK_FINITE = "TULLE_CHECK_FINITE"
 """Set by `tulle run --check-finite`."""
 M = TypeVar("M", bound=nn.Module)
@@ -40,14 +40,14 @@ class Distributed:
 
         The first backward outside sends the sums. For gradient accumulation: all micro-batches but the last within.
         """
-        with self.__dict__[_ENGINE].no_sync():
+        with self.__dict__[ENGINE].no_sync():
             yield
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         """A copy, or a pickle, is the plain model that was given to `distribute`."""
         given = super().__getstate__()
         state = given if isinstance(given, dict) else self.__dict__
-        kept = {name: value for name, value in state.items() if name not in (_ENGINE, _CLASS)}
+        kept = {name: value for name, value in state.items() if name not in (ENGINE, _CLASS)}
         return _empty, (self.__dict__[_CLASS],), kept
 
 
@@ -146,11 +146,6 @@ def make_plan(
     return _decide(model, mesh, AUTO, sample)
 
 
-def engine_of(model: nn.Module) -> DataParallel | None:
-    """The run-time of a distributed model, or None."""
-    return model.__dict__.get(_ENGINE)
-
-
 def in_force(plan: Plan, engine: DataParallel) -> Plan:
     """The plan with the choices that the run has made since."""
     chosen = engine.choices()
@@ -221,7 +216,7 @@ def _renormalizer(module: TableModule) -> Callable[[Tensor], None]:
 def _adopt(model: nn.Module, engine: DataParallel) -> None:
     plain = type(model)
     # Past Module.__setattr__, which is for parameters, buffers and submodules.
-    model.__dict__.update({_ENGINE: engine, _CLASS: plain})
+    model.__dict__.update({ENGINE: engine, _CLASS: plain})
     adopted: type[nn.Module] = type(plain.__name__, (Distributed, plain), {"__module__": plain.__module__})
     object.__setattr__(model, "__class__", adopted)
 

@@ -15,7 +15,7 @@ import tulle
 from models import Words, batches, build, worst_difference
 from ranks import on_ranks
 from tulle.comm import traffic
-from tulle.distribute import engine_of
+from tulle.engine import engine_of
 from tulle.errors import ModelError
 
 

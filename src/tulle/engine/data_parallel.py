@@ -35,7 +35,8 @@ from tulle.mesh import Axis
 from tulle.sync import Choice
 
 _NOT_RUNNING = -1
-_ATTRIBUTE = "_tulle_engine"
+ENGINE = "_tulle_engine"
+"""The attribute by which a distributed model, and each of its trained parameters, holds its engine."""
 
 
 class DataParallel:
@@ -86,7 +87,7 @@ class DataParallel:
         _alive.add(self)
         for slot in self._slots.values():
             # By the attribute the parameter holds the engine, where the garbage collector sees it; its hook does not.
-            setattr(slot.parameter, _ATTRIBUTE, self)
+            setattr(slot.parameter, ENGINE, self)
             if axis.size > 1 or check_finite:
                 slot.parameter.register_post_accumulate_grad_hook(partial(_arrived, ref(self), slot.name))
 
@@ -120,7 +121,7 @@ class DataParallel:
             ModelError: Naming its shape and the mend.
         """
         for parameter in parameters:
-            if parameter.grad is not None and engine_of_parameter(parameter) is None:
+            if parameter.grad is not None and engine_of(parameter) is None:
                 raise ModelError(
                     f"a parameter of shape {list(parameter.shape)} has a gradient that is not kept in step: it was "
                     "frozen, or not part of the model, when tulle.distribute was called: unfreeze and complete the "
@@ -213,9 +214,9 @@ _joined: dict[int, WeakSet[DataParallel]] = {}
 """Engines whose parameters have had a gradient, by the backward that is running."""
 
 
-def engine_of_parameter(parameter: Tensor) -> DataParallel | None:
-    """The engine that keeps a parameter in step, or None."""
-    return getattr(parameter, _ATTRIBUTE, None)
+def engine_of(owner: nn.Module | Tensor) -> DataParallel | None:
+    """The engine that keeps a model, or one parameter, in step, or None."""
+    return getattr(owner, ENGINE, None)
 
 
 def _arrived(engine: ref[DataParallel], name: str, parameter: Tensor) -> None:
