@@ -2,47 +2,95 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from tulle.presence import Presence, presence_like
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What one axis of a mesh offers, as measured by `tulle.comm.probe`.
+    """What one axis of a mesh offers, as measured by `tulle.comm.probe`; what was not measured costs nothing.
 
     Args:
         latency_s: Seconds that one round of the smallest messages takes.
         bandwidth_bytes_per_s: Payload that one rank sends, and at once receives, per second.
+        all_reduce_latency_s: Seconds of the smallest all-reduce; None means two latencies a further rank.
+        all_reduce_bytes_per_s: Payload that one rank sends per second in a large all-reduce; None means `bandwidth`.
+        sum_bytes_per_s: Rows that one rank adds up per second, in bytes read, while all ranks do so.
+        copy_bytes_per_s: Rows that one rank gathers or scatters per second, in bytes, while all ranks do so.
+        local_ranks: Ranks of one host, where the hosts of the axis are known and have several each.
+        inside: The network among the ranks of one host.
+        across: The network between hosts, for one rank of each, while all of them use it.
     """
 
     latency_s: float
     bandwidth_bytes_per_s: float
+    all_reduce_latency_s: float | None = None
+    all_reduce_bytes_per_s: float | None = None
+    sum_bytes_per_s: float = float("inf")
+    copy_bytes_per_s: float = float("inf")
+    local_ranks: int = 1
+    inside: Network | None = None
+    across: Network | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Characteristics:
     """What the gradient of one table looks like on the ranks of one axis in one step.
 
-    Zen (OSDI'25, section 3.1) defines these over elements; an embedding's gradient is sparse by rows, so here
-    they are over rows.
+    Zen (OSDI'25, section 2.3) defines the ratios over elements; an embedding's gradient is sparse by rows, so here they
+    are over rows. Two of them need to know which rows each rank holds; where only the numbers are known, they are
+    those of rows drawn by Zipf's law, as words of a text are.
 
     Args:
         num_rows: Rows of the table.
         width: Columns of the table.
-        value_bytes: Bytes of one value (4 for float32).
+        value_bytes: Bytes of one value on the wire (4 for float32).
         rows_per_rank: Distinct rows that each rank holds, by rank.
+        presence: Which rows each rank holds, if that was measured.
     """
 
     num_rows: int
     width: int
     value_bytes: int
     rows_per_rank: tuple[int, ...]
+    presence: Presence | None = field(default=None, compare=False, repr=False)
 
     @property
     def density(self) -> float:
         """Mean share of the table's rows that one rank holds, 0 to 1: Zen's d_G."""
-        if not self.num_rows or not self.rows_per_rank:
-            return 0.0
-        return sum(self.rows_per_rank) / len(self.rows_per_rank) / self.num_rows
+        return self._mean_rows / self.num_rows if self.num_rows else 0.0
+
+    @property
+    def overlap_ratio(self) -> float:
+        """`|I_1 n I_2| / min(|I_1|, |I_2|)`, mean over the pairs of ranks that both hold rows, 0 to 1."""
+        return self.spread.overlap_ratio()
+
+    @property
+    def densification_ratio(self) -> float:
+        """`d_G^n / d_G`: rows that any of the n ranks holds, by the mean of what one holds, 1 to n: Zen's gamma^n."""
+        return self.union_rows / self._mean_rows if self._mean_rows else 1.0
+
+    @property
+    def densification_curve(self) -> tuple[float, ...]:
+        """The densification ratio of the first 1, 2, ... n ranks."""
+        return tuple(rows / self._mean_rows if self._mean_rows else 1.0 for rows in self.spread.growth())
+
+    @property
+    def skewness_ratio(self) -> float:
+        """`max_i d_Gi / d_G` over n equal contiguous parts, mean over ranks, 1 (even) to n (all in one): Zen's s^n."""
+        return self.spread.skewness_ratio(self.num_rows)
+
+    @property
+    def union_rows(self) -> int:
+        """Distinct rows that any rank holds."""
+        return round(self.spread.growth()[-1]) if self.rows_per_rank else 0
+
+    @property
+    def spread(self) -> Presence:
+        """Which rows each rank holds: measured, or drawn by Zipf's law where only the numbers are known."""
+        return self.presence or presence_like(self.num_rows, self.rows_per_rank)
 
     @property
     def index_bytes(self) -> int:
@@ -50,32 +98,80 @@ class Characteristics:
         return 4 if self.num_rows <= 2**31 else 8
 
     @property
+    def values_bytes(self) -> int:
+        """Bytes of one row's values on the wire."""
+        return self.width * self.value_bytes
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row on the wire: its values and its number."""
-        return self.width * self.value_bytes + self.index_bytes
+        return self.values_bytes + self.index_bytes
 
     @property
     def dense_bytes(self) -> int:
         """Bytes of the whole table: Zen's M."""
-        return self.num_rows * self.width * self.value_bytes
+        return self.num_rows * self.values_bytes
+
+    def among(self, members: Sequence[int]) -> Characteristics:
+        """The same gradient on some of the ranks."""
+        held = tuple(self.rows_per_rank[rank] for rank in members)
+        return replace(self, rows_per_rank=held, presence=self.spread.among(members))
+
+    def at(self, ranks: int) -> Characteristics:
+        """The same gradient on so many ranks: the first of them, or more that hold rows as these do."""
+        if ranks == len(self.rows_per_rank) or not self.rows_per_rank:
+            return self
+        held = tuple(self.rows_per_rank[r % len(self.rows_per_rank)] for r in range(ranks))
+        presence = None if self.presence is None else self.presence.at(held, self.num_rows)
+        return replace(self, rows_per_rank=held, presence=presence)
+
+    @property
+    def _mean_rows(self) -> float:
+        return sum(self.rows_per_rank) / len(self.rows_per_rank) if self.rows_per_rank else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What an exchange costs the rank that pays most.
+    """What an exchange costs.
 
     Args:
-        bytes: Payload that the rank sends.
-        messages: Messages that the rank sends.
-        seconds: Predicted time on a given network, the exchange alone.
+        bytes: Payload that the rank that sends most sends.
+        messages: Messages that it sends.
+        seconds: Predicted time on a given network, from the moment when all ranks have their rows.
     """
 
     bytes: int
     messages: int
     seconds: float
 
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.bytes + other.bytes, self.messages + other.messages, self.seconds + other.seconds)
 
-def exchange_cost(sent_bytes: float, messages: int, network: Network, *, rounds: int | None = None) -> Cost:
-    """The alpha-beta cost: `rounds` latencies (one a message if not given) and `sent_bytes` through the link."""
+
+NOTHING = Cost(0, 0, 0.0)
+"""The cost of what does not happen."""
+
+
+def exchange_cost(
+    sent_bytes: float, messages: int, network: Network, *, rounds: int | None = None, received_bytes: float = 0.0
+) -> Cost:
+    """The alpha-beta cost: `rounds` latencies (one a message if not given) and the fuller direction of the link."""
     seconds = (messages if rounds is None else rounds) * network.latency_s
-    return Cost(round(sent_bytes), messages, seconds + sent_bytes / network.bandwidth_bytes_per_s)
+    busy_bytes = max(sent_bytes, received_bytes)
+    return Cost(round(sent_bytes), messages, seconds + busy_bytes / network.bandwidth_bytes_per_s)
+
+
+def all_reduce_cost(tensor_bytes: float, network: Network, ranks: int) -> Cost:
+    """A ring all-reduce of a dense tensor by the backend: `2 (n - 1) / n M` in `2 (n - 1)` messages."""
+    messages = 2 * (ranks - 1)
+    sent_bytes = messages / ranks * tensor_bytes
+    latency_s = network.all_reduce_latency_s
+    if latency_s is None:
+        latency_s = messages * network.latency_s
+    rate = network.all_reduce_bytes_per_s or network.bandwidth_bytes_per_s
+    return Cost(round(sent_bytes), messages, (latency_s if messages else 0.0) + sent_bytes / rate)
+
+
+def work_cost(network: Network, *, summed_bytes: float = 0.0, copied_bytes: float = 0.0) -> Cost:
+    """What a rank does with rows by itself: adding up, gathering, scattering."""
+    return Cost(0, 0, summed_bytes / network.sum_bytes_per_s + copied_bytes / network.copy_bytes_per_s)

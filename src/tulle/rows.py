@@ -111,11 +111,8 @@ class RowSparse:
         """
         if self.is_coalesced:
             return self
-        order = torch.argsort(self.indices, stable=True)
-        distinct, counts = torch.unique_consecutive(self.indices[order], return_counts=True)
-        has_duplicates = len(distinct) < len(order)
-        values = _sum_runs(self.values, order, counts) if has_duplicates else self.values[order]
-        return RowSparse.trusted(distinct, values, self.num_rows, is_coalesced=True)
+        merge = Merge.of(self.indices)
+        return RowSparse.trusted(merge.rows, merge.sum(self.values), self.num_rows, is_coalesced=True)
 
     def scaled(self, factor: float) -> RowSparse:
         """The same rows with values times `factor`."""
@@ -146,21 +143,46 @@ class RowSparse:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Merge:
+    """How rows of equal numbers add up: found from the numbers alone, used once their values are there.
+
+    Args:
+        rows: `[rows]` the distinct numbers, ascending.
+        order: `[stored]` where the stored rows lie, by ascending number; those of one number in the order given.
+        starts: `[rows]` where the run of each number begins in `order`.
+    """
+
+    rows: Tensor
+    order: Tensor
+    starts: Tensor
+
+    @staticmethod
+    def of(indices: Tensor) -> Merge:
+        """From `[stored]` row numbers in any order."""
+        in_order, order = torch.sort(indices, stable=True)
+        rows, counts = torch.unique_consecutive(in_order, return_counts=True)
+        return Merge(rows, order, counts.cumsum(0) - counts)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """`[stored, width]` values to `[rows, width]` sums, each in the order in which its rows were given.
+
+        Half-precision values are summed in float32.
+        """
+        if len(self.rows) == len(self.order):
+            return values[self.order]
+        is_half = values.dtype in (torch.float16, torch.bfloat16)
+        summed = F.embedding_bag(
+            self.order, values.float() if is_half else values.contiguous(), self.starts, mode="sum"
+        )
+        return summed.to(values.dtype)
+
+
 def _fill(rows: RowSparse, indices: Tensor, values: Tensor, num_rows: int, *, is_coalesced: bool) -> None:
     object.__setattr__(rows, "indices", indices)
     object.__setattr__(rows, "values", values)
     object.__setattr__(rows, "num_rows", num_rows)
     object.__setattr__(rows, "is_coalesced", is_coalesced)
-
-
-def _sum_runs(values: Tensor, order: Tensor, counts: Tensor) -> Tensor:
-    """Sum `values[order]` over consecutive runs of lengths `counts`: `[runs, width]`."""
-    starts = counts.cumsum(0) - counts
-    is_half = values.dtype in (torch.float16, torch.bfloat16)
-    summed = F.embedding_bag(
-        order, values.float() if is_half else values.contiguous(), starts, mode="sum", include_last_offset=False
-    )
-    return summed.to(values.dtype)
 
 
 def _check(indices: Tensor, values: Tensor, num_rows: int) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch import Tensor
 
-from tulle.comm.pending import Exchange, Label, Pending, translated
+from tulle.comm.pending import Exchange, Label, Pending, done, translated
 from tulle.mesh import Axis
 
 AT_ONCE_BYTES = 512 * 1024
@@ -30,7 +30,7 @@ Message = tuple[Callable[..., object], Tensor, int]
 """`dist.isend` or `dist.irecv`, what, and the peer's global rank."""
 
 
-def all_gather_parts(part: Tensor, lengths: Sequence[int], axis: Axis, *, label: Label) -> Pending[list[Tensor]]:
+def all_gather_parts(part: Tensor, lengths: Sequence[int], axis: Axis, *, label: Label) -> Pending[Tensor]:
     """Gather parts of unequal lengths along dimension 0. Every rank of the axis must call it.
 
     Args:
@@ -40,14 +40,12 @@ def all_gather_parts(part: Tensor, lengths: Sequence[int], axis: Axis, *, label:
         label: What it is for.
 
     Returns:
-        Each rank's part, in the order of ranks; this rank's own is the tensor that was given.
+        All parts end to end, in the order of ranks: `[sum(lengths), ...]`.
     """
     return _exchange("all-gather", [part] * axis.size, lengths, axis, label)
 
 
-def all_to_all_parts(
-    parts: Sequence[Tensor], lengths: Sequence[int], axis: Axis, *, label: Label
-) -> Pending[list[Tensor]]:
+def all_to_all_parts(parts: Sequence[Tensor], lengths: Sequence[int], axis: Axis, *, label: Label) -> Pending[Tensor]:
     """Send `parts[r]` to rank r and receive `lengths[r]` entries from it. Every rank of the axis must call it.
 
     Args:
@@ -57,7 +55,7 @@ def all_to_all_parts(
         label: What it is for.
 
     Returns:
-        What came from each rank, in the order of ranks; this rank's own part is the tensor that was given.
+        What came from each rank and this rank's own part, end to end in the order of ranks: `[sum(lengths), ...]`.
     """
     return _exchange("all-to-all", parts, lengths, axis, label)
 
@@ -80,9 +78,13 @@ def receive(tensor: Tensor, axis: Axis, *, source: int, label: Label) -> Pending
 
 def _exchange(
     operation: str, sends: Sequence[Tensor], lengths: Sequence[int], axis: Axis, label: Label
-) -> Pending[list[Tensor]]:
+) -> Pending[Tensor]:
     own = sends[axis.rank]
-    receives = [own if r == axis.rank else own.new_empty((n, *own.shape[1:])) for r, n in enumerate(lengths)]
+    if axis.size == 1:
+        return done(Exchange(operation, axis, label, 0, 0), own)
+    received = own.new_empty((sum(lengths), *own.shape[1:]))
+    receives = received.split(list(lengths))
+    receives[axis.rank].copy_(own)
     leaving = [part for r, part in enumerate(sends) if r != axis.rank and part.numel()]
     exchange = Exchange(operation, axis, label, sum(part.nbytes for part in leaving), len(leaving))
     rounds = [_round(k, sends, receives, axis) for k in range(1, axis.size)]
@@ -93,13 +95,13 @@ def _exchange(
     with translated(exchange):
         under_way = [_post(messages, axis) for messages in rounds[:ahead]]
 
-    def finish() -> list[Tensor]:
+    def finish() -> Tensor:
         for messages in rounds[ahead:]:
             _wait(under_way.pop(0))
             under_way.append(_post(messages, axis))
         while under_way:
             _wait(under_way.pop(0))
-        return receives
+        return received
 
     return Pending(exchange, (), finish)
 

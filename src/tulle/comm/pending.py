@@ -15,7 +15,7 @@ from tulle.comm.traffic import now_s, traffic
 from tulle.errors import CommunicationError
 from tulle.mesh import Axis
 
-T = TypeVar("T")
+T = TypeVar("T", covariant=True)
 Label = str | Mapping[str, int]
 """What an exchange is for: a name, or the share in bytes of each of several tables that travel together."""
 

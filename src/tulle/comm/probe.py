@@ -1,53 +1,120 @@
-"""Measures what an axis' network gives: latency from the smallest exchange, bandwidth from a large one."""
+"""Measures what an axis' network gives, and how fast its ranks handle rows while all do: what the cost model rests on.
+
+Small exchanges tell latencies, large ones bandwidths, for exchanges in rounds and for the backend's all-reduce apart:
+gloo's smallest all-reduce takes several times its smallest exchange, and at 10 Gbit/s their rates differ too.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+
 import torch
+from torch import Tensor
 
 from tulle.comm.collectives import all_reduce, barrier
+from tulle.comm.lane import hosts_of
 from tulle.comm.parts import all_to_all_parts
 from tulle.comm.traffic import now_s
 from tulle.cost import Network
 from tulle.mesh import Axis
+from tulle.rows import Merge
 
 ALONE = Network(latency_s=0.0, bandwidth_bytes_per_s=float("inf"))
 """The network of an axis of one rank: nothing travels."""
+_LABEL = "network probe"
 _SMALL_REPEATS = 20
 _LARGE_REPEATS = 4
 _LARGE_BYTES = 4 * 1024 * 1024
+_WORK_ROWS, _WORK_WIDTH = 8192, 128
 
 
 def probe(axis: Axis) -> Network:
     """Measure the network of an axis once; the same numbers on all ranks. Every rank of the axis must call it.
 
-    Takes about as long as sending 16 MB, and is remembered for the axis.
+    Takes about as long as sending 50 MB, and is remembered for the axis.
     """
     if axis.size == 1:
         return ALONE
     if not axis.measured:
-        axis.measured.append(_measure(axis))
+        axis.measured.append(_with_hosts(_measure(axis, axis), axis))
     return axis.measured[0]
 
 
-def _measure(axis: Axis) -> Network:
-    small_s = _exchange_s(axis, 8, _SMALL_REPEATS)
-    large_s = _exchange_s(axis, _LARGE_BYTES, _LARGE_REPEATS)
-    slowest = torch.tensor([small_s, large_s], dtype=torch.float64, device=axis.device)
-    small_s, large_s = all_reduce(slowest, axis, label="network probe", op="max").wait().tolist()
-    # A rank sends to size - 1 others at once: that is one latency for the small exchange, as it is for a real one.
-    return Network(small_s, _LARGE_BYTES / max(large_s - small_s, large_s / 2))
+def _with_hosts(flat: Network, axis: Axis) -> Network:
+    """Measure inside hosts and between them too, where both have several ranks."""
+    inside, across = hosts_of(axis)
+    if inside is None or across is None or inside.size == 1 or across.size == 1:
+        return flat
+    networks = _measure(inside, axis), _measure(across, axis)
+    return replace(flat, local_ranks=inside.size, inside=networks[0], across=networks[1])
 
 
-def _exchange_s(axis: Axis, total_bytes: int, repeats: int) -> float:
-    """Least seconds in which each rank sends `total_bytes` in all to the others, evenly: what others do adds only."""
+def _measure(axis: Axis, whole: Axis) -> Network:
+    """Measure an axis, or all its like at once; the slowest numbers of the whole axis, on all its ranks."""
+    parts = {size: _parts(size, axis) for size in (8, _LARGE_BYTES)}
+    tensors = {size: torch.zeros(size, dtype=torch.uint8, device=axis.device) for size in parts}
+
+    def exchange(size: int) -> None:
+        all_to_all_parts(parts[size], [len(part) for part in parts[size]], axis, label=_LABEL).wait()
+
+    def reduce(size: int) -> None:
+        all_reduce(tensors[size], axis, label=_LABEL).wait()
+
+    measured = [
+        # Least times: what other programs do adds only. Local work is slowed by the other ranks: medians.
+        min(_times(lambda: exchange(8), _SMALL_REPEATS, axis)),
+        min(_times(lambda: exchange(_LARGE_BYTES), _LARGE_REPEATS, axis)),
+        min(_times(lambda: reduce(8), _SMALL_REPEATS, axis)),
+        min(_times(lambda: reduce(_LARGE_BYTES), _LARGE_REPEATS, axis)),
+        *_work_s(axis),
+    ]
+    slowest = torch.tensor(measured, dtype=torch.float64, device=axis.device)
+    measured = all_reduce(slowest, whole, label=_LABEL, op="max").wait().tolist()
+    latency_s, exchange_s, reduce_latency_s, reduce_s, sum_s, copy_s = measured
+    reduced_bytes = 2 * (axis.size - 1) / axis.size * _LARGE_BYTES
+    work_bytes = _WORK_ROWS * _WORK_WIDTH * 4
+    return Network(
+        latency_s,
+        _LARGE_BYTES / _beyond(exchange_s, latency_s),
+        all_reduce_latency_s=reduce_latency_s,
+        all_reduce_bytes_per_s=reduced_bytes / _beyond(reduce_s, reduce_latency_s),
+        sum_bytes_per_s=work_bytes / sum_s,
+        copy_bytes_per_s=work_bytes / copy_s,
+    )
+
+
+def _beyond(total_s: float, latency_s: float) -> float:
+    # On a busy machine a large exchange may take no longer than a small one: no rate is infinite.
+    return max(total_s - latency_s, total_s / 2)
+
+
+def _parts(total_bytes: int, axis: Axis) -> list[Tensor]:
+    """What each rank sends to each, so that it sends `total_bytes` in all to the others."""
     length = max(1, total_bytes // (axis.size - 1))
-    parts = [torch.zeros(length, dtype=torch.uint8, device=axis.device) for _ in range(axis.size)]
+    return [torch.zeros(length, dtype=torch.uint8, device=axis.device) for _ in range(axis.size)]
+
+
+def _work_s(axis: Axis) -> list[float]:
+    """Seconds to add up rows that occur about twice, and to gather as many."""
+    values = torch.ones(_WORK_ROWS, _WORK_WIDTH, device=axis.device)
+    indices = torch.arange(_WORK_ROWS, device=axis.device) * 7919 % (_WORK_ROWS // 2)
+    merge = Merge.of(indices)
+    return [
+        median(_times(lambda: merge.sum(values), _LARGE_REPEATS + 1, axis)),
+        median(_times(lambda: values[merge.order], _LARGE_REPEATS + 1, axis)),
+    ]
+
+
+def _times(work: Callable[[], object], repeats: int, axis: Axis) -> list[float]:
+    """Seconds of each repeat on this rank; all ranks begin together."""
     times: list[float] = []
     for _ in range(repeats):
         barrier(axis)
         begin_s = now_s()
-        all_to_all_parts(parts, [length] * axis.size, axis, label="network probe").wait()
+        work()
         if axis.device.type == "cuda":
             torch.cuda.synchronize(axis.device)
         times.append(now_s() - begin_s)
-    return min(times)
+    return times

@@ -1,9 +1,22 @@
 """Gradients of replicated parameters: one file a scheme, the choice among them, and the sum of a step's tables."""
 
 from tulle.sync.all_reduce import all_reduce
-from tulle.sync.reduce import ABSENT, DENSE, Gradient, announce, sum_gradients
-from tulle.sync.schemes import AUTO, SCHEMES, Choice, check_scheme, choose
-from tulle.sync.table import Table
+from tulle.sync.characteristics import characteristics, gather_presence
+from tulle.sync.chooser import Chooser
+from tulle.sync.ddp_hook import DDPState, ddp_hook
+from tulle.sync.reduce import (
+    ABSENT,
+    DENSE,
+    Gradient,
+    Routes,
+    announce,
+    announce_counts,
+    count,
+    route,
+    sum_gradients,
+)
+from tulle.sync.schemes import AUTO, SCHEMES, Choice, check_scheme, choose, scheme_named
+from tulle.sync.table import Table, WireDtype, as_wire_dtype
 
 __all__ = [
     "ABSENT",
@@ -11,11 +24,23 @@ __all__ = [
     "DENSE",
     "SCHEMES",
     "Choice",
+    "Chooser",
+    "DDPState",
     "Gradient",
+    "Routes",
     "Table",
+    "WireDtype",
     "all_reduce",
     "announce",
+    "announce_counts",
+    "as_wire_dtype",
+    "characteristics",
     "check_scheme",
     "choose",
+    "count",
+    "ddp_hook",
+    "gather_presence",
+    "route",
+    "scheme_named",
     "sum_gradients",
 ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
 from typing import Literal, TypeVar, cast
 
 import torch
@@ -13,37 +16,51 @@ from tulle.comm import all_reduce as reduce_dense
 from tulle.errors import GradientError, PlanError
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
-from tulle.sync.reduce import DENSE, count, sum_gradients
-from tulle.sync.schemes import AUTO, SCHEMES, check_scheme, choose
-from tulle.sync.table import Table
+from tulle.sync.characteristics import gather_presence
+from tulle.sync.chooser import Chooser
+from tulle.sync.reduce import DENSE, Gradient, count, sum_gradients
+from tulle.sync.schemes import AUTO, FLAT, HIERARCHICAL, SCHEMES, check_scheme
+from tulle.sync.table import Table, WireDtype, as_wire_dtype
 
 G = TypeVar("G", RowSparse, Tensor)
-_OPERATIONS = ("mean", "sum")
-_OPTIONS = [(scheme, operation) for scheme in (AUTO, *SCHEMES) for operation in _OPERATIONS]
+_OPERATIONS: tuple[str, ...] = ("mean", "sum")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_PAIRS = [f"{HIERARCHICAL}:{inside}+{across}" for inside, across in product(FLAT, FLAT)]
+_OPTIONS: list[tuple[str, str, torch.dtype | None]] = [
+    *product((AUTO, *SCHEMES, *_PAIRS), _OPERATIONS, (None, *_DTYPES))
+]
 _DIMENSIONS = 8
 _REFUSED = -9
 
 
 @torch.no_grad()
-def all_reduce(grad: G, axis: Axis, *, scheme: str = AUTO, op: Literal["mean", "sum"] = "mean") -> G:
+def all_reduce(
+    grad: G,
+    axis: Axis,
+    *,
+    scheme: str = AUTO,
+    op: Literal["mean", "sum"] = "mean",
+    wire_dtype: WireDtype = None,
+) -> G:
     """Reduce a gradient over an axis. Every rank of the axis must call it.
 
     Ranks may hold different rows, any number of them, none too. If one rank gives a dense tensor and another rows
     of the same table, the result is dense on all ranks. The argument is left as it is.
 
     Args:
-        grad: `RowSparse`, a sparse COO tensor with `sparse_dim` 1, or a dense tensor.
+        grad: `RowSparse`, a sparse COO tensor (of rows, as embeddings give, with `sparse_dim` 1; of elements, as top-k
+            gives; or in between), or a dense tensor.
         axis: Whose ranks take part, `mesh["data"]` say.
-        scheme: For rows, `"allgather"`, `"densify"`, or `"auto"`: the one of least predicted cost, by the rows that
-            the ranks hold and the measured network.
+        scheme: For sparse gradients, one of `tulle.sync.SCHEMES`, or `"auto"`: the one of least predicted cost by the
+            rows that the ranks hold and the measured network, chosen anew when their number drifts.
         op: `"mean"` over the ranks, as DDP does, or `"sum"`.
+        wire_dtype: In which values travel, `"bf16"` say, which loses what it does not hold; None loses nothing.
 
     Returns:
-        The reduced gradient, of the kind that was given; rows are coalesced.
+        The reduced gradient, of the kind that was given; rows are coalesced. Bitwise the same on all ranks.
 
     Raises:
-        PlanError: If the scheme or the operation is unknown, or not the same on all ranks.
+        PlanError: If scheme, operation or dtype is unknown, or not the same on all ranks.
         GradientError: On every rank, if a gradient is of another kind, or shapes or dtypes differ between ranks.
 
     Source: the schemes are those of Zen (OSDI'25, section 3) and *Densifying Assumed-sparse Tensors* (2019).
@@ -58,27 +75,51 @@ def all_reduce(grad: G, axis: Axis, *, scheme: str = AUTO, op: Literal["mean", "
     check_scheme(scheme)
     if op not in _OPERATIONS:
         raise PlanError(f"unknown operation {op!r}, expected one of {', '.join(_OPERATIONS)}")
+    wire = as_wire_dtype(wire_dtype)
     local, refusal = _read(grad)
-    counts = _announce(local, refusal, (scheme, op), axis)
+    counts, sparse_dim = _announce(local, refusal, (scheme, op, wire), axis)
+    assert local is not None, "a refused gradient was raised by all ranks"
     factor = 1.0 / axis.size if op == "mean" else 1.0
     if all(held == DENSE for held in counts):
-        assert isinstance(local, Tensor), "this rank announced a dense tensor"
-        return cast("G", reduce_dense((local * factor).contiguous(), axis, label="gradient").wait())
-    assert local is not None, "a refused gradient was raised by all ranks"
-    values = local.values if isinstance(local, RowSparse) else local
-    table = Table("gradient", local.shape[0], local.shape[1], values.dtype, values.device)
+        assert isinstance(local.gradient, Tensor), "this rank announced a dense tensor"
+        sent = (local.gradient * factor).to(wire or local.dtype).contiguous()
+        return cast("G", reduce_dense(sent, axis, label="gradient").wait().to(local.dtype))
+    table = local.table(sparse_dim, wire)
     if scheme == AUTO and DENSE not in counts:
-        scheme = choose(table.characteristics(counts), probe(axis), axis.size).scheme
-    scaled = local.scaled(factor) if isinstance(local, RowSparse) else local * factor
-    [total] = sum_gradients([scaled], [table], [[held] for held in counts], [scheme], axis).wait()
-    is_coo = isinstance(grad, Tensor) and grad.layout == torch.sparse_coo
-    return cast("G", total.to_sparse_coo() if is_coo and isinstance(total, RowSparse) else total)
+        scheme = _chosen(local, table, counts, axis)
+    [total] = sum_gradients([local.scaled(factor, table)], [table], [[held] for held in counts], [scheme], axis).wait()
+    return cast("G", _as_given(grad, total, local.shape, sparse_dim))
 
 
-def _read(grad: RowSparse | Tensor) -> tuple[RowSparse | Tensor | None, GradientError | None]:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Local:
+    """This rank's gradient: rows of a matrix, or dense, and the shape that it came with."""
+
+    gradient: RowSparse | Tensor
+    shape: tuple[int, ...]
+    sparse_dim: int
+    """0 for a dense tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.gradient.dtype if isinstance(self.gradient, Tensor) else self.gradient.values.dtype
+
+    def table(self, sparse_dim: int, wire_dtype: torch.dtype | None) -> Table:
+        """The matrix whose rows are what the leading `sparse_dim` dimensions index."""
+        device = self.gradient.device if isinstance(self.gradient, Tensor) else self.gradient.values.device
+        num_rows, width = math.prod(self.shape[:sparse_dim]), math.prod(self.shape[sparse_dim:])
+        return Table("gradient", num_rows, width, self.dtype, device, wire_dtype)
+
+    def scaled(self, factor: float, table: Table) -> Gradient:
+        if isinstance(self.gradient, RowSparse):
+            return self.gradient.scaled(factor)
+        return (self.gradient * factor).reshape(table.num_rows, table.width)
+
+
+def _read(grad: RowSparse | Tensor) -> tuple[_Local | None, GradientError | None]:
     """The gradient as coalesced rows or a dense tensor, or why it is refused."""
     if isinstance(grad, RowSparse):
-        return grad.coalesce(), None
+        return _Local(grad.coalesce(), grad.shape, 1), None
     if not isinstance(grad, Tensor):
         return None, GradientError(
             f"tulle.sync.all_reduce was given a {type(grad).__name__}, "
@@ -90,23 +131,65 @@ def _read(grad: RowSparse | Tensor) -> tuple[RowSparse | Tensor | None, Gradient
             f"expected a floating-point dtype and at most {_DIMENSIONS} dimensions"
         )
     if grad.layout == torch.strided:
-        return grad.detach(), None
-    try:
-        return RowSparse.from_tensor(grad.detach()).coalesce(), None
-    except GradientError as refusal:
-        return None, refusal
+        return _Local(grad.detach(), tuple(grad.shape), 0), None
+    if grad.layout != torch.sparse_coo or grad.sparse_dim() == 0:
+        return None, GradientError(
+            f"tulle.sync.all_reduce was given a {grad.layout} tensor, expected a dense one or sparse COO: "
+            "convert it with tensor.to_sparse_coo()"
+        )
+    return _Local(_as_rows(grad.detach()), tuple(grad.shape), grad.sparse_dim()), None
+
+
+def _as_rows(grad: Tensor) -> RowSparse:
+    """A sparse COO tensor of any dimensions as rows of a matrix."""
+    numbers = grad._indices()[0]
+    for dimension in range(1, grad.sparse_dim()):
+        numbers = numbers * grad.shape[dimension] + grad._indices()[dimension]
+    num_rows, width = math.prod(grad.shape[: grad.sparse_dim()]), math.prod(grad.shape[grad.sparse_dim() :])
+    values = grad._values().reshape(len(numbers), width)
+    return RowSparse.trusted(numbers, values, num_rows, is_coalesced=grad.is_coalesced()).coalesce()
+
+
+def _as_given(grad: RowSparse | Tensor, total: Gradient, shape: Sequence[int], sparse_dim: int) -> Gradient:
+    """The sum in the kind that was given, or dense if any rank's gradient was."""
+    if isinstance(total, Tensor):
+        return total.view(*shape)
+    if total is None or isinstance(grad, RowSparse):
+        return total
+    if sparse_dim == 1 and len(shape) == 2:
+        return total.to_sparse_coo()
+    indices = torch.stack(torch.unravel_index(total.indices, tuple(shape[:sparse_dim])))
+    values = total.values.reshape(-1, *shape[sparse_dim:])
+    return torch.sparse_coo_tensor(indices, values, tuple(shape), is_coalesced=True, check_invariants=False)
+
+
+def _chosen(local: _Local, table: Table, counts: Sequence[int], axis: Axis) -> str:
+    """The scheme in force for gradients of this shape on this axis."""
+    key = (all_reduce, local.shape, local.sparse_dim, table.dtype, table.wire_dtype)
+    if key not in axis.kept:
+        axis.kept[key] = Chooser(probe(axis), axis.size)
+    chooser: Chooser = axis.kept[key]
+    if chooser.is_due(counts):
+        assert isinstance(local.gradient, RowSparse), "no rank announced a dense tensor"
+        [presence] = gather_presence([local.gradient.indices.long()], [table], [[held] for held in counts], axis)
+        chooser.choose(table.characteristics(counts, presence))
+    assert chooser.choice is not None, "the first choice is always due"
+    return chooser.choice.scheme
 
 
 def _announce(
-    local: RowSparse | Tensor | None, refusal: GradientError | None, options: tuple[str, str], axis: Axis
-) -> list[int]:
-    """What each rank holds, rows or `DENSE`; raises on all ranks alike if gradients or options do not fit together."""
+    local: _Local | None,
+    refusal: GradientError | None,
+    options: tuple[str, str, torch.dtype | None],
+    axis: Axis,
+) -> tuple[list[int], int]:
+    """What each rank holds, rows or `DENSE`, and the sparse dimensions; raises on all ranks alike what does not fit."""
     asked = _OPTIONS.index(options)
-    description = [_REFUSED, asked] + [0] * (_DIMENSIONS + 2)
+    description = [_REFUSED, asked, 0] + [0] * (_DIMENSIONS + 2)
     if local is not None:
-        dtype = local.values.dtype if isinstance(local, RowSparse) else local.dtype
         shape = [*local.shape, *[0] * (_DIMENSIONS - len(local.shape))]
-        description = [count(local), asked, _DTYPES.index(dtype), len(local.shape), *shape]
+        kind = [_DTYPES.index(local.dtype), len(local.shape)]
+        description = [count(local.gradient), asked, local.sparse_dim, *kind, *shape]
     mine = torch.tensor(description, dtype=torch.int64).to(axis.device)
     heard: list[list[int]] = all_gather(mine, axis, label="gradient's shape").wait().tolist()
     held = [rank[0] for rank in heard]
@@ -115,11 +198,17 @@ def _announce(
     for rank, other in enumerate(heard):
         if other[1] != heard[0][1]:
             raise PlanError(
-                f"tulle.sync.all_reduce was called with scheme and op {_OPTIONS[other[1]]} on rank {rank} of axis "
-                f"{axis.name!r} and {_OPTIONS[heard[0][1]]} on rank 0: give the same on every rank"
+                f"tulle.sync.all_reduce was called with {_say_options(other[1])} on rank {rank} of axis "
+                f"{axis.name!r} and {_say_options(heard[0][1])} on rank 0: give the same on every rank"
             )
-    _check_alike([rank[2:] for rank in heard], axis)
-    return held
+    _check_alike([rank[3:] for rank in heard], axis)
+    sparse_dims = {rank[2] for rank in heard if rank[2]}
+    if len(sparse_dims) > 1:
+        raise GradientError(
+            f"tulle.sync.all_reduce was given sparse tensors with sparse_dim {sorted(sparse_dims)} on the ranks of "
+            f"axis {axis.name!r}: give the same on every rank"
+        )
+    return held, sparse_dims.pop() if sparse_dims else 0
 
 
 def _check_alike(heard: Sequence[Sequence[int]], axis: Axis) -> None:
@@ -134,3 +223,9 @@ def _check_alike(heard: Sequence[Sequence[int]], axis: Axis) -> None:
 def _say(description: Sequence[int]) -> str:
     dtype, dimensions, *shape = description
     return f"{str(_DTYPES[dtype]).removeprefix('torch.')} {shape[:dimensions]}"
+
+
+def _say_options(number: int) -> str:
+    scheme, operation, wire_dtype = _OPTIONS[number]
+    lossy = f", wire_dtype {str(wire_dtype).removeprefix('torch.')}" if wire_dtype else ""
+    return f"scheme {scheme!r}, op {operation!r}{lossy}"

@@ -2,51 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import tulle.sync.allgather as allgather
+import tulle.sync.balanced as balanced
+import tulle.sync.block as block
+import tulle.sync.contiguous as contiguous
 import tulle.sync.densify as densify
-from tulle.comm import Deferred
+import tulle.sync.recursive_doubling as recursive_doubling
+import tulle.sync.ring as ring
 from tulle.cost import Characteristics, Cost, Network
 from tulle.errors import PlanError
-from tulle.mesh import Axis
-from tulle.rows import RowSparse
-from tulle.sync.table import Table
+from tulle.sync.hierarchical import Hierarchical
+from tulle.sync.protocol import Scheme
 
 AUTO = "auto"
+HIERARCHICAL = "hierarchical"
+
+FLAT: dict[str, Scheme] = {
+    "densify": densify,
+    "allgather": allgather,
+    "recursive_doubling": recursive_doubling,
+    "block": block,
+    "ring": ring,
+    "contiguous": contiguous,
+    "balanced": balanced,
+}
+"""Schemes that take all ranks alike."""
+SCHEMES: dict[str, Scheme] = FLAT | {HIERARCHICAL: Hierarchical(inside=ring, across=balanced)}
+"""All schemes by name. `hierarchical:allgather+balanced` is another pair, inside and across, of flat ones."""
 
 
-class Scheme(Protocol):
-    """A module with two halves: how it moves the bytes, and what that costs."""
+def scheme_named(name: str) -> Scheme:
+    """The scheme of a name; `hierarchical:X+Y` takes X among the ranks of a host and Y between hosts.
 
-    def all_reduce(
-        self,
-        gradients: Sequence[RowSparse],
-        tables: Sequence[Table],
-        counts: Sequence[Sequence[int]],
-        axis: Axis,
-    ) -> Deferred[list[RowSparse]]:
-        """Sum the coalesced gradients of several tables over the axis."""
-        ...
+    Raises:
+        PlanError: If there is none, with the names that there are.
 
-    def cost(self, characteristics: Characteristics, network: Network, ranks: int) -> Cost:
-        """Bytes, messages and seconds of that on the rank that pays most."""
-        ...
-
-
-SCHEMES: dict[str, Scheme] = {"allgather": allgather, "densify": densify}
+    Example:
+        >>> scheme_named("hierarchical:densify+balanced").across is SCHEMES["balanced"]
+        True
+    """
+    if name in SCHEMES:
+        return SCHEMES[name]
+    kind, _, pair = name.partition(":")
+    inside, _, across = pair.partition("+")
+    if kind == HIERARCHICAL and inside in FLAT and across in FLAT:
+        return Hierarchical(FLAT[inside], FLAT[across])
+    if kind != HIERARCHICAL:
+        check_scheme(name, extra=())
+    raise PlanError(f"{name!r} names no pair of schemes, expected hierarchical:X+Y with X and Y of {', '.join(FLAT)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which scheme a table gets, at which density, and what each candidate was predicted to cost."""
+    """Which scheme a table gets, for which characteristics, and what each candidate was predicted to cost."""
 
     scheme: str
     reason: str
-    density: float
+    characteristics: Characteristics
     candidates: tuple[tuple[str, Cost], ...]
+
+    @property
+    def density(self) -> float:
+        """At which density."""
+        return self.characteristics.density
 
 
 def choose(characteristics: Characteristics, network: Network, ranks: int) -> Choice:
@@ -55,17 +76,20 @@ def choose(characteristics: Characteristics, network: Network, ranks: int) -> Ch
     Example:
         >>> few = Characteristics(num_rows=500_000, width=128, value_bytes=4, rows_per_rank=(960, 970, 955, 961))
         >>> choose(few, Network(latency_s=5e-4, bandwidth_bytes_per_s=1.2e8), 4).scheme
-        'allgather'
+        'recursive_doubling'
     """
-    candidates = tuple((name, scheme.cost(characteristics, network, ranks)) for name, scheme in SCHEMES.items())
-    ordered = sorted(candidates, key=lambda candidate: candidate[1].seconds)
-    (best, best_cost), *others = ordered
-    than = ", ".join(f"{name} {_ms(cost)}" for name, cost in others)
+    costs = {name: scheme.cost(characteristics, network, ranks) for name, scheme in FLAT.items()}
+    if 1 < network.local_ranks < ranks:
+        name = _best_pair(characteristics, network, ranks)
+        costs[name] = scheme_named(name).cost(characteristics, network, ranks)
+    best, *others = sorted(costs, key=lambda name: costs[name].seconds)
+    told = [*others[:2], *({"densify"} & {*others[2:]})]  # what DDP would do with a dense gradient is always told
+    than = ", ".join(f"{name} {_ms(costs[name])}" for name in told)
     reason = (
         f"{characteristics.density:.2%} of {characteristics.num_rows:,} rows touched a rank and step, "
-        f"{ranks} rank{'s' if ranks > 1 else ''}: {best} predicted at {_ms(best_cost)}, {than}"
+        f"{ranks} rank{'s' if ranks > 1 else ''}: {best} predicted at {_ms(costs[best])}, {than}"
     )
-    return Choice(best, reason, characteristics.density, candidates)
+    return Choice(best, reason, characteristics, tuple(costs.items()))
 
 
 def check_scheme(name: str, *, extra: Iterable[str] = (AUTO,)) -> str:
@@ -75,9 +99,23 @@ def check_scheme(name: str, *, extra: Iterable[str] = (AUTO,)) -> str:
         PlanError: If there is none, with the names that there are.
     """
     known = [*extra, *SCHEMES]
-    if name not in known:
-        raise PlanError(f"unknown scheme {name!r}, expected one of {', '.join(known)}")
-    return name
+    if name in known:
+        return name
+    if name.startswith(f"{HIERARCHICAL}:"):
+        scheme_named(name)
+        return name
+    raise PlanError(f"unknown scheme {name!r}, expected one of {', '.join(known)}")
+
+
+def _best_pair(characteristics: Characteristics, network: Network, ranks: int) -> str:
+    """The pair of least cost: what is best inside does not depend on what is best across."""
+
+    def seconds(inside: str, across: str) -> float:
+        return Hierarchical(FLAT[inside], FLAT[across]).cost(characteristics, network, ranks).seconds
+
+    inside = min(FLAT, key=lambda name: seconds(name, "balanced"))
+    across = min(FLAT, key=lambda name: seconds(inside, name))
+    return f"{HIERARCHICAL}:{inside}+{across}"
 
 
 def _ms(cost: Cost) -> str:

@@ -1,0 +1,124 @@
+"""`Partition`: which rank owns which row of a table, by arithmetic alone: no rank has to see another's rows for it.
+
+Zen (OSDI'25, section 3.2) deals rows to owners by a hash, because real ids are skewed: in a vocabulary ordered by
+frequency nearly all touched rows lie in the first contiguous part. A hash that is a bijection also gives each row a
+place at its owner, so that a bitmap over places needs no list of an owner's rows (Zen, section 3.3, keeps one).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+_MULTIPLIERS = (0x2C1B3C6D, 0x297A2D39)
+_HALF = 0x7FFFFFFF
+_ROUND_KEYS = (0x1B873593, 0x3C6EF372, 0x5BE0CD19, 0x1F83D9AB)
+
+
+@dataclass(frozen=True, slots=True)
+class Contiguous:
+    """Rows in equal consecutive parts, one an owner: sorted rows stay sorted, and skew stays skew.
+
+    Args:
+        num_rows: Rows of the table.
+        ranks: Number of owners.
+    """
+
+    num_rows: int
+    ranks: int
+
+    @property
+    def places(self) -> int:
+        """Places of one owner, the same number for each; the last owner's may be partly empty."""
+        return max(1, -(-self.num_rows // self.ranks))
+
+    def place(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Owner, and place at that owner, of each row: two int64 tensors of the shape of `rows`."""
+        rows = rows.long()
+        return rows // self.places, rows % self.places
+
+    def rows(self, owner: int, places: Tensor) -> Tensor:
+        """The rows that lie at these places of an owner, int64."""
+        return places.long() + owner * self.places
+
+
+@dataclass(frozen=True, slots=True)
+class Hashed:
+    """Rows dealt to owners by a fixed pseudo-random bijection, whatever the ids look like.
+
+    A row number is a pair of digits in a mixed radix, `sides[0] x sides[1] >= num_rows`, and four rounds of a Feistel
+    network mix each digit into the other (Black and Rogaway, *Ciphers with Arbitrary Finite Domains*, CT-RSA 2002,
+    section 4, generalized Feistel). The mixed number modulo `ranks` is the owner, the quotient the place. Fewer than
+    `sqrt(num_rows) + ranks` places stay empty.
+
+    With `m` distinct touched rows the fullest owner has at most `m / n * (1 + Theta(sqrt(n log n / m)))` of them
+    (Zen, theorem 2); with few rows and many ranks that is no small number (`docs/design.md`).
+
+    Args:
+        num_rows: Rows of the table.
+        ranks: Number of owners.
+
+    Example:
+        >>> import torch
+        >>> partition = Hashed(num_rows=1000, ranks=4)
+        >>> owner, place = partition.place(torch.arange(0, 1000, 4))
+        >>> torch.bincount(owner, minlength=4).tolist()
+        [65, 55, 64, 66]
+        >>> sorted(partition.rows(2, place[owner == 2]).tolist()) == torch.arange(0, 1000, 4)[owner == 2].tolist()
+        True
+    """
+
+    num_rows: int
+    ranks: int
+    sides: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        first = max(1, math.isqrt(max(0, self.num_rows - 1)) + 1)
+        object.__setattr__(self, "sides", (first, max(1, -(-self.num_rows // first))))
+
+    @property
+    def places(self) -> int:
+        """Places of one owner, the same number for each; a few are empty."""
+        return -(-self.sides[0] * self.sides[1] // self.ranks)
+
+    def place(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Owner, and place at that owner, of each row: two int64 tensors of the shape of `rows`."""
+        mixed = self._mix(rows.long())
+        return mixed % self.ranks, mixed // self.ranks
+
+    def rows(self, owner: int, places: Tensor) -> Tensor:
+        """The rows that lie at these places of an owner, int64."""
+        return self._unmix(places.long() * self.ranks + owner)
+
+    def _mix(self, rows: Tensor) -> Tensor:
+        digits = [rows % self.sides[0], rows // self.sides[0]]
+        for turn, key in enumerate(_ROUND_KEYS):
+            target = turn % 2
+            digits[target] = (digits[target] + _scatter(digits[1 - target], key)) % self.sides[target]
+        return digits[1] * self.sides[0] + digits[0]
+
+    def _unmix(self, mixed: Tensor) -> Tensor:
+        digits = [mixed % self.sides[0], mixed // self.sides[0]]
+        for turn, key in reversed(list(enumerate(_ROUND_KEYS))):
+            target = turn % 2
+            digits[target] = (digits[target] - _scatter(digits[1 - target], key)) % self.sides[target]
+        return digits[1] * self.sides[0] + digits[0]
+
+
+Partition = Contiguous | Hashed
+
+
+def _scatter(digit: Tensor, key: int) -> Tensor:
+    """Two rounds of xor-shift and multiply on 31 bits, int64 in and out: the same on every device and machine."""
+    mixed = (digit ^ key) & _HALF
+    for multiplier in _MULTIPLIERS:
+        mixed = ((mixed ^ (mixed >> 15)) * multiplier) & _HALF
+    return mixed ^ (mixed >> 14)
+
+
+def imbalance(counts: Tensor) -> float:
+    """`max_j n |I_j| / |I|` of the rows at each owner, 1 if all have as many (Zen, OSDI'25, section 3.2)."""
+    total = int(counts.sum())
+    return float(counts.max()) * len(counts) / total if total else 1.0

@@ -1,0 +1,145 @@
+"""Scheme `block`: the table in blocks of 256 values or more; those that hold anything go whole to owners and back.
+
+OmniReduce (SIGCOMM'21, section 3), with the ranks themselves as aggregators: blocks are consecutive rows, and owners
+have consecutive blocks. It needs few numbers for many rows, and suits rows that lie close together; of scattered ones
+it sends mostly zeros.
+
+    block      0                 1                 2                 3
+    rank 0     . 3 . 1           . . . .           2 . . .           . . . .      sends blocks 0 and 2, whole
+    rank 1     . . . .           . . . .           . . 4 1           . . . .      sends block 2, whole
+
+    route         row numbers of each rank -> every rank: blocks, owners and sizes follow
+    all_reduce    blocks -> their owners, who sum them; sums of blocks -> every rank, which picks the touched rows
+
+A touched row whose values sum to zero looks like an untouched one within its block, so somebody must tell them apart.
+A column of marks beside the values would travel twice and add a `width`-th to every block, zeros included: for narrow
+rows as much as the values. The row numbers cost four bytes a row or one bit, whichever is less, to each other rank; and
+as they tell every rank what every other has, the four steps in which `tulle.sync.push_pull` settles its sizes and
+numbers are saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+import tulle.sync.push_pull as push_pull
+from tulle.comm import Deferred
+from tulle.cost import Characteristics, Cost, Network, exchange_cost, work_cost
+from tulle.mesh import Axis
+from tulle.partition import Contiguous
+from tulle.rows import Merge
+from tulle.sync.allgather import numbers_cost
+from tulle.sync.numbers import gather_numbers, numbers_bytes
+from tulle.sync.table import Table
+
+BLOCK_VALUES = 256
+"""Values that a block has at least: OmniReduce's block size."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """Which blocks this rank sends, and where rows lie in them.
+
+    Args:
+        table: The table.
+        blocks: The way of the blocks, each as one row of `block_rows x width` values.
+        rows: `[union]` the rows of the sum, ascending.
+        sent_places: `[rows]` where this rank's rows lie in the blocks that it sends, laid end to end.
+        sum_places: `[union]` where the rows of the sum lie in the blocks of the sum.
+    """
+
+    table: Table
+    blocks: push_pull.Route
+    rows: Tensor
+    sent_places: Tensor
+    sum_places: Tensor
+
+    def all_reduce(self, values: Tensor) -> Deferred[Tensor]:
+        """`[rows, width]` of this rank to `[union, width]`, bitwise the same on all ranks. Every rank must call it."""
+        table, block_width = self.table, self.blocks.table.width
+        sent = values.new_zeros(len(self.blocks.order) * (block_width // table.width), table.width)
+        sent.index_copy_(0, self.sent_places, values)
+        summed = self.blocks.all_reduce(sent.view(-1, block_width))
+        return Deferred(lambda: summed.wait().view(-1, table.width)[self.sum_places])
+
+
+def rows_in_block(width: int) -> int:
+    """Rows of one block."""
+    return -(-BLOCK_VALUES // width)
+
+
+def route(indices: Tensor, table: Table, counts: Sequence[int], axis: Axis) -> Deferred[Route]:
+    """Tell every rank which rows this one has; arguments as for `tulle.sync.allgather.route`."""
+    gathered = gather_numbers(indices, counts, table.num_rows, table, axis)
+
+    def finish() -> Route:
+        held = gathered.wait()
+        block_rows = rows_in_block(table.width)
+        blocks = [torch.unique_consecutive(rows // block_rows) for rows in held]
+        rows = torch.unique(torch.cat(held))
+        way = _way(blocks, block_rows, table, axis)
+        sent_places = _places(indices, blocks[axis.rank], block_rows)
+        return Route(table, way, rows, sent_places, _places(rows, way.rows, block_rows))
+
+    return Deferred(finish)
+
+
+def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost:
+    """Row numbers; every held block to its owner; every owner's blocks to all: the fullest owner sets the pace."""
+    looks = characteristics.at(ranks)
+    block_rows = rows_in_block(looks.width)
+    block_bytes = block_rows * looks.values_bytes
+    by_owner, owned = looks.spread.in_blocks(block_rows).owned(_owners(looks.num_rows, block_rows, ranks))
+    own = by_owner.diagonal()
+    leaving, coming = by_owner.sum(1) - own, by_owner.sum(0) - own
+    others = ranks - 1
+    numbers = [others * numbers_bytes(rows, looks.num_rows, looks.index_bytes) for rows in looks.rows_per_rank]
+    sent_bytes = (leaving + others * owned) * block_bytes + torch.tensor(numbers, dtype=torch.float64)
+    payer = int(sent_bytes.argmax())
+    owners_reached = int((by_owner[payer] > 0).sum()) - int(own[payer] > 0)
+    messages = others * (numbers[payer] > 0) + owners_reached + others * int(owned[payer] > 0)
+    push_bytes = torch.maximum(leaving, coming).max().item() * block_bytes
+    pull_bytes = max(others * owned.max().item(), (owned.sum() - owned.min()).item()) * block_bytes
+    values = exchange_cost(push_bytes + pull_bytes, messages, network, rounds=2 * min(1, others))
+    held_blocks, union_blocks = by_owner.sum(1).max().item(), owned.sum().item()
+    work = work_cost(
+        network,
+        summed_bytes=by_owner.sum(0).max().item() * block_bytes,
+        copied_bytes=2 * held_blocks * block_bytes + union_blocks * block_bytes,
+    )
+    seconds = numbers_cost(looks, network, ranks).seconds + values.seconds + work.seconds
+    return Cost(round(sent_bytes[payer].item()), messages, seconds)
+
+
+def _owners(num_rows: int, block_rows: int, ranks: int) -> Contiguous:
+    return Contiguous(-(-num_rows // block_rows), ranks)
+
+
+def _way(blocks: Sequence[Tensor], block_rows: int, table: Table, axis: Axis) -> push_pull.Route:
+    """Push and pull of blocks, whose sizes need not be told, because every rank knows what every other holds."""
+    owners = _owners(table.num_rows, block_rows, axis.size)
+    union = torch.unique(torch.cat(list(blocks)))
+    by_owner = torch.stack([torch.bincount(owners.place(held)[0], minlength=axis.size) for held in [*blocks, union]])
+    sizes: list[list[int]] = by_owner.tolist()
+    *held_sizes, owned = sizes
+    parts = [held.split(lengths)[axis.rank] for held, lengths in zip(blocks, held_sizes, strict=True)]
+    return push_pull.Route(
+        table=replace(table, num_rows=owners.num_rows, width=block_rows * table.width),
+        axis=axis,
+        order=torch.arange(len(blocks[axis.rank]), device=table.device),
+        leaving=held_sizes[axis.rank],
+        coming=[len(part) for part in parts],
+        merge=Merge.of(torch.cat(parts)),
+        owned=owned,
+        rows=union,
+        places=None,
+    )
+
+
+def _places(rows: Tensor, blocks: Tensor, block_rows: int) -> Tensor:
+    """Where rows lie in these blocks laid end to end."""
+    return torch.searchsorted(blocks, rows // block_rows) * block_rows + rows % block_rows

@@ -1,0 +1,43 @@
+"""`Chooser`: holds to a scheme while gradients stay as they are, and chooses again when they drift."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tulle.cost import Characteristics, Network
+from tulle.sync.schemes import Choice, choose
+
+DRIFT = 1.5
+"""The scheme is chosen again when the mean number of rows has moved by this factor since the last choice."""
+_MEMORY = 0.9
+"""Weight of the past in the running mean of rows."""
+
+
+class Chooser:
+    """Chooses one table's scheme. Ranks that hear the same counts choose the same, without a word more.
+
+    Args:
+        network: What the axis gives, the same numbers on all ranks.
+        ranks: Number of ranks.
+    """
+
+    def __init__(self, network: Network, ranks: int) -> None:
+        self.choice: Choice | None = None
+        self._network = network
+        self._ranks = ranks
+        self._rows_at_choice = 0.0
+        self._mean_rows = 0.0
+
+    def is_due(self, held: Sequence[int]) -> bool:
+        """Take note of the rows that each rank holds in this step; whether a scheme is to be chosen now."""
+        mean_rows = sum(held) / len(held)
+        self._mean_rows = _MEMORY * self._mean_rows + (1 - _MEMORY) * mean_rows if self.choice else mean_rows
+        low, high = sorted((self._mean_rows + 1, self._rows_at_choice + 1))
+        return self.choice is None or high >= DRIFT * low
+
+    def choose(self, characteristics: Characteristics) -> Choice:
+        """Choose for gradients that look like this."""
+        self.choice = choose(characteristics, self._network, self._ranks)
+        held = characteristics.rows_per_rank
+        self._rows_at_choice = self._mean_rows = sum(held) / len(held)
+        return self.choice

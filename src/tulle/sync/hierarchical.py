@@ -1,0 +1,173 @@
+"""Scheme `hierarchical`: one scheme among the ranks of each host, another between hosts.
+
+    hosts 2, ranks 4      1 inside            2 across            3 inside
+    rank 0 of host A      sum of host A       its half, with 2    both halves
+    rank 1 of host A      sum of host A       its half, with 3    both halves
+    rank 2 of host B      sum of host B       its half, with 0    both halves
+    rank 3 of host B      sum of host B       its half, with 1    both halves
+
+After step 1 the ranks of a host hold the same rows, so each takes its share of them between the hosts: shares are dealt
+by the hash of `tulle.partition`, alike on all hosts. Rows that several ranks of a host hold leave it once.
+
+Zen reduces inside a machine before its sparse scheme goes across (OSDI'25, section 4); which two schemes are best here
+is a matter of cost, and the two choices do not depend on each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tulle.comm import Deferred, all_gather, all_gather_parts, hosts_of
+from tulle.cost import Characteristics, Cost, Network, exchange_cost, work_cost
+from tulle.errors import PlanError
+from tulle.mesh import Axis
+from tulle.partition import Hashed
+from tulle.presence import Presence
+from tulle.sync.numbers import gather_numbers, numbers_bytes
+from tulle.sync.protocol import Route, Scheme
+from tulle.sync.table import Table
+
+_SETTLING_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HierarchicalRoute:
+    """The ways inside, across, and back.
+
+    Args:
+        table: The table.
+        inside: The ranks of this host.
+        rows: `[union]` the rows of the sum, ascending.
+        within: The way of step 1.
+        share: `[share]` which of the host's rows are this rank's share.
+        between: The way of step 2.
+        lengths: Rows of the sum that each rank of the host has after step 2.
+        places: `[union]` where each row lies when these are laid end to end.
+    """
+
+    table: Table
+    inside: Axis
+    rows: Tensor
+    within: Route
+    share: Tensor
+    between: Route
+    lengths: Sequence[int]
+    places: Tensor
+
+    def all_reduce(self, values: Tensor) -> Deferred[Tensor]:
+        """`[rows, width]` of this rank to `[union, width]`, bitwise the same on all ranks. Every rank must call it."""
+        table = self.table
+        summed = self.within.all_reduce(values)
+
+        def finish() -> Tensor:
+            whole = self.between.all_reduce(summed.wait()[self.share]).wait()
+            shares = all_gather_parts(table.to_wire(whole), self.lengths, self.inside, label=table.label)
+            return table.from_wire(shares.wait()[self.places])
+
+        return Deferred(finish)
+
+
+@dataclass(frozen=True, slots=True)
+class Hierarchical:
+    """The scheme for a choice of two others.
+
+    Args:
+        inside: Among the ranks of a host.
+        across: Between hosts.
+    """
+
+    inside: Scheme
+    across: Scheme
+
+    def route(self, indices: Tensor, table: Table, counts: Sequence[int], axis: Axis) -> Deferred[Route]:
+        """Settle the ways; arguments as for `tulle.sync.allgather.route`.
+
+        Raises:
+            PlanError: On every rank, if hosts have different numbers of ranks.
+        """
+        inside, across = hosts_of(axis)
+        if inside is None or across is None:
+            raise PlanError(
+                f"scheme 'hierarchical' needs the same number of ranks on every host, axis {axis.name!r} has hosts "
+                f"{list(axis.hosts)}: use another scheme, or start as many ranks on each host"
+            )
+        if inside.size == 1:
+            return self.across.route(indices, table, counts, across)
+        if across.size == 1:
+            return self.inside.route(indices, table, counts, inside)
+        held = [counts[axis.ranks.index(rank)] for rank in inside.ranks]
+        within = self.inside.route(indices, table, held, inside)
+        return Deferred(lambda: self._beyond(within.wait(), table, inside, across))
+
+    def _beyond(self, within: Route, table: Table, inside: Axis, across: Axis) -> Route:
+        owner, _ = Hashed(table.num_rows, inside.size).place(within.rows)
+        share = (owner == inside.rank).nonzero().squeeze(1)
+        mine = within.rows[share]
+        between = self.across.route(mine, table, _tell(len(mine), table, across), across).wait()
+        lengths = _tell(len(between.rows), table, inside)
+        told = gather_numbers(between.rows, lengths, table.num_rows, table, inside).wait()
+        rows, places = torch.sort(torch.cat(told))
+        return HierarchicalRoute(table, inside, rows, within, share, between, lengths, places)
+
+    def cost(self, characteristics: Characteristics, network: Network, ranks: int) -> Cost:
+        """Both schemes on what they get, and the return inside; bytes are at most so many.
+
+        A network that was measured without hosts counts each rank as one on a host of its own.
+        """
+        inside_ranks = network.local_ranks
+        if inside_ranks == 1 or network.inside is None or network.across is None:
+            return self.across.cost(characteristics, network, ranks)
+        if ranks <= inside_ranks:
+            return self.inside.cost(characteristics, network.inside, ranks)
+        looks = characteristics.at(ranks)
+        hosts = -(-ranks // inside_ranks)
+        of_hosts = [looks.among(range(h * inside_ranks, min(ranks, (h + 1) * inside_ranks))) for h in range(hosts)]
+        within = [self.inside.cost(host, network.inside, len(host.rows_per_rank)) for host in of_hosts]
+        shares = _shares(looks, inside_ranks)
+        between = [self.across.cost(share, network.across, hosts) for share in shares]
+        return slowest(within) + slowest(between) + _back(shares, network.inside)
+
+
+def slowest(costs: Sequence[Cost]) -> Cost:
+    """Of what happens side by side: the time of the slowest, the bytes and messages of who sends most."""
+    payer = max(costs, key=lambda cost: cost.bytes)
+    return Cost(payer.bytes, payer.messages, max(cost.seconds for cost in costs))
+
+
+def _shares(looks: Characteristics, inside_ranks: int) -> list[Characteristics]:
+    """What each rank of a host takes across: the share of rows that any rank of its host holds."""
+    spread = looks.spread
+    by_host = torch.stack([part.any(0) for part in spread.held.split(inside_ranks)])
+    owner, _ = Hashed(looks.num_rows, inside_ranks).place(spread.rows)
+    shares: list[Characteristics] = []
+    for rank in range(inside_ranks):
+        mine = owner == rank
+        presence = Presence(spread.rows[mine], by_host[:, mine], spread.share)
+        counts = tuple(round(count) for count in presence.counts().tolist())
+        shares.append(Characteristics(looks.num_rows, looks.width, looks.value_bytes, counts, presence))
+    return shares
+
+
+def _back(shares: Sequence[Characteristics], network: Network) -> Cost:
+    """Step 3: the shares of the sum, and their numbers, to all ranks of the host."""
+    others = len(shares) - 1
+    looks = shares[0]
+    sizes = [
+        share.union_rows * looks.values_bytes + numbers_bytes(share.union_rows, looks.num_rows, looks.index_bytes)
+        for share in shares
+    ]
+    told_bytes = 2 * _SETTLING_BYTES * others
+    received_bytes = sum(sizes) - min(sizes)
+    exchange = exchange_cost(
+        others * max(sizes) + told_bytes, 4 * others, network, rounds=4, received_bytes=received_bytes
+    )
+    return exchange + work_cost(network, copied_bytes=sum(share.union_rows for share in shares) * looks.values_bytes)
+
+
+def _tell(count: int, table: Table, axis: Axis) -> list[int]:
+    mine = torch.tensor([count], device=table.device)
+    return all_gather(mine, axis, label=table.label).wait().view(-1).tolist()

@@ -1,0 +1,72 @@
+"""Row numbers on the wire: a list or a bitmap, whichever is smaller; they travel before the values.
+
+Zen (OSDI'25, section 3.3) calls the list COO. Its hash bitmap, one bit for each row that an owner could have, is the
+bitmap over an owner's places (`tulle.partition`). How long a message is follows from how many numbers it holds, so
+it needs no header.
+
+    list      | number | number | ...         4 bytes each (8 where a table has more than 2^31 rows)
+    bitmap    | bit 0 .. bit places - 1 |     smaller from one row in 32 on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tulle.comm import Deferred, all_gather_parts
+from tulle.mesh import Axis
+from tulle.sync.table import Table
+
+
+def numbers_bytes(count: float, places: int, index_bytes: int) -> float:
+    """Bytes of a message that says which `count` of `places` places are held."""
+    return min(count * index_bytes, -(-places // 8))
+
+
+def pack(numbers: Tensor, places: int, index_dtype: torch.dtype) -> Tensor:
+    """A message, uint8, of ascending distinct numbers in `0..places-1`."""
+    if len(numbers) * index_dtype.itemsize <= -(-places // 8):
+        return numbers.to(index_dtype).view(torch.uint8)
+    bits = torch.zeros(-(-places // 8) * 8, dtype=torch.uint8, device=numbers.device)
+    bits[numbers] = 1
+    return (bits.view(-1, 8) << _shifts(numbers.device)).sum(1, dtype=torch.uint8)
+
+
+def unpack(message: Tensor, count: int, places: int, index_dtype: torch.dtype) -> Tensor:
+    """The `count` numbers, int64 and ascending, of what `pack` wrote."""
+    if count * index_dtype.itemsize <= -(-places // 8):
+        return message.clone().view(index_dtype).long()  # a copy begins where its dtype may
+    bits = (message.unsqueeze(1) >> _shifts(message.device)) & 1
+    # With the count known a GPU need not be waited for.
+    return torch.nonzero_static(bits.view(-1), size=count).squeeze(1)
+
+
+def gather_numbers(
+    numbers: Tensor, counts: Sequence[int], places: int, table: Table, axis: Axis
+) -> Deferred[list[Tensor]]:
+    """Every rank's numbers at every rank, in the order of ranks. Every rank of the axis must call it.
+
+    Args:
+        numbers: `[counts[axis.rank]]` ascending and distinct, in `0..places-1`.
+        counts: How many each rank has, the same on all ranks.
+        places: Numbers that there could be.
+        table: Whose rows they stand for.
+        axis: Whose ranks take part.
+    """
+    index_bytes = table.index_dtype.itemsize
+    lengths = [int(numbers_bytes(count, places, index_bytes)) for count in counts]
+    gathered = all_gather_parts(pack(numbers, places, table.index_dtype), lengths, axis, label=table.label)
+
+    def finish() -> list[Tensor]:
+        messages = gathered.wait().split(lengths)
+        return [
+            unpack(message, count, places, table.index_dtype) for message, count in zip(messages, counts, strict=True)
+        ]
+
+    return Deferred(finish)
+
+
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)

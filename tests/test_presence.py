@@ -1,0 +1,120 @@
+"""Which ranks hold which rows: every number of `Presence` against counting sets, and the model's counts."""
+
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tulle.partition import Contiguous, Hashed
+from tulle.presence import Presence, presence_like
+
+NUM_ROWS = 50
+held_sets = st.lists(st.sets(st.integers(0, NUM_ROWS - 1), max_size=30), min_size=1, max_size=5)
+
+
+def presence_of(sets: list[set[int]]) -> Presence:
+    return Presence.of([torch.tensor(sorted(rows), dtype=torch.int64) for rows in sets])
+
+
+@given(sets=held_sets)
+def test_rows_and_counts_are_those_of_the_ranks(sets):
+    presence = presence_of(sets)
+    assert presence.ranks == len(sets)
+    assert presence.rows.tolist() == sorted(set().union(*sets))
+    assert presence.counts().tolist() == [len(rows) for rows in sets]
+    assert [set(presence.rows[held].tolist()) for held in presence.held] == sets
+
+
+@given(sets=held_sets)
+def test_growth_and_union_count_distinct_rows(sets):
+    presence = presence_of(sets)
+    assert presence.growth() == [len(set().union(*sets[: first + 1])) for first in range(len(sets))]
+    for ranks in ([0], list(range(0, len(sets), 2)), list(range(len(sets)))):
+        assert presence.union(ranks) == len(set().union(*(sets[rank] for rank in ranks)))
+
+
+@given(sets=held_sets, kind=st.sampled_from([Contiguous, Hashed]), owners=st.integers(1, 6))
+def test_owned_rows_are_those_that_the_partition_places(sets, kind, owners):
+    partition = kind(NUM_ROWS, owners)
+    by_owner, owned = presence_of(sets).owned(partition)
+
+    def count(rows: set[int]) -> list[int]:
+        owner, _ = partition.place(torch.tensor(sorted(rows), dtype=torch.int64))
+        return torch.bincount(owner, minlength=owners).tolist()
+
+    assert by_owner.tolist() == [count(rows) for rows in sets]
+    assert owned.tolist() == count(set().union(*sets))
+
+
+@given(sets=held_sets)
+def test_overlap_is_the_mean_over_pairs_that_hold_rows(sets):
+    ratios = [len(a & b) / min(len(a), len(b)) for a, b in combinations(sets, 2) if a and b]
+    expected = sum(ratios) / len(ratios) if ratios else 0.0
+    assert presence_of(sets).overlap_ratio() == pytest.approx(expected)
+
+
+@given(sets=held_sets)
+def test_skewness_is_the_fullest_part_over_the_mean_part(sets):
+    parts = len(sets)
+    part_rows = -(-NUM_ROWS // parts)
+    ratios = [
+        max(sum(row // part_rows == part for row in rows) for part in range(parts)) * parts / len(rows)
+        for rows in sets
+        if rows
+    ]
+    expected = sum(ratios) / len(ratios) if ratios else 1.0
+    assert presence_of(sets).skewness_ratio(NUM_ROWS) == pytest.approx(expected)
+
+
+@given(sets=held_sets, block_rows=st.integers(1, NUM_ROWS))
+def test_a_block_is_held_by_whom_any_of_its_rows_is(sets, block_rows):
+    in_blocks = presence_of(sets).in_blocks(block_rows)
+    expected = presence_of([{row // block_rows for row in rows} for rows in sets])
+    assert torch.equal(in_blocks.rows, expected.rows)
+    assert torch.equal(in_blocks.held, expected.held)
+
+
+@given(sets=held_sets, ranks=st.integers(1, 5))
+def test_fewer_ranks_are_the_first_ones(sets, ranks):
+    kept = sets[:ranks]
+    fewer = presence_of(sets).at(tuple(len(rows) for rows in kept), NUM_ROWS)
+    assert torch.equal(fewer.rows, presence_of(kept).rows)
+    assert torch.equal(fewer.held, presence_of(kept).held)
+
+
+def test_more_ranks_densify_as_the_measured_ones_do():
+    measured = presence_like(10_000, (500, 510, 520, 530), exponent=1.3)
+    more = measured.at((500, 510, 520, 530) * 2, 10_000)
+    assert more.counts().tolist() == [500, 510, 520, 530] * 2
+    assert more.growth()[3] == pytest.approx(measured.growth()[3], rel=0.03)
+    alike = presence_like(10_000, (500, 510, 520, 530) * 2, exponent=1.3)
+    assert more.growth()[-1] == pytest.approx(alike.growth()[-1], rel=0.05)
+
+
+@pytest.mark.parametrize("num_rows", [1, 40, 5000])
+def test_a_model_holds_as_many_rows_as_asked_for(num_rows):
+    counts = (0, 1, num_rows // 2, num_rows)
+    model = presence_like(num_rows, counts)
+    assert model.counts().tolist() == list(counts)
+    assert model.rows.tolist() == list(range(num_rows))
+    assert model.share == 1.0
+
+
+def test_a_model_of_a_large_table_is_a_sample_that_stands_for_the_whole():
+    num_rows = 2**22
+    model = presence_like(num_rows, (4000, 2**21), exponent=0.0)
+    assert model.share == 0.25
+    assert model.counts().tolist() == [4000, 2**21]
+    assert model.rows.max() < num_rows
+    blocks = model.in_blocks(16)
+    assert blocks.rows.max() < num_rows // 16
+    assert blocks.union([1]) == pytest.approx(num_rows / 16, rel=0.01)  # half of all rows: no block of 16 stays empty
+    assert blocks.union([0]) == pytest.approx(4000, rel=0.02)  # scattered rows: hardly two in one block
+
+
+def test_ranks_of_a_model_share_more_rows_the_steeper_the_law():
+    flat, steep = (presence_like(5000, (400, 400), exponent).overlap_ratio() for exponent in (0.0, 1.5))
+    assert flat == pytest.approx(400 / 5000, abs=0.04)
+    assert steep > 3 * flat
