@@ -14,17 +14,20 @@ from torch.optim import Optimizer
 
 from tulle.admission import as_optimizers, check_model, data_axis
 from tulle.comm import gather_values, probe, raise_together
-from tulle.engine import ENGINE, DataParallel, broadcast_tensors, check_alike
+from tulle.engine import ENGINE, DataParallel, TableSettings, broadcast_tensors, check_alike, engine_of
 from tulle.errors import PlanError, TulleError
 from tulle.lookups import explain_lookups
 from tulle.mesh import Mesh
 from tulle.plan import Plan, PlanLike, plan_as_given, plan_by_cost, plan_for_later
 from tulle.profile import TableModule, rows_touched, sparse_tables
 from tulle.record import current as current_recorder
-from tulle.sync import AUTO, Table
+from tulle.sync import AUTO, Table, WireDtype, as_wire_dtype, gather_presence
 
 _CLASS = "_tulle_class"
 """Where a distributed model keeps the class that it was given with."""
+_PLAN = "_tulle_plan"
+OBSERVE_EVERY = "TULLE_OBSERVE_EVERY"
+"""Set by `tulle profile`: measure the gradients of tables in every one of so many steps."""
 CHECK_FINITE = "TULLE_CHECK_FINITE"
 """Set by `tulle run --check-finite`."""
 M = TypeVar("M", bound=nn.Module)
@@ -47,7 +50,7 @@ class Distributed:
         """A copy, or a pickle, is the plain model that was given to `distribute`."""
         given = super().__getstate__()
         state = given if isinstance(given, dict) else self.__dict__
-        kept = {name: value for name, value in state.items() if name not in (ENGINE, _CLASS)}
+        kept = {name: value for name, value in state.items() if name not in (ENGINE, _PLAN, _CLASS)}
         return _empty, (self.__dict__[_CLASS],), kept
 
 
@@ -59,6 +62,7 @@ def distribute(
     plan: PlanLike = AUTO,
     sample: object = None,
     check_finite: bool = False,
+    wire_dtype: WireDtype = None,
 ) -> tuple[M, O]:
     """Make a model train on all ranks of a mesh, with the numbers of one process. Every rank must call it, alike.
 
@@ -76,6 +80,8 @@ def distribute(
             arguments, anything else as the one argument. With it `"auto"` chooses now, else after the first backward.
         check_finite: Whether to raise on every rank, naming parameter, rank and step, when a gradient is not finite.
             It reads every gradient back.
+        wire_dtype: In which the values of sparse gradients travel, `"bf16"` say, which loses what it does not hold.
+            None is what the plan says, and loses nothing unless that plan was asked to.
 
     Returns:
         The model and the optimizer that were given.
@@ -99,7 +105,7 @@ def distribute(
     with _alike(mesh, "the model"):
         check_model(model, optimizer, mesh)
     check_alike(model, axis)
-    decided = _decide(model, mesh, plan, sample)
+    decided = _decide(model, mesh, plan, sample, wire_dtype)
     broadcast_tensors([*model.parameters(), *model.buffers()], axis, label="initial parameters")
     tables = sparse_tables(model)
     bounded = {name: module for name, module in tables.items() if module.max_norm is not None}
@@ -107,12 +113,17 @@ def distribute(
         model,
         axis,
         tables=list(tables),
-        schemes=decided.schemes,
-        renormalize={name: _renormalizer(module) for name, module in bounded.items()},
+        settings=TableSettings(
+            # What auto chose from a sample is chosen anew from gradients, and again when they drift.
+            schemes={} if plan == AUTO else decided.schemes,
+            renormalize={name: _renormalizer(module) for name, module in bounded.items()},
+            wire_dtype=as_wire_dtype(decided.wire_dtype),
+            observe_every=int(os.environ.get(OBSERVE_EVERY, "0")),
+        ),
         bucket_bytes=decided.bucket_bytes,
         check_finite=check_finite or bool(os.environ.get(CHECK_FINITE)),
     )
-    _adopt(model, engine)
+    _adopt(model, engine, decided)
     for one in as_optimizers(optimizer) if axis.size > 1 else ():
         one.register_step_pre_hook(
             lambda stepped, *_: engine.check_covered(p for group in stepped.param_groups for p in group["params"])
@@ -120,18 +131,22 @@ def distribute(
     explain_lookups(model, axis.rank)
     recorder = current_recorder()
     if recorder is not None:
-        recorder.attach(
-            model, as_optimizers(optimizer), mesh, plan=lambda: in_force(decided, engine), schemes=engine.schemes
-        )
+        recorder.attach(model, as_optimizers(optimizer), mesh, plan=lambda: in_force(decided, engine), engine=engine)
     return model, optimizer
 
 
 def make_plan(
-    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], mesh: Mesh, *, sample: object = None
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    mesh: Mesh,
+    *,
+    sample: object = None,
+    wire_dtype: WireDtype = None,
 ) -> Plan:
     """Measure and choose, as `distribute` would with `plan="auto"`, without touching the model: `tulle.plan`.
 
-    Every rank must call it, with its own sample. Arguments and errors are those of `distribute`.
+    Every rank must call it, with its own sample. Arguments and errors are those of `distribute`. Of a model that was
+    distributed it gives the plan in force, with what each choice was seen to take.
 
     Example:
         >>> import torch, tulle
@@ -141,50 +156,52 @@ def make_plan(
         >>> tulle.plan(model, optimizer, mesh, sample=torch.tensor([[1, 2, 2]])).tables[0].density
         0.002
     """
+    engine = engine_of(model)
+    if engine is not None:
+        return in_force(model.__dict__[_PLAN], engine)
     with _alike(mesh, "the model"):
         check_model(model, optimizer, mesh)
-    return _decide(model, mesh, AUTO, sample)
+    return _decide(model, mesh, AUTO, sample, wire_dtype)
 
 
 def in_force(plan: Plan, engine: DataParallel) -> Plan:
     """The plan with the choices that the run has made since."""
-    chosen = engine.choices()
-    tables = [
-        replace(
-            table,
-            scheme=chosen[table.name].scheme,
-            reason=chosen[table.name].reason,
-            density=chosen[table.name].density,
-            candidates=dict(chosen[table.name].candidates),
-        )
-        if table.name in chosen
-        else table
-        for table in plan.tables
-    ]
+    chosen, measured = engine.choices(), engine.measured()
+    tables = [table.with_choice(chosen.get(table.name), measured.get(table.name)) for table in plan.tables]
     return replace(plan, tables=tuple(tables), network=plan.network or engine.network)
 
 
-def _decide(model: nn.Module, mesh: Mesh, plan: PlanLike, sample: object) -> Plan:
+def _decide(model: nn.Module, mesh: Mesh, plan: PlanLike, sample: object, lossy: WireDtype) -> Plan:
     """The plan that the arguments stand for, the same on all ranks."""
     axis = data_axis(mesh)
     tables = sparse_tables(model)
     shapes = {name: (module.num_embeddings, module.embedding_dim) for name, module in tables.items()}
     with _alike(mesh, "the plan"):
         decided = plan_as_given(plan, mesh.shape, shapes)
-    heard = gather_values((decided.to_json() if decided else AUTO, sample is not None), axis, label="the plan")
+        wire_dtype = as_wire_dtype(lossy or (decided.wire_dtype if decided else None))
+    wire_name = str(wire_dtype).removeprefix("torch.") if wire_dtype else None
+    if decided is not None:
+        decided = replace(decided, wire_dtype=wire_name)
+    heard = gather_values(
+        (decided.to_json() if decided else (AUTO, wire_name), sample is not None), axis, label="the plan"
+    )
     for rank, (other, _) in enumerate(heard):
         if other != heard[0][0]:
             raise PlanError(f"rank {rank} was given the plan {other}, rank 0 {heard[0][0]}: give all ranks the same")
     if decided is not None:
         return decided
     if not tables or not all(has_sample for _, has_sample in heard):
-        return plan_for_later(mesh.shape, shapes)
-    touched = gather_values(rows_touched(model, sample), axis, label="rows touched")
+        return replace(plan_for_later(mesh.shape, shapes), wire_dtype=wire_name)
+    touched = rows_touched(model, sample)
+    heard_rows = gather_values({name: len(rows) for name, rows in touched.items()}, axis, label="rows touched")
+    as_tables = [Table(name, *shapes[name], m.weight.dtype, mesh.device, wire_dtype) for name, m in tables.items()]
+    counts = [[rows[table.name] for table in as_tables] for rows in heard_rows]
+    presences = gather_presence([touched[table.name] for table in as_tables], as_tables, counts, axis)
     looks = {
-        name: Table(name, *shapes[name], module.weight.dtype, mesh.device).characteristics([r[name] for r in touched])
-        for name, module in tables.items()
+        table.name: table.characteristics([rows[t] for rows in counts], presences[t])
+        for t, table in enumerate(as_tables)
     }
-    return plan_by_cost(mesh.shape, looks, probe(axis), axis.size)
+    return replace(plan_by_cost(mesh.shape, looks, probe(axis), axis.size), wire_dtype=wire_name)
 
 
 @contextmanager
@@ -213,10 +230,10 @@ def _renormalizer(module: TableModule) -> Callable[[Tensor], None]:
     return renormalize
 
 
-def _adopt(model: nn.Module, engine: DataParallel) -> None:
+def _adopt(model: nn.Module, engine: DataParallel, plan: Plan) -> None:
     plain = type(model)
     # Past Module.__setattr__, which is for parameters, buffers and submodules.
-    model.__dict__.update({ENGINE: engine, _CLASS: plain})
+    model.__dict__.update({ENGINE: engine, _PLAN: plan, _CLASS: plain})
     adopted: type[nn.Module] = type(plain.__name__, (Distributed, plain), {"__module__": plain.__module__})
     object.__setattr__(model, "__class__", adopted)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ class Axis:
         group: The `torch.distributed` process group of those processes.
         device: Where tensors of this axis' collectives live.
         timeout_s: Seconds after which a collective on this axis gives up.
+        hosts: Number of the host of each process along the axis; empty means that each has its own.
     """
 
     name: str
@@ -44,11 +45,14 @@ class Axis:
     group: dist.ProcessGroup
     device: torch.device
     timeout_s: float
+    hosts: tuple[int, ...] = ()
     lanes: dict[str, Axis] = field(default_factory=dict, compare=False, repr=False)
     """The same axis on further process groups, by purpose: see `tulle.comm.lane`."""
     measured: list[Network] = field(default_factory=list, compare=False, repr=False)
-    """The network, once `tulle.comm.probe` has measured it. Lanes and networks are made by collectives, so they must
-    not hang on when a rank's garbage collector runs, but stay as long as the mesh."""
+    """The network, once `tulle.comm.probe` has measured it."""
+    kept: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What floors above keep with the axis, by key. Lanes, networks and what is kept are made by collectives, so they
+    must not hang on when a rank's garbage collector runs, but stay as long as the mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +131,10 @@ def init(*, timeout: float | timedelta | None = None, backend: str | None = None
     device = _device(launch, backend)
     if not dist.is_initialized():
         _join(launch, backend or ("nccl" if device.type == "cuda" else "gloo"), timeout_s, device)
-    _check_agreement(shape, error)
     rank = dist.get_rank()
+    hosts = _check_agreement(shape, error, rank - launch.local_rank)
     watch()
-    return Mesh(_axes(shape, rank, device, timeout_s), rank, size, device)
+    return Mesh(_axes(shape, rank, device, timeout_s, hosts), rank, size, device)
 
 
 def resolve(axes: Mapping[str, int], size: int) -> dict[str, int]:
@@ -159,6 +163,22 @@ def resolve(axes: Mapping[str, int], size: int) -> dict[str, int]:
             f"or start it with `tulle run --processes {known}`"
         )
     return dict(axes)
+
+
+def axis_of(group: dist.ProcessGroup | None = None, *, name: str = "data") -> Axis:
+    """A process group that the caller made (all processes, if None), as an axis. Costs no communication.
+
+    Its hosts are not known: each process counts as one on a host of its own.
+    """
+    group = group or dist.group.WORLD
+    if group is None:
+        raise MeshError("torch.distributed is not initialized: call tulle.init or torch.distributed.init_process_group")
+    ranks = tuple(dist.get_process_group_ranks(group))
+    device = torch.device("cpu")
+    if dist.get_backend(group) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    timeout_s = _in_force(group, device, DEFAULT_TIMEOUT_S)
+    return Axis(name, dist.get_rank(group), len(ranks), ranks, group, device, timeout_s)
 
 
 def _device(launch: Launch, backend: str | None) -> torch.device:
@@ -227,25 +247,31 @@ def _resolve(axes: Mapping[str, int], size: int) -> tuple[dict[str, int], MeshEr
         return {}, error
 
 
-def _check_agreement(shape: dict[str, int], error: MeshError | None) -> None:
-    """Raise on every rank if any rank's axes do not fit, or if ranks were given different ones."""
-    heard: list[tuple[dict[str, int], MeshError | None]] = [(shape, error)] * dist.get_world_size()
-    dist.all_gather_object(heard, (shape, error))
+def _check_agreement(shape: dict[str, int], error: MeshError | None, host: int) -> list[int]:
+    """Raise on every rank if any rank's axes do not fit, or if ranks were given different ones; give each one's host.
+
+    A host goes by the number of its first process: launchers number those of one host through.
+    """
+    heard: list[tuple[dict[str, int], MeshError | None, int]] = [(shape, error, host)] * dist.get_world_size()
+    dist.all_gather_object(heard, (shape, error, host))
     if error is not None:
         raise error
-    for rank, (_, theirs) in enumerate(heard):
+    for rank, (_, theirs, _) in enumerate(heard):
         if theirs is not None:
             raise MeshError(f"rank {rank}: {theirs}")
-    shapes = [other for other, _ in heard]
+    shapes = [other for other, _, _ in heard]
     for rank, other in enumerate(shapes):
         if list(other.items()) != list(shapes[0].items()):
             raise MeshError(
                 f"rank {rank} called tulle.init with {other}, rank 0 with {shapes[0]}: "
                 "every process must give the same axes in the same order"
             )
+    return [other for _, _, other in heard]
 
 
-def _axes(shape: dict[str, int], rank: int, device: torch.device, timeout_s: float) -> tuple[Axis, ...]:
+def _axes(
+    shape: dict[str, int], rank: int, device: torch.device, timeout_s: float, hosts: list[int]
+) -> tuple[Axis, ...]:
     grid = torch.arange(math.prod(shape.values())).view(*shape.values())
     axes: list[Axis] = []
     for dimension, (name, size) in enumerate(shape.items()):
@@ -257,7 +283,8 @@ def _axes(shape: dict[str, int], rank: int, device: torch.device, timeout_s: flo
                 mine, group = tuple(line), made
         assert group is not None, "every rank lies on one line of each axis"
         in_force_s = _in_force(group, device, timeout_s)
-        axes.append(Axis(name, mine.index(rank), size, mine, group, device, in_force_s))
+        on_hosts = tuple(hosts[other] for other in mine)
+        axes.append(Axis(name, mine.index(rank), size, mine, group, device, in_force_s, on_hosts))
     return tuple(axes)
 
 

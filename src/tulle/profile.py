@@ -32,8 +32,8 @@ def call(model: nn.Module, sample: object) -> object:
     return model(sample)
 
 
-def rows_touched(model: nn.Module, sample: object) -> dict[str, int]:
-    """Distinct rows that one batch looks up in each table with sparse gradients, by parameter name.
+def rows_touched(model: nn.Module, sample: object) -> dict[str, Tensor]:
+    """Distinct rows that one batch looks up in each table with sparse gradients, ascending, by parameter name.
 
     Runs one forward without gradients and leaves no trace: random states, buffers and rows are as before.
     """
@@ -55,7 +55,7 @@ def rows_touched(model: nn.Module, sample: object) -> dict[str, int]:
                 stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
         call(model, sample)
     return {
-        name: len(torch.unique(torch.cat(seen))) if (seen := looked_up[id(module.weight)]) else 0
+        name: torch.unique(torch.cat([module.weight.new_empty(0, dtype=torch.long), *looked_up[id(module.weight)]]))
         for name, module in tables.items()
     }
 

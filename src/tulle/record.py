@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tulle.comm import now_s, traffic
+from tulle.engine import DataParallel, Observation
 from tulle.mesh import Mesh
 from tulle.plan import Plan
 
 RUN_DIR = "TULLE_RUN_DIR"
 TIMELINE = "TULLE_TIMELINE"
+STOP_AFTER = "TULLE_STOP_AFTER"
+"""Set by `tulle profile`: end the script, on all ranks alike, after so many steps."""
 PREVIOUS = "previous-"
 """Before the name of a record that was there when the run began anew in a folder."""
 _OPERATIONS = {
@@ -42,6 +46,8 @@ _OPERATIONS = {
     "network probe": "probe",
     "barrier": "probe",
 }
+_RANKS_PAIRED = 64
+"""Overlap of each pair is recorded for so many ranks at most."""
 _SPANS_KEPT = 200_000
 """A timeline ends after so many spans: about as much as a browser can show."""
 
@@ -90,7 +96,7 @@ class Recorder:
         self._rank = rank
         self._lines = (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8")
         self._spans: list[dict[str, Any]] = []
-        self._schemes: Callable[[], Mapping[str, tuple[str, int]]] = dict
+        self._engine: DataParallel | None = None
         self._plan: Callable[[], Plan] | None = None
         self._plan_written: Plan | None = None
         self._step = 0
@@ -103,6 +109,7 @@ class Recorder:
         self._depth = 0
         self._models: WeakSet[nn.Module] = WeakSet()
         self._is_ended = False
+        self._stop_after = int(os.environ.get(STOP_AFTER, "0"))
         traffic.is_tracing = is_tracing
         if rank == 0:
             _show_reasons()
@@ -115,7 +122,7 @@ class Recorder:
         mesh: Mesh,
         *,
         plan: Callable[[], Plan],
-        schemes: Callable[[], Mapping[str, tuple[str, int]]],
+        engine: DataParallel,
     ) -> None:
         """Watch a model's steps.
 
@@ -124,9 +131,9 @@ class Recorder:
             optimizers: Whose last one's `step()` ends it.
             mesh: Where it runs.
             plan: Gives the plan in force.
-            schemes: Gives the scheme and this rank's rows by table.
+            engine: Keeps the model in step.
         """
-        self._plan, self._schemes = plan, schemes
+        self._plan, self._engine = plan, engine
         self._models.add(model)
         model.register_forward_pre_hook(_forward_begins)
         model.register_forward_hook(_forward_ends)
@@ -226,9 +233,11 @@ class Recorder:
         self._waited_before_s = traffic.wait_s
         self._bytes_before, self._messages_before = total.bytes_sent, total.messages
         self._is_ended = True
+        if self._step == self._stop_after:
+            raise SystemExit(0)
 
     def _traffic(self) -> dict[str, dict[str, Any]]:
-        schemes = self._schemes()
+        schemes = self._engine.schemes() if self._engine else {}
         recorded: dict[str, dict[str, Any]] = {}
         for label, count in traffic.take_labels().items():
             scheme, rows = schemes.get(label, (_OPERATIONS.get(label, "other"), None))
@@ -244,6 +253,7 @@ class Recorder:
             lines.insert(0, {"kind": "step", "step": step} | _plain(self._open))
         elif "values" in self._open:  # logged without a step, by an evaluation alone, say
             lines.insert(0, {"kind": "values", "step": step, "values": _plain(self._open["values"])})
+        lines += [_seen(observation) for observation in self._engine.take_observations()] if self._engine else []
         for line in lines:
             self._lines.write(json.dumps(line) + "\n")
         self._lines.flush()
@@ -277,6 +287,31 @@ class Recorder:
             span["ts"] += offset_us
         path = self._folder / f"timeline-rank-{self._rank}.json"
         path.write_text(json.dumps({"traceEvents": self._spans}) + "\n", encoding="utf-8")
+
+
+def _seen(observation: Observation) -> dict[str, Any]:
+    """What one table's gradients looked like in a step, as a line of the record."""
+    looks, measured = observation.characteristics, observation.measured
+    seen = {
+        "kind": "characteristics",
+        "step": observation.step,
+        "table": observation.table,
+        "scheme": observation.scheme,
+        "num_rows": looks.num_rows,
+        "width": looks.width,
+        "value_bytes": looks.value_bytes,
+        "rows_per_rank": looks.rows_per_rank,
+        "density": looks.density,
+        "overlap_ratio": looks.overlap_ratio,
+        "densification_ratio": looks.densification_ratio,
+        "densification_curve": looks.densification_curve,
+        "skewness_ratio": looks.skewness_ratio,
+        "parts": looks.spread.parts(looks.num_rows),
+        "candidates": [{"scheme": name, **asdict(cost)} for name, cost in observation.candidates],
+        "measured_s": measured.seconds if measured else None,
+        "measured_bytes": measured.bytes if measured else None,
+    }
+    return seen | ({"overlap": looks.spread.overlaps().tolist()} if looks.spread.ranks <= _RANKS_PAIRED else {})
 
 
 def _show_reasons() -> None:

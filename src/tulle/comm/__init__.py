@@ -1,8 +1,9 @@
-"""Typed collectives over `torch.distributed`, each counting its bytes and messages; the network probe; the lanes."""
+"""Typed collectives over `torch.distributed`, each counting its bytes and messages; the network probe; the courier."""
 
 from tulle.comm.agree import gather_values, raise_together
 from tulle.comm.collectives import all_gather, all_reduce, barrier, broadcast
-from tulle.comm.lane import lane
+from tulle.comm.courier import Courier, Job
+from tulle.comm.lane import hosts_of, lane, part
 from tulle.comm.parts import all_gather_parts, all_to_all_parts, receive, send
 from tulle.comm.pending import Deferred, Pending
 from tulle.comm.probe import probe
@@ -10,7 +11,9 @@ from tulle.comm.traffic import Count, Traffic, now_s, traffic
 
 __all__ = [
     "Count",
+    "Courier",
     "Deferred",
+    "Job",
     "Pending",
     "Traffic",
     "all_gather",
@@ -20,8 +23,10 @@ __all__ = [
     "barrier",
     "broadcast",
     "gather_values",
+    "hosts_of",
     "lane",
     "now_s",
+    "part",
     "probe",
     "raise_together",
     "receive",

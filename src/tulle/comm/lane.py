@@ -1,7 +1,8 @@
-"""A second process group over the same ranks, so that small urgent exchanges do not queue behind large buckets."""
+"""Further process groups over the same ranks, so that small exchanges do not queue behind large ones, or over some."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -21,5 +22,50 @@ def lane(axis: Axis, purpose: str) -> Axis:
         timeout = timedelta(seconds=axis.timeout_s)
         group = dist.new_group(list(axis.ranks), timeout=timeout, use_local_synchronization=True)
         assert group is not None, "this rank is one of the group's"
-        axis.lanes[purpose] = replace(axis, group=group, lanes={}, measured=[])
+        axis.lanes[purpose] = replace(axis, group=group, lanes={}, measured=[], kept={})
     return axis.lanes[purpose]
+
+
+def part(axis: Axis, purpose: str, members: Sequence[int]) -> Axis:
+    """Some ranks of an axis as an axis of their own, made once. Every one of them must call it, with the same members.
+
+    Args:
+        axis: The axis.
+        purpose: Of the lane.
+        members: Ranks on the axis, this one among them, ascending.
+    """
+    key = f"{purpose} {list(members)}"
+    if key not in axis.lanes:
+        ranks = tuple(axis.ranks[r] for r in members)
+        timeout = timedelta(seconds=axis.timeout_s)
+        group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup), "this rank is one of the members"
+        hosts = tuple(axis.hosts[r] for r in members) if axis.hosts else ()
+        axis.lanes[key] = Axis(
+            axis.name, list(members).index(axis.rank), len(ranks), ranks, group, axis.device, axis.timeout_s, hosts
+        )
+    return axis.lanes[key]
+
+
+def hosts_of(axis: Axis) -> tuple[Axis | None, Axis | None]:
+    """The ranks on this host, and those of the same place on the other hosts, as axes. Every rank must call it.
+
+    Returns:
+        The two, or None twice if hosts have different numbers of ranks. An axis whose hosts are not known has one
+        rank a host.
+    """
+    hosts = axis.hosts or axis.ranks
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[axis.rank]]
+    by_host = [[rank for rank, host in enumerate(hosts) if host == one] for one in dict.fromkeys(hosts)]
+    if len({len(ranks) for ranks in by_host}) > 1:
+        return None, None
+    there = [ranks[here.index(axis.rank)] for ranks in by_host]
+    return _among(axis, "inside", here), _among(axis, "across", there)
+
+
+def _among(axis: Axis, purpose: str, members: Sequence[int]) -> Axis:
+    if len(members) == axis.size:
+        return axis
+    if len(members) == 1:  # nobody to talk to
+        return replace(axis, rank=0, size=1, ranks=(axis.ranks[axis.rank],), hosts=(), lanes={}, measured=[], kept={})
+    return part(axis, purpose, members)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(slots=True)
@@ -42,10 +42,14 @@ class Traffic:
 
     total: Count = field(default_factory=Count)
     by_label: dict[str, Count] = field(default_factory=dict)
+    """Since somebody last took them."""
     wait_s: float = 0.0
     step: int = 0
     is_tracing: bool = False
     spans: list[Span] = field(default_factory=list)
+    is_background: threading.local = field(default_factory=threading.local)
+    """Has a `flag` in threads that work beside backward: their waiting holds nobody up."""
+    _ever: dict[str, Count] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def sent(self, label: str | Mapping[str, int], bytes_sent: int, messages: int) -> None:
@@ -55,15 +59,23 @@ class Traffic:
             shares = {label: 1} if isinstance(label, str) else label
             whole = max(1, sum(shares.values()))
             for name, share in shares.items():
-                self.by_label.setdefault(name, Count()).add(bytes_sent * share // whole, messages)
+                for counts in (self.by_label, self._ever):
+                    counts.setdefault(name, Count()).add(bytes_sent * share // whole, messages)
+
+    def sent_for(self, label: str) -> Count:
+        """What was sent under a label since the process began."""
+        with self._lock:
+            return replace(self._ever.get(label, Count()))
 
     def waited(self, seconds: float) -> None:
         """Count time that this process stood still for communication."""
-        self.wait_s += seconds
+        if not hasattr(self.is_background, "flag"):
+            self.wait_s += seconds
 
     def span(self, track: str, name: str, begin_s: float, end_s: float, bytes_sent: int = 0) -> None:
         """Put a stretch of time on the timeline, if one is being recorded."""
         if self.is_tracing:
+            track = "tables" if track == "waiting" and hasattr(self.is_background, "flag") else track
             with self._lock:
                 self.spans.append(Span(track, name, begin_s, end_s, bytes_sent))
 

@@ -2,5 +2,6 @@
 
 from tulle.engine.data_parallel import ENGINE, DataParallel, engine_of
 from tulle.engine.replicas import broadcast_tensors, check_alike
+from tulle.engine.tables import Observation, TableSettings
 
-__all__ = ["ENGINE", "DataParallel", "broadcast_tensors", "check_alike", "engine_of"]
+__all__ = ["ENGINE", "DataParallel", "Observation", "TableSettings", "broadcast_tensors", "check_alike", "engine_of"]

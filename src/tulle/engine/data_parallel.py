@@ -2,7 +2,7 @@
 
     backward            g5   g4   g3   g2   g1   table
     dense buckets            [g5 g4]->  [g3 g2]->  [g1]->
-    tables                                        announce -> sum ->
+    tables              numbers of the rows that were looked up ->    values ->
     end of backward                                             wait for all: the gradients are the means
 
 Hooks on the parameters see each gradient when it is complete, so the model can be called in any way: through its
@@ -14,10 +14,11 @@ Source: Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from typing import Any
 from weakref import WeakSet, ref
 
 import torch
@@ -25,15 +26,18 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from tulle.comm import gather_values, lane, probe, traffic
-from tulle.cost import Network
-from tulle.engine.buckets import Bucket, Slot, Traveller, lay_out
+from tulle.cost import Cost, Network
+from tulle.engine.buckets import FIRST_BUCKET_BYTES, Bucket, Slot, Traveller, lay_out
 from tulle.engine.buffers import Buffers
 from tulle.engine.finite import NonFinite
-from tulle.engine.tables import TableSync, compact
+from tulle.engine.foresight import Foresight, TableModule
+from tulle.engine.tables import Observation, TableGroup, TableSettings, TableSync, compact
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.sync import Choice
 
+GROUPED_BYTES = FIRST_BUCKET_BYTES
+"""Tables travel apart if dense gradients of at least so many bytes come between theirs."""
 _NOT_RUNNING = -1
 ENGINE = "_tulle_engine"
 """The attribute by which a distributed model, and each of its trained parameters, holds its engine."""
@@ -46,8 +50,7 @@ class DataParallel:
         model: Whose trained parameters are replicas.
         axis: Whose ranks hold them.
         tables: Names of the parameters that get sparse gradients. Others that turn out to do so join them.
-        schemes: A scheme's name by table; `"auto"`, or absent, means chosen by measured rows.
-        renormalize: By table, what an embedding with `max_norm` does to the rows that any rank looked up.
+        settings: How the tables are kept in step.
         bucket_bytes: Size of a bucket of dense gradients.
         check_finite: Whether to look for NaN and infinity in this rank's gradients before they are mixed.
     """
@@ -58,8 +61,7 @@ class DataParallel:
         axis: Axis,
         *,
         tables: Sequence[str],
-        schemes: Mapping[str, str],
-        renormalize: Mapping[str, Callable[[Tensor], None]],
+        settings: TableSettings,
         bucket_bytes: int,
         check_finite: bool,
     ) -> None:
@@ -71,8 +73,7 @@ class DataParallel:
         """Synchronized backward passes so far."""
         self.table_sync: TableSync | None = None
         """The run-time of the tables, from the first backward on."""
-        self._schemes = schemes
-        self._renormalize = renormalize
+        self._settings = settings
         self._bucket_bytes = bucket_bytes
         self._non_finite = NonFinite(self.axis) if check_finite else None
         self._slots = {name: Slot(name, p) for name, p in model.named_parameters() if p.requires_grad}
@@ -84,6 +85,8 @@ class DataParallel:
         self._places: dict[str, tuple[Traveller, int]] = {}
         self._submitted = 0
         self._buffers = Buffers(model, self.axis)
+        self._groups: list[TableGroup] = []
+        self._foresights = self._watch(model) if axis.size > 1 else {}
         _alive.add(self)
         for slot in self._slots.values():
             # By the attribute the parameter holds the engine, where the garbage collector sees it; its hook does not.
@@ -108,6 +111,14 @@ class DataParallel:
     def choices(self) -> dict[str, Choice]:
         """The choice in force for each table that was not given a scheme, from the first backward on."""
         return self.table_sync.choices if self.table_sync else {}
+
+    def measured(self) -> dict[str, Cost]:
+        """What each table's exchange was seen to take."""
+        return self.table_sync.measured if self.table_sync else {}
+
+    def take_observations(self) -> list[Observation]:
+        """What was measured of the tables' gradients since the last call."""
+        return self.table_sync.take_observations() if self.table_sync else []
 
     def schemes(self) -> dict[str, tuple[str, int]]:
         """The scheme in force, and the rows of this rank's last gradient, by table."""
@@ -145,6 +156,10 @@ class DataParallel:
             self._backward = backward
             traffic.step = self.steps + 1
             _join_backward(backward, self)
+            if self.table_sync is not None:
+                self.table_sync.begin_step(self.steps + 1)
+            for group in self._groups:
+                group.foresee()
         if self._items:
             item, position = self._places[slot.name]
             item.arrive(position)
@@ -161,9 +176,11 @@ class DataParallel:
                 self._fix_order()
             self._advance(at_end=True)
             self._submitted = 0
-            # Tables first: they have rounds to go and sums to make, while buckets are under way by themselves.
-            for item in sorted(self._items, key=lambda item: item is not self.table_sync):
+            # Tables first: what a bucket waits for is then there.
+            for item in sorted(self._items, key=lambda item: not isinstance(item, TableGroup)):
                 item.finish()
+            for foresight in self._foresights.values():  # also of a table that turned out to get dense gradients
+                foresight.forget()
         if self._non_finite is not None:  # after the sums, so that the next backward finds nothing under way
             self._non_finite.raise_if_any(self.steps)
 
@@ -193,20 +210,39 @@ class DataParallel:
         buckets += [Bucket(slots, self.axis, self._buffers if len(self._buffers) else None) for slots in laid_out[-1:]]
         self._items = [*buckets]
         if self._tables:
-            self.table_sync = self._sync_tables()
-            last_table = max(place[name] for name in self._tables)
-            turn = sum(all(place[slot.name] < last_table for slot in bucket.slots) for bucket in buckets)
-            self._items.insert(turn, self.table_sync)
+            self.table_sync, self._groups = self._sync_tables(order)
+        for group in self._groups:
+            last_table = max(place[slot.name] for slot in group.slots)
+            turn = sum(all(place[slot.name] < last_table for slot in item.slots) for item in self._items)
+            self._items.insert(turn, group)
         self._places = {slot.name: (item, position) for item in self._items for position, slot in enumerate(item.slots)}
 
-    def _sync_tables(self) -> TableSync:
-        return TableSync(
-            [slot for name, slot in self._slots.items() if name in self._tables],
-            self.axis,
-            network=probe(self.home),
-            schemes=self._schemes,
-            renormalize=self._renormalize,
-        )
+    def _sync_tables(self, order: Sequence[str]) -> tuple[TableSync, list[TableGroup]]:
+        slots = [self._slots[name] for name in order if name in self._tables]
+        sync = TableSync(slots, self.axis, probe(self.home), self._settings)
+        sync.begin_step(self.steps)
+        groups: list[list[Slot]] = []
+        dense_bytes = GROUPED_BYTES
+        for name in order:
+            slot = self._slots[name]
+            if name not in self._tables:
+                dense_bytes += slot.parameter.nbytes
+                continue
+            if dense_bytes >= GROUPED_BYTES:
+                groups.append([])
+            groups[-1].append(slot)
+            dense_bytes = 0
+        return sync, [TableGroup(group, sync, self._foresights) for group in groups]
+
+    def _watch(self, model: nn.Module) -> dict[int, Foresight]:
+        """Have the lookups in tables noted, by the identity of their parameter."""
+        trained = {id(slot.parameter) for slot in self._slots.values()}
+        foresights: dict[int, Foresight] = {}
+        for module in model.modules():
+            if isinstance(module, TableModule) and id(module.weight) in trained:
+                foresights.setdefault(id(module.weight), Foresight())
+                module.register_forward_pre_hook(_looked_up, with_kwargs=True)
+        return foresights
 
 
 _alive: WeakSet[DataParallel] = WeakSet()
@@ -217,6 +253,14 @@ _joined: dict[int, WeakSet[DataParallel]] = {}
 def engine_of(owner: nn.Module | Tensor) -> DataParallel | None:
     """The engine that keeps a model, or one parameter, in step, or None."""
     return getattr(owner, ENGINE, None)
+
+
+# A function of the module, not a bound method: a model that is copied takes its hooks along, but not its engine.
+def _looked_up(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    assert isinstance(module, TableModule), "only tables are watched"
+    engine = engine_of(module.weight)
+    if engine is not None and module.sparse and torch.is_grad_enabled():
+        engine._foresights[id(module.weight)].note(module, arguments[0] if arguments else keywords["input"])
 
 
 def _arrived(engine: ref[DataParallel], name: str, parameter: Tensor) -> None:

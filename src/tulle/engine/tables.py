@@ -1,122 +1,293 @@
 """`TableSync`: keeps replicated tables with sparse gradients in step, and chooses the scheme of each as it goes.
 
-    backward of a table      coalesce its gradient, where it is born
-    all tables are there     announce: one small all-gather of row counts
-    end of backward          counts are here: choose, then sum the tables of one scheme together
+    forward                 note the ids that are looked up
+    backward begins         tell row counts, choose, tell row numbers      -- beside backward, on a thread and a
+    gradient of a table     coalesce it, where it is born                     process group of its own
+    all of a group there    sum the values                                 -- beside the rest of backward
+    end of backward         wait
 
-Every rank hears the same counts, so every rank makes the same choice, and nobody has to ask.
+Every rank hears the same counts, so every rank makes the same choice, and nobody has to ask. Tables whose gradients
+come one after the other are a group, and travel together; one that comes much earlier does not wait for the others.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from tulle.comm import Deferred, lane
-from tulle.cost import Network
+from tulle.comm import Count, Courier, Job, all_gather, lane, now_s, traffic
+from tulle.cost import Characteristics, Cost, Network
 from tulle.engine.buckets import Slot
+from tulle.engine.foresight import Foreseen, Foresight
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
-from tulle.sync import ABSENT, AUTO, DENSE, Choice, Gradient, Table, announce, choose, sum_gradients
+from tulle.sync import (
+    ABSENT,
+    AUTO,
+    DENSE,
+    Choice,
+    Chooser,
+    Gradient,
+    Routes,
+    Table,
+    announce_counts,
+    choose,
+    count,
+    gather_presence,
+    route,
+)
 
 logger = logging.getLogger("tulle")
 
-DRIFT = 1.5
-"""The scheme is chosen again when the mean number of rows has moved by this factor since the last choice."""
 _MEMORY = 0.9
-"""Weight of the past in the running mean of rows."""
+"""Weight of the past in the running mean of measured seconds."""
+_OBSERVED_EVERY = 500
+"""Gradients are measured at steps 1, 2, 4, 8, ... and then in every one of so many: that is under 0.5% of the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What one table's gradient looked like in one step, and what its exchange was predicted and seen to take."""
+
+    step: int
+    table: str
+    scheme: str
+    characteristics: Characteristics
+    candidates: tuple[tuple[str, Cost], ...]
+    measured: Cost | None
 
 
 @dataclass(slots=True)
 class _State:
     """What is known of one table's gradients."""
 
-    choice: Choice | None = None
-    rows_at_choice: float = 0.0
-    mean_rows: float = 0.0
+    chooser: Chooser | None
+    """None where a scheme was given."""
+    seconds: float = 0.0
+    sent: Count = field(default_factory=Count)
+    before: Count = field(default_factory=Count)
+
+
+@dataclass(frozen=True, slots=True)
+class TableSettings:
+    """How a model's tables are kept in step.
+
+    Args:
+        schemes: A scheme's name by parameter name; `"auto"`, or absent, means chosen by measured rows.
+        renormalize: By parameter name, what an embedding with `max_norm` does to the rows that any rank looked up.
+        wire_dtype: In which values travel; None for their own.
+        observe_every: Measure the gradients in every one of so many steps; 0 for seldom.
+    """
+
+    schemes: Mapping[str, str] = field(default_factory=dict)
+    renormalize: Mapping[str, Callable[[Tensor], None]] = field(default_factory=dict)
+    wire_dtype: torch.dtype | None = None
+    observe_every: int = 0
 
 
 class TableSync:
-    """The tables of one model on one axis.
+    """What the tables of one model on one axis share.
 
     Args:
-        slots: Their parameters, in the same order on all ranks.
+        slots: Their parameters, in the order in which their gradients come, the same on all ranks.
         axis: Whose ranks hold replicas.
         network: What the axis gives, the same numbers on all ranks.
-        schemes: A scheme's name by parameter name; `"auto"`, or absent, means chosen by measured rows.
-        renormalize: By parameter name, what an embedding with `max_norm` does to the rows that it looks up.
+        settings: How they are kept in step.
     """
 
-    def __init__(
-        self,
-        slots: Sequence[Slot],
-        axis: Axis,
-        *,
-        network: Network,
-        schemes: Mapping[str, str],
-        renormalize: Mapping[str, Callable[[Tensor], None]],
-    ) -> None:
+    def __init__(self, slots: Sequence[Slot], axis: Axis, network: Network, settings: TableSettings) -> None:
         self.slots = slots
         self.axis = axis
         # On a group of their own, so that a few rows do not wait behind the buckets that are under way.
         self._lane = lane(axis, "tables")
+        self.courier = Courier("tulle tables", axis.device)
         self.network = network
-        self._schemes = schemes
-        self._renormalize = renormalize
-        self._states = {slot.name: _State() for slot in slots}
-        self._gradients: list[Gradient] = [None] * len(slots)
-        self._counts: Deferred[list[list[int]]] | None = None
-        self.missing = len(slots)
-        """Tables whose gradient has not come in this backward."""
+        self.settings = settings
+        self._states = {
+            slot.name: _State(Chooser(network, axis.size) if self._given(slot.name) == AUTO else None) for slot in slots
+        }
+        self._step = 0
+        self._is_observed = False
         self.rows: dict[str, int] = {}
         """Distinct rows of this rank's last gradient by table."""
+        self.observations: list[Observation] = []
+        """Measured since somebody last took them."""
 
     @property
     def choices(self) -> dict[str, Choice]:
         """The choice in force for each table that was not given a scheme and has had a gradient."""
-        return {name: state.choice for name, state in self._states.items() if state.choice is not None}
+        return {
+            name: state.chooser.choice
+            for name, state in self._states.items()
+            if state.chooser is not None and state.chooser.choice is not None
+        }
+
+    @property
+    def measured(self) -> dict[str, Cost]:
+        """What each table sent in the last step, and the seconds, as a running mean, of the exchange it was part of."""
+        return {
+            name: Cost(state.sent.bytes_sent, state.sent.messages, state.seconds)
+            for name, state in self._states.items()
+            if state.seconds
+        }
 
     def scheme(self, name: str) -> str:
         """The scheme in force for a table: given, chosen, or `"auto"` before the first choice."""
-        choice = self._states[name].choice
-        return choice.scheme if choice else self._schemes.get(name, AUTO)
+        chooser = self._states[name].chooser
+        return chooser.choice.scheme if chooser and chooser.choice else self._given(name)
+
+    def begin_step(self, step: int) -> None:
+        """Note that a backward begins."""
+        self._step = step
+        every = self.settings.observe_every or _OBSERVED_EVERY
+        is_early = not self.settings.observe_every and step & (step - 1) == 0
+        self._is_observed = step % every == 0 or is_early or step == 1
+
+    def settle(self, indices: Sequence[Tensor | None], counts: Sequence[int], slots: Sequence[Slot]) -> Routes:
+        """Tell counts and row numbers of some tables, having chosen their schemes. Every rank must call it.
+
+        Args:
+            indices: This rank's distinct rows by table, ascending; None where it has none.
+            counts: What this rank announces of each.
+            slots: The tables.
+        """
+        heard = announce_counts(counts, self._lane).wait()
+        tables = [self._table(slot) for slot in slots]
+        self._observe(indices, tables, heard)
+        schemes = [self.scheme(table.name) for table in tables]
+        return route(indices, tables, heard, schemes, self._lane).wait()
+
+    def confirm(self, is_right: bool) -> bool:  # noqa: FBT001 - the word that is sent
+        """Whether all ranks' gradients have the rows that were told. Every rank must call it."""
+        word = torch.tensor([is_right], device=self._lane.device)
+        return bool(all_gather(word, self._lane, label="row counts").wait().all())
+
+    def note_time(self, slots: Sequence[Slot], seconds: float) -> None:
+        """Keep how long the exchange took that these tables were part of."""
+        for slot in slots:
+            state = self._states[slot.name]
+            state.seconds = _MEMORY * state.seconds + (1 - _MEMORY) * seconds if state.seconds else seconds
+
+    def note_traffic(self, slots: Sequence[Slot]) -> None:
+        """Keep what this rank sent for these tables in the step that ends."""
+        for slot in slots:
+            state, now = self._states[slot.name], traffic.sent_for(slot.name)
+            state.sent = Count(now.bytes_sent - state.before.bytes_sent, now.messages - state.before.messages)
+            state.before = now
+
+    def take_observations(self) -> list[Observation]:
+        """What was measured since the last call."""
+        taken, self.observations = self.observations, []
+        return taken
+
+    def _table(self, slot: Slot) -> Table:
+        parameter = slot.parameter
+        return Table(
+            slot.name,
+            *parameter.shape,
+            dtype=parameter.dtype,
+            device=parameter.device,
+            wire_dtype=self.settings.wire_dtype,
+        )
+
+    def _observe(
+        self, indices: Sequence[Tensor | None], tables: Sequence[Table], heard: Sequence[Sequence[int]]
+    ) -> None:
+        """Keep the running means of rows; measure the gradients when it is time, or a choice is due."""
+        held = {t: [max(0, rows[t]) for rows in heard] for t in range(len(tables)) if _is_sparse(heard, t)}
+        due = [t for t, rows in held.items() if self._is_due(tables[t].name, rows)]
+        seen = list(held) if self._is_observed else due
+        if not seen:
+            return
+        empty = tables[0].empty().indices
+        numbers = [empty if (part := indices[t]) is None else part for t in seen]
+        counts = [[rows[t] for t in seen] for rows in heard]
+        presences = gather_presence(numbers, [tables[t] for t in seen], counts, self._lane)
+        for t, presence in zip(seen, presences, strict=True):
+            name = tables[t].name
+            looks = tables[t].characteristics(held[t], presence)
+            if t in due:
+                self._choose(name, looks)
+            if self._is_observed:
+                candidates = choose(looks, self.network, self.axis.size).candidates
+                self.observations.append(
+                    Observation(self._step, name, self.scheme(name), looks, candidates, self.measured.get(name))
+                )
+
+    def _is_due(self, name: str, held: Sequence[int]) -> bool:
+        chooser = self._states[name].chooser
+        return chooser is not None and chooser.is_due(held)
+
+    def _choose(self, name: str, looks: Characteristics) -> None:
+        before, chooser = self.scheme(name), self._states[name].chooser
+        assert chooser is not None, "a scheme that was given is not due"
+        choice = chooser.choose(looks)
+        if before != choice.scheme and self.axis.rank == 0:
+            logger.info("table %s: %s", name, choice.reason)
+
+    def _given(self, name: str) -> str:
+        return self.settings.schemes.get(name, AUTO)
+
+
+class TableGroup:
+    """Tables whose gradients come one after the other, and travel together.
+
+    Args:
+        slots: Their parameters.
+        sync: What all tables of the model share.
+        foresights: Notes of the lookups by identity of the parameter; one that no module looks up has none.
+    """
+
+    def __init__(self, slots: Sequence[Slot], sync: TableSync, foresights: Mapping[int, Foresight]) -> None:
+        self.slots = slots
+        self.missing = len(slots)
+        """Tables whose gradient has not come in this backward."""
+        self._sync = sync
+        self._foresights = [foresights[id(slot.parameter)] for slot in slots if id(slot.parameter) in foresights]
+        self._is_foreseeable = len(self._foresights) == len(slots)
+        self._foreseen: Sequence[Foreseen | None] = []
+        self._gradients: list[Gradient] = [None] * len(slots)
+        self._settled: Job[Routes] | None = None
+        self._summed: Job[list[Gradient]] | None = None
+
+    def foresee(self) -> None:
+        """At the begin of backward: tell the other ranks which rows the gradients will have."""
+        self._foreseen = [foresight.take() for foresight in self._foresights] if self._is_foreseeable else []
+        if self._foreseen:
+            indices = [None if seen is None else seen.rows for seen in self._foreseen]
+            counts = [ABSENT if rows is None else len(rows) for rows in indices]
+            self._settled = self._sync.courier.submit(partial(self._sync.settle, indices, counts, self.slots))
 
     def arrive(self, position: int) -> None:
         """Take in one table's gradient, coalesced; the parameter's own is released until the sum is there."""
         slot = self.slots[position]
         slot.arrive()
-        self._gradients[position] = self._take(slot)
+        self._gradients[position] = self._take(position)
         slot.parameter.grad = None
         self.missing -= 1
 
     def start(self) -> None:
-        """Announce the row counts; tables whose gradient did not come send what they have from before."""
+        """Send the values; tables whose gradient did not come send what they have from before."""
         for position, slot in enumerate(self.slots):
             if not slot.is_arrived:
-                self._gradients[position] = self._take(slot)
-        self.rows = {
-            slot.name: len(gradient.indices)
-            for slot, gradient in zip(self.slots, self._gradients, strict=True)
-            if isinstance(gradient, RowSparse)
-        }
-        self._counts = announce(self._gradients, self._lane)
+                self._gradients[position] = self._take(position)
+        for slot, gradient in zip(self.slots, self._gradients, strict=True):
+            if isinstance(gradient, RowSparse):
+                self._sync.rows[slot.name] = len(gradient.indices)
+        self._summed = self._sync.courier.submit(partial(self._sum, list(self._gradients)))
 
     def finish(self) -> None:
-        """Hear the counts, choose, sum, and give each table its mean gradient."""
-        assert self._counts is not None, "tables are summed after they were announced"
-        counts = self._counts.wait()
-        tables = [_table(slot, gradient) for slot, gradient in zip(self.slots, self._gradients, strict=True)]
-        for position, table in enumerate(tables):
-            self._observe(table, [rows[position] for rows in counts])
-        schemes = [self.scheme(slot.name) for slot in self.slots]
-        sums = sum_gradients(self._gradients, tables, counts, schemes, self._lane).wait()
+        """Wait, and give each table its mean gradient."""
+        assert self._summed is not None, "tables are summed after they were started"
+        sums = self._summed.result()
         for position, (slot, total) in enumerate(zip(self.slots, sums, strict=True)):
             if isinstance(total, RowSparse):
-                renormalize = self._renormalize.get(slot.name)
+                renormalize = self._sync.settings.renormalize.get(slot.name)
                 if renormalize is not None:
                     renormalize(total.indices)
                 slot.parameter.grad = total.to_sparse_coo()
@@ -124,33 +295,60 @@ class TableSync:
                 slot.parameter.grad = total
             self._gradients[position] = None
             slot.is_fired = slot.is_arrived = False
-        self._counts = None
+        self._sync.note_traffic(self.slots)
+        self._settled = self._summed = None
+        self._foreseen = []
         self.missing = len(self.slots)
 
-    def _take(self, slot: Slot) -> Gradient:
-        gradient = slot.parameter.grad
+    def _sum(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """On the courier's thread: sum what was foreseen, or, if any rank was wrong, tell what is and sum that."""
+        begin_s = now_s()
+        if self._settled is not None:
+            is_right = all(_is_of(gradient, seen) for gradient, seen in zip(gradients, self._foreseen, strict=True))
+            given = gradients if is_right else [self._stand_in(t) for t in range(len(self.slots))]
+            summed = self._settled.result().sum(given)
+            if self._sync.confirm(is_right):
+                sums = summed.wait()
+                self._sync.note_time(self.slots, now_s() - begin_s)
+                return sums
+            summed.wait()
+            self._is_foreseeable = False  # on all ranks alike: this model's gradients are not what it looks up
+        indices = [gradient.indices.long() if isinstance(gradient, RowSparse) else None for gradient in gradients]
+        settled = self._sync.settle(indices, [count(gradient) for gradient in gradients], self.slots)
+        sums = settled.sum(gradients).wait()
+        self._sync.note_time(self.slots, now_s() - begin_s)
+        return sums
+
+    def _take(self, position: int) -> Gradient:
+        gradient = self.slots[position].parameter.grad
         if gradient is None:
             return None
         if gradient.layout == torch.strided:
-            return gradient / self.axis.size
-        return RowSparse.from_tensor(gradient).coalesce().scaled(1.0 / self.axis.size)
+            return gradient / self._sync.axis.size
+        rows = RowSparse.from_tensor(gradient)
+        foreseen = self._foreseen[position] if self._foreseen else None
+        coalesced = rows.coalesce() if foreseen is None else foreseen.coalesce(rows)
+        return coalesced.scaled(1.0 / self._sync.axis.size)
 
-    def _observe(self, table: Table, counts: Sequence[int]) -> None:
-        """Keep the running mean of rows, and choose again if it has drifted."""
-        if self._schemes.get(table.name, AUTO) != AUTO or DENSE in counts or all(n == ABSENT for n in counts):
-            return
-        held = [max(0, count) for count in counts]
-        state = self._states[table.name]
-        mean_rows = sum(held) / len(held)
-        state.mean_rows = _MEMORY * state.mean_rows + (1 - _MEMORY) * mean_rows if state.choice else mean_rows
-        low, high = sorted((state.mean_rows + 1, state.rows_at_choice + 1))
-        if state.choice is not None and high < DRIFT * low:
-            return
-        before = state.choice.scheme if state.choice else None
-        state.choice = choose(table.characteristics(held), self.network, self.axis.size)
-        state.rows_at_choice = state.mean_rows = mean_rows
-        if before != state.choice.scheme and self.axis.rank == 0:
-            logger.info("table %s: %s", table.name, state.choice.reason)
+    def _stand_in(self, position: int) -> Gradient:
+        """Zeros in the rows that were told, to go through with the exchange that the others have begun."""
+        foreseen, parameter = self._foreseen[position], self.slots[position].parameter
+        if foreseen is None:
+            return None
+        values = torch.zeros(len(foreseen.rows), parameter.shape[1], dtype=parameter.dtype, device=parameter.device)
+        return RowSparse.trusted(foreseen.rows, values, parameter.shape[0], is_coalesced=True)
+
+
+def _is_sparse(heard: Sequence[Sequence[int]], position: int) -> bool:
+    """Whether a table's gradient comes by rows in this step, and any rank has some."""
+    counts = [rows[position] for rows in heard]
+    return DENSE not in counts and any(n != ABSENT for n in counts)
+
+
+def _is_of(gradient: Gradient, foreseen: Foreseen | None) -> bool:
+    if foreseen is None or gradient is None:
+        return gradient is None and foreseen is None
+    return isinstance(gradient, RowSparse) and foreseen.is_of(gradient)
 
 
 def compact(parameter: nn.Parameter) -> None:
@@ -158,9 +356,3 @@ def compact(parameter: nn.Parameter) -> None:
     gradient = parameter.grad
     if gradient is not None and gradient.layout == torch.sparse_coo and not gradient.is_coalesced():
         parameter.grad = RowSparse.from_tensor(gradient).coalesce().to_sparse_coo()
-
-
-def _table(slot: Slot, gradient: Gradient) -> Table:
-    parameter = slot.parameter
-    values = gradient.values if isinstance(gradient, RowSparse) else parameter
-    return Table(slot.name, parameter.shape[0], parameter.shape[1], parameter.dtype, values.device)

@@ -49,17 +49,8 @@ def plan_by_cost(mesh: Mapping[str, int], tables: Mapping[str, Characteristics],
     """The plan of least predicted seconds for tables whose gradients look like this."""
     planned: list[TablePlan] = []
     for name, table in tables.items():
-        choice = choose(table, network, ranks)
         planned.append(
-            TablePlan(
-                name,
-                table.num_rows,
-                table.width,
-                choice.scheme,
-                choice.reason,
-                density=table.density,
-                candidates=dict(choice.candidates),
-            )
+            TablePlan(name, table.num_rows, table.width, AUTO).with_choice(choose(table, network, ranks), None)
         )
     # The network of one process has no numbers that JSON could hold.
     return Plan(dict(mesh), tuple(planned), network=network if ranks > 1 else None)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tulle.cost import Cost, Network
+from tulle.cost import Characteristics, Cost, Network
 from tulle.errors import PlanError
-from tulle.sync import check_scheme
+from tulle.sync import Choice, check_scheme
 
 FORMAT = 1
 BUCKET_BYTES = 25 * 1024 * 1024
@@ -30,6 +30,8 @@ class TablePlan:
         reason: Why, in one sentence.
         density: Share of rows that one rank touches in a step, 0 to 1; None if it was not measured.
         candidates: Predicted cost by scheme.
+        characteristics: Zen's four numbers of its gradients by name, where they were measured.
+        measured: What the exchange that it takes part in was seen to take, after the fact.
     """
 
     name: str
@@ -39,6 +41,22 @@ class TablePlan:
     reason: str = ""
     density: float | None = None
     candidates: Mapping[str, Cost] | None = None
+    characteristics: Mapping[str, float] | None = None
+    measured: Cost | None = None
+
+    def with_choice(self, choice: Choice | None, measured: Cost | None) -> TablePlan:
+        """The same with a choice that was made, if any, and what was measured, if anything."""
+        if choice is None:
+            return replace(self, measured=measured)
+        return replace(
+            self,
+            scheme=choice.scheme,
+            reason=choice.reason,
+            density=choice.density,
+            candidates=dict(choice.candidates),
+            characteristics=_ratios(choice.characteristics),
+            measured=measured,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +68,7 @@ class Plan:
         tables: One entry for each table with sparse gradients.
         bucket_bytes: Size of a bucket of dense gradients.
         network: The measured network of axis `data`, None if nothing had to be chosen by cost.
+        wire_dtype: In which the values of sparse gradients travel, by name; None loses nothing.
 
     Example:
         >>> plan = Plan(mesh={"data": 4}, tables=(TablePlan("source.weight", 8000, 256, "allgather", "given"),))
@@ -62,6 +81,7 @@ class Plan:
     tables: tuple[TablePlan, ...] = ()
     bucket_bytes: int = BUCKET_BYTES
     network: Network | None = None
+    wire_dtype: str | None = None
 
     @property
     def schemes(self) -> dict[str, str]:
@@ -72,12 +92,15 @@ class Plan:
         """What was chosen for each table, why, and what the other candidates were predicted to cost."""
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
         lines = [f"mesh {axes}, dense gradients all-reduced in buckets of {self.bucket_bytes / 2**20:g} MiB"]
+        if self.wire_dtype:
+            lines.append(f"values of sparse gradients travel as {self.wire_dtype}")
         for table in self.tables:
             lines.append(f"{table.name} ({table.rows:,} x {table.width:,}): {table.scheme}: {table.reason}")
-            for name, cost in (table.candidates or {}).items():
-                lines.append(
-                    f"  {name:<12} {cost.seconds * 1e3:9.3f} ms {cost.bytes / 1e6:9.3f} MB {cost.messages:4d} messages"
-                )
+            if table.characteristics:
+                lines.append("  " + ", ".join(f"{name} {value:.4g}" for name, value in table.characteristics.items()))
+            lines += [_line(name, cost) for name, cost in (table.candidates or {}).items()]
+            if table.measured:
+                lines.append(_line("measured", table.measured))
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -112,7 +135,8 @@ class Plan:
             "format": FORMAT,
             "mesh": dict(self.mesh),
             "bucket_bytes": self.bucket_bytes,
-            "network": asdict(self.network) if self.network else None,
+            "network": _network_to_json(self.network) if self.network else None,
+            "wire_dtype": self.wire_dtype,
             "tables": [_table_to_json(table) for table in self.tables],
         }
 
@@ -129,6 +153,7 @@ class Plan:
             tables=tuple(_table_from_json(table) for table in parsed["tables"]),
             bucket_bytes=bucket_bytes,
             network=_network_from_json(parsed["network"]) if parsed["network"] else None,
+            wire_dtype=parsed.get("wire_dtype"),
         )
 
     def check(self, mesh: Mapping[str, int], tables: Mapping[str, tuple[int, int]]) -> None:
@@ -157,8 +182,33 @@ class Plan:
                 )
 
 
-def _network_from_json(parsed: Mapping[str, Any]) -> Network:
-    return Network(float(parsed["latency_s"]), float(parsed["bandwidth_bytes_per_s"]))
+def _line(name: str, cost: Cost) -> str:
+    return f"  {name:<20} {cost.seconds * 1e3:9.3f} ms {cost.bytes / 1e6:9.3f} MB {cost.messages:4d} messages"
+
+
+def _ratios(looks: Characteristics) -> dict[str, float]:
+    return {
+        "density": looks.density,
+        "overlap_ratio": looks.overlap_ratio,
+        "densification_ratio": looks.densification_ratio,
+        "skewness_ratio": looks.skewness_ratio,
+    }
+
+
+def _cost_from_json(parsed: Mapping[str, Any]) -> Cost:
+    return Cost(parsed["bytes"], parsed["messages"], parsed["seconds"])
+
+
+def _network_to_json(network: Network) -> dict[str, Any]:
+    nested = {"inside": network.inside, "across": network.across}
+    values = asdict(network) | {name: _network_to_json(part) if part else None for name, part in nested.items()}
+    return {name: value for name, value in values.items() if value != float("inf")}  # JSON has no infinity
+
+
+def _network_from_json(parsed: dict[str, Any]) -> Network:
+    nested = {name: _network_from_json(parsed[name]) for name in ("inside", "across") if parsed.get(name)}
+    values: dict[str, Any] = parsed | nested
+    return Network(**values)
 
 
 def _table_to_json(table: TablePlan) -> dict[str, Any]:
@@ -167,10 +217,7 @@ def _table_to_json(table: TablePlan) -> dict[str, Any]:
 
 
 def _table_from_json(parsed: Mapping[str, Any]) -> TablePlan:
-    candidates = {
-        candidate["scheme"]: Cost(candidate["bytes"], candidate["messages"], candidate["seconds"])
-        for candidate in parsed.get("candidates", ())
-    }
+    candidates = {candidate["scheme"]: _cost_from_json(candidate) for candidate in parsed.get("candidates", ())}
     return TablePlan(
         name=str(parsed["name"]),
         rows=int(parsed["rows"]),
@@ -179,4 +226,6 @@ def _table_from_json(parsed: Mapping[str, Any]) -> TablePlan:
         reason=str(parsed.get("reason", "")),
         density=None if parsed.get("density") is None else float(parsed["density"]),
         candidates=candidates or None,
+        characteristics=parsed.get("characteristics"),
+        measured=_cost_from_json(parsed["measured"]) if parsed.get("measured") else None,
     )

@@ -1,0 +1,111 @@
+"""`Courier`: a thread that does exchanges of several steps, one after the other, while backward computes."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+from weakref import WeakSet
+
+import torch
+
+from tulle.comm.traffic import now_s, traffic
+
+T = TypeVar("T")
+_LEAVING_S = 1.0
+_couriers: WeakSet[Courier] = WeakSet()
+
+
+class Courier:
+    """Does jobs in the order in which they were submitted, in a thread of its own.
+
+    Each job's collectives must be on process groups that nobody else uses, and all ranks must submit the same jobs
+    in the same order. On CUDA the jobs run on a stream of their own: what a job is given is waited for, and what it
+    gives is waited for by the stream that calls `result`; neither waits for the host.
+
+    Args:
+        name: What its thread is called in a debugger.
+        device: Of the tensors.
+    """
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._name = name
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        _couriers.add(self)
+
+    def submit(self, work: Callable[[], T]) -> Job[T]:
+        """Have some work done in its turn."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=_deliver, args=(self._jobs,), name=self._name, daemon=True)
+            self._thread.start()
+        job = Job(work, self._stream)
+        self._jobs.put(job.run)
+        return job
+
+    def close(self) -> None:
+        """Let the thread end once it has done what it was given; wait a moment for that."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(_LEAVING_S)
+            self._thread = None
+
+    def __del__(self) -> None:
+        self._jobs.put(None)
+
+
+class Job(Generic[T]):
+    """Some work that a courier does; `result` waits for it."""
+
+    def __init__(self, work: Callable[[], T], stream: torch.cuda.Stream | None) -> None:
+        self._work: Callable[[], T] | None = work
+        self._future: Future[T] = Future()
+        self._stream = stream
+        self._given = torch.cuda.current_stream(stream.device).record_event() if stream is not None else None
+
+    def run(self) -> None:
+        """Do the work; what it raises is raised by `result`."""
+        assert self._work is not None, "a job is run once"
+        traffic.is_background.flag = True
+        try:
+            if self._stream is None or self._given is None:
+                result = self._work()
+            else:
+                with torch.cuda.stream(self._stream):
+                    self._stream.wait_event(self._given)
+                    result = self._work()
+        except BaseException as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(result)
+        finally:
+            self._work = None  # what it holds can go
+
+    def result(self) -> T:
+        """Wait, and give the result, or raise what the work raised."""
+        begin_s = now_s()
+        try:
+            result = self._future.result()
+        finally:
+            traffic.waited(now_s() - begin_s)
+            traffic.span("waiting", "wait: tables", begin_s, now_s())
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        return result
+
+
+def _deliver(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    # A function and not a method, so that the thread does not keep its courier alive.
+    while (run := jobs.get()) is not None:
+        run()
+        del run
+
+
+@atexit.register
+def _close_all() -> None:
+    for courier in list(_couriers):
+        courier.close()
