@@ -118,7 +118,7 @@ def test_an_unknown_scheme(plan):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"scheme": "zen"}, "unknown scheme 'zen', expected one of auto, allgather, densify"),
+        ({"scheme": "zen"}, "unknown scheme 'zen', expected one of auto, densify, allgather"),
         ({"op": "max"}, "unknown operation 'max', expected one of mean, sum"),
     ],
     ids=["scheme", "op"],

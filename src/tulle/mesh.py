@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from tulle.environment import Launch, detect
 from tulle.errors import MeshError
 
 DEFAULT_TIMEOUT_S = 600.0
+_SETTLING_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +240,9 @@ def _in_force(group: dist.ProcessGroup, device: torch.device, timeout_s: float) 
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+        # gloo's threads still let go of the last collective's tensors. One that waits for the interpreter when that
+        # ends is unwound by it and aborts the process; in a sleep it gets its turn.
+        time.sleep(_SETTLING_S)
 
 
 def _resolve(axes: Mapping[str, int], size: int) -> tuple[dict[str, int], MeshError | None]:

@@ -61,10 +61,13 @@ class Presence:
 
     def owned(self, partition: Partition) -> tuple[Tensor, Tensor]:
         """Rows by owner: `[ranks, owners]` of each rank's, and `[owners]` of all ranks' together; float64."""
-        owner, _ = partition.place(self.rows)
-        onto = torch.zeros(len(self.rows), partition.ranks, dtype=torch.float64)
-        onto[torch.arange(len(self.rows)), owner] = 1.0
-        return self.held.double() @ onto / self.share, onto.sum(0) / self.share
+        return self.dealt(partition.place(self.rows)[0], partition.ranks)
+
+    def dealt(self, owner: Tensor, owners: int) -> tuple[Tensor, Tensor]:
+        """As `owned`, where row i of `rows` has the owner `owner[i]`."""
+        each = [torch.bincount(owner[held], minlength=owners) for held in self.held]
+        together = torch.bincount(owner, minlength=owners)
+        return torch.stack([*each, together])[:-1].double() / self.share, together.double() / self.share
 
     def in_blocks(self, block_rows: int) -> Presence:
         """Which ranks hold anything of each block of consecutive rows: the blocks are the rows of the result.
@@ -79,7 +82,8 @@ class Presence:
 
     def overlaps(self) -> Tensor:
         """`[ranks, ranks]` float64: `|I_r n I_q| / min(|I_r|, |I_q|)`, 0 where either is empty (Zen, section 2.3)."""
-        both = self.held.double() @ self.held.double().T
+        held = self.held.float()
+        both = (held @ held.T).double()
         counts = both.diagonal()
         return both / torch.minimum(counts[:, None], counts[None, :]).clamp(min=1)
 

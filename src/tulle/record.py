@@ -44,6 +44,7 @@ _OPERATIONS = {
     "initial parameters": "broadcast",
     "row counts": "all_gather",
     "network probe": "probe",
+    "characteristics": "all_gather",
     "barrier": "probe",
 }
 _RANKS_PAIRED = 64
@@ -253,7 +254,8 @@ class Recorder:
             lines.insert(0, {"kind": "step", "step": step} | _plain(self._open))
         elif "values" in self._open:  # logged without a step, by an evaluation alone, say
             lines.insert(0, {"kind": "values", "step": step, "values": _plain(self._open["values"])})
-        lines += [_seen(observation) for observation in self._engine.take_observations()] if self._engine else []
+        observations = self._engine.take_observations() if self._engine else []
+        lines += [_seen(observation, step) for observation in observations if self._rank == 0]
         for line in lines:
             self._lines.write(json.dumps(line) + "\n")
         self._lines.flush()
@@ -289,12 +291,12 @@ class Recorder:
         path.write_text(json.dumps({"traceEvents": self._spans}) + "\n", encoding="utf-8")
 
 
-def _seen(observation: Observation) -> dict[str, Any]:
-    """What one table's gradients looked like in a step, as a line of the record."""
+def _seen(observation: Observation, step: int) -> dict[str, Any]:
+    """What one table's gradients looked like in a step, as a line of the record; every rank knows the same."""
     looks, measured = observation.characteristics, observation.measured
     seen = {
         "kind": "characteristics",
-        "step": observation.step,
+        "step": step,
         "table": observation.table,
         "scheme": observation.scheme,
         "num_rows": looks.num_rows,

@@ -21,6 +21,7 @@ def wide(monkeypatch):
     [
         ([], "tulle run --processes 4 train.py"),
         (["run"], "tulle run --processes 4 train.py --epochs 3"),
+        (["profile"], "tulle profile --processes 4 train.py --epochs 3"),
         (["report"], "tulle report runs/demo --compare runs/one-process"),
         (["doctor"], "tulle doctor --processes 4"),
     ],
@@ -51,6 +52,9 @@ def test_the_version_is_that_of_the_package(capsys):
         (["run", "no-such.py"], "the script no-such.py is not there"),
         (["run", "-m", "no_such.module"], "there is no module 'no_such'"),
         (["run"], "no script was given, expected tulle run [OPTIONS] SCRIPT [ARGUMENTS]..."),
+        (["profile"], "no script was given, expected tulle profile [OPTIONS] SCRIPT [ARGUMENTS]..."),
+        (["profile", "no-such.py"], "the script no-such.py is not there"),
+        (["profile", "--epochs", "3", "SCRIPT"], "tulle profile --help and torchrun --help have the options"),
         (["run", "--processes", "none", "SCRIPT"], "--processes is 'none', expected a number from 1 up, or auto"),
         (["run", "--hosts", "one.invalid,two.invalid", "SCRIPT"], "say which it is with --node-rank, from 0 to 1"),
         (["run", "--hosts", "a,b", "--node-rank", "0", "SCRIPT"], "with several hosts give --run-dir"),

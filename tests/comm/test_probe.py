@@ -1,6 +1,8 @@
 """The probe measures a network once, and all ranks go by the same numbers."""
 
+import math
 import sys
+from dataclasses import astuple
 
 import pytest
 
@@ -13,20 +15,31 @@ from tulle import comm
 def test_all_ranks_get_the_same_plausible_numbers():
     axis = tulle.init(data=-1)["data"]
     network = comm.probe(axis)
-    heard = comm.gather_values((network.latency_s, network.bandwidth_bytes_per_s), axis, label="here")
+    heard = comm.gather_values(astuple(network), axis, label="here")
     assert heard == [heard[0]] * axis.size
     assert 0 < network.latency_s < 5
-    assert network.bandwidth_bytes_per_s > 1e4
+    assert 0 < network.all_reduce_latency_s < 5
+    for rate in (
+        network.bandwidth_bytes_per_s,
+        network.all_reduce_bytes_per_s,
+        network.sum_bytes_per_s,
+        network.copy_bytes_per_s,
+    ):
+        assert 1e4 < rate < math.inf
 
 
 @on_ranks(2)
 def test_a_disturbed_measurement_does_not_promise_an_endless_bandwidth():
     module = sys.modules["tulle.comm.probe"]  # the package has the function by this name
     with pytest.MonkeyPatch.context() as patch:
-        # On a busy machine the small exchange can take longer than the large one.
-        patch.setattr(module, "_exchange_s", lambda axis, total_bytes, *_: 0.004 if total_bytes == 8 else 0.003)
+        # On a busy machine the small exchange can take longer than the large one, and so can the all-reduce.
+        patch.setattr(
+            module, "_times", lambda work, repeats, axis: [0.004 if repeats == module._SMALL_REPEATS else 0.003]
+        )
         network = comm.probe(tulle.init(data=-1)["data"])
+    assert network.latency_s == network.all_reduce_latency_s == 0.004
     assert network.bandwidth_bytes_per_s < 10 * module._LARGE_BYTES / 0.003
+    assert network.all_reduce_bytes_per_s < 10 * module._LARGE_BYTES / 0.003
 
 
 @on_ranks(2)

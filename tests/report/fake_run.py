@@ -78,10 +78,11 @@ def launch(fake: Fake) -> dict:
     }
 
 
-def plan(ranks: int) -> dict:
-    def candidate(scheme: str, sent: int, messages: int, seconds: float) -> dict:
-        return {"scheme": scheme, "bytes": sent, "messages": messages, "seconds": seconds}
+def candidate(scheme: str, sent: int, messages: int, seconds: float) -> dict:
+    return {"scheme": scheme, "bytes": sent, "messages": messages, "seconds": seconds}
 
+
+def plan(ranks: int) -> dict:
     return {
         "format": 1,
         "mesh": {"data": ranks},

@@ -1,4 +1,4 @@
-"""The commands: `tulle run`, `tulle report` and `tulle doctor`."""
+"""The commands: `tulle run`, `tulle profile`, `tulle report` and `tulle doctor`."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperOption
 from tulle import __version__
 from tulle.cli.doctor import SCRIPT, doctor
 from tulle.cli.options import HelpAsked, Split, split
+from tulle.cli.profile import profile
 from tulle.cli.run import RunOptions
 from tulle.cli.run import run as run_command
 from tulle.cli.usage import UsageError
@@ -65,7 +66,7 @@ class LauncherCommand(TyperCommand):
         }
         script = [] if self.script_of_its_own is None else [self.script_of_its_own]
         try:
-            ctx.obj = split([*args, *script], own)
+            ctx.obj = split([*args, *script], own, command=ctx.command_path)
         except HelpAsked:
             return super().parse_args(ctx, ["--help"])
         if script and ctx.obj.torchrun.training_script != script[0]:
@@ -90,6 +91,17 @@ Hosts = Annotated[
         help="Run on these hosts together. Start the same command on each of them, by hand or by your "
         "scheduler: the first has rank 0, and the others find it there.",
     ),
+]
+RunDir = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder for records, logs and report. Default: runs/SCRIPT-DATE-TIME.",
+        show_default=False,
+    ),
+]
+Plain = Annotated[
+    bool, typer.Option("--plain", metavar="", help="No live table, as when the output is not a terminal.")
 ]
 Compare = Annotated[
     Path | None, typer.Option(metavar="RUN", help="Draw this other run's curves into the report as well.")
@@ -117,14 +129,7 @@ def _run(  # noqa: PLR0913 - typer makes each argument an option
     ctx: typer.Context,
     processes: Processes = None,
     hosts: Hosts = None,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder for records, logs and report. Default: runs/SCRIPT-DATE-TIME.",
-            show_default=False,
-        ),
-    ] = None,
+    run_dir: RunDir = None,
     compare: Compare = None,
     timeline: Annotated[
         bool, typer.Option("--timeline", metavar="", help="Also record timeline.json for ui.perfetto.dev.")
@@ -134,9 +139,7 @@ def _run(  # noqa: PLR0913 - typer makes each argument an option
         typer.Option("--check-finite", metavar="", help="Stop at the first gradient that is not finite, and name it."),
     ] = False,
     as_json: AsJson = False,
-    plain: Annotated[
-        bool, typer.Option("--plain", metavar="", help="No live table, as when the output is not a terminal.")
-    ] = False,
+    plain: Plain = False,
 ) -> None:
     """Run a script on several processes, watch it, and draw a report at the end.
 
@@ -158,6 +161,34 @@ def _run(  # noqa: PLR0913 - typer makes each argument an option
         plain=plain,
     )
     raise typer.Exit(run_command(_split_of(ctx), options))
+
+
+@app.command(
+    "profile",
+    cls=LauncherCommand,
+    options_metavar="[OPTIONS] [TORCHRUN OPTIONS] SCRIPT [ARGUMENTS]...",
+    epilog=_CODES,
+)
+def _profile(  # noqa: PLR0913 - typer makes each argument an option
+    ctx: typer.Context,
+    processes: Processes = None,
+    hosts: Hosts = None,
+    run_dir: RunDir = None,
+    every: Annotated[int, typer.Option(metavar="N", min=1, help="Observe every N steps.")] = 10,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="End the script after N steps.")] = 50,
+    as_json: AsJson = False,
+    plain: Plain = False,
+) -> None:
+    """Run some steps of a script, and show how sparse its tables' gradients are and what each scheme costs.
+
+    Example: tulle profile --processes 4 train.py --epochs 3
+
+    For each table: density, overlap, densification and skewness, the scheme in force, and its time and bytes,
+    predicted and measured, beside those of the best other schemes. It starts the script as tulle run does,
+    with the same options of torchrun, and ends it after --steps.
+    """
+    options = RunOptions(processes=processes, hosts=hosts, run_dir=run_dir, as_json=as_json, plain=plain)
+    raise typer.Exit(profile(_split_of(ctx), options, every=every, steps=steps))
 
 
 @app.command("report", epilog=_CODES)

@@ -13,7 +13,7 @@ from tulle.cli.timeline import merge
 from tulle.errors import TulleError
 from tulle.report import quantity, summarize, write
 
-Summary = Mapping[str, int | float | None]
+Summary = Mapping[str, int | float | dict[str, dict[str, object]] | None]
 
 _NO_STEPS = "No steps were recorded: they are when the script calls tulle.distribute and optimizer.step."
 _HEADINGS = {
@@ -33,12 +33,14 @@ class Finished:
     """What was written into the run folder.
 
     Args:
+        run: The folder.
         summary: The numbers of `summary.json`.
         report: The page, None if it could not be drawn.
         timeline: The merged timeline, None if none was recorded.
         note: What could not be written and how to mend that, empty if all was.
     """
 
+    run: Path
     summary: Summary
     report: Path | None
     timeline: Path | None
@@ -56,23 +58,24 @@ def finish(run: Path, *, compare: Path | None = None) -> Finished:
     try:
         summary = summarize(run)
     except TulleError as error:
-        return Finished({}, None, merged, f"no summary: {error}")
+        return Finished(run, {}, None, merged, f"no summary: {error}")
     write_json(run / "summary.json", summary)
     try:
         note = "" if summary["steps"] else _NO_STEPS
-        return Finished(summary, write(run, compare=compare), merged, note)
+        return Finished(run, summary, write(run, compare=compare), merged, note)
     except Exception as error:  # training that went well stays so, whatever becomes of its picture
-        return Finished(summary, None, merged, f"no report: {type(error).__name__}: {error}")
+        return Finished(run, summary, None, merged, f"no report: {type(error).__name__}: {error}")
 
 
-def summary_table(summary: Summary) -> Table:
-    """The summary as a table; numbers that the script logged come last, under their names."""
+def summary_table(finished: Finished) -> Table:
+    """The summary's numbers as a table; those that the script logged come last, under their names."""
+    summary = finished.summary
     table = Table(box=None, show_header=False, padding=(0, 2))
     table.add_column(style="dim")
     table.add_column(justify="right")
     for name in [*_HEADINGS, *(name for name in summary if name not in _HEADINGS)]:
-        if name in summary:
+        value = summary.get(name)
+        if name in summary and not isinstance(value, dict):
             heading, write_value = _HEADINGS.get(name, (name, quantity.decimal))
-            value = summary[name]
             table.add_row(heading, "not finite" if value is None else write_value(value))
     return table

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 from torch.distributed.run import get_args_parser
@@ -42,12 +43,13 @@ class HelpAsked(Exception):  # noqa: N818 - no error, but the way out of the par
     """`--help` stood among the options."""
 
 
-def split(arguments: Sequence[str], own: Mapping[str, bool]) -> Split:
-    """Split the words after `tulle run`; all that follows the script is the script's.
+def split(arguments: Sequence[str], own: Mapping[str, bool], *, command: str = "tulle run") -> Split:
+    """Split the words after `tulle run`, or a command like it; all that follows the script is the script's.
 
     Args:
         arguments: The words.
         own: tulle's own options, each with whether a value follows it.
+        command: As it was typed, for the text of an error.
 
     Raises:
         HelpAsked: If `--help` stands before the script.
@@ -59,10 +61,10 @@ def split(arguments: Sequence[str], own: Mapping[str, bool]) -> Split:
         (['--json'], 1, ['--json'])
     """
     ours: list[str] = []
-    torchrun = _parser(own, ours).parse_args(arguments)
+    torchrun = _parser(own, ours, command).parse_args(arguments)
     unset = object()  # the parser sets no default where the namespace has a value already
     probe = argparse.Namespace(**dict.fromkeys(vars(torchrun), unset))
-    _parser(own, []).parse_args(arguments, probe)
+    _parser(own, [], command).parse_args(arguments, probe)
     given = frozenset(name for name, value in vars(probe).items() if value is not unset)
     _give_back_dashes(torchrun, arguments)
     refused = [option for name, option in _OUTPUT_OPTIONS.items() if name in given]
@@ -74,7 +76,7 @@ def split(arguments: Sequence[str], own: Mapping[str, bool]) -> Split:
     return Split(ours, torchrun, given)
 
 
-def _parser(own: Mapping[str, bool], ours: list[str]) -> argparse.ArgumentParser:
+def _parser(own: Mapping[str, bool], ours: list[str], command: str) -> argparse.ArgumentParser:
     class Keep(argparse.Action):
         def __call__(
             self,
@@ -87,7 +89,7 @@ def _parser(own: Mapping[str, bool], ours: list[str]) -> argparse.ArgumentParser
 
     parser = get_args_parser()
     parser.allow_abbrev = False  # `--run` must not become --run-path behind the user's back
-    parser.error = _refuse
+    parser.error = partial(_refuse, command)
     parser.print_help = _ask_for_help
     for option, has_value in own.items():
         parser.add_argument(option, action=Keep, nargs=None if has_value else 0, dest="ours")
@@ -101,10 +103,10 @@ def _give_back_dashes(torchrun: argparse.Namespace, arguments: Sequence[str]) ->
         words.insert(0, "--")
 
 
-def _refuse(message: str) -> NoReturn:
+def _refuse(command: str, message: str) -> NoReturn:
     if "required" in message:
-        raise UsageError("no script was given, expected tulle run [OPTIONS] SCRIPT [ARGUMENTS]...")
-    raise UsageError(f"{message}: tulle run --help and torchrun --help have the options")
+        raise UsageError(f"no script was given, expected {command} [OPTIONS] SCRIPT [ARGUMENTS]...")
+    raise UsageError(f"{message}: {command} --help and torchrun --help have the options")
 
 
 def _ask_for_help(file: object = None) -> NoReturn:

@@ -6,12 +6,12 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from tulle.cli.failures import Cause, Failure, collect, describe, signal_name
@@ -43,8 +43,20 @@ class RunOptions:
     plain: bool = False
 
 
-def run(split: Split, options: RunOptions) -> int:
+def run(
+    split: Split,
+    options: RunOptions,
+    *,
+    settings: Mapping[str, str] | None = None,
+    show: Callable[[Finished], RenderableType] = summary_table,
+) -> int:
     """Run a script on its ranks and return the exit code of the command.
+
+    Args:
+        split: The command line.
+        options: tulle's own part of it.
+        settings: Environment variables that every rank gets besides those of the options.
+        show: Draws what is said at the end of a run that did not fail.
 
     Raises:
         UsageError: Before anything is started, if the options do not fit.
@@ -58,8 +70,8 @@ def run(split: Split, options: RunOptions) -> int:
     place_on_hosts(split, hosts, options.processes)
     path = _choose_path(torchrun, options)
     command = [*(["-m"] if torchrun.module else []), torchrun.training_script, *torchrun.training_script_args]
-    folder = _open_folder(path, Description(command, hosts or ["localhost"], _settings(options)))
-    says = _Says(options)
+    folder = _open_folder(path, Description(command, hosts or ["localhost"], _settings(options) | dict(settings or {})))
+    says = _Says(options, show)
     says.notes.print(Text(f"[tulle] records, logs and report: {short(folder.path)}"))
     if hosts:
         says.waits(torchrun)
@@ -151,8 +163,9 @@ def _record_silent(run: Path, failed: Sequence[Failure]) -> None:
 class _Says:
     """What the command says, and where: with `--json` stdout is kept for the summary alone."""
 
-    def __init__(self, options: RunOptions) -> None:
+    def __init__(self, options: RunOptions, show: Callable[[Finished], RenderableType]) -> None:
         self._options = options
+        self._show = show
         self.notes = Console(stderr=True, highlight=False, soft_wrap=True)
         self.output = self.notes if options.as_json else Console(highlight=False, soft_wrap=True)
 
@@ -186,7 +199,7 @@ class _Says:
             self.notes.print("The machine of rank 0 has the summary and the report.")
             return
         if finished.summary and not failed:
-            self.output.print(summary_table(finished.summary))
+            self.output.print(self._show(finished))
         for name, path in (("Report", finished.report), ("Timeline", finished.timeline)):
             if path is not None:
                 self.output.print(f"{name}: {short(path)}")

@@ -13,12 +13,14 @@ they do not. Small ones go at once, because a round costs a latency (`docs/desig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
 
-from tulle.comm.pending import Exchange, Label, Pending, done, translated
+from tulle.comm.pending import Exchange, Label, Pending, translated
 from tulle.mesh import Axis
 
 AT_ONCE_BYTES = 512 * 1024
@@ -26,11 +28,15 @@ AT_ONCE_BYTES = 512 * 1024
 ROUNDS_UNDER_WAY = 2
 """Rounds under way at a time in a larger one."""
 
-Message = tuple[Callable[..., object], Tensor, int]
-"""`dist.isend` or `dist.irecv`, what, and the peer's global rank."""
+Arrived = Callable[[int, Tensor], None]
+"""Called with a rank and its part as soon as that is there, while others are still under way."""
+_exchanges: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
+"""Exchanges that this process has had with each peer, by group."""
 
 
-def all_gather_parts(part: Tensor, lengths: Sequence[int], axis: Axis, *, label: Label) -> Pending[Tensor]:
+def all_gather_parts(
+    part: Tensor, lengths: Sequence[int], axis: Axis, *, label: Label, arrived: Arrived | None = None
+) -> Pending[Tensor]:
     """Gather parts of unequal lengths along dimension 0. Every rank of the axis must call it.
 
     Args:
@@ -38,11 +44,12 @@ def all_gather_parts(part: Tensor, lengths: Sequence[int], axis: Axis, *, label:
         lengths: Length of each rank's part, the same list on all ranks.
         axis: Whose ranks take part.
         label: What it is for.
+        arrived: What to do with each part as it comes, in any order; this rank's own is the first.
 
     Returns:
         All parts end to end, in the order of ranks: `[sum(lengths), ...]`.
     """
-    return _exchange("all-gather", [part] * axis.size, lengths, axis, label)
+    return _exchange("all-gather", [part] * axis.size, lengths, axis, label, arrived)
 
 
 def all_to_all_parts(parts: Sequence[Tensor], lengths: Sequence[int], axis: Axis, *, label: Label) -> Pending[Tensor]:
@@ -64,7 +71,7 @@ def send(tensor: Tensor, axis: Axis, *, to: int, label: Label) -> Pending[Tensor
     """Send a contiguous tensor to rank `to` of the axis, which must call `receive`."""
     exchange = Exchange("send", axis, label, tensor.nbytes, 1)
     with translated(exchange):
-        works = _post([(dist.isend, tensor, axis.ranks[to])], axis)
+        works = _post([dist.P2POp(dist.isend, tensor, axis.ranks[to], axis.group)])
     return Pending(exchange, works, lambda: tensor)
 
 
@@ -72,53 +79,76 @@ def receive(tensor: Tensor, axis: Axis, *, source: int, label: Label) -> Pending
     """Fill a contiguous tensor with what rank `source` of the axis sends."""
     exchange = Exchange("receive", axis, label, 0, 0)
     with translated(exchange):
-        works = _post([(dist.irecv, tensor, axis.ranks[source])], axis)
+        works = _post([dist.P2POp(dist.irecv, tensor, axis.ranks[source], axis.group)])
     return Pending(exchange, works, lambda: tensor)
 
 
 def _exchange(
-    operation: str, sends: Sequence[Tensor], lengths: Sequence[int], axis: Axis, label: Label
+    operation: str,
+    sends: Sequence[Tensor],
+    lengths: Sequence[int],
+    axis: Axis,
+    label: Label,
+    arrived: Arrived | None = None,
 ) -> Pending[Tensor]:
     own = sends[axis.rank]
-    if axis.size == 1:
-        return done(Exchange(operation, axis, label, 0, 0), own)
-    received = own.new_empty((sum(lengths), *own.shape[1:]))
-    receives = received.split(list(lengths))
-    receives[axis.rank].copy_(own)
     leaving = [part for r, part in enumerate(sends) if r != axis.rank and part.numel()]
     exchange = Exchange(operation, axis, label, sum(part.nbytes for part in leaving), len(leaving))
-    rounds = [_round(k, sends, receives, axis) for k in range(1, axis.size)]
+    received = own.new_empty((sum(lengths), *own.shape[1:])) if axis.size > 1 else own
+    receives = received.split(list(lengths))
+    tags = _tags(axis)
+    rounds = [_round(k, sends, receives, tags, axis) for k in range(1, axis.size)]
     if dist.get_backend(axis.group) == "nccl":  # nccl wants them as one group, and paces them itself
         rounds = [[message for messages in rounds for message in messages]]
     is_small = exchange.bytes_sent <= AT_ONCE_BYTES
     ahead = len(rounds) if is_small else ROUNDS_UNDER_WAY
     with translated(exchange):
-        under_way = [_post(messages, axis) for messages in rounds[:ahead]]
+        under_way = [_post(messages) for messages in rounds[:ahead]]
+
+    def take(sources: Iterable[int]) -> None:
+        for source in sources:
+            if arrived is not None and lengths[source]:
+                arrived(source, receives[source])
 
     def finish() -> Tensor:
-        for messages in rounds[ahead:]:
+        if received is not own:
+            receives[axis.rank].copy_(own)
+        take([axis.rank])
+        for k in range(len(rounds)):
             _wait(under_way.pop(0))
-            under_way.append(_post(messages, axis))
-        while under_way:
-            _wait(under_way.pop(0))
+            if k + ahead < len(rounds):
+                under_way.append(_post(rounds[k + ahead]))
+            take([(axis.rank - k - 1) % axis.size] if len(rounds) == axis.size - 1 else _others(axis))
         return received
 
     return Pending(exchange, (), finish)
 
 
-def _round(k: int, sends: Sequence[Tensor], receives: Sequence[Tensor], axis: Axis) -> list[Message]:
+def _others(axis: Axis) -> list[int]:
+    return [rank for rank in range(axis.size) if rank != axis.rank]
+
+
+def _tags(axis: Axis) -> dict[int, int]:
+    """A number for each peer's messages of this exchange.
+
+    Of two exchanges under way a small one posts all its rounds at once while a peer may hold some of the first back:
+    messages must find their own exchange. Both ends count the exchanges that they have had with each other.
+    """
+    counts = _exchanges.setdefault(axis.group, Counter())
+    counts.update(axis.ranks)
+    return {peer: counts[peer] % 2**30 for peer in axis.ranks}
+
+
+def _round(
+    k: int, sends: Sequence[Tensor], receives: Sequence[Tensor], tags: Mapping[int, int], axis: Axis
+) -> list[dist.P2POp]:
     to, source = (axis.rank + k) % axis.size, (axis.rank - k) % axis.size
-    messages: list[Message] = [
-        (dist.irecv, receives[source], axis.ranks[source]),
-        (dist.isend, sends[to], axis.ranks[to]),
-    ]
-    return [message for message in messages if message[1].numel()]
+    messages = [(dist.irecv, receives[source], axis.ranks[source]), (dist.isend, sends[to], axis.ranks[to])]
+    return [dist.P2POp(call, tensor, peer, axis.group, tags[peer]) for call, tensor, peer in messages if tensor.numel()]
 
 
-def _post(messages: Sequence[Message], axis: Axis) -> list[dist.Work]:
-    if not messages:
-        return []
-    return dist.batch_isend_irecv([dist.P2POp(call, tensor, peer, axis.group) for call, tensor, peer in messages])
+def _post(messages: list[dist.P2POp]) -> list[dist.Work]:
+    return dist.batch_isend_irecv(messages) if messages else []
 
 
 def _wait(works: Sequence[dist.Work]) -> None:

@@ -156,16 +156,32 @@ class DataParallel:
             self._backward = backward
             traffic.step = self.steps + 1
             _join_backward(backward, self)
-            if self.table_sync is not None:
-                self.table_sync.begin_step(self.steps + 1)
             for group in self._groups:
-                group.foresee()
+                self._foresee(group)
         if self._items:
             item, position = self._places[slot.name]
             item.arrive(position)
             self._advance(at_end=False)
         elif self.axis.size > 1:
             self._first_order.append(slot.name)
+
+    def _looked_up(self, parameter: Tensor, module: TableModule, ids: Tensor) -> None:
+        """Note a lookup, and tell the other ranks its rows if it was the last one of a group.
+
+        All ranks tell the groups in one order, each once a step. What another forward, without a backward, makes one
+        of them tell is found to be wrong when the gradients come.
+        """
+        self._foresights[id(parameter)].note(module, ids)
+        for group in self._groups if self._is_syncing and module.training else ():
+            if not group.is_foreseen:
+                if not group.is_looked_up:
+                    return
+                self._foresee(group)
+
+    def _foresee(self, group: TableGroup) -> None:
+        assert self.table_sync is not None, "groups have what their tables share"
+        self.table_sync.begin_step(self.steps + 1)
+        group.foresee()
 
     def end_backward(self) -> None:
         """All gradients are there: submit what has not been, and wait for everything."""
@@ -260,7 +276,7 @@ def _looked_up(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str
     assert isinstance(module, TableModule), "only tables are watched"
     engine = engine_of(module.weight)
     if engine is not None and module.sparse and torch.is_grad_enabled():
-        engine._foresights[id(module.weight)].note(module, arguments[0] if arguments else keywords["input"])
+        engine._looked_up(module.weight, module, arguments[0] if arguments else keywords["input"])
 
 
 def _arrived(engine: ref[DataParallel], name: str, parameter: Tensor) -> None:

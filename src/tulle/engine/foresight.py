@@ -1,7 +1,8 @@
 """`Foresight`: which rows a backward will have gradients for, known from the forward's lookups.
 
-    forward     embedding(ids)      note ids
-    backward    first gradient      the distinct rows of the noted ids are told to the other ranks
+    forward     embedding(ids)      note ids; after as many lookups as in the last step, their distinct rows are told
+                                    to the other ranks, while the rest of the forward computes
+    backward    first gradient      at the latest now they are told
                 table's gradient    has it these rows? all but always: its values can leave at once
 
 What was foreseen is checked when the gradient comes: a lookup may not reach the loss, and functional lookups are not
@@ -67,6 +68,12 @@ class Foresight:
 
     def __init__(self) -> None:
         self._noted: list[Tensor] = []
+        self._lookups = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there were as many lookups as in the last step; False before there was one."""
+        return 0 < self._lookups <= len(self._noted)
 
     def note(self, module: TableModule, ids: Tensor) -> None:
         """Take note of a lookup."""
@@ -83,4 +90,5 @@ class Foresight:
 
     def forget(self) -> None:
         """The gradient was summed."""
+        self._lookups = len(self._noted)
         self._noted.clear()

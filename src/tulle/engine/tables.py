@@ -1,8 +1,8 @@
 """`TableSync`: keeps replicated tables with sparse gradients in step, and chooses the scheme of each as it goes.
 
-    forward                 note the ids that are looked up
-    backward begins         tell row counts, choose, tell row numbers      -- beside backward, on a thread and a
-    gradient of a table     coalesce it, where it is born                     process group of its own
+    forward                 note the ids that are looked up; when all are there:
+                            tell row counts, choose, tell row numbers      -- beside forward and backward, on a thread
+    gradient of a table     coalesce it, where it is born                     and a process group of its own
     all of a group there    sum the values                                 -- beside the rest of backward
     end of backward         wait
 
@@ -255,13 +255,24 @@ class TableGroup:
         self._settled: Job[Routes] | None = None
         self._summed: Job[list[Gradient]] | None = None
 
+    @property
+    def is_foreseen(self) -> bool:
+        """Whether the rows of this step have been told, or will not be."""
+        return bool(self._foreseen) or not self._is_foreseeable
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether forward has looked up in these tables as often as in the last step."""
+        return all(foresight.is_complete for foresight in self._foresights)
+
     def foresee(self) -> None:
-        """At the begin of backward: tell the other ranks which rows the gradients will have."""
-        self._foreseen = [foresight.take() for foresight in self._foresights] if self._is_foreseeable else []
-        if self._foreseen:
-            indices = [None if seen is None else seen.rows for seen in self._foreseen]
-            counts = [ABSENT if rows is None else len(rows) for rows in indices]
-            self._settled = self._sync.courier.submit(partial(self._sync.settle, indices, counts, self.slots))
+        """Tell the other ranks which rows the gradients will have; once a step, the groups in their order."""
+        if self.is_foreseen:
+            return
+        self._foreseen = [foresight.take() for foresight in self._foresights]
+        indices = [None if seen is None else seen.rows for seen in self._foreseen]
+        counts = [ABSENT if rows is None else len(rows) for rows in indices]
+        self._settled = self._sync.courier.submit(partial(self._sync.settle, indices, counts, self.slots))
 
     def arrive(self, position: int) -> None:
         """Take in one table's gradient, coalesced; the parameter's own is released until the sum is there."""

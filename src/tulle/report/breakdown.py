@@ -1,6 +1,5 @@
-"""What the page shows as bars and tables: time by rank, bytes by table, the plan's choices, texts, values."""
+"""What the page shows as bars and tables: time by rank, bytes by table, texts, values."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -8,11 +7,10 @@ import numpy as np
 
 import tulle.report.quantity as quantity
 from tulle.report.panels import PART_COLOURS, PART_LABELS, traffic_colours
-from tulle.report.records import Candidate, Run, TableChoice, Text
+from tulle.report.records import Run, Text
 from tulle.report.series import (
     mean_over_ranks,
     mean_parts_of_rank,
-    median,
     over_ranks,
     parts_of_step,
     steps_of,
@@ -101,65 +99,6 @@ def traffic_at_the_start(run: Run) -> str:
 def _mean_messages(run: Run, key: tuple[str, str]) -> int:
     messages = over_ranks(run, lambda log: log.traffic_messages.get(key, np.zeros(len(log.steps))))
     return round(float(np.nanmean(warmed_up(messages))))
-
-
-@dataclass(frozen=True, slots=True)
-class CandidateRow:
-    """A scheme that was considered for a table, in words."""
-
-    scheme: str
-    chosen: bool
-    predicted: str
-    measured: str
-    messages: str
-    seconds: str
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The scheme that one table got, in words."""
-
-    name: str
-    shape: str
-    density: str
-    scheme: str
-    reason: str
-    candidates: tuple[CandidateRow, ...]
-
-
-def choices(run: Run) -> tuple[Choice, ...]:
-    """Return which scheme each table got and why, with the measured bytes beside the predicted ones."""
-    return tuple(_choice(run, table) for table in (run.plan.tables if run.plan else ()))
-
-
-def _choice(run: Run, table: TableChoice) -> Choice:
-    candidates = table.candidates
-    if table.scheme not in {candidate.scheme for candidate in candidates}:
-        candidates = (Candidate(table.scheme, math.nan, math.nan, math.nan), *candidates)
-    return Choice(
-        name=table.name,
-        shape=f"{quantity.count(table.rows)} rows × {quantity.count(table.width)}",
-        density="" if table.density is None else f"{quantity.share(table.density)} of the rows a step",
-        scheme=table.scheme,
-        reason=table.reason,
-        candidates=tuple(
-            CandidateRow(
-                scheme=candidate.scheme,
-                chosen=candidate.scheme == table.scheme,
-                predicted=quantity.size(candidate.bytes),
-                measured=quantity.size(_measured_bytes(run, table.name, candidate.scheme)),
-                messages=quantity.count(candidate.messages),
-                seconds=quantity.duration(candidate.seconds),
-            )
-            for candidate in candidates
-        ),
-    )
-
-
-def _measured_bytes(run: Run, table: str, scheme: str) -> float:
-    """Return the median bytes that a rank sent in the steps in which the table went by this scheme."""
-    sent = mean_over_ranks(over_ranks(run, lambda log: log.traffic.get((table, scheme))))
-    return median(sent[sent > 0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tulle.errors import DataError
+from tulle.report.observation import or_nan, read_candidates, read_characteristics
 from tulle.report.ranklog import read_rank_log
 from tulle.report.records import (
-    Candidate,
     Failure,
     Launch,
     Link,
+    Measured,
     MeshShape,
     PlanChoices,
     Run,
@@ -138,11 +139,14 @@ def _table(recorded: Mapping[str, Any]) -> TableChoice:
         density=None if density is None else float(density),
         scheme=str(recorded["scheme"]),
         reason=str(recorded.get("reason") or ""),
-        candidates=tuple(
-            Candidate(str(one["scheme"]), float(one["bytes"]), float(one["messages"]), float(one["seconds"]))
-            for one in recorded.get("candidates") or ()
-        ),
+        candidates=read_candidates(recorded.get("candidates")),
+        measured=_measured(recorded["measured"]) if recorded.get("measured") else None,
+        characteristics=read_characteristics(recorded["characteristics"]) if recorded.get("characteristics") else None,
     )
+
+
+def _measured(recorded: Mapping[str, Any]) -> Measured:
+    return Measured(*(or_nan(recorded.get(name)) for name in ("bytes", "messages", "seconds")))
 
 
 def _failures(run: Path) -> tuple[Failure, ...]:

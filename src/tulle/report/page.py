@@ -4,12 +4,14 @@ import os
 from importlib.resources import files
 from pathlib import Path
 
+import tulle.report.characteristics as characteristics
 import tulle.report.quantity as quantity
 from tulle.errors import DataError
 from tulle.report.folder import read
 from tulle.report.records import Run
 
 TABLES_SHOWN = 8  # the others are folded away
+ROWS_SHOWN = 12
 
 
 def write(run: Path, *, compare: Path | None = None, output: Path | None = None) -> Path:
@@ -48,14 +50,16 @@ def render(run: Run, baseline: Run | None = None) -> str:
         from markupsafe import Markup
 
         import tulle.report.breakdown as breakdown
+        import tulle.report.choice as choice
         import tulle.report.headline as headline
         import tulle.report.panels as panels
+        import tulle.report.sparsity as sparsity
     except ImportError as error:
         raise DataError(
             f"a report is drawn with matplotlib and jinja2, but {error.name} is not installed. "
             "Install them: pip install 'tulle[report]'."
         ) from error
-    here = files("tulle.report")
+    here, tables = files("tulle.report"), characteristics.observed_tables(run)
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -74,11 +78,14 @@ def render(run: Run, baseline: Run | None = None) -> str:
         traffic_bars=breakdown.traffic_bars(run),
         traffic_at_the_start=breakdown.traffic_at_the_start(run),
         missing_traffic=panels.missing_traffic(run),
-        choices=breakdown.choices(run),
+        sparsity=sparsity.sparsity(run, tables),
+        choices=choice.choices(run, tables),
         texts=breakdown.logged_texts(run),
         values=breakdown.logged_values(run),
         tables_shown=TABLES_SHOWN,
+        rows_shown=ROWS_SHOWN,
         links=headline.links(run),
         bucket=quantity.size(run.plan.bucket_bytes or 0) if run.plan else "",
         torn_lines=sum(log.torn_lines for log in run.ranks),
+        odd_lines=sum(log.odd_lines for log in run.ranks),
     )

@@ -93,6 +93,18 @@ def share(value: float) -> str:
     return f"{percent:.1f}%" if abs(percent) >= 0.95 else f"{percent:.2g}%"
 
 
+def ratio(value: float) -> str:
+    """Write how many times one thing is another.
+
+    Example:
+        >>> ratio(2.7182), ratio(17.3), ratio(1.0)
+        ('2.7', '17', '1.0')
+    """
+    if not math.isfinite(value):
+        return MISSING
+    return f"{value:.1f}" if abs(value) < 9.95 else f"{value:,.0f}"
+
+
 def decimal(value: float) -> str:
     """Write a number that somebody logged, four digits.
 

@@ -3,15 +3,16 @@
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tulle.errors import DataError
-from tulle.report.records import FloatArray, RankLog, Text
+from tulle.report.observation import read_observation
+from tulle.report.records import FloatArray, Observation, RankLog, Text
 
 NUMBERS = (
     "at",
@@ -38,6 +39,25 @@ class StepLine:
     numbers: tuple[float, ...]
     values: Mapping[str, float]
     traffic: Mapping[tuple[str, str], tuple[float, float]]
+    rows: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class _Read:
+    """What was read of one rank's lines so far; `lines` in the order of steps."""
+
+    lines: list[StepLine] = field(default_factory=list)
+    texts: dict[tuple[str, int], Text] = field(default_factory=dict)
+    observations: dict[tuple[str, int], Observation] = field(default_factory=dict)
+    torn_lines: int = 0
+    odd_lines: int = 0
+
+    def undo_from(self, step: int) -> None:
+        """Forget what was recorded from a step on, because a resumed run trains it again."""
+        del self.lines[bisect_left(self.lines, step, key=lambda line: line.step) :]
+        for kept in (self.texts, self.observations):
+            for key in [key for key in kept if key[1] >= step]:
+                del kept[key]
 
 
 def read_rank_log(path: Path, rank: int) -> RankLog:
@@ -45,38 +65,41 @@ def read_rank_log(path: Path, rank: int) -> RankLog:
 
     A run that is resumed goes back to its checkpoint's step: what it had recorded from there on was undone.
     """
-    lines: list[StepLine] = []
-    texts: dict[tuple[str, int], Text] = {}
-    torn_lines = 0
+    read = _Read()
     for number, line in enumerate(_lines(path), start=1):
         record, torn = _parse(line, path, number)
-        torn_lines += torn
+        read.torn_lines += torn
         try:
             if record is not None:
-                _add(record, lines, texts)
+                _add(record, read)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
                 f"line {number} of {path} is not a record of a step: {_explain(error)}. "
                 "Was it edited by hand, or written by another version of tulle? Delete it, or run again."
             ) from error
-    return _columns(rank, lines, tuple(texts.values()), torn_lines)
+    return _columns(rank, read)
 
 
-def _add(record: Mapping[str, Any], lines: list[StepLine], texts: dict[tuple[str, int], Text]) -> None:
-    """Add one record to what was read so far, `lines` in the order of steps."""
+def _add(record: Mapping[str, Any], read: _Read) -> None:
     kind, step = record["kind"], int(record["step"])
-    place = bisect_left(lines, step, key=lambda line: line.step)
+    lines = read.lines
     if kind == "step":
-        if place < len(lines):
-            del lines[place:]
-            for key in [key for key, text in texts.items() if text.step >= step]:
-                del texts[key]
+        if lines and lines[-1].step >= step:
+            read.undo_from(step)
         lines.append(_step_line(record))
     elif kind == "text":
         text = Text(step, str(record["name"]), str(record["text"]))
-        texts[text.name, text.step] = text
+        read.texts[text.name, text.step] = text
+    elif kind == "characteristics":
+        try:
+            observation = read_observation(record)
+        except (KeyError, TypeError, ValueError, AttributeError):  # it explains the run, and is not the run
+            read.odd_lines += 1
+        else:
+            read.observations[observation.table, step] = observation
     elif kind == "values":  # numbers that were logged apart from a step's record, by an evaluation alone, say
         logged = _step_line(record)
+        place = bisect_left(lines, step, key=lambda line: line.step)
         if place < len(lines) and lines[place].step == step:
             lines[place] = replace(lines[place], values={**lines[place].values, **logged.values})
         else:
@@ -128,6 +151,11 @@ def _step_line(record: Mapping[str, Any]) -> StepLine:
             (name, str(sent["scheme"])): (float(sent["bytes_sent"]), float(sent.get("messages") or 0))
             for name, sent in (record.get("traffic") or {}).items()
         },
+        rows={
+            name: float(sent["rows"])
+            for name, sent in (record.get("traffic") or {}).items()
+            if sent.get("rows") is not None
+        },
     )
 
 
@@ -140,27 +168,37 @@ def _logged(value: float) -> float:
     return float(value) if math.isfinite(value) else math.inf
 
 
-def _columns(rank: int, lines: list[StepLine], texts: tuple[Text, ...], torn_lines: int) -> RankLog:
+def _columns(rank: int, read: _Read) -> RankLog:
+    lines = read.lines
     numbers = np.array([line.numbers for line in lines], dtype=np.float64).reshape(len(lines), len(NUMBERS)).T
     traffic: dict[tuple[str, str], FloatArray] = {}
     traffic_messages: dict[tuple[str, str], FloatArray] = {}
-    values: dict[str, FloatArray] = {}
     for index, line in enumerate(lines):
         for key, (bytes_sent, messages) in line.traffic.items():
             if key not in traffic:
                 traffic[key], traffic_messages[key] = np.zeros(len(lines)), np.zeros(len(lines))
             traffic[key][index], traffic_messages[key][index] = bytes_sent, messages
-        for name, value in line.values.items():
-            if name not in values:
-                values[name] = np.full(len(lines), math.nan)
-            values[name][index] = value
     return RankLog(
         rank=rank,
         steps=np.array([line.step for line in lines], dtype=np.int64),
         **dict(zip(NUMBERS, numbers, strict=True)),
-        values=values,
+        values=_by_name([line.values for line in lines]),
         traffic=traffic,
         traffic_messages=traffic_messages,
-        texts=texts,
-        torn_lines=torn_lines,
+        rows=_by_name([line.rows for line in lines]),
+        texts=tuple(read.texts.values()),
+        observations=tuple(read.observations.values()),
+        torn_lines=read.torn_lines,
+        odd_lines=read.odd_lines,
     )
+
+
+def _by_name(lines: Sequence[Mapping[str, float]]) -> dict[str, FloatArray]:
+    """Turn a mapping a step into a column a name; NaN where a step has no such name."""
+    columns: dict[str, FloatArray] = {}
+    for index, line in enumerate(lines):
+        for name, value in line.items():
+            if name not in columns:
+                columns[name] = np.full(len(lines), math.nan)
+            columns[name][index] = value
+    return columns

@@ -53,8 +53,49 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What a table's synchronization took of one rank in a step; NaN where it was not measured."""
+
+    bytes: float
+    messages: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Characteristics:
+    """What a table's gradients look like on the ranks of one axis, as Zen (OSDI'25, section 2.3) has it, over rows."""
+
+    density: float
+    overlap_ratio: float
+    densification_ratio: float
+    skewness_ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One table looked at in one step (a line of kind `characteristics`).
+
+    `overlap` `[ranks, ranks]` is None where there were too many ranks to record each pair; `densification` is
+    over the first 1, 2, ... ranks, `parts` each contiguous part's share of the touched rows.
+    """
+
+    step: int
+    table: str
+    rows: int
+    width: int
+    ranks: int
+    characteristics: Characteristics
+    overlap: FloatArray | None
+    densification: FloatArray
+    parts: FloatArray
+    scheme: str
+    candidates: tuple[Candidate, ...]
+    measured: Measured
+
+
+@dataclass(frozen=True, slots=True)
 class TableChoice:
-    """The scheme that one table got, and why (an entry of `plan.json`); `density` is None if unmeasured."""
+    """The scheme that one table got, and why (an entry of `plan.json`); None is what was not measured."""
 
     name: str
     rows: int
@@ -63,6 +104,8 @@ class TableChoice:
     scheme: str
     reason: str
     candidates: tuple[Candidate, ...]
+    measured: Measured | None = None
+    characteristics: Characteristics | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +144,8 @@ class RankLog:
     A loss that was recorded but was not finite is infinity, so that it is not taken for a missing one.
     `values` holds for each logged name an array `[steps]`, `traffic` the bytes sent for each
     (table, scheme), and `traffic_messages` the messages; 0 where there was no such traffic in a step.
+    `rows` holds the rows that this rank touched of each table. A line about sparsity that cannot be understood
+    is left out and counted in `odd_lines`.
     """
 
     rank: int
@@ -120,8 +165,11 @@ class RankLog:
     values: Mapping[str, FloatArray]
     traffic: Mapping[tuple[str, str], FloatArray]
     traffic_messages: Mapping[tuple[str, str], FloatArray]
+    rows: Mapping[str, FloatArray]
     texts: tuple[Text, ...]
+    observations: tuple[Observation, ...]
     torn_lines: int
+    odd_lines: int
 
 
 @dataclass(frozen=True, slots=True)

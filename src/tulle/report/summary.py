@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tulle.report.characteristics import observed_tables
 from tulle.report.folder import read
 from tulle.report.records import Run
 from tulle.report.series import (
@@ -20,7 +21,10 @@ from tulle.report.series import (
 LAST_STEPS = 10
 
 
-def summarize(run: Path) -> dict[str, int | float | None]:
+Number = int | float | None
+
+
+def summarize(run: Path) -> dict[str, Number | dict[str, dict[str, object]]]:
     """Sum up the run in the folder `run`; the launcher writes the result to `summary.json`.
 
     Returns:
@@ -29,16 +33,19 @@ def summarize(run: Path) -> dict[str, int | float | None]:
         rank, median), `wait_share` (of the steps' time), `seconds` (spent in steps), `tokens` (of all
         ranks) and the last value of every other number that was logged. Rates leave out the first five
         steps. A number that was logged but is not finite is None, as JSON has no such number. A logged
-        number cannot take the name of one above.
+        number cannot take the name of one above. If gradients of tables were observed, `tables` has for each
+        its characteristics, its scheme, and predicted and measured cost (`ObservedTable.as_json`).
 
     Raises:
         DataError: the folder is missing, holds no run, or one of its files is broken.
     """
-    return summarize_run(read(run))
+    read_run = read(run)
+    tables = {table.name: table.as_json() for table in observed_tables(read_run)}
+    return {**summarize_run(read_run), **({"tables": tables} if tables else {})}
 
 
-def summarize_run(run: Run) -> dict[str, int | float | None]:
-    """Sum up a run that was read already; see `summarize`."""
+def summarize_run(run: Run) -> dict[str, Number]:
+    """Sum up the numbers of a run that was read already, tables left out; see `summarize`."""
     steps = steps_of(run)
     tokens = sum_over_ranks(over_ranks(run, lambda log: log.tokens))
     found: dict[str, float] = {
@@ -49,7 +56,7 @@ def summarize_run(run: Run) -> dict[str, int | float | None]:
         "seconds": _total(mean_over_ranks(over_ranks(run, lambda log: log.step_s))),
         "tokens": _total(tokens),
     }
-    summary: dict[str, int | float | None] = {
+    summary: dict[str, Number] = {
         "processes": run.processes,
         "steps": int(steps[-1]) if len(steps) else 0,
     }

@@ -31,7 +31,6 @@ from tulle.comm import Deferred
 from tulle.cost import Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.mesh import Axis
 from tulle.partition import Contiguous
-from tulle.rows import Merge
 from tulle.sync.allgather import numbers_cost
 from tulle.sync.numbers import gather_numbers, numbers_bytes
 from tulle.sync.table import Table
@@ -122,22 +121,8 @@ def _owners(num_rows: int, block_rows: int, ranks: int) -> Contiguous:
 def _way(blocks: Sequence[Tensor], block_rows: int, table: Table, axis: Axis) -> push_pull.Route:
     """Push and pull of blocks, whose sizes need not be told, because every rank knows what every other holds."""
     owners = _owners(table.num_rows, block_rows, axis.size)
-    union = torch.unique(torch.cat(list(blocks)))
-    by_owner = torch.stack([torch.bincount(owners.place(held)[0], minlength=axis.size) for held in [*blocks, union]])
-    sizes: list[list[int]] = by_owner.tolist()
-    *held_sizes, owned = sizes
-    parts = [held.split(lengths)[axis.rank] for held, lengths in zip(blocks, held_sizes, strict=True)]
-    return push_pull.Route(
-        table=replace(table, num_rows=owners.num_rows, width=block_rows * table.width),
-        axis=axis,
-        order=torch.arange(len(blocks[axis.rank]), device=table.device),
-        leaving=held_sizes[axis.rank],
-        coming=[len(part) for part in parts],
-        merge=Merge.of(torch.cat(parts)),
-        owned=owned,
-        rows=union,
-        places=None,
-    )
+    whole = replace(table, num_rows=owners.num_rows, width=block_rows * table.width)
+    return push_pull.settle(blocks, whole, axis, lambda rows, _: owners.place(rows)[0])
 
 
 def _places(rows: Tensor, blocks: Tensor, block_rows: int) -> Tensor:

@@ -20,8 +20,7 @@ from tulle.sync.table import Table
 
 def route(indices: Tensor, table: Table, counts: Sequence[int], axis: Axis) -> Deferred[push_pull.Route]:
     """Settle which rows go where; arguments as for `tulle.sync.allgather.route`."""
-    del counts
-    return push_pull.route(indices, table, axis, Contiguous(table.num_rows, axis.size))
+    return push_pull.route(indices, table, counts, axis, Contiguous(table.num_rows, axis.size))
 
 
 def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost:

@@ -1,35 +1,42 @@
-"""Push rows to their owners, who sum them, and pull the sums: Zen's parallelism, for any partition of rows.
+"""Push rows to their owners, who sum them, and pull the sums: Zen's parallelism, whoever owns which row.
 
     rank 0 holds a c d        owner 0: a b      push: each rank's rows to their owners    sum     pull: sums to all
     rank 1 holds a b d        owner 1: c d
+
+    route         which rows each rank holds, as in `allgather`; everything else follows from that
+    all_reduce    values to the owners; sums to all, put in their places as they come
+
+Where all row numbers at every rank would be too much, and owners follow from a partition alone, each rank tells only
+the owners, and the owners tell what they got (Zen, OSDI'25, section 3.1):
 
     route         1  how many rows go from each rank to each owner      all-gather, ranks numbers a rank
                   2  places of those rows                               all-to-all
                   3  how many distinct rows each owner now has          all-gather, one number a rank
                   4  their places, as list or bitmap                    all-gather
-    all_reduce    5  values to the owners                               all-to-all
-                  6  sums to all                                        all-gather
 
-Steps 1 to 4 need no value, so they are done while backward computes; sizes are off the critical path.
-
-Source: Zen (OSDI'25), section 3.1 (Push and Pull), section 3.3 (formats).
+Neither needs a value, so both are done while the model computes; sizes are off the critical path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tulle.comm import Deferred, all_gather, all_gather_parts, all_to_all_parts
-from tulle.cost import Characteristics, Cost, Network, exchange_cost, work_cost
+from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.mesh import Axis
 from tulle.partition import Partition
 from tulle.rows import Merge
 from tulle.sync.numbers import gather_numbers, numbers_bytes
 from tulle.sync.table import Table
+
+TOLD_BYTES = 256 * 1024
+"""Row numbers go to every rank if that takes no rank more than so much: one exchange instead of four."""
+Owners = Callable[[Tensor, Sequence[Tensor]], Tensor]
+"""From the union of rows, and where in it each rank's rows lie, to the owner of each row of the union."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +52,7 @@ class Route:
         merge: How those that come add up.
         owned: Distinct rows at each owner.
         rows: `[union]` the rows of the sum, ascending.
-        places: `[union]` where each of them lies in the sums of all owners laid end to end; None where they lie so.
+        places: `[union]` where in them the sums belong that come, owner after owner; None where they come in order.
     """
 
     table: Table
@@ -63,24 +70,77 @@ class Route:
         table = self.table
         parts = table.to_wire(values[self.order]).split(list(self.leaving))
         pushed = all_to_all_parts(parts, self.coming, self.axis, label=table.label)
+        return Deferred(lambda: self._pull(table.to_wire(self.merge.sum(table.from_wire(pushed.wait())))))
 
-        def finish() -> Tensor:
-            sums = self.merge.sum(table.from_wire(pushed.wait()))
-            pulled = all_gather_parts(table.to_wire(sums), self.owned, self.axis, label=table.label).wait()
-            return table.from_wire(pulled if self.places is None else pulled[self.places])
+    def _pull(self, sums: Tensor) -> Tensor:
+        table = self.table
+        if self.places is None:
+            pulled = all_gather_parts(sums, self.owned, self.axis, label=table.label)
+            return table.from_wire(pulled.wait())
+        total = torch.empty(len(self.rows), table.width, dtype=table.dtype, device=table.device)
+        places = self.places.split(list(self.owned))
 
-        return Deferred(finish)
+        def arrived(owner: int, part: Tensor) -> None:
+            total.index_copy_(0, places[owner], table.from_wire(part))
+
+        all_gather_parts(sums, self.owned, self.axis, label=table.label, arrived=arrived).wait()
+        return total
 
 
-def route(indices: Tensor, table: Table, axis: Axis, partition: Partition) -> Deferred[Route]:
-    """Steps 1 to 4: all that can be known from row numbers. Every rank of the axis must call it.
+def route(indices: Tensor, table: Table, counts: Sequence[int], axis: Axis, partition: Partition) -> Deferred[Route]:
+    """All that can be known from row numbers. Every rank of the axis must call it.
 
     Args:
-        indices: `[rows]` int64, ascending and distinct.
+        indices: `[counts[axis.rank]]` int64, ascending and distinct.
         table: The table, the same on all ranks.
+        counts: Rows of each rank, the same on all ranks.
         axis: Whose ranks take part.
         partition: Who owns which row, the same on all ranks.
     """
+    if not _is_told(counts, table.num_rows, table.index_dtype.itemsize):
+        return _route_by_owners(indices, table, axis, partition)
+    gathered = gather_numbers(indices, counts, table.num_rows, table, axis)
+    return Deferred(lambda: settle(gathered.wait(), table, axis, lambda rows, _: partition.place(rows)[0]))
+
+
+def settle(held: Sequence[Tensor], table: Table, axis: Axis, owners: Owners) -> Route:
+    """The ways of all rows, where every rank knows what every other holds.
+
+    Args:
+        held: Rows of each rank, ascending.
+        table: The table.
+        axis: Whose ranks take part.
+        owners: Who owns which row; the same on all ranks.
+    """
+    rows, together = torch.unique(torch.cat(list(held)), return_inverse=True)
+    places = together.split([len(part) for part in held])
+    owner = owners(rows, places)
+    mine = owner[places[axis.rank]]
+    coming = [part[owner[part] == axis.rank] for part in places]
+    owned = torch.bincount(owner, minlength=axis.size).tolist()
+    by_owner = torch.argsort(owner, stable=True)
+    is_in_order = table.device.type == "cpu" and bool((owner[1:] >= owner[:-1]).all())
+    return Route(
+        table,
+        axis,
+        order=torch.argsort(mine, stable=True),
+        leaving=torch.bincount(mine, minlength=axis.size).tolist(),
+        coming=[len(part) for part in coming],
+        merge=Merge.of(torch.cat(coming)),
+        owned=owned,
+        rows=rows,
+        places=None if is_in_order else by_owner,
+    )
+
+
+def _is_told(counts: Sequence[float], num_rows: int, index_bytes: int) -> bool:
+    """Whether every rank is told what every other holds; all ranks find the same."""
+    most = max((numbers_bytes(count, num_rows, index_bytes) for count in counts), default=0)
+    return (len(counts) - 1) * most <= TOLD_BYTES
+
+
+def _route_by_owners(indices: Tensor, table: Table, axis: Axis, partition: Partition) -> Deferred[Route]:
+    """Steps 1 to 4."""
     owner, place = partition.place(indices)
     order = torch.argsort(owner, stable=True)
     matrix = all_gather(torch.bincount(owner, minlength=axis.size), axis, label=table.label)
@@ -93,9 +153,10 @@ def route(indices: Tensor, table: Table, axis: Axis, partition: Partition) -> De
         mine = torch.tensor([len(merge.rows)], device=table.device)
         owned: list[int] = all_gather(mine, axis, label=table.label).wait().view(-1).tolist()
         held = gather_numbers(merge.rows, owned, partition.places, table, axis).wait()
-        rows, places = torch.sort(torch.cat([partition.rows(r, part) for r, part in enumerate(held)]))
-        is_sorted = bool((places[1:] > places[:-1]).all()) if table.device.type == "cpu" else False
-        return Route(table, axis, order, leaving, coming, merge, owned, rows, None if is_sorted else places)
+        rows, came = torch.sort(torch.cat([partition.rows(r, part) for r, part in enumerate(held)]))
+        places = torch.empty_like(came)
+        places[came] = torch.arange(len(came), device=came.device)
+        return Route(table, axis, order, leaving, coming, merge, owned, rows, places)
 
     return Deferred(finish)
 
@@ -105,28 +166,63 @@ def cost(characteristics: Characteristics, network: Network, ranks: int, partiti
 
     Exact for the rows that the characteristics were measured on: the fullest owner sets the pace.
     """
-    if ranks == 1:
-        return Cost(0, 0, 0.0)
     looks = characteristics.at(ranks)
     by_owner, owned = looks.spread.owned(partition)
+    if _is_told(looks.rows_per_rank, looks.num_rows, looks.index_bytes):
+        return settled_cost(looks, network, by_owner, owned)
+    own = by_owner.diagonal()
+    others = ranks - 1
+    leaving, coming = by_owner.sum(1) - own, by_owner.sum(0) - own
+    places = [numbers_bytes(rows, partition.places, looks.index_bytes) for rows in owned.tolist()]
+    told_bytes = leaving * looks.index_bytes + others * torch.tensor(places, dtype=torch.float64)
+    told_bytes += 8 * others * (ranks + 1)
+    reached = (by_owner > 0).sum(1) - (own > 0).long()
+    told = 2 * others + reached + others * (owned > 0).long()
+    busiest_bytes = told_bytes.max().item() + (coming.max() * looks.index_bytes).item()
+    told_s = exchange_cost(busiest_bytes, 0, network, rounds=4).seconds
+    return _values_cost(looks, network, (by_owner, owned), (told_bytes, told, told_s))
+
+
+def settled_cost(looks: Characteristics, network: Network, by_owner: Tensor, owned: Tensor) -> Cost:
+    """The cost where every rank is told what every other holds.
+
+    Args:
+        looks: What the gradient looks like.
+        network: What the axis gives.
+        by_owner: `[ranks, owners]` float64, rows of each rank at each owner.
+        owned: `[owners]` float64, distinct rows of each owner.
+    """
+    others = len(owned) - 1
+    sizes = [numbers_bytes(rows, looks.num_rows, looks.index_bytes) for rows in looks.rows_per_rank]
+    told_bytes = others * torch.tensor(sizes, dtype=torch.float64)
+    received_bytes = sum(sizes) - min(sizes, default=0)
+    told_s = exchange_cost(
+        told_bytes.max().item(), 0, network, rounds=min(1, others), received_bytes=received_bytes
+    ).seconds
+    return _values_cost(looks, network, (by_owner, owned), (told_bytes, others * (told_bytes > 0).long(), told_s))
+
+
+def _values_cost(
+    looks: Characteristics, network: Network, rows: tuple[Tensor, Tensor], told: tuple[Tensor, Tensor, float]
+) -> Cost:
+    """Push and pull of the values, and what was told before: bytes and messages by rank, and seconds."""
+    by_owner, owned = rows
+    told_bytes, told_messages, told_s = told
+    others = len(owned) - 1
+    if not others:
+        return NOTHING
     own = by_owner.diagonal()
     leaving, coming = by_owner.sum(1) - own, by_owner.sum(0) - own
-    pulled = [numbers_bytes(rows, partition.places, looks.index_bytes) for rows in owned.tolist()]
-    pulled_rows = owned * looks.values_bytes + torch.tensor(pulled, dtype=torch.float64)
-    others = ranks - 1
-    sizes_bytes = 8 * others
-    pushed_bytes = leaving * (looks.index_bytes + looks.values_bytes)
-    sent_bytes = pushed_bytes + others * pulled_rows + (ranks + 1) * sizes_bytes
+    sent_bytes = told_bytes + (leaving + others * owned) * looks.values_bytes
     payer = int(sent_bytes.argmax())
-    others_reached = int((by_owner[payer] > 0).sum()) - int(own[payer] > 0)
-    messages = 2 * others + 2 * others_reached + 2 * others * int(owned[payer] > 0)
-    busiest = torch.maximum(leaving, coming).max().item() * (looks.index_bytes + looks.values_bytes)
-    sums_bytes = pulled_rows.sum().item()
-    slowest_pull = max(others * pulled_rows.max().item(), sums_bytes - pulled_rows.min().item())
-    seconds = exchange_cost(busiest + slowest_pull, messages, network, rounds=6).seconds
+    reached = int((by_owner[payer] > 0).sum()) - int(own[payer] > 0)
+    messages = int(told_messages[payer]) + reached + others * int(owned[payer] > 0)
+    push_rows = torch.maximum(leaving, coming).max().item()
+    pull_rows = max(others * owned.max().item(), (owned.sum() - owned.min()).item())
+    values = exchange_cost((push_rows + pull_rows) * looks.values_bytes, 0, network, rounds=2)
     work = work_cost(
         network,
         summed_bytes=by_owner.sum(0).max().item() * looks.values_bytes,
-        copied_bytes=max(looks.rows_per_rank) * looks.values_bytes + owned.sum().item() * looks.values_bytes,
+        copied_bytes=(by_owner.sum(1).max().item() + owned.sum().item()) * looks.values_bytes,
     )
-    return Cost(round(sent_bytes.max().item()), messages, seconds + work.seconds)
+    return Cost(round(sent_bytes[payer].item()), messages, told_s + values.seconds + work.seconds)

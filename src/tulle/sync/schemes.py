@@ -10,6 +10,7 @@ import tulle.sync.balanced as balanced
 import tulle.sync.block as block
 import tulle.sync.contiguous as contiguous
 import tulle.sync.densify as densify
+import tulle.sync.holders as holders
 import tulle.sync.recursive_doubling as recursive_doubling
 import tulle.sync.ring as ring
 from tulle.cost import Characteristics, Cost, Network
@@ -18,6 +19,8 @@ from tulle.sync.hierarchical import Hierarchical
 from tulle.sync.protocol import Scheme
 
 AUTO = "auto"
+ALIKE = 1.02
+"""Predictions within this factor are no reason to prefer one."""
 HIERARCHICAL = "hierarchical"
 
 FLAT: dict[str, Scheme] = {
@@ -28,6 +31,7 @@ FLAT: dict[str, Scheme] = {
     "ring": ring,
     "contiguous": contiguous,
     "balanced": balanced,
+    "holders": holders,
 }
 """Schemes that take all ranks alike."""
 SCHEMES: dict[str, Scheme] = FLAT | {HIERARCHICAL: Hierarchical(inside=ring, across=balanced)}
@@ -82,7 +86,10 @@ def choose(characteristics: Characteristics, network: Network, ranks: int) -> Ch
     if 1 < network.local_ranks < ranks:
         name = _best_pair(characteristics, network, ranks)
         costs[name] = scheme_named(name).cost(characteristics, network, ranks)
-    best, *others = sorted(costs, key=lambda name: costs[name].seconds)
+    ordered = sorted(costs, key=lambda name: costs[name].seconds)
+    # Of what is alike by prediction, the one that stands first in the registry: the simplest.
+    best = next(name for name in costs if costs[name].seconds <= ALIKE * costs[ordered[0]].seconds)
+    others = [name for name in ordered if name != best]
     told = [*others[:2], *({"densify"} & {*others[2:]})]  # what DDP would do with a dense gradient is always told
     than = ", ".join(f"{name} {_ms(costs[name])}" for name in told)
     reason = (

@@ -1,0 +1,157 @@
+"""A courier does its jobs in order, beside its process, and whatever happens to one comes out at `result()`."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+
+import tulle
+from ranks import on_ranks
+from tulle import comm
+from tulle.comm import Courier, Job, traffic
+
+CPU = torch.device("cpu")
+SOON_S = 20.0  # a wait that ends at once where all is well
+
+
+@pytest.fixture
+def courier():
+    one = Courier("test", CPU)
+    yield one
+    one.close()
+
+
+def test_jobs_are_done_in_the_order_in_which_they_came_by_one_other_thread(courier):
+    seen: list[tuple[int, int]] = []
+    held = threading.Event()
+    first = courier.submit(lambda: held.wait(SOON_S))
+    jobs = [courier.submit(lambda k=k: seen.append((k, threading.get_ident()))) for k in range(50)]
+    assert seen == [], "nobody overtakes the first"
+    held.set()
+    assert first.result() is True
+    for job in reversed(jobs):
+        job.result()
+    assert [k for k, _ in seen] == list(range(50))
+    assert len({thread for _, thread in seen}) == 1
+    assert seen[0][1] != threading.get_ident()
+
+
+def test_a_result_is_given_as_often_as_it_is_asked_for(courier):
+    job = courier.submit(lambda: [1, 2])
+    assert job.result() is job.result()
+    assert job.result() == [1, 2]
+
+
+def test_what_a_job_raises_comes_out_at_its_result_and_the_next_job_is_done(courier):
+    def fall() -> None:
+        raise ValueError("this one fell")
+
+    fallen, next_one = courier.submit(fall), courier.submit(lambda: 7)
+    assert next_one.result() == 7
+    for _ in range(2):
+        with pytest.raises(ValueError, match="this one fell"):
+            fallen.result()
+
+
+def test_a_job_lets_go_of_what_it_worked_on(courier):
+    class Large:
+        pass
+
+    large = Large()
+    left = weakref.ref(large)
+    job = courier.submit(lambda large=large: id(large))
+    del large
+    job.result()
+    courier.submit(lambda: None).result()  # the thread has gone on
+    gc.collect()
+    assert left() is None
+
+
+def test_only_what_the_process_waits_for_counts_as_its_waiting(courier):
+    held = threading.Event()
+
+    def wait_there() -> None:
+        traffic.waited(1000.0)
+        traffic.span("waiting", "wait: rows", 0.0, 1000.0)
+        held.wait(SOON_S)
+
+    before_s = traffic.wait_s
+    traffic.take_spans()
+    traffic.is_tracing = True
+    try:
+        job = courier.submit(wait_there)
+        assert traffic.wait_s == before_s
+        threading.Timer(0.05, held.set).start()
+        job.result()
+    finally:
+        traffic.is_tracing = False
+    assert 0.0 < traffic.wait_s - before_s < SOON_S, "this thread stood still for the result, not for 1000 s"
+    tracks = {span.name: span.track for span in traffic.take_spans()}
+    assert tracks == {"wait: rows": "tables", "wait: tables": "waiting"}
+    traffic.waited(1.0)
+    assert traffic.wait_s - before_s > 1.0, "the twin: what this thread waits is counted"
+
+
+def test_a_courier_that_is_closed_has_done_its_jobs_and_may_be_given_new_ones(courier):
+    jobs = [courier.submit(lambda k=k: k) for k in range(5)]
+    thread = courier._thread
+    courier.close()
+    assert not thread.is_alive()
+    assert [job.result() for job in jobs] == list(range(5))
+    courier.close()  # again: nothing is left to do
+    assert courier.submit(lambda: 8).result() == 8
+
+
+def test_a_courier_that_has_no_job_has_no_thread(courier):
+    assert courier._thread is None
+    courier.close()
+    assert courier._thread is None
+
+
+def test_a_courier_that_is_dropped_ends_its_thread():
+    courier = Courier("dropped", CPU)
+    job = courier.submit(lambda: 3)
+    thread, left = courier._thread, weakref.ref(courier)
+    del courier
+    gc.collect()
+    assert left() is None
+    thread.join(SOON_S)
+    assert not thread.is_alive()
+    assert job.result() == 3, "what it was given before is done"
+
+
+def test_one_courier_does_not_wait_for_another():
+    slow, fast = Courier("slow", CPU), Courier("fast", CPU)
+    held = threading.Event()
+    waiting: Job[bool] = slow.submit(lambda: held.wait(SOON_S))
+    assert fast.submit(lambda: "there").result() == "there"
+    assert not waiting._future.done()
+    held.set()
+    assert waiting.result() is True
+    slow.close()
+    fast.close()
+
+
+@on_ranks(2, 3)
+def test_couriers_exchange_beside_the_process_and_beside_each_other():
+    axis = tulle.init(data=-1)["data"]
+    lanes = [comm.lane(axis, name) for name in ("first", "second")]
+    couriers = [Courier("first", CPU), Courier("second", CPU)]
+
+    def exchange(step: int, which: int) -> float:
+        gathered = comm.all_gather_parts(torch.full((3,), float(step)), [3] * axis.size, lanes[which], label="there")
+        reduced = comm.all_reduce(torch.tensor(float(which)), lanes[which], label="there")
+        return gathered.wait().sum().item() + reduced.wait().item()
+
+    jobs = {}
+    for step in range(10):
+        for which in (0, 1) if axis.rank else (1, 0):  # each courier's own order is all that must agree
+            jobs[step, which] = couriers[which].submit(lambda step=step, which=which: exchange(step, which))
+        mine = comm.all_reduce(torch.tensor(float(step)), axis, label="here").wait()
+        assert mine.item() == step * axis.size
+    for (step, which), job in jobs.items():
+        assert job.result() == axis.size * (3 * step + which)
+    for courier in couriers:
+        courier.close()
