@@ -17,6 +17,7 @@ from ranks import on_ranks
 from tulle.comm import traffic
 from tulle.engine import engine_of
 from tulle.errors import ModelError
+from tulle.sync.schemes import ALIKE
 
 
 class Checkpointed(nn.Module):
@@ -116,7 +117,7 @@ def test_the_scheme_of_a_table_follows_its_density():
     predicted = {name: cost.seconds for name, cost in choice.candidates}
     assert engine.schemes()["weight"] == (choice.scheme, 1)
     assert choice.scheme != "densify"
-    assert predicted[choice.scheme] == min(predicted.values())
+    assert predicted[choice.scheme] <= ALIKE * min(predicted.values())
     # Costs are by measured network; on this one latency may rule: force the question by density alone.
     few = choice.density
     for _ in range(30):

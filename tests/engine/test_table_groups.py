@@ -141,7 +141,7 @@ def test_tables_with_little_between_them_wait_for_one_another():
     assert worst_difference(model, train_alone(small, mesh.size, STEPS))[0] < 1e-12
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_many_tables_side_by_side_cost_the_messages_of_one():
     mesh = tulle.init(data=-1)
     for plan in ("allgather", "densify", "contiguous", "balanced", "recursive_doubling"):

@@ -14,6 +14,7 @@ from tulle.cost import Characteristics, Network
 from tulle.errors import PlanError
 from tulle.plan import TablePlan, plan_as_given, plan_by_cost, plan_for_later
 from tulle.sync import SCHEMES
+from tulle.sync.schemes import ALIKE, FLAT
 
 MESH = {"data": 2}
 SHAPES = {"words.weight": (1000, 8), "tags.weight": (10, 4)}
@@ -99,12 +100,13 @@ def test_few_rows_travel_as_rows_and_a_full_table_is_reduced():
     few, full = plan.tables
     assert full.candidates[full.scheme].bytes < 1.01 * full.candidates["densify"].bytes
     assert full.candidates[full.scheme].bytes < 0.6 * full.candidates["allgather"].bytes
+    assert full.candidates[full.scheme].seconds <= full.candidates["densify"].seconds
     assert few.candidates[few.scheme].bytes < few.candidates["densify"].bytes / 100
     assert plan.network == NETWORK
     assert (few.rows, few.width) == (500_000, 128)
     assert few.density == pytest.approx(961.5 / 500_000)
     assert few.reason.startswith(f"0.19% of 500,000 rows touched a rank and step, 4 ranks: {few.scheme} predicted at ")
-    assert set(few.candidates) == set(SCHEMES)
+    assert set(few.candidates) == set(FLAT)
 
 
 @given(
@@ -114,12 +116,14 @@ def test_few_rows_travel_as_rows_and_a_full_table_is_reduced():
     latency_s=st.floats(1e-6, 1e-1),
     bandwidth=st.floats(1e6, 1e11),
 )
-def test_the_choice_is_the_candidate_of_least_seconds(num_rows, width, shares, latency_s, bandwidth):
+def test_the_choice_is_the_simplest_candidate_of_about_the_least_seconds(num_rows, width, shares, latency_s, bandwidth):
     looks = Characteristics(num_rows, width, 4, tuple(round(share * num_rows) for share in shares))
     network = Network(latency_s, bandwidth)
     [table] = plan_by_cost({"data": len(shares)}, {"words": looks}, network, len(shares)).tables
-    seconds = {name: scheme.cost(looks, network, len(shares)).seconds for name, scheme in SCHEMES.items()}
-    assert seconds[table.scheme] == min(seconds.values())
+    seconds = {name: scheme.cost(looks, network, len(shares)).seconds for name, scheme in FLAT.items()}
+    assert seconds[table.scheme] <= ALIKE * min(seconds.values())
+    simpler = list(seconds)[: list(seconds).index(table.scheme)]
+    assert all(seconds[name] > ALIKE * min(seconds.values()) for name in simpler), "of what is alike, the simplest"
     assert {name: cost.seconds for name, cost in table.candidates.items()} == seconds
 
 

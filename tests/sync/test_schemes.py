@@ -7,6 +7,7 @@ import pytest
 from tulle.cost import Characteristics, Network
 from tulle.errors import PlanError
 from tulle.sync import SCHEMES, check_scheme, choose
+from tulle.sync.schemes import ALIKE, FLAT
 
 SLOW = Network(latency_s=5e-4, bandwidth_bytes_per_s=1.2e8)
 
@@ -30,8 +31,8 @@ def test_an_assumed_sparse_gradient_is_reduced_and_not_gathered(ranks):
     choice = choose(table(50_000, ranks=ranks), SLOW, ranks)
     predicted = dict(choice.candidates)
     # Where every row is touched, pushing rows to owners and back is a dense all-reduce by another name: a near tie.
+    assert choice.scheme == "densify" or predicted["densify"].seconds > ALIKE * predicted[choice.scheme].seconds
     assert predicted[choice.scheme].bytes < 1.01 * predicted["densify"].bytes
-    assert predicted[choice.scheme].seconds <= predicted["densify"].seconds
     assert predicted["allgather"].bytes == pytest.approx(ranks / 2 * predicted["densify"].bytes, rel=0.01)
     eager = replace(SLOW, all_reduce_latency_s=SLOW.latency_s, all_reduce_bytes_per_s=2 * SLOW.bandwidth_bytes_per_s)
     assert choose(table(50_000, ranks=ranks), eager, ranks).scheme == "densify"
@@ -45,13 +46,15 @@ def test_gathering_loses_to_reducing_as_ranks_grow():
     assert choose(looks[1], SLOW, 64).scheme != "allgather"
 
 
-def test_the_choice_lists_every_candidate_and_takes_the_cheapest():
+def test_the_choice_lists_every_candidate_and_takes_the_simplest_of_about_the_least_seconds():
     for look in (table(10), table(1400), table(40_000), table(4000, ranks=16)):
         choice = choose(look, SLOW, len(look.rows_per_rank))
         predicted = {name: cost.seconds for name, cost in choice.candidates}
-        assert predicted == {name: seconds(name, look) for name in SCHEMES}
-        assert predicted[choice.scheme] == min(predicted.values())
-        assert all(name in choice.reason for name in SCHEMES)
+        assert predicted == {name: seconds(name, look) for name in FLAT}
+        alike = [name for name in FLAT if predicted[name] <= ALIKE * min(predicted.values())]
+        assert choice.scheme == alike[0]
+        assert f"{choice.scheme} predicted at " in choice.reason
+        assert "densify" in choice.reason, "what DDP would do with a dense gradient is always told"
 
 
 @pytest.mark.parametrize(("ranks", "gathered", "reduced"), [(4, 3.0, 1.5), (64, 63.0, 2 * 63 / 64)])
@@ -72,4 +75,4 @@ def test_seconds_are_latency_and_bytes_over_bandwidth():
 def test_an_unknown_scheme_is_named_with_those_that_there_are():
     with pytest.raises(PlanError, match=rf"^unknown scheme 'zen', expected one of auto, {', '.join(SCHEMES)}$"):
         check_scheme("zen")
-    assert all(check_scheme(name) == name for name in ("auto", *SCHEMES))
+    assert all(check_scheme(name) == name for name in ("auto", *SCHEMES, "hierarchical:allgather+balanced"))

@@ -68,9 +68,12 @@ class _State:
 
     chooser: Chooser | None
     """None where a scheme was given."""
-    seconds: float = 0.0
+    took_us: int = 0
+    """This rank's last exchange, its waiting for slower ranks included."""
     sent: Count = field(default_factory=Count)
+    """By this rank in the last step."""
     before: Count = field(default_factory=Count)
+    measured: Cost | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +132,12 @@ class TableSync:
 
     @property
     def measured(self) -> dict[str, Cost]:
-        """What each table sent in the last step, and the seconds, as a running mean, of the exchange it was part of."""
-        return {
-            name: Cost(state.sent.bytes_sent, state.sent.messages, state.seconds)
-            for name, state in self._states.items()
-            if state.seconds
-        }
+        """By table, of the step before: what the rank that sent most sent, and how long its group's exchange took.
+
+        The seconds are a running mean of those of the rank that came last and so waited for nobody. Row numbers that
+        were told ahead are not in them.
+        """
+        return {name: state.measured for name, state in self._states.items() if state.measured is not None}
 
     def scheme(self, name: str) -> str:
         """The scheme in force for a table: given, chosen, or `"auto"` before the first choice."""
@@ -156,7 +159,13 @@ class TableSync:
             counts: What this rank announces of each.
             slots: The tables.
         """
-        heard = announce_counts(counts, self._lane).wait()
+        states = [self._states[slot.name] for slot in slots]
+        last = [number for state in states for number in (state.sent.bytes_sent, state.took_us)]
+        told = announce_counts([*counts, *last], self._lane).wait()
+        heard = [numbers[: len(slots)] for numbers in told]
+        for position, state in enumerate(states, start=len(slots)):
+            at = 2 * position - len(slots)
+            self._note(state, [numbers[at] for numbers in told], [numbers[at + 1] for numbers in told])
         tables = [self._table(slot) for slot in slots]
         self._observe(indices, tables, heard)
         schemes = [self.scheme(table.name) for table in tables]
@@ -167,18 +176,21 @@ class TableSync:
         word = torch.tensor([is_right], device=self._lane.device)
         return bool(all_gather(word, self._lane, label="row counts").wait().all())
 
-    def note_time(self, slots: Sequence[Slot], seconds: float) -> None:
-        """Keep how long the exchange took that these tables were part of."""
-        for slot in slots:
-            state = self._states[slot.name]
-            state.seconds = _MEMORY * state.seconds + (1 - _MEMORY) * seconds if state.seconds else seconds
-
-    def note_traffic(self, slots: Sequence[Slot]) -> None:
-        """Keep what this rank sent for these tables in the step that ends."""
+    def note(self, slots: Sequence[Slot], seconds: float) -> None:
+        """Keep what this rank sent for these tables in the step that ends, and how long their exchange took."""
         for slot in slots:
             state, now = self._states[slot.name], traffic.sent_for(slot.name)
+            state.took_us = round(seconds * 1e6)
             state.sent = Count(now.bytes_sent - state.before.bytes_sent, now.messages - state.before.messages)
             state.before = now
+
+    @staticmethod
+    def _note(state: _State, sent_bytes: Sequence[int], took_us: Sequence[int]) -> None:
+        """Keep what all ranks told of their last step: who came last waited for nobody."""
+        seconds = min(took_us) / 1e6
+        if seconds:
+            mean_s = _MEMORY * state.measured.seconds + (1 - _MEMORY) * seconds if state.measured else seconds
+            state.measured = Cost(max(sent_bytes), state.sent.messages, mean_s)
 
     def take_observations(self) -> list[Observation]:
         """What was measured since the last call."""
@@ -306,7 +318,6 @@ class TableGroup:
                 slot.parameter.grad = total
             self._gradients[position] = None
             slot.is_fired = slot.is_arrived = False
-        self._sync.note_traffic(self.slots)
         self._settled = self._summed = None
         self._foreseen = []
         self.missing = len(self.slots)
@@ -320,14 +331,14 @@ class TableGroup:
             summed = self._settled.result().sum(given)
             if self._sync.confirm(is_right):
                 sums = summed.wait()
-                self._sync.note_time(self.slots, now_s() - begin_s)
+                self._sync.note(self.slots, now_s() - begin_s)
                 return sums
             summed.wait()
             self._is_foreseeable = False  # on all ranks alike: this model's gradients are not what it looks up
         indices = [gradient.indices.long() if isinstance(gradient, RowSparse) else None for gradient in gradients]
         settled = self._sync.settle(indices, [count(gradient) for gradient in gradients], self.slots)
         sums = settled.sum(gradients).wait()
-        self._sync.note_time(self.slots, now_s() - begin_s)
+        self._sync.note(self.slots, now_s() - begin_s)
         return sums
 
     def _take(self, position: int) -> Gradient:
