@@ -13,12 +13,14 @@ class Network:
     """What one axis of a mesh offers, as measured by `tulle.comm.probe`; what was not measured costs nothing.
 
     Args:
-        latency_s: Seconds that one round of the smallest messages takes.
+        latency_s: Seconds that the smallest exchange takes in which each rank sends to each other.
         bandwidth_bytes_per_s: Payload that one rank sends, and at once receives, per second.
         all_reduce_latency_s: Seconds of the smallest all-reduce; None means two latencies a further rank.
         all_reduce_bytes_per_s: Payload that one rank sends per second in a large all-reduce; None means `bandwidth`.
         sum_bytes_per_s: Rows that one rank adds up per second, in bytes read, while all ranks do so.
-        copy_bytes_per_s: Rows that one rank gathers or scatters per second, in bytes, while all ranks do so.
+        copy_bytes_per_s: Rows that one rank gathers into fresh memory per second, in bytes, while all ranks do so.
+        number_s: Seconds for one row number to be sorted among others, while all ranks do so.
+        pair_latency_s: Seconds that the smallest exchange of two ranks takes; None means `latency_s`.
         local_ranks: Ranks of one host, where the hosts of the axis are known and have several each.
         inside: The network among the ranks of one host.
         across: The network between hosts, for one rank of each, while all of them use it.
@@ -30,6 +32,8 @@ class Network:
     all_reduce_bytes_per_s: float | None = None
     sum_bytes_per_s: float = float("inf")
     copy_bytes_per_s: float = float("inf")
+    number_s: float = 0.0
+    pair_latency_s: float | None = None
     local_ranks: int = 1
     inside: Network | None = None
     across: Network | None = None
@@ -172,6 +176,7 @@ def all_reduce_cost(tensor_bytes: float, network: Network, ranks: int) -> Cost:
     return Cost(round(sent_bytes), messages, (latency_s if messages else 0.0) + sent_bytes / rate)
 
 
-def work_cost(network: Network, *, summed_bytes: float = 0.0, copied_bytes: float = 0.0) -> Cost:
-    """What a rank does with rows by itself: adding up, gathering, scattering."""
-    return Cost(0, 0, summed_bytes / network.sum_bytes_per_s + copied_bytes / network.copy_bytes_per_s)
+def work_cost(network: Network, *, summed_bytes: float = 0.0, copied_bytes: float = 0.0, numbers: float = 0.0) -> Cost:
+    """What a rank does by itself: rows added up, rows put into fresh memory, row numbers sorted."""
+    seconds = summed_bytes / network.sum_bytes_per_s + copied_bytes / network.copy_bytes_per_s
+    return Cost(0, 0, seconds + numbers * network.number_s)

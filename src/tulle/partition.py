@@ -96,23 +96,23 @@ class Hashed:
         digits = [rows % self.sides[0], rows // self.sides[0]]
         for turn, key in enumerate(_ROUND_KEYS):
             target = turn % 2
-            digits[target] = (digits[target] + _scatter(digits[1 - target], key)) % self.sides[target]
+            digits[target] = (digits[target] + scatter(digits[1 - target], key)) % self.sides[target]
         return digits[1] * self.sides[0] + digits[0]
 
     def _unmix(self, mixed: Tensor) -> Tensor:
         digits = [mixed % self.sides[0], mixed // self.sides[0]]
         for turn, key in reversed(list(enumerate(_ROUND_KEYS))):
             target = turn % 2
-            digits[target] = (digits[target] - _scatter(digits[1 - target], key)) % self.sides[target]
+            digits[target] = (digits[target] - scatter(digits[1 - target], key)) % self.sides[target]
         return digits[1] * self.sides[0] + digits[0]
 
 
 Partition = Contiguous | Hashed
 
 
-def _scatter(digit: Tensor, key: int) -> Tensor:
+def scatter(numbers: Tensor, key: int) -> Tensor:
     """Two rounds of xor-shift and multiply on 31 bits, int64 in and out: the same on every device and machine."""
-    mixed = (digit ^ key) & _HALF
+    mixed = (numbers ^ key) & _HALF
     for multiplier in _MULTIPLIERS:
         mixed = ((mixed ^ (mixed >> 15)) * multiplier) & _HALF
     return mixed ^ (mixed >> 14)

@@ -7,6 +7,7 @@ from tulle.comm.lane import hosts_of, lane, part
 from tulle.comm.parts import all_gather_parts, all_to_all_parts, receive, send
 from tulle.comm.pending import Deferred, Pending
 from tulle.comm.probe import probe
+from tulle.comm.scratch import release
 from tulle.comm.traffic import Count, Traffic, now_s, traffic
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "probe",
     "raise_together",
     "receive",
+    "release",
     "send",
     "traffic",
 ]

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tulle.comm.pending import Exchange, Label, Pending, done, translated
+from tulle.comm.parts import AT_ONCE_BYTES, all_gather_parts
+from tulle.comm.pending import Deferred, Exchange, Label, Pending, done, translated
 from tulle.mesh import Axis
 
 Reduction = Literal["sum", "max", "min"]
@@ -50,8 +51,14 @@ def broadcast(tensor: Tensor, axis: Axis, *, label: Label, source: int = 0) -> P
     return Pending(exchange, [_some(work)], lambda: tensor)
 
 
-def all_gather(tensor: Tensor, axis: Axis, *, label: Label) -> Pending[Tensor]:
-    """Gather tensors of one shape from all ranks: `[size, *tensor.shape]`. Every rank of the axis must call it."""
+def all_gather(tensor: Tensor, axis: Axis, *, label: Label) -> Deferred[Tensor]:
+    """Gather tensors of one shape from all ranks: `[size, *tensor.shape]`. Every rank of the axis must call it.
+
+    gloo passes parts on from rank to rank, `size - 1` latencies one after the other: small ones go straight to all.
+    """
+    if tensor.nbytes * axis.size <= AT_ONCE_BYTES and axis.size > 1 and dist.get_backend(axis.group) != "nccl":
+        gathered = all_gather_parts(tensor.reshape(1, tensor.numel()), [1] * axis.size, axis, label=label)
+        return Deferred(lambda: gathered.wait().view(axis.size, *tensor.shape))
     exchange = Exchange("all-gather", axis, label, (axis.size - 1) * tensor.nbytes, axis.size - 1)
     if axis.size == 1:
         return done(exchange, tensor.unsqueeze(0))

@@ -1,5 +1,6 @@
 """Exchanges of parts of unequal lengths: all-gather, all-to-all, and messages from one rank to another.
 
+What they give may be handed back (`tulle.comm.release`) once it was read, for the next one to receive into.
 Lengths are known on every rank's CPU before (a fixed-size all-gather told them), so nothing here waits for a size.
 
 All are made of sends and receives in rounds: in round k, rank r sends to r + k and receives from r - k. Started all at
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tulle.comm.pending import Exchange, Label, Pending, translated
+from tulle.comm.scratch import scratch
 from tulle.mesh import Axis
 
 AT_ONCE_BYTES = 512 * 1024
@@ -94,7 +96,7 @@ def _exchange(
     own = sends[axis.rank]
     leaving = [part for r, part in enumerate(sends) if r != axis.rank and part.numel()]
     exchange = Exchange(operation, axis, label, sum(part.nbytes for part in leaving), len(leaving))
-    received = own.new_empty((sum(lengths), *own.shape[1:])) if axis.size > 1 else own
+    received = scratch((sum(lengths), *own.shape[1:]), own, axis) if axis.size > 1 else own
     receives = received.split(list(lengths))
     tags = _tags(axis)
     rounds = [_round(k, sends, receives, tags, axis) for k in range(1, axis.size)]
@@ -132,7 +134,8 @@ def _tags(axis: Axis) -> dict[int, int]:
     """A number for each peer's messages of this exchange.
 
     Of two exchanges under way a small one posts all its rounds at once while a peer may hold some of the first back:
-    messages must find their own exchange. Both ends count the exchanges that they have had with each other.
+    messages must find their own exchange. Both ends count the exchanges that they have had with each other, so ranks
+    must begin those of one group in one order.
     """
     counts = _exchanges.setdefault(axis.group, Counter())
     counts.update(axis.ranks)

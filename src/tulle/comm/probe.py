@@ -27,7 +27,7 @@ _LABEL = "network probe"
 _SMALL_REPEATS = 20
 _LARGE_REPEATS = 4
 _LARGE_BYTES = 4 * 1024 * 1024
-_WORK_ROWS, _WORK_WIDTH = 8192, 128
+_WORK_ROWS, _WORK_WIDTH = 8192, 256
 
 
 def probe(axis: Axis) -> Network:
@@ -59,6 +59,11 @@ def _measure(axis: Axis, whole: Axis) -> Network:
     def exchange(size: int) -> None:
         all_to_all_parts(parts[size], [len(part) for part in parts[size]], axis, label=_LABEL).wait()
 
+    def exchange_in_pairs() -> None:
+        partner = axis.rank ^ 1
+        lengths = [8 * (rank in (axis.rank, partner)) for rank in range(axis.size)]
+        all_to_all_parts([parts[8][0].new_zeros(n) for n in lengths], lengths, axis, label=_LABEL).wait()
+
     def reduce(size: int) -> None:
         all_reduce(tensors[size], axis, label=_LABEL).wait()
 
@@ -67,13 +72,14 @@ def _measure(axis: Axis, whole: Axis) -> Network:
         # the other ranks themselves: medians.
         median(_times(lambda: exchange(8), _SMALL_REPEATS, axis)),
         min(_times(lambda: exchange(_LARGE_BYTES), _LARGE_REPEATS, axis)),
+        median(_times(exchange_in_pairs, _SMALL_REPEATS, axis)),
         median(_times(lambda: reduce(8), _SMALL_REPEATS, axis)),
         min(_times(lambda: reduce(_LARGE_BYTES), _LARGE_REPEATS, axis)),
         *_work_s(axis),
     ]
     slowest = torch.tensor(measured, dtype=torch.float64, device=axis.device)
     measured = all_reduce(slowest, whole, label=_LABEL, op="max").wait().tolist()
-    latency_s, exchange_s, reduce_latency_s, reduce_s, sum_s, copy_s = measured
+    latency_s, exchange_s, pair_latency_s, reduce_latency_s, reduce_s, sort_s, sum_s, copy_s = measured
     reduced_bytes = 2 * (axis.size - 1) / axis.size * _LARGE_BYTES
     work_bytes = _WORK_ROWS * _WORK_WIDTH * 4
     return Network(
@@ -83,6 +89,8 @@ def _measure(axis: Axis, whole: Axis) -> Network:
         all_reduce_bytes_per_s=reduced_bytes / _beyond(reduce_s, reduce_latency_s),
         sum_bytes_per_s=work_bytes / sum_s,
         copy_bytes_per_s=work_bytes / copy_s,
+        number_s=sort_s / _WORK_ROWS,
+        pair_latency_s=pair_latency_s,
     )
 
 
@@ -98,11 +106,12 @@ def _parts(total_bytes: int, axis: Axis) -> list[Tensor]:
 
 
 def _work_s(axis: Axis) -> list[float]:
-    """Seconds to add up rows that occur about twice, and to gather as many."""
+    """Seconds to sort the numbers of rows that occur about twice, to add the rows up, and to gather as many."""
     values = torch.ones(_WORK_ROWS, _WORK_WIDTH, device=axis.device)
     indices = torch.arange(_WORK_ROWS, device=axis.device) * 7919 % (_WORK_ROWS // 2)
     merge = Merge.of(indices)
     return [
+        median(_times(lambda: Merge.of(indices), _LARGE_REPEATS + 1, axis)),
         median(_times(lambda: merge.sum(values), _LARGE_REPEATS + 1, axis)),
         median(_times(lambda: values[merge.order], _LARGE_REPEATS + 1, axis)),
     ]

@@ -262,6 +262,7 @@ class TableGroup:
         self._sync = sync
         self._foresights = [foresights[id(slot.parameter)] for slot in slots if id(slot.parameter) in foresights]
         self._is_foreseeable = len(self._foresights) == len(slots)
+        self._is_early = True
         self._foreseen: Sequence[Foreseen | None] = []
         self._gradients: list[Gradient] = [None] * len(slots)
         self._settled: Job[Routes] | None = None
@@ -274,8 +275,8 @@ class TableGroup:
 
     @property
     def is_looked_up(self) -> bool:
-        """Whether forward has looked up in these tables as often as in the last step."""
-        return all(foresight.is_complete for foresight in self._foresights)
+        """Whether forward has looked up in these tables as often as in the last step, which used to be all."""
+        return self._is_early and all(foresight.is_complete for foresight in self._foresights)
 
     def foresee(self) -> None:
         """Tell the other ranks which rows the gradients will have; once a step, the groups in their order."""
@@ -334,7 +335,8 @@ class TableGroup:
                 self._sync.note(self.slots, now_s() - begin_s)
                 return sums
             summed.wait()
-            self._is_foreseeable = False  # on all ranks alike: this model's gradients are not what it looks up
+            # On all ranks alike: after a first wrong guess wait for backward, after a second guess no more.
+            self._is_foreseeable, self._is_early = self._is_early, False
         indices = [gradient.indices.long() if isinstance(gradient, RowSparse) else None for gradient in gradients]
         settled = self._sync.settle(indices, [count(gradient) for gradient in gradients], self.slots)
         sums = settled.sum(gradients).wait()

@@ -207,7 +207,9 @@ def _network_to_json(network: Network) -> dict[str, Any]:
 
 def _network_from_json(parsed: dict[str, Any]) -> Network:
     nested = {name: _network_from_json(parsed[name]) for name in ("inside", "across") if parsed.get(name)}
-    values: dict[str, Any] = parsed | nested
+    numbers = {name: float(value) for name, value in parsed.items() if isinstance(value, int | float | str)}
+    local_ranks = int(parsed.get("local_ranks", 1))
+    values: dict[str, Any] = numbers | nested | {"local_ranks": local_ranks}
     return Network(**values)
 
 

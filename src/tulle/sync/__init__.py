@@ -15,13 +15,14 @@ from tulle.sync.reduce import (
     route,
     sum_gradients,
 )
-from tulle.sync.schemes import AUTO, SCHEMES, Choice, check_scheme, choose, scheme_named
+from tulle.sync.schemes import AUTO, FLAT, SCHEMES, Choice, check_scheme, choose, scheme_named
 from tulle.sync.table import Table, WireDtype, as_wire_dtype
 
 __all__ = [
     "ABSENT",
     "AUTO",
     "DENSE",
+    "FLAT",
     "SCHEMES",
     "Choice",
     "Chooser",

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tulle.comm import Deferred, all_gather_parts
+from tulle.comm import Deferred, all_gather_parts, release
 from tulle.cost import Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.mesh import Axis
 from tulle.rows import Merge
@@ -41,7 +41,14 @@ class Route:
         """`[rows, width]` of this rank to `[union, width]`, bitwise the same on all ranks. Every rank must call it."""
         table = self.table
         gathered = all_gather_parts(table.to_wire(values), self.counts, self.axis, label=table.label)
-        return Deferred(lambda: self.merge.sum(table.from_wire(gathered.wait())))
+
+        def finish() -> Tensor:
+            received = gathered.wait()
+            total = self.merge.sum(table.from_wire(received))
+            release(received, self.axis)
+            return total
+
+        return Deferred(finish)
 
 
 def route(indices: Tensor, table: Table, counts: Sequence[int], axis: Axis) -> Deferred[Route]:
@@ -70,7 +77,12 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
         rounds=min(1, ranks - 1),
         received_bytes=(total_rows - fewest_rows) * looks.values_bytes,
     )
-    work = work_cost(network, summed_bytes=total_rows * looks.values_bytes)
+    work = work_cost(
+        network,
+        summed_bytes=total_rows * looks.values_bytes,
+        copied_bytes=looks.union_rows * looks.values_bytes,
+        numbers=total_rows,
+    )
     return numbers_cost(looks, network, ranks) + values + work
 
 

@@ -122,7 +122,7 @@ def _way(blocks: Sequence[Tensor], block_rows: int, table: Table, axis: Axis) ->
     """Push and pull of blocks, whose sizes need not be told, because every rank knows what every other holds."""
     owners = _owners(table.num_rows, block_rows, axis.size)
     whole = replace(table, num_rows=owners.num_rows, width=block_rows * table.width)
-    return push_pull.settle(blocks, whole, axis, lambda rows, _: owners.place(rows)[0])
+    return push_pull.settle(blocks, whole, axis, lambda all_held: owners.place(all_held.rows)[0])
 
 
 def _places(rows: Tensor, blocks: Tensor, block_rows: int) -> Tensor:

@@ -66,7 +66,7 @@ def characteristics(
         (0.2, 1.0, 1.0)
     """
     if isinstance(grads, Mapping):
-        return dict(zip(grads, _measure([*grads.values()], axis), strict=True))
+        return dict(zip(grads, _measure([*grads.values()], axis, [*grads]), strict=True))
     if isinstance(grads, RowSparse | Tensor):
         return _measure([grads], axis)[0]
     return _measure(grads, axis)
@@ -100,7 +100,7 @@ def gather_presence(
     ]
 
 
-def _measure(grads: Sequence[Grad], axis: Axis) -> list[Characteristics]:
+def _measure(grads: Sequence[Grad], axis: Axis, names: Sequence[str] = ()) -> list[Characteristics]:
     refusal: GradientError | None = None
     rows: list[RowSparse] = []
     try:
@@ -109,7 +109,7 @@ def _measure(grads: Sequence[Grad], axis: Axis) -> list[Characteristics]:
         refusal = found
     raise_together(refusal, axis, label=_LABEL)
     tables = [Table(_LABEL, *grad.shape, grad.values.dtype, grad.values.device) for grad in rows]
-    shapes = [(table.num_rows, table.width, str(table.dtype)) for table in tables]
+    shapes = [*names] + [(table.num_rows, table.width, str(table.dtype)) for table in tables]
     heard = gather_values((shapes, [len(grad.indices) for grad in rows]), axis, label=_LABEL)
     for rank, other in enumerate(heard):
         if other[0] != heard[0][0]:

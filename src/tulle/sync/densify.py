@@ -55,5 +55,10 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
     """A ring all-reduce of the table, `2 (n - 1) / n M` in `2 (n - 1)` rounds, and the row numbers."""
     looks = characteristics.at(ranks)
     reduced = all_reduce_cost(looks.dense_bytes, network, ranks)
-    work = work_cost(network, copied_bytes=looks.dense_bytes + looks.union_rows * looks.values_bytes)
+    picked_rows = looks.union_rows if looks.union_rows < looks.num_rows else 0
+    work = work_cost(
+        network,
+        copied_bytes=looks.dense_bytes + picked_rows * looks.values_bytes,
+        numbers=sum(looks.rows_per_rank),
+    )
     return numbers_cost(looks, network, ranks) + reduced + work

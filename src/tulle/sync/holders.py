@@ -25,7 +25,7 @@ import tulle.sync.push_pull as push_pull
 from tulle.comm import Deferred
 from tulle.cost import Characteristics, Cost, Network
 from tulle.mesh import Axis
-from tulle.partition import Hashed
+from tulle.partition import scatter
 from tulle.sync.numbers import gather_numbers
 from tulle.sync.table import Table
 
@@ -34,32 +34,22 @@ def route(indices: Tensor, table: Table, counts: Sequence[int], axis: Axis) -> D
     """Tell every rank which rows this one has; arguments as for `tulle.sync.allgather.route`."""
     gathered = gather_numbers(indices, counts, table.num_rows, table, axis)
 
-    def owners(rows: Tensor, places: Sequence[Tensor]) -> Tensor:
-        held = torch.zeros(len(places), len(rows), dtype=torch.bool, device=rows.device)
-        for rank, part in enumerate(places):
-            held[rank, part] = True
-        return owner_among(rows, held, table.num_rows)
+    def owners(held: push_pull.Holdings) -> Tensor:
+        return held.ranks[held.order[held.starts + _chosen(held.rows, held.holders)]]
 
     return Deferred(lambda: push_pull.settle(gathered.wait(), table, axis, owners))
 
 
-def owner_among(rows: Tensor, held: Tensor, num_rows: int) -> Tensor:
-    """`[union]` the owner of each row: of its h holders the `hash(row) mod h`-th.
-
-    Args:
-        rows: `[union]` int64.
-        held: `[ranks, union]` bool, whether a rank holds a row; somebody holds each.
-        num_rows: Rows of the table.
-    """
-    # Of the mixed row number the quotient: the same for all h up to the number of ranks, and as good as drawn.
-    _, mixed = Hashed(num_rows, 1).place(rows)
-    nth = mixed % held.sum(0).clamp(min=1)
-    return ((held.cumsum(0) - 1 == nth) & held).int().argmax(0)
+def _chosen(rows: Tensor, holders: Tensor) -> Tensor:
+    """`[union]` which of its holders, by rank, owns each row: drawn by its number."""
+    return scatter(rows, 0) % holders
 
 
 def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost:
     """Push `sum over rows of (holders - 1)` rows, pull `(n - 1) / n d^n M`, and the row numbers at every rank."""
     looks = characteristics.at(ranks)
     spread = looks.spread
-    owner = owner_among(spread.rows, spread.held, looks.num_rows)
+    holders = spread.held.sum(0).clamp(min=1)
+    is_chosen = spread.held.cumsum(0, dtype=torch.int32) - 1 == _chosen(spread.rows, holders)
+    owner = (is_chosen & spread.held).int().argmax(0)
     return push_pull.settled_cost(looks, network, *spread.dealt(owner, ranks))

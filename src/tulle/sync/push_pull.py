@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tulle.comm import Deferred, all_gather, all_gather_parts, all_to_all_parts
+from tulle.comm import Deferred, all_gather, all_gather_parts, all_to_all_parts, release
 from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.mesh import Axis
 from tulle.partition import Partition
@@ -33,10 +33,44 @@ from tulle.rows import Merge
 from tulle.sync.numbers import gather_numbers, numbers_bytes
 from tulle.sync.table import Table
 
+_SORTS = 3
+"""What `settle` does to each number takes as long as so many sorts."""
 TOLD_BYTES = 256 * 1024
 """Row numbers go to every rank if that takes no rank more than so much: one exchange instead of four."""
-Owners = Callable[[Tensor, Sequence[Tensor]], Tensor]
-"""From the union of rows, and where in it each rank's rows lie, to the owner of each row of the union."""
+Owners = Callable[["Holdings"], Tensor]
+"""From what every rank holds to the owner of each row of the union."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holdings:
+    """Which rows each rank holds, all laid end to end in the order of ranks.
+
+    Args:
+        rows: `[union]` the distinct ones, ascending.
+        order: `[held]` where the rows that are held lie, by ascending row, and of one row by rank.
+        starts: `[union]` where the run of each row begins in `order`.
+        holders: `[union]` how many ranks hold it.
+        places: `[held]` where in `rows` each lies.
+        ranks: `[held]` who holds it.
+    """
+
+    rows: Tensor
+    order: Tensor
+    starts: Tensor
+    holders: Tensor
+    places: Tensor
+    ranks: Tensor
+
+    @staticmethod
+    def of(held: Sequence[Tensor]) -> Holdings:
+        """From the rows of each rank, ascending."""
+        in_order, order = torch.sort(torch.cat(list(held)), stable=True)
+        rows, runs, holders = torch.unique_consecutive(in_order, return_inverse=True, return_counts=True)
+        places = torch.empty_like(runs)
+        places[order] = runs
+        lengths = torch.tensor([len(part) for part in held], device=rows.device)
+        ranks = torch.repeat_interleave(torch.arange(len(held), device=rows.device), lengths, output_size=len(order))
+        return Holdings(rows, order, holders.cumsum(0) - holders, holders, places, ranks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +104,14 @@ class Route:
         table = self.table
         parts = table.to_wire(values[self.order]).split(list(self.leaving))
         pushed = all_to_all_parts(parts, self.coming, self.axis, label=table.label)
-        return Deferred(lambda: self._pull(table.to_wire(self.merge.sum(table.from_wire(pushed.wait())))))
+
+        def finish() -> Tensor:
+            received = pushed.wait()
+            sums = table.to_wire(self.merge.sum(table.from_wire(received)))
+            release(received, self.axis)
+            return self._pull(sums)
+
+        return Deferred(finish)
 
     def _pull(self, sums: Tensor) -> Tensor:
         table = self.table
@@ -83,7 +124,7 @@ class Route:
         def arrived(owner: int, part: Tensor) -> None:
             total.index_copy_(0, places[owner], table.from_wire(part))
 
-        all_gather_parts(sums, self.owned, self.axis, label=table.label, arrived=arrived).wait()
+        release(all_gather_parts(sums, self.owned, self.axis, label=table.label, arrived=arrived).wait(), self.axis)
         return total
 
 
@@ -100,7 +141,7 @@ def route(indices: Tensor, table: Table, counts: Sequence[int], axis: Axis, part
     if not _is_told(counts, table.num_rows, table.index_dtype.itemsize):
         return _route_by_owners(indices, table, axis, partition)
     gathered = gather_numbers(indices, counts, table.num_rows, table, axis)
-    return Deferred(lambda: settle(gathered.wait(), table, axis, lambda rows, _: partition.place(rows)[0]))
+    return Deferred(lambda: settle(gathered.wait(), table, axis, lambda all_held: partition.place(all_held.rows)[0]))
 
 
 def settle(held: Sequence[Tensor], table: Table, axis: Axis, owners: Owners) -> Route:
@@ -112,11 +153,11 @@ def settle(held: Sequence[Tensor], table: Table, axis: Axis, owners: Owners) -> 
         axis: Whose ranks take part.
         owners: Who owns which row; the same on all ranks.
     """
-    rows, together = torch.unique(torch.cat(list(held)), return_inverse=True)
-    places = together.split([len(part) for part in held])
-    owner = owners(rows, places)
-    mine = owner[places[axis.rank]]
-    coming = [part[owner[part] == axis.rank] for part in places]
+    all_held = Holdings.of(held)
+    owner = owners(all_held)
+    owner_of_held = owner[all_held.places]
+    mine = owner_of_held.split([len(part) for part in held])[axis.rank]
+    to_me = owner_of_held == axis.rank
     owned = torch.bincount(owner, minlength=axis.size).tolist()
     by_owner = torch.argsort(owner, stable=True)
     is_in_order = table.device.type == "cpu" and bool((owner[1:] >= owner[:-1]).all())
@@ -125,10 +166,10 @@ def settle(held: Sequence[Tensor], table: Table, axis: Axis, owners: Owners) -> 
         axis,
         order=torch.argsort(mine, stable=True),
         leaving=torch.bincount(mine, minlength=axis.size).tolist(),
-        coming=[len(part) for part in coming],
-        merge=Merge.of(torch.cat(coming)),
+        coming=torch.bincount(all_held.ranks[to_me], minlength=axis.size).tolist(),
+        merge=Merge.of(all_held.places[to_me]),
         owned=owned,
-        rows=rows,
+        rows=all_held.rows,
         places=None if is_in_order else by_owner,
     )
 
@@ -223,6 +264,7 @@ def _values_cost(
     work = work_cost(
         network,
         summed_bytes=by_owner.sum(0).max().item() * looks.values_bytes,
-        copied_bytes=(by_owner.sum(1).max().item() + owned.sum().item()) * looks.values_bytes,
+        copied_bytes=(by_owner.sum(1).max().item() + owned.max().item() + owned.sum().item()) * looks.values_bytes,
+        numbers=_SORTS * sum(looks.rows_per_rank),
     )
     return Cost(round(sent_bytes[payer].item()), messages, told_s + values.seconds + work.seconds)

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tulle.comm import Deferred, Pending, all_gather_parts
+from tulle.comm import Deferred, Pending, all_gather_parts, release
 from tulle.cost import Characteristics, Cost, Network, work_cost
 from tulle.mesh import Axis
 from tulle.rows import Merge
@@ -54,6 +54,13 @@ class Round:
     def start(self, values: Tensor, table: Table) -> Pending[Tensor]:
         """Send, and get what both sent, the lower rank's rows first: both ranks then add alike, bit for bit."""
         return all_gather_parts(table.to_wire(values), self.lengths, self.pair, label=table.label)
+
+    def take(self, under_way: Pending[Tensor], table: Table) -> Tensor:
+        """Wait for the rows of both, and add them up."""
+        received = under_way.wait()
+        sums = self.sum(table.from_wire(received))
+        release(received, self.pair)
+        return sums
 
     def sum(self, values: Tensor) -> Tensor:
         """The rows of both, the lower rank's first, added up."""
@@ -85,7 +92,9 @@ class Route:
         """`[rows, width]` of this rank to `[union, width]`, bitwise the same on all ranks. Every rank must call it."""
         table, fold = self.table, self.fold
         if fold is None:
-            return self._double(values)
+            # Ranks must begin their exchanges in one order: where some fold first, nobody doubles before the wait.
+            is_folding = self.axis.size != doubled_ranks(self.axis.size)
+            return Deferred(lambda: self._double(values).wait()) if is_folding else self._double(values)
         is_folded = fold.pair.rank == 1
         folded = fold.start(values if is_folded else values[:0], table)
 
@@ -105,9 +114,9 @@ class Route:
         under_way = first.start(values, table)
 
         def finish() -> Tensor:
-            sums = first.sum(table.from_wire(under_way.wait()))
+            sums = first.take(under_way, table)
             for following in others:
-                sums = following.sum(table.from_wire(following.start(sums, table).wait()))
+                sums = following.take(following.start(sums, table), table)
             if self.axis.size == doubled_ranks(self.axis.size):
                 return sums
             return table.from_wire(table.to_wire(sums))  # as those get it who are sent it
@@ -129,7 +138,7 @@ def doubled_ranks(ranks: int) -> int:
 def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost:
     """Row numbers, then `sum of d^(2^i) M` over the rounds, each as slow as its fullest message."""
     looks = characteristics.at(ranks)
-    rounds, summed_rows = _rows_sent(looks, ranks)
+    rounds, summed_rows, merged_rows = _rows_sent(looks, ranks)
     rounds_bytes = rounds * looks.values_bytes
     numbers = [(ranks - 1) * numbers_bytes(rows, looks.num_rows, looks.index_bytes) for rows in looks.rows_per_rank]
     sent_bytes = rounds_bytes.sum(0) + torch.tensor(numbers, dtype=torch.float64)
@@ -137,21 +146,27 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
     messages = int((rounds[:, payer] > 0).sum()) + (ranks - 1) * (numbers[payer] > 0)
     fullest_bytes = rounds_bytes.max(1).values  # what one partner sends the other receives
     seconds = (
-        int((fullest_bytes > 0).sum()) * network.latency_s
+        int((fullest_bytes > 0).sum()) * (network.pair_latency_s or network.latency_s)
         + fullest_bytes.sum().item() / network.bandwidth_bytes_per_s
         + numbers_cost(looks, network, ranks).seconds
-        + work_cost(network, summed_bytes=summed_rows * looks.values_bytes).seconds
+        + work_cost(
+            network,
+            summed_bytes=summed_rows * looks.values_bytes,
+            copied_bytes=merged_rows * looks.values_bytes,
+            numbers=sum(looks.rows_per_rank) + summed_rows,
+        ).seconds
     )
     return Cost(round(sent_bytes[payer].item()), messages, seconds)
 
 
-def _rows_sent(looks: Characteristics, ranks: int) -> tuple[Tensor, float]:
-    """`[rounds, ranks]` rows that each rank sends in each round, fold and return included, and rows that it adds up."""
+def _rows_sent(looks: Characteristics, ranks: int) -> tuple[Tensor, float, float]:
+    """`[rounds, ranks]` rows that each rank sends in each round, fold and return included; rows added up, and got."""
     spread = looks.spread
     doubled = doubled_ranks(ranks)
     folded = ranks - doubled
     fold = spread.counts()
     summed_rows = float((fold[:folded] + fold[doubled:]).max()) if folded else 0.0
+    merged_rows = 0.0
     fold[:doubled] = 0
     groups = spread.held[:doubled].clone()
     groups[:folded] |= spread.held[doubled:]
@@ -163,9 +178,10 @@ def _rows_sent(looks: Characteristics, ranks: int) -> tuple[Tensor, float]:
         rounds.append(sent)
         summed_rows += float((rows[0::2] + rows[1::2]).max())
         groups = groups[0::2] | groups[1::2]
+        merged_rows += float(groups.sum(1).max()) / spread.share
     returned = torch.zeros(ranks, dtype=torch.float64)
     returned[:folded] = groups.sum().double() / spread.share
-    return torch.stack([*rounds, returned]), summed_rows
+    return torch.stack([*rounds, returned]), summed_rows, merged_rows
 
 
 def _rounds(held: Sequence[Tensor], table: Table, axis: Axis) -> Route:
@@ -202,5 +218,6 @@ def _round(lower: Tensor, higher: Tensor, axis: Axis, pair: tuple[int, int]) -> 
         group=axis.group,
         device=axis.device,
         timeout_s=axis.timeout_s,
+        kept=axis.kept,
     )
     return Round(both, (len(lower), len(higher)), merge)

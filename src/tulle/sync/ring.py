@@ -68,5 +68,9 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
     looks = characteristics.at(ranks)
     union_bytes = looks.union_rows * looks.values_bytes
     reduced = all_reduce_cost(union_bytes, network, ranks) if union_bytes else Cost(0, 0, 0.0)
-    work = work_cost(network, copied_bytes=union_bytes + max(looks.rows_per_rank, default=0) * looks.values_bytes)
+    work = work_cost(
+        network,
+        copied_bytes=union_bytes + max(looks.rows_per_rank, default=0) * looks.values_bytes,
+        numbers=sum(looks.rows_per_rank),
+    )
     return numbers_cost(looks, network, ranks) + reduced + work

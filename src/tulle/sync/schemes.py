@@ -27,11 +27,11 @@ FLAT: dict[str, Scheme] = {
     "densify": densify,
     "allgather": allgather,
     "recursive_doubling": recursive_doubling,
-    "block": block,
     "ring": ring,
-    "contiguous": contiguous,
-    "balanced": balanced,
     "holders": holders,
+    "balanced": balanced,
+    "contiguous": contiguous,
+    "block": block,
 }
 """Schemes that take all ranks alike."""
 SCHEMES: dict[str, Scheme] = FLAT | {HIERARCHICAL: Hierarchical(inside=ring, across=balanced)}
