@@ -4,11 +4,14 @@ import copy
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import models
 import tulle
 from models import Words, batches, build, worst_difference
 from tulle import RowSparse
+from tulle.engine.foresight import Foresight
+from tulle.partition import Hashed
 from tulle.sync import SCHEMES
 
 pytestmark = [
@@ -50,3 +53,42 @@ def test_a_sparse_all_reduce_over_nccl(scheme):
     total = tulle.sync.all_reduce(grad, mesh["data"], scheme=scheme)
     assert total.values.is_cuda
     assert total.indices.tolist() == [1, 3]
+
+
+def test_single_values_of_a_tensor_are_reduced_over_nccl():
+    mesh = tulle.init(data=-1)
+    dense = torch.eye(5).cuda()
+    total = tulle.sync.all_reduce(dense.to_sparse(2), mesh["data"], scheme="balanced")
+    assert total.is_cuda
+    assert torch.equal(total.to_dense(), dense)
+
+
+def test_rows_have_their_owners_on_the_gpu_as_on_the_cpu():
+    rows = torch.arange(0, 100_000, 7)
+    partition = Hashed(100_000, 8)
+    for here, there in zip(partition.place(rows), partition.place(rows.cuda()), strict=True):
+        assert torch.equal(there.cpu(), here)
+
+
+def test_what_is_foreseen_of_a_gradient_on_the_gpu_is_compared_with_what_is_stored():
+    ids = torch.tensor([3, 1, 3]).cuda()
+    foresight = Foresight()
+    foresight.note(torch.nn.Embedding(9, 2, sparse=True), ids)
+    seen = foresight.take()
+    assert seen is not None
+    right = RowSparse(ids, torch.ones(3, 2).cuda(), 9)
+    wrong = RowSparse(ids.flip(0) + 1, torch.ones(3, 2).cuda(), 9)
+    assert seen.coalesce(right).indices.tolist() == [1, 3]
+    assert seen.is_stored(right)
+    assert not seen.is_stored(wrong)
+
+
+def test_plain_ddp_trains_a_sparse_table_over_nccl_by_the_hook():
+    mesh = tulle.init(data=-1)
+    reference = torch.nn.EmbeddingBag(20, 4, sparse=True).double()
+    ddp = DistributedDataParallel(copy.deepcopy(reference).to(mesh.device))
+    ddp.register_comm_hook(None, tulle.sync.ddp_hook)
+    ids = torch.tensor([[1, 2, 2], [5, 1, 7]])
+    ddp(ids.to(mesh.device)).sum().backward()
+    reference(ids).sum().backward()
+    assert torch.equal(ddp.module.weight.grad.to_dense().cpu(), reference.weight.grad.to_dense())

@@ -43,6 +43,24 @@ def test_a_disturbed_measurement_does_not_promise_an_endless_bandwidth():
 
 
 @on_ranks(2)
+def test_every_number_is_of_its_own_measurement():
+    module = sys.modules["tulle.comm.probe"]
+    in_turn = iter([[1e-3], [11e-3], [2e-3], [3e-3], [23e-3], [8.192e-3], [4e-3], [5e-3]])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_times", lambda work, repeats, axis: next(in_turn))
+        network = comm.probe(tulle.init(data=-1)["data"])
+    work_bytes = module._WORK_ROWS * module._WORK_WIDTH * 4
+    assert network.latency_s == 1e-3
+    assert network.bandwidth_bytes_per_s == pytest.approx(module._LARGE_BYTES / 10e-3)
+    assert network.pair_latency_s == 2e-3
+    assert network.all_reduce_latency_s == 3e-3
+    assert network.all_reduce_bytes_per_s == pytest.approx(module._LARGE_BYTES / 20e-3)
+    assert network.number_s == pytest.approx(1e-6)
+    assert network.sum_bytes_per_s == pytest.approx(work_bytes / 4e-3)
+    assert network.copy_bytes_per_s == pytest.approx(work_bytes / 5e-3)
+
+
+@on_ranks(2)
 def test_an_axis_is_measured_once():
     axis = tulle.init(data=-1)["data"]
     network = comm.probe(axis)

@@ -67,30 +67,29 @@ def _measure(axis: Axis, whole: Axis) -> Network:
     def reduce(size: int) -> None:
         all_reduce(tensors[size], axis, label=_LABEL).wait()
 
-    measured = [
-        # Of large ones the least times: what other programs do adds only. Small ones, and local work, are slowed by
-        # the other ranks themselves: medians.
-        median(_times(lambda: exchange(8), _SMALL_REPEATS, axis)),
-        min(_times(lambda: exchange(_LARGE_BYTES), _LARGE_REPEATS, axis)),
-        median(_times(exchange_in_pairs, _SMALL_REPEATS, axis)),
-        median(_times(lambda: reduce(8), _SMALL_REPEATS, axis)),
-        min(_times(lambda: reduce(_LARGE_BYTES), _LARGE_REPEATS, axis)),
-        *_work_s(axis),
-    ]
-    slowest = torch.tensor(measured, dtype=torch.float64, device=axis.device)
-    measured = all_reduce(slowest, whole, label=_LABEL, op="max").wait().tolist()
-    latency_s, exchange_s, pair_latency_s, reduce_latency_s, reduce_s, sort_s, sum_s, copy_s = measured
+    # Of large ones the least times: what other programs do adds only. Small ones, and local work, are slowed by the
+    # other ranks themselves: medians.
+    seconds = {
+        "exchange": median(_times(lambda: exchange(8), _SMALL_REPEATS, axis)),
+        "large exchange": min(_times(lambda: exchange(_LARGE_BYTES), _LARGE_REPEATS, axis)),
+        "pair": median(_times(exchange_in_pairs, _SMALL_REPEATS, axis)),
+        "all-reduce": median(_times(lambda: reduce(8), _SMALL_REPEATS, axis)),
+        "large all-reduce": min(_times(lambda: reduce(_LARGE_BYTES), _LARGE_REPEATS, axis)),
+        **_work_s(axis),
+    }
+    slowest = torch.tensor([*seconds.values()], dtype=torch.float64, device=axis.device)
+    agreed = dict(zip(seconds, all_reduce(slowest, whole, label=_LABEL, op="max").wait().tolist(), strict=True))
     reduced_bytes = 2 * (axis.size - 1) / axis.size * _LARGE_BYTES
     work_bytes = _WORK_ROWS * _WORK_WIDTH * 4
     return Network(
-        latency_s,
-        _LARGE_BYTES / _beyond(exchange_s, latency_s),
-        all_reduce_latency_s=reduce_latency_s,
-        all_reduce_bytes_per_s=reduced_bytes / _beyond(reduce_s, reduce_latency_s),
-        sum_bytes_per_s=work_bytes / sum_s,
-        copy_bytes_per_s=work_bytes / copy_s,
-        number_s=sort_s / _WORK_ROWS,
-        pair_latency_s=pair_latency_s,
+        latency_s=agreed["exchange"],
+        bandwidth_bytes_per_s=_LARGE_BYTES / _beyond(agreed["large exchange"], agreed["exchange"]),
+        all_reduce_latency_s=agreed["all-reduce"],
+        all_reduce_bytes_per_s=reduced_bytes / _beyond(agreed["large all-reduce"], agreed["all-reduce"]),
+        sum_bytes_per_s=work_bytes / agreed["sum"],
+        copy_bytes_per_s=work_bytes / agreed["copy"],
+        number_s=agreed["sort"] / _WORK_ROWS,
+        pair_latency_s=agreed["pair"],
     )
 
 
@@ -105,16 +104,16 @@ def _parts(total_bytes: int, axis: Axis) -> list[Tensor]:
     return [torch.zeros(length, dtype=torch.uint8, device=axis.device) for _ in range(axis.size)]
 
 
-def _work_s(axis: Axis) -> list[float]:
+def _work_s(axis: Axis) -> dict[str, float]:
     """Seconds to sort the numbers of rows that occur about twice, to add the rows up, and to gather as many."""
     values = torch.ones(_WORK_ROWS, _WORK_WIDTH, device=axis.device)
     indices = torch.arange(_WORK_ROWS, device=axis.device) * 7919 % (_WORK_ROWS // 2)
     merge = Merge.of(indices)
-    return [
-        median(_times(lambda: Merge.of(indices), _LARGE_REPEATS + 1, axis)),
-        median(_times(lambda: merge.sum(values), _LARGE_REPEATS + 1, axis)),
-        median(_times(lambda: values[merge.order], _LARGE_REPEATS + 1, axis)),
-    ]
+    return {
+        "sort": median(_times(lambda: Merge.of(indices), _LARGE_REPEATS + 1, axis)),
+        "sum": median(_times(lambda: merge.sum(values), _LARGE_REPEATS + 1, axis)),
+        "copy": median(_times(lambda: values[merge.order], _LARGE_REPEATS + 1, axis)),
+    }
 
 
 def _times(work: Callable[[], object], repeats: int, axis: Axis) -> list[float]:

@@ -31,7 +31,8 @@ from tulle.engine.buckets import FIRST_BUCKET_BYTES, Bucket, Slot, Traveller, la
 from tulle.engine.buffers import Buffers
 from tulle.engine.finite import NonFinite
 from tulle.engine.foresight import Foresight, TableModule
-from tulle.engine.tables import Observation, TableGroup, TableSettings, TableSync, compact
+from tulle.engine.groups import TableGroup
+from tulle.engine.tables import Observation, TableSettings, TableSync, compact
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.sync import Choice

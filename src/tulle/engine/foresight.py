@@ -56,10 +56,14 @@ class Foreseen:
     def _stores_ids_of(self, gradient: RowSparse) -> bool:
         if len(gradient.indices) != len(self.ids):
             return False
-        # Of one lookup torch keeps the ids, in their order, and refuses to go on if they were written to. To compare
-        # them would make the host wait for a GPU. Gradients of several are laid end to end as backward comes to them.
+        # To compare makes the host wait for a GPU. Of one lookup torch keeps the ids, in their order, so it is left to
+        # `is_stored`, which is asked beside backward. Of several they are laid end to end as backward comes to them.
         if gradient.indices.is_cuda:
             return self.lookups == 1
+        return torch.equal(gradient.indices, self.ids)
+
+    def is_stored(self, gradient: RowSparse) -> bool:
+        """Whether a gradient, as it was stored, has the ids that were looked up."""
         return torch.equal(gradient.indices, self.ids)
 
 

@@ -1,0 +1,161 @@
+"""`TableGroup`: tables whose gradients come one after the other, and travel together.
+
+forward                 note the ids that are looked up; when all are there:
+tell row counts, choose, tell row numbers      -- beside forward and backward, on a thread
+gradient of a table     coalesce it, where it is born                     and a process group of its own
+all of a group there    sum the values                                 -- beside the rest of backward
+end of backward         wait
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from tulle.comm import Job, now_s
+from tulle.engine.buckets import Slot
+from tulle.engine.foresight import Foreseen, Foresight
+from tulle.engine.tables import TableSync
+from tulle.rows import RowSparse
+from tulle.sync import ABSENT, Gradient, Routes, count
+
+
+class TableGroup:
+    """Tables whose gradients come one after the other, and travel together.
+
+    Args:
+        slots: Their parameters.
+        sync: What all tables of the model share.
+        foresights: Notes of the lookups by identity of the parameter; one that no module looks up has none.
+    """
+
+    def __init__(self, slots: Sequence[Slot], sync: TableSync, foresights: Mapping[int, Foresight]) -> None:
+        self.slots = slots
+        self.missing = len(slots)
+        """Tables whose gradient has not come in this backward."""
+        self._sync = sync
+        self._foresights = [foresights[id(slot.parameter)] for slot in slots if id(slot.parameter) in foresights]
+        self._is_foreseeable = len(self._foresights) == len(slots)
+        self._is_early = True
+        self._foreseen: Sequence[Foreseen | None] = []
+        self._gradients: list[Gradient] = [None] * len(slots)
+        self._unchecked: dict[int, RowSparse] = {}
+        """By position, gradients as a GPU stored them: taken to be of the ids looked up until that is checked."""
+        self._settled: Job[Routes] | None = None
+        self._summed: Job[list[Gradient]] | None = None
+
+    @property
+    def is_foreseen(self) -> bool:
+        """Whether the rows of this step have been told, or will not be."""
+        return bool(self._foreseen) or not self._is_foreseeable
+
+    @property
+    def is_looked_up(self) -> bool:
+        """Whether forward has looked up in these tables as often as in the last step, which used to be all."""
+        return self._is_early and all(foresight.is_complete for foresight in self._foresights)
+
+    def foresee(self) -> None:
+        """Tell the other ranks which rows the gradients will have; once a step, the groups in their order."""
+        if self.is_foreseen:
+            return
+        self._foreseen = [foresight.take() for foresight in self._foresights]
+        indices = [None if seen is None else seen.rows for seen in self._foreseen]
+        counts = [ABSENT if rows is None else len(rows) for rows in indices]
+        self._settled = self._sync.courier.submit(partial(self._sync.settle, indices, counts, self.slots))
+
+    def arrive(self, position: int) -> None:
+        """Take in one table's gradient, coalesced; the parameter's own is released until the sum is there."""
+        slot = self.slots[position]
+        slot.arrive()
+        self._gradients[position] = self._take(position)
+        slot.parameter.grad = None
+        self.missing -= 1
+
+    def start(self) -> None:
+        """Send the values; tables whose gradient did not come send what they have from before."""
+        for position, slot in enumerate(self.slots):
+            if not slot.is_arrived:
+                self._gradients[position] = self._take(position)
+        for slot, gradient in zip(self.slots, self._gradients, strict=True):
+            if isinstance(gradient, RowSparse):
+                self._sync.rows[slot.name] = len(gradient.indices)
+        self._summed = self._sync.courier.submit(partial(self._sum, list(self._gradients)))
+
+    def finish(self) -> None:
+        """Wait, and give each table its mean gradient."""
+        assert self._summed is not None, "tables are summed after they were started"
+        sums = self._summed.result()
+        for position, (slot, total) in enumerate(zip(self.slots, sums, strict=True)):
+            if isinstance(total, RowSparse):
+                renormalize = self._sync.settings.renormalize.get(slot.name)
+                if renormalize is not None:
+                    renormalize(total.indices)
+                slot.parameter.grad = total.to_sparse_coo()
+            elif total is not None:
+                slot.parameter.grad = total
+            self._gradients[position] = None
+            slot.is_fired = slot.is_arrived = False
+        self._settled = self._summed = None
+        self._foreseen = []
+        self._unchecked.clear()
+        self.missing = len(self.slots)
+
+    def _sum(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """On the courier's thread: sum what was foreseen, or, if any rank was wrong, tell what is and sum that."""
+        begin_s = now_s()
+        if self._settled is not None:
+            is_right = all(_is_of(gradient, seen) for gradient, seen in zip(gradients, self._foreseen, strict=True))
+            is_right = is_right and self._is_checked()
+            given = gradients if is_right else [self._stand_in(t) for t in range(len(self.slots))]
+            summed = self._settled.result().sum(given)
+            if self._sync.confirm(is_right):
+                sums = summed.wait()
+                self._sync.note(self.slots, now_s() - begin_s)
+                return sums
+            summed.wait()
+            # On all ranks alike: after a first wrong guess wait for backward, after a second guess no more.
+            self._is_foreseeable, self._is_early = self._is_early, False
+        told = {position: self._mean(stored.coalesce()) for position, stored in self._unchecked.items()}
+        gradients = [told.get(position, gradient) for position, gradient in enumerate(gradients)]
+        indices = [gradient.indices.long() if isinstance(gradient, RowSparse) else None for gradient in gradients]
+        settled = self._sync.settle(indices, [count(gradient) for gradient in gradients], self.slots)
+        sums = settled.sum(gradients).wait()
+        self._sync.note(self.slots, now_s() - begin_s)
+        return sums
+
+    def _take(self, position: int) -> Gradient:
+        gradient = self.slots[position].parameter.grad
+        if gradient is None:
+            return None
+        if gradient.layout == torch.strided:
+            return gradient / self._sync.axis.size
+        rows = RowSparse.from_tensor(gradient)
+        foreseen = self._foreseen[position] if self._foreseen else None
+        coalesced = rows.coalesce() if foreseen is None else foreseen.coalesce(rows)
+        if rows.indices.is_cuda and foreseen is not None and coalesced.indices is foreseen.rows:
+            self._unchecked[position] = rows
+        return self._mean(coalesced)
+
+    def _mean(self, rows: RowSparse) -> RowSparse:
+        return rows.scaled(1.0 / self._sync.axis.size)
+
+    def _is_checked(self) -> bool:
+        """Whether gradients on a GPU are of the ids that were looked up: here the host may wait for it."""
+        foreseen = {position: seen for position, seen in enumerate(self._foreseen) if seen is not None}
+        return all(foreseen[position].is_stored(stored) for position, stored in self._unchecked.items())
+
+    def _stand_in(self, position: int) -> Gradient:
+        """Zeros in the rows that were told, to go through with the exchange that the others have begun."""
+        foreseen, parameter = self._foreseen[position], self.slots[position].parameter
+        if foreseen is None:
+            return None
+        values = torch.zeros(len(foreseen.rows), parameter.shape[1], dtype=parameter.dtype, device=parameter.device)
+        return RowSparse.trusted(foreseen.rows, values, parameter.shape[0], is_coalesced=True)
+
+
+def _is_of(gradient: Gradient, foreseen: Foreseen | None) -> bool:
+    if foreseen is None or gradient is None:
+        return gradient is None and foreseen is None
+    return isinstance(gradient, RowSparse) and foreseen.is_of(gradient)
