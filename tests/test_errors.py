@@ -359,11 +359,14 @@ def test_rows_of_tables_of_different_size():
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        (torch.eye(3).to_sparse(), "a torch.sparse_coo tensor with sparse_dim 2, expected a dense one or sparse COO"),
+        (
+            torch.sparse_coo_tensor(torch.zeros(0, 1), torch.ones(1, 3), (3,), check_invariants=True),
+            "given a torch.sparse_coo tensor without a sparse dimension, expected a dense one or sparse COO",
+        ),
         (torch.ones(3, dtype=torch.int64), "given torch.int64 of 1 dimensions, expected a floating-point dtype"),
         ([1.0, 2.0], "given a list, expected a RowSparse, a sparse COO tensor or a dense tensor"),
     ],
-    ids=["elements", "integers", "list"],
+    ids=["nothing sparse", "integers", "list"],
 )
 def test_a_gradient_of_another_kind_on_one_rank_only(wrong, text):
     axis = tulle.init(data=-1)["data"]

@@ -275,7 +275,7 @@ def engine_of(owner: nn.Module | Tensor) -> DataParallel | None:
 # A function of the module, not a bound method: a model that is copied takes its hooks along, but not its engine.
 def _looked_up(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     assert isinstance(module, TableModule), "only tables are watched"
-    engine = engine_of(module.weight)
+    engine = None if torch.compiler.is_compiling() else engine_of(module.weight)
     if engine is not None and module.sparse and torch.is_grad_enabled():
         engine._looked_up(module.weight, module, arguments[0] if arguments else keywords["input"])
 

@@ -133,9 +133,10 @@ def _read(grad: RowSparse | Tensor) -> tuple[_Local | None, GradientError | None
     if grad.layout == torch.strided:
         return _Local(grad.detach(), tuple(grad.shape), 0), None
     if grad.layout != torch.sparse_coo or grad.sparse_dim() == 0:
+        kind = f"{grad.layout} tensor{' without a sparse dimension' if grad.layout == torch.sparse_coo else ''}"
         return None, GradientError(
-            f"tulle.sync.all_reduce was given a {grad.layout} tensor, expected a dense one or sparse COO: "
-            "convert it with tensor.to_sparse_coo()"
+            f"tulle.sync.all_reduce was given a {kind}, expected a dense one or sparse COO: "
+            "convert it with tensor.to_sparse()"
         )
     return _Local(_as_rows(grad.detach()), tuple(grad.shape), grad.sparse_dim()), None
 
