@@ -147,7 +147,11 @@ def machine() -> dict[str, Any]:
 
 def _command(arguments: Sequence[str]) -> str:
     """The command line, without where folders lie on this machine."""
-    return " ".join("FOLDER" if Path(argument).is_absolute() else argument for argument in arguments)
+    folders = ("--corpus", "--work", "--results")
+    return " ".join(
+        "FOLDER" if Path(argument).is_absolute() or before in folders else argument
+        for before, argument in zip(["", *arguments], arguments, strict=False)
+    )
 
 
 if __name__ == "__main__":

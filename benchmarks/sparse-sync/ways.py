@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 from job import Workload
 
@@ -56,7 +57,11 @@ class Way:
 def tulle_ways() -> list[Way]:
     """The automatic choice and every scheme of the registry."""
     about = {AUTO: "the scheme of least predicted cost"}
-    about |= {name: (scheme.__doc__ or "").splitlines()[0].partition(": ")[2] for name, scheme in SCHEMES.items()}
+    modules = {
+        name: scheme if isinstance(scheme, ModuleType) else sys.modules[type(scheme).__module__]
+        for name, scheme in SCHEMES.items()
+    }
+    about |= {name: (module.__doc__ or "").splitlines()[0].partition(": ")[2] for name, module in modules.items()}
     return [
         Way(OURS + name, Path(sys.executable), HERE / "tulle_worker.py", is_dense=name == "densify", about=said)
         for name, said in about.items()

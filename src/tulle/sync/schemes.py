@@ -80,7 +80,7 @@ def choose(characteristics: Characteristics, network: Network, ranks: int) -> Ch
     Example:
         >>> few = Characteristics(num_rows=500_000, width=128, value_bytes=4, rows_per_rank=(960, 970, 955, 961))
         >>> choose(few, Network(latency_s=5e-4, bandwidth_bytes_per_s=1.2e8), 4).scheme
-        'recursive_doubling'
+        'holders'
     """
     costs = {name: scheme.cost(characteristics, network, ranks) for name, scheme in FLAT.items()}
     if 1 < network.local_ranks < ranks:
