@@ -45,6 +45,8 @@ class RunFolder(LogsSpecs):
         self.path = path.absolute()
         self.logs: dict[int, Path] = {}
         """Log of each rank on this machine, of the latest attempt."""
+        self.attempts: list[Path] = []
+        """Log of rank 0, if it runs on this machine, of every attempt."""
         self.processes = 0
         """Number of ranks on all machines, 0 until they have met."""
         self._description = description
@@ -84,6 +86,7 @@ class RunFolder(LogsSpecs):
             environment |= {RUN_DIR: str(self.path), **self._description.settings}
         self.logs = logs
         if self.leads:
+            self.attempts.append(logs[0])
             self._describe()
         first_attempt = all(one.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" for one in envs.values())
         if first_attempt:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
@@ -41,8 +40,7 @@ class Watcher:
         self._folder = folder
         self._view = view
         self._progress = RunProgress(folder.path)
-        self._log: Path | None = None
-        self._tail: Tail | None = None
+        self._tails: list[Tail] = []  # one an attempt
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="tulle-watcher", daemon=True)
 
@@ -61,18 +59,22 @@ class Watcher:
             while not self._over.wait(_PERIOD_S):
                 self._look()
             self._look()  # what the ranks wrote last
-            self._show(self._tail.rest() if self._tail else [])
+            self._show_last(self._tails[-1:])
         finally:
             self._view.close()
 
     def _look(self) -> None:
-        log = self._folder.logs.get(0)
-        if log and log != self._log:  # the first, or another attempt
-            self._show(self._tail.rest() if self._tail else [])
-            self._log, self._tail = log, Tail(log, limit=self._traceback_begins)
-        self._show(self._tail.read() if self._tail else [])
+        for log in self._folder.attempts[len(self._tails) :]:  # an attempt may be over before it was seen
+            self._show_last(self._tails[-1:])
+            self._tails.append(Tail(log, limit=self._traceback_begins))
+        for tail in self._tails[-1:]:
+            self._show(tail.read())
         self._progress.update()
         self._view.show_progress(self._progress)
+
+    def _show_last(self, tails: list[Tail]) -> None:
+        for tail in tails:
+            self._show([*tail.read(), *tail.rest()])
 
     def _show(self, lines: list[str]) -> None:
         for line in lines:
