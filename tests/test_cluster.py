@@ -185,6 +185,8 @@ def test_nothing_is_left_after_a_signal(number):
         [sys.executable, str(FOLDER), "--hosts", "2", "--", "sh", "-c", "echo pid $$; sleep 60"],
         stdout=subprocess.PIPE,
         text=True,
+        # A shell's job in the background ignores Ctrl-C, and so would all that it starts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     alarm = threading.Timer(30, runner.kill)
     alarm.start()

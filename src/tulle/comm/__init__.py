@@ -1,9 +1,10 @@
-"""Typed collectives over `torch.distributed`, each counting its bytes and messages; the network probe; the courier."""
+"""Typed collectives over `torch.distributed`, counting bytes and messages; those with gradients; probe and courier."""
 
 from tulle.comm.agree import gather_values, raise_together
 from tulle.comm.collectives import all_gather, all_reduce, barrier, broadcast
 from tulle.comm.courier import Courier, Job
-from tulle.comm.lane import hosts_of, lane, part
+from tulle.comm.differentiable import enter, exchange, gather, leave, reduce_scatter, scatter
+from tulle.comm.lane import hosts_of, lane
 from tulle.comm.parts import all_gather_parts, all_to_all_parts, receive, send
 from tulle.comm.pending import Deferred, Pending
 from tulle.comm.probe import probe
@@ -23,15 +24,20 @@ __all__ = [
     "all_to_all_parts",
     "barrier",
     "broadcast",
+    "enter",
+    "exchange",
+    "gather",
     "gather_values",
     "hosts_of",
     "lane",
+    "leave",
     "now_s",
-    "part",
     "probe",
     "raise_together",
     "receive",
+    "reduce_scatter",
     "release",
+    "scatter",
     "send",
     "traffic",
 ]

@@ -26,7 +26,7 @@ def lane(axis: Axis, purpose: str) -> Axis:
     return axis.lanes[purpose]
 
 
-def part(axis: Axis, purpose: str, members: Sequence[int]) -> Axis:
+def _part(axis: Axis, purpose: str, members: Sequence[int]) -> Axis:
     """Some ranks of an axis as an axis of their own, made once. Every one of them must call it, with the same members.
 
     Args:
@@ -68,4 +68,4 @@ def _among(axis: Axis, purpose: str, members: Sequence[int]) -> Axis:
         return axis
     if len(members) == 1:  # nobody to talk to
         return replace(axis, rank=0, size=1, ranks=(axis.ranks[axis.rank],), hosts=(), lanes={}, measured=[], kept={})
-    return part(axis, purpose, members)
+    return _part(axis, purpose, members)

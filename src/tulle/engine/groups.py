@@ -1,10 +1,12 @@
 """`TableGroup`: tables whose gradients come one after the other, and travel together.
 
-forward                 note the ids that are looked up; when all are there:
-tell row counts, choose, tell row numbers      -- beside forward and backward, on a thread
-gradient of a table     coalesce it, where it is born                     and a process group of its own
-all of a group there    sum the values                                 -- beside the rest of backward
-end of backward         wait
+    forward                 note the ids that are looked up; when all are there:
+                            tell row counts, choose, tell row numbers      -- beside forward and backward, on a thread
+    gradient of a table     coalesce it, where it is born                     and a process group of its own
+    all of a group there    sum the values                                 -- beside the rest of backward
+    end of backward         wait
+
+What was told is checked when the gradients are there; a wrong guess is told anew, by all ranks alike.
 """
 
 from __future__ import annotations

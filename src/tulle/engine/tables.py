@@ -108,8 +108,8 @@ class TableSync:
         self._is_observed = False
         self.rows: dict[str, int] = {}
         """Distinct rows of this rank's last gradient by table."""
-        self.observations: list[Observation] = []
-        """Measured since somebody last took them."""
+        self._observations: dict[str, Observation] = {}
+        """The last of each table since somebody took them: nobody need take them."""
 
     @property
     def choices(self) -> dict[str, Choice]:
@@ -150,12 +150,13 @@ class TableSync:
             slots: The tables.
         """
         states = [self._states[slot.name] for slot in slots]
-        last = [number for state in states for number in (state.sent.bytes_sent, state.took_us)]
-        told = announce_counts([*counts, *last], self._lane).wait()
+        sent_bytes = [state.sent.bytes_sent for state in states]
+        told = announce_counts([*counts, *sent_bytes, *(state.took_us for state in states)], self._lane).wait()
         heard = [numbers[: len(slots)] for numbers in told]
-        for position, state in enumerate(states, start=len(slots)):
-            at = 2 * position - len(slots)
-            self._note(state, [numbers[at] for numbers in told], [numbers[at + 1] for numbers in told])
+        # By column: what all ranks sent for each table in the last step, and how long it took them.
+        columns = [*zip(*(numbers[len(slots) :] for numbers in told), strict=True)]
+        for state, sent, took in zip(states, columns[: len(slots)], columns[len(slots) :], strict=True):
+            self._note(state, sent, took)
         tables = [self._table(slot) for slot in slots]
         self._observe(indices, tables, heard)
         schemes = [self.scheme(table.name) for table in tables]
@@ -184,8 +185,8 @@ class TableSync:
 
     def take_observations(self) -> list[Observation]:
         """What was measured since the last call."""
-        taken, self.observations = self.observations, []
-        return taken
+        taken, self._observations = self._observations, {}
+        return [*taken.values()]
 
     def _table(self, slot: Slot) -> Table:
         parameter = slot.parameter
@@ -213,24 +214,23 @@ class TableSync:
         for t, presence in zip(seen, presences, strict=True):
             name = tables[t].name
             looks = tables[t].characteristics(held[t], presence)
-            if t in due:
-                self._choose(name, looks)
+            choice = self._choose(name, looks) if t in due else choose(looks, self.network, self.axis.size)
             if self._is_observed:
-                candidates = choose(looks, self.network, self.axis.size).candidates
-                self.observations.append(
-                    Observation(self._step, name, self.scheme(name), looks, candidates, self.measured.get(name))
+                self._observations[name] = Observation(
+                    self._step, name, self.scheme(name), looks, choice.candidates, self._states[name].measured
                 )
 
     def _is_due(self, name: str, held: Sequence[int]) -> bool:
         chooser = self._states[name].chooser
         return chooser is not None and chooser.is_due(held)
 
-    def _choose(self, name: str, looks: Characteristics) -> None:
+    def _choose(self, name: str, looks: Characteristics) -> Choice:
         before, chooser = self.scheme(name), self._states[name].chooser
         assert chooser is not None, "a scheme that was given is not due"
         choice = chooser.choose(looks)
         if before != choice.scheme and self.axis.rank == 0:
             logger.info("table %s: %s", name, choice.reason)
+        return choice
 
     def _given(self, name: str) -> str:
         return self.settings.schemes.get(name, AUTO)

@@ -19,7 +19,7 @@ from tulle.comm import Deferred, all_gather_parts, release
 from tulle.cost import Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.mesh import Axis
 from tulle.rows import Merge
-from tulle.sync.numbers import gather_numbers, numbers_bytes
+from tulle.sync.numbers import gather_numbers, numbers_cost
 from tulle.sync.table import Table
 
 
@@ -84,14 +84,3 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
         numbers=total_rows,
     )
     return numbers_cost(looks, network, ranks) + values + work
-
-
-def numbers_cost(looks: Characteristics, network: Network, ranks: int) -> Cost:
-    """What it takes that every rank hears the row numbers of every rank."""
-    sizes = [numbers_bytes(rows, looks.num_rows, looks.index_bytes) for rows in looks.rows_per_rank]
-    most_bytes = max(sizes, default=0)
-    received_bytes = sum(sizes) - min(sizes, default=0)
-    others = ranks - 1
-    return exchange_cost(
-        others * most_bytes, others * (most_bytes > 0), network, rounds=min(1, others), received_bytes=received_bytes
-    )

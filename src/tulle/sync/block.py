@@ -31,8 +31,7 @@ from tulle.comm import Deferred
 from tulle.cost import Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.mesh import Axis
 from tulle.partition import Contiguous
-from tulle.sync.allgather import numbers_cost
-from tulle.sync.numbers import gather_numbers, numbers_bytes
+from tulle.sync.numbers import gather_numbers, numbers_cost, told_bytes
 from tulle.sync.table import Table
 
 BLOCK_VALUES = 256
@@ -96,11 +95,11 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
     own = by_owner.diagonal()
     leaving, coming = by_owner.sum(1) - own, by_owner.sum(0) - own
     others = ranks - 1
-    numbers = [others * numbers_bytes(rows, looks.num_rows, looks.index_bytes) for rows in looks.rows_per_rank]
-    sent_bytes = (leaving + others * owned) * block_bytes + torch.tensor(numbers, dtype=torch.float64)
+    numbers = told_bytes(looks)
+    sent_bytes = (leaving + others * owned) * block_bytes + numbers
     payer = int(sent_bytes.argmax())
     owners_reached = int((by_owner[payer] > 0).sum()) - int(own[payer] > 0)
-    messages = others * (numbers[payer] > 0) + owners_reached + others * int(owned[payer] > 0)
+    messages = others * int(numbers[payer] > 0) + owners_reached + others * int(owned[payer] > 0)
     push_bytes = torch.maximum(leaving, coming).max().item() * block_bytes
     pull_bytes = max(others * owned.max().item(), (owned.sum() - owned.min()).item()) * block_bytes
     values = exchange_cost(push_bytes + pull_bytes, messages, network, rounds=2 * min(1, others))

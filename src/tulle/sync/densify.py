@@ -17,30 +17,40 @@ from tulle.comm import Deferred
 from tulle.comm import all_reduce as reduce_dense
 from tulle.cost import Characteristics, Cost, Network, all_reduce_cost, work_cost
 from tulle.mesh import Axis
-from tulle.sync.allgather import numbers_cost
-from tulle.sync.numbers import gather_numbers
+from tulle.sync.numbers import gather_numbers, numbers_cost
 from tulle.sync.table import Table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """Which rows any rank touches."""
+    """Which rows any rank touches, and where this rank's lie in the buffer that is all-reduced.
+
+    Args:
+        table: The table.
+        axis: Whose ranks take part.
+        rows: `[union]` the rows of the sum, ascending.
+        length: Rows of the buffer: those of the table, or those of the union.
+        places: `[rows]` where each of this rank's rows lies in it.
+    """
 
     table: Table
     axis: Axis
-    indices: Tensor
     rows: Tensor
+    length: int
+    places: Tensor
 
     def all_reduce(self, values: Tensor) -> Deferred[Tensor]:
         """`[rows, width]` of this rank to `[union, width]`. Every rank of the axis must call it."""
         table = self.table
         sent = table.to_wire(values)
-        dense = sent.new_zeros(table.num_rows, table.width).index_copy_(0, self.indices, sent)
+        dense = sent.new_zeros(self.length, table.width).index_copy_(0, self.places, sent)
+        if not self.length:
+            return Deferred(lambda: table.from_wire(dense))
         reduced = reduce_dense(dense, self.axis, label=table.label)
 
         def finish() -> Tensor:
             whole = reduced.wait()
-            return table.from_wire(whole if len(self.rows) == table.num_rows else whole[self.rows])
+            return table.from_wire(whole if len(self.rows) == self.length else whole[self.rows])
 
         return Deferred(finish)
 
@@ -48,7 +58,7 @@ class Route:
 def route(indices: Tensor, table: Table, counts: Sequence[int], axis: Axis) -> Deferred[Route]:
     """Tell every rank which rows this one has; arguments as for `tulle.sync.allgather.route`."""
     gathered = gather_numbers(indices, counts, table.num_rows, table, axis)
-    return Deferred(lambda: Route(table, axis, indices, torch.unique(torch.cat(gathered.wait()))))
+    return Deferred(lambda: Route(table, axis, torch.unique(torch.cat(gathered.wait())), table.num_rows, indices))
 
 
 def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost:

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tulle.comm import Deferred, all_gather, all_gather_parts, hosts_of
+from tulle.comm import Deferred, all_gather_parts, hosts_of
 from tulle.cost import Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.errors import PlanError
 from tulle.mesh import Axis
 from tulle.partition import Hashed
 from tulle.presence import Presence
-from tulle.sync.numbers import gather_numbers, numbers_bytes
+from tulle.sync.numbers import gather_numbers, numbers_bytes, tell_count
 from tulle.sync.protocol import Route, Scheme
 from tulle.sync.table import Table
 
@@ -107,8 +107,8 @@ class Hierarchical:
         owner, _ = Hashed(table.num_rows, inside.size).place(within.rows)
         share = (owner == inside.rank).nonzero().squeeze(1)
         mine = within.rows[share]
-        between = self.across.route(mine, table, _tell(len(mine), table, across), across).wait()
-        lengths = _tell(len(between.rows), table, inside)
+        between = self.across.route(mine, table, tell_count(len(mine), table, across), across).wait()
+        lengths = tell_count(len(between.rows), table, inside)
         told = gather_numbers(between.rows, lengths, table.num_rows, table, inside).wait()
         rows, places = torch.sort(torch.cat(told))
         return HierarchicalRoute(table, inside, rows, within, share, between, lengths, places)
@@ -166,8 +166,3 @@ def _back(shares: Sequence[Characteristics], network: Network) -> Cost:
         others * max(sizes) + told_bytes, 4 * others, network, rounds=4, received_bytes=received_bytes
     )
     return exchange + work_cost(network, copied_bytes=sum(share.union_rows for share in shares) * looks.values_bytes)
-
-
-def _tell(count: int, table: Table, axis: Axis) -> list[int]:
-    mine = torch.tensor([count], device=table.device)
-    return all_gather(mine, axis, label=table.label).wait().view(-1).tolist()

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tulle.comm import Deferred, all_gather_parts
+from tulle.comm import Deferred, all_gather, all_gather_parts
+from tulle.cost import Characteristics, Cost, Network, exchange_cost
 from tulle.mesh import Axis
 from tulle.sync.table import Table
 
@@ -66,6 +67,34 @@ def gather_numbers(
         ]
 
     return Deferred(finish)
+
+
+def told_bytes(looks: Characteristics) -> Tensor:
+    """`[ranks]` float64: what each rank sends so that every rank hears its row numbers."""
+    sizes = _sizes(looks)
+    return (len(sizes) - 1) * torch.tensor(sizes, dtype=torch.float64)
+
+
+def numbers_cost(looks: Characteristics, network: Network, ranks: int) -> Cost:
+    """What it takes that every rank hears the row numbers of every rank."""
+    sizes = _sizes(looks)
+    most_bytes = max(sizes, default=0)
+    received_bytes = sum(sizes) - min(sizes, default=0)
+    others = ranks - 1
+    return exchange_cost(
+        others * most_bytes, others * (most_bytes > 0), network, rounds=min(1, others), received_bytes=received_bytes
+    )
+
+
+def tell_count(count: int, table: Table, axis: Axis) -> list[int]:
+    """One number of every rank, in the order of ranks. Every rank of the axis must call it."""
+    mine = torch.tensor([count], device=table.device)
+    return all_gather(mine, axis, label=table.label).wait().view(-1).tolist()
+
+
+def _sizes(looks: Characteristics) -> list[float]:
+    """Bytes of each rank's message."""
+    return [numbers_bytes(rows, looks.num_rows, looks.index_bytes) for rows in looks.rows_per_rank]
 
 
 def _shifts(device: torch.device) -> Tensor:

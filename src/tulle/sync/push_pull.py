@@ -30,7 +30,7 @@ from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, w
 from tulle.mesh import Axis
 from tulle.partition import Partition
 from tulle.rows import Merge
-from tulle.sync.numbers import gather_numbers, numbers_bytes
+from tulle.sync.numbers import gather_numbers, numbers_bytes, numbers_cost, tell_count, told_bytes
 from tulle.sync.table import Table
 
 _SORTS = 3
@@ -191,8 +191,7 @@ def _route_by_owners(indices: Tensor, table: Table, axis: Axis, partition: Parti
         leaving, coming = sizes[axis.rank], [row[axis.rank] for row in sizes]
         parts = place[order].to(table.index_dtype).split(leaving)
         merge = Merge.of(all_to_all_parts(parts, coming, axis, label=table.label).wait().long())
-        mine = torch.tensor([len(merge.rows)], device=table.device)
-        owned: list[int] = all_gather(mine, axis, label=table.label).wait().view(-1).tolist()
+        owned = tell_count(len(merge.rows), table, axis)
         held = gather_numbers(merge.rows, owned, partition.places, table, axis).wait()
         rows, came = torch.sort(torch.cat([partition.rows(r, part) for r, part in enumerate(held)]))
         places = torch.empty_like(came)
@@ -215,13 +214,13 @@ def cost(characteristics: Characteristics, network: Network, ranks: int, partiti
     others = ranks - 1
     leaving, coming = by_owner.sum(1) - own, by_owner.sum(0) - own
     places = [numbers_bytes(rows, partition.places, looks.index_bytes) for rows in owned.tolist()]
-    told_bytes = leaving * looks.index_bytes + others * torch.tensor(places, dtype=torch.float64)
-    told_bytes += 8 * others * (ranks + 1)
+    sent_numbers_bytes = leaving * looks.index_bytes + others * torch.tensor(places, dtype=torch.float64)
+    sent_numbers_bytes += 8 * others * (ranks + 1)
     reached = (by_owner > 0).sum(1) - (own > 0).long()
     told = 2 * others + reached + others * (owned > 0).long()
-    busiest_bytes = told_bytes.max().item() + (coming.max() * looks.index_bytes).item()
+    busiest_bytes = sent_numbers_bytes.max().item() + (coming.max() * looks.index_bytes).item()
     told_s = exchange_cost(busiest_bytes, 0, network, rounds=4).seconds
-    return _values_cost(looks, network, (by_owner, owned), (told_bytes, told, told_s))
+    return _values_cost(looks, network, (by_owner, owned), (sent_numbers_bytes, told, told_s))
 
 
 def settled_cost(looks: Characteristics, network: Network, by_owner: Tensor, owned: Tensor) -> Cost:
@@ -233,14 +232,9 @@ def settled_cost(looks: Characteristics, network: Network, by_owner: Tensor, own
         by_owner: `[ranks, owners]` float64, rows of each rank at each owner.
         owned: `[owners]` float64, distinct rows of each owner.
     """
-    others = len(owned) - 1
-    sizes = [numbers_bytes(rows, looks.num_rows, looks.index_bytes) for rows in looks.rows_per_rank]
-    told_bytes = others * torch.tensor(sizes, dtype=torch.float64)
-    received_bytes = sum(sizes) - min(sizes, default=0)
-    told_s = exchange_cost(
-        told_bytes.max().item(), 0, network, rounds=min(1, others), received_bytes=received_bytes
-    ).seconds
-    return _values_cost(looks, network, (by_owner, owned), (told_bytes, others * (told_bytes > 0).long(), told_s))
+    numbers, told = told_bytes(looks), numbers_cost(looks, network, len(owned))
+    messages = (len(owned) - 1) * (numbers > 0).long()
+    return _values_cost(looks, network, (by_owner, owned), (numbers, messages, told.seconds))
 
 
 def _values_cost(
@@ -248,13 +242,13 @@ def _values_cost(
 ) -> Cost:
     """Push and pull of the values, and what was told before: bytes and messages by rank, and seconds."""
     by_owner, owned = rows
-    told_bytes, told_messages, told_s = told
+    numbers_sent_bytes, told_messages, told_s = told
     others = len(owned) - 1
     if not others:
         return NOTHING
     own = by_owner.diagonal()
     leaving, coming = by_owner.sum(1) - own, by_owner.sum(0) - own
-    sent_bytes = told_bytes + (leaving + others * owned) * looks.values_bytes
+    sent_bytes = numbers_sent_bytes + (leaving + others * owned) * looks.values_bytes
     payer = int(sent_bytes.argmax())
     reached = int((by_owner[payer] > 0).sum()) - int(own[payer] > 0)
     messages = int(told_messages[payer]) + reached + others * int(owned[payer] > 0)

@@ -32,8 +32,7 @@ from tulle.comm import Deferred, Pending, all_gather_parts, release
 from tulle.cost import Characteristics, Cost, Network, work_cost
 from tulle.mesh import Axis
 from tulle.rows import Merge
-from tulle.sync.allgather import numbers_cost
-from tulle.sync.numbers import gather_numbers, numbers_bytes
+from tulle.sync.numbers import gather_numbers, numbers_cost, told_bytes
 from tulle.sync.table import Table
 
 
@@ -140,10 +139,10 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
     looks = characteristics.at(ranks)
     rounds, summed_rows, merged_rows = _rows_sent(looks, ranks)
     rounds_bytes = rounds * looks.values_bytes
-    numbers = [(ranks - 1) * numbers_bytes(rows, looks.num_rows, looks.index_bytes) for rows in looks.rows_per_rank]
-    sent_bytes = rounds_bytes.sum(0) + torch.tensor(numbers, dtype=torch.float64)
+    numbers = told_bytes(looks)
+    sent_bytes = rounds_bytes.sum(0) + numbers
     payer = int(sent_bytes.argmax())
-    messages = int((rounds[:, payer] > 0).sum()) + (ranks - 1) * (numbers[payer] > 0)
+    messages = int((rounds[:, payer] > 0).sum()) + (ranks - 1) * int(numbers[payer] > 0)
     fullest_bytes = rounds_bytes.max(1).values  # what one partner sends the other receives
     seconds = (
         int((fullest_bytes > 0).sum()) * (network.pair_latency_s or network.latency_s)

@@ -11,45 +11,16 @@ on nccl, whose all-reduce is faster than any exchange of messages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tulle.comm import Deferred
-from tulle.comm import all_reduce as reduce_dense
 from tulle.cost import Characteristics, Cost, Network, all_reduce_cost, work_cost
 from tulle.mesh import Axis
-from tulle.sync.allgather import numbers_cost
-from tulle.sync.numbers import gather_numbers
+from tulle.sync.densify import Route
+from tulle.sync.numbers import gather_numbers, numbers_cost
 from tulle.sync.table import Table
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Route:
-    """Which rows any rank touches, and where this rank's lie among them.
-
-    Args:
-        table: The table.
-        axis: Whose ranks take part.
-        rows: `[union]` the rows of the sum, ascending.
-        places: `[rows]` where each of this rank's rows lies in them.
-    """
-
-    table: Table
-    axis: Axis
-    rows: Tensor
-    places: Tensor
-
-    def all_reduce(self, values: Tensor) -> Deferred[Tensor]:
-        """`[rows, width]` of this rank to `[union, width]`. Every rank of the axis must call it."""
-        table = self.table
-        sent = table.to_wire(values)
-        union = sent.new_zeros(len(self.rows), table.width).index_copy_(0, self.places, sent)
-        if not len(self.rows):
-            return Deferred(lambda: table.from_wire(union))
-        reduced = reduce_dense(union, self.axis, label=table.label)
-        return Deferred(lambda: table.from_wire(reduced.wait()))
 
 
 def route(indices: Tensor, table: Table, counts: Sequence[int], axis: Axis) -> Deferred[Route]:
@@ -58,7 +29,7 @@ def route(indices: Tensor, table: Table, counts: Sequence[int], axis: Axis) -> D
 
     def finish() -> Route:
         rows = torch.unique(torch.cat(gathered.wait()))
-        return Route(table, axis, rows, torch.searchsorted(rows, indices))
+        return Route(table, axis, rows, len(rows), torch.searchsorted(rows, indices))
 
     return Deferred(finish)
 
