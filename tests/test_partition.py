@@ -152,3 +152,15 @@ def test_unevenness_is_what_the_fullest_owner_has_over_the_mean():
     assert imbalance(torch.tensor([1, 1, 1])) == 1.0
     assert imbalance(torch.tensor([3, 1])) == 1.5
     assert imbalance(torch.tensor([0, 0])) == 1.0
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 40, 97, 1000])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_owners_hold_each_row_once_where_its_place_says(num_rows, ranks):
+    partition = Hashed(num_rows, ranks)
+    found = []
+    for owner in range(ranks):
+        rows, places = partition.held(owner)
+        assert all(torch.equal(one, other) for one, other in zip(partition.place(rows), (places * 0 + owner, places)))
+        found += rows.tolist()
+    assert sorted(found) == list(range(num_rows))

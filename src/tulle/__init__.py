@@ -6,6 +6,7 @@ from tulle.clip import clip_grad_norm_
 from tulle.distribute import distribute
 from tulle.distribute import make_plan as plan
 from tulle.errors import TulleError
+from tulle.lookahead import lookahead
 from tulle.mesh import Mesh, init
 from tulle.plan import Plan
 from tulle.record import log
@@ -23,6 +24,7 @@ __all__ = [
     "init",
     "load",
     "log",
+    "lookahead",
     "plan",
     "save",
     "sync",

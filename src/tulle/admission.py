@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -71,8 +71,6 @@ def check_model(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], me
         )
     _check_parameters(model, mesh)
     _check_optimizers(model, as_optimizers(optimizer))
-    if data_axis(mesh).size > 1:
-        _check_tables(model)
 
 
 def _check_parameters(model: nn.Module, mesh: Mesh) -> None:
@@ -103,18 +101,28 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
                     )
 
 
-def _check_tables(model: nn.Module) -> None:
-    """Refuse what silently differs from one process when each rank sees a part of the batch only."""
+def check_replicated_tables(model: nn.Module, split: Iterable[str]) -> None:
+    """Refuse what silently differs from one process when each rank sees a part of the batch only.
+
+    Args:
+        model: The model.
+        split: Names of the parameters that are no replicas.
+
+    Raises:
+        ModelError: Naming the module and the mend.
+    """
+    parted = {id(model.get_parameter(name)) for name in split}
     for name, module in model.named_modules():
-        if not isinstance(module, TableModule) or not module.weight.requires_grad:
+        if not isinstance(module, TableModule) or not module.weight.requires_grad or id(module.weight) in parted:
             continue
         if module.scale_grad_by_freq:
             raise ModelError(
                 f"{name!r} has scale_grad_by_freq=True, which counts in one rank's batch only: "
-                "this version cannot scale by the counts of all ranks, set it to False"
+                f"split the table, tulle.distribute(..., plan={{'{name}.weight': 'rows'}}), or set it to False"
             )
         if module.max_norm is not None and not module.sparse:
             raise ModelError(
                 f"{name!r} has max_norm={module.max_norm} and dense gradients, so that ranks do not learn which rows "
-                "the others looked up and renormalized: set sparse=True"
+                f"the others looked up and renormalized: set sparse=True, or split the table, "
+                f"tulle.distribute(..., plan={{'{name}.weight': 'rows'}})"
             )

@@ -10,6 +10,7 @@ from torch.nn.utils import get_total_norm
 
 from tulle.errors import GradientError
 from tulle.rows import RowSparse
+from tulle.tables import ShardGradient
 
 
 @torch.no_grad()
@@ -42,7 +43,8 @@ def clip_grad_norm_(
         2.8284
     """
     gradients = [(name, _values(p.grad)) for name, p in _named(parameters) if p.grad is not None]
-    values = [(name, part) for name, part in gradients if part.numel()]  # torch has no infinity norm of nothing
+    # torch has no infinity norm of nothing. Of a part of a table every rank takes the norm, be it empty here.
+    values = [(name, part) for name, part in gradients if part.numel() or isinstance(part, ShardGradient)]
     if not values:
         return torch.tensor(0.0)
     parts = [part for _, part in values]
@@ -75,4 +77,7 @@ def _values(gradient: Tensor) -> Tensor:
     if not gradient.is_coalesced():
         rows = RowSparse.from_tensor(gradient).coalesce().to_sparse_coo()
         gradient.copy_(rows)
-    return gradient._values()
+    values = gradient._values()
+    if isinstance(gradient, ShardGradient):
+        return ShardGradient.of(values if values.numel() else values.new_zeros(1), gradient.axis)
+    return values

@@ -12,16 +12,27 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tulle.admission import as_optimizers, check_model, data_axis
+from tulle.admission import as_optimizers, check_model, check_replicated_tables, data_axis
 from tulle.comm import gather_values, probe, raise_together
-from tulle.engine import ENGINE, DataParallel, TableSettings, broadcast_tensors, check_alike, engine_of
+from tulle.engine import (
+    ENGINE,
+    DataParallel,
+    TableModule,
+    TableSettings,
+    adopt,
+    broadcast_tensors,
+    check_alike,
+    engine_of,
+)
 from tulle.errors import PlanError, TulleError
 from tulle.lookups import explain_lookups
 from tulle.mesh import Mesh
+from tulle.placing import check_placements, place, tables_of
 from tulle.plan import Plan, PlanLike, plan_as_given, plan_by_cost, plan_for_later
-from tulle.profile import TableModule, rows_touched, sparse_tables
+from tulle.profile import rows_touched, sparse_tables
 from tulle.record import current as current_recorder
 from tulle.sync import AUTO, Table, WireDtype, as_wire_dtype, gather_presence
+from tulle.tables import split_of
 
 _CLASS = "_tulle_class"
 """Where a distributed model keeps the class that it was given with."""
@@ -106,8 +117,15 @@ def distribute(
         check_model(model, optimizer, mesh)
     check_alike(model, axis)
     decided = _decide(model, mesh, plan, sample, wire_dtype)
+    placements = decided.placements if axis.size > 1 else {}
+    optimizers = as_optimizers(optimizer)
+    with _alike(mesh, "the plan"):
+        check_placements(placements, model, optimizers, axis.size)
+        if axis.size > 1:
+            check_replicated_tables(model, placements)
     broadcast_tensors([*model.parameters(), *model.buffers()], axis, label="initial parameters")
-    tables = sparse_tables(model)
+    tables = {name: module for name, module in sparse_tables(model).items() if name not in placements}
+    splits = place(model, optimizers, placements, axis)
     bounded = {name: module for name, module in tables.items() if module.max_norm is not None}
     engine = DataParallel(
         model,
@@ -115,23 +133,26 @@ def distribute(
         tables=list(tables),
         settings=TableSettings(
             # What auto chose from a sample is chosen anew from gradients, and again when they drift.
-            schemes={} if plan == AUTO else decided.schemes,
+            schemes={} if plan == AUTO else {name: decided.schemes[name] for name in tables},
             renormalize={name: _renormalizer(module) for name, module in bounded.items()},
             wire_dtype=as_wire_dtype(decided.wire_dtype),
             observe_every=int(os.environ.get(OBSERVE_EVERY, "0")),
         ),
+        splits=splits,
         bucket_bytes=decided.bucket_bytes,
         check_finite=check_finite or bool(os.environ.get(CHECK_FINITE)),
     )
     _adopt(model, engine, decided)
-    for one in as_optimizers(optimizer) if axis.size > 1 else ():
+    for one in optimizers if axis.size > 1 else ():
         one.register_step_pre_hook(
             lambda stepped, *_: engine.check_covered(p for group in stepped.param_groups for p in group["params"])
         )
+    if engine.split_tables is not None:
+        _after_steps(optimizers, engine)
     explain_lookups(model, axis.rank)
     recorder = current_recorder()
     if recorder is not None:
-        recorder.attach(model, as_optimizers(optimizer), mesh, plan=lambda: in_force(decided, engine), engine=engine)
+        recorder.attach(model, optimizers, mesh, plan=lambda: in_force(decided, engine), engine=engine)
     return model, optimizer
 
 
@@ -176,8 +197,13 @@ def _decide(model: nn.Module, mesh: Mesh, plan: PlanLike, sample: object, lossy:
     axis = data_axis(mesh)
     tables = sparse_tables(model)
     shapes = {name: (module.num_embeddings, module.embedding_dim) for name, module in tables.items()}
+    others = {
+        name: (modules[0].num_embeddings, modules[0].embedding_dim)
+        for name, modules in tables_of(model).items()
+        if name not in tables
+    }
     with _alike(mesh, "the plan"):
-        decided = plan_as_given(plan, mesh.shape, shapes)
+        decided = plan_as_given(plan, mesh.shape, shapes, others)
         wire_dtype = as_wire_dtype(lossy or (decided.wire_dtype if decided else None))
     wire_name = str(wire_dtype).removeprefix("torch.") if wire_dtype else None
     if decided is not None:
@@ -231,11 +257,48 @@ def _renormalizer(module: TableModule) -> Callable[[Tensor], None]:
 
 
 def _adopt(model: nn.Module, engine: DataParallel, plan: Plan) -> None:
+    if engine.split_tables is not None:
+        for module in model.modules():
+            if isinstance(module, TableModule) and split_of(module.weight) is not None:
+                adopt(module, engine.split_tables)
+        model.register_forward_pre_hook(_begin_call, with_kwargs=True)
+        model.register_forward_hook(_end_call, always_call=True)
     plain = type(model)
     # Past Module.__setattr__, which is for parameters, buffers and submodules.
     model.__dict__.update({ENGINE: engine, _PLAN: plan, _CLASS: plain})
     adopted: type[nn.Module] = type(plain.__name__, (Distributed, plain), {"__module__": plain.__module__})
     object.__setattr__(model, "__class__", adopted)
+
+
+# Functions of the model, not bound methods: a model that is copied takes its hooks along, but not its engine.
+def _begin_call(model: nn.Module, arguments: tuple[object, ...], keywords: dict[str, object]) -> None:
+    engine = engine_of(model)
+    if engine is not None and engine.split_tables is not None and model.training and torch.is_grad_enabled():
+        engine.split_tables.begin_call((arguments, keywords))
+
+
+def _end_call(model: nn.Module, *_: object) -> None:
+    engine = engine_of(model)
+    if engine is not None and engine.split_tables is not None:
+        engine.split_tables.end_call()
+
+
+def _after_steps(optimizers: Sequence[Optimizer], engine: DataParallel) -> None:
+    """Have the rows of the next step fetched when the last optimizer of split tables has stepped."""
+    tables = engine.split_tables
+    assert tables is not None, "called for models with split tables"
+    parted = {id(table.parameter) for table in tables.tables.values()}
+    stepping = [one for one in optimizers if parted & {id(p) for group in one.param_groups for p in group["params"]}]
+    waiting = {id(one) for one in stepping}
+
+    def stepped(optimizer: Optimizer, *_: object) -> None:
+        waiting.discard(id(optimizer))
+        if not waiting:
+            waiting.update(id(one) for one in stepping)
+            tables.after_step()
+
+    for one in stepping:
+        one.register_step_post_hook(stepped)
 
 
 def _empty(kind: type[nn.Module]) -> nn.Module:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 _MULTIPLIERS = (0x2C1B3C6D, 0x297A2D39)
@@ -89,8 +90,15 @@ class Hashed:
         return mixed % self.ranks, mixed // self.ranks
 
     def rows(self, owner: int, places: Tensor) -> Tensor:
-        """The rows that lie at these places of an owner, int64."""
+        """The rows that lie at these places of an owner, int64; of an empty place some number that says nothing."""
         return self._unmix(places.long() * self.ranks + owner)
+
+    def held(self, owner: int) -> tuple[Tensor, Tensor]:
+        """All rows of an owner, and the place of each: two int64 tensors, by ascending place."""
+        places = torch.arange(self.places)
+        rows = self.rows(owner, places)
+        is_held = (places * self.ranks + owner < self.sides[0] * self.sides[1]) & (rows < self.num_rows)
+        return rows[is_held], places[is_held]
 
     def _mix(self, rows: Tensor) -> Tensor:
         digits = [rows % self.sides[0], rows // self.sides[0]]

@@ -164,6 +164,12 @@ class Merge:
         rows, counts = torch.unique_consecutive(in_order, return_counts=True)
         return Merge(rows, order, counts.cumsum(0) - counts)
 
+    def run(self) -> Tensor:
+        """`[stored]` which of `rows` each entry of `order` belongs to."""
+        run = torch.zeros_like(self.order)
+        run[self.starts] = 1
+        return run.cumsum(0) - 1
+
     def sum(self, values: Tensor) -> Tensor:
         """`[stored, width]` values to `[rows, width]` sums, each in the order in which its rows were given.
 

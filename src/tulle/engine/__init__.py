@@ -1,7 +1,21 @@
-"""The run-time of data parallelism: buckets of dense gradients, tables of sparse ones, replicas and their buffers."""
+"""The run-time of data parallelism: buckets of dense gradients, tables of sparse ones, split tables, replicas."""
 
-from tulle.engine.data_parallel import ENGINE, DataParallel, engine_of
+from tulle.engine.data_parallel import ENGINE, DataParallel, engine_of, living_split_tables
 from tulle.engine.replicas import broadcast_tensors, check_alike
+from tulle.engine.split_modules import adopt
 from tulle.engine.tables import Observation, TableSettings
+from tulle.engine.units import SplitTable, TableModule
 
-__all__ = ["ENGINE", "DataParallel", "Observation", "TableSettings", "broadcast_tensors", "check_alike", "engine_of"]
+__all__ = [
+    "ENGINE",
+    "DataParallel",
+    "Observation",
+    "SplitTable",
+    "TableModule",
+    "TableSettings",
+    "adopt",
+    "broadcast_tensors",
+    "check_alike",
+    "engine_of",
+    "living_split_tables",
+]

@@ -32,7 +32,9 @@ from tulle.engine.buffers import Buffers
 from tulle.engine.finite import NonFinite
 from tulle.engine.foresight import Foresight, TableModule
 from tulle.engine.groups import TableGroup
+from tulle.engine.split_tables import SplitTables
 from tulle.engine.tables import Observation, TableSettings, TableSync, compact
+from tulle.engine.units import SplitTable
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.sync import Choice
@@ -52,6 +54,7 @@ class DataParallel:
         axis: Whose ranks hold them.
         tables: Names of the parameters that get sparse gradients. Others that turn out to do so join them.
         settings: How the tables are kept in step.
+        splits: Tables of which each rank has a part.
         bucket_bytes: Size of a bucket of dense gradients.
         check_finite: Whether to look for NaN and infinity in this rank's gradients before they are mixed.
     """
@@ -63,6 +66,7 @@ class DataParallel:
         *,
         tables: Sequence[str],
         settings: TableSettings,
+        splits: Sequence[SplitTable] = (),
         bucket_bytes: int,
         check_finite: bool,
     ) -> None:
@@ -77,7 +81,12 @@ class DataParallel:
         self._settings = settings
         self._bucket_bytes = bucket_bytes
         self._non_finite = NonFinite(self.axis) if check_finite else None
-        self._slots = {name: Slot(name, p) for name, p in model.named_parameters() if p.requires_grad}
+        split = {table.name for table in splits}
+        self._slots = {
+            name: Slot(name, p) for name, p in model.named_parameters() if p.requires_grad and name not in split
+        }
+        self.split_tables = SplitTables(splits, self.axis, came=self._split_came) if splits else None
+        """The run-time of the tables of which each rank has a part."""
         self._tables = set(tables)
         self._is_syncing = True
         self._backward = _NOT_RUNNING
@@ -89,6 +98,8 @@ class DataParallel:
         self._groups: list[TableGroup] = []
         self._foresights = self._watch(model) if axis.size > 1 else {}
         _alive.add(self)
+        for table in splits:
+            setattr(table.parameter, ENGINE, self)
         for slot in self._slots.values():
             # By the attribute the parameter holds the engine, where the garbage collector sees it; its hook does not.
             setattr(slot.parameter, ENGINE, self)
@@ -152,11 +163,7 @@ class DataParallel:
         if not self._is_syncing:
             compact(slot.parameter)
             return
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            self._backward = backward
-            traffic.step = self.steps + 1
-            _join_backward(backward, self)
+        if self._begin_backward():
             for group in self._groups:
                 self._foresee(group)
         if self._items:
@@ -165,6 +172,22 @@ class DataParallel:
             self._advance(at_end=False)
         elif self.axis.size > 1:
             self._first_order.append(slot.name)
+
+    def _split_came(self, name: str, gradient: Tensor) -> None:
+        """A gradient for rows of a split table is complete."""
+        if self._non_finite is not None:
+            self._non_finite.look(name, gradient)
+        self._begin_backward()
+
+    def _begin_backward(self) -> bool:
+        """Whether a gradient is the first of this backward, whose end is then waited for."""
+        backward = torch._C._current_graph_task_id()
+        if backward == self._backward:
+            return False
+        self._backward = backward
+        traffic.step = self.steps + 1
+        _join_backward(backward, self)
+        return True
 
     def _looked_up(self, parameter: Tensor, module: TableModule, ids: Tensor) -> None:
         """Note a lookup, and tell the other ranks its rows if it was the last one of a group.
@@ -187,12 +210,18 @@ class DataParallel:
     def end_backward(self) -> None:
         """All gradients are there: submit what has not been, and wait for everything."""
         self._backward = _NOT_RUNNING
+        if not self._is_syncing:  # gradients of replicas add up; those of split tables have no other place than owners
+            if self.split_tables is not None:
+                self.split_tables.end_backward()
+            return
         self.steps += 1
         if self.axis.size > 1:
             if not self._items:
                 self._fix_order()
             self._advance(at_end=True)
             self._submitted = 0
+            if self.split_tables is not None:
+                self.split_tables.end_backward()
             # Tables first: what a bucket waits for is then there.
             for item in sorted(self._items, key=lambda item: not isinstance(item, TableGroup)):
                 item.finish()
@@ -265,6 +294,11 @@ class DataParallel:
 _alive: WeakSet[DataParallel] = WeakSet()
 _joined: dict[int, WeakSet[DataParallel]] = {}
 """Engines whose parameters have had a gradient, by the backward that is running."""
+
+
+def living_split_tables() -> list[SplitTables]:
+    """The run-times of all models with split tables, in the order that all ranks have."""
+    return [one.split_tables for one in sorted(_alive, key=lambda one: one.number) if one.split_tables is not None]
 
 
 def engine_of(owner: nn.Module | Tensor) -> DataParallel | None:

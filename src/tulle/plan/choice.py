@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from tulle.cost import Characteristics, Network
 from tulle.errors import PlanError
 from tulle.plan.plan import Plan, TablePlan
 from tulle.sync import AUTO, check_scheme, choose
+from tulle.tables import PLACEMENTS
 
 PlanLike = Plan | str | os.PathLike[str] | Mapping[str, str]
 """A plan, `"auto"`, one scheme for all tables, a scheme by table, or the path of a saved plan."""
@@ -17,8 +19,16 @@ Shapes = Mapping[str, tuple[int, int]]
 """`(rows, width)` of each table with sparse gradients, by name."""
 
 
-def plan_as_given(given: PlanLike, mesh: Mapping[str, int], shapes: Shapes) -> Plan | None:
+def plan_as_given(
+    given: PlanLike, mesh: Mapping[str, int], shapes: Shapes, dense: Shapes = MappingProxyType({})
+) -> Plan | None:
     """The plan that a user's argument stands for, or None for `"auto"`.
+
+    Args:
+        given: What the user gave.
+        mesh: Size of each axis by name.
+        shapes: Tables with sparse gradients.
+        dense: Tables with dense gradients or none, which have no scheme, but can be split.
 
     Raises:
         PlanError: If it stands for none, or is for other tables or another mesh.
@@ -32,16 +42,17 @@ def plan_as_given(given: PlanLike, mesh: Mapping[str, int], shapes: Shapes) -> P
     elif isinstance(given, os.PathLike) or (isinstance(given, str) and Path(given).suffix == ".json"):
         plan = Plan.load(given)
     elif isinstance(given, str):
-        if check_scheme(given, extra=(AUTO, "the path of a saved plan (*.json)")) == AUTO:
+        if check_scheme(given, extra=(AUTO, *PLACEMENTS, "the path of a saved plan (*.json)")) == AUTO:
             return None
-        plan = _with_schemes(dict.fromkeys(shapes, given), mesh, shapes)
+        named = {**shapes, **dense} if given in PLACEMENTS else shapes
+        plan = _with_schemes(dict.fromkeys(named, given), mesh, shapes, dense)
     elif isinstance(given, Mapping):
-        plan = _with_schemes(given, mesh, shapes)
+        plan = _with_schemes(given, mesh, shapes, dense)
     else:
         raise PlanError(
             f"plan was given a {type(given).__name__}, expected 'auto', a scheme, a mapping, a Plan or a path"
         )
-    plan.check(mesh, shapes)
+    plan.check(mesh, {**shapes, **dense})
     return plan
 
 
@@ -58,18 +69,22 @@ def plan_by_cost(mesh: Mapping[str, int], tables: Mapping[str, Characteristics],
 
 def plan_for_later(mesh: Mapping[str, int], shapes: Shapes) -> Plan:
     """The plan that leaves each table's scheme to its first gradients."""
-    return _with_schemes({}, mesh, shapes, reason="to be chosen by the first gradients")
+    return _with_schemes({}, mesh, shapes, {}, reason="to be chosen by the first gradients")
 
 
 def _with_schemes(
-    schemes: Mapping[str, str], mesh: Mapping[str, int], shapes: Shapes, *, reason: str = "given"
+    schemes: Mapping[str, str], mesh: Mapping[str, int], shapes: Shapes, dense: Shapes, *, reason: str = "given"
 ) -> Plan:
-    for name in schemes:
-        if name not in shapes:
+    for name, scheme in schemes.items():
+        if name not in shapes and (name not in dense or scheme not in PLACEMENTS):
             known = ", ".join(shapes) or "none"
-            raise PlanError(f"the plan names {name!r}, the model's tables with sparse gradients are: {known}")
+            splittable = f"; those that can be split besides: {', '.join(dense)}" if dense else ""
+            raise PlanError(
+                f"the plan names {name!r}, the model's tables with sparse gradients are: {known}{splittable}"
+            )
     tables = [
-        TablePlan(name, rows, width, check_scheme(schemes.get(name, AUTO)), reason)
-        for name, (rows, width) in shapes.items()
+        TablePlan(name, rows, width, check_scheme(schemes.get(name, AUTO), extra=(AUTO, *PLACEMENTS)), reason)
+        for name, (rows, width) in {**shapes, **dense}.items()
+        if name in shapes or name in schemes
     ]
     return Plan(dict(mesh), tuple(tables))

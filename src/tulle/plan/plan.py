@@ -11,7 +11,8 @@ from typing import Any
 
 from tulle.cost import Characteristics, Cost, Network
 from tulle.errors import PlanError
-from tulle.sync import Choice, check_scheme
+from tulle.sync import AUTO, Choice, check_scheme
+from tulle.tables import PLACEMENTS
 
 FORMAT = 1
 BUCKET_BYTES = 25 * 1024 * 1024
@@ -26,7 +27,8 @@ class TablePlan:
         name: The parameter's name in the model.
         rows: Rows of the table.
         width: Columns.
-        scheme: How its gradient is synchronized: a scheme's name, or `"auto"` to choose by the first gradients.
+        scheme: How its gradient is synchronized: a scheme's name, or `"auto"` to choose by the first gradients; or how
+            the table is split, `"rows"` or `"columns"`.
         reason: Why, in one sentence.
         density: Share of rows that one rank touches in a step, 0 to 1; None if it was not measured.
         candidates: Predicted cost by scheme.
@@ -85,8 +87,13 @@ class Plan:
 
     @property
     def schemes(self) -> dict[str, str]:
-        """The scheme of each table by name."""
+        """The scheme of each table by name; of one that is split its placement."""
         return {table.name: table.scheme for table in self.tables}
+
+    @property
+    def placements(self) -> dict[str, str]:
+        """How each table that is split is split, by name."""
+        return {table.name: table.scheme for table in self.tables if table.scheme in PLACEMENTS}
 
     def explain(self) -> str:
         """What was chosen for each table, why, and what the other candidates were predicted to cost."""
@@ -224,7 +231,7 @@ def _table_from_json(parsed: Mapping[str, Any]) -> TablePlan:
         name=str(parsed["name"]),
         rows=int(parsed["rows"]),
         width=int(parsed["width"]),
-        scheme=check_scheme(parsed["scheme"]),
+        scheme=check_scheme(parsed["scheme"], extra=(AUTO, *PLACEMENTS)),
         reason=str(parsed.get("reason", "")),
         density=None if parsed.get("density") is None else float(parsed["density"]),
         candidates=candidates or None,

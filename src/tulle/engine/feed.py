@@ -1,0 +1,95 @@
+"""`Feed`: tells the rows of a batch's lookups all at once, as soon as the batch is known, in one unit.
+
+    its ids found in the batch  ->  told  ->  (optimizer.step)  ->  values fetched  ->  lookups find them there
+
+One feed begins with each call of the model; another, of `tulle.lookahead`, a step earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from tulle.engine.sources import Sources
+from tulle.engine.units import SplitTable, Unit
+from tulle.errors import ModelError
+from tulle.mesh import Axis
+
+IdsOf = Callable[[object], Mapping[str, Tensor]]
+"""From a batch to the ids that the model will look up in each table, by its name."""
+
+
+class Feed:
+    """Units of steps that begin with a batch.
+
+    Args:
+        tables: All split tables.
+        make: Makes a unit of some tables and the ids of each.
+        axis: Whose ranks must agree.
+        ids_of: Given by the user in place of what would be learned.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[SplitTable],
+        make: Callable[[Sequence[SplitTable], Sequence[Tensor]], Unit],
+        axis: Axis,
+        ids_of: IdsOf | None = None,
+    ) -> None:
+        self._tables = {table.number: table for table in tables if table.is_foreseeable}
+        self._make = make
+        self._sources = Sources(axis)
+        self._ids_of = ids_of
+        self.unit: Unit | None = None
+        """That of the step that is under way."""
+        self.upcoming: Unit | None = None
+        """That of the next, if it has been told."""
+        self._lookups: dict[int, int] = {}
+
+    def tell(self, batch: object) -> None:
+        """Tell the rows of the next step, as far as they are known. Every rank must call it, with its own batch."""
+        ids = self._sources.ids(batch) if self._ids_of is None else self._given(self._ids_of, batch)
+        known = [self._tables[number] for number in ids if number in self._tables]
+        self.upcoming = self._make(known, [ids[table.number] for table in known]) if known else None
+
+    def begin(self, batch: object) -> None:
+        """The step of a batch begins, with what was told of it. Every rank must call it."""
+        if self._ids_of is None:
+            self._sources.watch(batch)
+        self.unit, self.upcoming = self.upcoming, None
+        self._lookups.clear()
+
+    def end(self) -> None:
+        """The step is over."""
+        self._sources.end()
+        self.unit = None
+
+    def drop(self) -> None:
+        """There will be no next step."""
+        self.end()
+        self.upcoming = None
+
+    def find(self, table: SplitTable, ids: Tensor) -> Unit | None:
+        """The unit that has the rows of a lookup whose gradient will be wanted, if there is one."""
+        self._sources.note(table.number, ids)
+        lookup = self._lookups.get(table.number, 0)
+        self._lookups[table.number] = lookup + 1
+        if self.unit is None or table.number not in self.unit.tables:
+            return None
+        return self.unit if self._ids_of is not None or self._sources.holds(table.number, lookup) else None
+
+    def _given(self, ids_of: IdsOf, batch: object) -> dict[int, Tensor]:
+        """What the user says that the step will look up, by number of the table."""
+        numbers = {table.name: table.number for table in self._tables.values()}
+        numbers |= {name.removesuffix(".weight"): number for name, number in numbers.items()}
+        given = ids_of(batch)
+        for name in given:
+            if name not in numbers:
+                known = ", ".join(table.name for table in self._tables.values()) or "none"
+                raise ModelError(
+                    f"tulle.lookahead was given ids of {name!r}, the tables whose rows can travel ahead are: {known}"
+                )
+        return {
+            numbers[name]: ids.reshape(-1) for name, ids in sorted(given.items(), key=lambda pair: numbers[pair[0]])
+        }

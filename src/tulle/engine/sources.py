@@ -1,0 +1,166 @@
+"""`Sources`: which lookups of a model take their ids from its batch as they lie there, learned by watching.
+
+In the first steps every lookup tells its own rows when it comes. Meanwhile each is compared with the batch's tensors,
+by memory and not by content: `model.words(batch["source"][:, :-1])` takes all but the last column of one of them.
+What was so in two steps, on all ranks, is taken to stay so: from then on the rows of all these lookups travel at once,
+as soon as the batch is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from tulle.comm import gather_values
+from tulle.mesh import Axis
+
+_STEPS_WATCHED = 2
+_LABEL = "where lookups take their ids"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where ids lie in a batch.
+
+    Args:
+        leaf: Number of the tensor among those of the batch.
+        cuts: Of each of its dimensions, how much the ids leave out at the beginning and at the end; None for all of it.
+        picks: The one index that they take in a dimension, by dimension.
+    """
+
+    leaf: int
+    cuts: tuple[tuple[int, int], ...] | None = None
+    picks: tuple[tuple[int, int], ...] = ()
+
+    def ids(self, leaves: Sequence[Tensor]) -> Tensor:
+        """The ids in another batch."""
+        found = leaves[self.leaf]
+        if self.cuts is None:
+            return found
+        for dimension, (begin, end) in enumerate(self.cuts):
+            found = found.narrow(dimension, begin, max(0, found.shape[dimension] - begin - end))
+        for dimension, index in reversed(self.picks):
+            found = found.select(dimension, index)
+        return found
+
+
+def integer_leaves(batch: object) -> list[Tensor]:
+    """The tensors of a batch that can hold ids, in the order of its structure."""
+    return [
+        leaf
+        for leaf in tree_leaves(batch)
+        if isinstance(leaf, Tensor) and not leaf.is_floating_point() and not leaf.is_complex()
+    ]
+
+
+def locate(ids: Tensor, leaves: Sequence[Tensor]) -> Source | None:
+    """Where ids lie in a batch, or None if they were computed, or lie there in a way that is not known.
+
+    Example:
+        >>> import torch
+        >>> batch = torch.arange(12).view(3, 4)
+        >>> locate(batch[:, :-1], [batch])
+        Source(leaf=0, cuts=((0, 0), (0, 1)), picks=())
+        >>> locate(batch[:, 1], [batch]).ids([torch.arange(8).view(2, 4)]).tolist()
+        [1, 5]
+    """
+    for number, leaf in enumerate(leaves):
+        if leaf.untyped_storage().data_ptr() != ids.untyped_storage().data_ptr() or not leaf.numel():
+            continue
+        is_whole = ids.numel() == leaf.numel() and ids.is_contiguous() and leaf.is_contiguous()
+        if is_whole and ids.storage_offset() == leaf.storage_offset():
+            return Source(number)
+        found = _cut(ids, leaf, number)
+        if found is not None:
+            same = found.ids(leaves)
+            place = (same.storage_offset(), same.shape, same.stride())
+            if place == (ids.storage_offset(), ids.shape, ids.stride()):
+                return found
+    return None
+
+
+def _cut(ids: Tensor, leaf: Tensor, number: int) -> Source | None:
+    """Ids as a part of a tensor, if each of their dimensions is one of its own, told by its stride."""
+    offset = int(ids.storage_offset()) - int(leaf.storage_offset())
+    strides = [int(stride) for stride in leaf.stride()]
+    if offset < 0 or len(set(strides)) < len(strides) or any(stride not in strides for stride in ids.stride()):
+        return None
+    sizes = dict(zip(ids.stride(), ids.shape, strict=True))
+    begins = dict.fromkeys(strides, 0)
+    for stride in sorted(strides, reverse=True):
+        begins[stride], offset = divmod(offset, stride) if stride else (0, offset)
+    cuts: list[tuple[int, int]] = []
+    picks: list[tuple[int, int]] = []
+    for dimension, stride in enumerate(strides):
+        if stride in sizes:
+            cuts.append((begins[stride], leaf.shape[dimension] - begins[stride] - sizes[stride]))
+        else:
+            cuts.append((0, 0))
+            picks.append((dimension, begins[stride]))
+    return Source(number, tuple(cuts), tuple(picks))
+
+
+Pattern = dict[int, list[Source | None]]
+"""The sources of each table's lookups in a step, in their order, by number of the table."""
+
+
+class Sources:
+    """Watches the lookups of steps that begin with a batch.
+
+    Args:
+        axis: Whose ranks must agree.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.pattern: Pattern | None = None
+        """What was learned, None as long as it is being learned."""
+        self._axis = axis
+        self._leaves: list[Tensor] | None = None
+        self._seen: Pattern = {}
+        self._watched: list[tuple[int, Pattern]] = []
+        self._leaves_in_pattern = 0
+
+    def watch(self, batch: object) -> None:
+        """A step begins with a batch. Every rank must call it."""
+        if self.pattern is None and len(self._watched) == _STEPS_WATCHED:
+            self._learn()
+        if self.pattern is None:
+            self._leaves, self._seen = integer_leaves(batch), {}
+
+    def ids(self, batch: object) -> dict[int, Tensor]:
+        """What the lookups that were learned will look up in a batch, by number of the table."""
+        leaves = integer_leaves(batch)
+        if not self.pattern or len(leaves) != self._leaves_in_pattern:
+            return {}
+        found: dict[int, Tensor] = {}
+        for number, sources in sorted(self.pattern.items()):
+            parts = [source.ids(leaves).reshape(-1) for source in sources if source is not None]
+            if parts:
+                found[number] = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return found
+
+    def holds(self, table: int, lookup: int) -> bool:
+        """Whether the ids of a lookup, counted from the beginning of the step, are among those of `ids`."""
+        sources = (self.pattern or {}).get(table, [])
+        return lookup < len(sources) and sources[lookup] is not None
+
+    def note(self, table: int, ids: Tensor) -> None:
+        """A lookup whose gradient will be wanted."""
+        if self._leaves is not None:
+            self._seen.setdefault(table, []).append(locate(ids, self._leaves))
+
+    def end(self) -> None:
+        """The step's lookups are over."""
+        if self._leaves is not None:
+            self._watched.append((len(self._leaves), self._seen))
+            self._leaves = None
+
+    def _learn(self) -> None:
+        first, *others = self._watched
+        stable = first if all(other == first for other in others) else (0, {})
+        heard = gather_values(stable, self._axis, label=_LABEL)
+        self._leaves_in_pattern, self.pattern = heard[0] if all(other == heard[0] for other in heard) else (0, {})

@@ -1,0 +1,73 @@
+"""Embeddings whose table is split: the user's modules, with a forward that fetches rows from their owners."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tulle.engine.split_tables import SplitTables
+from tulle.errors import ModelError
+
+_RUN_TIME = "_tulle_split_tables"
+
+
+class SplitEmbedding(nn.Embedding):
+    """`nn.Embedding` of which this rank holds a part; `num_embeddings` and `embedding_dim` are those of the whole."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up. Every rank must call it, each with its own ids."""
+        rows, positions, padding = _run_time(self).look_up(self, input)
+        return F.embedding(positions, rows, padding)
+
+    def _replicate_for_data_parallel(self) -> nn.Embedding:
+        raise _no_copy()
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        """A copy would hold a part of a table and no way to the rest."""
+        raise _no_copy()
+
+
+class SplitEmbeddingBag(nn.EmbeddingBag):
+    """`nn.EmbeddingBag` of which this rank holds a part."""
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Look up and pool. Every rank must call it, each with its own ids."""
+        rows, positions, padding = _run_time(self).look_up(self, input)
+        return F.embedding_bag(
+            positions,
+            rows,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=padding,
+        )
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        """A copy would hold a part of a table and no way to the rest."""
+        raise _no_copy()
+
+
+_SPLIT_KINDS: Mapping[type, type] = {nn.Embedding: SplitEmbedding, nn.EmbeddingBag: SplitEmbeddingBag}
+
+
+def adopt(module: nn.Embedding | nn.EmbeddingBag, tables: SplitTables) -> None:
+    """Have a module look up in a split table: its class becomes one that derives from its own."""
+    plain = type(module)
+    kind = _SPLIT_KINDS[nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag]
+    module.__dict__[_RUN_TIME] = tables
+    adopted = kind if plain in _SPLIT_KINDS else type(plain.__name__, (kind, plain), {"__module__": plain.__module__})
+    object.__setattr__(module, "__class__", adopted)
+
+
+def _run_time(module: nn.Module) -> SplitTables:
+    return module.__dict__[_RUN_TIME]
+
+
+def _no_copy() -> ModelError:
+    return ModelError(
+        "a model with split tables was to be copied or pickled, which would take this rank's part only: "
+        "take tulle.full_state_dict(model), or tulle.save"
+    )

@@ -1,0 +1,128 @@
+"""Puts tables on ranks: which tables can be split, and the act."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    SparseAdam,
+)
+
+from tulle.engine import SplitTable, TableModule
+from tulle.errors import PlanError
+from tulle.mesh import Axis
+from tulle.tables import mark, split_as
+
+ELEMENTWISE = (*(SGD, ASGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, SparseAdam),)
+"""Optimizers that treat every element by itself, so that a part of a table is updated as in the whole."""
+
+
+def tables_of(model: nn.Module) -> dict[str, list[TableModule]]:
+    """The modules that look up in each embedding table, by the name of its parameter."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[str, list[TableModule]] = {}
+    for module in model.modules():
+        if isinstance(module, TableModule):
+            found.setdefault(names[id(module.weight)], []).append(module)
+    return found
+
+
+def why_whole(name: str, model: nn.Module, optimizers: Sequence[Optimizer], placement: str, ranks: int) -> str | None:
+    """Why a table cannot be split by a placement, in words that end a sentence about it, or None if it can."""
+    modules = tables_of(model).get(name, [])
+    parameter = model.get_parameter(name)
+    for owner_name, owner in model.named_modules():
+        if owner in modules or getattr(owner, "accepts_split", False):
+            continue
+        if any(other is parameter for other in owner._parameters.values()):
+            return (
+                f"{owner_name or 'the model'} ({type(owner).__name__}) reads the whole of it: for an output layer, "
+                "take tulle.ShardedSoftmax"
+            )
+    for module in modules:
+        plain = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
+        if type(module).forward is not plain.forward:
+            return f"{type(module).__name__} has a forward of its own, which reads the whole of it"
+        if module.max_norm is not None and placement == "columns":
+            return "max_norm needs the norms of whole rows: split it by rows"
+    if placement == "columns" and parameter.shape[1] < ranks:
+        return f"it has {parameter.shape[1]} columns for {ranks} ranks: split it by rows"
+    return _refused_by_optimizer(parameter, optimizers)
+
+
+def check_placements(
+    placements: Mapping[str, str], model: nn.Module, optimizers: Sequence[Optimizer], ranks: int
+) -> None:
+    """Check that the tables that a plan splits can be split.
+
+    Raises:
+        PlanError: Naming the table, and what stands against it.
+    """
+    for name, placement in placements.items():
+        reason = why_whole(name, model, optimizers, placement, ranks)
+        if reason is not None:
+            raise PlanError(f"the plan splits {name!r} by {placement}, but {reason}")
+        if model.get_parameter(name).grad is not None:
+            raise PlanError(f"the plan splits {name!r}, which has a gradient: call optimizer.zero_grad() before")
+
+
+def place(
+    model: nn.Module, optimizers: Sequence[Optimizer], placements: Mapping[str, str], axis: Axis
+) -> list[SplitTable]:
+    """Keep this rank's part of each table that is split, of its optimizer state too; the parameters stay the objects.
+
+    Args:
+        model: With the same values on all ranks.
+        optimizers: Over its parameters.
+        placements: `"rows"` or `"columns"` by name of the table.
+        axis: Whose ranks hold the parts.
+    """
+    tables = tables_of(model)
+    placed: list[SplitTable] = []
+    for number, (name, placement) in enumerate(sorted(placements.items())):
+        parameter, modules = model.get_parameter(name), tables[name]
+        rows, width = parameter.shape
+        split = split_as(placement, name, (rows, width), axis)
+        for optimizer in optimizers:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    state[key] = split.take(value)
+        parameter.data = split.take(parameter)
+        mark(parameter, split)
+        is_tied = any(
+            other is parameter and owner not in modules
+            for owner in model.modules()
+            for other in owner._parameters.values()
+        )
+        placed.append(
+            SplitTable(
+                number,
+                parameter,
+                split,
+                is_sparse=not is_tied and all(module.sparse for module in modules),
+                is_foreseeable=not any(module.max_norm or module.scale_grad_by_freq for module in modules),
+            )
+        )
+    return placed
+
+
+def _refused_by_optimizer(parameter: Tensor, optimizers: Sequence[Optimizer]) -> str | None:
+    for optimizer in optimizers:
+        is_its = any(parameter is other for group in optimizer.param_groups for other in group["params"])
+        if is_its and type(optimizer) not in ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim"):
+            return f"{type(optimizer).__name__} does not treat every element by itself"
+    return None

@@ -1,0 +1,24 @@
+"""Tables split over the ranks of an axis: one file a placement, and the exchanges that several tables share."""
+
+from tulle.tables.exchange import Pushed, Route, Wish, fetch, push, tell, wish
+from tulle.tables.gradient import ShardGradient
+from tulle.tables.placements import PLACEMENTS, split_as
+from tulle.tables.split import ColumnSplit, RowSplit, Split, mark, split_of
+
+__all__ = [
+    "PLACEMENTS",
+    "ColumnSplit",
+    "Pushed",
+    "Route",
+    "RowSplit",
+    "ShardGradient",
+    "Split",
+    "Wish",
+    "fetch",
+    "mark",
+    "push",
+    "split_as",
+    "split_of",
+    "tell",
+    "wish",
+]

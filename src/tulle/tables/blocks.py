@@ -1,0 +1,95 @@
+"""`Blocks`: parts of several tables that travel to each rank in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tulle.comm import Deferred, all_to_all_parts
+from tulle.mesh import Axis
+
+Shape = tuple[int, int]
+
+
+def exchange_blocks(
+    parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]], axis: Axis, *, names: Sequence[str]
+) -> Deferred[list[Blocks]]:
+    """Send `parts[t][r]` of each table t to rank r, and receive blocks of `shapes[t][r]` from it.
+
+    Tables of one dtype travel in one message a rank. Every rank of the axis must call it.
+
+    Args:
+        parts: `[rows, columns]` by table and rank.
+        shapes: Of what comes, by table and rank; of one dtype with what goes.
+        axis: Whose ranks take part.
+        names: Of the tables, for the counters.
+
+    Returns:
+        What came for each table.
+    """
+    groups: dict[torch.dtype, list[int]] = {}
+    for table, blocks in enumerate(parts):
+        groups.setdefault(blocks[0].dtype, []).append(table)
+    under_way = [
+        _exchange([parts[t] for t in group], [shapes[t] for t in group], axis, [names[t] for t in group])
+        for group in groups.values()
+    ]
+
+    def finish() -> list[Blocks]:
+        came = [
+            (table, blocks)
+            for group, pending in zip(groups.values(), under_way, strict=True)
+            for table, blocks in zip(group, pending.wait(), strict=True)
+        ]
+        return [blocks for _, blocks in sorted(came, key=lambda pair: pair[0])]
+
+    return Deferred(finish)
+
+
+class Blocks:
+    """What came for one table: one `[rows, columns]` block from each rank."""
+
+    def __init__(self, blocks: list[Tensor], whole: Tensor | None = None) -> None:
+        self.by_rank = blocks
+        self._whole = whole
+
+    def stacked(self) -> Tensor:
+        """The blocks one below the other, in the order of ranks; all have one number of columns."""
+        return torch.cat(self.by_rank) if self._whole is None else self._whole
+
+    def abreast(self) -> Tensor:
+        """The blocks side by side, in the order of ranks; all have one number of rows."""
+        return torch.cat(self.by_rank, dim=1)
+
+
+def _exchange(
+    parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]], axis: Axis, names: Sequence[str]
+) -> Deferred[list[Blocks]]:
+    """All tables have one dtype."""
+    label = _label(parts, names)
+    widths = {columns for _, columns in shapes[0]} | {part.shape[1] for part in parts[0]}
+    if len(parts) == 1 and len(widths) == 1:  # nothing to be laid end to end
+        lengths = [rows for rows, _ in shapes[0]]
+        whole = all_to_all_parts([part.contiguous() for part in parts[0]], lengths, axis, label=label)
+        return Deferred(lambda: [Blocks([*whole.wait().split(lengths)], whole.wait())])
+    sends = [torch.cat([table[rank].reshape(-1) for table in parts]) for rank in range(axis.size)]
+    sizes = [[rows * columns for rows, columns in (table[rank] for table in shapes)] for rank in range(axis.size)]
+    flat = all_to_all_parts(sends, [sum(of_rank) for of_rank in sizes], axis, label=label)
+
+    def finish() -> list[Blocks]:
+        pieces = flat.wait().split([size for of_rank in sizes for size in of_rank])
+        tables = len(parts)
+        return [
+            Blocks([pieces[rank * tables + t].view(shapes[t][rank]) for rank in range(axis.size)])
+            for t in range(tables)
+        ]
+
+    return Deferred(finish)
+
+
+def _label(parts: Sequence[Sequence[Tensor]], names: Sequence[str]) -> str | Mapping[str, int]:
+    if len(names) == 1:
+        return names[0]
+    return {name: sum(part.nbytes for part in table) for name, table in zip(names, parts, strict=True)}

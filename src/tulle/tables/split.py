@@ -1,0 +1,118 @@
+"""`RowSplit` and `ColumnSplit`: which part of a table a rank holds, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tulle.mesh import Axis
+from tulle.partition import Hashed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSplit:
+    """A table whose rows are dealt to the ranks of an axis by a bijection of row numbers (`tulle.partition.Hashed`).
+
+    A rank holds `[places, width]`: row `rows[i]` lies at place i of it. A few places are empty and stay zero.
+
+    Args:
+        name: The parameter's name in the model.
+        num_rows: Rows of the table.
+        width: Its columns.
+        axis: Whose ranks hold it.
+
+    Source: Zen (OSDI'25, section 3.2) for the data-independent partition; DESIGN idea 3 for a bijection, so that owner
+    and place are arithmetic.
+    """
+
+    name: str
+    num_rows: int
+    width: int
+    axis: Axis
+
+    @property
+    def partition(self) -> Hashed:
+        """Owner and place of each row."""
+        return Hashed(self.num_rows, self.axis.size)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the whole table."""
+        return self.num_rows, self.width
+
+    @property
+    def local_shape(self) -> tuple[int, int]:
+        """Of a rank's part: the same on all ranks."""
+        return self.partition.places, self.width
+
+    def rows(self, owner: int | None = None) -> tuple[Tensor, Tensor]:
+        """Rows that a rank holds (this one, if None), and the place of each at it: two `[held]` int64 tensors."""
+        return self.partition.held(self.axis.rank if owner is None else owner)
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's part of the whole table, `[num_rows, ...]` to `[places, ...]`."""
+        rows, places = self.rows()
+        part = whole.new_zeros(self.partition.places, *whole.shape[1:])
+        part[places.to(whole.device)] = whole.detach()[rows.to(whole.device)]
+        return part
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ColumnSplit:
+    """A table of which every rank holds all rows and `width / ranks` columns (EmbRace, ICPP'22).
+
+    Any ids load all ranks alike. The first `width % ranks` ranks hold a column more.
+
+    Args:
+        name: The parameter's name in the model.
+        num_rows: Rows of the table.
+        width: Its columns, at least one a rank.
+        axis: Whose ranks hold it.
+    """
+
+    name: str
+    num_rows: int
+    width: int
+    axis: Axis
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the whole table."""
+        return self.num_rows, self.width
+
+    @property
+    def local_shape(self) -> tuple[int, int]:
+        """Of this rank's part."""
+        return self.num_rows, self.widths[self.axis.rank]
+
+    @property
+    def widths(self) -> list[int]:
+        """Columns of each rank."""
+        least, more = divmod(self.width, self.axis.size)
+        return [least + (rank < more) for rank in range(self.axis.size)]
+
+    @property
+    def first_column(self) -> int:
+        """Where this rank's columns begin."""
+        return sum(self.widths[: self.axis.rank])
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's columns of the whole table, `[num_rows, width]` to `[num_rows, columns]`."""
+        first = self.first_column
+        return whole.detach()[:, first : first + self.local_shape[1]].clone()
+
+
+Split = RowSplit | ColumnSplit
+_SPLIT = "_tulle_split"
+"""The attribute by which a parameter knows that it is a part of a table."""
+
+
+def mark(parameter: Tensor, split: Split) -> None:
+    """Let a parameter know which part of a table it holds."""
+    setattr(parameter, _SPLIT, split)
+
+
+def split_of(tensor: Tensor) -> Split | None:
+    """The split of a parameter that is a part of a table, or None."""
+    return getattr(tensor, _SPLIT, None)
