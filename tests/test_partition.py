@@ -161,6 +161,9 @@ def test_owners_hold_each_row_once_where_its_place_says(num_rows, ranks):
     found = []
     for owner in range(ranks):
         rows, places = partition.held(owner)
-        assert all(torch.equal(one, other) for one, other in zip(partition.place(rows), (places * 0 + owner, places)))
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(partition.place(rows), (places * 0 + owner, places), strict=True)
+        )
         found += rows.tolist()
     assert sorted(found) == list(range(num_rows))

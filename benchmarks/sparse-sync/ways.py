@@ -12,12 +12,14 @@ from types import ModuleType
 from job import Workload
 
 from tulle.sync import AUTO, SCHEMES
+from tulle.tables import PLACEMENTS
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE / "peers"))
 import catalogue  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 OURS = "tulle-"
+LOOKAHEAD = "-lookahead"
 AUTO_WAY = OURS + AUTO
 _DENSE_PEERS = ("ddp-dense", "horovod-sparse-as-dense", "deepspeed-dense", "torchrec-data-parallel")
 _BUDGET_S = 6.0
@@ -62,8 +64,18 @@ def tulle_ways() -> list[Way]:
         for name, scheme in SCHEMES.items()
     }
     about |= {name: (module.__doc__ or "").splitlines()[0].partition(": ")[2] for name, module in modules.items()}
+    for name, placement in PLACEMENTS.items():
+        about[name] = (placement.__doc__ or "").splitlines()[0].partition(": ")[2]
+        about[name + LOOKAHEAD] = "the same, the rows of the next batch told a step ahead"
     return [
-        Way(OURS + name, Path(sys.executable), HERE / "tulle_worker.py", is_dense=name == "densify", about=said)
+        Way(
+            OURS + name,
+            Path(sys.executable),
+            HERE / "tulle_worker.py",
+            is_dense=name == "densify",
+            is_sharded=name.removesuffix(LOOKAHEAD) in PLACEMENTS,
+            about=said,
+        )
         for name, said in about.items()
     ]
 

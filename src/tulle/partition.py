@@ -8,6 +8,7 @@ place at its owner, so that a bitmap over places needs no list of an owner's row
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -79,6 +80,15 @@ class Hashed:
         first = max(1, math.isqrt(max(0, self.num_rows - 1)) + 1)
         object.__setattr__(self, "sides", (first, max(1, -(-self.num_rows // first))))
 
+    @staticmethod
+    def place_in(rows: Tensor, tables: Tensor, partitions: Sequence[Hashed]) -> tuple[Tensor, Tensor]:
+        """As `place`, for rows of several tables at once: row i by `partitions[tables[i]]`, all of as many ranks."""
+        if len(partitions) == 1:
+            return partitions[0].place(rows)
+        firsts, seconds = torch.tensor([one.sides for one in partitions], device=rows.device)[tables].unbind(1)
+        mixed = _mix(rows.long(), (firsts, seconds))
+        return mixed % partitions[0].ranks, mixed // partitions[0].ranks
+
     @property
     def places(self) -> int:
         """Places of one owner, the same number for each; a few are empty."""
@@ -86,7 +96,7 @@ class Hashed:
 
     def place(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Owner, and place at that owner, of each row: two int64 tensors of the shape of `rows`."""
-        mixed = self._mix(rows.long())
+        mixed = _mix(rows.long(), self.sides)
         return mixed % self.ranks, mixed // self.ranks
 
     def rows(self, owner: int, places: Tensor) -> Tensor:
@@ -100,13 +110,6 @@ class Hashed:
         is_held = (places * self.ranks + owner < self.sides[0] * self.sides[1]) & (rows < self.num_rows)
         return rows[is_held], places[is_held]
 
-    def _mix(self, rows: Tensor) -> Tensor:
-        digits = [rows % self.sides[0], rows // self.sides[0]]
-        for turn, key in enumerate(_ROUND_KEYS):
-            target = turn % 2
-            digits[target] = (digits[target] + scatter(digits[1 - target], key)) % self.sides[target]
-        return digits[1] * self.sides[0] + digits[0]
-
     def _unmix(self, mixed: Tensor) -> Tensor:
         digits = [mixed % self.sides[0], mixed // self.sides[0]]
         for turn, key in reversed(list(enumerate(_ROUND_KEYS))):
@@ -116,6 +119,14 @@ class Hashed:
 
 
 Partition = Contiguous | Hashed
+
+
+def _mix(rows: Tensor, sides: tuple[int, int] | tuple[Tensor, Tensor]) -> Tensor:
+    digits = [rows % sides[0], rows // sides[0]]
+    for turn, key in enumerate(_ROUND_KEYS):
+        target = turn % 2
+        digits[target] = (digits[target] + scatter(digits[1 - target], key)) % sides[target]
+    return digits[1] * sides[0] + digits[0]
 
 
 def scatter(numbers: Tensor, key: int) -> Tensor:

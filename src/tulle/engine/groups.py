@@ -38,6 +38,7 @@ class TableGroup:
         self.missing = len(slots)
         """Tables whose gradient has not come in this backward."""
         self._sync = sync
+        sync.form_convoys(slots)
         self._foresights = [foresights[id(slot.parameter)] for slot in slots if id(slot.parameter) in foresights]
         self._is_foreseeable = len(self._foresights) == len(slots)
         self._is_early = True
@@ -111,15 +112,15 @@ class TableGroup:
             is_right = all(_is_of(gradient, seen) for gradient, seen in zip(gradients, self._foreseen, strict=True))
             is_right = is_right and self._is_checked()
             given = gradients if is_right else [self._stand_in(t) for t in range(len(self.slots))]
-            summed = self._settled.result().sum(given)
-            if self._sync.confirm(is_right):
-                sums = summed.wait()
+            routes = self._settled.result()
+            confirmed = self._sync.confirm(is_right)  # before the values, behind which it would have to wait
+            sums = routes.sum(given).wait()
+            if confirmed.wait():
                 self._sync.note(self.slots, now_s() - begin_s)
                 return sums
-            summed.wait()
             # On all ranks alike: after a first wrong guess wait for backward, after a second guess no more.
             self._is_foreseeable, self._is_early = self._is_early, False
-        told = {position: self._mean(stored.coalesce()) for position, stored in self._unchecked.items()}
+        told = {position: self._mean(stored.coalesce(), is_ours=False) for position, stored in self._unchecked.items()}
         gradients = [told.get(position, gradient) for position, gradient in enumerate(gradients)]
         indices = [gradient.indices.long() if isinstance(gradient, RowSparse) else None for gradient in gradients]
         settled = self._sync.settle(indices, [count(gradient) for gradient in gradients], self.slots)
@@ -138,10 +139,15 @@ class TableGroup:
         coalesced = rows.coalesce() if foreseen is None else foreseen.coalesce(rows)
         if rows.indices.is_cuda and foreseen is not None and coalesced.indices is foreseen.rows:
             self._unchecked[position] = rows
-        return self._mean(coalesced)
+        return self._mean(coalesced, is_ours=coalesced is not rows)
 
-    def _mean(self, rows: RowSparse) -> RowSparse:
-        return rows.scaled(1.0 / self._sync.axis.size)
+    def _mean(self, rows: RowSparse, *, is_ours: bool) -> RowSparse:
+        """This rank's share of the mean; in place where nobody else sees the values, as fresh memory is slow."""
+        factor = 1.0 / self._sync.axis.size
+        if not is_ours:
+            return rows.scaled(factor)
+        rows.values.mul_(factor)
+        return rows
 
     def _is_checked(self) -> bool:
         """Whether gradients on a GPU are of the ids that were looked up: here the host may wait for it."""

@@ -51,7 +51,7 @@ class SplitTables:
         """Units whose gradients should come in the next backward, ascending."""
         self._came: set[tuple[int, int]] = set()
         """Numbers of unit and table of each gradient that came in this backward."""
-        self._pushes: list[tuple[Unit, list[int], Job[list[Pushed]]]] = []
+        self._pushes: list[tuple[Unit, Job[dict[int, Pushed]]]] = []
         self._calls = self.feed()
         """Begins with each call of the model."""
         self._learned = self.feed()
@@ -63,11 +63,10 @@ class SplitTables:
         """Rows, where in them the ids lie, and where the padding does. Every rank must call it, with its own ids."""
         table = self._by_parameter[id(module.weight)]
         unit = self._told(table, ids) or self._unit([table], [ids], module)
-        rows = unit.rows(table)
-        if rows.requires_grad:
+        if torch.is_grad_enabled() and table.parameter.requires_grad:
             self._expect(unit)
         try:
-            return rows, *unit.positions(table, ids, module.padding_idx)
+            return unit.look_up(table, ids, module.padding_idx)
         except KeyError:
             raise ModelError(
                 f"a lookup in {table.name!r} on rank {self._axis.rank} asks for rows that were not told ahead: until "
@@ -107,6 +106,10 @@ class SplitTables:
         if self._ahead is not None and self._ahead.upcoming is not None:
             self._ahead.upcoming.begin_fetch()
 
+    def wait(self) -> None:
+        """Return when no exchange is under way: for those who time them."""
+        self._way.courier.submit(lambda: None).result()
+
     def _told(self, table: SplitTable, ids: Tensor) -> Unit | None:
         if not torch.is_grad_enabled() or not table.is_foreseeable:
             return None
@@ -129,12 +132,12 @@ class SplitTables:
                     f"{', '.join(self.tables)[:80]} for which another rank has a gradient: "
                     "let all ranks keep, or drop, their losses alike"
                 )
-            self._pushes.append((unit, numbers, unit.push(numbers)))
+            self._pushes.append((unit, unit.push(numbers)))
         pushes, self._pushes = self._pushes, []
         self._came.clear()
         self._expected.clear()
-        for unit, numbers, job in pushes:
-            for number, pushed in zip(numbers, job.result(), strict=True):
+        for unit, job in pushes:
+            for number, pushed in job.result().items():
                 _accumulate(unit.tables[number], pushed, self._axis, is_scaled=unit.is_scaled)
         for table in self.tables.values():
             gradient = table.parameter.grad
@@ -153,8 +156,7 @@ class SplitTables:
             if last is None or not last.is_complete:
                 return
             self._expected.pop()
-            numbers = sorted(last.tables)
-            self._pushes.append((last, numbers, last.push(numbers)))
+            self._pushes.append((last, last.push(sorted(last.tables))))
 
     def _agree(self) -> set[tuple[int, int]]:
         """The gradients that came on any rank, by unit and table. Every rank must call it."""
@@ -174,7 +176,7 @@ class SplitTables:
 
     def _remaining(self, together: set[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
         """What is still to be pushed, in the one order: units descending, tables ascending."""
-        done = {unit.number for unit, _, _ in self._pushes}
+        done = {unit.number for unit, _ in self._pushes}
         for unit in sorted({unit for unit, _ in together} - done, reverse=True):
             yield unit, sorted(table for other, table in together if other == unit)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from tulle.comm import Count, Courier, all_gather, lane, traffic
+from tulle.comm import Count, Courier, Deferred, all_gather, lane, traffic
 from tulle.cost import Characteristics, Cost, Network
 from tulle.engine.buckets import Slot
 from tulle.mesh import Axis
@@ -27,7 +27,7 @@ from tulle.sync import (
     Routes,
     Table,
     announce_counts,
-    choose,
+    choose_together,
     gather_presence,
     route,
 )
@@ -52,12 +52,34 @@ class Observation:
     measured: Cost | None
 
 
+@dataclass(slots=True, eq=False)
+class _Convoy:
+    """Tables that travel as one, if they travel by rows at all, and so have one scheme."""
+
+    given: str
+    chooser: Chooser | None
+    """None where a scheme was given."""
+    choices: dict[str, Choice] = field(default_factory=dict)
+    """The last of each table."""
+
+    @property
+    def scheme(self) -> str:
+        """In force: given, chosen, or `"auto"` before the first choice."""
+        return (self.chooser.scheme if self.chooser else None) or self.given
+
+    def is_due(self, held: Mapping[str, Sequence[int]]) -> bool:
+        """Take note of the rows that each rank holds, by table; whether a scheme is to be chosen now."""
+        if self.chooser is None:
+            return False
+        is_drifted = self.chooser.is_due([sum(rows) for rows in zip(*held.values(), strict=True)])
+        return is_drifted or not held.keys() <= self.choices.keys()
+
+
 @dataclass(slots=True)
 class _State:
     """What is known of one table's gradients."""
 
-    chooser: Chooser | None
-    """None where a scheme was given."""
+    convoy: _Convoy
     took_us: int = 0
     """This rank's last exchange, its waiting for slower ranks included."""
     sent: Count = field(default_factory=Count)
@@ -101,9 +123,7 @@ class TableSync:
         self.courier = Courier("tulle tables", axis.device)
         self.network = network
         self.settings = settings
-        self._states = {
-            slot.name: _State(Chooser(network, axis.size) if self._given(slot.name) == AUTO else None) for slot in slots
-        }
+        self._states: dict[str, _State] = {}
         self._step = 0
         self._is_observed = False
         self.rows: dict[str, int] = {}
@@ -111,13 +131,22 @@ class TableSync:
         self._observations: dict[str, Observation] = {}
         """The last of each table since somebody took them: nobody need take them."""
 
+    def form_convoys(self, slots: Sequence[Slot]) -> None:
+        """Have tables that are summed together travel as one, where width, dtype and what was given allow it."""
+        convoys: dict[object, _Convoy] = {}
+        for slot in slots:
+            parameter, given = slot.parameter, self.settings.schemes.get(slot.name, AUTO)
+            chooser = Chooser(self.network, self.axis.size) if given == AUTO else None
+            kind = given, parameter.shape[1], parameter.dtype
+            self._states[slot.name] = _State(convoys.setdefault(kind, _Convoy(given, chooser)))
+
     @property
     def choices(self) -> dict[str, Choice]:
         """The choice in force for each table that was not given a scheme and has had a gradient."""
         return {
-            name: state.chooser.choice
+            name: choice
             for name, state in self._states.items()
-            if state.chooser is not None and state.chooser.choice is not None
+            if (choice := state.convoy.choices.get(name)) and choice.scheme == state.convoy.scheme
         }
 
     @property
@@ -131,8 +160,7 @@ class TableSync:
 
     def scheme(self, name: str) -> str:
         """The scheme in force for a table: given, chosen, or `"auto"` before the first choice."""
-        chooser = self._states[name].chooser
-        return chooser.choice.scheme if chooser and chooser.choice else self._given(name)
+        return self._states[name].convoy.scheme
 
     def begin_step(self, step: int) -> None:
         """Note that a backward begins."""
@@ -162,10 +190,11 @@ class TableSync:
         schemes = [self.scheme(table.name) for table in tables]
         return route(indices, tables, heard, schemes, self._lane).wait()
 
-    def confirm(self, is_right: bool) -> bool:  # noqa: FBT001 - the word that is sent
+    def confirm(self, is_right: bool) -> Deferred[bool]:  # noqa: FBT001 - the word that is sent
         """Whether all ranks' gradients have the rows that were told. Every rank must call it."""
         word = torch.tensor([is_right], device=self._lane.device)
-        return bool(all_gather(word, self._lane, label="row counts").wait().all())
+        heard = all_gather(word, self._lane, label="row counts")
+        return Deferred(lambda: bool(heard.wait().all()))
 
     def note(self, slots: Sequence[Slot], seconds: float) -> None:
         """Keep what this rank sent for these tables in the step that ends, and how long their exchange took."""
@@ -203,37 +232,54 @@ class TableSync:
     ) -> None:
         """Keep the running means of rows; measure the gradients when it is time, or a choice is due."""
         held = {t: [max(0, rows[t]) for rows in heard] for t in range(len(tables)) if _is_sparse(heard, t)}
-        due = [t for t, rows in held.items() if self._is_due(tables[t].name, rows)]
-        seen = list(held) if self._is_observed else due
+        convoys: dict[_Convoy, list[int]] = {}
+        for t in held:
+            convoys.setdefault(self._states[tables[t].name].convoy, []).append(t)
+        due = {
+            convoy for convoy, members in convoys.items() if convoy.is_due({tables[t].name: held[t] for t in members})
+        }
+        seen = {convoy: members for convoy, members in convoys.items() if self._is_observed or convoy in due}
         if not seen:
             return
+        looks = self._look(indices, tables, held, [t for members in seen.values() for t in members])
+        for convoy, members in seen.items():
+            of_members = {tables[t].name: looks[t] for t in members}
+            if convoy in due:
+                candidates = self._choose(convoy, of_members)
+            else:
+                candidates = choose_together([*of_members.values()], self.network, self.axis.size)
+            if self._is_observed:
+                self._keep(of_members, candidates)
+
+    def _look(
+        self,
+        indices: Sequence[Tensor | None],
+        tables: Sequence[Table],
+        held: Mapping[int, Sequence[int]],
+        seen: Sequence[int],
+    ) -> dict[int, Characteristics]:
+        """Tell row numbers of some tables, all or a sample, to know what their gradients look like."""
         empty = tables[0].empty().indices
         numbers = [empty if (part := indices[t]) is None else part for t in seen]
-        counts = [[rows[t] for t in seen] for rows in heard]
+        counts = [[held[t][rank] for t in seen] for rank in range(self.axis.size)]
         presences = gather_presence(numbers, [tables[t] for t in seen], counts, self._lane)
-        for t, presence in zip(seen, presences, strict=True):
-            name = tables[t].name
-            looks = tables[t].characteristics(held[t], presence)
-            choice = self._choose(name, looks) if t in due else choose(looks, self.network, self.axis.size)
-            if self._is_observed:
-                self._observations[name] = Observation(
-                    self._step, name, self.scheme(name), looks, choice.candidates, self._states[name].measured
-                )
+        return {t: tables[t].characteristics(held[t], presence) for t, presence in zip(seen, presences, strict=True)}
 
-    def _is_due(self, name: str, held: Sequence[int]) -> bool:
-        chooser = self._states[name].chooser
-        return chooser is not None and chooser.is_due(held)
+    def _choose(self, convoy: _Convoy, looks: Mapping[str, Characteristics]) -> list[Choice]:
+        assert convoy.chooser is not None, "a scheme that was given is not due"
+        before = convoy.scheme
+        choices = convoy.chooser.choose([*looks.values()])
+        convoy.choices.update(zip(looks, choices, strict=True))
+        if before != convoy.scheme and self.axis.rank == 0:
+            for name, choice in zip(looks, choices, strict=True):
+                logger.info("table %s: %s", name, choice.reason)
+        return choices
 
-    def _choose(self, name: str, looks: Characteristics) -> Choice:
-        before, chooser = self.scheme(name), self._states[name].chooser
-        assert chooser is not None, "a scheme that was given is not due"
-        choice = chooser.choose(looks)
-        if before != choice.scheme and self.axis.rank == 0:
-            logger.info("table %s: %s", name, choice.reason)
-        return choice
-
-    def _given(self, name: str) -> str:
-        return self.settings.schemes.get(name, AUTO)
+    def _keep(self, looks: Mapping[str, Characteristics], choices: Sequence[Choice]) -> None:
+        for (name, seen), choice in zip(looks.items(), choices, strict=True):
+            self._observations[name] = Observation(
+                self._step, name, self.scheme(name), seen, choice.candidates, self._states[name].measured
+            )
 
 
 def _is_sparse(heard: Sequence[Sequence[int]], position: int) -> bool:

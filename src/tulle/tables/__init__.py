@@ -1,6 +1,7 @@
 """Tables split over the ranks of an axis: one file a placement, and the exchanges that several tables share."""
 
-from tulle.tables.exchange import Pushed, Route, Wish, fetch, push, tell, wish
+from tulle.tables.bundle import Route, Wish
+from tulle.tables.exchange import Pushed, bundles, fetch, push, tell, wish
 from tulle.tables.gradient import ShardGradient
 from tulle.tables.placements import PLACEMENTS, split_as
 from tulle.tables.split import ColumnSplit, RowSplit, Split, mark, split_of
@@ -14,6 +15,7 @@ __all__ = [
     "ShardGradient",
     "Split",
     "Wish",
+    "bundles",
     "fetch",
     "mark",
     "push",

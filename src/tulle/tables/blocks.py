@@ -1,4 +1,4 @@
-"""`Blocks`: parts of several tables that travel to each rank in one message."""
+"""`Blocks`: parts of several bundles of tables that travel to each rank in one message."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ Shape = tuple[int, int]
 
 
 def exchange_blocks(
-    parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]], axis: Axis, *, names: Sequence[str]
+    parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]], axis: Axis, *, names: Sequence[Sequence[str]]
 ) -> Deferred[list[Blocks]]:
-    """Send `parts[t][r]` of each table t to rank r, and receive blocks of `shapes[t][r]` from it.
+    """Send `parts[b][r]` of each bundle b to rank r, and receive blocks of `shapes[b][r]` from it.
 
-    Tables of one dtype travel in one message a rank. Every rank of the axis must call it.
+    Bundles of one dtype travel in one message a rank. Every rank of the axis must call it.
 
     Args:
-        parts: `[rows, columns]` by table and rank.
-        shapes: Of what comes, by table and rank; of one dtype with what goes.
+        parts: `[rows, columns]` by bundle and rank.
+        shapes: Of what comes, by bundle and rank; of one dtype with what goes.
         axis: Whose ranks take part.
-        names: Of the tables, for the counters.
+        names: Of the tables of each bundle, for the counters.
 
     Returns:
-        What came for each table.
+        What came for each bundle.
     """
     groups: dict[torch.dtype, list[int]] = {}
-    for table, blocks in enumerate(parts):
-        groups.setdefault(blocks[0].dtype, []).append(table)
+    for bundle, blocks in enumerate(parts):
+        groups.setdefault(blocks[0].dtype, []).append(bundle)
     under_way = [
         _exchange([parts[t] for t in group], [shapes[t] for t in group], axis, [names[t] for t in group])
         for group in groups.values()
@@ -49,7 +49,7 @@ def exchange_blocks(
 
 
 class Blocks:
-    """What came for one table: one `[rows, columns]` block from each rank."""
+    """What came for one bundle: one `[rows, columns]` block from each rank."""
 
     def __init__(self, blocks: list[Tensor], whole: Tensor | None = None) -> None:
         self.by_rank = blocks
@@ -65,9 +65,9 @@ class Blocks:
 
 
 def _exchange(
-    parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]], axis: Axis, names: Sequence[str]
+    parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]], axis: Axis, names: Sequence[Sequence[str]]
 ) -> Deferred[list[Blocks]]:
-    """All tables have one dtype."""
+    """All bundles have one dtype."""
     label = _label(parts, names)
     widths = {columns for _, columns in shapes[0]} | {part.shape[1] for part in parts[0]}
     if len(parts) == 1 and len(widths) == 1:  # nothing to be laid end to end
@@ -89,7 +89,10 @@ def _exchange(
     return Deferred(finish)
 
 
-def _label(parts: Sequence[Sequence[Tensor]], names: Sequence[str]) -> str | Mapping[str, int]:
-    if len(names) == 1:
-        return names[0]
-    return {name: sum(part.nbytes for part in table) for name, table in zip(names, parts, strict=True)}
+def _label(parts: Sequence[Sequence[Tensor]], names: Sequence[Sequence[str]]) -> Mapping[str, int]:
+    """Bytes by table; those of one bundle count for as much as each other."""
+    return {
+        name: sum(part.nbytes for part in bundle) // len(tables)
+        for tables, bundle in zip(names, parts, strict=True)
+        for name in tables
+    }

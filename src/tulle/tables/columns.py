@@ -10,90 +10,54 @@ Source: Li et al., *EmbRace* (ICPP'22), sparsity-aware hybrid communication.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, work_cost
-from tulle.rows import Merge
 from tulle.tables.blocks import Blocks, Shape
+from tulle.tables.bundle import Distinct, Route, Wish
 from tulle.tables.split import ColumnSplit
 
 _COUNT_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Wish:
-    """The distinct rows that this rank looks up in a table in one go.
-
-    Args:
-        split: The table.
-        rows: `[rows]` distinct, ascending.
-        positions: `[rows]` where each lies in the order in which they travel: as it is.
-        told: Row numbers, the same to every rank.
-    """
-
-    split: ColumnSplit
-    rows: Tensor
-    positions: Tensor
-    told: tuple[Tensor, ...]
-
-    @staticmethod
-    def of(ids: Tensor, split: ColumnSplit) -> Wish:
-        """From the ids of lookups, in any shape."""
-        rows = torch.unique(ids)
-        numbers = rows.int() if split.num_rows <= 2**31 else rows
-        return Wish(split, rows, torch.arange(len(rows), device=rows.device), (numbers,) * split.axis.size)
-
-    def heard(self, asked: list[Tensor]) -> ColumnRoute:
-        """With the numbers that each rank has told this one."""
-        return ColumnRoute(self.split, len(self.rows), [len(part) for part in asked], torch.cat(asked))
+def wish(ids: Sequence[Tensor], splits: Sequence[ColumnSplit]) -> Wish:
+    """What lookups of ids, in any shape and by table, want of all ranks."""
+    distinct = Distinct.of(ids, splits)
+    numbers = distinct.numbers(distinct.tables())
+    told = numbers.int() if max(split.num_rows for split in splits) <= 2**31 else numbers
+    counts = [end - start for start, end in zip(distinct.starts, distinct.starts[1:], strict=False)]
+    ranks = splits[0].axis.size
+    return Wish(splits, distinct, torch.arange(len(told), device=told.device), [counts] * ranks, [told] * ranks)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ColumnRoute:
-    """How the rows of one wish travel, forward and backward.
+class ColumnRoute(Route):
+    """Every rank has some columns of every row."""
 
-    Args:
-        split: The table.
-        wanted: Rows that this rank wants.
-        served: Rows that each rank wants.
-        places: `[sum(served)]` which those are, by rank.
-    """
-
-    split: ColumnSplit
-    wanted: int
-    served: list[int]
-    places: Tensor
-
-    def merge(self) -> Merge:
-        """How the gradients of several ranks for a row add up here."""
-        return Merge.of(self.places.long())
-
-    def serve(self, shard: Tensor) -> tuple[Tensor, ...]:
-        """Values for each rank, from this rank's columns."""
-        return shard.detach().index_select(0, self.places.to(shard.device)).split(self.served)
+    __slots__ = ()
 
     def fetched_shapes(self) -> list[Shape]:
-        """Of the blocks that come in return."""
-        return [(self.wanted, columns) for columns in self.split.widths]
+        """The columns of each rank."""
+        return [(self.rows, columns) for columns in self._widths()]
 
     def assemble(self, blocks: Blocks) -> Tensor:
-        """`[rows, width]` of this rank's wish."""
+        """Columns side by side."""
         return blocks.abreast()
 
-    def push(self, gradient: Tensor) -> tuple[Tensor, ...]:
-        """Columns of `[rows, width]` gradients for each rank."""
-        return tuple(part.contiguous() for part in gradient.split(self.split.widths, dim=1))
+    def push(self, gradient: Tensor) -> Sequence[Tensor]:
+        """The columns of each rank."""
+        return [part.contiguous() for part in gradient.split(self._widths(), dim=1)]
 
-    def pushed_shapes(self) -> list[Shape]:
-        """Of the blocks that come."""
-        return [(rows, self.split.local_shape[1]) for rows in self.served]
+    def push_counts(self, counts: Tensor) -> Sequence[Tensor]:
+        """Each rank has every row."""
+        return [counts] * len(self.served)
 
-    def collect(self, blocks: Blocks) -> Tensor:
-        """`[sum(served), columns]` gradients, in the order of `places`."""
-        return blocks.stacked()
+    def _widths(self) -> list[int]:
+        split = self.splits[0]
+        assert isinstance(split, ColumnSplit), "a route of columns is of such tables"
+        return split.widths
 
 
 def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost:

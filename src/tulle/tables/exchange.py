@@ -1,4 +1,4 @@
-"""Three exchanges of a set of tables, each one message a rank: row numbers, their values, and their gradients.
+"""Three exchanges of a set of bundles, each one message a rank: row numbers, their values, and their gradients.
 
 All are blocking; a courier does them beside forward and backward. Every rank of the axis must call each, alike.
 """
@@ -16,15 +16,13 @@ import tulle.tables.rows as rows
 from tulle.comm import all_to_all_parts
 from tulle.mesh import Axis
 from tulle.tables.blocks import exchange_blocks
-from tulle.tables.split import ColumnSplit, Split
-
-Wish = rows.Wish | columns.Wish
-Route = rows.RowRoute | columns.ColumnRoute
+from tulle.tables.bundle import Route, Wish
+from tulle.tables.split import ColumnSplit, RowSplit, Split
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pushed:
-    """The sum of all ranks' gradients for the rows that this rank owns.
+    """The sum of all ranks' gradients for the rows of one table that this rank owns.
 
     Args:
         places: `[rows]` places in this rank's part, ascending.
@@ -37,57 +35,87 @@ class Pushed:
     lookups: Tensor | None
 
 
-def wish(ids: Tensor, split: Split) -> Wish:
-    """The distinct rows among ids, as the placement has them travel."""
-    return columns.Wish.of(ids, split) if isinstance(split, ColumnSplit) else rows.Wish.of(ids, split)
+def bundles(splits: Sequence[tuple[Split, torch.dtype]]) -> list[list[int]]:
+    """Which tables travel as one, by their numbers in the sequence: those of one placement, width and dtype."""
+    found: dict[object, list[int]] = {}
+    for number, (split, dtype) in enumerate(splits):
+        found.setdefault((type(split), split.width, dtype), []).append(number)
+    return [*found.values()]
+
+
+def wish(ids: Sequence[Tensor], splits: Sequence[Split]) -> Wish:
+    """What lookups in the tables of one bundle want.
+
+    Args:
+        ids: Of each table, in any shape.
+        splits: The tables.
+
+    Raises:
+        IndexError: If a table has no such row.
+    """
+    by_columns = [split for split in splits if isinstance(split, ColumnSplit)]
+    if by_columns:
+        return columns.wish(ids, by_columns)
+    return rows.wish(ids, [split for split in splits if isinstance(split, RowSplit)])
 
 
 def tell(wishes: Sequence[Wish], axis: Axis) -> list[Route]:
     """Tell the owners which rows are wanted, and hear which the others want here: counts, then numbers."""
-    names = [one.split.name for one in wishes]
-    counts = torch.tensor([[len(one.told[rank]) for one in wishes] for rank in range(axis.size)], device=axis.device)
-    heard = all_to_all_parts([*counts], [len(wishes)] * axis.size, axis, label=", ".join(names)).wait()
-    lengths = heard.view(axis.size, len(wishes)).T.tolist()
+    names = [[split.name for split in one.splits] for one in wishes]
+    label = dict.fromkeys((name for tables in names for name in tables), 1)
+    tables = [len(one.splits) for one in wishes]
+    counts = [[count for one in wishes for count in one.counts[rank]] for rank in range(axis.size)]
+    parts = [*torch.tensor(counts, device=axis.device)]
+    came = all_to_all_parts(parts, [sum(tables)] * axis.size, axis, label=label).wait().view(axis.size, -1)
+    served = [part.tolist() for part in came.split(tables, dim=1)]
     numbers = [[part.to(axis.device).view(-1, 1) for part in one.told] for one in wishes]
-    shapes = [[(length, 1) for length in of_table] for of_table in lengths]
-    came = exchange_blocks(numbers, shapes, axis, names=names).wait()
-    return [one.heard([block.view(-1) for block in blocks.by_rank]) for one, blocks in zip(wishes, came, strict=True)]
+    shapes = [[(sum(of_rank), 1) for of_rank in of_bundle] for of_bundle in served]
+    heard = exchange_blocks(numbers, shapes, axis, names=names).wait()
+    return [
+        (columns.ColumnRoute if isinstance(one.splits[0], ColumnSplit) else rows.RowRoute)(
+            one.splits, len(one), one.counts, of_bundle, blocks.stacked().view(-1)
+        )
+        for one, of_bundle, blocks in zip(wishes, served, heard, strict=True)
+    ]
 
 
 def fetch(routes: Sequence[Route], served: Sequence[Sequence[Tensor]], axis: Axis) -> list[Tensor]:
     """Give the values that others want, get those that this rank wants.
 
     Args:
-        routes: One a table.
+        routes: One a bundle.
         served: What each route's `serve` gave.
         axis: Whose ranks take part.
 
     Returns:
-        `[rows, width]` a table, in the order in which its rows travel.
+        `[rows, width]` a bundle, in the order in which its rows travel.
     """
-    names = [route.split.name for route in routes]
+    names = [route.names for route in routes]
     came = exchange_blocks(served, [route.fetched_shapes() for route in routes], axis, names=names).wait()
     return [route.assemble(blocks) for route, blocks in zip(routes, came, strict=True)]
 
 
 def push(
     routes: Sequence[Route], gradients: Sequence[Tensor], lookups: Sequence[Tensor | None], axis: Axis
-) -> list[Pushed]:
+) -> list[list[Pushed]]:
     """Give each owner the gradients of its rows, and add up those that come.
 
     Args:
-        routes: One a table.
-        gradients: `[rows, width]` a table, in the order in which its rows travel.
-        lookups: `[rows]` how often this rank looked each row up, for tables of which the owner must know.
+        routes: One a bundle.
+        gradients: `[rows, width]` a bundle, in the order in which its rows travel.
+        lookups: `[rows]` int32, how often this rank looked each row up, for bundles of which the owner must know.
         axis: Whose ranks take part.
+
+    Returns:
+        By bundle and table.
     """
-    names = [route.split.name for route in routes]
-    counted = [t for t, counts in enumerate(lookups) if counts is not None]
+    names = [route.names for route in routes]
+    counted = [(b, counts.view(-1, 1)) for b, counts in enumerate(lookups) if counts is not None]
     counts_under_way = exchange_blocks(
-        [_for_owners(routes[t], lookups[t]) for t in counted],
-        [[(count, 1) for count in routes[t].served] for t in counted],
+        [routes[b].push_counts(counts) for b, counts in counted],
+        [[(length, 1) for length, _ in routes[b].pushed_shapes()] for b, _ in counted],
         axis,
-        names=[names[t] for t in counted],
+        names=[names[b] for b, _ in counted],
     )
     values_under_way = exchange_blocks(
         [route.push(gradient) for route, gradient in zip(routes, gradients, strict=True)],
@@ -95,21 +123,15 @@ def push(
         axis,
         names=names,
     )
-    merges = [route.merge() for route in routes]
-    heard = dict(zip(counted, counts_under_way.wait(), strict=True))
-    pushed: list[Pushed] = []
-    for t, blocks in enumerate(values_under_way.wait()):
-        merge = merges[t]
-        total = None
-        if t in heard:
-            every = heard[t].stacked().view(-1)
-            total = torch.zeros_like(merge.rows, dtype=every.dtype).index_add_(0, merge.run(), every[merge.order])
-        pushed.append(Pushed(merge.rows, merge.sum(routes[t].collect(blocks)), total))
+    sums = [route.sums() for route in routes]
+    heard = dict(zip([b for b, _ in counted], counts_under_way.wait(), strict=True))
+    pushed: list[list[Pushed]] = []
+    for b, blocks in enumerate(values_under_way.wait()):
+        one = sums[b]
+        values = one.by_table(one.merge.sum(blocks.stacked()))
+        totals: Sequence[Tensor | None] = [None] * len(values)
+        if b in heard:
+            every = heard[b].stacked().view(-1)[one.merge.order]
+            totals = one.by_table(every.new_zeros(len(one.merge.rows)).index_add_(0, one.merge.run(), every))
+        pushed.append([Pushed(*parts) for parts in zip(one.places(), values, totals, strict=True)])
     return pushed
-
-
-def _for_owners(route: Route, counts: Tensor | None) -> list[Tensor]:
-    assert counts is not None, "only tables with counts are asked for"
-    if isinstance(route, columns.ColumnRoute):
-        return [counts.view(-1, 1)] * route.split.axis.size
-    return [part.view(-1, 1) for part in counts.split(route.wanted)]

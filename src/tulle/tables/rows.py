@@ -11,95 +11,53 @@ owners that do not depend on the data.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.partition import Hashed
-from tulle.rows import Merge
 from tulle.tables.blocks import Blocks, Shape
+from tulle.tables.bundle import Distinct, Route, Wish
 from tulle.tables.split import RowSplit
 
 _COUNT_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Wish:
-    """The distinct rows that this rank looks up in a table in one go, by owner.
-
-    Args:
-        split: The table.
-        rows: `[rows]` distinct, ascending.
-        positions: `[rows]` where each lies in the order in which they travel: by owner.
-        told: Numbers that each owner is told: places at it.
-    """
-
-    split: RowSplit
-    rows: Tensor
-    positions: Tensor
-    told: tuple[Tensor, ...]
-
-    @staticmethod
-    def of(ids: Tensor, split: RowSplit) -> Wish:
-        """From the ids of lookups, in any shape."""
-        rows = torch.unique(ids)
-        owner, place = split.partition.place(rows)
-        order = torch.argsort(owner, stable=True)
-        positions = torch.empty_like(order)
-        positions[order] = torch.arange(len(order), device=order.device)
-        counts = torch.bincount(owner, minlength=split.axis.size).tolist()
-        return Wish(split, rows, positions, place[order].int().split(counts))
-
-    def heard(self, asked: list[Tensor]) -> RowRoute:
-        """With the numbers that each rank has told this one."""
-        return RowRoute(self.split, [len(part) for part in self.told], [len(part) for part in asked], torch.cat(asked))
+def wish(ids: Sequence[Tensor], splits: Sequence[RowSplit]) -> Wish:
+    """What lookups of ids, in any shape and by table, want of the owners."""
+    distinct = Distinct.of(ids, splits)
+    tables = distinct.tables()
+    ranks = splits[0].axis.size
+    owner, place = Hashed.place_in(distinct.numbers(tables), tables, [split.partition for split in splits])
+    order = torch.argsort(owner, stable=True)
+    positions = torch.empty_like(order)
+    positions[order] = torch.arange(len(order), device=order.device)
+    counts = torch.bincount(owner * len(splits) + tables, minlength=ranks * len(splits)).view(ranks, -1).tolist()
+    return Wish(splits, distinct, positions, counts, place[order].int().split([sum(of_rank) for of_rank in counts]))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowRoute:
-    """How the rows of one wish travel, forward and backward.
+class RowRoute(Route):
+    """Rows go whole, each between this rank and its owner."""
 
-    Args:
-        split: The table.
-        wanted: Rows that this rank wants of each owner.
-        served: Rows that each rank wants of this one.
-        places: `[sum(served)]` which those are, by rank.
-    """
-
-    split: RowSplit
-    wanted: list[int]
-    served: list[int]
-    places: Tensor
-
-    def merge(self) -> Merge:
-        """How the gradients of several ranks for a row add up here."""
-        return Merge.of(self.places.long())
-
-    def serve(self, shard: Tensor) -> tuple[Tensor, ...]:
-        """Values for each rank, from this rank's part of the table."""
-        return shard.detach().index_select(0, self.places.to(shard.device)).split(self.served)
+    __slots__ = ()
 
     def fetched_shapes(self) -> list[Shape]:
-        """Of the blocks that come in return."""
-        return [(rows, self.split.width) for rows in self.wanted]
+        """One block of rows from each owner."""
+        return [(sum(of_rank), self.splits[0].width) for of_rank in self.wanted]
 
     def assemble(self, blocks: Blocks) -> Tensor:
-        """`[rows, width]` of this rank's wish, in the order in which rows travel."""
+        """Rows come in the order in which they travel."""
         return blocks.stacked()
 
-    def push(self, gradient: Tensor) -> tuple[Tensor, ...]:
-        """Parts of `[rows, width]` gradients for each owner."""
-        return gradient.split(self.wanted)
+    def push(self, gradient: Tensor) -> Sequence[Tensor]:
+        """The rows of each owner."""
+        return gradient.split([sum(of_rank) for of_rank in self.wanted])
 
-    def pushed_shapes(self) -> list[Shape]:
-        """Of the blocks that come."""
-        return [(rows, self.split.width) for rows in self.served]
-
-    def collect(self, blocks: Blocks) -> Tensor:
-        """`[sum(served), width]` gradients, in the order of `places`."""
-        return blocks.stacked()
+    def push_counts(self, counts: Tensor) -> Sequence[Tensor]:
+        """The rows of each owner."""
+        return self.push(counts)
 
 
 def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost:
@@ -116,8 +74,7 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
     by_owner, _ = looks.spread.owned(Hashed(looks.num_rows, ranks))
     own = by_owner.diagonal()
     wanted, served = by_owner.sum(1) - own, by_owner.sum(0) - own
-    values_rows = wanted + served
-    sent_bytes = values_rows * looks.values_bytes + wanted * looks.index_bytes + _COUNT_BYTES * (ranks - 1)
+    sent_bytes = (wanted + served) * looks.values_bytes + wanted * looks.index_bytes + _COUNT_BYTES * (ranks - 1)
     payer = int(sent_bytes.argmax())
     asked = by_owner - torch.diag(own)
     messages = (ranks - 1) + 2 * int((asked[payer] > 0).sum()) + int((asked[:, payer] > 0).sum())

@@ -1,0 +1,198 @@
+"""Tables of one placement, width and dtype that travel as one: their rows in one numbering, table after table.
+
+Wish     what this rank wants:  distinct rows of all tables, ascending; in which order they travel
+Route    after numbers were exchanged: how values come, and how gradients go and add up
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from tulle.rows import Merge
+from tulle.tables.blocks import Blocks, Shape
+from tulle.tables.split import Split
+
+Counts = list[list[int]]
+"""Rows by rank and table."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Distinct:
+    """The distinct rows that this rank looks up in the tables of a bundle in one go.
+
+    Args:
+        rows: `[rows]` int64, ascending; a row of table t has `bases[t]` added to its number.
+        bases: Of each table, and the end.
+        starts: Where the rows of each table begin, and the end.
+    """
+
+    rows: Tensor
+    bases: list[int]
+    starts: list[int]
+
+    @staticmethod
+    def of(ids: Sequence[Tensor], splits: Sequence[Split]) -> Distinct:
+        """From the ids of lookups in each table, in any shape.
+
+        Raises:
+            IndexError: If a table has no such row.
+        """
+        bases = [0, *accumulate(split.num_rows for split in splits)]
+        if len(ids) == 1:
+            rows = torch.unique(ids[0]).long()
+            starts = [0, len(rows)]
+        else:
+            rows = torch.unique(
+                torch.cat([one.reshape(-1).long() + base for one, base in zip(ids, bases, strict=False)])
+            )
+            starts = torch.searchsorted(rows, torch.tensor(bases, device=rows.device)).tolist()
+        found = Distinct(rows, bases, starts)
+        found._check(ids, splits)
+        return found
+
+    def _check(self, ids: Sequence[Tensor], splits: Sequence[Split]) -> None:
+        for one, split in zip(ids, splits, strict=True):
+            if one.numel():
+                low, high = (int(bound) for bound in one.aminmax()) if len(splits) > 1 else self.rows[[0, -1]].tolist()
+                if low < 0 or high >= split.num_rows:
+                    raise IndexError("index out of range in self")  # as torch says; a hook names table and row
+
+    def of_table(self, table: int) -> Tensor:
+        """The rows of one table, as they are numbered here."""
+        return self.rows[self.starts[table] : self.starts[table + 1]]
+
+    def tables(self) -> Tensor:
+        """`[rows]` the table of each."""
+        sizes = torch.tensor([end - start for start, end in zip(self.starts, self.starts[1:], strict=False)])
+        return torch.repeat_interleave(sizes.to(self.rows.device), output_size=len(self.rows))
+
+    def numbers(self, tables: Tensor) -> Tensor:
+        """`[rows]` the number of each in its table."""
+        if len(self.bases) == 2:
+            return self.rows
+        return self.rows - torch.tensor(self.bases[:-1], device=self.rows.device)[tables]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wish:
+    """What this rank wants of a bundle, and what it tells the others of it.
+
+    Args:
+        splits: The tables.
+        distinct: The rows.
+        positions: `[rows]` where each comes in the order in which they travel.
+        counts: How many rows of each table every rank is told.
+        told: Their numbers, to each rank, table after table.
+    """
+
+    splits: Sequence[Split]
+    distinct: Distinct
+    positions: Tensor
+    counts: Counts
+    told: Sequence[Tensor]
+
+    def __len__(self) -> int:
+        return len(self.distinct.rows)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sums:
+    """How the gradients of several ranks add up at an owner.
+
+    Args:
+        merge: Of places in this rank's parts, numbered through table after table.
+        bases: Where the places of each table begin in that numbering, and the end.
+        sizes: Distinct places of each table.
+    """
+
+    merge: Merge
+    bases: list[int]
+    sizes: list[int]
+
+    def by_table(self, summed: Tensor) -> Sequence[Tensor]:
+        """What was summed, by table."""
+        return summed.split(self.sizes)
+
+    def places(self) -> list[Tensor]:
+        """`[rows]` places in this rank's part of each table, ascending."""
+        return [part - base for part, base in zip(self.by_table(self.merge.rows), self.bases[:-1], strict=True)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route(ABC):
+    """How the rows of a bundle travel, forward and backward.
+
+    Args:
+        splits: The tables.
+        rows: Distinct rows that this rank wants.
+        wanted: How many of each table it has told every rank.
+        served: How many of each table every rank wants here.
+        places: `[sum(served)]` where in this rank's parts those lie, by rank, then by table.
+    """
+
+    splits: Sequence[Split]
+    rows: int
+    wanted: Counts
+    served: Counts
+    places: Tensor
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tables."""
+        return [split.name for split in self.splits]
+
+    def serve(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Values for each rank, from this rank's part of each table."""
+        totals = [sum(of_rank) for of_rank in self.served]
+        if len(parts) == 1:
+            return parts[0].detach().index_select(0, self.places).split(totals)
+        pieces: list[Sequence[Tensor]] = []
+        for part, places in zip(parts, self.places_by_table(), strict=True):
+            pieces.append(part.detach().index_select(0, torch.cat(places)).split([len(one) for one in places]))
+        return torch.cat([of_table[rank] for rank in range(len(totals)) for of_table in pieces]).split(totals)
+
+    def places_by_table(self) -> list[list[Tensor]]:
+        """The places that each rank wants, by table and rank."""
+        pieces = self.places.split([count for of_rank in self.served for count in of_rank])
+        tables = len(self.splits)
+        return [[*pieces[table::tables]] for table in range(tables)]
+
+    def sums(self) -> Sums:
+        """How the gradients of several ranks for a row add up here."""
+        bases = [0, *accumulate(split.local_shape[0] for split in self.splits)]
+        places = self.places.long()
+        if len(self.splits) > 1:
+            counts = torch.tensor(self.served, device=places.device)
+            starts = torch.tensor(bases[:-1], device=places.device).expand_as(counts)
+            places = places + torch.repeat_interleave(starts.reshape(-1), counts.reshape(-1), output_size=len(places))
+        merge = Merge.of(places)
+        if len(self.splits) == 1:
+            return Sums(merge, bases, [len(merge.rows)])
+        starts = torch.searchsorted(merge.rows, torch.tensor(bases, device=places.device))
+        return Sums(merge, bases, starts.diff().tolist())
+
+    @abstractmethod
+    def fetched_shapes(self) -> list[Shape]:
+        """Of the blocks of values that come."""
+
+    @abstractmethod
+    def assemble(self, blocks: Blocks) -> Tensor:
+        """`[rows, width]` of this rank's wish, in the order in which rows travel."""
+
+    @abstractmethod
+    def push(self, gradient: Tensor) -> Sequence[Tensor]:
+        """Parts of `[rows, width]` gradients for each rank."""
+
+    @abstractmethod
+    def push_counts(self, counts: Tensor) -> Sequence[Tensor]:
+        """Parts of `[rows, 1]` for each rank: one number a row, wherever its gradient goes."""
+
+    def pushed_shapes(self) -> list[Shape]:
+        """Of the blocks of gradients that come: of the rows of `places`."""
+        return [(sum(of_rank), self.splits[0].local_shape[1]) for of_rank in self.served]
