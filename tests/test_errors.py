@@ -292,7 +292,7 @@ def test_a_model_that_ddp_wraps():
 @pytest.mark.parametrize("is_sparse", [True, False])
 def test_a_table_that_scales_by_frequency(is_sparse):
     model = nn.Sequential(nn.Embedding(9, 2, sparse=is_sparse, scale_grad_by_freq=True))
-    text = "'0' has scale_grad_by_freq=True, which counts in one rank's batch only: this version cannot scale by the"
+    text = "'0' has scale_grad_by_freq=True, which counts in one rank's batch only: split the table, tulle.distribute"
     with every_rank_raises(ModelError, text, found_by=0):
         distribute(model, sgd(model))
 

@@ -26,13 +26,13 @@ from tulle.engine import (
 )
 from tulle.errors import PlanError, TulleError
 from tulle.lookups import explain_lookups
-from tulle.mesh import Mesh
-from tulle.placing import check_placements, place, tables_of
-from tulle.plan import Plan, PlanLike, plan_as_given, plan_by_cost, plan_for_later
-from tulle.profile import rows_touched, sparse_tables
+from tulle.mesh import Axis, Mesh
+from tulle.placing import check_placements, place, tables_of, why_whole
+from tulle.plan import Candidate, Plan, PlanLike, plan_as_given, plan_by_cost, plan_for_later
+from tulle.profile import rows_touched, sparse_tables, trained_tables
 from tulle.record import current as current_recorder
 from tulle.sync import AUTO, Table, WireDtype, as_wire_dtype, gather_presence
-from tulle.tables import split_of
+from tulle.tables import PLACEMENTS, split_of
 
 _CLASS = "_tulle_class"
 """Where a distributed model keeps the class that it was given with."""
@@ -116,9 +116,9 @@ def distribute(
     with _alike(mesh, "the model"):
         check_model(model, optimizer, mesh)
     check_alike(model, axis)
-    decided = _decide(model, mesh, plan, sample, wire_dtype)
-    placements = decided.placements if axis.size > 1 else {}
     optimizers = as_optimizers(optimizer)
+    decided = _decide(model, optimizers, mesh, plan=plan, sample=sample, lossy=wire_dtype)
+    placements = decided.placements if axis.size > 1 else {}
     with _alike(mesh, "the plan"):
         check_placements(placements, model, optimizers, axis.size)
         if axis.size > 1:
@@ -182,7 +182,7 @@ def make_plan(
         return in_force(model.__dict__[_PLAN], engine)
     with _alike(mesh, "the model"):
         check_model(model, optimizer, mesh)
-    return _decide(model, mesh, AUTO, sample, wire_dtype)
+    return _decide(model, as_optimizers(optimizer), mesh, plan=AUTO, sample=sample, lossy=wire_dtype)
 
 
 def in_force(plan: Plan, engine: DataParallel) -> Plan:
@@ -192,7 +192,15 @@ def in_force(plan: Plan, engine: DataParallel) -> Plan:
     return replace(plan, tables=tuple(tables), network=plan.network or engine.network)
 
 
-def _decide(model: nn.Module, mesh: Mesh, plan: PlanLike, sample: object, lossy: WireDtype) -> Plan:
+def _decide(
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    mesh: Mesh,
+    *,
+    plan: PlanLike,
+    sample: object,
+    lossy: WireDtype,
+) -> Plan:
     """The plan that the arguments stand for, the same on all ranks."""
     axis = data_axis(mesh)
     tables = sparse_tables(model)
@@ -216,18 +224,33 @@ def _decide(model: nn.Module, mesh: Mesh, plan: PlanLike, sample: object, lossy:
             raise PlanError(f"rank {rank} was given the plan {other}, rank 0 {heard[0][0]}: give all ranks the same")
     if decided is not None:
         return decided
-    if not tables or not all(has_sample for _, has_sample in heard):
+    if not all(has_sample for _, has_sample in heard) or not trained_tables(model):
         return replace(plan_for_later(mesh.shape, shapes), wire_dtype=wire_name)
+    candidates = _measure(model, optimizers, axis, sample, wire_dtype)
+    return replace(plan_by_cost(mesh.shape, candidates, probe(axis), axis.size), wire_dtype=wire_name)
+
+
+def _measure(
+    model: nn.Module, optimizers: Sequence[Optimizer], axis: Axis, sample: object, wire_dtype: torch.dtype | None
+) -> dict[str, Candidate]:
+    """What the gradients of the tables look like on all ranks, and how each can be split."""
+    modules = trained_tables(model)
     touched = rows_touched(model, sample)
-    heard_rows = gather_values({name: len(rows) for name, rows in touched.items()}, axis, label="rows touched")
-    as_tables = [Table(name, *shapes[name], m.weight.dtype, mesh.device, wire_dtype) for name, m in tables.items()]
-    counts = [[rows[table.name] for table in as_tables] for rows in heard_rows]
-    presences = gather_presence([touched[table.name] for table in as_tables], as_tables, counts, axis)
-    looks = {
-        table.name: table.characteristics([rows[t] for rows in counts], presences[t])
-        for t, table in enumerate(as_tables)
+    heard = gather_values({name: len(rows) for name, rows in touched.items()}, axis, label="rows touched")
+    tables = [
+        Table(name, m.num_embeddings, m.embedding_dim, m.weight.dtype, axis.device, wire_dtype)
+        for name, m in modules.items()
+    ]
+    counts = [[rows[table.name] for table in tables] for rows in heard]
+    presences = gather_presence([touched[table.name] for table in tables], tables, counts, axis)
+    return {
+        table.name: Candidate(
+            table.characteristics([rows[t] for rows in counts], presences[t]),
+            tuple(how for how in PLACEMENTS if why_whole(table.name, model, optimizers, how, axis.size) is None),
+            is_dense=not modules[table.name].sparse,
+        )
+        for t, table in enumerate(tables)
     }
-    return replace(plan_by_cost(mesh.shape, looks, probe(axis), axis.size), wire_dtype=wire_name)
 
 
 @contextmanager

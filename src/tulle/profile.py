@@ -13,14 +13,19 @@ from torch import Tensor, nn
 TableModule = nn.Embedding | nn.EmbeddingBag
 
 
-def sparse_tables(model: nn.Module) -> dict[str, TableModule]:
-    """The embeddings with `sparse=True` that are trained, by the name of their parameter; a shared one once."""
+def trained_tables(model: nn.Module) -> dict[str, TableModule]:
+    """The embeddings that are trained, by the name of their parameter; a shared one once."""
     names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     found: dict[str, TableModule] = {}
     for module in model.modules():
-        if isinstance(module, TableModule) and module.sparse and id(module.weight) in names:
+        if isinstance(module, TableModule) and id(module.weight) in names:
             found.setdefault(names[id(module.weight)], module)
     return found
+
+
+def sparse_tables(model: nn.Module) -> dict[str, TableModule]:
+    """Those of them with `sparse=True`."""
+    return {name: module for name, module in trained_tables(model).items() if module.sparse}
 
 
 def call(model: nn.Module, sample: object) -> object:
@@ -33,11 +38,11 @@ def call(model: nn.Module, sample: object) -> object:
 
 
 def rows_touched(model: nn.Module, sample: object) -> dict[str, Tensor]:
-    """Distinct rows that one batch looks up in each table with sparse gradients, ascending, by parameter name.
+    """Distinct rows that one batch looks up in each trained table, ascending, by parameter name.
 
     Runs one forward without gradients and leaves no trace: random states, buffers and rows are as before.
     """
-    tables = sparse_tables(model)
+    tables = trained_tables(model)
     looked_up: dict[int, list[Tensor]] = {id(module.weight): [] for module in tables.values()}
 
     def note(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:

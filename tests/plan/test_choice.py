@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tulle import Plan
 from tulle.cost import Characteristics, Network
 from tulle.errors import PlanError
-from tulle.plan import TablePlan, plan_as_given, plan_by_cost, plan_for_later
+from tulle.plan import Candidate, TablePlan, plan_as_given, plan_by_cost, plan_for_later
 from tulle.sync import SCHEMES
 from tulle.sync.schemes import ALIKE, FLAT
 
@@ -57,7 +57,7 @@ def test_a_model_without_tables_takes_any_scheme():
     assert plan_as_given("allgather", MESH, {}) == Plan(MESH)
 
 
-KNOWN = f"expected one of auto, the path of a saved plan (*.json), {', '.join(SCHEMES)}"
+KNOWN = f"expected one of auto, rows, columns, the path of a saved plan (*.json), {', '.join(SCHEMES)}"
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ KNOWN = f"expected one of auto, the path of a saved plan (*.json), {', '.join(SC
         ("plan.txt", f"unknown scheme 'plan.txt', {KNOWN}"),
         ("", "unknown scheme ''"),
         ("no-such-plan.json", "cannot read a plan from 'no-such-plan.json'"),
-        ({"tags.weight": "zen"}, f"unknown scheme 'zen', expected one of auto, {', '.join(SCHEMES)}"),
+        ({"tags.weight": "zen"}, f"unknown scheme 'zen', expected one of auto, rows, columns, {', '.join(SCHEMES)}"),
         ({"labels": "densify"}, "names 'labels', the model's tables with sparse gradients are: words.weight, tags.wei"),
         (3, "plan was given a int, expected 'auto', a scheme, a mapping, a Plan or a path"),
         (None, "plan was given a NoneType, expected"),
@@ -93,8 +93,8 @@ def test_later_means_auto_for_every_table():
 
 def test_few_rows_travel_as_rows_and_a_full_table_is_reduced():
     looks = {
-        "few": Characteristics(500_000, 128, 4, (960, 970, 955, 961)),
-        "full": Characteristics(500, 128, 4, (500, 500, 499, 500)),
+        "few": Candidate(Characteristics(500_000, 128, 4, (960, 970, 955, 961))),
+        "full": Candidate(Characteristics(500, 128, 4, (500, 500, 499, 500))),
     }
     plan = plan_by_cost({"data": 4}, looks, NETWORK, 4)
     few, full = plan.tables
@@ -119,7 +119,7 @@ def test_few_rows_travel_as_rows_and_a_full_table_is_reduced():
 def test_the_choice_is_the_simplest_candidate_of_about_the_least_seconds(num_rows, width, shares, latency_s, bandwidth):
     looks = Characteristics(num_rows, width, 4, tuple(round(share * num_rows) for share in shares))
     network = Network(latency_s, bandwidth)
-    [table] = plan_by_cost({"data": len(shares)}, {"words": looks}, network, len(shares)).tables
+    [table] = plan_by_cost({"data": len(shares)}, {"words": Candidate(looks)}, network, len(shares)).tables
     seconds = {name: scheme.cost(looks, network, len(shares)).seconds for name, scheme in FLAT.items()}
     assert seconds[table.scheme] <= ALIKE * min(seconds.values())
     simpler = list(seconds)[: list(seconds).index(table.scheme)]
@@ -129,7 +129,34 @@ def test_the_choice_is_the_simplest_candidate_of_about_the_least_seconds(num_row
 
 def test_a_plan_of_one_process_is_strict_json():
     alone = Network(latency_s=0.0, bandwidth_bytes_per_s=math.inf)
-    plan = plan_by_cost({"data": 1}, {"words": Characteristics(100, 8, 4, (7,))}, alone, 1)
+    plan = plan_by_cost({"data": 1}, {"words": Candidate(Characteristics(100, 8, 4, (7,)))}, alone, 1)
     # Other programs than Python read it, and JSON has no infinity.
     text = json.dumps(plan.to_json(), allow_nan=False)
     assert Plan.from_json(json.loads(text)) == plan
+
+
+MANY = Characteristics(132_777, 512, 4, (1500,) * 8)
+
+
+def test_a_table_is_split_where_that_is_predicted_to_take_clearly_less():
+    tables = {
+        "words": Candidate(MANY, ("rows", "columns")),
+        "tags": Candidate(Characteristics(10, 4, 4, (3,) * 8), ("rows", "columns")),
+        "out": Candidate(MANY, ("rows", "columns"), is_dense=True),
+        "tied": Candidate(MANY, (), is_dense=True),
+    }
+    plan = plan_by_cost({"data": 8}, tables, NETWORK, 8)
+    assert plan.placements == {"words": "rows", "out": "rows"}
+    assert "tied" not in plan.schemes, "dense gradients have no scheme"
+    words = plan.tables[0]
+    assert words.candidates["rows"].seconds < 0.8 * min(words.candidates[name].seconds for name in FLAT)
+    assert "split by rows" in words.reason
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))).placements == plan.placements
+
+
+def test_a_placement_is_given_by_table_or_for_all_also_for_tables_with_dense_gradients():
+    dense = {"out.weight": (500, 8)}
+    assert plan_as_given("rows", MESH, SHAPES, dense).placements == dict.fromkeys([*SHAPES, *dense], "rows")
+    assert plan_as_given({"out.weight": "columns"}, MESH, SHAPES, dense).placements == {"out.weight": "columns"}
+    with pytest.raises(PlanError, match=r"those that can be split besides: out.weight"):
+        plan_as_given({"out.weight": "allgather"}, MESH, SHAPES, dense)

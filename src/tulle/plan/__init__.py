@@ -2,5 +2,15 @@
 
 from tulle.plan.choice import PlanLike, plan_as_given, plan_by_cost, plan_for_later
 from tulle.plan.plan import BUCKET_BYTES, Plan, TablePlan
+from tulle.plan.splitting import Candidate
 
-__all__ = ["BUCKET_BYTES", "Plan", "PlanLike", "TablePlan", "plan_as_given", "plan_by_cost", "plan_for_later"]
+__all__ = [
+    "BUCKET_BYTES",
+    "Candidate",
+    "Plan",
+    "PlanLike",
+    "TablePlan",
+    "plan_as_given",
+    "plan_by_cost",
+    "plan_for_later",
+]

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from tulle.cost import Characteristics, Network
+from tulle.cost import Network
 from tulle.errors import PlanError
 from tulle.plan.plan import Plan, TablePlan
-from tulle.sync import AUTO, check_scheme, choose
+from tulle.plan.splitting import Candidate, choose_all
+from tulle.sync import AUTO, check_scheme
 from tulle.tables import PLACEMENTS
 
 PlanLike = Plan | str | os.PathLike[str] | Mapping[str, str]
@@ -56,13 +57,16 @@ def plan_as_given(
     return plan
 
 
-def plan_by_cost(mesh: Mapping[str, int], tables: Mapping[str, Characteristics], network: Network, ranks: int) -> Plan:
-    """The plan of least predicted seconds for tables whose gradients look like this."""
+def plan_by_cost(mesh: Mapping[str, int], tables: Mapping[str, Candidate], network: Network, ranks: int) -> Plan:
+    """The plan of least predicted seconds for tables whose gradients look like this.
+
+    A table with dense gradients is in it only if it is split.
+    """
     planned: list[TablePlan] = []
-    for name, table in tables.items():
-        planned.append(
-            TablePlan(name, table.num_rows, table.width, AUTO).with_choice(choose(table, network, ranks), None)
-        )
+    for name, choice in choose_all(tables, network, ranks).items():
+        looks = tables[name].looks
+        if choice.scheme in PLACEMENTS or not tables[name].is_dense:
+            planned.append(TablePlan(name, looks.num_rows, looks.width, AUTO).with_choice(choice, None))
     # The network of one process has no numbers that JSON could hold.
     return Plan(dict(mesh), tuple(planned), network=network if ranks > 1 else None)
 
