@@ -11,11 +11,14 @@ from tulle.mesh import Mesh, init
 from tulle.plan import Plan
 from tulle.record import log
 from tulle.rows import RowSparse
+from tulle.softmax import SampledSoftmax, ShardedSoftmax
 
 __all__ = [
     "Mesh",
     "Plan",
     "RowSparse",
+    "SampledSoftmax",
+    "ShardedSoftmax",
     "TulleError",
     "__version__",
     "clip_grad_norm_",

@@ -27,10 +27,11 @@ from tulle.engine import (
 from tulle.errors import PlanError, TulleError
 from tulle.lookups import explain_lookups
 from tulle.mesh import Axis, Mesh
-from tulle.placing import check_placements, place, tables_of, why_whole
+from tulle.placing import check_placements, outputs_of, place, tables_of, why_whole
 from tulle.plan import Candidate, Plan, PlanLike, plan_as_given, plan_by_cost, plan_for_later
 from tulle.profile import rows_touched, sparse_tables, trained_tables
 from tulle.record import current as current_recorder
+from tulle.softmax import offers
 from tulle.sync import AUTO, Table, WireDtype, as_wire_dtype, gather_presence
 from tulle.tables import PLACEMENTS, split_of
 
@@ -205,11 +206,7 @@ def _decide(
     axis = data_axis(mesh)
     tables = sparse_tables(model)
     shapes = {name: (module.num_embeddings, module.embedding_dim) for name, module in tables.items()}
-    others = {
-        name: (modules[0].num_embeddings, modules[0].embedding_dim)
-        for name, modules in tables_of(model).items()
-        if name not in tables
-    }
+    others = {name: _shape(model, name) for name in tables_of(model) if name not in tables}
     with _alike(mesh, "the plan"):
         decided = plan_as_given(plan, mesh.shape, shapes, others)
         wire_dtype = as_wire_dtype(lossy or (decided.wire_dtype if decided else None))
@@ -224,10 +221,19 @@ def _decide(
             raise PlanError(f"rank {rank} was given the plan {other}, rank 0 {heard[0][0]}: give all ranks the same")
     if decided is not None:
         return decided
-    if not all(has_sample for _, has_sample in heard) or not trained_tables(model):
-        return replace(plan_for_later(mesh.shape, shapes), wire_dtype=wire_name)
-    candidates = _measure(model, optimizers, axis, sample, wire_dtype)
-    return replace(plan_by_cost(mesh.shape, candidates, probe(axis), axis.size), wire_dtype=wire_name)
+    if all(has_sample for _, has_sample in heard) and trained_tables(model):
+        candidates = _measure(model, optimizers, axis, sample, wire_dtype)
+        decided = plan_by_cost(mesh.shape, candidates, probe(axis), axis.size)
+    else:
+        decided = plan_for_later(mesh.shape, shapes)
+    outputs = {name: _shape(model, name) for name in outputs_of(model)}
+    told = tuple(offers(model, axis.size)) if axis.size > 1 else ()
+    return replace(decided.with_outputs(outputs), wire_dtype=wire_name, offers=told)
+
+
+def _shape(model: nn.Module, name: str) -> tuple[int, int]:
+    rows, width = model.get_parameter(name).shape
+    return rows, width
 
 
 def _measure(

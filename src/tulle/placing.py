@@ -24,6 +24,7 @@ from torch.optim import (
 from tulle.engine import SplitTable, TableModule
 from tulle.errors import PlanError
 from tulle.mesh import Axis
+from tulle.softmax import SoftmaxLayer
 from tulle.tables import mark, split_as
 
 ELEMENTWISE = (*(SGD, ASGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, SparseAdam),)
@@ -31,21 +32,30 @@ ELEMENTWISE = (*(SGD, ASGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta
 
 
 def tables_of(model: nn.Module) -> dict[str, list[TableModule]]:
-    """The modules that look up in each embedding table, by the name of its parameter."""
+    """The modules that look up in each table, by the name of its parameter; of an output layer there may be none."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found: dict[str, list[TableModule]] = {}
+    found: dict[str, list[TableModule]] = {name: [] for name in outputs_of(model)}
     for module in model.modules():
         if isinstance(module, TableModule):
             found.setdefault(names[id(module.weight)], []).append(module)
     return found
 
 
+def outputs_of(model: nn.Module) -> list[str]:
+    """Names of the tables over which a softmax is computed where their rows lie."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    weights = [module.table_and_bias()[0] for module in model.modules() if isinstance(module, SoftmaxLayer)]
+    return list(dict.fromkeys(names[id(weight)] for weight in weights))
+
+
 def why_whole(name: str, model: nn.Module, optimizers: Sequence[Optimizer], placement: str, ranks: int) -> str | None:
     """Why a table cannot be split by a placement, in words that end a sentence about it, or None if it can."""
     modules = tables_of(model).get(name, [])
     parameter = model.get_parameter(name)
+    if placement == "columns" and name in outputs_of(model):
+        return "a softmax over it needs whole rows: split it by rows"
     for owner_name, owner in model.named_modules():
-        if owner in modules or getattr(owner, "accepts_split", False):
+        if owner in modules or isinstance(owner, SoftmaxLayer):
             continue
         if any(other is parameter for other in owner._parameters.values()):
             return (
@@ -90,7 +100,7 @@ def place(
         placements: `"rows"` or `"columns"` by name of the table.
         axis: Whose ranks hold the parts.
     """
-    tables = tables_of(model)
+    tables, outputs = tables_of(model), outputs_of(model)
     placed: list[SplitTable] = []
     for number, (name, placement) in enumerate(sorted(placements.items())):
         parameter, modules = model.get_parameter(name), tables[name]
@@ -103,17 +113,12 @@ def place(
                     state[key] = split.take(value)
         parameter.data = split.take(parameter)
         mark(parameter, split)
-        is_tied = any(
-            other is parameter and owner not in modules
-            for owner in model.modules()
-            for other in owner._parameters.values()
-        )
         placed.append(
             SplitTable(
                 number,
                 parameter,
                 split,
-                is_sparse=not is_tied and all(module.sparse for module in modules),
+                is_sparse=name not in outputs and all(module.sparse for module in modules),
                 is_foreseeable=not any(module.max_norm or module.scale_grad_by_freq for module in modules),
             )
         )

@@ -1,6 +1,7 @@
 """Split tables: on any number of ranks, by rows or columns, the numbers of one process."""
 
 import pytest
+import torch
 from torch import nn
 
 import models
@@ -73,3 +74,32 @@ def test_tables_with_dense_gradients_are_those_of_one_process(recipe, placement)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
 def test_lookahead_changes_no_number(recipe, placement):
     check_against_one_process(Words, recipe, dict.fromkeys(["words.weight", "tags.weight"], placement), lookahead=True)
+
+
+class WordModel(nn.Module):
+    """A language model whose one table is looked up, and scores the next word where its rows lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(models.WORDS, models.WIDTH)
+        self.hidden = nn.Linear(models.WIDTH, models.WIDTH)
+        self.softmax = tulle.ShardedSoftmax(weight=self.words.weight, bias=True, label_smoothing=0.1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.softmax(torch.tanh(self.hidden(self.words(ids[:, :-1]))), ids[:, 1:])
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("plan", ["auto", "rows"])
+@pytest.mark.parametrize("recipe", [models.momentum, models.adamw], ids=lambda recipe: recipe.__name__)
+def test_a_table_that_is_tied_to_a_softmax_is_split_and_gives_the_numbers_of_one_process(recipe, plan):
+    check_against_one_process(WordModel, recipe, plan, lookahead=True)
+
+
+@on_ranks(2)
+def test_a_large_output_layer_is_offered_a_softmax_where_its_rows_lie():
+    mesh = tulle.init(data=-1)
+    model = nn.Sequential(nn.Embedding(20_000, 4), nn.Linear(4, 20_000))
+    plan = tulle.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh)
+    assert "offered: 1 (Linear 4 x 20,000)" in plan.explain()
+    assert tulle.Plan.from_json(plan.to_json()) == plan

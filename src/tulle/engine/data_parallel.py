@@ -100,6 +100,8 @@ class DataParallel:
         _alive.add(self)
         for table in splits:
             setattr(table.parameter, ENGINE, self)
+            if axis.size > 1 and table.parameter.requires_grad:  # a softmax over it has gradients of its own
+                table.parameter.register_post_accumulate_grad_hook(partial(_split_arrived, ref(self), table.name))
         for slot in self._slots.values():
             # By the attribute the parameter holds the engine, where the garbage collector sees it; its hook does not.
             setattr(slot.parameter, ENGINE, self)
@@ -318,6 +320,12 @@ def _arrived(engine: ref[DataParallel], name: str, parameter: Tensor) -> None:
     alive = engine()
     if alive is not None:
         alive._arrived(alive._slots[name])
+
+
+def _split_arrived(engine: ref[DataParallel], name: str, parameter: Tensor) -> None:
+    alive = engine()
+    if alive is not None and parameter.grad is not None:
+        alive._split_came(name, parameter.grad)
 
 
 def _join_backward(backward: int, engine: DataParallel) -> None:

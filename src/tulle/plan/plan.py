@@ -15,6 +15,7 @@ from tulle.sync import AUTO, Choice, check_scheme
 from tulle.tables import PLACEMENTS
 
 FORMAT = 1
+_OUTPUT = "a softmax is computed where its rows lie"
 BUCKET_BYTES = 25 * 1024 * 1024
 """Dense gradients travel in buckets of this size unless a plan says otherwise (DDP's default too)."""
 
@@ -71,6 +72,7 @@ class Plan:
         bucket_bytes: Size of a bucket of dense gradients.
         network: The measured network of axis `data`, None if nothing had to be chosen by cost.
         wire_dtype: In which the values of sparse gradients travel, by name; None loses nothing.
+        offers: What would pay if the model were written otherwise, a sentence each. Nobody does it unasked.
 
     Example:
         >>> plan = Plan(mesh={"data": 4}, tables=(TablePlan("source.weight", 8000, 256, "allgather", "given"),))
@@ -84,6 +86,7 @@ class Plan:
     bucket_bytes: int = BUCKET_BYTES
     network: Network | None = None
     wire_dtype: str | None = None
+    offers: tuple[str, ...] = ()
 
     @property
     def schemes(self) -> dict[str, str]:
@@ -94,6 +97,12 @@ class Plan:
     def placements(self) -> dict[str, str]:
         """How each table that is split is split, by name."""
         return {table.name: table.scheme for table in self.tables if table.scheme in PLACEMENTS}
+
+    def with_outputs(self, outputs: Mapping[str, tuple[int, int]]) -> Plan:
+        """The same with the tables over which a softmax is computed where their rows lie, `(rows, width)` by name."""
+        others = tuple(table for table in self.tables if table.name not in outputs)
+        split = tuple(TablePlan(name, *shape, "rows", _OUTPUT) for name, shape in outputs.items())
+        return replace(self, tables=others + split)
 
     def explain(self) -> str:
         """What was chosen for each table, why, and what the other candidates were predicted to cost."""
@@ -108,6 +117,7 @@ class Plan:
             lines += [_line(name, cost) for name, cost in (table.candidates or {}).items()]
             if table.measured:
                 lines.append(_line("measured", table.measured))
+        lines += [f"offered: {offer}" for offer in self.offers]
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -144,6 +154,7 @@ class Plan:
             "bucket_bytes": self.bucket_bytes,
             "network": _network_to_json(self.network) if self.network else None,
             "wire_dtype": self.wire_dtype,
+            "offers": list(self.offers),
             "tables": [_table_to_json(table) for table in self.tables],
         }
 
@@ -161,6 +172,7 @@ class Plan:
             bucket_bytes=bucket_bytes,
             network=_network_from_json(parsed["network"]) if parsed["network"] else None,
             wire_dtype=parsed.get("wire_dtype"),
+            offers=tuple(str(offer) for offer in parsed.get("offers", ())),
         )
 
     def check(self, mesh: Mapping[str, int], tables: Mapping[str, tuple[int, int]]) -> None:

@@ -1,0 +1,265 @@
+"""`Record`: what would have filled the parameters and buffers of a model that is built without memory.
+
+Within the record tensors are made on device meta, and every operation that fills or changes one is written down: which
+function, with which views of which memory. A tensor that is small and made of known numbers (`torch.linspace`,
+`torch.tensor`) is there for real until such an operation touches it, since constructors read such values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tulle.errors import ModelError
+
+SMALL_BYTES = 1024 * 1024
+"""A tensor of known numbers up to this size is made for real."""
+_META = torch.device("meta")
+_TAG = "_tulle_record"
+"""The attribute of a storage that says which memory of which record it is."""
+_CPU = torch.device("cpu")
+_IS_META = vars(torch._C.TensorBase)["is_meta"].__get__
+_numbers = count()
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor, as a view of some memory of the record.
+
+    Args:
+        memory: Its number.
+        dtype: Of the elements.
+        shape: Of the view.
+        stride: In elements.
+        offset: In elements.
+    """
+
+    memory: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, storage: torch.UntypedStorage) -> Tensor:
+        """The same view of real memory."""
+        return torch.empty(0, dtype=self.dtype, device=storage.device).set_(
+            storage, self.offset, self.shape, self.stride
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One operation.
+
+    Args:
+        function: To be called again.
+        arguments: By position, with views in place of tensors of the record.
+        keywords: By name, likewise.
+        results: Views, or None for what is no tensor, in the order of the leaves of the result.
+        made: Numbers of the memories that it allocates.
+        changed: Numbers of the memories that it changes.
+        is_random: Whether it draws random numbers.
+    """
+
+    function: Function
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    results: tuple[View | None, ...]
+    made: frozenset[int]
+    changed: frozenset[int]
+    is_random: bool
+
+    @property
+    def views(self) -> list[View]:
+        """The tensors of the record that it is given."""
+        return [one for one in tree_leaves((self.arguments, self.keywords)) if isinstance(one, View)]
+
+    @property
+    def touched(self) -> set[int]:
+        """Numbers of all memories that it has to do with."""
+        return {view.memory for view in self.views} | self.made
+
+
+class Record(TorchDispatchMode):
+    """A context in which tensors are made without memory, and what would have filled them is written down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.initial: dict[int, Tensor] = {}
+        """What was there for real when the first operation touched it."""
+        self.sizes_bytes: dict[int, int] = {}
+        self.random_state = torch.get_rng_state()
+        self._seeming = _Seeming()
+        self._given: list[Function] = []
+
+    def __enter__(self) -> Record:
+        """Begin."""
+        self._given.append(init._no_grad_trunc_normal_)
+        init._no_grad_trunc_normal_ = self._opaque(init._no_grad_trunc_normal_)
+        super().__enter__()
+        self._seeming.__enter__()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        """End."""
+        self._seeming.__exit__(*problem)
+        super().__exit__(*problem)
+        init._no_grad_trunc_normal_ = self._given.pop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Have an operation done for real, or write it down."""
+        keywords = dict(kwargs or {})
+        tensors = _tensors_of((args, keywords))
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if _is_view(func):
+            return func(*args, **keywords)
+        if (
+            not is_random
+            and not any(map(_is_deferred, tensors))
+            and (tensors or _is_known_and_small(func, args, keywords))
+        ):
+            return func(*args, **keywords) if tensors else func(*args, **{**keywords, "device": _CPU})
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise ModelError(
+                "the model reads a number of a tensor while it is built, and within tulle.deferred_init there is none "
+                "yet: build that part outside, or leave out the check"
+            )
+        return self._write_down(func, tuple(args), keywords, is_random=is_random)
+
+    def view_of(self, tensor: Tensor) -> View:
+        """A tensor as a view of its memory; what has no number yet becomes part of the record."""
+        storage = tensor.untyped_storage()
+        record, number = getattr(storage, _TAG, (self, None))
+        if record is not self:
+            raise ModelError("a tensor of one tulle.deferred_init is changed in another: let one have all")
+        if number is None:
+            number = next(_numbers)
+            setattr(storage, _TAG, (self, number))
+            self.sizes_bytes[number] = storage.nbytes()
+            if tensor.device != _META:
+                base = torch.empty(0, dtype=tensor.dtype).set_(storage)
+                self.initial[number] = base.clone()
+        return View(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def _write_down(self, func: Any, args: tuple[Any, ...], keywords: dict[str, Any], *, is_random: bool) -> Any:
+        keywords = _without_device(func, args, keywords)
+        changed = _changed(func, args, keywords)
+        # What an operation changes belongs to the record from here on; other real tensors are constants.
+        for tensor in changed:
+            self.view_of(tensor)
+        arguments, words = tree_map(self._argument, (args, keywords))
+        on_meta, words_on_meta = tree_map(_on_meta, (args, keywords))
+        given = func(*on_meta, **words_on_meta)
+        results = () if changed else tuple(map(self._result, tree_leaves(given)))
+        made = frozenset(view.memory for view in results if view is not None)
+        changes = frozenset(self.view_of(tensor).memory for tensor in changed)
+        words = {name: _CPU if value == _META else value for name, value in words.items()}
+        self.calls.append(Call(func, arguments, words, results, made, changes, is_random))
+        return changed[0] if len(changed) == 1 and isinstance(given, Tensor) else given
+
+    def _argument(self, value: object) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        return self.view_of(value) if _is_deferred(value) else value.detach().clone()
+
+    def _result(self, value: object) -> View | None:
+        return self.view_of(value) if isinstance(value, Tensor) else None
+
+    def _opaque(self, function: Function) -> Function:
+        """A function of PyTorch's that looks at values, to be called as a whole."""
+
+        def opaque(tensor: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+            if tensor.untyped_storage() is None or not _is_deferred(tensor):
+                return function(tensor, *arguments, **keywords)
+            view = self.view_of(tensor)
+            self.calls.append(
+                Call(function, (view, *arguments), keywords, (), frozenset(), frozenset({view.memory}), True)
+            )
+            return tensor
+
+        return opaque
+
+
+class _Seeming(TorchFunctionMode):
+    """What must be told before it becomes operations.
+
+    `torch.nn.init` leaves tensors as they are that say that they are on device meta: ours do not say so. A deep copy
+    of a tensor that is there for real copies memory of its own.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func == _IS_META:
+            return False
+        if func is Tensor.__deepcopy__ and not _is_deferred(args[0]):
+            with _disable_current_modes():
+                return func(*args)
+        return func(*args, **(kwargs or {}))
+
+
+def record_of(tensor: Tensor) -> tuple[Record, int] | None:
+    """The record that a tensor's memory is part of, and its number there."""
+    return getattr(tensor.untyped_storage(), _TAG, None) if tensor.layout == torch.strided else None
+
+
+def _is_deferred(tensor: Tensor) -> bool:
+    return tensor.device == _META or record_of(tensor) is not None
+
+
+def _tensors_of(arguments: object) -> list[Tensor]:
+    return [one for one in tree_leaves(arguments) if isinstance(one, Tensor)]
+
+
+def _is_view(func: Any) -> bool:
+    """Whether it gives another view of the memory that it is given."""
+    return any(given.alias_info is not None and not given.alias_info.is_write for given in func._schema.returns)
+
+
+def _is_known_and_small(func: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether a function that makes a tensor fills it, with few bytes."""
+    if func.overloadpacket.__name__.startswith("empty"):
+        return False
+    made = func(*args, **{**keywords, "device": _META, "pin_memory": False})
+    return made.nbytes <= SMALL_BYTES
+
+
+def _without_device(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
+    """With device meta where a tensor is made on, or moved to, another."""
+    declared = {argument.name for argument in func._schema.arguments}
+    changed = dict(keywords)
+    if "device" in declared and (keywords.get("device") is not None or not _tensors_of((args, keywords))):
+        changed["device"] = _META
+    if "pin_memory" in declared:
+        changed["pin_memory"] = False
+    return changed
+
+
+def _changed(func: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> list[Tensor]:
+    """The tensors that it writes to."""
+    given = [*args, *(keywords.get(argument.name) for argument in func._schema.arguments[len(args) :])]
+    declared = zip(func._schema.arguments, given, strict=False)
+    return [
+        tensor
+        for argument, value in declared
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in _tensors_of(value)
+    ]
+
+
+def _on_meta(value: object) -> object:
+    return value.to(_META) if isinstance(value, Tensor) else value

@@ -1,0 +1,90 @@
+"""`ShardedSoftmax`: an output layer and its cross entropy in one module, over a table that may be split by rows."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from tulle.errors import ModelError
+from tulle.softmax.layer import Reduction, SoftmaxLayer
+
+
+class ShardedSoftmax(SoftmaxLayer):
+    """`nn.Linear(width, num_rows)` and `nn.CrossEntropyLoss` in one, exact, in bounded memory.
+
+    Once `tulle.distribute` has split its table by rows, each rank scores the tokens of all ranks with the rows that it
+    owns: hidden states travel, neither rows nor logits. Until then, and alone, it computes the same by itself.
+
+    Args:
+        num_rows: Classes, words say.
+        width: Of hidden states.
+        weight: A parameter that another module has too (`embedding.weight`), instead of `num_rows` and `width`.
+        bias: Whether each class has a bias. It stays whole on all ranks.
+        label_smoothing: Share of the target's probability that is spread over all classes.
+        ignore_index: A target that does not count.
+        reduction: `"mean"` over this rank's targets that count, `"sum"`, or `"none"`.
+
+    Attributes:
+        weight: `[num_rows, width]`, or what this rank has of it.
+        bias: `[num_rows]` or None.
+        logits_bytes: Memory for logits on this rank. Where all fit they are computed once, else again in backward.
+
+    Raises:
+        ModelError: If the arguments contradict each other.
+
+    Example:
+        >>> import torch, tulle
+        >>> words = torch.nn.Embedding(1000, 16)
+        >>> softmax = ShardedSoftmax(weight=words.weight)
+        >>> hidden, target = torch.randn(2, 5, 16), torch.randint(1000, (2, 5))
+        >>> loss = softmax(hidden, target)
+        >>> logits = torch.nn.functional.linear(hidden, words.weight).flatten(0, 1)
+        >>> torch.allclose(loss, torch.nn.functional.cross_entropy(logits, target.flatten()))
+        True
+
+    Source: Shoeybi et al., *Megatron-LM* (2019), section 3; DESIGN idea 6.
+    """
+
+    def __init__(
+        self,
+        num_rows: int | None = None,
+        width: int | None = None,
+        *,
+        weight: Tensor | None = None,
+        bias: bool = False,
+        label_smoothing: float = 0.0,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(label_smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction)
+        is_tied = isinstance(weight, nn.Parameter)
+        if {num_rows is None, width is None} != {is_tied} or (weight is not None) != is_tied:
+            raise ModelError(
+                f"ShardedSoftmax was given num_rows={num_rows}, width={width} and "
+                f"weight={type(weight).__name__}: give it either both numbers, or a parameter as weight"
+            )
+        self._is_tied = is_tied
+        self.weight = weight if is_tied else nn.Parameter(torch.empty(num_rows or 0, width or 0))
+        self.bias = nn.Parameter(torch.empty(len(self.weight))) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters as `nn.Linear` does; a tied table stays as it is."""
+        bound = 1 / math.sqrt(max(1, self.weight.shape[1]))
+        for parameter in (None if self._is_tied else self.weight, self.bias):
+            if parameter is not None:
+                nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        """The loss: see `exact_loss`. Every rank that shares the table must call it, and its backward."""
+        return self.exact_loss(hidden, target)
+
+    def table_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        """`[num_rows, width]`, or what this rank has of it, and `[num_rows]` or None."""
+        return self.weight, self.bias
+
+    def extra_repr(self) -> str:
+        """What `print` shows."""
+        return f"{list(self.weight.shape)}, bias={self.bias is not None}, reduction={self.reduction!r}"

@@ -1,0 +1,143 @@
+"""Models with a sharded or sampled softmax over split tables: after some steps the parameters of one process."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import models
+import tulle
+from models import WORDS, batches, build
+from ranks import on_ranks
+from tulle.softmax import SampledSoftmax, ShardedSoftmax
+from tulle.tables import split_of
+
+WIDTH = 6
+STEPS = 6
+TOLERANCE = 1e-12
+
+
+class Plain(nn.Module):
+    """What a user has before: a tied output layer and a cross entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, ids: Tensor, *drawn: Tensor) -> Tensor:
+        """Mean loss of predicting each next word of `[samples, length]`."""
+        hidden = torch.tanh(self.mix(self.words(ids[:, :-1])))
+        return self.loss(hidden, ids[:, 1:], *drawn)
+
+    def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
+        logits = nn.functional.linear(hidden, self.words.weight).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, target.flatten(), label_smoothing=0.1)
+
+
+class Tied(Plain):
+    """The same with the softmax where the rows live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.softmax = ShardedSoftmax(weight=self.words.weight, label_smoothing=0.1)
+
+    def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
+        return self.softmax(hidden, target)
+
+
+class Sampled(Plain):
+    """With an output table of its own, of which a sample is scored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH, sparse=True)
+        self.softmax = SampledSoftmax(nn.Embedding(WORDS, WIDTH, sparse=True), samples=15)
+
+    def loss(self, hidden: Tensor, target: Tensor, *drawn: Tensor) -> Tensor:
+        return self.softmax(hidden, target, *drawn)
+
+
+class TiedSampled(Sampled):
+    """With one table for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.softmax = SampledSoftmax(self.words, samples=15)
+
+
+def train(model, optimizers, data) -> None:
+    for batch in data:
+        loss = model(*batch) if isinstance(batch, tuple) else model(batch)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def check_against_one_process(kind, recipe, plan, *, reference_kind=None, lookahead=False) -> None:
+    mesh = tulle.init(data=-1)
+    data = batches(STEPS, 4 * mesh.size)
+    reference = build(reference_kind or kind, seed=1)
+    train(reference, recipe(reference), data)
+    model = build(kind, seed=1)
+    model, optimizers = tulle.distribute(model, recipe(model), mesh, plan=plan)
+    shares = [ids.chunk(mesh.size)[mesh.rank] for ids in data]
+    train(model, optimizers, tulle.lookahead(shares) if lookahead else shares)
+    check_parts(model, reference)
+    for name, parameter in model.named_parameters():
+        assert (split_of(parameter) is not None) == (name in plan and mesh.size > 1)
+
+
+def check_parts(model: nn.Module, reference: nn.Module) -> None:
+    """Each parameter is this rank's part of the reference's."""
+    theirs = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        split = split_of(parameter)
+        expected = theirs[name] if split is None else split.take(theirs[name])
+        worst = (parameter - expected).abs().max().item() / max(1e-3, expected.abs().max().item())
+        assert worst < TOLERANCE, f"{name} differs by {worst:.1e}"
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("recipe", [models.momentum, models.adam, models.adagrad], ids=lambda recipe: recipe.__name__)
+def test_a_tied_sharded_softmax_is_the_output_layer_that_it_replaces(recipe):
+    check_against_one_process(Tied, recipe, {"words.weight": "rows"}, reference_kind=Plain)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("placement", ["rows", "columns"])
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("kind", [Sampled, TiedSampled], ids=lambda kind: kind.__name__)
+def test_a_sampled_softmax_trains_over_split_tables(kind, placement, lookahead):
+    plan = dict.fromkeys(["words.weight", *(["softmax.table.weight"] if kind is Sampled else [])], placement)
+    check_against_one_process(kind, models.adagrad, plan, lookahead=lookahead)
+
+
+@on_ranks(2, 3)
+def test_negatives_that_are_part_of_the_batch_travel_ahead():
+    mesh = tulle.init(data=-1)
+    words = batches(STEPS, 4 * mesh.size)
+    reference, model = build(Sampled, seed=1), build(Sampled, seed=1)
+    data = [(ids, reference.softmax.sampler.draw(step)) for step, ids in enumerate(words)]
+    train(reference, models.adagrad(reference), data)
+    model, optimizers = tulle.distribute(model, models.adagrad(model), mesh, plan="rows")
+    shares = [(ids.chunk(mesh.size)[mesh.rank], drawn) for ids, drawn in data]
+    train(model, optimizers, tulle.lookahead(shares))
+    check_parts(model, reference)
+
+
+class OwnTable(Plain):
+    """With an output table that no embedding looks up in, and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.softmax = ShardedSoftmax(WORDS, WIDTH, bias=True)
+
+    def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
+        return self.softmax(hidden, target)
+
+
+@on_ranks(2)
+@pytest.mark.xfail(reason="the plan knows tables of embeddings only", strict=True)
+def test_a_softmax_with_a_table_of_its_own_is_split_too():
+    check_against_one_process(OwnTable, models.adam, {"softmax.weight": "rows"})
