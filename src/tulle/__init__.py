@@ -3,6 +3,7 @@
 from tulle import errors, sync
 from tulle.checkpoint import load, save
 from tulle.clip import clip_grad_norm_
+from tulle.deferred import deferred_init
 from tulle.distribute import distribute
 from tulle.distribute import make_plan as plan
 from tulle.errors import TulleError
@@ -22,6 +23,7 @@ __all__ = [
     "TulleError",
     "__version__",
     "clip_grad_norm_",
+    "deferred_init",
     "distribute",
     "errors",
     "init",

@@ -82,9 +82,10 @@ def _check_parameters(model: nn.Module, mesh: Mesh) -> None:
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError(f"parameter {name!r} has no shape yet (a lazy module): call the model once before")
-        if parameter.device != mesh.device:
-            mend = "call model.to_empty(device=mesh.device)" if parameter.is_meta else "call model.to(mesh.device)"
-            raise ModelError(f"parameter {name!r} is on {parameter.device}, the mesh on {mesh.device}: {mend}")
+        if parameter.device != mesh.device and not parameter.is_meta:  # one on meta is materialized
+            raise ModelError(
+                f"parameter {name!r} is on {parameter.device}, the mesh on {mesh.device}: call model.to(mesh.device)"
+            )
 
 
 def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+from torch import Tensor
+
+from tulle.partition import scatter
 from tulle.presence import Presence, presence_like
 
 
@@ -60,6 +64,22 @@ class Characteristics:
     value_bytes: int
     rows_per_rank: tuple[int, ...]
     presence: Presence | None = field(default=None, compare=False, repr=False)
+
+    @staticmethod
+    def end_to_end(parts: Sequence[Characteristics]) -> Characteristics:
+        """What gradients of tables of one width look like whose rows are numbered through, so that they are one.
+
+        Example:
+            >>> small, large = (Characteristics(rows, 16, 4, (3, 5)) for rows in (10, 1000))
+            >>> both = Characteristics.end_to_end([small, large])
+            >>> both.num_rows, both.rows_per_rank
+            (1010, (6, 10))
+        """
+        if len(parts) == 1:
+            return parts[0]
+        held = tuple(sum(rows) for rows in zip(*(part.rows_per_rank for part in parts), strict=True))
+        presence = _end_to_end([part.spread for part in parts], [part.num_rows for part in parts])
+        return replace(parts[0], num_rows=sum(part.num_rows for part in parts), rows_per_rank=held, presence=presence)
 
     @property
     def density(self) -> float:
@@ -180,3 +200,17 @@ def work_cost(network: Network, *, summed_bytes: float = 0.0, copied_bytes: floa
     """What a rank does by itself: rows added up, rows put into fresh memory, row numbers sorted."""
     seconds = summed_bytes / network.sum_bytes_per_s + copied_bytes / network.copy_bytes_per_s
     return Cost(0, 0, seconds + numbers * network.number_s)
+
+
+def _end_to_end(parts: Sequence[Presence], lengths: Sequence[int]) -> Presence:
+    """Which rows are held of tables of such lengths, numbered through; all sampled as the one of the smallest share."""
+    share = min(part.share for part in parts)
+    rows: list[Tensor] = []
+    held: list[Tensor] = []
+    first = 0
+    for part, length in zip(parts, lengths, strict=True):
+        is_kept = scatter(part.rows, 1) < share / part.share * 2**31
+        rows.append(part.rows[is_kept] + first)
+        held.append(part.held[:, is_kept])
+        first += length
+    return Presence(torch.cat(rows), torch.cat(held, dim=1), share)

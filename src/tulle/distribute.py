@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from tulle.admission import as_optimizers, check_model, check_replicated_tables, data_axis
 from tulle.comm import gather_values, probe, raise_together
+from tulle.deferred import is_deferred
 from tulle.engine import (
     ENGINE,
     DataParallel,
@@ -27,7 +28,7 @@ from tulle.engine import (
 from tulle.errors import PlanError, TulleError
 from tulle.lookups import explain_lookups
 from tulle.mesh import Axis, Mesh
-from tulle.placing import check_placements, outputs_of, place, tables_of, why_whole
+from tulle.placing import check_placements, materialize_parts, outputs_of, place, tables_of, why_whole
 from tulle.plan import Candidate, Plan, PlanLike, plan_as_given, plan_by_cost, plan_for_later
 from tulle.profile import rows_touched, sparse_tables, trained_tables
 from tulle.record import current as current_recorder
@@ -84,7 +85,8 @@ def distribute(
     last backward (batch norm's statistics) follow rank 0's from its end on.
 
     Args:
-        model: On `mesh.device`. The same object comes back: its class gains `no_sync()`; names and `state_dict` stay.
+        model: On `mesh.device`, or built within `tulle.deferred_init`. The same object comes back: its class gains
+            `no_sync()`; names stay. Of a table that is split, parameter and `state_dict` hold this rank's part.
         optimizer: Over parameters of the model, or a list of several (`SparseAdam` for tables, `Adam` for the rest).
         mesh: From `tulle.init`, with an axis `data`.
         plan: `"auto"`, a scheme for all tables, a mapping from table to scheme, a `Plan`, or the path of a saved one.
@@ -124,9 +126,11 @@ def distribute(
         check_placements(placements, model, optimizers, axis.size)
         if axis.size > 1:
             check_replicated_tables(model, placements)
-    broadcast_tensors([*model.parameters(), *model.buffers()], axis, label="initial parameters")
+    shards = materialize_parts(model, placements, axis) if is_deferred(model) else {}
+    whole = [parameter for name, parameter in model.named_parameters() if name not in shards]
+    broadcast_tensors([*whole, *model.buffers()], axis, label="initial parameters")
     tables = {name: module for name, module in sparse_tables(model).items() if name not in placements}
-    splits = place(model, optimizers, placements, axis)
+    splits = place(model, optimizers, placements, axis, shards)
     bounded = {name: module for name, module in tables.items() if module.max_norm is not None}
     engine = DataParallel(
         model,
@@ -221,14 +225,20 @@ def _decide(
             raise PlanError(f"rank {rank} was given the plan {other}, rank 0 {heard[0][0]}: give all ranks the same")
     if decided is not None:
         return decided
-    if all(has_sample for _, has_sample in heard) and trained_tables(model):
+    split = {name: "a softmax is computed where its rows lie" for name in outputs_of(model)}
+    if is_deferred(model):
+        splittable = [
+            name for name in tables_of(model) if why_whole(name, model, optimizers, "rows", axis.size) is None
+        ]
+        split = dict.fromkeys(splittable, "the model was built without memory") | split
+    if all(has_sample for _, has_sample in heard) and trained_tables(model) and not is_deferred(model):
         candidates = _measure(model, optimizers, axis, sample, wire_dtype)
         decided = plan_by_cost(mesh.shape, candidates, probe(axis), axis.size)
     else:
         decided = plan_for_later(mesh.shape, shapes)
-    outputs = {name: _shape(model, name) for name in outputs_of(model)}
-    told = tuple(offers(model, axis.size)) if axis.size > 1 else ()
-    return replace(decided.with_outputs(outputs), wire_dtype=wire_name, offers=told)
+    for name, reason in split.items():
+        decided = decided.with_rows_split({name: _shape(model, name)}, reason)
+    return replace(decided, wire_dtype=wire_name, offers=tuple(offers(model, axis.size)) if axis.size > 1 else ())
 
 
 def _shape(model: nn.Module, name: str) -> tuple[int, int]:

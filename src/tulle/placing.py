@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.optim import (
     ASGD,
@@ -21,6 +23,7 @@ from torch.optim import (
     SparseAdam,
 )
 
+from tulle.deferred import give, materialize
 from tulle.engine import SplitTable, TableModule
 from tulle.errors import PlanError
 from tulle.mesh import Axis
@@ -89,8 +92,32 @@ def check_placements(
             raise PlanError(f"the plan splits {name!r}, which has a gradient: call optimizer.zero_grad() before")
 
 
+def materialize_parts(model: nn.Module, placements: Mapping[str, str], axis: Axis) -> dict[str, Tensor]:
+    """Give a deferred model its values, as one process would draw them; this rank's part only of what is split.
+
+    Every rank of the axis must call it.
+
+    Returns:
+        This rank's part of each table that is split, by name; their parameters are still on device meta.
+    """
+    parts: dict[str, Tensor] = {}
+    takers: dict[str, Callable[[int, Tensor], None]] = {}
+    for name, placement in placements.items():
+        parameter = model.get_parameter(name)
+        rows, width = parameter.shape
+        split = split_as(placement, name, (rows, width), axis)
+        parts[name] = torch.zeros(split.local_shape, dtype=parameter.dtype, device=axis.device)
+        takers[name] = partial(split.put, parts[name])
+    materialize(model, device=axis.device, keep=takers, axis=axis)
+    return parts
+
+
 def place(
-    model: nn.Module, optimizers: Sequence[Optimizer], placements: Mapping[str, str], axis: Axis
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    placements: Mapping[str, str],
+    axis: Axis,
+    parts: Mapping[str, Tensor],
 ) -> list[SplitTable]:
     """Keep this rank's part of each table that is split, of its optimizer state too; the parameters stay the objects.
 
@@ -99,6 +126,7 @@ def place(
         optimizers: Over its parameters.
         placements: `"rows"` or `"columns"` by name of the table.
         axis: Whose ranks hold the parts.
+        parts: What `materialize_parts` gave, for a model that was deferred.
     """
     tables, outputs = tables_of(model), outputs_of(model)
     placed: list[SplitTable] = []
@@ -111,7 +139,10 @@ def place(
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape:
                     state[key] = split.take(value)
-        parameter.data = split.take(parameter)
+        if name in parts:
+            give(parameter, parts[name])
+        else:
+            parameter.data = split.take(parameter)
         mark(parameter, split)
         placed.append(
             SplitTable(

@@ -14,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 import models
 import tulle
 from models import WIDTH, WORDS, batches, build, worst_difference
+from networks import give_network
 from ranks import on_ranks
+from tulle.comm import Deferred
 from tulle.engine import engine_of
 from tulle.engine.tables import TableSync
 from tulle.sync import SCHEMES
@@ -285,9 +287,14 @@ def answers_heard() -> Iterator[list[bool]]:
     heard: list[bool] = []
     original = TableSync.confirm
 
-    def confirm(sync: TableSync, is_right: bool) -> bool:  # noqa: FBT001 - as in the original
-        heard.append(original(sync, is_right))
-        return heard[-1]
+    def confirm(sync: TableSync, is_right: bool) -> Deferred[bool]:  # noqa: FBT001 - as in the original
+        asked = original(sync, is_right)
+
+        def finish() -> bool:
+            heard.append(asked.wait())
+            return heard[-1]
+
+        return Deferred(finish)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TableSync, "confirm", confirm)
@@ -296,6 +303,7 @@ def answers_heard() -> Iterator[list[bool]]:
 
 def train(case: Case, mesh: tulle.Mesh, plan: str = "auto") -> tuple[nn.Module, list[bool]]:
     """A few steps beside one process that works on every rank's share; gradients and parameters must be equal."""
+    give_network(mesh["data"])
     kind, work = case
     name = f"{work.__name__} ({kind.__name__}, {plan})"
     reference = build(kind, 0)
@@ -370,7 +378,7 @@ def test_every_scheme_takes_rows_that_are_told_ahead_and_rows_that_are_not():
 def test_the_comparison_can_fail_where_a_wrong_foresight_is_believed():
     mesh = tulle.init(data=-1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TableSync, "confirm", lambda sync, is_right: True)
+        patch.setattr(TableSync, "confirm", lambda sync, is_right: Deferred(lambda: True))
         with pytest.raises(AssertionError, match=r"the gradient of words.weight differs"):
             train((Lookups, mixes_functional_lookups), mesh)
 

@@ -103,3 +103,24 @@ def test_a_large_output_layer_is_offered_a_softmax_where_its_rows_lie():
     plan = tulle.plan(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh)
     assert "offered: 1 (Linear 4 x 20,000)" in plan.explain()
     assert tulle.Plan.from_json(plan.to_json()) == plan
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("placement", ["rows", "columns", "auto"])
+def test_a_model_that_is_built_without_memory_has_the_numbers_of_one_process(placement):
+    mesh = tulle.init(data=-1)
+    data = batches(3, SAMPLES_A_RANK * mesh.size)
+    torch.manual_seed(0)
+    reference = Words()
+    train(reference, models.sgd(reference), data)
+    torch.manual_seed(mesh.rank)  # rank 0's numbers must win
+    with tulle.deferred_init():
+        model = Words()
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model, optimizers = tulle.distribute(model, models.sgd(model), mesh, plan=placement)
+    assert mesh.size == 1 or split_of(model.words.weight) is not None
+    train(model, optimizers, [ids.chunk(mesh.size)[mesh.rank] for ids in data])
+    theirs = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        split = split_of(parameter)
+        torch.testing.assert_close(parameter, theirs[name] if split is None else split.take(theirs[name]))

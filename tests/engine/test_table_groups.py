@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import models
 import tulle
 from models import build, worst_difference
+from networks import give_network
 from ranks import on_ranks
 from tulle.comm import traffic
 from tulle.engine import engine_of
@@ -61,6 +62,7 @@ def names(model: nn.Module) -> list[list[str]]:
 
 
 def distributed(kind, mesh: tulle.Mesh, plan: str = "allgather") -> tuple[nn.Module, torch.optim.Optimizer]:
+    give_network(mesh["data"])
     model = build(kind, 0)
     model, [optimizer] = tulle.distribute(model, models.sgd(model), mesh, plan=plan)
     return model, optimizer
@@ -167,3 +169,51 @@ def test_each_of_the_tables_that_travel_as_one_is_counted_by_its_share():
     for k in range(26):
         rows = len(batch(mesh.rank, 1).unique())  # every feature rotates the same
         assert labels[f"features.{k}.weight"].bytes_sent == pytest.approx(rows * (8 * WIDTH + 4), abs=rows * 4)
+
+
+@on_ranks(3)
+def test_tables_that_travel_as_one_get_one_scheme_and_each_tells_its_own_rows():
+    mesh = tulle.init(data=-1)
+    model, optimizer = distributed(features_of_two_widths, mesh, "auto")
+    step_together(model, optimizer, mesh, 0)
+    choices = engine_of(model).choices()
+    assert len(choices) == 26
+    for width in (0, 1):
+        of_width = [choices[f"features.{k}.weight"] for k in range(width, 26, 2)]
+        assert len({choice.scheme for choice in of_width}) == 1
+        assert all("as one with 12 other tables" in choice.reason for choice in of_width)
+        assert [choice.characteristics.num_rows for choice in of_width] == [*range(ROWS + width, ROWS + 26, 2)]
+        [seconds] = {cost.seconds for choice in of_width for name, cost in choice.candidates if name == "allgather"}
+        assert seconds > 0
+    observed = {seen.table: seen for seen in engine_of(model).take_observations()}
+    assert {name: seen.candidates for name, seen in observed.items()} == {
+        name: choice.candidates for name, choice in choices.items()
+    }
+
+
+class Sometimes(Recommender):
+    """Leaves out the last feature in some steps."""
+
+    is_whole = True
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """As a recommender's; what is left out counts as zeros."""
+        features = self.features if self.is_whole else self.features[:-1]
+        looked_up = torch.cat([feature(ids.add(k) % ROWS) for k, feature in enumerate(features)], dim=1)
+        return torch.tanh(nn.functional.linear(looked_up, self.out.weight[:, : looked_up.shape[1]])).pow(2).mean()
+
+
+def some_features() -> Sometimes:
+    return Sometimes([WIDTH] * 3)
+
+
+@on_ranks(2)
+def test_a_table_that_comes_later_joins_those_that_have_a_scheme():
+    mesh = tulle.init(data=-1)
+    model, optimizer = distributed(some_features, mesh, "auto")
+    for step, (is_whole, chosen) in enumerate([(False, 2), (True, 3), (False, 3), (True, 3)]):
+        model.is_whole = is_whole
+        step_together(model, optimizer, mesh, step)
+        choices = engine_of(model).choices()
+        assert len(choices) == chosen, step
+        assert {name for name, _ in engine_of(model).schemes().values()} == {choices["features.0.weight"].scheme}

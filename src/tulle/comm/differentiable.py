@@ -1,4 +1,4 @@
-"""Collectives with gradients: *f*, *g*, gather, scatter, reduce-scatter and all-to-all as functions of autograd.
+"""Collectives with gradients: *f*, *g*, gather, scatter, reduce-scatter, all-to-all and halos as functions of autograd.
 
 Each is linear, and its backward is the one that stands opposite; so gradients of gradients come out too.
 
@@ -9,6 +9,7 @@ Each is linear, and its backward is the one that stands opposite; so gradients o
     scatter         own part                   gather
     reduce_scatter  own part of the sum        gather
     exchange        split here, join there     exchange, the other way
+    halo            own part and its borders   borders back to their owners, added up
 
 `enter` and `leave` are the *f* and *g* of Shoeybi et al., *Megatron-LM* (2019), section 3. `torch.distributed`'s own
 functional all-reduce is neither: its backward reduces again, which is right only where every rank's loss is a part of
@@ -124,6 +125,22 @@ def exchange(tensor: Tensor, axis: Axis, *, split_dim: int, join_dim: int, label
     return _applied(_Exchange, tensor, axis, label, split_dim, join_dim % tensor.dim())
 
 
+def halo(tensor: Tensor, axis: Axis, *, dim: int, before: int, after: int, label: str) -> Tensor:
+    """This rank's part with what borders on it: entries of its neighbours, and zeros beyond the ends.
+
+    Args:
+        tensor: This rank's part, of one shape on all ranks.
+        axis: Whose ranks hold the parts.
+        dim: The dimension along which they lie.
+        before: Entries wanted before the part; they may come from several ranks.
+        after: Entries wanted after it.
+        label: What it is for.
+    """
+    if axis.size == 1:
+        return torch.nn.functional.pad(tensor.movedim(dim, -1), (before, after)).movedim(-1, dim)
+    return _applied(_Halo, tensor, axis, label, dim % tensor.dim(), before, after)
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis, label: str) -> Tensor:
@@ -206,6 +223,43 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         return _applied(_Exchange, gradients[0], *ctx.about), None, None, None, None
+
+
+class _Halo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, label: str, dim: int, before: int, after: int) -> Tensor:
+        rows = tensor.movedim(dim, 0)
+        ctx.about = axis, label, dim, before, after, len(rows)
+        lent = [_overlap(to, axis.rank, len(rows), before, after) for to in range(axis.size)]
+        borrowed = [_overlap(axis.rank, owner, len(rows), before, after) for owner in range(axis.size)]
+        begin = axis.rank * len(rows)
+        parts = [rows[lo - begin : max(lo, hi) - begin].contiguous() for lo, hi in lent]
+        there = all_to_all_parts(parts, [max(0, hi - lo) for lo, hi in borrowed], axis, label=label).wait()
+        missing = max(0, before - begin), max(0, begin + len(rows) + after - axis.size * len(rows))
+        ends = [there.new_zeros(length, *there.shape[1:]) for length in missing]
+        return torch.cat([ends[0], there, ends[1]]).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        axis, label, dim, before, after, length = ctx.about
+        rows = gradients[0].movedim(dim, 0)
+        begin = axis.rank * length
+        borrowed = [_overlap(axis.rank, owner, length, before, after) for owner in range(axis.size)]
+        lent = [_overlap(to, axis.rank, length, before, after) for to in range(axis.size)]
+        shift = before - begin
+        parts = [rows[lo + shift : max(lo, hi) + shift].contiguous() for lo, hi in borrowed]
+        lengths = [max(0, hi - lo) for lo, hi in lent]
+        back = all_to_all_parts(parts, lengths, axis, label=label).wait().split(lengths)
+        total = torch.zeros(length, *rows.shape[1:], dtype=rows.dtype, device=rows.device)
+        for part, (lo, _) in zip(back, lent, strict=True):
+            if len(part):
+                total[lo - begin : lo - begin + len(part)] += part
+        return total.movedim(0, dim), None, None, None, None, None
+
+
+def _overlap(of: int, owner: int, length: int, before: int, after: int) -> tuple[int, int]:
+    """Of the entries that rank `of` wants, the first and the end of those that `owner` holds."""
+    return max(of * length - before, owner * length), min((of + 1) * length + after, (owner + 1) * length)
 
 
 def _applied(function: type[torch.autograd.Function], *arguments: object) -> Tensor:

@@ -8,9 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from tulle.comm import gather_values
 from tulle.deferred.record import Record, View, record_of
 from tulle.deferred.replay import Giver, Replay, Taker
 from tulle.errors import ModelError
+from tulle.mesh import Axis
 
 
 @contextmanager
@@ -37,7 +39,11 @@ def is_deferred(model: nn.Module) -> bool:
 
 
 def materialize(
-    model: nn.Module, *, device: torch.device | str = "cpu", keep: Mapping[str, Taker] | None = None
+    model: nn.Module,
+    *,
+    device: torch.device | str = "cpu",
+    keep: Mapping[str, Taker] | None = None,
+    axis: Axis | None = None,
 ) -> None:
     """Give a model that was built on device meta its values, with the random numbers of one process; in place.
 
@@ -51,6 +57,7 @@ def materialize(
         keep: Parameters that are not to be whole anywhere, by name: called with the number of the first row and the
             values `[rows, ...]` of one chunk after another. They stay on device meta; see `give`. Values that come
             about in a way that needs all rows at once are made whole for a moment, and the log says so.
+        axis: Whose ranks all draw the random numbers of its first rank, and must all call this.
 
     Raises:
         ModelError: If a module on device meta has nothing that could fill it, naming it.
@@ -87,6 +94,8 @@ def materialize(
     for memory, views in by_memory.items():
         if memory not in takers:
             givers[memory] = _giver(record, views, torch.device(device))
+    if axis is not None:
+        record.random_state = gather_values(record.random_state, axis, label="random state")[0]
     before = torch.get_rng_state()
     torch.set_rng_state(record.random_state)
     try:

@@ -15,7 +15,6 @@ from tulle.sync import AUTO, Choice, check_scheme
 from tulle.tables import PLACEMENTS
 
 FORMAT = 1
-_OUTPUT = "a softmax is computed where its rows lie"
 BUCKET_BYTES = 25 * 1024 * 1024
 """Dense gradients travel in buckets of this size unless a plan says otherwise (DDP's default too)."""
 
@@ -98,10 +97,10 @@ class Plan:
         """How each table that is split is split, by name."""
         return {table.name: table.scheme for table in self.tables if table.scheme in PLACEMENTS}
 
-    def with_outputs(self, outputs: Mapping[str, tuple[int, int]]) -> Plan:
-        """The same with the tables over which a softmax is computed where their rows lie, `(rows, width)` by name."""
-        others = tuple(table for table in self.tables if table.name not in outputs)
-        split = tuple(TablePlan(name, *shape, "rows", _OUTPUT) for name, shape in outputs.items())
+    def with_rows_split(self, tables: Mapping[str, tuple[int, int]], reason: str) -> Plan:
+        """The same with some tables, `(rows, width)` by name, split by rows for a reason."""
+        others = tuple(table for table in self.tables if table.name not in tables)
+        split = tuple(TablePlan(name, *shape, "rows", reason) for name, shape in tables.items())
         return replace(self, tables=others + split)
 
     def explain(self) -> str:

@@ -33,8 +33,8 @@ class SoftmaxLayer(nn.Module, ABC):
         logits_bytes: Memory for logits on this rank. Where all fit they are computed once, else again in backward.
     """
 
-    accepts_split = ("rows",)
-    """The placements of its table that it can work with."""
+    trains_all_rows = True
+    """Whether every row gets a gradient in training; else rows are looked up, and only those get one."""
 
     def __init__(self, *, label_smoothing: float, ignore_index: int, reduction: Reduction) -> None:
         super().__init__()

@@ -40,6 +40,7 @@ class SampledSoftmax(SoftmaxLayer):
     Model* (2008); Jean et al., *On Using Very Large Target Vocabulary* (ACL 2015), section 3.
     """
 
+    trains_all_rows = False
     draws: Tensor
 
     def __init__(

@@ -15,7 +15,7 @@ from tulle.sync.reduce import (
     route,
     sum_gradients,
 )
-from tulle.sync.schemes import AUTO, FLAT, SCHEMES, Choice, check_scheme, choose, scheme_named
+from tulle.sync.schemes import AUTO, FLAT, SCHEMES, Choice, check_scheme, choose, choose_together, scheme_named
 from tulle.sync.table import Table, WireDtype, as_wire_dtype
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "characteristics",
     "check_scheme",
     "choose",
+    "choose_together",
     "count",
     "ddp_hook",
     "gather_presence",

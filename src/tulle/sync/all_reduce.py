@@ -173,9 +173,9 @@ def _chosen(local: _Local, table: Table, counts: Sequence[int], axis: Axis) -> s
     if chooser.is_due(counts):
         assert isinstance(local.gradient, RowSparse), "no rank announced a dense tensor"
         [presence] = gather_presence([local.gradient.indices.long()], [table], [[held] for held in counts], axis)
-        chooser.choose(table.characteristics(counts, presence))
-    assert chooser.choice is not None, "the first choice is always due"
-    return chooser.choice.scheme
+        chooser.choose([table.characteristics(counts, presence)])
+    assert chooser.scheme is not None, "the first choice is always due"
+    return chooser.scheme
 
 
 def _announce(

@@ -59,7 +59,7 @@ class Route:
     def all_reduce(self, values: Tensor) -> Deferred[Tensor]:
         """`[rows, width]` of this rank to `[union, width]`, bitwise the same on all ranks. Every rank must call it."""
         table, block_width = self.table, self.blocks.table.width
-        sent = values.new_zeros(len(self.blocks.order) * (block_width // table.width), table.width)
+        sent = values.new_zeros(sum(self.blocks.leaving) * (block_width // table.width), table.width)
         sent.index_copy_(0, self.sent_places, values)
         summed = self.blocks.all_reduce(sent.view(-1, block_width))
         return Deferred(lambda: summed.wait().view(-1, table.width)[self.sum_places])
@@ -121,7 +121,7 @@ def _way(blocks: Sequence[Tensor], block_rows: int, table: Table, axis: Axis) ->
     """Push and pull of blocks, whose sizes need not be told, because every rank knows what every other holds."""
     owners = _owners(table.num_rows, block_rows, axis.size)
     whole = replace(table, num_rows=owners.num_rows, width=block_rows * table.width)
-    return push_pull.settle(blocks, whole, axis, lambda all_held: owners.place(all_held.rows)[0])
+    return push_pull.settle(blocks, whole, axis, lambda all_held: owners.place(all_held.rows)[0], is_ordered=True)
 
 
 def _places(rows: Tensor, blocks: Tensor, block_rows: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tulle.cost import Characteristics, Network
-from tulle.sync.schemes import Choice, choose
+from tulle.sync.schemes import Choice, choose_together
 
 DRIFT = 1.5
 """The scheme is chosen again when the mean number of rows has moved by this factor since the last choice."""
@@ -14,7 +14,9 @@ _MEMORY = 0.9
 
 
 class Chooser:
-    """Chooses one table's scheme. Ranks that hear the same counts choose the same, without a word more.
+    """Chooses the scheme of a table, or of tables that travel as one.
+
+    Ranks that hear the same counts choose the same, without a word more.
 
     Args:
         network: What the axis gives, the same numbers on all ranks.
@@ -22,7 +24,8 @@ class Chooser:
     """
 
     def __init__(self, network: Network, ranks: int) -> None:
-        self.choice: Choice | None = None
+        self.scheme: str | None = None
+        """In force, None before the first choice."""
         self._network = network
         self._ranks = ranks
         self._rows_at_choice = 0.0
@@ -31,13 +34,14 @@ class Chooser:
     def is_due(self, held: Sequence[int]) -> bool:
         """Take note of the rows that each rank holds in this step; whether a scheme is to be chosen now."""
         mean_rows = sum(held) / len(held)
-        self._mean_rows = _MEMORY * self._mean_rows + (1 - _MEMORY) * mean_rows if self.choice else mean_rows
+        self._mean_rows = _MEMORY * self._mean_rows + (1 - _MEMORY) * mean_rows if self.scheme else mean_rows
         low, high = sorted((self._mean_rows + 1, self._rows_at_choice + 1))
-        return self.choice is None or high >= DRIFT * low
+        return self.scheme is None or high >= DRIFT * low
 
-    def choose(self, characteristics: Characteristics) -> Choice:
-        """Choose for gradients that look like this."""
-        self.choice = choose(characteristics, self._network, self._ranks)
-        held = characteristics.rows_per_rank
+    def choose(self, looks: Sequence[Characteristics]) -> list[Choice]:
+        """Choose for gradients that look like this, one a table."""
+        choices = choose_together(looks, self._network, self._ranks)
+        self.scheme = choices[0].scheme
+        held = [sum(rows) for rows in zip(*(look.rows_per_rank for look in looks), strict=True)]
         self._rows_at_choice = self._mean_rows = sum(held) / len(held)
-        return self.choice
+        return choices

@@ -52,4 +52,4 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
     holders = spread.held.sum(0).clamp(min=1)
     is_chosen = spread.held.cumsum(0, dtype=torch.int32) - 1 == _chosen(spread.rows, holders)
     owner = (is_chosen & spread.held).int().argmax(0)
-    return push_pull.settled_cost(looks, network, *spread.dealt(owner, ranks))
+    return push_pull.settled_cost(looks, network, spread.dealt(owner, ranks))

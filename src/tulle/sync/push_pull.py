@@ -28,7 +28,7 @@ from torch import Tensor
 from tulle.comm import Deferred, all_gather, all_gather_parts, all_to_all_parts, release
 from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.mesh import Axis
-from tulle.partition import Partition
+from tulle.partition import Contiguous, Partition
 from tulle.rows import Merge
 from tulle.sync.numbers import gather_numbers, numbers_bytes, numbers_cost, tell_count, told_bytes
 from tulle.sync.table import Table
@@ -80,7 +80,7 @@ class Route:
     Args:
         table: The table.
         axis: Whose ranks take part.
-        order: `[rows]` this rank's rows by owner.
+        order: `[rows]` this rank's rows by owner; None where they lie so.
         leaving: Rows that go to each owner.
         coming: Rows that come from each rank.
         merge: How those that come add up.
@@ -91,7 +91,7 @@ class Route:
 
     table: Table
     axis: Axis
-    order: Tensor
+    order: Tensor | None
     leaving: Sequence[int]
     coming: Sequence[int]
     merge: Merge
@@ -102,8 +102,8 @@ class Route:
     def all_reduce(self, values: Tensor) -> Deferred[Tensor]:
         """`[rows, width]` of this rank to `[union, width]`, bitwise the same on all ranks. Every rank must call it."""
         table = self.table
-        parts = table.to_wire(values[self.order]).split(list(self.leaving))
-        pushed = all_to_all_parts(parts, self.coming, self.axis, label=table.label)
+        by_owner = table.to_wire(values if self.order is None else values[self.order])
+        pushed = all_to_all_parts(by_owner.split(list(self.leaving)), self.coming, self.axis, label=table.label)
 
         def finish() -> Tensor:
             received = pushed.wait()
@@ -141,10 +141,14 @@ def route(indices: Tensor, table: Table, counts: Sequence[int], axis: Axis, part
     if not _is_told(counts, table.num_rows, table.index_dtype.itemsize):
         return _route_by_owners(indices, table, axis, partition)
     gathered = gather_numbers(indices, counts, table.num_rows, table, axis)
-    return Deferred(lambda: settle(gathered.wait(), table, axis, lambda all_held: partition.place(all_held.rows)[0]))
+
+    def owners(held: Holdings) -> Tensor:
+        return partition.place(held.rows)[0]
+
+    return Deferred(lambda: settle(gathered.wait(), table, axis, owners, is_ordered=_is_ordered(partition)))
 
 
-def settle(held: Sequence[Tensor], table: Table, axis: Axis, owners: Owners) -> Route:
+def settle(held: Sequence[Tensor], table: Table, axis: Axis, owners: Owners, *, is_ordered: bool = False) -> Route:
     """The ways of all rows, where every rank knows what every other holds.
 
     Args:
@@ -152,26 +156,29 @@ def settle(held: Sequence[Tensor], table: Table, axis: Axis, owners: Owners) -> 
         table: The table.
         axis: Whose ranks take part.
         owners: Who owns which row; the same on all ranks.
+        is_ordered: Whether owners have consecutive rows, so that nothing need be put in order.
     """
     all_held = Holdings.of(held)
     owner = owners(all_held)
     owner_of_held = owner[all_held.places]
     mine = owner_of_held.split([len(part) for part in held])[axis.rank]
     to_me = owner_of_held == axis.rank
-    owned = torch.bincount(owner, minlength=axis.size).tolist()
-    by_owner = torch.argsort(owner, stable=True)
-    is_in_order = table.device.type == "cpu" and bool((owner[1:] >= owner[:-1]).all())
     return Route(
         table,
         axis,
-        order=torch.argsort(mine, stable=True),
+        order=None if is_ordered else torch.argsort(mine, stable=True),
         leaving=torch.bincount(mine, minlength=axis.size).tolist(),
         coming=torch.bincount(all_held.ranks[to_me], minlength=axis.size).tolist(),
         merge=Merge.of(all_held.places[to_me]),
-        owned=owned,
+        owned=torch.bincount(owner, minlength=axis.size).tolist(),
         rows=all_held.rows,
-        places=None if is_in_order else by_owner,
+        places=None if is_ordered else torch.argsort(owner, stable=True),
     )
+
+
+def _is_ordered(partition: Partition) -> bool:
+    """Whether each owner's rows come before the next owner's."""
+    return isinstance(partition, Contiguous)
 
 
 def _is_told(counts: Sequence[float], num_rows: int, index_bytes: int) -> bool:
@@ -183,19 +190,23 @@ def _is_told(counts: Sequence[float], num_rows: int, index_bytes: int) -> bool:
 def _route_by_owners(indices: Tensor, table: Table, axis: Axis, partition: Partition) -> Deferred[Route]:
     """Steps 1 to 4."""
     owner, place = partition.place(indices)
-    order = torch.argsort(owner, stable=True)
+    is_ordered = _is_ordered(partition)
+    order = None if is_ordered else torch.argsort(owner, stable=True)
     matrix = all_gather(torch.bincount(owner, minlength=axis.size), axis, label=table.label)
 
     def finish() -> Route:
         sizes: list[list[int]] = matrix.wait().tolist()
         leaving, coming = sizes[axis.rank], [row[axis.rank] for row in sizes]
-        parts = place[order].to(table.index_dtype).split(leaving)
+        parts = (place if order is None else place[order]).to(table.index_dtype).split(leaving)
         merge = Merge.of(all_to_all_parts(parts, coming, axis, label=table.label).wait().long())
         owned = tell_count(len(merge.rows), table, axis)
         held = gather_numbers(merge.rows, owned, partition.places, table, axis).wait()
-        rows, came = torch.sort(torch.cat([partition.rows(r, part) for r, part in enumerate(held)]))
-        places = torch.empty_like(came)
-        places[came] = torch.arange(len(came), device=came.device)
+        rows = torch.cat([partition.rows(r, part) for r, part in enumerate(held)])
+        places = None
+        if not is_ordered:
+            rows, came = torch.sort(rows)
+            places = torch.empty_like(came)
+            places[came] = torch.arange(len(came), device=came.device)
         return Route(table, axis, order, leaving, coming, merge, owned, rows, places)
 
     return Deferred(finish)
@@ -209,7 +220,7 @@ def cost(characteristics: Characteristics, network: Network, ranks: int, partiti
     looks = characteristics.at(ranks)
     by_owner, owned = looks.spread.owned(partition)
     if _is_told(looks.rows_per_rank, looks.num_rows, looks.index_bytes):
-        return settled_cost(looks, network, by_owner, owned)
+        return settled_cost(looks, network, (by_owner, owned), is_ordered=_is_ordered(partition))
     own = by_owner.diagonal()
     others = ranks - 1
     leaving, coming = by_owner.sum(1) - own, by_owner.sum(0) - own
@@ -217,31 +228,40 @@ def cost(characteristics: Characteristics, network: Network, ranks: int, partiti
     sent_numbers_bytes = leaving * looks.index_bytes + others * torch.tensor(places, dtype=torch.float64)
     sent_numbers_bytes += 8 * others * (ranks + 1)
     reached = (by_owner > 0).sum(1) - (own > 0).long()
-    told = 2 * others + reached + others * (owned > 0).long()
+    messages = 2 * others + reached + others * (owned > 0).long()
     busiest_bytes = sent_numbers_bytes.max().item() + (coming.max() * looks.index_bytes).item()
     told_s = exchange_cost(busiest_bytes, 0, network, rounds=4).seconds
-    return _values_cost(looks, network, (by_owner, owned), (sent_numbers_bytes, told, told_s))
+    told = sent_numbers_bytes, messages, told_s
+    return _values_cost(looks, network, (by_owner, owned), told, is_ordered=_is_ordered(partition))
 
 
-def settled_cost(looks: Characteristics, network: Network, by_owner: Tensor, owned: Tensor) -> Cost:
+def settled_cost(
+    looks: Characteristics, network: Network, dealt: tuple[Tensor, Tensor], *, is_ordered: bool = False
+) -> Cost:
     """The cost where every rank is told what every other holds.
 
     Args:
         looks: What the gradient looks like.
         network: What the axis gives.
-        by_owner: `[ranks, owners]` float64, rows of each rank at each owner.
-        owned: `[owners]` float64, distinct rows of each owner.
+        dealt: `[ranks, owners]` float64, rows of each rank at each owner; `[owners]` distinct rows of each owner.
+        is_ordered: Whether owners have consecutive rows.
     """
-    numbers, told = told_bytes(looks), numbers_cost(looks, network, len(owned))
-    messages = (len(owned) - 1) * (numbers > 0).long()
-    return _values_cost(looks, network, (by_owner, owned), (numbers, messages, told.seconds))
+    ranks = len(looks.rows_per_rank)
+    numbers, told = told_bytes(looks), numbers_cost(looks, network, ranks)
+    messages = (ranks - 1) * (numbers > 0).long()
+    return _values_cost(looks, network, dealt, (numbers, messages, told.seconds), is_ordered=is_ordered)
 
 
 def _values_cost(
-    looks: Characteristics, network: Network, rows: tuple[Tensor, Tensor], told: tuple[Tensor, Tensor, float]
+    looks: Characteristics,
+    network: Network,
+    dealt: tuple[Tensor, Tensor],
+    told: tuple[Tensor, Tensor, float],
+    *,
+    is_ordered: bool,
 ) -> Cost:
     """Push and pull of the values, and what was told before: bytes and messages by rank, and seconds."""
-    by_owner, owned = rows
+    by_owner, owned = dealt
     numbers_sent_bytes, told_messages, told_s = told
     others = len(owned) - 1
     if not others:
@@ -255,10 +275,12 @@ def _values_cost(
     push_rows = torch.maximum(leaving, coming).max().item()
     pull_rows = max(others * owned.max().item(), (owned.sum() - owned.min()).item())
     values = exchange_cost((push_rows + pull_rows) * looks.values_bytes, 0, network, rounds=2)
+    # Where owners have consecutive rows none are put in order before the push. Sums fill fresh memory in any case.
+    ordered_rows = 0.0 if is_ordered else by_owner.sum(1).max().item()
     work = work_cost(
         network,
         summed_bytes=by_owner.sum(0).max().item() * looks.values_bytes,
-        copied_bytes=(by_owner.sum(1).max().item() + owned.max().item() + owned.sum().item()) * looks.values_bytes,
+        copied_bytes=(ordered_rows + owned.max().item() + owned.sum().item()) * looks.values_bytes,
         numbers=_SORTS * sum(looks.rows_per_rank),
     )
     return Cost(round(sent_bytes[payer].item()), messages, told_s + values.seconds + work.seconds)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import tulle.sync.allgather as allgather
 import tulle.sync.balanced as balanced
@@ -61,7 +61,10 @@ def scheme_named(name: str) -> Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which scheme a table gets, for which characteristics, and what each candidate was predicted to cost."""
+    """Which scheme a table gets, for which characteristics, and what each candidate was predicted to cost.
+
+    Of tables that travel as one, bytes are a table's share, by rows; messages and seconds are those of all together.
+    """
 
     scheme: str
     reason: str
@@ -82,21 +85,41 @@ def choose(characteristics: Characteristics, network: Network, ranks: int) -> Ch
         >>> choose(few, Network(latency_s=5e-4, bandwidth_bytes_per_s=1.2e8), 4).scheme
         'holders'
     """
-    costs = {name: scheme.cost(characteristics, network, ranks) for name, scheme in FLAT.items()}
-    if 1 < network.local_ranks < ranks:
-        name = _best_pair(characteristics, network, ranks)
-        costs[name] = scheme_named(name).cost(characteristics, network, ranks)
+    [choice] = choose_together([characteristics], network, ranks)
+    return choice
+
+
+def choose_together(looks: Sequence[Characteristics], network: Network, ranks: int) -> list[Choice]:
+    """One scheme for tables that travel as one, for which they cost one latency and the sum of their bytes and work.
+
+    Args:
+        looks: What each table's gradient looks like; all of one width and dtype.
+        network: What the axis gives.
+        ranks: Number of ranks.
+
+    Returns:
+        A choice for each table, all of the same scheme.
+    """
+    together = Characteristics.end_to_end([look.at(ranks) for look in looks])
+    costs = _costs(together, network, ranks)
     ordered = sorted(costs, key=lambda name: costs[name].seconds)
     # Of what is alike by prediction, the one that stands first in the registry: the simplest.
     best = next(name for name in costs if costs[name].seconds <= ALIKE * costs[ordered[0]].seconds)
     others = [name for name in ordered if name != best]
     told = [*others[:2], *({"densify"} & {*others[2:]})]  # what DDP would do with a dense gradient is always told
     than = ", ".join(f"{name} {_ms(costs[name])}" for name in told)
-    reason = (
-        f"{characteristics.density:.2%} of {characteristics.num_rows:,} rows touched a rank and step, "
-        f"{ranks} rank{'s' if ranks > 1 else ''}: {best} predicted at {_ms(costs[best])}, {than}"
-    )
-    return Choice(best, reason, characteristics, tuple(costs.items()))
+    company = f" as one with {_count(len(looks) - 1, 'other table')}" if len(looks) > 1 else ""
+    held_rows = max(1, sum(together.rows_per_rank))
+    choices: list[Choice] = []
+    for look in looks:
+        reason = (
+            f"{look.density:.2%} of {look.num_rows:,} rows touched a rank and step, "
+            f"{_count(ranks, 'rank')}{company}: {best} predicted at {_ms(costs[best])}, {than}"
+        )
+        share = sum(look.at(ranks).rows_per_rank) / held_rows
+        shared = tuple((name, replace(cost, bytes=round(share * cost.bytes))) for name, cost in costs.items())
+        choices.append(Choice(best, reason, look, shared if len(looks) > 1 else tuple(costs.items())))
+    return choices
 
 
 def check_scheme(name: str, *, extra: Iterable[str] = (AUTO,)) -> str:
@@ -114,6 +137,15 @@ def check_scheme(name: str, *, extra: Iterable[str] = (AUTO,)) -> str:
     raise PlanError(f"unknown scheme {name!r}, expected one of {', '.join(known)}")
 
 
+def _costs(looks: Characteristics, network: Network, ranks: int) -> dict[str, Cost]:
+    """By scheme, what it is predicted to cost; of pairs inside and across hosts the best."""
+    costs = {name: scheme.cost(looks, network, ranks) for name, scheme in FLAT.items()}
+    if 1 < network.local_ranks < ranks:
+        name = _best_pair(looks, network, ranks)
+        costs[name] = scheme_named(name).cost(looks, network, ranks)
+    return costs
+
+
 def _best_pair(characteristics: Characteristics, network: Network, ranks: int) -> str:
     """The pair of least cost: what is best inside does not depend on what is best across."""
 
@@ -127,3 +159,7 @@ def _best_pair(characteristics: Characteristics, network: Network, ranks: int) -
 
 def _ms(cost: Cost) -> str:
     return f"{cost.seconds * 1e3:.3g} ms"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tulle.mesh import Axis
@@ -57,6 +58,13 @@ class RowSplit:
         part[places.to(whole.device)] = whole.detach()[rows.to(whole.device)]
         return part
 
+    def put(self, part: Tensor, first_row: int, chunk: Tensor) -> None:
+        """Write what belongs to this rank of the consecutive rows `chunk` into its part."""
+        rows = torch.arange(first_row, first_row + len(chunk))
+        owner, places = self.partition.place(rows)
+        is_mine = owner == self.axis.rank
+        part[places[is_mine].to(part.device)] = chunk[is_mine.to(chunk.device)].to(part.device)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ColumnSplit:
@@ -101,6 +109,11 @@ class ColumnSplit:
         """This rank's columns of the whole table, `[num_rows, width]` to `[num_rows, columns]`."""
         first = self.first_column
         return whole.detach()[:, first : first + self.local_shape[1]].clone()
+
+    def put(self, part: Tensor, first_row: int, chunk: Tensor) -> None:
+        """Write what belongs to this rank of the consecutive rows `chunk` into its part."""
+        first = self.first_column
+        part[first_row : first_row + len(chunk)] = chunk[:, first : first + self.local_shape[1]].to(part.device)
 
 
 Split = RowSplit | ColumnSplit
