@@ -45,19 +45,19 @@ def tables_of(model: nn.Module) -> dict[str, list[TableModule]]:
 
 
 def outputs_of(model: nn.Module) -> list[str]:
-    """Names of the tables over which a softmax is computed where their rows lie."""
+    """Names of the tables over which a softmax is trained where their rows lie."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    weights = [module.table_and_bias()[0] for module in model.modules() if isinstance(module, SoftmaxLayer)]
-    return list(dict.fromkeys(names[id(weight)] for weight in weights))
+    layers = [module for module in model.modules() if isinstance(module, SoftmaxLayer) and module.trains_all_rows]
+    return list(dict.fromkeys(names[id(layer.table_and_bias()[0])] for layer in layers))
 
 
 def why_whole(name: str, model: nn.Module, optimizers: Sequence[Optimizer], placement: str, ranks: int) -> str | None:
     """Why a table cannot be split by a placement, in words that end a sentence about it, or None if it can."""
     modules = tables_of(model).get(name, [])
     parameter = model.get_parameter(name)
-    if placement == "columns" and name in outputs_of(model):
-        return "a softmax over it needs whole rows: split it by rows"
     for owner_name, owner in model.named_modules():
+        if isinstance(owner, SoftmaxLayer) and owner.table_and_bias()[0] is parameter and placement == "columns":
+            return "a softmax over it needs whole rows: split it by rows"
         if owner in modules or isinstance(owner, SoftmaxLayer):
             continue
         if any(other is parameter for other in owner._parameters.values()):

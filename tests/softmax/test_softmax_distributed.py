@@ -8,6 +8,7 @@ import models
 import tulle
 from models import WORDS, batches, build
 from ranks import on_ranks
+from tulle.errors import PlanError
 from tulle.softmax import SampledSoftmax, ShardedSoftmax
 from tulle.tables import split_of
 
@@ -105,12 +106,19 @@ def test_a_tied_sharded_softmax_is_the_output_layer_that_it_replaces(recipe):
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("placement", ["rows", "columns"])
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("kind", [Sampled, TiedSampled], ids=lambda kind: kind.__name__)
-def test_a_sampled_softmax_trains_over_split_tables(kind, placement, lookahead):
-    plan = dict.fromkeys(["words.weight", *(["softmax.table.weight"] if kind is Sampled else [])], placement)
+def test_a_sampled_softmax_trains_over_split_tables(kind, lookahead):
+    plan = dict.fromkeys(["words.weight", *(["softmax.table.weight"] if kind is Sampled else [])], "rows")
     check_against_one_process(kind, models.adagrad, plan, lookahead=lookahead)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [Tied, TiedSampled], ids=lambda kind: kind.__name__)
+def test_columns_are_refused_before_training(kind):
+    model = build(kind, seed=1)
+    with pytest.raises(PlanError, match=r"splits 'words.weight' by columns, but a softmax over it needs whole rows"):
+        tulle.distribute(model, models.adagrad(model), tulle.init(data=-1), plan={"words.weight": "columns"})
 
 
 @on_ranks(2, 3)
@@ -137,7 +145,6 @@ class OwnTable(Plain):
         return self.softmax(hidden, target)
 
 
-@on_ranks(2)
-@pytest.mark.xfail(reason="the plan knows tables of embeddings only", strict=True)
+@on_ranks(2, 3)
 def test_a_softmax_with_a_table_of_its_own_is_split_too():
     check_against_one_process(OwnTable, models.adam, {"softmax.weight": "rows"})

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tulle.comm.pending import Exchange, Label, Pending, translated
 from tulle.comm.scratch import scratch
+from tulle.comm.traffic import now_s, traffic
 from tulle.mesh import Axis
 
 AT_ONCE_BYTES = 512 * 1024
@@ -100,27 +101,33 @@ def _exchange(
     receives = received.split(list(lengths))
     tags = _tags(axis)
     rounds = [_round(k, sends, receives, tags, axis) for k in range(1, axis.size)]
+    sources = [[(axis.rank - k) % axis.size] for k in range(1, axis.size)]
     if dist.get_backend(axis.group) == "nccl":  # nccl wants them as one group, and paces them itself
-        rounds = [[message for messages in rounds for message in messages]]
+        rounds, sources = [[message for messages in rounds for message in messages]], [_others(axis)]
+    busy = [(messages, came) for messages, came in zip(rounds, sources, strict=True) if messages]
     is_small = exchange.bytes_sent <= AT_ONCE_BYTES
-    ahead = len(rounds) if is_small else ROUNDS_UNDER_WAY
+    ahead = len(busy) if is_small else ROUNDS_UNDER_WAY
     with translated(exchange):
-        under_way = [_post(messages) for messages in rounds[:ahead]]
+        under_way = [_post(messages) for messages, _ in busy[:ahead]]
 
-    def take(sources: Iterable[int]) -> None:
-        for source in sources:
-            if arrived is not None and lengths[source]:
+    def take(came: Iterable[int]) -> None:
+        if arrived is None:
+            return
+        begin_s = now_s()
+        for source in came:
+            if lengths[source]:
                 arrived(source, receives[source])
+        traffic.waited(begin_s - now_s())  # what is done with a part is no waiting
 
     def finish() -> Tensor:
         if received is not own:
             receives[axis.rank].copy_(own)
         take([axis.rank])
-        for k in range(len(rounds)):
+        for k, (_, came) in enumerate(busy):
             _wait(under_way.pop(0))
-            if k + ahead < len(rounds):
-                under_way.append(_post(rounds[k + ahead]))
-            take([(axis.rank - k - 1) % axis.size] if len(rounds) == axis.size - 1 else _others(axis))
+            if k + ahead < len(busy):
+                under_way.append(_post(busy[k + ahead][0]))
+            take(came)
         return received
 
     return Pending(exchange, (), finish)

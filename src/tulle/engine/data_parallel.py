@@ -135,9 +135,12 @@ class DataParallel:
         return self.table_sync.take_observations() if self.table_sync else []
 
     def schemes(self) -> dict[str, tuple[str, int]]:
-        """The scheme in force, and the rows of this rank's last gradient, by table."""
-        sync = self.table_sync
-        return {slot.name: (sync.scheme(slot.name), sync.rows.get(slot.name, 0)) for slot in sync.slots} if sync else {}
+        """The scheme or placement in force, and the rows of this rank's last gradient or lookups, by table."""
+        sync, split = self.table_sync, self.split_tables
+        found = (
+            {slot.name: (sync.scheme(slot.name), sync.rows.get(slot.name, 0)) for slot in sync.slots} if sync else {}
+        )
+        return found | (split.placements() if split else {})
 
     def check_covered(self, parameters: Iterable[Tensor]) -> None:
         """Raise if a parameter has a gradient that no engine keeps in step: it was added or unfrozen later.

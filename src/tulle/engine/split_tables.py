@@ -23,7 +23,7 @@ from tulle.engine.units import SplitTable, TableModule, Unit, Way
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
-from tulle.tables import Pushed, ShardGradient
+from tulle.tables import Pushed, ShardGradient, placement_of
 
 _AGREED_AT_ONCE = 63
 _LABEL = "gradients of split tables"
@@ -46,6 +46,7 @@ class SplitTables:
         self._way = Way(lane(axis, "split tables"), Courier("tulle split tables", axis.device))
         self._agreement = lane(axis, "agreement on split tables")
         self._units = 0
+        self._rows: dict[int, int] = {}
         self._alive: WeakValueDictionary[int, Unit] = WeakValueDictionary()
         self._expected: list[int] = []
         """Units whose gradients should come in the next backward, ascending."""
@@ -73,6 +74,12 @@ class SplitTables:
                 "now its ids were a part of the batch as it was; for ids that are computed, give tulle.lookahead "
                 "ids=..., a function from the batch to the ids of each table"
             ) from None
+
+    def placements(self) -> dict[str, tuple[str, int]]:
+        """How each table is split, and how many distinct rows this rank's last lookups were told to have, by name."""
+        return {
+            name: (placement_of(table.split), self._rows.get(table.number, 0)) for name, table in self.tables.items()
+        }
 
     def feed(self, ids_of: IdsOf | None = None) -> Feed:
         """Something that tells rows of steps ahead."""
@@ -120,6 +127,7 @@ class SplitTables:
         self._units += 1
         made = Unit(self._units, tables, ids, self._way, came=self._gradient_came, module=module)
         self._alive[made.number] = made
+        self._rows |= made.rows()
         return made
 
     def end_backward(self) -> None:

@@ -97,6 +97,10 @@ class Unit:
         """Lookups whose gradient has not come, by table."""
         self._gradients: dict[int, Tensor] = {}
 
+    def rows(self) -> dict[int, int]:
+        """How many distinct rows of each table this rank wants, by number of the table."""
+        return {number: len(self._wishes[bundle].distinct.of_table(t)) for number, (bundle, t) in self._places.items()}
+
     def begin_fetch(self) -> None:
         """Have the values under way, as they are now, unless these are already. Every rank must call it."""
         if self._values is not None and self._current_versions() == self._versions:

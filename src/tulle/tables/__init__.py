@@ -3,7 +3,7 @@
 from tulle.tables.bundle import Route, Wish
 from tulle.tables.exchange import Pushed, bundles, fetch, push, tell, wish
 from tulle.tables.gradient import ShardGradient
-from tulle.tables.placements import PLACEMENTS, split_as
+from tulle.tables.placements import PLACEMENTS, placement_of, split_as
 from tulle.tables.split import ColumnSplit, RowSplit, Split, mark, split_of
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "bundles",
     "fetch",
     "mark",
+    "placement_of",
     "push",
     "split_as",
     "split_of",

@@ -9,11 +9,16 @@ import tulle.tables.rows as rows
 from tulle.mesh import Axis
 from tulle.tables.split import ColumnSplit, RowSplit, Split
 
+_KINDS: dict[str, type[Split]] = {"rows": RowSplit, "columns": ColumnSplit}
 PLACEMENTS: dict[str, ModuleType] = {"rows": rows, "columns": columns}
 """Modules with a `cost`, by the name that plans use."""
 
 
 def split_as(placement: str, name: str, shape: tuple[int, int], axis: Axis) -> Split:
     """The split of a table of `shape`, `(rows, width)`, by a placement's name."""
-    kind = {"rows": RowSplit, "columns": ColumnSplit}[placement]
-    return kind(name, *shape, axis)
+    return _KINDS[placement](name, *shape, axis)
+
+
+def placement_of(split: Split) -> str:
+    """The name of the placement by which a table is split."""
+    return next(name for name, kind in _KINDS.items() if isinstance(split, kind))
