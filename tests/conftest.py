@@ -4,9 +4,11 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+import torch
 
 from ranks import end_all_workers
 
+torch.set_num_threads(1)  # of this process, beside which the ranks of the teams run
 # The first example of a test may wait for its team's processes to start.
 hypothesis.settings.register_profile("tulle", deadline=None)
 hypothesis.settings.load_profile("tulle")

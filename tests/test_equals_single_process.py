@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import models
 import tulle
 from models import Dense, Tied, Words, batches, build, worst_difference
+from networks import give_network
 from ranks import on_ranks
 
 STEPS = 5
@@ -65,6 +66,7 @@ def check(model: nn.Module, losses: list[float], reference: nn.Module, expected:
 @pytest.mark.parametrize(("kind", "recipe"), COMBINATIONS, ids=lambda part: part.__name__)
 def test_loss_and_parameters_are_those_of_one_process(kind, recipe):
     mesh = tulle.init(data=-1)
+    give_network(mesh["data"])
     expected = train_alone(kind, recipe, mesh.size)
     for plan in ["auto", "allgather", "densify"] if kind is Words else ["auto"]:
         model = build(kind, seed=mesh.rank)  # other weights on each rank: rank 0's must win
@@ -83,6 +85,7 @@ def test_loss_and_parameters_are_those_of_one_process(kind, recipe):
 @on_ranks(2)
 def test_the_comparison_can_fail_where_gradients_are_not_synchronized():
     mesh = tulle.init(data=-1)
+    give_network(mesh["data"])
     model, [optimizer] = tulle.distribute(model := build(Words, 0), models.sgd(model), mesh)
     for ids in batches(STEPS, SAMPLES_A_RANK * mesh.size):
         with model.no_sync():
@@ -99,6 +102,7 @@ def test_the_comparison_can_fail_where_gradients_are_not_synchronized():
 @pytest.mark.parametrize("keeps_gradients", [True, False], ids=["zeroed", "none"])
 def test_gradient_accumulation_sends_the_sum_once(kind, plan, keeps_gradients):
     mesh = tulle.init(data=-1)
+    give_network(mesh["data"])
     model, optimizers = tulle.distribute(model := build(kind, 0), models.sgd(model), mesh, plan=plan)
     losses = []
     for ids in batches(STEPS, SAMPLES_A_RANK * mesh.size):
@@ -122,6 +126,7 @@ def test_gradient_accumulation_sends_the_sum_once(kind, plan, keeps_gradients):
 @pytest.mark.parametrize("kind", [Words, Tied])
 def test_clipping_sees_the_norm_of_the_whole_batch(kind):
     mesh = tulle.init(data=-1)
+    give_network(mesh["data"])
     model, [optimizer] = tulle.distribute(model := build(kind, 0), models.sgd(model), mesh)
     losses = []
     for ids in batches(STEPS, SAMPLES_A_RANK * mesh.size):
@@ -137,6 +142,7 @@ def test_clipping_sees_the_norm_of_the_whole_batch(kind):
 @on_ranks(2, 3)
 def test_two_backwards_of_one_step_add_up():
     mesh = tulle.init(data=-1)
+    give_network(mesh["data"])
     model, [optimizer] = tulle.distribute(model := build(Words, 0), models.sgd(model), mesh)
     reference = build(Words, 0)
     [theirs] = models.sgd(reference)
@@ -157,6 +163,7 @@ def test_two_backwards_of_one_step_add_up():
 @pytest.mark.parametrize("plan", ["allgather", "densify"])
 def test_a_part_that_only_one_rank_uses_gets_the_mean(plan):
     mesh = tulle.init(data=-1)
+    give_network(mesh["data"])
     model, [optimizer] = tulle.distribute(model := build(Words, 0), models.momentum(model), mesh, plan=plan)
     reference = build(Words, 0)
     [theirs] = models.momentum(reference)
@@ -182,6 +189,7 @@ def test_a_part_that_only_one_rank_uses_gets_the_mean(plan):
 @on_ranks(2)
 def test_gradients_keep_the_kind_that_one_process_gives():
     mesh = tulle.init(data=-1)
+    give_network(mesh["data"])
     model, _ = tulle.distribute(model := build(Words, 0), models.sgd(model), mesh)
     model(batches(1, 8)[0]).backward()
     assert model.words.weight.grad.layout == torch.sparse_coo
@@ -195,6 +203,7 @@ def test_gradients_keep_the_kind_that_one_process_gives():
 @on_ranks(1, 2)
 def test_a_scheduler_and_autocast_work_as_ever():
     mesh = tulle.init(data=-1)
+    give_network(mesh["data"])
     torch.manual_seed(0)
     model = Words()
     reference = copy.deepcopy(model)
@@ -218,6 +227,7 @@ def test_a_scheduler_and_autocast_work_as_ever():
 @on_ranks(2, 3)
 def test_an_embedding_with_max_norm_is_renormalized_alike_on_all_ranks():
     mesh = tulle.init(data=-1)
+    give_network(mesh["data"])
 
     def bounded() -> Words:
         model = Words()

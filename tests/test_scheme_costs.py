@@ -113,7 +113,9 @@ def sent_by_all_ranks(scheme: str, table: Table, held: Sequence[Tensor], axis: A
 def test_counted_bytes_and_messages_are_those_that_the_cost_promised(scheme):
     axis = tulle.init(data=-1)["data"]
     wrong: list[object] = []
-    for (num_rows, width, wire), spread in product(SHAPES, SPREADS):
+    # On 3 ranks, which are no power of two, all; on 2 and 4 every shape and every spread, but not all pairs of them.
+    points = [*product(SHAPES, SPREADS)][:: 1 if axis.size == 3 else 3]
+    for (num_rows, width, wire), spread in points:
         table = Table("words", num_rows, width, torch.float32, CPU, wire_dtype=wire)
         held = spread(num_rows, axis.size)
         looks = table.characteristics([len(rows) for rows in held], Presence.of(held))

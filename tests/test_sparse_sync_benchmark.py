@@ -122,16 +122,61 @@ def test_a_choice_is_held_against_the_best_scheme_that_was_measured():
     from figures import grid_figures
 
     def run(measured_s, predicted_s, sent):
-        return {"measured_s": measured_s, "predicted_s": predicted_s, "measured_bytes": sent, "predicted_bytes": 100}
+        sizes = {"measured_bytes": sent, "predicted_bytes": 100}
+        return {"measured_s": measured_s, "all_measured_s": [measured_s] * 8, "predicted_s": predicted_s} | sizes
 
     points = [
-        {"auto": "ring", "schemes": {"ring": run(1.0, 1.1, 100), "block": run(2.0, 2.0, 100)}},
-        {"auto": "block", "schemes": {"ring": run(1.0, 1.4, 80), "block": run(1.5, 1.5, 100)}},
+        {"auto_s": [1.01] * 8, "schemes": {"ring": run(1.0, 1.1, 100), "block": run(2.0, 2.0, 100)}},
+        {"auto_s": [1.5] * 8, "schemes": {"ring": run(1.0, 1.4, 80), "block": run(1.5, 1.5, 100)}},
     ]
     figures = grid_figures(points)
-    assert (figures.share_within_5_percent, figures.worst_choice) == (0.5, 1.5)
+    assert (figures.near_best, figures.far_from_best, figures.worst_choice.middle) == (1, 1, 1.5)
     assert figures.worst_bytes_error == pytest.approx(0.25)
     assert figures.median_seconds_error == pytest.approx(0.05)
+
+
+def _noisy(seed, rounds, middle=1.0):
+    return (middle * (1 + 0.1 * numpy.random.default_rng(seed).standard_normal(rounds))).tolist()
+
+
+def test_the_best_of_many_equal_ways_is_no_faster_than_they_are():
+    from race import held_against_best
+
+    ratios, naive = [], []
+    for trial in range(200):
+        others = {str(name): _noisy([trial, name], 24) for name in range(9)}
+        one = _noisy([trial, 99], 24)
+        ratios.append(held_against_best(one, others))
+        naive.append(numpy.median(one) / min(numpy.median(times) for times in others.values()))
+    assert numpy.mean([ratio.middle for ratio in ratios]) == pytest.approx(1.0, abs=0.01)
+    assert numpy.mean([ratio.low <= 1.0 <= ratio.high for ratio in ratios]) > 0.9
+    assert numpy.mean(naive) > 1.03, "what is compared with the least of noisy medians loses"
+
+
+def test_a_way_that_is_slower_than_the_best_is_found_out():
+    from race import Ratio, held_against_best
+
+    ratio = held_against_best(_noisy(1, 96, 1.2), {"fast": _noisy(2, 96), "slow": _noisy(3, 96, 1.5), "gone": [0.1]})
+    assert ratio.is_missed
+    assert ratio.low < 1.2 < ratio.high
+    assert Ratio.of([1.0, 1.2]) == Ratio(1.1, 1.0, 1.2)  # too few for 95%: all of them
+    assert not Ratio.of([1.0, 1.2]).is_met
+
+
+def test_rounds_go_on_until_it_is_certain_which_way_is_near_the_best():
+    from race import LEAST_ROUNDS, MOST_ROUNDS, race
+
+    def timed(middles, spread):
+        generator = numpy.random.default_rng(4)
+        return lambda name: middles[name] * (1 + spread * generator.standard_normal())
+
+    quick = race("one", ["a", "b"], timed({"one": 1.0, "a": 1.0, "b": 9.0}, 0.001), budget_s=1e9)
+    assert {name: len(times) for name, times in quick.items()} == {"one": 6, "a": 6, "b": 6}
+    long = race("one", ["a", "b"], timed({"one": 1.05, "a": 1.0, "b": 9.0}, 0.1), budget_s=1e9)
+    assert len(long["b"]) == LEAST_ROUNDS, "what is far behind drops out"
+    assert LEAST_ROUNDS < len(long["one"]) == len(long["a"]) <= MOST_ROUNDS
+    hurried = race("one", ["a", "b"], timed({"one": 1.05, "a": 1.0, "b": 9.0}, 0.1), budget_s=20)
+    assert len(hurried["one"]) == 12
 
 
 def test_a_step_takes_as_long_as_on_the_slowest_rank():

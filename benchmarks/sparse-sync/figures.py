@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from race import Ratio, held_against_best
+
 Rounds = Sequence[Mapping[str, Any]]
 """By round, by way: what `runner.run_way` gave."""
 
@@ -84,12 +86,15 @@ class GridFigures:
     points: int
     median_seconds_error: float
     worst_bytes_error: float
-    share_within_5_percent: float
-    worst_choice: float
+    near_best: int
+    """Points on which `auto` is within 5% of the best scheme for certain."""
+    far_from_best: int
+    """Points on which it is not, for certain."""
+    worst_choice: Ratio
 
 
 def grid_figures(points: Sequence[Mapping[str, Any]]) -> GridFigures:
-    """Errors relative to what was measured; the choice's seconds relative to the best scheme's."""
+    """Errors relative to what was measured; seconds of `auto` relative to the best scheme's."""
     runs = [run for point in points for run in point["schemes"].values()]
     seconds_errors = [abs(run["predicted_s"] - run["measured_s"]) / run["measured_s"] for run in runs]
     bytes_errors = [
@@ -97,12 +102,24 @@ def grid_figures(points: Sequence[Mapping[str, Any]]) -> GridFigures:
         for run in runs
         if run["measured_bytes"]
     ]
-    lost = [choice_ratio(point) for point in points]
-    near = sum(ratio <= 1.05 for ratio in lost) / len(lost)
-    return GridFigures(len(points), median(seconds_errors), max(bytes_errors, default=0.0), near, max(lost))
+    ratios = [choice_ratio(point) for point in points]
+    return GridFigures(
+        points=len(points),
+        median_seconds_error=median(seconds_errors),
+        worst_bytes_error=max(bytes_errors, default=0.0),
+        near_best=sum(ratio.is_met for ratio in ratios),
+        far_from_best=sum(ratio.is_missed for ratio in ratios),
+        worst_choice=max(ratios, key=lambda ratio: ratio.middle),
+    )
 
 
-def choice_ratio(point: Mapping[str, Any]) -> float:
-    """Measured seconds of the scheme that `auto` took, by those of the fastest scheme; 1 is the best choice."""
-    measured = {name: run["measured_s"] for name, run in point["schemes"].items()}
-    return measured[point["auto"]] / min(measured.values())
+def choice_ratio(point: Mapping[str, Any]) -> Ratio:
+    """Seconds of `auto` by those of the best scheme, the best chosen by other rounds than are compared."""
+    schemes = {name: run["all_measured_s"] for name, run in point["schemes"].items()}
+    # Where `auto` was not timed by itself (results of 2026-11-21), the scheme that it took stands for it.
+    return held_against_best(point.get("auto_s") or schemes[point["auto"]], schemes)
+
+
+def best_scheme(point: Mapping[str, Any]) -> str:
+    """The scheme of least median seconds."""
+    return min(point["schemes"], key=lambda name: point["schemes"][name]["measured_s"])

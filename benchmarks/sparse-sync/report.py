@@ -8,8 +8,22 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from figures import Rounds, Spread, best, by_round, grid_figures, ratios, step_s, synchronization_s, ways_of
+from figures import (
+    Rounds,
+    Spread,
+    best,
+    best_scheme,
+    by_round,
+    choice_ratio,
+    grid_figures,
+    ratios,
+    step_s,
+    synchronization_s,
+    ways_of,
+)
+from grid import Point
 from plots import plot_choices, plot_ways
+from race import Ratio
 
 AUTO_WAY = "tulle-auto"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -155,11 +169,19 @@ def way_row(rounds: Rounds, way: str, workload: str) -> list[str]:
 def grid_text(points: Sequence[Mapping[str, Any]]) -> str:
     """How good predictions and choices were on the grid."""
     figures = grid_figures(points)
+    unknown = figures.points - figures.near_best - figures.far_from_best
+    rows = [
+        [str(Point(**point["point"])), point["auto"], best_scheme(point), _interval(choice_ratio(point))]
+        for point in points
+    ]
+    inside = table(["point", "auto takes", "least median", "auto by the best"], rows)
     return (
         f"**Grid** of {figures.points} points, every scheme on each: predicted seconds are "
         f"{figures.median_seconds_error:.0%} off the measured ones (median), bytes "
-        f"{figures.worst_bytes_error:.1%} (worst). What `auto` takes is within 5% of the best scheme on "
-        f"{figures.share_within_5_percent:.0%} of the points, at worst {figures.worst_choice:.2f} times as slow."
+        f"{figures.worst_bytes_error:.1%} (worst). `auto` is within 5% of the best scheme on {figures.near_best} "
+        f"points ({figures.near_best / figures.points:.0%}), is not on {figures.far_from_best}, and on {unknown} the "
+        f"interval of the ratio leaves it open; at worst it takes {_interval(figures.worst_choice)} times as long.\n\n"
+        f"<details><summary>Every point</summary>\n\n{inside}\n\n</details>"
     )
 
 
@@ -182,3 +204,8 @@ def tied_table(tied: Mapping[str, Any]) -> str:
 
 def _ms(spread: Spread) -> str:
     return f"{spread.middle * 1e3:.1f} ({spread.least * 1e3:.1f} to {spread.most * 1e3:.1f})"
+
+
+def _interval(ratio: Ratio) -> str:
+    said = "" if ratio.is_met else ", not near" if ratio.is_missed else ", open"
+    return f"{ratio.middle:.2f} ({ratio.low:.2f} to {ratio.high:.2f}{said})"

@@ -94,7 +94,7 @@ def test_later_means_auto_for_every_table():
 def test_few_rows_travel_as_rows_and_a_full_table_is_reduced():
     looks = {
         "few": Candidate(Characteristics(500_000, 128, 4, (960, 970, 955, 961))),
-        "full": Candidate(Characteristics(500, 128, 4, (500, 500, 499, 500))),
+        "full": Candidate(Characteristics(500, 64, 4, (500, 500, 499, 500))),
     }
     plan = plan_by_cost({"data": 4}, looks, NETWORK, 4)
     few, full = plan.tables

@@ -89,7 +89,7 @@ def test_every_plan_comes_back_from_json_as_it_was(plan):
 def test_the_file_has_the_fields_that_reports_read(tmp_path):
     PLAN.save(tmp_path / "plan.json")
     parsed = json.loads((tmp_path / "plan.json").read_text())
-    assert set(parsed) == {"format", "mesh", "bucket_bytes", "network", "tables", "wire_dtype", "offers"}
+    assert set(parsed) == {"format", "mesh", "bucket_bytes", "network", "tables", "wire_dtype", "offers", "schedule"}
     assert (parsed["format"], parsed["mesh"]) == (1, {"data": 4})
     assert set(parsed["network"]) == {field.name for field in fields(Network)}
     assert (parsed["network"]["latency_s"], parsed["network"]["bandwidth_bytes_per_s"]) == (3e-4, 1.2e9)

@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tulle.cost import Characteristics, Network
 from tulle.errors import PlanError
-from tulle.sync import SCHEMES, check_scheme, choose
+from tulle.presence import Presence
+from tulle.sync import SCHEMES, check_scheme, choose, choose_together
 from tulle.sync.schemes import ALIKE, FLAT
 
 SLOW = Network(latency_s=5e-4, bandwidth_bytes_per_s=1.2e8)
@@ -76,3 +78,54 @@ def test_an_unknown_scheme_is_named_with_those_that_there_are():
     with pytest.raises(PlanError, match=rf"^unknown scheme 'zen', expected one of auto, {', '.join(SCHEMES)}$"):
         check_scheme("zen")
     assert all(check_scheme(name) == name for name in ("auto", *SCHEMES, "hierarchical:allgather+balanced"))
+
+
+def recommender(ranks: int = 8) -> list[Characteristics]:
+    """Small and large tables, as categorical features have them."""
+    rows = [(1460, 583), (100_000, 700), (305, 200), (24, 24), (93_145, 600), (5683, 500)] * 4
+    return [Characteristics(num_rows, 16, 4, (held,) * ranks) for num_rows, held in rows]
+
+
+def test_tables_that_travel_as_one_are_chosen_for_as_one():
+    looks = recommender()
+    together = choose_together(looks, SLOW, 8)
+    [scheme] = {choice.scheme for choice in together}
+    predicted = dict(together[0].candidates)
+    # One by one, each pays the latencies that they share: then the scheme of fewest rounds is best for each.
+    alone = [choose(look, SLOW, 8) for look in looks]
+    assert {choice.scheme for choice in alone} != {scheme}
+    most_common = max({choice.scheme for choice in alone}, key=[choice.scheme for choice in alone].count)
+    assert predicted[scheme].seconds < predicted[most_common].seconds
+    assert all(dict(choice.candidates)[scheme].seconds == predicted[scheme].seconds for choice in together)
+    assert "8 ranks as one with 23 other tables: " in together[0].reason
+
+
+def test_what_tables_that_travel_as_one_cost_is_one_latency_and_the_sum_of_their_bytes():
+    looks = recommender(ranks=4)
+    whole = Characteristics.end_to_end(looks)
+    assert whole.num_rows == sum(look.num_rows for look in looks)
+    assert whole.union_rows == pytest.approx(sum(look.union_rows for look in looks), abs=len(looks))
+    gather = SCHEMES["allgather"]
+    costs = [gather.cost(look, SLOW, 4) for look in looks]
+    cost = gather.cost(whole, SLOW, 4)
+    assert cost.messages == costs[0].messages
+    # A bitmap of a small table's rows is shorter than a list of numbers in all tables.
+    assert cost.bytes == pytest.approx(sum(cost.bytes for cost in costs), rel=0.05)
+    assert cost.seconds == pytest.approx(2 * SLOW.latency_s + cost.bytes / SLOW.bandwidth_bytes_per_s)
+    shares = [dict(choice.candidates)["allgather"] for choice in choose_together(looks, SLOW, 4)]
+    assert sum(share.bytes for share in shares) == pytest.approx(cost.bytes, abs=len(looks))
+
+
+def test_of_tables_sampled_and_whole_the_same_share_of_rows_is_kept():
+    generator = torch.Generator().manual_seed(1)
+
+    def measured(num_rows: int, rows: int, share: float) -> Characteristics:
+        sampled = [torch.randperm(num_rows, generator=generator)[: round(share * rows)].sort().values for _ in range(3)]
+        presence = replace(Presence.of(sampled), share=share)
+        return Characteristics(num_rows, 8, 4, (rows,) * 3, presence)
+
+    parts = [measured(1_000_000, 40_000, 0.25), measured(20_000, 8_000, 1.0)]
+    both = Characteristics.end_to_end(parts)
+    assert both.spread.share == 0.25
+    assert both.union_rows == pytest.approx(sum(part.union_rows for part in parts), rel=0.02)
+    assert both.spread.rows.diff().min() > 0

@@ -106,17 +106,33 @@ def deepspeed(model: Two) -> Callable[[Tensor, bool], None]:
     return step
 
 
+def tulle(model: Two) -> Callable[[Tensor, bool], None]:
+    """This library, beside them."""
+    import tulle as library
+
+    mesh = library.init(data=-1)
+    distributed, optimizer = library.distribute(model, torch.optim.SGD(model.parameters(), RATE), mesh)
+
+    def step(ids: Tensor, with_second: bool) -> None:  # noqa: FBT001
+        distributed(ids, with_second=with_second).backward()
+        optimizer.step()
+
+    return step
+
+
+LIBRARIES = {"ddp": ddp, "horovod": horovod, "deepspeed": deepspeed, "tulle": tulle}
+
+
 def main() -> None:
     """One step, and the verdict."""
-    libraries = {"ddp": ddp, "horovod": horovod, "deepspeed": deepspeed}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", choices=libraries, required=True)
+    parser.add_argument("--library", choices=LIBRARIES, required=True)
     parser.add_argument("--case", choices=CASES, required=True)
     options = parser.parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dtype = torch.float16 if options.case == "float16" else torch.float32
     model = Two(dtype)
-    libraries[options.library](model)(*batch(options.case, rank))
+    LIBRARIES[options.library](model)(*batch(options.case, rank))
     wanted = expected(options.case, ranks)
     off = max((ours - theirs).abs().max().item() for ours, theirs in zip(model.parameters(), wanted, strict=True))
     print("right" if off < 1e-3 else f"wrong by {off:.3g}", flush=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tulle.cost import Characteristics, Network, all_reduce_cost
-from tulle.sync import Choice, choose, choose_together
+from tulle.sync import Choice, choose_together
 from tulle.tables import PLACEMENTS
 
 WORTHWHILE = 0.8
@@ -33,7 +33,7 @@ class Candidate:
 
 
 def choose_all(tables: Mapping[str, Candidate], network: Network, ranks: int) -> dict[str, Choice]:
-    """A scheme or a placement for each table; those of one kind, that travel as one if they are split, are so together.
+    """A scheme or a placement for each table; those of one kind, which travel as one, get the same.
 
     Args:
         tables: By name.
@@ -52,15 +52,14 @@ def choose_all(tables: Mapping[str, Candidate], network: Network, ranks: int) ->
 
 
 def _choose(looks: list[Characteristics], kind: Candidate, network: Network, ranks: int) -> list[Choice]:
-    replicas = _dense(looks, network, ranks) if kind.is_dense else [choose(look, network, ranks) for look in looks]
+    replicas = _dense(looks, network, ranks) if kind.is_dense else choose_together(looks, network, ranks)
     if ranks == 1 or not kind.placements:
         return replicas
     together = Characteristics.end_to_end([look.at(ranks) for look in looks])
     costs = {name: PLACEMENTS[name].cost(together, network, ranks) for name in kind.placements}
     least_s = min(cost.seconds for cost in costs.values())
     best = next(name for name, cost in costs.items() if cost.seconds <= NEARLY * least_s)
-    as_one = replicas[0] if kind.is_dense else choose_together(looks, network, ranks)[0]
-    replica_s = dict(as_one.candidates)[as_one.scheme].seconds
+    replica_s = dict(replicas[0].candidates)[replicas[0].scheme].seconds
     told = ", ".join(f"{name} {cost.seconds * 1e3:.3g} ms" for name, cost in costs.items())
     is_split = costs[best].seconds <= WORTHWHILE * replica_s
     return [
