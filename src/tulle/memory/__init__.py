@@ -1,0 +1,40 @@
+"""What saves memory: sharded optimizer states, recomputed and offloaded activations, and an estimate of it all."""
+
+from tulle.memory.estimate import Estimate, Options, estimate
+from tulle.memory.full_shard import shard_fully, whole_state_dict
+from tulle.memory.lines import Line, lines
+from tulle.memory.live import LiveBytes, measure_peak_bytes
+from tulle.memory.narrow import compute_in
+from tulle.memory.offload import Offloading, offload
+from tulle.memory.recompute import (
+    Activation,
+    choose_recomputed,
+    profile_activations,
+    recompute,
+    recompute_by_cost,
+    repeated,
+)
+from tulle.memory.shards import OptimizerShards, shard_optimizer
+
+__all__ = [
+    "Activation",
+    "Estimate",
+    "Line",
+    "LiveBytes",
+    "Offloading",
+    "OptimizerShards",
+    "Options",
+    "choose_recomputed",
+    "compute_in",
+    "estimate",
+    "lines",
+    "measure_peak_bytes",
+    "offload",
+    "profile_activations",
+    "recompute",
+    "recompute_by_cost",
+    "repeated",
+    "shard_fully",
+    "shard_optimizer",
+    "whole_state_dict",
+]

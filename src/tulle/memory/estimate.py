@@ -1,0 +1,228 @@
+"""`estimate`: what a training step needs of memory on each rank, counted on tensors that have none.
+
+The model and its optimizer are copied without memory, and one step of the copy runs: forward, backward, step, with the
+kernels' own outputs and everything that autograd saves. What then differs between ranks is arithmetic.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tulle.errors import ModelError
+from tulle.memory.live import LiveBytes
+from tulle.memory.offload import offload
+from tulle.memory.pieces import BUCKET_BYTES
+from tulle.memory.recompute import call, recompute, repeated
+
+logger = logging.getLogger("tulle")
+
+Loss = Callable[[Any], Tensor]
+"""From what the model gives to what backward starts from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is done to save memory.
+
+    Args:
+        shard_optimizer: Whether optimizer state is sharded over the data axis.
+        fully_shard: Whether parameters, gradients and optimizer state are, with the modules that repeat gathered one
+            at a time.
+        recompute: Names of the modules that recompute their activations.
+        offload: Names of the modules whose activations wait on the host.
+        narrow: In which parameters and activations are, beside masters in float32, which are sharded in any case.
+    """
+
+    shard_optimizer: bool = False
+    fully_shard: bool = False
+    recompute: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    narrow: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes on one rank.
+
+    Args:
+        parameters_bytes: Parameters and buffers, masters included.
+        gradients_bytes: Gradients.
+        optimizer_bytes: The optimizer's state.
+        activations_bytes: What forward leaves for backward.
+        peak_bytes: The most at any moment of a step, with all of these and what comes and goes.
+        measured_bytes: The same as the allocator saw it, where it was asked.
+    """
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    peak_bytes: int
+    measured_bytes: int | None = None
+
+    def __str__(self) -> str:
+        """One line a part, in MiB."""
+        return "\n".join(
+            f"{field.name.removesuffix('_bytes'):<12}{getattr(self, field.name) / 2**20:>12,.1f} MiB"
+            for field in fields(self)
+            if getattr(self, field.name) is not None
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """What one process needs: kinds of memory, and how much more there is at a time in each phase of a step."""
+
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    backward_bytes: int
+    """Most in forward and backward beyond parameters: activations, gradients so far, and what comes and goes."""
+    step_bytes: int
+    """Most in the optimizer's step beyond parameters, gradients and state."""
+
+
+def estimate(
+    model: nn.Module,
+    optimizer: Optimizer,
+    sample: object,
+    *,
+    ranks: int = 1,
+    options: Options | None = None,
+    loss: Loss | None = None,
+) -> Estimate:
+    """What a training step needs of memory on each rank. Nothing is sent, and the model stays as it is.
+
+    Args:
+        model: On any device, `meta` included; one that was split sends in forward, so its step runs for real, without
+            the optimizer, and every rank must call it.
+        optimizer: Over its parameters, before `shard_optimizer`.
+        sample: One rank's batch, as the model is called with it: a mapping is passed as keywords, a tuple as
+            positional arguments, anything else as the one argument.
+        ranks: Of the data axis.
+        options: What is done to save memory; None for nothing.
+        loss: From the model's result to the loss; None for its `loss`, or else the sum of what it gives.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(1024, 1024, bias=False, device="meta")
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> found = estimate(model, optimizer, torch.empty(8, 1024, device="meta"))
+        >>> found.parameters_bytes, found.optimizer_bytes // 2**20
+        (4194304, 8)
+    """
+    chosen = options or Options()
+    phases = count_phases(model, optimizer, sample, chosen, loss or default_loss)
+    groups = [tensor_bytes(model.get_submodule(name).parameters()) for name in repeated(model)]
+    rest_bytes = max(0, phases.parameters_bytes - sum(groups))
+    return _on_a_rank(phases, ranks, chosen, 2 * max([*groups, 0]) + rest_bytes)
+
+
+def _on_a_rank(phases: Phases, ranks: int, options: Options, gathered_bytes: int) -> Estimate:
+    """What one process needs, dealt to ranks.
+
+    Args:
+        phases: Of one process.
+        ranks: Among which it is dealt.
+        options: How.
+        gathered_bytes: Of parameters that are whole at a time under full sharding.
+    """
+    parameters, gradients, transient = phases.parameters_bytes, phases.gradients_bytes, phases.backward_bytes
+    widening = torch.float32.itemsize // options.narrow.itemsize if options.narrow else 1
+    state, step, masters = phases.optimizer_bytes * widening, phases.step_bytes * widening, 0
+    if options.fully_shard:
+        if ranks > 1:  # the gathered modules' parameters and gradients are whole, those of the others are not
+            gathered = min(gathered_bytes, parameters)
+            transient += gathered - gradients + gradients * widening // ranks + min(gathered, gradients)
+        parameters, gradients = parameters * widening // ranks, gradients * widening // ranks
+        state, step = state // ranks, step // ranks
+    elif options.shard_optimizer or options.narrow is not None:
+        masters = parameters * widening // ranks if options.narrow is not None else 0
+        stepped = min(parameters, BUCKET_BYTES)
+        travelling = stepped + stepped // ranks if ranks > 1 or masters else 0
+        state, step = state // ranks, max(step // ranks + masters, travelling)  # masters have gradients of their own
+    peak = parameters + masters + state + max(transient, gradients + step)
+    return Estimate(parameters + masters, gradients, state, phases.activations_bytes, peak)
+
+
+def count_phases(model: nn.Module, optimizer: Optimizer, sample: object, options: Options, loss: Loss) -> Phases:
+    """Run a step of a copy and count: a copy without memory, or a real one if the model sends, or reads values."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    random_state = torch.get_rng_state()
+    try:
+        if any(isinstance(module, nn.RNNBase) for module in model.modules()) and device.type != "meta":
+            raise NotImplementedError("fake kernels of recurrent layers do not tell what they keep")
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            with FakeCopyMode(fake):
+                twins = copy.deepcopy((model, optimizer))
+            inputs = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=device), sample)
+            return _count(*twins, inputs, options, loss)
+    except Exception as problem:  # whatever an operator without values raises
+        logger.info("a step of a %s is counted for real: %s", type(model).__name__, str(problem).split("\n", 1)[0])
+    try:
+        return _count(*copy.deepcopy((model, optimizer)), sample, options, loss)
+    finally:
+        torch.set_rng_state(random_state)
+
+
+def default_loss(output: Any) -> Tensor:
+    """A model's own loss, or the sum of what it gives."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(found, Tensor):
+        return found
+    plain = dict(output) if isinstance(output, Mapping) else output
+    leaves = [leaf for leaf in tree_leaves(plain) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not leaves:
+        raise ModelError("memory.estimate: nothing that the model gives depends on its parameters: give loss=")
+    return torch.stack([leaf.sum() for leaf in leaves]).sum()
+
+
+def _count(model: nn.Module, optimizer: Optimizer, sample: Any, options: Options, loss: Loss) -> Phases:
+    device_type = next((p.device.type for p in model.parameters()), "cpu")
+    if options.narrow is not None:
+        model.to(options.narrow)
+        sample = tree_map_only(Tensor, lambda t: t.to(options.narrow) if t.is_floating_point() else t, sample)
+    recompute(model, options.recompute)
+    if device_type == "cuda":  # on a CPU there is no other memory to move to
+        offload(model, options.offload)
+    optimizer.zero_grad()
+    tensors = [*model.parameters(), *model.buffers()]
+    with LiveBytes(device_type) as live:
+        live.add([*tensors, *(leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor))])
+        base_bytes = live.now_bytes
+        value = loss(call(model, sample))
+        activations_bytes = live.now_bytes - base_bytes
+        value.backward()
+        backward_bytes = live.peak_bytes - base_bytes
+        del value
+        optimizer.step()  # makes its state
+        live.restart_peak()
+        before_bytes = live.now_bytes
+        optimizer.step()
+        step_bytes = live.peak_bytes - before_bytes
+    entries = [entry for state in optimizer.state.values() for entry in state.values()]
+    return Phases(
+        tensor_bytes(tensors),
+        tensor_bytes(p.grad for p in model.parameters() if p.grad is not None),
+        tensor_bytes(entry for entry in entries if isinstance(entry, Tensor)),
+        activations_bytes,
+        backward_bytes,
+        step_bytes,
+    )
+
+
+def tensor_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory that some tensors lie in, each counted once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())

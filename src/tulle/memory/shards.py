@@ -1,0 +1,308 @@
+"""`OptimizerShards`: each rank of an axis steps its part of every parameter, and all gather what the others stepped.
+
+The optimizer keeps state for its part only: 1/n of Adam's two moments. Parts are views of the parameters, so nothing is
+held twice; with `narrow`, parameters are kept in 16 bits, and the parts are their masters in full precision.
+
+Source: Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models* (2020), section 5.1
+(optimizer state partitioning); Micikevicius et al., *Mixed Precision Training* (2018), section 3.1 (master weights).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tulle.comm import all_gather_parts, gather_values
+from tulle.errors import ModelError
+from tulle.memory.pieces import Bucket, Piece, deal, flat, laid_out_like, lay_out
+from tulle.mesh import Axis
+
+LABEL = "stepped parameters"
+STATE_LABEL = "optimizer state"
+ELEMENTWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"}
+)
+"""Optimizers of `torch.optim` that treat every number of a parameter alike, whatever its place."""
+_SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
+"""Entries of an optimizer's state that are one number for a whole parameter."""
+_MASTER = "master"
+"""The name under which an optimizer's state has the masters."""
+
+
+@dataclass(slots=True, eq=False)
+class OptimizerShards:
+    """The run-time of one optimizer whose state is sharded; `shard_optimizer` makes it.
+
+    Args:
+        optimizer: Whose parameters are replicas on the ranks of the axis.
+        axis: Whose ranks share the work.
+        narrow: In which parameters are kept, their masters staying in their own dtype; None to leave them.
+    """
+
+    optimizer: Optimizer
+    axis: Axis
+    narrow: torch.dtype | None
+    buckets: list[Bucket] = field(init=False)
+    _owned: dict[nn.Parameter, Piece | None] = field(init=False)
+    """By parameter, this rank's piece of it, or None."""
+    _whole: list[list[nn.Parameter]] | None = field(init=False, default=None)
+    """The groups' own parameters, while their pieces stand in for them."""
+
+    def __post_init__(self) -> None:
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for parameter in parameters:
+            if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+                raise ModelError(
+                    f"a parameter of shape {list(parameter.shape)} and strides {list(parameter.stride())} has gaps in "
+                    "memory, so it cannot be cut into pieces: make it contiguous"
+                )
+        self.buckets = [deal(bucket, self.axis.size) for bucket in lay_out(parameters)]
+        self._owned = dict.fromkeys(parameters)
+        for bucket in self.buckets:
+            for piece in bucket.pieces[self.axis.rank]:
+                self._owned[piece.parameter] = piece
+                values = flat(piece.parameter.data)[piece.start : piece.stop]
+                piece.tensor = nn.Parameter(values.clone() if self.narrow else values)
+        if self.narrow:
+            for parameter in parameters:
+                parameter.data = parameter.data.to(self.narrow)
+
+    def before_step(self, _optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Have the optimizer see this rank's pieces and their gradients instead of the parameters."""
+        closures = [*arguments[1:], keywords.get("closure")]  # the first argument is the optimizer
+        if any(closure is not None for closure in closures):
+            raise ModelError(
+                "an optimizer whose state is sharded was given a closure, which would compute gradients within its "
+                "step: call loss.backward() before optimizer.step()"
+            )
+        if self._whole is not None:  # the step before failed
+            self._put_back()
+        groups = self.optimizer.param_groups
+        stepped = [[piece for p in group["params"] if (piece := self._stepped(p)) is not None] for group in groups]
+        self._whole = [group["params"] for group in groups]
+        for group, pieces in zip(groups, stepped, strict=True):
+            group["params"] = pieces
+
+    @torch.no_grad()
+    def after_step(self, *_: object) -> None:
+        """Put the parameters back, and gather what the other ranks stepped. Every rank of the axis must call it."""
+        self._put_back()
+        for bucket in self.buckets:
+            self._share(bucket)
+
+    def whole_state(self) -> dict[Tensor, dict[str, Any]]:
+        """The optimizer's state as one process would have it, by parameter. Every rank of the axis must call it."""
+        whole: dict[Tensor, dict[str, Any]] = {}
+        for bucket in self.buckets:
+            pieces = bucket.pieces[self.axis.rank]
+            own = [self._state_of(piece) for piece in pieces]
+            kinds = [_kinds(state, piece) for state, piece in zip(own, pieces, strict=True)]
+            heard = gather_values(kinds, self.axis, label=STATE_LABEL)
+            for name in sorted({name for states in heard for state in states for name in state}):
+                self._gather_state(bucket, name, own, heard, whole)
+        return whole
+
+    def take_parts(self, whole: Mapping[Any, Mapping[str, Any]]) -> None:
+        """Of whole states by parameter, keep this rank's parts."""
+        self.optimizer.state.clear()
+        for parameter, state in whole.items():
+            piece = self._owned.get(parameter)
+            if piece is None or piece.tensor is None:
+                continue
+            parts = {name: _part(name, value, piece) for name, value in state.items()}
+            if (master := parts.pop(_MASTER, None)) is not None and self.narrow:
+                piece.tensor.data.copy_(master)
+            if parts:
+                self.optimizer.state[piece.tensor] = parts
+
+    def refresh_masters(self) -> None:
+        """Have masters follow the parameters, which were loaded."""
+        for piece in self._owned.values():
+            if self.narrow and piece is not None and piece.tensor is not None:
+                piece.tensor.data.copy_(flat(piece.parameter.data)[piece.start : piece.stop])
+
+    def _stepped(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        """This rank's piece of a parameter, with its gradient; None if other ranks step all of it."""
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ModelError(
+                f"a parameter of shape {list(parameter.shape)} has a sparse gradient, and an optimizer whose state is "
+                "sharded: give it an optimizer of its own"
+            )
+        if parameter not in self._owned:
+            raise ModelError(
+                f"a parameter of shape {list(parameter.shape)} was added to an optimizer after its state was sharded: "
+                "add it before"
+            )
+        piece = self._owned.get(parameter)
+        if piece is None or piece.tensor is None:
+            return None
+        if not self.narrow:  # the parameter's memory may be another one by now
+            piece.tensor.data = flat(parameter.data)[piece.start : piece.stop]
+        gradient = None if parameter.grad is None else flat(laid_out_like(parameter.grad, parameter))
+        piece.tensor.grad = None if gradient is None else gradient[piece.start : piece.stop].to(piece.tensor.dtype)
+        return piece.tensor
+
+    def _put_back(self) -> None:
+        assert self._whole is not None, "a step ends after it began"
+        for group, parameters in zip(self.optimizer.param_groups, self._whole, strict=True):
+            group["params"] = parameters
+        self._whole = None
+        for piece in self._owned.values():
+            if piece is not None and piece.tensor is not None:
+                piece.tensor.grad = None
+
+    def _share(self, bucket: Bucket) -> None:
+        own = bucket.pieces[self.axis.rank]
+        dtype = next(piece.parameter.dtype for pieces in bucket.pieces for piece in pieces)
+        parts = [piece.tensor.detach().to(dtype) for piece in own if piece.tensor is not None]
+        part = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self.axis.device)
+        stepped = all_gather_parts(part, bucket.lengths, self.axis, label=LABEL).wait()
+        pieces = [piece for pieces in bucket.pieces for piece in pieces]
+        for piece, values in zip(pieces, stepped.split([p.stop - p.start for p in pieces]), strict=True):
+            flat(piece.parameter.data)[piece.start : piece.stop].copy_(values)
+
+    def _state_of(self, piece: Piece) -> dict[str, Any]:
+        assert piece.tensor is not None, "a rank has its own pieces' tensors"
+        state = self.optimizer.state.get(piece.tensor, {})
+        return {**state, _MASTER: piece.tensor.detach()} if self.narrow else dict(state)
+
+    def _gather_state(
+        self,
+        bucket: Bucket,
+        name: str,
+        own: Sequence[dict[str, Any]],
+        heard: Sequence[Sequence[dict[str, Any]]],
+        whole: dict[Tensor, dict[str, Any]],
+    ) -> None:
+        """Add one entry of the states of a bucket's parameters, those that have it on the ranks that step them."""
+        pieces = [
+            (piece, state)
+            for pieces, states in zip(bucket.pieces, heard, strict=True)
+            for piece, state in zip(pieces, states, strict=True)
+            if name in state
+        ]
+        for piece, state in pieces:
+            kind = state[name]
+            if not isinstance(kind, torch.dtype):
+                whole.setdefault(piece.parameter, {})[name] = kind
+        split = [(piece, state[name]) for piece, state in pieces if isinstance(state[name], torch.dtype)]
+        if not split:
+            return
+        lengths = [
+            sum(p.stop - p.start for p, s in zip(ps, states, strict=True) if isinstance(s.get(name), torch.dtype))
+            for ps, states in zip(bucket.pieces, heard, strict=True)
+        ]
+        parts = [
+            state[name].detach().reshape(-1)
+            for state, kinds in zip(own, heard[self.axis.rank], strict=True)
+            if isinstance(kinds.get(name), torch.dtype)
+        ]
+        part = torch.cat(parts) if parts else torch.empty(0, dtype=split[0][1], device=self.axis.device)
+        gathered = all_gather_parts(part, lengths, self.axis, label=STATE_LABEL).wait()
+        for (piece, dtype), values in zip(split, gathered.split([p.stop - p.start for p, _ in split]), strict=True):
+            state = whole.setdefault(piece.parameter, {})
+            if name not in state:
+                state[name] = torch.empty_like(piece.parameter, dtype=dtype)
+            flat(state[name])[piece.start : piece.stop].copy_(values)
+
+
+def shard_optimizer(
+    optimizer: Optimizer, axis: Axis, *, narrow: torch.dtype | None = None, elementwise: bool | None = None
+) -> OptimizerShards:
+    """Shard an optimizer's state over the ranks of an axis that hold replicas. Every rank of it must call it, alike.
+
+    The optimizer stays the same object. Its parameters stay replicas, bitwise alike, and what it steps is what one
+    process would. `state_dict()` is whole, as that of one process, and `load_state_dict` takes such a one: every rank
+    of the axis must call them.
+
+    Args:
+        optimizer: Of `torch.optim`, element-wise, over dense parameters; before its first step, or after.
+        axis: `mesh["data"]`, say; gradients must be the same on all its ranks when it steps.
+        narrow: `torch.bfloat16`, say, to keep parameters, and so gradients, in that, and this rank's part of their
+            masters as they are. On an axis of one rank this is all that happens.
+        elementwise: Whether the optimizer treats every number of a parameter alike; None to go by its class.
+
+    Raises:
+        ModelError: If the optimizer is not element-wise, or has no parameters.
+
+    Example:
+        >>> import torch, tulle
+        >>> axis = tulle.init(data=-1)["data"]
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.Adam(model.parameters())
+        >>> shards = shard_optimizer(optimizer, axis)
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> optimizer.step()
+    """
+    kind = type(optimizer)
+    known = kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim")
+    if not (known if elementwise is None else elementwise):
+        raise ModelError(
+            f"the state of a {kind.__name__} is not known to be element-wise, so it cannot be sharded: use one of "
+            f"{', '.join(sorted(ELEMENTWISE))}, or say elementwise=True if it treats every number alike"
+        )
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise ModelError(f"the {kind.__name__} has no parameters: give it the model's")
+    shards = OptimizerShards(optimizer, axis, narrow)
+    if axis.size == 1 and narrow is None:
+        return shards
+    shards.take_parts(dict(optimizer.state))
+    optimizer.register_step_pre_hook(shards.before_step)
+    optimizer.register_step_post_hook(shards.after_step)
+    _give_whole_states(optimizer, shards)
+    return shards
+
+
+def _give_whole_states(optimizer: Optimizer, shards: OptimizerShards) -> None:
+    """Have `state_dict` give whole states, and `load_state_dict` take them."""
+    kept: list[Any] = []
+
+    def give_whole(optimizer: Optimizer) -> None:
+        kept.append(dict(optimizer.state))
+        whole = shards.whole_state()
+        optimizer.state.clear()
+        optimizer.state.update(whole)
+
+    def keep_part(optimizer: Optimizer, _: object) -> None:
+        optimizer.state.clear()
+        optimizer.state.update(kept.pop())
+
+    def set_aside(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        kept.append(state)
+        return {**state, "state": {}}  # torch would cast moments to the dtype of narrow parameters
+
+    def take_parts(optimizer: Optimizer) -> None:
+        state = kept.pop()
+        numbers = [number for group in state["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        by_number = dict(zip(numbers, parameters, strict=True))
+        shards.refresh_masters()
+        shards.take_parts({by_number[number]: entry for number, entry in state["state"].items()})
+
+    optimizer.register_state_dict_pre_hook(give_whole)
+    optimizer.register_state_dict_post_hook(keep_part)
+    optimizer.register_load_state_dict_pre_hook(set_aside)
+    optimizer.register_load_state_dict_post_hook(take_parts)
+
+
+def _kinds(state: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    """Of each entry of a piece's state its dtype, if it has a number for each element, else its value."""
+    length = piece.stop - piece.start
+    return {
+        name: value.dtype if isinstance(value, Tensor) and value.shape == (length,) else value
+        for name, value in state.items()
+    }
+
+
+def _part(name: str, value: Any, piece: Piece) -> Any:
+    """This piece's part of an entry of a parameter's state; of a parameter that is one number, by the entry's name."""
+    is_whole = isinstance(value, Tensor) and value.shape == piece.parameter.shape and name not in _SCALARS
+    if is_whole:
+        value = value.to(piece.parameter.device)
+        return flat(laid_out_like(value, piece.parameter))[piece.start : piece.stop].clone()
+    return value

@@ -1,0 +1,23 @@
+"""Tensor parallelism: layers whose work and weights are split over an axis, each class by its own rule."""
+
+from tulle.tensor_parallel import hugging_face, torch_layers
+from tulle.tensor_parallel.clip import clip_grad_norm_, gradient_norm
+from tulle.tensor_parallel.convert import apply, enabled
+from tulle.tensor_parallel.loss import cross_entropy
+from tulle.tensor_parallel.placement import Placement, placements
+from tulle.tensor_parallel.registry import register
+from tulle.tensor_parallel.splitter import Splitter
+
+__all__ = [
+    "Placement",
+    "Splitter",
+    "apply",
+    "clip_grad_norm_",
+    "cross_entropy",
+    "enabled",
+    "gradient_norm",
+    "hugging_face",
+    "placements",
+    "register",
+    "torch_layers",
+]

@@ -1,0 +1,93 @@
+"""Dropout of tensors that are split over an axis: the mask of one process, or numbers of each rank's own.
+
+Ranks of the axis draw the same numbers, so what they hold alike is dropped alike. Where they hold parts, equal masks
+would repeat themselves from part to part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tulle.tensor_parallel.region import Region
+
+
+class SplitDropout(nn.Dropout):
+    """`nn.Dropout` of a tensor whose dimension `dim` is split over the axis: draws the whole mask, takes its part.
+
+    So the numbers are those of one process, and ranks draw equally many.
+    """
+
+    region: Region
+    dim: int
+    """The dimension that is split."""
+    whole: int | None
+    """Its whole length; None if it is split evenly."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """This rank's part of a tensor to this rank's part of it with values dropped."""
+        if not self.training or not self.p:
+            return input
+        axis = self.region.axis
+        shape = [*input.shape]
+        shape[self.dim] = self.whole or shape[self.dim] * axis.size
+        mask = functional.dropout(_ones(shape, input), self.p)
+        return input * mask.tensor_split(axis.size, self.dim)[axis.rank]
+
+
+def _ones(shape: list[int], like: Tensor) -> Tensor:
+    """Ones whose dimensions lie in memory as those of another tensor: a mask is drawn in that order."""
+    outermost_first = sorted(range(like.dim()), key=like.stride, reverse=True)
+    ones = like.new_ones([shape[dim] for dim in outermost_first])
+    return ones.permute([outermost_first.index(dim) for dim in range(like.dim())])
+
+
+class OwnRandomness:
+    """Hooks between which a rank draws numbers of its own, for dropout inside of kernels and functions.
+
+    All ranks draw one number from the stream that they share, as the seed of this stretch, and go on with the shared
+    stream after it. The masks are not those of one process, and as random.
+    """
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._shared: list[Tensor] = []
+
+    @property
+    def _stream(self) -> torch.Generator:
+        device = self._region.axis.device
+        return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+
+    def begin(self, module: nn.Module, *_: object) -> None:
+        """Before forward: leave the shared stream, if the module is training."""
+        self._shared.clear()  # recomputation stops a forward in the middle, as soon as it has what it needs
+        if module.training:
+            self._leave_shared()
+
+    def end(self, *_: object) -> None:
+        """Go on with the shared stream."""
+        if self._shared:
+            self._stream.set_state(self._shared.pop())
+
+    @contextmanager
+    def stretch(self, dropped: float) -> Iterator[None]:
+        """The same as a context, where a share of the numbers is dropped."""
+        if dropped:
+            self._leave_shared()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def _leave_shared(self) -> None:
+        seed = int(torch.randint(2**31, ()))
+        self._shared.append(self._stream.get_state())
+        self._stream.manual_seed(seed * 2_147_483_647 + self._region.axis.rank)
+
+    def __deepcopy__(self, memo: object) -> OwnRandomness:
+        """Of a copied model's own."""
+        return OwnRandomness(self._region)

@@ -1,0 +1,222 @@
+"""How the blocks of some models of `transformers` are split; nothing of that package is imported.
+
+Attention is split by heads and what is fused in one projection section by section; feed-forward networks and experts by
+their inner features. The fewer heads of keys and values of grouped queries are split too, or, where there are fewer
+than ranks, stay whole on every rank, each of which uses the one that its queries need.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from tulle.errors import ModelError
+from tulle.tensor_parallel.registry import Stack, register_names
+from tulle.tensor_parallel.splitter import Splitter
+
+
+def split_gpt2_block(block: Any, to: Splitter) -> None:
+    """GPT-2: queries, keys and values are fused in `c_attn`."""
+    _split_gpt2_attention(block.attn, to)
+    if hasattr(block, "crossattention"):
+        _split_gpt2_attention(block.crossattention, to)
+        to.norm(block.ln_cross_attn)
+    to.enter(block.mlp, "hidden_states")
+    to.column(block.mlp.c_fc)
+    to.row(block.mlp.c_proj)
+    to.residual_dropout(block.mlp.dropout)
+    to.norm(block.ln_1)
+    to.norm(block.ln_2)
+
+
+def _split_gpt2_attention(attention: Any, to: Splitter) -> None:
+    width = attention.embed_dim
+    heads = to.heads(attention.num_heads)
+    to.enter(attention, "hidden_states", whole=["encoder_hidden_states"])
+    to.column(attention.c_attn, sections=[width] * (2 if attention.is_cross_attention else 3))
+    if attention.is_cross_attention:
+        to.column(attention.q_attn)
+    to.row(attention.c_proj)
+    to.residual_dropout(attention.resid_dropout)
+    attention.num_heads, attention.split_size = heads, heads * attention.head_dim
+    if attention.attn_dropout.p:
+        to.own_randomness(attention, end=attention.c_proj)
+
+
+def split_bert_layer(layer: Any, to: Splitter) -> None:
+    """BERT and RoBERTa."""
+    _split_bert_attention(layer.attention, to)
+    if hasattr(layer, "crossattention"):
+        _split_bert_attention(layer.crossattention, to)
+    to.column_alone(layer.intermediate.dense, gather=False)
+    _split_bert_output(layer.output, to)
+
+
+def _split_bert_attention(attention: Any, to: Splitter) -> None:
+    core = attention.self
+    heads = to.heads(core.num_attention_heads)
+    is_cross = attention.is_cross_attention
+    to.enter(core, "hidden_states", whole=["encoder_hidden_states"] if is_cross else [])
+    for linear in (core.query, core.key, core.value):
+        to.column(linear)
+    core.num_attention_heads, core.all_head_size = heads, heads * core.attention_head_size
+    if core.dropout.p:
+        to.own_randomness(core, end=core)
+    _split_bert_output(attention.output, to)
+
+
+def _split_bert_output(output: Any, to: Splitter) -> None:
+    to.row(output.dense)
+    to.residual_dropout(output.dropout)
+    to.norm(output.LayerNorm)
+
+
+def split_tied_head(head: Any, to: Splitter) -> None:
+    """The output layer of BERT's and RoBERTa's heads, whose bias has a second name; what is before it stays whole."""
+    to.column_alone(head.decoder)
+    if head.bias is head.decoder.bias:
+        to.cut(head, "bias", dim=0)
+
+
+def split_t5_block(block: Any, to: Splitter) -> None:
+    """T5. The first block's table of position biases, one for each head, is read by all: all blocks are split."""
+    *attentions, feed_forward = block.layer
+    for layer in attentions:
+        _split_t5_attention(getattr(layer, "SelfAttention", None) or layer.EncDecAttention, to)
+        to.residual_dropout(layer.dropout)
+        to.norm(layer.layer_norm)
+    dense = feed_forward.DenseReluDense
+    to.enter(dense, "hidden_states")
+    ups = [dense.wi] if hasattr(dense, "wi") else [dense.wi_0, dense.wi_1]
+    to.hidden_dropout(dense.dropout, dense.wo.in_features)
+    for linear in ups:
+        to.column(linear)
+    to.row(dense.wo)
+    to.residual_dropout(feed_forward.dropout)
+    to.norm(feed_forward.layer_norm)
+
+
+def _split_t5_attention(attention: Any, to: Splitter) -> None:
+    heads = to.heads(attention.n_heads)
+    to.enter(attention, "hidden_states", whole=["key_value_states"])
+    for linear in (attention.q, attention.k, attention.v):
+        to.column(linear)
+    to.row(attention.o)
+    if attention.has_relative_attention_bias:
+        to.cut(attention.relative_attention_bias, "weight", dim=1)
+    attention.n_heads, attention.inner_dim = heads, heads * attention.key_value_proj_dim
+    if attention.dropout:
+        to.own_randomness(attention, end=attention.o)
+
+
+def split_llama_layer(layer: Any, to: Splitter) -> None:
+    """Llama, and those that are built like it."""
+    _split_grouped_attention(layer.self_attn, to)
+    mlp = layer.mlp
+    to.enter(mlp, "x")
+    to.column(mlp.gate_proj)
+    to.column(mlp.up_proj)
+    to.row(mlp.down_proj)
+    _keep_norms(layer, to)
+
+
+def split_mixtral_layer(layer: Any, to: Splitter) -> None:
+    """Mixtral: every expert is split by its inner features, so ranks are equally busy whatever the router says."""
+    _split_grouped_attention(layer.self_attn, to)
+    experts = layer.mlp.experts
+    inner = experts.intermediate_dim
+    to.whole_within(layer.mlp)
+    to.enter(experts, whole=["hidden_states", "top_k_weights"])
+    to.cut(experts, "gate_up_proj", dim=1, sections=[inner, inner])
+    to.cut(experts, "down_proj", dim=2)
+    to.leave(experts)
+    experts.intermediate_dim = experts.down_proj.shape[2]
+    _keep_norms(layer, to)
+
+
+def split_scaled_embedding(embedding: nn.Embedding, to: Splitter) -> None:
+    """Gemma's, which scales what it looks up."""
+    to.vocabulary(embedding)
+
+
+def _split_grouped_attention(attention: Any, to: Splitter) -> None:
+    config = attention.config
+    queries, pairs, width = config.num_attention_heads, config.num_key_value_heads, attention.head_dim
+    own = to.heads(queries)
+    to.enter(attention, "hidden_states")
+    to.column(attention.q_proj)
+    if pairs % to.axis.size == 0:
+        to.column(attention.k_proj)
+        to.column(attention.v_proj)
+        pairs //= to.axis.size
+    else:
+        first = _shared_pair(queries, pairs, to)
+        to.shared_rows(attention.k_proj, slice(first * width, (first + 1) * width))
+        to.shared_rows(attention.v_proj, slice(first * width, (first + 1) * width))
+        pairs = 1
+    to.row(attention.o_proj)
+    to.summed(getattr(attention, "q_norm", None))
+    to.summed(getattr(attention, "k_norm", None))
+    attention.num_key_value_groups = own // pairs
+    if attention.attention_dropout:
+        to.own_randomness(attention, end=attention.o_proj)
+
+
+def _shared_pair(queries: int, pairs: int, to: Splitter) -> int:
+    """The head of keys and values that this rank's queries need, where there are fewer of them than ranks."""
+    own = queries // to.axis.size
+    first, last = to.axis.rank * own * pairs // queries, ((to.axis.rank + 1) * own - 1) * pairs // queries
+    if to.axis.size % pairs:
+        raise ModelError(
+            f"{to.name} has {pairs} heads of keys and values for {queries} of queries, which do not divide among the "
+            f"{to.axis.size} ranks of axis {to.axis.name!r}: use a size that divides {pairs}, or is a multiple of it"
+        )
+    assert first == last, "queries of one rank share a head where ranks are a multiple of the heads"
+    return first
+
+
+def _keep_norms(layer: nn.Module, to: Splitter) -> None:
+    for name, child in layer.named_children():
+        if name not in ("self_attn", "mlp"):
+            to.norm(child)
+
+
+_MODELS = "transformers.models"
+_LIKE_LLAMA = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")
+_CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gemma": "Gemma",
+    "gemma2": "Gemma2",
+    "mixtral": "Mixtral",
+}
+register_names(
+    {f"{_MODELS}.{name}.modeling_{name}.{_CLASSES[name]}DecoderLayer": split_llama_layer for name in _LIKE_LLAMA}
+    | {
+        f"{_MODELS}.mixtral.modeling_mixtral.MixtralDecoderLayer": split_mixtral_layer,
+        f"{_MODELS}.gpt2.modeling_gpt2.GPT2Block": split_gpt2_block,
+        f"{_MODELS}.bert.modeling_bert.BertLayer": split_bert_layer,
+        f"{_MODELS}.roberta.modeling_roberta.RobertaLayer": split_bert_layer,
+        f"{_MODELS}.bert.modeling_bert.BertLMPredictionHead": split_tied_head,
+        f"{_MODELS}.roberta.modeling_roberta.RobertaLMHead": split_tied_head,
+        f"{_MODELS}.t5.modeling_t5.T5Block": split_t5_block,
+        f"{_MODELS}.gemma.modeling_gemma.GemmaTextScaledWordEmbedding": split_scaled_embedding,
+        f"{_MODELS}.gemma2.modeling_gemma2.Gemma2TextScaledWordEmbedding": split_scaled_embedding,
+    },
+    {f"{_MODELS}.{name}.modeling_{name}.{kind}Model": Stack("layers", ("norm",)) for name, kind in _CLASSES.items()}
+    | {
+        f"{_MODELS}.gpt2.modeling_gpt2.GPT2Model": Stack("h", ("ln_f",)),
+        f"{_MODELS}.bert.modeling_bert.BertEncoder": Stack("layer", ()),
+        f"{_MODELS}.roberta.modeling_roberta.RobertaEncoder": Stack("layer", ()),
+        f"{_MODELS}.t5.modeling_t5.T5Stack": Stack("block", ("final_layer_norm",), is_one=True),
+    },
+    alone=[
+        f"{_MODELS}.bert.modeling_bert.BertLMPredictionHead",
+        f"{_MODELS}.roberta.modeling_roberta.RobertaLMHead",
+        f"{_MODELS}.gemma.modeling_gemma.GemmaTextScaledWordEmbedding",
+        f"{_MODELS}.gemma2.modeling_gemma2.Gemma2TextScaledWordEmbedding",
+    ],
+)

@@ -1,0 +1,121 @@
+"""Linear layers split over an axis: by output features (columns of the transposed weight), or by input features.
+
+    column      x on every rank  ->  own part of the features of x Wᵀ + b
+    row         own part of the features of x  ->  x Wᵀ, summed over ranks, + b
+
+A row layer takes what a column layer gives, with anything elementwise in between, and nothing travels there. Source:
+Shoeybi et al., *Megatron-LM* (2019), section 3.
+
+These are classes that an existing layer takes on, as `fully_shard` does: the object, its hooks and its names stay.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tulle.tensor_parallel.placement import gather_uneven, length_on
+from tulle.tensor_parallel.region import Region
+
+
+class Column(nn.Module):
+    """What a layer that holds a part of its output features adds to the layer's class."""
+
+    region: Region | None
+    """What the input enters; None where a module around this one has seen to it."""
+    gathered: int | None
+    """The number of all features, if they are gathered on every rank; None if they stay split."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """`[..., in_features]`, the same on every rank, to this rank's part of the features, or all of them."""
+        assert len(inputs) == 1, "a linear layer has one input"
+        region = self.region
+        features = super().forward(region.enter(inputs[0]) if region else inputs[0])
+        if self.gathered is None or region is None:
+            return features
+        axis = region.axis
+        lengths = [length_on(rank, self.gathered, axis.size) for rank in range(axis.size)]
+        return gather_uneven(features, lengths, axis, features.dim() - 1, label=region.label)
+
+
+class RowLinear(nn.Linear):
+    """`nn.Linear` that holds a part of its input features."""
+
+    region: Region
+
+    def forward(self, input: Tensor) -> Tensor:
+        """This rank's part of the features to `[..., out_features]`, the same on every rank."""
+        total = self.region.leave(functional.linear(input, self.weight))
+        return total if self.bias is None else total + self.bias
+
+
+class RowTransposed(nn.Module):
+    """What a layer with a weight `[in_features, out_features]` (`Conv1D` of transformers) adds when it is split so."""
+
+    region: Region
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's part of the features to `[..., out_features]`, the same on every rank."""
+        total = self.region.leave(x @ self.weight)
+        return total if self.bias is None else total + self.bias
+
+
+class SharedRows(nn.Module):
+    """What a layer adds whose weight is whole on every rank, each of which needs some output features.
+
+    Keys and values of grouped queries are so where there are fewer of them than ranks. The gradient is summed over
+    the ranks, each of which has that of its own rows.
+    """
+
+    rows: slice
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., in_features]` to the features `rows`."""
+        bias = None if self.bias is None else self.bias[self.rows]
+        return functional.linear(input, self.weight[self.rows], bias)
+
+
+@cache
+def _joint(first: type[nn.Module], second: type[nn.Module]) -> type[nn.Module]:
+    return type(f"{first.__name__}{second.__name__}", (first, second), {"__module__": __name__})
+
+
+def take_on(module: nn.Module, added: type[nn.Module], *, inside: bool = False, **attributes: Any) -> None:
+    """Have a module be of a class that adds something to its own, with some attributes.
+
+    Args:
+        module: The module.
+        added: What it takes on: it calls, or replaces, what the module's own class does.
+        inside: Whether the module's own class calls it instead.
+        attributes: What it needs.
+    """
+    own = type(module)
+    kind = added if issubclass(added, own) else _joint(own, added) if inside else _joint(added, own)
+    module.__dict__.update(attributes)  # past Module.__setattr__, which is for parameters, buffers and submodules
+    object.__setattr__(module, "__class__", kind)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear layer keeps its weight as `[in_features, out_features]`, as `Conv1D` of transformers does."""
+    return type(module).__name__ == "Conv1D" and not isinstance(module, nn.Linear)
+
+
+def summed_over(parameter: Tensor, region: Region) -> None:
+    """Sum a parameter's gradient over the ranks, each of which has a part of it. Every rank must call it."""
+    if not parameter.requires_grad:
+        return
+    whole = Region(region.axis, region.label)
+
+    @torch.no_grad()
+    def total(gradient: Tensor) -> Tensor:
+        return whole.leave(gradient)
+
+    parameter.register_hook(total)

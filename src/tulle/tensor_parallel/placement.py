@@ -1,0 +1,142 @@
+"""`Placement`: which part of one parameter lies on this rank, and how the parts make up the whole again.
+
+A fused parameter has sections, each of which is cut for itself, so that every rank gets its share of each:
+
+    in_proj_weight   | q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3 |      sections (4, 4, 4), 2 ranks
+    rank 0           | q0 q1 | k0 k1 | v0 v1 |
+    rank 1           | q2 q3 | k2 k3 | v2 v3 |
+
+A section that does not divide evenly is cut as `torch.tensor_split` does: the first ranks have one more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tulle.comm import gather
+from tulle.mesh import Axis
+
+_PLACEMENTS = "_tulle_placements"
+"""The attribute by which a module holds the placements of its own parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How one parameter is cut over the ranks of an axis.
+
+    Args:
+        axis: Whose ranks hold the parts.
+        dim: The dimension that is cut.
+        shape: Of the whole parameter.
+        sections: Lengths of the sections along `dim`, which add up to its length.
+    """
+
+    axis: Axis
+    dim: int
+    shape: torch.Size
+    sections: tuple[int, ...]
+
+    def lengths(self, rank: int) -> list[int]:
+        """The length of each section's part on one rank."""
+        return [length_on(rank, section, self.axis.size) for section in self.sections]
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part, in memory of its own."""
+        sections = whole.detach().split(list(self.sections), self.dim)
+        parts = [section.tensor_split(self.axis.size, self.dim)[self.axis.rank] for section in sections]
+        return torch.cat(parts, self.dim).clone(memory_format=torch.contiguous_format)
+
+    @torch.no_grad()
+    def whole(self, part: Tensor, *, label: str) -> Tensor:
+        """The whole, from all ranks' parts. Every rank of the axis must call it."""
+        every = [self.lengths(rank) for rank in range(self.axis.size)]
+        gathered = gather_uneven(part.detach(), [sum(lengths) for lengths in every], self.axis, self.dim, label=label)
+        parts = gathered.split([length for lengths in every for length in lengths], self.dim)
+        by_section = [parts[number :: len(self.sections)] for number in range(len(self.sections))]
+        return torch.cat([part for section in by_section for part in section], self.dim)
+
+    def __deepcopy__(self, memo: object) -> Placement:
+        """A copied model's parts lie where the model's do; a process group cannot be copied."""
+        return self
+
+
+def length_on(rank: int, length: int, ranks: int) -> int:
+    """Of a length that is cut among some ranks, how much lies on one of them.
+
+    Example:
+        >>> [length_on(rank, 10, 4) for rank in range(4)]
+        [3, 3, 2, 2]
+    """
+    return length // ranks + (rank < length % ranks)
+
+
+def gather_uneven(part: Tensor, lengths: list[int], axis: Axis, dim: int, *, label: str) -> Tensor:
+    """All ranks' parts end to end, whose lengths may differ; the gradient, equal on all ranks, is cut again.
+
+    Every rank of the axis must call it. Parts are padded to the longest: a row or two.
+    """
+    longest = max(lengths)
+    if part.shape[dim] < longest:
+        padding = [*part.shape]
+        padding[dim] = longest - part.shape[dim]
+        part = torch.cat([part, part.new_zeros(padding)], dim)
+    gathered = gather(part, axis, dim=dim, label=label)
+    if min(lengths) == longest:
+        return gathered
+    parts = [gathered.narrow(dim, rank * longest, length) for rank, length in enumerate(lengths)]
+    return torch.cat(parts, dim)
+
+
+def place(module: nn.Module, name: str, placement: Placement) -> None:
+    """Note that a module's parameter is a part; its `state_dict` is whole from now on, and whole ones can be loaded."""
+    if _PLACEMENTS not in module.__dict__:
+        module.__dict__[_PLACEMENTS] = {}
+        module.register_state_dict_post_hook(_give_wholes)
+        module.register_load_state_dict_pre_hook(_take_parts)
+    module.__dict__[_PLACEMENTS][name] = placement
+
+
+def placements_of(module: nn.Module) -> Mapping[str, Placement]:
+    """The placements of a module's own parameters, by their name in it."""
+    return module.__dict__.get(_PLACEMENTS, {})
+
+
+def placements(model: nn.Module) -> dict[str, Placement]:
+    """How each parameter that is cut is cut, by its name in the model; the others are whole on every rank.
+
+    What clips gradients by their norm, or writes an optimizer's state, needs to know it. A tied parameter is there
+    under each of its names.
+
+    Example:
+        >>> import torch
+        >>> placements(torch.nn.Linear(2, 3))
+        {}
+    """
+    return dict(_named_placements(model))
+
+
+def _named_placements(model: nn.Module) -> Iterator[tuple[str, Placement]]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, placement in placements_of(module).items():
+            yield f"{path}.{name}" if path else name, placement
+
+
+def _give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    for name, placement in placements_of(module).items():
+        key = prefix + name
+        if key in state:
+            part = state[key].full_tensor() if isinstance(state[key], DTensor) else state[key]
+            state[key] = placement.whole(part, label=f"state_dict {key}")
+
+
+def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    for name, placement in placements_of(module).items():
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and value.shape == placement.shape:
+            state[prefix + name] = placement.part(value)

@@ -1,0 +1,145 @@
+"""`Region`: where activations that all ranks hold go into work that is split over an axis, and where they come out.
+
+                      goes in                        comes out
+    whole             f: gradients are summed        g: results are summed
+    along sequences   all-gather of the sequence     reduce-scatter: each rank keeps its part of the sequence
+
+The first is Shoeybi et al., *Megatron-LM* (2019), section 3; the second Korthikanti et al., *Reducing Activation
+Recomputation in Large Transformer Models* (2022), section 4.2.2: as many bytes, but between two regions (norms,
+dropout, residual sums) a rank then holds and computes only its part of each sequence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from tulle.comm import enter, gather, leave, reduce_scatter, scatter
+from tulle.mesh import Axis
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Some layers' work that is split over an axis.
+
+    Args:
+        axis: Whose ranks split the work.
+        label: Whose work it is: counters, timeline and errors name it.
+        sequence_dim: The dimension along which activations outside are split; None if they are whole on every rank.
+    """
+
+    axis: Axis
+    label: str
+    sequence_dim: int | None = None
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """What goes in, whole on every rank. Every rank of the axis must call it."""
+        if self.sequence_dim is None:
+            return enter(tensor, self.axis, label=self.label)
+        return gather(tensor, self.axis, dim=self.sequence_dim, label=self.label, backward="reduce_scatter")
+
+    def leave(self, tensor: Tensor) -> Tensor:
+        """The sum of what all ranks worked out. Every rank of the axis must call it."""
+        if self.sequence_dim is None:
+            return leave(tensor, self.axis, label=self.label)
+        return reduce_scatter(tensor, self.axis, dim=self.sequence_dim, label=self.label)
+
+    def __deepcopy__(self, memo: object) -> Region:
+        """A copied model works over the same ranks; a process group cannot be copied."""
+        return self
+
+
+class Entrance:
+    """A hook before forward: some of a module's arguments enter a region.
+
+    Args:
+        module: Whose forward names them.
+        regions: By name of an argument, what it enters.
+    """
+
+    def __init__(self, module: nn.Module, regions: dict[str, Region]) -> None:
+        names = list(inspect.signature(module.forward).parameters)
+        self._places = {name: (names.index(name), region) for name, region in regions.items()}
+
+    def __call__(self, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
+        """Replace the arguments that are tensors."""
+        given = list(arguments)
+        for name, (place, region) in self._places.items():
+            if place < len(given) and isinstance(given[place], Tensor):
+                given[place] = region.enter(given[place])
+            elif isinstance(keywords.get(name), Tensor):
+                keywords = {**keywords, name: region.enter(keywords[name])}
+        return tuple(given), keywords
+
+    def __deepcopy__(self, memo: object) -> Entrance:
+        """A copied module's arguments enter the same regions."""
+        return self
+
+
+class Exit:
+    """A hook after forward: what every rank worked out of a module's result is summed."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+
+    def __call__(self, _module: nn.Module, _arguments: object, output: Tensor) -> Tensor:
+        """Give the sum."""
+        return self._region.leave(output)
+
+    def __deepcopy__(self, memo: object) -> Exit:
+        """A copied module's result leaves the same region."""
+        return self
+
+
+class Sequences:
+    """Hooks that split activations along sequences, and make them whole again.
+
+    Args:
+        region: Along which dimension, over which axis.
+    """
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+
+    def scatter_before(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Before forward: of its first argument, each rank keeps its part of the sequences."""
+        return _on_first(self._part, module, arguments, keywords)
+
+    def gather_before(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Before forward: its first argument is whole on every rank."""
+        return _on_first(self._whole, module, arguments, keywords)
+
+    def scatter_after(self, _module: nn.Module, _arguments: object, output: Any) -> Any:
+        """After forward: of its result, or the first of several, each rank keeps its part."""
+        return (self._part(output[0]), *output[1:]) if isinstance(output, tuple) else self._part(output)
+
+    def gather_after(self, _module: nn.Module, _arguments: object, output: Any) -> Any:
+        """After forward: its result, or the first of several, is whole on every rank."""
+        return (self._whole(output[0]), *output[1:]) if isinstance(output, tuple) else self._whole(output)
+
+    def _part(self, tensor: Tensor) -> Tensor:
+        region = self._region
+        assert region.sequence_dim is not None, "activations are split along sequences"
+        return scatter(tensor, region.axis, dim=region.sequence_dim, label=region.label)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        region = self._region
+        assert region.sequence_dim is not None, "activations are split along sequences"
+        return gather(tensor, region.axis, dim=region.sequence_dim, label=region.label)
+
+    def __deepcopy__(self, memo: object) -> Sequences:
+        """A copied module's sequences are split over the same ranks."""
+        return self
+
+
+def _on_first(
+    change: Callable[[Tensor], Tensor], module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if arguments:
+        return (change(arguments[0]), *arguments[1:]), keywords
+    name = next(iter(inspect.signature(module.forward).parameters))
+    return arguments, {**keywords, name: change(keywords[name])}

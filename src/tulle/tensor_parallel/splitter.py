@@ -1,0 +1,257 @@
+"""`Splitter`: what a factory is given to split a module: the moves of which each architecture's rule is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, nn
+
+from tulle.errors import ModelError
+from tulle.mesh import Axis
+from tulle.tensor_parallel.attention import SplitAttention
+from tulle.tensor_parallel.dropout import OwnRandomness, SplitDropout
+from tulle.tensor_parallel.embedding import VocabularyEmbedding
+from tulle.tensor_parallel.linear import (
+    Column,
+    RowLinear,
+    RowTransposed,
+    SharedRows,
+    is_transposed,
+    summed_over,
+    take_on,
+)
+from tulle.tensor_parallel.placement import Placement, length_on, place
+from tulle.tensor_parallel.region import Entrance, Exit, Region, Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Splitter:
+    """Splits the layers of one module over an axis, in place: parameters, names and hooks stay the same objects.
+
+    Args:
+        axis: Whose ranks each hold a part.
+        name: The module's name in the model; errors and traffic counters use it.
+        sequence_dim: The dimension along which activations between layers are split; None if they are whole.
+        cuts: Every parameter that was cut so far, with its placement, by identity: tied ones are cut once.
+    """
+
+    axis: Axis
+    name: str = "the module"
+    sequence_dim: int | None = None
+    cuts: dict[int, tuple[Tensor, Placement]] = field(default_factory=dict)
+
+    @property
+    def region(self) -> Region:
+        """Where this module's work is split."""
+        return Region(self.axis, self.name, self.sequence_dim)
+
+    @property
+    def whole_region(self) -> Region:
+        """The same for arguments that are whole on every rank even where activations are split along sequences."""
+        return Region(self.axis, self.name)
+
+    def within(self, name: str, *, sequence_dim: int | None = None) -> Splitter:
+        """The splitter for another module of the same model."""
+        return replace(self, name=name, sequence_dim=sequence_dim)
+
+    def enter(self, module: nn.Module, *names: str, whole: Sequence[str] = ()) -> None:
+        """Have some arguments of a module's forward enter once, for all the column layers in it.
+
+        Args:
+            module: Whose forward takes them.
+            names: Arguments that come as activations do between layers.
+            whole: Arguments that are whole on every rank in any case.
+        """
+        regions = {name: self.region for name in names} | {name: self.whole_region for name in whole}
+        module.register_forward_pre_hook(Entrance(module, regions), with_kwargs=True)
+
+    def leave(self, module: nn.Module) -> None:
+        """Have the result of a module's forward, whole on every rank afterwards, be summed over the ranks."""
+        module.register_forward_hook(Exit(self.whole_region))
+
+    def whole_within(self, module: nn.Module) -> None:
+        """Have a module see whole sequences and give whole ones, where they are split between layers.
+
+        For what does the same on all ranks but where it says otherwise, such as a router.
+        """
+        if self.sequence_dim is not None:
+            sequences = Sequences(self.region)
+            module.register_forward_pre_hook(sequences.gather_before, with_kwargs=True)
+            module.register_forward_hook(sequences.scatter_after)
+
+    def column(self, linear: nn.Module, *, sections: Sequence[int] | None = None) -> None:
+        """Split a linear layer by output features; what is around it lets the input enter, and uses its own part.
+
+        Args:
+            linear: An `nn.Linear`, or a `Conv1D` of transformers.
+            sections: Lengths of what is fused in it, such as queries, keys and values; each is split.
+        """
+        self._cut_columns(linear, sections)
+        take_on(linear, Column, region=None, gathered=None)
+
+    def column_alone(self, linear: nn.Linear, *, gather: bool = True) -> None:
+        """Split a linear layer by output features, between layers that know nothing of it.
+
+        Args:
+            linear: An `nn.Linear`.
+            gather: Whether every rank gets all features; else its own part, for a row layer.
+        """
+        features = linear.out_features
+        self._cut_columns(linear, None)
+        take_on(linear, Column, region=self.region, gathered=features if gather else None)
+
+    def row(self, linear: nn.Module) -> None:
+        """Split a linear layer by input features: it takes what column layers give, and gives sums to every rank."""
+        if is_transposed(linear):
+            self.cut(linear, "weight", dim=0)
+            take_on(linear, RowTransposed, region=self.region)
+        else:
+            self.cut(linear, "weight", dim=1)
+            if isinstance(linear, nn.Linear):
+                linear.in_features = self._own(linear.in_features)
+            take_on(linear, RowLinear, region=self.region)
+        self.norm(linear, "bias")
+
+    def shared_rows(self, linear: nn.Module, rows: slice) -> None:
+        """Have a linear layer, whole on every rank, give some of its output features."""
+        for parameter in linear.parameters(recurse=False):
+            summed_over(parameter, self.region)
+        take_on(linear, SharedRows, rows=rows)
+
+    def vocabulary(self, embedding: nn.Embedding) -> None:
+        """Split an embedding by rows."""
+        if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+            raise ModelError(
+                f"{self.name} is an embedding with max_norm, scale_grad_by_freq or sparse gradients, which is not "
+                "split over a model axis: leave it out with select, or split it over the data axis by tulle.distribute"
+            )
+        rows = embedding.num_embeddings
+        first = sum(length_on(rank, rows, self.axis.size) for rank in range(self.axis.rank))
+        self.cut(embedding, "weight", dim=0)
+        take_on(embedding, VocabularyEmbedding, inside=True, region=self.region, first=first)
+
+    def attention(self, attention: nn.MultiheadAttention, *, memory_is_whole: bool = True) -> None:
+        """Split a `nn.MultiheadAttention` by heads.
+
+        Args:
+            attention: The layer.
+            memory_is_whole: Whether keys and values other than the queries are whole on every rank in any case.
+        """
+        if attention.bias_k is not None or attention.add_zero_attn:
+            raise ModelError(
+                f"{self.name} has add_bias_kv or add_zero_attn, which cannot be split by heads here: make it without, "
+                "or leave it out with select"
+            )
+        heads = self.heads(attention.num_heads)
+        for name in ("in_proj_weight", "in_proj_bias"):
+            self.cut(attention, name, dim=0, sections=[attention.embed_dim] * 3)
+        for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight"):
+            self.cut(attention, name, dim=0)
+        # It sees sequences first, whatever the order outside.
+        replace(self, sequence_dim=None if self.sequence_dim is None else 0).row(attention.out_proj)
+        attention.num_heads = heads
+        own = slice(self.axis.rank * heads, (self.axis.rank + 1) * heads)
+        memory = self.whole_region if memory_is_whole else self.region
+        randomness = OwnRandomness(self.region)
+        take_on(attention, SplitAttention, queries=self.region, memory=memory, heads=own, randomness=randomness)
+
+    def heads(self, count: int, what: str = "heads") -> int:
+        """This rank's number of heads.
+
+        Raises:
+            ModelError: If they do not divide evenly.
+        """
+        if count % self.axis.size:
+            raise ModelError(
+                f"{self.name} has {count} {what}, which do not divide among the {self.axis.size} ranks of axis "
+                f"{self.axis.name!r}: use an axis whose size divides {count}, or leave the module out with select"
+            )
+        return count // self.axis.size
+
+    def norm(self, module: nn.Module | None, *names: str) -> None:
+        """Keep a module's parameters whole; along sequences, each rank has a part of their gradients to be summed.
+
+        Args:
+            module: A norm, say; None is nothing to do.
+            names: Which of its own parameters; none for all.
+        """
+        if module is None or self.sequence_dim is None:
+            return
+        for name, parameter in module.named_parameters(recurse=False):
+            if name in names or not names:
+                summed_over(parameter, self.region)
+
+    def summed(self, module: nn.Module | None) -> None:
+        """Sum the gradients of a module that is whole on every rank and applied to each rank's own heads."""
+        for parameter in module.parameters() if module is not None else ():
+            summed_over(parameter, self.region)
+
+    def hidden_dropout(self, dropout: nn.Module, features: int | None = None) -> None:
+        """Dropout between a column and a row layer, of so many features in all."""
+        self._split_dropout(dropout, -1, features)
+
+    def residual_dropout(self, *dropouts: nn.Module) -> None:
+        """Dropout between regions, of activations that may be split along sequences."""
+        for dropout in dropouts:
+            if self.sequence_dim is not None:
+                self._split_dropout(dropout, self.sequence_dim, None)
+
+    def own_randomness(self, begin: nn.Module, *, end: nn.Module) -> None:
+        """Have a rank draw numbers of its own between the forward of a module and that of one within it."""
+        randomness = OwnRandomness(self.region)
+        begin.register_forward_pre_hook(randomness.begin)
+        if begin is end:
+            begin.register_forward_hook(randomness.end)
+        else:
+            end.register_forward_pre_hook(randomness.end)
+
+    def cut(self, module: nn.Module, name: str, *, dim: int, sections: Sequence[int] | None = None) -> None:
+        """Have a module's parameter, if it has one of that name, hold this rank's part only.
+
+        Args:
+            module: Whose parameter.
+            name: Its name in the module.
+            dim: The dimension that is cut.
+            sections: Lengths of the sections along it, each of which is cut; one if None.
+
+        Raises:
+            ModelError: If it is tied to one that is cut another way, or ranks are more than there is to cut.
+        """
+        parameter = getattr(module, name, None)
+        if parameter is None:
+            return
+        known = self.cuts.get(id(parameter))
+        shape = known[1].shape if known else parameter.shape
+        placement = Placement(self.axis, dim, shape, tuple(sections or [shape[dim]]))
+        if min(placement.sections) < self.axis.size:
+            raise ModelError(
+                f"{self.name} has {name} of shape {list(shape)}, too short along dimension {dim} for the "
+                f"{self.axis.size} ranks of axis {self.axis.name!r}: leave it out with select"
+            )
+        if known is None:
+            parameter.grad = None
+            parameter.data = placement.part(parameter)
+            self.cuts[id(parameter)] = parameter, placement
+        elif known[1] != placement:
+            raise ModelError(
+                f"{self.name} would cut {name} along dimension {dim} in sections {list(placement.sections)}, but it is "
+                f"tied to a parameter that is cut along dimension {known[1].dim} in sections "
+                f"{list(known[1].sections)}: untie them, or leave one of the modules out with select"
+            )
+        place(module, name, placement)
+
+    def _cut_columns(self, linear: nn.Module, sections: Sequence[int] | None) -> None:
+        self.cut(linear, "weight", dim=1 if is_transposed(linear) else 0, sections=sections)
+        self.cut(linear, "bias", dim=0, sections=sections)
+        own = linear.get_parameter("weight").shape[1 if is_transposed(linear) else 0]
+        setattr(linear, "nf" if is_transposed(linear) else "out_features", own)
+
+    def _split_dropout(self, dropout: nn.Module, dim: int, whole: int | None) -> None:
+        if not isinstance(dropout, nn.Dropout | nn.Identity):
+            raise ModelError(f"{self.name} has a dropout of class {type(dropout).__name__}, expected nn.Dropout")
+        if isinstance(dropout, nn.Dropout):
+            take_on(dropout, SplitDropout, region=self.region, dim=dim, whole=whole)
+
+    def _own(self, length: int) -> int:
+        return length_on(self.axis.rank, length, self.axis.size)

@@ -1,0 +1,213 @@
+"""`Walk`: goes through a model and splits what is registered, or what patterns of names say."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from tulle.errors import ModelError
+from tulle.mesh import Axis
+from tulle.tensor_parallel.placement import placements_of
+from tulle.tensor_parallel.region import Sequences
+from tulle.tensor_parallel.registry import factory_of, is_alone, stack_of
+from tulle.tensor_parallel.splitter import Splitter
+
+logger = logging.getLogger("tulle")
+
+Select = Sequence[str] | Mapping[str, str]
+"""Patterns of module names, with what to do with each."""
+AUTO, WHOLE, UNTOUCHED = "auto", "whole", ""
+MOVES = (AUTO, WHOLE, "column", "row", "vocabulary")
+
+
+@dataclass(slots=True)
+class Walk:
+    """One pass over some models, outermost modules first.
+
+    Args:
+        axis: Over which to split.
+        moves: What to do with modules by pattern of their names; all that is registered is split if there are none.
+        sequence: Whether to split stacks along sequences.
+        smallest_bytes: Below which layers that stand alone stay whole, unless a pattern says otherwise.
+    """
+
+    axis: Axis
+    moves: Mapping[str, str]
+    sequence: bool
+    smallest_bytes: int
+    seen: set[int] = field(default_factory=set)
+    matched: set[str] = field(default_factory=set)
+    split: list[str] = field(default_factory=list)
+    split_scores: list[str] = field(default_factory=list)
+    stacks: list[str] = field(default_factory=list)
+    to: Splitter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.to = Splitter(self.axis)
+
+    def visit(self, module: nn.Module, name: str, inherited: str) -> None:
+        """Split a module, or what is in it."""
+        move = self._move(name, inherited)
+        if id(module) in self.seen or move == WHOLE:
+            return
+        self.seen.add(id(module))
+        factory = factory_of(module) if move == AUTO else None
+        if move not in (AUTO, UNTOUCHED):
+            self._by_hand(module, name, move)
+        elif factory is None:
+            self._visit_children(module, name, move)
+            return
+        elif self._is_small(module):
+            return
+        else:
+            factory(module, self.to.within(name))
+        self.split.append(name)
+
+    def start(self, model: nn.Module) -> None:
+        """Split a model.
+
+        Raises:
+            ModelError: If any of it was split before, or a factory or a pattern does not fit it.
+        """
+        if split := [name for name, module in model.named_modules() if placements_of(module)]:
+            raise ModelError(
+                f"{split[0] or type(model).__name__} was split before: call tensor_parallel.apply once, with all "
+                "that is to be split"
+            )
+        self.visit(model, "", UNTOUCHED if self.moves else AUTO)
+
+    def finish(self, models: Sequence[nn.Module]) -> None:
+        """Raise if anything that was asked for has not come about, or a tied parameter is half split."""
+        names = " and ".join(type(model).__name__ for model in models)
+        for pattern in self.moves:
+            if pattern not in self.matched:
+                raise ModelError(
+                    f"tensor_parallel.apply: the pattern {pattern!r} matches no module of the {names}: "
+                    "give names as named_modules() does"
+                )
+        if not self.split:
+            raise ModelError(
+                f"tensor_parallel.apply found nothing to split in the {names}: register a factory for "
+                "its classes by tensor_parallel.register, select layers by name, or lower smallest_bytes"
+            )
+        if self.sequence and not self.stacks:
+            raise ModelError(
+                f"tensor_parallel.apply was given sequence=True, but no stack of layers in the {names} "
+                "is known: leave it out"
+            )
+        for model in models:
+            self._check_tied(model)
+        logger.info("axis %s splits %d modules of %s", self.axis.name, len(self.split), names)
+
+    def _visit_children(self, module: nn.Module, name: str, move: str) -> None:
+        stack = stack_of(module)
+        layers = [*getattr(module, stack.layers)] if stack else []
+        before = len(self.split)
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # torch's fused inference path, which split layers do not have
+        if stack and layers and self.sequence and move == AUTO:
+            self._split_stack(module, name)
+        elif stack:
+            for number, layer in enumerate(layers):
+                self.visit(layer, f"{_join(name, stack.layers)}.{number}", move)
+        split = len(self.split) - before
+        if stack and stack.is_one and 0 < split < len(layers):
+            raise ModelError(
+                f"{name} shares a table of position biases among its {len(layers)} layers, of which {split} "
+                "were to be split: select all of them, or none"
+            )
+        for child_name, child in module.named_children():
+            self.visit(child, _join(name, child_name), move)
+
+    def _split_stack(self, stack_module: nn.Module, name: str) -> None:
+        """Split layers, between which activations are split along sequences."""
+        stack = stack_of(stack_module)
+        assert stack is not None, "the module was found to be a stack"
+        layers = [*getattr(stack_module, stack.layers)]
+        dim = stack.dim(stack_module)
+        for number, layer in enumerate(layers):
+            self._split_in_stack(layer, f"{_join(name, stack.layers)}.{number}", dim)
+        last = layers[-1]
+        for part in stack.final:
+            if (found := getattr(stack_module, part, None)) is not None:
+                last = found
+                self.to.within(_join(name, part), sequence_dim=dim).norm(found)
+                self.seen.add(id(found))
+        sequences = Sequences(self.to.within(name, sequence_dim=dim).region)
+        layers[0].register_forward_pre_hook(sequences.scatter_before, with_kwargs=True)
+        last.register_forward_hook(sequences.gather_after)
+        self.stacks.append(name)
+
+    def _split_in_stack(self, layer: nn.Module, name: str, dim: int) -> None:
+        factory = factory_of(layer)
+        if factory is None:
+            raise ModelError(
+                f"{name} is a {type(layer).__name__}, for which no factory is registered, so sequences cannot be split "
+                "across it: register one by tensor_parallel.register, or leave out sequence=True"
+            )
+        factory(layer, self.to.within(name, sequence_dim=dim))
+        self.seen.add(id(layer))
+        self.split.append(name)
+
+    def _by_hand(self, module: nn.Module, name: str, move: str) -> None:
+        """What a pattern says of one layer."""
+        to = self.to.within(name)
+        if move == "row" and isinstance(module, nn.Linear):
+            to.row(module)
+        elif move in ("column", "vocabulary") and isinstance(module, nn.Linear):
+            to.column_alone(module, gather=False)
+            self.split_scores += [name] * (move == "vocabulary")
+        elif move == "vocabulary" and isinstance(module, nn.Embedding):
+            to.vocabulary(module)
+        else:
+            raise ModelError(
+                f'select says "{move}" for {name}, a {type(module).__name__}: "column" and "row" are for nn.Linear, '
+                '"vocabulary" for nn.Linear and nn.Embedding'
+            )
+
+    def _move(self, name: str, inherited: str) -> str:
+        move = inherited
+        for pattern, said in self.moves.items():
+            if name == pattern or fnmatchcase(name, pattern):
+                self.matched.add(pattern)
+                move = said
+        return move
+
+    def _is_small(self, module: nn.Module) -> bool:
+        """Whether a layer that stands alone is left whole, unless a pattern says otherwise."""
+        if self.moves or not is_alone(module):
+            return False
+        largest = max(module.parameters(), key=lambda parameter: parameter.nbytes)
+        return largest.nbytes < self.smallest_bytes or largest.shape[0] < self.axis.size
+
+    def _check_tied(self, model: nn.Module) -> None:
+        for path, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in self.to.cuts and name not in placements_of(module):
+                    raise ModelError(
+                        f"{_join(path, name)} is tied to a parameter that was split, but the {type(module).__name__} "
+                        "stays whole: select both modules, or none, or untie them"
+                    )
+
+
+def moves_of(select: Select | None) -> Mapping[str, str]:
+    """What a selection says of each pattern.
+
+    Raises:
+        ModelError: If it says what is no move.
+    """
+    if select is None:
+        return {}
+    moves = dict(select) if isinstance(select, Mapping) else dict.fromkeys(select, AUTO)
+    for pattern, move in moves.items():
+        if move not in MOVES:
+            raise ModelError(f"select says {move!r} for {pattern!r}, expected one of {', '.join(MOVES)}")
+    return moves
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

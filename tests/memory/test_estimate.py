@@ -1,0 +1,146 @@
+"""What `estimate` says against what the allocator hands out."""
+
+import pytest
+import torch
+from torch import nn
+
+from tulle.errors import ModelError
+from tulle.memory import Options, estimate, lines, measure_peak_bytes, recompute
+from tulle.memory.estimate import default_loss, tensor_bytes
+from tulle.memory.recompute import call
+
+WITHIN = 0.15
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.randn(8, 32, 64)
+
+
+def network():
+    return nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]), torch.randn(16, 256)
+
+
+def pictures():
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 256, 10)
+    )
+    return model, torch.randn(8, 3, 16, 16)
+
+
+def reads_values():
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(128, 128) for _ in range(4)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x).tanh() if x.sum().item() < 1e9 else x
+            return x
+
+    return Reads(), torch.randn(512, 128)
+
+
+def recurrent():
+    return nn.LSTM(64, 128, 2, batch_first=True), torch.randn(8, 64, 64)
+
+
+def language_model():
+    transformers = pytest.importorskip("transformers")
+    options = {"n_layer": 3, "n_embd": 64, "n_head": 4, "vocab_size": 500, "n_positions": 64, "use_cache": False}
+    ids = torch.randint(500, (4, 64))
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**options)), {"input_ids": ids, "labels": ids}
+
+
+def measured(model, optimizer, sample):
+    """The allocator's peak of a step after the first, what stays between steps included."""
+
+    def step():
+        default_loss(call(model, sample)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    state = [entry for entries in optimizer.state.values() for entry in entries.values()]
+    standing = tensor_bytes([*model.parameters(), *model.buffers(), *state])
+    return standing + measure_peak_bytes(step, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("make", [encoder, network, pictures, reads_values, language_model])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_the_peak_is_that_of_the_allocator(make, kind):
+    torch.manual_seed(0)
+    model, sample = make()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3)
+    found = estimate(model, optimizer, sample)
+    assert found.parameters_bytes == tensor_bytes([*model.parameters(), *model.buffers()])
+    peak = measured(model, optimizer, sample)
+    assert abs(found.peak_bytes / peak - 1) < WITHIN
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_recurrent_layers_are_underestimated_by_what_their_kernel_takes_inside(kind):
+    """Outside of what is promised of other models: 13% too low with AdamW, 15.5% with SGD."""
+    model, sample = recurrent()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3)
+    ratio = estimate(model, optimizer, sample).peak_bytes / measured(model, optimizer, sample)
+    assert 0.8 < ratio < 0.9
+
+
+def test_recomputation_shows_in_the_estimate_as_in_the_allocator():
+    model, sample = encoder()
+    optimizer = torch.optim.AdamW(model.parameters())
+    names = [f"layers.{number}" for number in range(4)]
+    plain = estimate(model, optimizer, sample)
+    found = estimate(model, optimizer, sample, options=Options(recompute=tuple(names)))
+    assert found.activations_bytes < plain.activations_bytes / 4
+    recompute(model, names)
+    assert abs(found.peak_bytes / measured(model, optimizer, sample) - 1) < WITHIN
+
+
+def test_options_divide_what_they_shard():
+    model, sample = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    plain = estimate(model, optimizer, sample, ranks=4)
+    zero = estimate(model, optimizer, sample, ranks=4, options=Options(shard_optimizer=True))
+    full = estimate(model, optimizer, sample, ranks=4, options=Options(fully_shard=True))
+    narrow = estimate(model, optimizer, sample, ranks=4, options=Options(narrow=torch.bfloat16, shard_optimizer=True))
+    assert zero.optimizer_bytes == plain.optimizer_bytes // 4
+    assert (zero.parameters_bytes, zero.gradients_bytes) == (plain.parameters_bytes, plain.gradients_bytes)
+    assert full.parameters_bytes == plain.parameters_bytes // 4
+    assert narrow.gradients_bytes * 2 == plain.gradients_bytes
+    assert narrow.parameters_bytes == plain.parameters_bytes // 2 + plain.parameters_bytes // 4
+    assert full.peak_bytes < zero.peak_bytes < plain.peak_bytes
+    assert "peak" in str(plain)
+
+
+def test_each_option_is_a_line_with_its_saving_and_its_price():
+    model, sample = encoder()
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = {line.option: line for line in lines(model, optimizer, sample, ranks=4)}
+    plain = estimate(model, optimizer, sample, ranks=4)
+    assert all(line.saving_bytes == plain.peak_bytes - line.estimate.peak_bytes for line in found.values())
+    assert all(line.saving_bytes > 0 for line in found.values())
+    assert found["shard_optimizer"].sent_bytes == sum(p.nbytes for p in model.parameters()) * 3 // 4
+    assert "forward of 4 modules runs twice" in str(found["recompute"])
+    # bfloat16 halves the bytes of the gradients' all-reduce, 2 (n - 1) / n, and adds an all-gather, (n - 1) / n.
+    assert found["narrow"].sent_bytes == -(sum(p.nbytes for p in model.parameters()) * 3 // 8)
+
+
+def test_the_model_its_optimizer_and_the_random_numbers_stay_as_they_were():
+    model, sample = pictures()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    estimate(model, optimizer, sample)
+    assert not optimizer.state
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_that_gives_nothing_trainable_is_refused():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ModelError, match="nothing that the model gives depends on its parameters"):
+        estimate(nn.Identity(), optimizer, torch.ones(2))

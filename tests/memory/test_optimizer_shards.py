@@ -1,0 +1,215 @@
+"""Sharded optimizer state: every element-wise optimizer of torch steps as in one process."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import tulle
+from ranks import on_ranks
+from tulle.errors import ModelError
+from tulle.memory import compute_in, shard_optimizer
+
+STEPS = 4
+OPTIMIZERS = {
+    "SGD": {"lr": 0.1},
+    "SGD momentum": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "Adam": {"lr": 0.01, "amsgrad": True},
+    "AdamW": {"lr": 0.01, "weight_decay": 0.1},
+    "AdamW foreach": {"lr": 0.01, "foreach": True},
+    "AdamW fused": {"lr": 0.01, "fused": True},
+    "Adagrad": {"lr": 0.1},
+    "Adadelta": {"lr": 1.0},
+    "Adamax": {"lr": 0.01},
+    "ASGD": {"lr": 0.01},
+    "NAdam": {"lr": 0.01},
+    "RAdam": {"lr": 0.01},
+    "RMSprop": {"lr": 0.01, "momentum": 0.9},
+    "Rprop": {"lr": 0.01},
+}
+
+
+class Odd(nn.Module):
+    """Parameters of odd sizes, one number among them, channels last, and one that a step leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.out = nn.Linear(4, 3)
+        self.sometimes = nn.Linear(3, 3)
+
+    def forward(self, step: int, rank: int = 0, ranks: int = 1):
+        pictures = torch.randn(12, 2, 5, 5, dtype=self.scale.dtype, generator=torch.Generator().manual_seed(step))
+        seen = self.convolution(pictures.tensor_split(ranks)[rank]).relu().mean((2, 3))
+        out = self.out(seen) * self.scale
+        return (self.sometimes(out) if step % 2 else out).pow(2).mean()
+
+
+def make(name):
+    torch.manual_seed(0)
+    model = Odd().double()
+    groups = [{"params": model.convolution.parameters()}, {"params": [model.scale, *model.out.parameters()]}]
+    groups += [{"params": model.sometimes.parameters(), "lr": 0.02}]
+    return model, getattr(torch.optim, name.split()[0])(groups, **OPTIMIZERS[name])
+
+
+def train(model, optimizer, axis=None, steps=range(STEPS)):
+    rank, size = (axis.rank, axis.size) if axis else (0, 1)
+    for step in steps:
+        model(step, rank, size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def difference(found, expected):
+    """The largest of the relative differences of two nests of tensors and numbers."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        return max((difference(found[key], expected[key]) for key in expected), default=0.0)
+    if isinstance(expected, list):
+        return max((difference(a, b) for a, b in zip(found, expected, strict=True)), default=0.0)
+    if isinstance(expected, torch.Tensor):
+        assert found.shape == expected.shape
+        return ((found - expected).abs().max() / expected.abs().max().clamp_min(1e-3)).item()
+    return 0.0 if found == expected else float("inf")
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_elementwise_optimizer_steps_as_in_one_process(name):
+    mesh = tulle.init(data=-1)
+    reference, expected = make(name)
+    train(reference, expected)
+    model, optimizer = tulle.distribute(*make(name), mesh)
+    shard_optimizer(optimizer, mesh["data"])
+    train(model, optimizer, mesh["data"])
+    assert difference(dict(model.state_dict()), dict(reference.state_dict())) < 1e-12
+    assert difference(optimizer.state_dict(), expected.state_dict()) < 1e-12
+
+
+@on_ranks(1, 2, 4)
+def test_the_number_of_ranks_does_not_matter():
+    test_every_elementwise_optimizer_steps_as_in_one_process.body_on_ranks("AdamW")
+
+
+@on_ranks(2, 4)
+def test_each_rank_holds_its_share_of_the_state():
+    axis = tulle.init(data=-1)["data"]
+    model, optimizer = tulle.distribute(*make("Adam"), tulle.init(data=-1))
+    shard_optimizer(optimizer, axis)
+    train(model, optimizer, axis)
+    held = sum(
+        v.numel() for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v) and v.dim()
+    )
+    assert held <= 3 * (sum(p.numel() for p in model.parameters()) / axis.size + 1)
+
+
+@on_ranks(2, 3)
+def test_a_run_goes_on_from_a_state_of_any_number_of_ranks():
+    mesh = tulle.init(data=-1)
+    reference, expected = make("Adam")
+    train(reference, expected, steps=range(2))
+    saved = copy.deepcopy((reference.state_dict(), expected.state_dict()))
+    train(reference, expected, steps=range(2, 4))
+    model, optimizer = tulle.distribute(*make("Adam"), mesh)
+    shard_optimizer(optimizer, mesh["data"])
+    train(model, optimizer, mesh["data"], steps=[7])
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    train(model, optimizer, mesh["data"], steps=range(2, 4))
+    assert difference(dict(model.state_dict()), dict(reference.state_dict())) < 1e-12
+    assert difference(optimizer.state_dict(), expected.state_dict()) < 1e-12
+
+
+@on_ranks(2)
+def test_an_optimizer_that_has_stepped_is_sharded_as_it_stands():
+    mesh = tulle.init(data=-1)
+    reference, expected = make("AdamW")
+    train(reference, expected)
+    model, optimizer = tulle.distribute(*make("AdamW"), mesh)
+    train(model, optimizer, mesh["data"], steps=range(2))
+    shard_optimizer(optimizer, mesh["data"])
+    train(model, optimizer, mesh["data"], steps=range(2, STEPS))
+    assert difference(dict(model.state_dict()), dict(reference.state_dict())) < 1e-12
+
+
+@on_ranks(2)
+def test_the_comparison_can_fail_where_stepped_parts_do_not_travel():
+    mesh = tulle.init(data=-1)
+    reference, expected = make("Adam")
+    train(reference, expected)
+    model, optimizer = tulle.distribute(*make("Adam"), mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tulle.memory.OptimizerShards, "_share", lambda *_: None)
+        shard_optimizer(optimizer, mesh["data"])
+        train(model, optimizer, mesh["data"])
+    assert difference(dict(model.state_dict()), dict(reference.state_dict())) > 1e-4
+
+
+@on_ranks(1, 2, 3)
+def test_masters_of_narrow_parameters_keep_what_a_narrow_step_would_lose():
+    mesh = tulle.init(data=-1)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    begin = model.weight.detach().clone()
+    model, optimizer = tulle.distribute(model, optimizer, mesh)
+    shard_optimizer(optimizer, mesh["data"], narrow=torch.bfloat16)
+    assert model.weight.dtype == torch.bfloat16
+    for _ in range(64):  # each step is lost in bfloat16
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, -(2.0**-12))
+        optimizer.step()
+    state = optimizer.state_dict()["state"]
+    assert torch.equal(state[0]["master"], begin + 64 * 2.0**-12)
+    assert torch.equal(model.weight, (begin + 64 * 2.0**-12).bfloat16())
+    expected = copy.deepcopy(state)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert difference(optimizer.state_dict()["state"], expected) == 0.0
+
+
+def narrow_losses(model, optimizer, axis, steps=30):
+    losses = []
+    for step in range(steps):
+        x = torch.randn(12, 8, generator=torch.Generator().manual_seed(step))
+        loss = (model(x.chunk(axis.size)[axis.rank]) - x.chunk(axis.size)[axis.rank].flip(1)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(tulle.comm.gather_values(loss.item(), axis, label="test")) / axis.size)
+    return losses
+
+
+@on_ranks(1, 2, 3)
+def test_narrow_parameters_train_as_wide_ones_nearly_do():
+    mesh = tulle.init(data=-1)
+    found = {}
+    for narrow in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+        model, optimizer = tulle.distribute(model, torch.optim.Adam(model.parameters(), lr=0.01), mesh)
+        if narrow is not None:
+            compute_in(model, narrow)
+            shard_optimizer(optimizer, mesh["data"], narrow=narrow)
+        found[narrow] = narrow_losses(model, optimizer, mesh["data"])
+    assert found[None][-1] < 0.7 * found[None][0]
+    assert found[torch.bfloat16] == pytest.approx(found[None], rel=0.02)
+    assert found[torch.bfloat16] != found[None]
+
+
+def test_what_cannot_be_sharded_is_refused():
+    axis = tulle.init(data=-1)["data"]
+    model = nn.Linear(2, 2)
+    with pytest.raises(ModelError, match="state of a LBFGS is not known to be element-wise"):
+        shard_optimizer(torch.optim.LBFGS(model.parameters()), axis)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    shard_optimizer(optimizer, axis, narrow=torch.bfloat16)
+    with pytest.raises(ModelError, match="was given a closure"):
+        optimizer.step(lambda: 0.0)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(ModelError, match=r"of shape \[2\] was added to an optimizer after"):
+        optimizer.step()
+    with pytest.raises(ModelError, match=r"shape \[2, 2\] and strides \[4, 2\] has gaps"):
+        shard_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(2, 4)[:, ::2])], lr=0.1), axis)

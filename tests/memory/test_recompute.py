@@ -1,0 +1,114 @@
+"""Recomputed activations: bitwise the same numbers, and the cheapest choice that frees enough."""
+
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from saving_models import alike, batch, gradients, layers
+from torch import nn
+
+from ranks import on_ranks
+from tulle import init
+from tulle.errors import ModelError
+from tulle.memory import (
+    Activation,
+    LiveBytes,
+    choose_recomputed,
+    profile_activations,
+    recompute,
+    recompute_by_cost,
+    repeated,
+)
+
+
+def kept_bytes(model, x):
+    """What forward leaves for backward."""
+    with LiveBytes("cpu") as live:
+        before = live.now_bytes
+        output = model(x)
+        kept = live.now_bytes - before
+        del output
+    return kept
+
+
+def test_gradients_are_bitwise_the_same_dropout_included():
+    model = layers()
+    expected = gradients(model, batch(0))
+    recompute(model, ["0", "2"])
+    assert alike(gradients(model, batch(0)), expected)
+    with torch.no_grad():
+        assert model(batch(0)).shape == (12, 16)
+
+
+def test_the_comparison_can_fail_where_random_numbers_are_drawn_anew():
+    model = layers()
+    expected = gradients(model, batch(0))
+    torch.manual_seed(2)
+    model.zero_grad()
+    model(batch(0)).pow(2).mean().backward()
+    assert not alike({name: p.grad for name, p in model.named_parameters()}, expected)
+
+
+def test_what_is_freed_is_what_was_measured():
+    model = layers(width=64)
+    x = batch(0, width=64)
+    costs = profile_activations(model, x)
+    assert [cost.name for cost in costs] == ["0", "1", "2", "3"]
+    before = kept_bytes(model, x)
+    recompute(model, ["1", "3"])
+    freed = before - kept_bytes(model, x)
+    promised = costs[1].saved_bytes + costs[3].saved_bytes
+    assert abs(freed - promised) < 0.15 * promised
+
+
+costs_of_modules = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=7)
+
+
+@given(costs_of_modules, st.integers(0, 200))
+def test_no_other_choice_frees_enough_in_less_time(sizes, free_bytes):
+    costs = [Activation(str(n), saved, float(taken)) for n, (saved, taken) in enumerate(sizes)]
+    by_name = {cost.name: cost for cost in costs}
+    chosen = [by_name[name] for name in choose_recomputed(costs, free_bytes=free_bytes)]
+    every = [some for size in range(len(costs) + 1) for some in combinations(costs, size)]
+    enough = [some for some in every if sum(cost.saved_bytes for cost in some) >= free_bytes]
+    if not enough:
+        assert sum(cost.saved_bytes for cost in chosen) == sum(cost.saved_bytes for cost in costs)
+        return
+    assert sum(cost.saved_bytes for cost in chosen) >= free_bytes
+    assert sum(c.forward_s for c in chosen) == min(sum(c.forward_s for c in some) for some in enough)
+
+
+@on_ranks(2)
+def test_ranks_choose_alike():
+    axis = init(data=-1)["data"]
+    model = layers()
+    costs, names = recompute_by_cost(model, batch(0), keep_bytes=30_000, axis=axis)
+    assert 0 < len(names) < 4
+    kept = sum(cost.saved_bytes for cost in costs if cost.name not in names)
+    assert kept <= 30_000
+
+
+def test_measuring_leaves_the_model_and_the_random_numbers_as_they_were():
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    profile_activations(model, torch.ones(3, 4), ["0", "1"])
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_modules_that_repeat_are_found_outermost_first():
+    model = nn.ModuleDict(
+        {"blocks": nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)])}
+    )
+    model["head"] = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.ReLU())
+    assert list(repeated(model)) == ["blocks.0", "blocks.1"]
+
+
+def test_a_name_that_is_not_there_is_refused():
+    with pytest.raises(ModelError, match="was given 'x', but the Sequential has no module of that name"):
+        recompute(layers(), ["x"])

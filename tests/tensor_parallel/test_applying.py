@@ -1,0 +1,217 @@
+"""What can be selected, what is refused, and what stays as it was: names, weights, optimizers, copies."""
+
+import copy
+
+import pytest
+import torch
+from split_training import check_exact, ids, numbers, square, train
+from torch import nn
+from torch.nn import functional
+
+import tulle
+from ranks import on_ranks
+from tulle import tensor_parallel
+from tulle.errors import ModelError
+from tulle.tensor_parallel.dropout import OwnRandomness
+from tulle.tensor_parallel.region import Region
+
+
+class Gated(nn.Module):
+    """A network of a shape that no registry knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(6, 10), nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x):
+        return self.down(self.up(x) * self.gate(x).sigmoid())
+
+
+def split_gated(module: Gated, to: tensor_parallel.Splitter) -> None:
+    to.enter(module, "x")
+    to.column(module.up)
+    to.column(module.gate)
+    to.row(module.down)
+
+
+def forgetful(module: Gated, to: tensor_parallel.Splitter) -> None:
+    to.column(module.up)
+    to.column(module.gate)
+    to.row(module.down)
+
+
+def layers(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Embedding(50, 6), nn.TransformerEncoderLayer(6, 6, 10, 0.0, batch_first=True), nn.Linear(6, 6)
+    ).double()
+
+
+def gated_loss(model, step):
+    return square(model(numbers(5, 6, seed=step)))
+
+
+def layers_loss(model, step):
+    return square(model(ids(2, 5, seed=step)))
+
+
+def model_axis():
+    return tulle.init(model=-1)["model"]
+
+
+@on_ranks(2, 3, 4)
+def test_a_class_of_the_users_own_is_split_by_its_factory():
+    tensor_parallel.register(Gated, split_gated)
+    torch.manual_seed(0)
+    check_exact(nn.Sequential(Gated(), nn.LayerNorm(6), Gated()).double(), gated_loss)
+
+
+@on_ranks(2)
+def test_the_check_names_what_a_wrong_factory_breaks():
+    axis = model_axis()
+    tensor_parallel.register(Gated, forgetful)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Gated()).double()
+    with pytest.raises(ModelError, match=r"differs from the whole one: gradient of 0\.\w+ by \d"):
+        tensor_parallel.apply(model, axis, sample=numbers(5, 6, seed=0), check=True)
+    with pytest.raises(ModelError, match="check=True without a sample"):
+        tensor_parallel.apply(model, axis, check=True)
+
+
+@on_ranks(2, 3)
+def test_a_state_is_whole_and_can_be_loaded_whole():
+    axis = model_axis()
+    model, other = layers(0), layers(1)
+    expected = copy.deepcopy(other.state_dict())
+    tensor_parallel.apply(model, axis, smallest_bytes=0)
+    held = sum(p.numel() for p in model.parameters())
+    assert held < 0.6 * sum(value.numel() for value in expected.values())
+    model.load_state_dict(other.state_dict())
+    found = model.state_dict()
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in other.named_parameters()]
+
+
+@on_ranks(2)
+def test_an_optimizer_made_before_goes_on():
+    axis = model_axis()
+    model, reference = layers(), layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tensor_parallel.apply(model, axis, smallest_bytes=0)
+    layers_loss(model, 0).backward()
+    optimizer.step()
+    layers_loss(reference, 0).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    expected = reference.state_dict()
+    assert all((value - expected[name]).abs().max() < 1e-12 for name, value in model.state_dict().items())
+
+
+@on_ranks(2)
+def test_a_copy_computes_the_same():
+    model = tensor_parallel.apply(layers(), model_axis(), smallest_bytes=0)
+    twin = copy.deepcopy(model)
+    assert layers_loss(model, 0).item() == layers_loss(twin, 0).item()
+    assert tensor_parallel.placements(twin) == tensor_parallel.placements(model)
+
+
+@on_ranks(2, 3)
+def test_models_made_within_the_context_are_those_of_one_process():
+    axis = model_axis()
+    reference = layers()
+    with tensor_parallel.enabled(axis, smallest_bytes=0):
+        model = layers()
+    assert tensor_parallel.placements(model)
+    losses, _ = train(model, layers_loss)
+    expected, _ = train(reference, layers_loss)
+    assert losses == pytest.approx(expected, rel=1e-12)
+
+
+@on_ranks(2)
+def test_parameters_tied_between_models_of_one_context_are_cut_once():
+    axis = model_axis()
+    reference = layers()
+    with tensor_parallel.enabled(axis, smallest_bytes=0):
+        model, head = layers(), nn.Linear(6, 50, bias=False).double()
+        head.weight = model[0].weight
+    found = head(model(ids(2, 5, seed=0)))
+    expected = functional.linear(reference(ids(2, 5, seed=0)), reference[0].weight)
+    assert (found - expected).abs().max() < 1e-12
+
+
+@on_ranks(2)
+def test_a_model_on_meta_takes_its_parts_of_what_is_loaded():
+    axis = model_axis()
+    reference = layers()
+    with torch.device("meta"), tensor_parallel.enabled(axis, smallest_bytes=0):
+        model = layers()
+    model.to_empty(device="cpu").load_state_dict(reference.state_dict())
+    assert layers_loss(model, 0).item() == pytest.approx(layers_loss(reference, 0).item(), rel=1e-12)
+
+
+@on_ranks(2)
+def test_what_cannot_be_selected_is_refused_by_name():
+    axis = model_axis()
+    refusals = {
+        "the pattern 'layer.*' matches no module": {"select": ["layer.*"]},
+        "found nothing to split": {"select": ["2.nothing", "2"], "smallest_bytes": 0} | {"select": {"2": "whole"}},
+        'select says "row" for 0, a Embedding': {"select": {"0": "row"}},
+        "select says 'rows' for '2', expected one of auto, whole": {"select": {"2": "rows"}},
+        "no stack of layers in the Sequential is known": {"sequence": True},
+    }
+    for text, options in refusals.items():
+        with pytest.raises(ModelError, match=text):
+            tensor_parallel.apply(layers(), axis, **options)
+    with pytest.raises(ModelError, match=r"was given 3, expected a subclass of nn\.Module"):
+        tensor_parallel.register(3, split_gated)
+    with pytest.raises(ModelError, match="sparse gradients, which is not split over a model axis"):
+        tensor_parallel.apply(nn.Embedding(8, 2, sparse=True), axis, smallest_bytes=0)
+    twice = tensor_parallel.apply(layers(), axis, select=["1"])
+    with pytest.raises(ModelError, match=r"^1\.self_attn was split before: call tensor_parallel\.apply once"):
+        tensor_parallel.apply(twice, axis, select=["2"])
+    with pytest.raises(ModelError, match=r"too short along dimension 0 for the 2 ranks"):
+        tensor_parallel.apply(nn.Sequential(nn.Linear(4, 1)), axis, select=["0"])
+
+
+def test_a_forward_that_was_stopped_leaves_the_shared_numbers_alone_afterwards():
+    randomness = OwnRandomness(Region(model_axis(), "test"))
+    module = nn.Dropout()
+    randomness.begin(module)  # and no end: recomputation stops as soon as it has what it needs
+    torch.manual_seed(0)
+    randomness.begin(module.eval())
+    randomness.end()
+    assert torch.initial_seed() == 0
+    assert torch.rand(()).item() == torch.rand((), generator=torch.Generator().manual_seed(0)).item()
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_cross_entropy_of_split_scores_is_that_of_whole_ones(reduction, smoothing):
+    axis = model_axis()
+    scores, targets = 5 * numbers(7, 11, seed=0), ids(7, seed=1, words=11)
+    targets[3] = -100
+    whole = scores.clone().requires_grad_()
+    part = scores.tensor_split(axis.size, 1)[axis.rank].clone().requires_grad_()
+    options = {"reduction": reduction, "label_smoothing": smoothing}
+    expected = functional.cross_entropy(whole, targets, **options)
+    found = tensor_parallel.cross_entropy(part, targets, axis, words=11, **options)
+    assert (found - expected).abs().max() < 1e-12
+    square(expected).backward()
+    square(found).backward()
+    assert (part.grad - whole.grad.tensor_split(axis.size, 1)[axis.rank]).abs().max() < 1e-12
+    with pytest.raises(ModelError, match=r"scores \[7, 12\] for 7 targets"):
+        tensor_parallel.cross_entropy(numbers(7, 12, seed=0), targets, axis, words=11)
+
+
+@on_ranks(2)
+def test_only_sums_of_activations_travel():
+    """Two all-reduces forward and two backward for a layer, as Megatron's; nothing for the weights."""
+    axis = model_axis()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)).double()
+    tensor_parallel.apply(model, axis)
+    x = numbers(3, 5, 8, seed=0).requires_grad_()
+    before = tulle.comm.traffic.sent_for("0").bytes_sent
+    model(x).sum().backward()
+    assert tulle.comm.traffic.sent_for("0").bytes_sent - before == 4 * x.nbytes

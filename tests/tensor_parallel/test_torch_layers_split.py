@@ -1,0 +1,211 @@
+"""The promise of tensor parallelism for `torch.nn`: loss, gradients and parameters of one process."""
+
+import pytest
+import torch
+from split_training import check_exact, differences, ids, numbers, square
+from torch import nn
+from torch.nn import functional
+
+import tulle
+from ranks import on_ranks
+from tulle import tensor_parallel
+from tulle.errors import ModelError
+
+
+class Network(nn.Module):
+    """A feed-forward network whose inner width divides by none of the numbers of ranks."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 13), nn.Linear(13, 5)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return self.down(self.dropout(torch.tanh(self.up(x))))
+
+
+class Words(nn.Module):
+    """A language model with a tied table of 50 rows, which 4 ranks do not divide, and a stack of encoder layers."""
+
+    def __init__(self, *, tied: bool = True, dropout: float = 0.0, batch_first: bool = True) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 24, padding_idx=0)
+        layer = nn.TransformerEncoderLayer(24, 12, 20, dropout, batch_first=batch_first, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(24), enable_nested_tensor=False)
+        self.out = nn.Linear(24, 50)
+        self.batch_first = batch_first
+        if tied:
+            self.out.weight = self.words.weight
+
+    def forward(self, words):
+        x = self.words(words)
+        x = x if self.batch_first else x.transpose(0, 1)
+        mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1], dtype=torch.float64)
+        padding = torch.zeros(words.shape, dtype=torch.bool)
+        padding[0, -2:] = True
+        x = self.encoder(x, mask=mask, src_key_padding_mask=padding.double().masked_fill(padding, -1e9))
+        return self.out(x if self.batch_first else x.transpose(0, 1))
+
+
+def make(kind, **options):
+    torch.manual_seed(0)
+    return kind(**options).double()
+
+
+def words_loss(model, step):
+    words = ids(2, 13, seed=step)
+    return functional.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+
+
+def network_loss(model, step):
+    return square(model(numbers(7, 6, seed=step)))
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize(
+    "select",
+    [None, {"up": "column", "down": "row"}, {"up": "auto"}, {"down": "auto"}],
+    ids=["all", "pair", "up", "down"],
+)
+def test_linear_layers_of_any_width_are_split(select):
+    check_exact(make(Network), network_loss, select=select)
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_language_model_is_split(tied):
+    check_exact(make(Words, tied=tied), words_loss)
+
+
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_language_model_is_split_along_sequences_too(batch_first):
+    check_exact(make(Words, batch_first=batch_first), words_loss, sequence=True)
+
+
+@on_ranks(2, 4)
+def test_dropout_in_feed_forward_layers_is_that_of_one_process():
+    model = make(Words, dropout=0.3)
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0  # inside attention, each rank draws numbers of its own
+    check_exact(model, words_loss)
+
+
+@on_ranks(2, 4)
+def test_dropout_along_sequences_is_that_of_one_process():
+    model = make(Words, dropout=0.3)
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+    check_exact(model, words_loss, sequence=True)
+
+
+@on_ranks(2)
+def test_dropout_inside_attention_leaves_ranks_in_step_and_differs_between_them():
+    axis = tulle.init(model=-1)["model"]
+    model = tensor_parallel.apply(make(Words, dropout=0.5), axis)
+    torch.manual_seed(1)
+    loss = words_loss(model, 0)
+    state = torch.get_rng_state()
+    gathered = tulle.comm.gather_values((loss.item(), state.tolist()), axis, label="test")
+    assert gathered[0] == gathered[1]
+    assert loss.item() != words_loss(model, 0).item()
+
+
+def memory_loss(model, step):
+    source, target = numbers(2, 5, 12, seed=step), numbers(2, 8, 12, seed=step + 10)
+    return square(model(source, target, tgt_mask=nn.Transformer.generate_square_subsequent_mask(8).double()))
+
+
+@on_ranks(2, 4)
+def test_an_encoder_and_decoder_are_split():
+    torch.manual_seed(0)
+    model = nn.Transformer(12, 4, 1, 2, 20, 0.0, batch_first=True).double()
+    check_exact(model, memory_loss)
+
+
+class Attending(nn.Module):
+    """Attention with keys and values of other widths, and results that tell the weights."""
+
+    def __init__(self, *, kdim, bias, batch_first) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(12, 4, bias=bias, kdim=kdim, vdim=kdim, batch_first=batch_first)
+        self.kdim = kdim or 12
+
+    def forward(self, step):
+        query, key = numbers(4, 4, 12, seed=step), numbers(4, 4, self.kdim, seed=step + 20)
+        key = query if self.kdim == 12 and step else key
+        mask = numbers(16, 4, 4, seed=step + 30)
+        padding = numbers(4, 4, seed=3) > 1
+        output, weights = self.attention(
+            query, key, key, attn_mask=mask, key_padding_mask=torch.zeros(4, 4).double().masked_fill(padding, -9.0)
+        )
+        return output.pow(2).sum() + weights.pow(2).sum()
+
+
+def attending_loss(model, step):
+    return model(step)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize(("kdim", "bias"), [(None, True), (7, True), (7, False), (None, False)])
+def test_attention_is_split_by_heads(kdim, bias, batch_first):
+    torch.manual_seed(0)
+    check_exact(Attending(kdim=kdim, bias=bias, batch_first=batch_first).double(), attending_loss)
+
+
+@on_ranks(2)
+def test_inference_without_gradients_takes_no_fused_path():
+    axis = tulle.init(model=-1)["model"]
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True).double()
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x, padding = numbers(2, 4, 8, seed=0), torch.tensor([[False] * 4, [False, False, True, True]])
+    with torch.no_grad():
+        expected = model(x)
+        model.use_nested_tensor = False
+        expected_padded = model(x, src_key_padding_mask=padding)
+        model.use_nested_tensor = True
+        tensor_parallel.apply(model, axis)
+        assert (model(x) - expected).abs().max() < 1e-12
+        found = model(x, src_key_padding_mask=padding)
+    assert (found - expected_padded)[~padding].abs().max() < 1e-12
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("broken", ["enter", "leave", "summed", "sections"])
+def test_the_comparison_can_fail_where_a_rule_is_left_out(broken):
+
+    axis = tulle.init(model=-1)["model"]
+    region = tensor_parallel.splitter.Region
+    with pytest.MonkeyPatch.context() as patch:
+        if broken == "enter":
+            patch.setattr(region, "enter", lambda self, x: x)
+        elif broken == "leave":
+            patch.setattr(region, "leave", lambda self, x: x)
+        elif broken == "summed":
+            patch.setattr(tensor_parallel.splitter, "summed_over", lambda *_: None)
+        else:
+            whole = tensor_parallel.splitter.Splitter.cut
+            patch.setattr(
+                tensor_parallel.splitter.Splitter,
+                "cut",
+                lambda self, module, name, dim, sections=None: whole(self, module, name, dim=dim),
+            )
+        model = make(Words)
+        found = differences(
+            model,
+            words_loss,
+            lambda one: tensor_parallel.apply(one, axis, sequence=broken == "summed", smallest_bytes=0),
+        )
+    assert max(found.values()) > 1e-4
+
+
+@on_ranks(3)
+def test_heads_that_do_not_divide_are_refused_by_name():
+    axis = tulle.init(model=-1)["model"]
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 4, 16))
+    with pytest.raises(ModelError, match=r"^0 has 4 heads, which do not divide among the 3 ranks of axis 'model'"):
+        tensor_parallel.apply(model, axis)
