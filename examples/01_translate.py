@@ -177,7 +177,7 @@ def parse() -> argparse.Namespace:
     add("--seed", type=int, default=1, help="of initial parameters, batches and dropout (%(default)s)")
     add("--beam", type=int, default=4, help="translations kept in the search for the best one (%(default)s)")
     add("--valid-every", type=int, default=200, help="steps between two looks at --valid (%(default)s)")
-    add("--checkpoint", type=Path, help="file to save the training's state in, every so often and at the end")
+    add("--checkpoint", type=Path, help="folder to save the training's state in, every so often and at the end")
     add("--checkpoint-every", type=int, default=100, help="steps between two checkpoints (%(default)s)")
     add("--resume", action="store_true", help="go on from --checkpoint, if it is there")
     add("--dense-embeddings", action="store_true", help="give the embedding tables dense gradients, for comparison")
@@ -185,7 +185,7 @@ def parse() -> argparse.Namespace:
     if options.width % (2 * options.heads):
         parser.error(f"--width {options.width} must be a multiple of twice --heads {options.heads}")
     if options.resume and not options.checkpoint:
-        parser.error("--resume needs --checkpoint, the file to go on from")
+        parser.error("--resume needs --checkpoint, the folder to go on from")
     return options
 
 

@@ -31,7 +31,7 @@ def start(body: Body, folder: Path, *, ranks: int = 1, **arguments: Any) -> Iter
     """
     context = multiprocessing.get_context("forkserver")
     # An optimizer's first step imports torch._dynamo, which takes a second.
-    context.set_forkserver_preload(["pytest", "torch._dynamo", "tulle"])
+    context.set_forkserver_preload(["pytest", "torch._dynamo", "tulle", "tulle.checkpoint.storage"])
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False) if ranks > 1 else None
     port = store.port if store else 0
     with pytest.MonkeyPatch.context() as patch:

@@ -24,12 +24,14 @@ def test_the_top_level_is_small_and_known():
         "deferred_init",
         "distribute",
         "errors",
+        "full_state_dict",
         "init",
         "load",
         "log",
         "lookahead",
         "plan",
         "save",
+        "save_safetensors",
         "sync",
     ]
 

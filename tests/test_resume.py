@@ -19,10 +19,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import mortal
 import tulle
+import tulle.checkpoint.folder
 
 STEPS = 30
 ROWS, WIDTH = 2000, 32
-MID_WRITE = ("half is written", "all is written", "it is renamed")
+MID_WRITE = ("half of the tensors is written", "half of the rest is written", "all is written", "it has its name")
 
 
 class Noisy(nn.Module):
@@ -47,7 +48,7 @@ def train(folder: Path, falls_at: int | None = None, instant: str = "") -> None:
     optimizers = [SparseAdam([model.words.weight]), Adam([*model.hidden.parameters(), *model.out.parameters()])]
     schedulers = [LambdaLR(one, lambda step: (1 + step) ** -0.5) for one in optimizers]
     model, optimizers = tulle.distribute(model, optimizers, mesh)
-    path = folder / "checkpoint.pt"
+    path = folder / "checkpoint"
     losses: list[str] = []
     if path.exists():
         extra = tulle.load(path, model, optimizers)
@@ -76,23 +77,25 @@ def fall(instant: str) -> None:
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def write_half(state: object, file: io.BufferedIOBase, **options: bool) -> None:
+    def write_half(state: object, file: io.IOBase, **options: bool) -> None:
         buffer = io.BytesIO()
         complete(state, buffer, **options)
-        is_checkpoint = isinstance(file, io.BufferedWriter)
-        file.write(buffer.getvalue()[: len(buffer.getvalue()) // 2] if is_checkpoint else buffer.getvalue())
-        if is_checkpoint:
-            file.flush()
-            die()
+        is_meant = isinstance(file, io.BufferedWriter) == (instant == "half of the rest is written")
+        if not is_meant or isinstance(file, io.BytesIO):  # a look at what can be saved
+            file.write(buffer.getvalue())
+            return
+        file.write(buffer.getvalue()[: len(buffer.getvalue()) // 2])
+        file.flush()
+        die()
 
     complete = torch.save
-    replace = Path.replace
-    if instant == "half is written":
+    swap = tulle.checkpoint.folder._swap
+    if instant.startswith("half"):
         torch.save = write_half
     elif instant == "all is written":
-        Path.replace = die
+        tulle.checkpoint.folder._swap = die
     else:
-        Path.replace = lambda aside, path: die(replace(aside, path))
+        tulle.checkpoint.folder._swap = lambda aside, path: die(swap(aside, path))
 
 
 def result(folder: Path) -> list:
@@ -117,8 +120,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list:
 def test_a_run_that_is_killed_in_the_middle_of_writes_goes_on_as_if_nothing_were(uninterrupted, tmp_path):
     for fall_number, instant in enumerate(MID_WRITE):
         assert run(tmp_path, falls_at=5 * (fall_number + 1), instant=instant) == [-signal.SIGKILL]
-        left = (tmp_path / ".checkpoint.pt.partial").exists()
-        assert left == (instant != "it is renamed"), "it was killed at another instant"
+        assert (tmp_path / ".checkpoint.partial").exists(), "it was killed at another instant"
+        saved = 5 * (fall_number + 1) - (instant != "it has its name")
+        assert len(torch.load(tmp_path / "checkpoint" / "run.pt")["extra"]["losses"]) == saved
     assert run(tmp_path) == [0], (tmp_path / "stderr-0").read_text()
     assert result(tmp_path) == uninterrupted
 
@@ -128,7 +132,7 @@ def test_a_run_that_is_killed_at_random_instants_goes_on_as_if_nothing_were(unin
     codes = []
     for _ in range(8):
         with mortal.start(train, tmp_path) as [process]:
-            wait_for_writes(tmp_path / "checkpoint.pt", chance.randint(1, 4), process)
+            wait_for_writes(tmp_path / "checkpoint" / "run.pt", chance.randint(1, 4), process)
             process.join(chance.uniform(0, 0.01))
             process.kill()
             codes += mortal.join([process])
@@ -150,9 +154,10 @@ def written_at_ns(path: Path) -> int:
 
 
 def test_without_the_random_state_the_comparison_fails(uninterrupted, tmp_path):
-    assert run(tmp_path, falls_at=20, instant="it is renamed") == [-signal.SIGKILL]
-    state = torch.load(tmp_path / "checkpoint.pt")
-    torch.save(state | {"random": [state["random"][0] | {"torch": torch.get_rng_state()}]}, tmp_path / "checkpoint.pt")
+    assert run(tmp_path, falls_at=20, instant="it has its name") == [-signal.SIGKILL]
+    run_file = tmp_path / "checkpoint" / "run.pt"
+    state = torch.load(run_file)
+    torch.save(state | {"random": [state["random"][0] | {"torch": torch.get_rng_state()}]}, run_file)
     assert run(tmp_path) == [0]
     losses, expected = result(tmp_path)[0], uninterrupted[0]
     assert losses[:20] == expected[:20]

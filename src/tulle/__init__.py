@@ -1,7 +1,7 @@
 """tulle trains PyTorch models on many processes: for every tensor, where it lives and how it is kept in step."""
 
 from tulle import errors, sync
-from tulle.checkpoint import load, save
+from tulle.checkpoint import full_state_dict, load, save, save_safetensors
 from tulle.clip import clip_grad_norm_
 from tulle.deferred import deferred_init
 from tulle.distribute import distribute
@@ -26,12 +26,14 @@ __all__ = [
     "deferred_init",
     "distribute",
     "errors",
+    "full_state_dict",
     "init",
     "load",
     "log",
     "lookahead",
     "plan",
     "save",
+    "save_safetensors",
     "sync",
 ]
 

@@ -20,8 +20,8 @@ from tulle.mesh import Axis
 from tulle.partition import Contiguous
 from tulle.tables.split import ColumnSplit, RowSplit, Split
 
-BLOCK_BYTES = 16 * 1024 * 1024
-"""How much of a table one rank collects or delivers at a time."""
+BLOCK_BYTES = 8 * 1024 * 1024
+"""How much of a table one rank collects or delivers at a time; about five times as much is then in memory."""
 _LARGEST_INT32 = 2**31
 _LANE = "natural order"  # beside what training sends
 
@@ -48,9 +48,9 @@ class RowOrder:
         Returns:
             `[len(wanted[rank]), width]`, on the device of `part`.
         """
-        parts = [part.detach().index_select(0, places) for places in self._owned(wanted, part)]
         position, lengths = self._by_owner(wanted[self.split.axis.rank], part)
-        came = self._exchange(parts, lengths)
+        owned = self._owned(wanted, part)
+        came = self._exchange([part.detach().index_select(0, places) for places in owned], lengths)
         collected = torch.empty_like(came)
         collected[position] = came
         return collected

@@ -1,0 +1,194 @@
+"""`Folder`: a checkpoint's folder, complete or absent whenever its writing is interrupted.
+
+| folder or file | |
+|---|---|
+| `checkpoint/` | what a reader sees: the old one, or the new one |
+| `checkpoint/run.pt` | all that is small: outline, random states, extra; sizes and checksums of the other files |
+| `checkpoint/.metadata` | `torch.distributed.checkpoint`'s: which block of which tensor lies where |
+| `checkpoint/__0_0.distcp` | blocks that rank 0 wrote |
+| `.checkpoint.partial/` | what is being written; at the end it changes places with the old one, in one instant |
+| `.checkpoint.previous/` | the old one, for an instant, on a file system that cannot do so |
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tulle.errors import CheckpointError
+
+FORMAT = 2
+RUN = "run.pt"
+_KEYS = {"format", "model", "optimizers", "kinds", "versions", "random", "extra", "files"}
+_BLOCK_BYTES = 1024 * 1024
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
+
+Stamps = dict[str, tuple[int, int]]
+"""Bytes and checksum (CRC-32) of files, by name."""
+
+
+class Folder:
+    """A checkpoint's folder.
+
+    Args:
+        path: Its name.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.aside = self.path.with_name(f".{self.path.name}.partial")
+        self._previous = self.path.with_name(f".{self.path.name}.previous")
+
+    def prepare(self) -> None:
+        """Make an empty folder aside. One rank must call it, before any writes.
+
+        Raises:
+            CheckpointError: If it cannot be made, or something of this name is there that is no checkpoint.
+        """
+        try:
+            if self._previous.exists() and not self.path.exists():
+                self._previous.rename(self.path)
+            if self.path.exists() and not (self.path / RUN).is_file() and not _is_empty_folder(self.path):
+                raise CheckpointError(
+                    f"{str(self.path)!r} is there, and is no checkpoint: tulle.save replaces nothing else. Give "
+                    "another name, or remove it"
+                )
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.discard()
+            self.aside.mkdir()
+        except OSError as problem:
+            raise self.unwritten(problem) from problem
+
+    def discard(self) -> None:
+        """Remove what is aside, if anything is."""
+        shutil.rmtree(self.aside, ignore_errors=True)
+
+    def write_run(self, run: Mapping[str, Any]) -> None:
+        """Write the small file, the last of those aside."""
+        with (self.aside / RUN).open("wb") as file:
+            torch.save({"format": FORMAT, **run}, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def commit(self, stamps: Stamps) -> None:
+        """Let what is aside be the checkpoint. One rank must call it, once all have written.
+
+        Raises:
+            CheckpointError: If a file of another rank is not there.
+        """
+        for name, (size_bytes, _) in stamps.items():
+            if not _has_bytes(self.aside / name, size_bytes):
+                raise CheckpointError(
+                    f"another rank wrote {name!r} of the checkpoint {str(self.path)!r}, and rank 0 does not see it: "
+                    "give a path on a file system that all ranks share"
+                )
+        _sync(self.aside)
+        if not self.path.exists():
+            self.aside.rename(self.path)
+        elif not _swap(self.aside, self.path):
+            shutil.rmtree(self._previous, ignore_errors=True)
+            self.path.rename(self._previous)
+            self.aside.rename(self.path)
+            shutil.rmtree(self._previous)
+        _sync(self.path.parent)
+        self.discard()
+
+    def unwritten(self, problem: BaseException) -> CheckpointError:
+        """What to raise if the checkpoint cannot be written."""
+        return CheckpointError(
+            f"cannot write the checkpoint {str(self.path)!r}: {problem}; an older one of that name is as it was"
+        )
+
+    def read_run(self) -> dict[str, Any]:
+        """Read the small file.
+
+        Raises:
+            CheckpointError: If there is none, or it is damaged, or not a checkpoint's.
+        """
+        if not self.path.exists() and self._previous.exists():
+            self.path = self._previous
+        if not (self.path / RUN).is_file():
+            raise CheckpointError(
+                f"there is no checkpoint {str(self.path)!r}: give the folder that tulle.save wrote, on a file system "
+                "that every rank can read"
+            )
+        try:
+            with zipfile.ZipFile(self.path / RUN) as archive:  # torch writes checksums and does not read them
+                damaged = archive.testzip()
+            if damaged is not None:
+                raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
+            run = torch.load(self.path / RUN, map_location="cpu", weights_only=True)
+        except Exception as problem:  # a damaged file can make the reader raise anything
+            said = [*str(problem).splitlines(), type(problem).__name__][0]
+            raise self.damaged(RUN, f"the reader said: {said}") from problem
+        if not isinstance(run, dict) or run.get("format") != FORMAT or _KEYS - set(run):
+            found = run.get("format") if isinstance(run, dict) else type(run).__name__
+            raise CheckpointError(
+                f"{str(self.path)!r} has format {found!r}, expected {FORMAT}, as tulle.save writes it"
+            )
+        return run
+
+    def check(self, stamps: Stamps, *, rank: int, size: int) -> None:
+        """Compare this rank's share of the files with their checksums, and all files with their sizes.
+
+        Raises:
+            CheckpointError: If one is absent or damaged.
+        """
+        for number, (name, (size_bytes, checksum)) in enumerate(sorted(stamps.items())):
+            if not _has_bytes(self.path / name, size_bytes):
+                raise self.damaged(name, f"expected {size_bytes:,} bytes")
+            if number % size == rank and _checksum(self.path / name) != checksum:
+                raise self.damaged(name, "its checksum is wrong")
+
+    def damaged(self, name: str, cause: str) -> CheckpointError:
+        """What to raise about a file of the checkpoint."""
+        path = self.path / name
+        found = f"{path.stat().st_size:,} bytes" if path.is_file() else "absent"
+        return CheckpointError(
+            f"{name} ({found}) of {str(self.path)!r} is damaged, or not a checkpoint's: take an older one; {cause}"
+        )
+
+
+def stamps_of(folder: Path, names: Iterable[str]) -> Stamps:
+    """Sizes and checksums of files that were just written."""
+    return {name: ((folder / name).stat().st_size, _checksum(folder / name)) for name in names}
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _has_bytes(path: Path, size_bytes: int) -> bool:
+    return path.is_file() and path.stat().st_size == size_bytes
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _swap(first: Path, second: Path) -> bool:
+    """Let two folders change names, in one instant: Linux can, on most file systems."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    return rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0

@@ -1,0 +1,77 @@
+"""`load`: what `save` wrote, into a model on any number of ranks, its tables split in any way, or whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from tulle.admission import as_optimizers
+from tulle.checkpoint.checks import check_model, check_optimizers
+from tulle.checkpoint.folder import Folder
+from tulle.checkpoint.placed import Places
+from tulle.checkpoint.random_states import restore_random
+from tulle.checkpoint.ranks import Ranks
+from tulle.checkpoint.saving import await_saves
+from tulle.checkpoint.state import (
+    model_room,
+    named_splits,
+    optimizer_room,
+    with_versions,
+)
+from tulle.record import current as current_recorder
+
+
+def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> dict[str, Any]:
+    """Load what `save` wrote, into model and optimizers; return `extra`. Every rank of the model's mesh must call it.
+
+    Random states come back where the number of ranks is the one that saved; else they stay, and the log says so.
+
+    Args:
+        path: The folder, which every rank must be able to read.
+        model: Of the names, shapes and dtypes that were saved, distributed or plain, its tables split or not.
+        optimizer: As it was saved.
+
+    Raises:
+        CheckpointError: On every rank, and before anything was changed, if the folder is absent, damaged, or of another
+            model or optimizer, naming what differs.
+
+    Example:
+        >>> import tempfile, torch, tulle
+        >>> model, path = torch.nn.Linear(2, 1), tempfile.mkdtemp() + "/checkpoint"
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> tulle.save(path, model, optimizer, step=100, words=["a", "b"])
+        >>> tulle.load(path, model, optimizer)["words"]
+        ['a', 'b']
+    """
+    from tulle.checkpoint.storage import Reader  # takes most of a second, once
+
+    await_saves()
+    ranks, folder, optimizers = Ranks.of(model), Folder(path), as_optimizers(optimizer)
+    own, splits = dict(model.state_dict()), named_splits(model)  # what gathers it from other ranks comes first
+    with ranks.alike():
+        run = folder.read_run()
+        check_model(run["model"], own, splits, path)
+        check_optimizers(run, optimizers, path)
+        folder.check(run["files"], rank=ranks.rank, size=ranks.size)
+        reader = Reader(folder)
+    places = Places(is_writer=False)
+    of_model, tensors = model_room(own, splits, run["model"], places)
+    of_optimizers = []
+    for number, (one, outline) in enumerate(zip(optimizers, run["optimizers"], strict=True)):
+        state, fresh = optimizer_room(number, one, outline, places)
+        of_optimizers.append(state)
+        tensors += fresh
+    with ranks.alike():
+        reader.read_into(tensors)
+    model.load_state_dict(with_versions(of_model, run["versions"]))
+    for one, state in zip(optimizers, of_optimizers, strict=True):
+        one.load_state_dict(state)
+    restore_random(run["random"], ranks.rank, ranks.size)
+    recorder = current_recorder()
+    if recorder is not None and isinstance(run["extra"].get("step"), int):
+        recorder.resume(run["extra"]["step"])
+    return run["extra"]

@@ -1,0 +1,211 @@
+"""`Placed`: a tensor under its plain name, what this rank has of it, and the blocks that this rank writes or reads.
+
+A block is a box of the whole tensor in natural order. The three kinds differ in whose boxes are whose, and in whether
+rows must travel between a block and what ranks hold; whoever goes through blocks must go through all, on every rank
+of the axis alike.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tulle.tables.natural import RowOrder, block_rows_of, blocks_of_chunks
+from tulle.tables.split import ColumnSplit, RowSplit, Split
+
+Path = tuple[str | int, ...]
+"""Keys and positions that lead to a tensor in a state of dictionaries and lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Where a block lies in its whole tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is in it, which for a tensor of no elements is so too."""
+        return 0 in self.sizes
+
+
+def memory_of(tensor: Tensor) -> tuple[object, ...] | None:
+    """Alike for two names of one tensor; None of one that has no memory of its own, being empty or sparse."""
+    if tensor.layout != torch.strided or tensor.numel() == 0:
+        return None
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+class Placed(ABC):
+    """A tensor of a checkpoint.
+
+    Args:
+        path: Of the state's keys that lead to it.
+        tensor: What this rank has of it.
+        shape: Of the whole.
+        boxes: Of the blocks that this rank reads: of each in turn `values`, or `room` and then `settle`, is called.
+    """
+
+    def __init__(self, path: Path, tensor: Tensor, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+        self.path = path
+        self.tensor = tensor.detach()
+        self.shape = tuple(shape)
+        self.boxes = boxes
+
+    @property
+    def name(self) -> str:
+        """Its name in the checkpoint."""
+        return ".".join(map(str, self.path))
+
+    @property
+    def memory(self) -> object:
+        """Alike for two names of one tensor."""
+        return memory_of(self.tensor) or self.path
+
+    @property
+    def written(self) -> Sequence[Box]:
+        """Of the blocks that this rank writes: together those of all ranks are the whole tensor, once."""
+        return self.boxes
+
+    def blocks(self) -> Iterator[tuple[Box, Tensor]]:
+        """What this rank writes, block by block."""
+        return ((box, self.values(number)) for number, box in enumerate(self.written))
+
+    def values(self, number: int) -> Tensor:
+        """A block of what the ranks have."""
+        return self.room(number)
+
+    @abstractmethod
+    def room(self, number: int) -> Tensor:
+        """Where to read a block to."""
+
+    def settle(self, number: int, block: Tensor) -> None:  # noqa: B027
+        """Take in a block that was read; it may lie where it belongs already."""
+
+
+class Replicated(Placed):
+    """Every rank has, and reads, the whole; one writes it.
+
+    Args:
+        path: See `Placed`.
+        tensor: The whole.
+        is_writer: Whether this rank writes it.
+    """
+
+    def __init__(self, path: Path, tensor: Tensor, *, is_writer: bool) -> None:
+        super().__init__(path, tensor, tensor.shape, _row_blocks(tensor, (0,) * tensor.ndim))
+        self._is_writer = is_writer
+
+    @property
+    def written(self) -> Sequence[Box]:
+        """See `Placed`."""
+        return self.boxes if self._is_writer else ()
+
+    def room(self, number: int) -> Tensor:
+        """See `Placed`."""
+        return _rows_of(self.tensor, self.boxes[number])
+
+
+class ByColumns(Placed):
+    """Every rank has, reads and writes some columns of all rows.
+
+    Args:
+        path: See `Placed`.
+        tensor: `[rows, columns]`, this rank's columns.
+        split: Of the table.
+    """
+
+    def __init__(self, path: Path, tensor: Tensor, split: ColumnSplit) -> None:
+        super().__init__(path, tensor, split.shape, _row_blocks(tensor, (0, split.first_column)))
+
+    def room(self, number: int) -> Tensor:
+        """See `Placed`."""
+        return _rows_of(self.tensor, self.boxes[number])
+
+
+class ByRows(Placed):
+    """Every rank has the rows that it owns, and reads and writes a chunk of the table in natural order.
+
+    Args:
+        path: See `Placed`.
+        tensor: `[places, width]`, this rank's rows.
+        order: Of the table.
+    """
+
+    def __init__(self, path: Path, tensor: Tensor, order: RowOrder) -> None:
+        split = order.split
+        self._order = order
+        self._ranges = list(blocks_of_chunks(split, block_rows_of(tensor.element_size() * split.width)))
+        mine = [ranges[split.axis.rank] for ranges in self._ranges]
+        boxes = [Box((rows.start, 0), (len(rows), split.width)) for rows in mine]
+        super().__init__(path, tensor, split.shape, boxes)
+
+    def values(self, number: int) -> Tensor:
+        """See `Placed`. Every rank of the axis must call it, for as many blocks; some may be empty."""
+        return self._order.collect(self.tensor, self._ranges[number])
+
+    def room(self, number: int) -> Tensor:
+        """See `Placed`."""
+        return self.tensor.new_empty(self.boxes[number].sizes)
+
+    def settle(self, number: int, block: Tensor) -> None:
+        """See `Placed`. Every rank of the axis must call it, for as many blocks."""
+        self._order.deliver(block, self.tensor, self._ranges[number])
+
+
+class Staged(Placed):
+    """A copy in main memory of what this rank writes, so that training can go on while it is written.
+
+    Args:
+        placed: What is copied. Every rank of the axis must make it, as ranks exchange rows.
+    """
+
+    def __init__(self, placed: Placed) -> None:
+        super().__init__(placed.path, placed.tensor.new_empty(0), placed.shape, placed.written)
+        self._copies = [values.to("cpu", copy=True) for _, values in placed.blocks()]
+
+    def room(self, number: int) -> Tensor:
+        """See `Placed`."""
+        return self._copies[number]
+
+
+class Places:
+    """Gives each tensor its place; what a split's order takes to find out is found out once for all its tensors.
+
+    Args:
+        is_writer: Whether this rank writes what all ranks have.
+    """
+
+    def __init__(self, *, is_writer: bool) -> None:
+        self._is_writer = is_writer
+        self._orders: dict[RowSplit, RowOrder] = {}
+
+    def place(self, path: Path, tensor: Tensor, split: Split | None) -> Placed:
+        """A tensor of the parameter that `split` deals, or of one that is not split.
+
+        Of a split parameter's optimizer state, what has the shape of this rank's part is dealt like it; all else,
+        step counts say, is the same on all ranks.
+        """
+        if split is None or tuple(tensor.shape) != split.local_shape:
+            return Replicated(path, tensor, is_writer=self._is_writer)
+        if isinstance(split, ColumnSplit):
+            return ByColumns(path, tensor, split)
+        return ByRows(path, tensor, self._orders.setdefault(split, RowOrder(split)))
+
+
+def _row_blocks(tensor: Tensor, offsets: tuple[int, ...]) -> list[Box]:
+    """A tensor that lies at these offsets of the whole, in blocks of some rows."""
+    if tensor.ndim == 0 or tensor.numel() == 0:
+        return [Box(offsets, tuple(tensor.shape))]
+    num_rows, *others = tensor.shape
+    rows = block_rows_of(tensor.nbytes // num_rows)
+    return [Box((first, *offsets[1:]), (min(rows, num_rows - first), *others)) for first in range(0, num_rows, rows)]
+
+
+def _rows_of(tensor: Tensor, box: Box) -> Tensor:
+    return tensor.narrow(0, box.offsets[0], box.sizes[0]) if box.sizes else tensor

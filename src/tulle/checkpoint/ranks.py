@@ -1,0 +1,74 @@
+"""`Ranks`: those that save and load together: all of a distributed model's, or this process alone with a plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from tulle.comm import gather_values, lane, raise_together
+from tulle.engine import engine_of
+from tulle.errors import CommunicationError, TulleError
+from tulle.mesh import Axis
+
+T = TypeVar("T")
+_LABEL = "checkpoint"
+
+
+class Ranks:
+    """The ranks of an axis, or this process alone.
+
+    Args:
+        axis: The axis, None if alone.
+    """
+
+    def __init__(self, axis: Axis | None) -> None:
+        self._axis = axis
+        self.rank, self.size = (axis.rank, axis.size) if axis else (0, 1)
+        self.device = axis.device if axis else torch.device("cpu")
+
+    @staticmethod
+    def of(model: nn.Module) -> Ranks:
+        """Those of a model."""
+        engine = engine_of(model)
+        return Ranks(engine.axis if engine else None)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that does what one must do."""
+        return self.rank == 0
+
+    def apart(self) -> Ranks:
+        """The same on a process group of their own, for a thread beside training. All must call it."""
+        return Ranks(lane(self._axis, _LABEL)) if self._axis else self
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value. All must call it."""
+        return gather_values(value, self._axis, label=_LABEL) if self._axis else [value]
+
+    @contextmanager
+    def alike(self, unforeseen: Callable[[Exception], TulleError] | None = None) -> Iterator[None]:
+        """Raise on every rank what the body raises on any: what the lowest failing one found. All must enter it.
+
+        Args:
+            unforeseen: Makes an error of ours of any other; None if none is to be expected.
+        """
+        error: TulleError | None = None
+        try:
+            yield
+        except CommunicationError:
+            raise  # the others know
+        except TulleError as found:
+            error = found
+        except Exception as problem:  # whatever it is, the other ranks wait for word of it
+            if unforeseen is None:
+                raise
+            error = unforeseen(problem)
+            error.__cause__ = problem
+        if self._axis is not None:
+            raise_together(error, self._axis, label=_LABEL)
+        elif error is not None:
+            raise error

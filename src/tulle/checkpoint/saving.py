@@ -1,0 +1,149 @@
+"""`save`: all that a run needs to go on, in a folder that is complete or absent; at once, or while training goes on."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tulle.admission import as_optimizers
+from tulle.checkpoint.checks import check_readable
+from tulle.checkpoint.folder import Folder
+from tulle.checkpoint.placed import Placed, Places, Staged
+from tulle.checkpoint.random_states import random_state
+from tulle.checkpoint.ranks import Ranks
+from tulle.checkpoint.state import Alias, State
+from tulle.comm import traffic
+from tulle.errors import CommunicationError, TulleError
+
+logger = logging.getLogger("tulle")
+_under_way: list[Future[None]] = []
+"""The asynchronous save that this process has not waited for, if any."""
+_background = ThreadPoolExecutor(1, thread_name_prefix="tulle checkpoint")
+
+Optimizers = Optimizer | Sequence[Optimizer]
+PathLike = str | os.PathLike[str]
+
+
+@overload
+def save(
+    path: PathLike, model: nn.Module, optimizer: Optimizers, *, asynchronous: Literal[False] = False, **extra: object
+) -> None: ...
+
+
+@overload
+def save(
+    path: PathLike, model: nn.Module, optimizer: Optimizers, *, asynchronous: Literal[True], **extra: object
+) -> Future[None]: ...
+
+
+def save(
+    path: PathLike, model: nn.Module, optimizer: Optimizers, *, asynchronous: bool = False, **extra: object
+) -> Future[None] | None:
+    """Save model, optimizers, random states of all ranks, and `extra`. Every rank of the model's mesh must call it.
+
+    Ranks write aside, each what it owns in blocks of natural order, and rank 0 what all have; then the folder takes
+    its name: at any instant it is the old one or the new one, whole. Its tensors are a checkpoint of
+    `torch.distributed.checkpoint`, under plain names and shapes.
+
+    Args:
+        path: The folder, on a file system that all ranks share (of rank 0 alone, if no table is split). An older
+            checkpoint of this name is replaced.
+        model: Distributed or plain.
+        optimizer: One, or the list that was distributed.
+        asynchronous: Return as soon as a copy is made in main memory, and write while training goes on. The save after
+            it waits for its end, and so does the end of the process.
+        **extra: Whatever else the run needs: numbers, texts, tensors, lists and dictionaries of them; rank 0's are
+            saved. `step=`, if given, is where the record of `tulle run` goes on counting.
+
+    Returns:
+        None; if asynchronous a future, whose `result()` waits for the end and raises what went wrong.
+
+    Raises:
+        CheckpointError: On every rank, if the folder cannot be written, is there and no checkpoint, or `extra` has
+            something else in it.
+
+    Example:
+        >>> import tempfile, torch, tulle
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> path = tempfile.mkdtemp() + "/checkpoint"
+        >>> tulle.save(path, model, optimizer, step=100)
+        >>> tulle.load(path, model, optimizer)
+        {'step': 100}
+        >>> tulle.save(path, model, optimizer, asynchronous=True, step=200).result()
+    """
+    await_saves()
+    ranks, folder = Ranks.of(model), Folder(path)
+    with _alike(folder, ranks):
+        state = State.of(model, as_optimizers(optimizer), Places(is_writer=ranks.is_first))
+        if ranks.is_first:
+            check_readable({**extra, "model": state.outline["model"], "optimizer": state.outline["optimizers"]})
+            folder.prepare()
+    run = {**state.outline, "random": ranks.gather(random_state()), "extra": extra}
+    if not asynchronous:
+        _write(folder, state.tensors, state.aliases, run, ranks)
+        return None
+    staged = [Staged(placed) for placed in state.tensors]
+    writing = partial(_write, folder, staged, state.aliases, copy.deepcopy(run))
+    future = _background.submit(_behind, writing, ranks.apart())
+    future.add_done_callback(_log_failure)
+    _under_way.append(future)
+    return future
+
+
+def await_saves() -> None:
+    """Wait for the asynchronous save before, if any; what went wrong there was logged."""
+    while _under_way:
+        _under_way.pop().exception()
+
+
+def _write(
+    folder: Folder, tensors: Sequence[Placed], aliases: Sequence[Alias], run: Mapping[str, Any], ranks: Ranks
+) -> None:
+    from tulle.checkpoint.storage import write_blocks, write_metadata  # takes most of a second, once
+
+    with _alike(folder, ranks):
+        mine = write_blocks(folder.aside, tensors, ranks.rank)
+    written = ranks.gather(mine)
+    with _alike(folder, ranks):
+        if ranks.is_first:
+            stamps = write_metadata(folder.aside, written, tensors, aliases)
+            folder.write_run({**run, "files": stamps})
+            folder.commit(stamps)
+
+
+def _behind(writing: Callable[[Ranks], None], ranks: Ranks) -> None:
+    traffic.is_background.flag = True
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)  # a thread begins with the first
+    writing(ranks)
+
+
+def _log_failure(future: Future[None]) -> None:
+    problem = future.exception()
+    if problem is not None:
+        logger.error("an asynchronous save failed: %s", problem)
+
+
+@contextmanager
+def _alike(folder: Folder, ranks: Ranks) -> Iterator[None]:
+    """Raise on every rank what the body raises on any; what was written so far is removed."""
+    try:
+        with ranks.alike(folder.unwritten):
+            yield
+    except CommunicationError:
+        raise  # others may write still
+    except TulleError:
+        if ranks.is_first:
+            folder.discard()
+        raise
