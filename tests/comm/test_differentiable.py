@@ -113,17 +113,37 @@ def test_reduce_scatter_sums_and_splits(dim):
 
 
 @on_ranks(1, 2, 3, 4)
-@pytest.mark.parametrize(("split", "join"), [(0, 1), (1, 0), (2, 0), (1, -1), (1, 1)])
+@pytest.mark.parametrize(("split", "join"), [(0, 1), (1, 0), (2, 0), (1, -1)])
 def test_exchange_splits_one_dimension_and_joins_another(split, join):
     axis = tulle.init(data=-1)["data"]
     whole, weight = full(12, 24, 12), full(12, 24, 12, seed=1)
     own = whole.chunk(axis.size, join)[axis.rank].clone().requires_grad_()
-    if split == join and axis.size > 1:
-        return  # nothing to say about parts of parts
     exchanged = comm.exchange(own, axis, split_dim=split, join_dim=join, label="here")
     close(exchanged, whole.chunk(axis.size, split)[axis.rank])
     (exchanged.square() * weight.chunk(axis.size, split)[axis.rank]).sum().backward()
     close(own.grad, (2 * whole * weight).chunk(axis.size, join)[axis.rank])
+
+
+@on_ranks(1, 2, 4)
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (0, 1), (5, 0), (7, 7), (0, 0)])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_a_halo_is_what_borders_on_a_part_and_zeros_beyond_the_ends(before, after, dim):
+    axis = tulle.init(data=-1)["data"]
+    n = 12 // axis.size
+
+    def windows(whole):
+        padded = torch.nn.functional.pad(whole.movedim(dim, -1), (before, after)).movedim(-1, dim)
+        return [padded.narrow(dim, rank * n, before + n + after) for rank in range(axis.size)]
+
+    whole = full(12, 12).requires_grad_()
+    expected = windows(whole)
+    weights = [full(*window.shape, seed=rank) for rank, window in enumerate(expected)]
+    sum((window * weight).sum() for window, weight in zip(expected, weights, strict=True)).backward()
+    part = whole.detach().chunk(axis.size, dim)[axis.rank].clone().requires_grad_()
+    window = comm.halo(part, axis, dim=dim, before=before, after=after, label="here")
+    close(window, expected[axis.rank])
+    (window * weights[axis.rank]).sum().backward()
+    close(part.grad, whole.grad.chunk(axis.size, dim)[axis.rank])
 
 
 @on_ranks(1)

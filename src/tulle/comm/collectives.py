@@ -57,7 +57,7 @@ def all_gather(tensor: Tensor, axis: Axis, *, label: Label) -> Deferred[Tensor]:
     gloo passes parts on from rank to rank, `size - 1` latencies one after the other: small ones go straight to all.
     """
     if tensor.nbytes * axis.size <= AT_ONCE_BYTES and axis.size > 1 and dist.get_backend(axis.group) != "nccl":
-        gathered = all_gather_parts(tensor.reshape(1, tensor.numel()), [1] * axis.size, axis, label=label)
+        gathered = all_gather_parts(tensor.contiguous().view(1, tensor.numel()), [1] * axis.size, axis, label=label)
         return Deferred(lambda: gathered.wait().view(axis.size, *tensor.shape))
     exchange = Exchange("all-gather", axis, label, (axis.size - 1) * tensor.nbytes, axis.size - 1)
     if axis.size == 1:

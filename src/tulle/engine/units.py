@@ -1,7 +1,9 @@
 """`Unit`: rows of split tables that are fetched together, and whose gradients are pushed together.
 
-numbers told   ->   owners serve values   ->   lookups   ->   gradients   ->   pushed to the owners
-(courier)           (this thread; courier)      (autograd)                      (courier)
+    numbers told   ->   owners serve values   ->   lookups   ->   gradients   ->   pushed to the owners
+    (courier)           (this thread; courier)      (autograd)                      (courier)
+
+Values are served as they are when the fetch begins; if a table changes before the lookup, they are fetched anew.
 """
 
 from __future__ import annotations

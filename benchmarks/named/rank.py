@@ -1,0 +1,191 @@
+"""One rank of a measurement; `python benchmarks/named` starts them. Prints one line of JSON on rank 0."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import twolayer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+import tulle
+from tulle import named as tn
+from tulle.named.search import measured
+
+
+def main() -> None:
+    """Measure what the first argument names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["operations", "model", "layouts", "wide"])
+    parser.add_argument("--rounds", type=int, default=10)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    result = {"operations": operations, "model": models, "layouts": layouts, "wide": wide}[options.what](options.rounds)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(result), flush=True)
+
+
+def operations(rounds: int) -> list[dict[str, object]]:
+    """Microseconds of an operation forward, plain, named and DTensor in turn, on one process."""
+    tulle.init(data=1)
+    device_mesh = init_device_mesh("cpu", (1,))
+    rows: list[dict[str, object]] = []
+    for size in (16, 64, 256, 512, 1024):
+        b, d, f = tn.dims(b=size, d=size, f=size)
+        x, w, bias = torch.randn(size, size), torch.randn(size, size), torch.randn(size)
+        named = [tn.from_torch(t, dims) for t, dims in ((x, (b, d)), (w, (d, f)), (bias, d))]
+        placed = [distribute_tensor(t, device_mesh, [Replicate()]) for t in (x, w, bias)]
+        ways: dict[str, dict[str, Callable[[], object]]] = {
+            "add": {
+                "plain": lambda x=x: x + x,
+                "named": lambda n=named: n[0] + n[0],
+                "dtensor": lambda p=placed: p[0] + p[0],
+            },
+            "add bias": {
+                "plain": lambda x=x, c=bias: x + c,
+                "named": lambda n=named: n[0] + n[2],
+                "dtensor": lambda p=placed: p[0] + p[2],
+            },
+            "scale": {
+                "plain": lambda x=x: x * 2,
+                "named": lambda n=named: n[0] * 2,
+                "dtensor": lambda p=placed: p[0] * 2,
+            },
+            "product": {
+                "plain": lambda x=x, w=w: torch.einsum("bd,df->bf", x, w),
+                "named": lambda n=named, d=d: n[0].dot(n[1], d),
+                "dtensor": lambda p=placed: torch.einsum("bd,df->bf", p[0], p[1]),
+            },
+            "softmax": {
+                "plain": lambda x=x: torch.softmax(x, 1),
+                "named": lambda n=named, d=d: tn.softmax(n[0], d),
+                "dtensor": lambda p=placed: torch.softmax(p[0], 1),
+            },
+            "sum": {
+                "plain": lambda x=x: x.sum(1),
+                "named": lambda n=named, d=d: tn.sum(n[0], d),
+                "dtensor": lambda p=placed: p[0].sum(1),
+            },
+        }
+        for name, calls in ways.items():
+            times = in_turn(calls, rounds)
+            rows.append({"operation": name, "megabytes": x.nbytes / 2**20, **{w: 1e6 * t for w, t in times.items()}})
+    return rows
+
+
+def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of a call of each way, taken in turn."""
+    once = time.perf_counter()
+    for call in calls.values():
+        call()
+    once = time.perf_counter() - once
+    repeats = max(3, min(200, int(0.02 / max(once, 1e-6))))
+    times: dict[str, list[float]] = {way: [] for way in calls}
+    for _ in range(rounds):
+        for way, call in calls.items():
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            times[way].append((time.perf_counter() - begin) / repeats)
+    return {way: median(several) for way, several in times.items()}
+
+
+def models(rounds: int) -> list[dict[str, object]]:
+    """Seconds of a step of the two-layer model on four ranks, named and DTensor in turn, for three layouts."""
+    rows: list[dict[str, object]] = []
+    for name, (sizes, layout) in twolayer.LAYOUTS.items():
+        mesh = tulle.init(timeout=None, backend=None, **sizes)
+        named, values = twolayer.named_step(mesh, layout)
+        device_mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        dtensor = twolayer.annotated_step(device_mesh, name, values)
+        losses = named(), dtensor()
+        assert abs(losses[0] - losses[1]) < 1e-4, losses
+        times: dict[str, list[float]] = {"named": [], "dtensor": []}
+        for _ in range(rounds):
+            for way, step in (("named", named), ("dtensor", dtensor)):
+                dist.barrier()
+                begin = time.perf_counter()
+                for _ in range(4):
+                    step()
+                times[way].append((time.perf_counter() - begin) / 4)
+        ratios = [b / a for a, b in zip(times["named"], times["dtensor"], strict=True)]
+        row = {way: 1e3 * median(several) for way, several in times.items()}
+        rows.append({"layout": name, **row, "ratio": median(ratios), "least": min(ratios), "most": max(ratios)})
+    return rows
+
+
+def layouts(rounds: int) -> dict[str, object]:
+    """Seconds of a step under the found layouts and under others, on four ranks."""
+    mesh = tulle.init(data=2, model=2)
+    rates = measured(mesh)
+    sample = tuple(tn.from_torch(one, (twolayer.batch, twolayer.length)) for one in twolayer.tokens())
+    told = tn.best_layout(twolayer.Named(), sample, mesh, best=40, rates=rates)
+    chosen = [*told[:10], *told[10::6]]
+    steps = [(one, twolayer.named_step(mesh, str(one.layout))[0]) for one in chosen]
+    times: list[list[float]] = [[] for _ in steps]
+    for _, step in steps:
+        step()
+    for _ in range(rounds):
+        for several, (_, step) in zip(times, steps, strict=True):
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(3):
+                step()
+            several.append((time.perf_counter() - begin) / 3)
+    measured_s = [median(several) for several in times]
+    rows = [
+        {"layout": str(one.layout), "predicted_ms": 1e3 * one.seconds(rates), "measured_ms": 1e3 * seconds}
+        for (one, _), seconds in zip(steps, measured_s, strict=True)
+    ]
+    return {"rows": rows, "first_over_fastest": measured_s[0] / min(measured_s)}
+
+
+def wide(rounds: int) -> list[dict[str, object]]:
+    """Seconds of a step of two wide layers, split by the batch and as the search has found, in turn."""
+    mesh = tulle.init(ranks=-1)
+    batch, d, f = tn.dims(batch=256, d_model=512, d_ff=16384)
+    model = tn.Module()
+    model.up, model.down = tn.param(d, f), tn.param(f, d)
+    model.forward = lambda x: tn.mean(tn.square(tn.relu(x.dot(model.up, d)).dot(model.down, f)))
+    numbers = torch.randn(batch.size, d.size, generator=torch.Generator().manual_seed(0))
+    sample, rates = tn.from_torch(numbers, (batch, d)), measured(mesh)
+    told = {
+        "found": tn.best_layout(model, sample, mesh, rates=rates, best=1)[0],
+        "data parallel": tn.explain(model, sample, mesh, "batch:ranks"),
+    }
+    times: dict[str, list[float]] = {way: [] for way in told}
+    for number in range(rounds + 1):
+        for way, one in told.items():
+            with tn.use(mesh, one.layout):
+                model.init()
+                x = tn.from_torch(numbers, (batch, d))
+                for repeat in range(3):
+                    dist.barrier()
+                    begin = time.perf_counter()
+                    model(x).backward()
+                    if number and repeat:
+                        times[way].append(time.perf_counter() - begin)
+    seconds = {way: median(several) for way, several in times.items()}
+    predicted = {way: one.seconds(rates) for way, one in told.items()}
+    return [
+        {
+            "layout": str(told["found"].layout),
+            "ms": 1e3 * seconds["found"],
+            "data_parallel_ms": 1e3 * seconds["data parallel"],
+            "factor": seconds["data parallel"] / seconds["found"],
+            "predicted_factor": predicted["data parallel"] / predicted["found"],
+            "predicted_ms": 1e3 * predicted["found"],
+            "predicted_data_parallel_ms": 1e3 * predicted["data parallel"],
+        }
+    ]
+
+
+if __name__ == "__main__":
+    main()

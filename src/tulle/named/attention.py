@@ -1,0 +1,81 @@
+"""Attention: the fused kernel of torch on local parts where the layout allows it, else softmax between two products."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tulle.named.dims import Dim, united
+from tulle.named.placed import aligned, label_of, shared_scope
+from tulle.named.pointwise import causal_bias, dropout
+from tulle.named.reduction import softmax
+from tulle.named.tensor import Tensor, einsum
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    over: tuple[Dim, Dim, Dim],
+    *,
+    bias: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_share: float = 0.0,
+) -> Tensor:
+    """Each query gathers values by how well their keys fit: softmax over memory of query times key by sqrt(d_kv).
+
+    Args:
+        query: Has length and d_kv; its other dimensions, such as batch and heads, are walked through together.
+        key: Has memory and d_kv; it may lack heads, as in multi-query attention.
+        value: Has memory and d_kv.
+        over: Length, memory and d_kv.
+        bias: Added before the softmax: minus infinity where nothing is to be looked at.
+        is_causal: Whether positions look at none that come after them.
+        dropout_share: Share of the weights that are dropped.
+
+    Returns:
+        The query's dimensions, d_kv last.
+
+    Source: Vaswani et al., *Attention Is All You Need* (2017), section 3.2; Shazeer, *Fast Transformer Decoding: One
+    Write-Head is All You Need* (2019).
+    """
+    length, memory, d_kv = over
+    if dropout_share or not query.scope.is_whole(*over):
+        scores = query.dot(key, d_kv) * d_kv.size**-0.5
+        scores = scores if bias is None else scores + bias
+        if is_causal:
+            scores = scores + causal_bias(length, memory, dtype=query.dtype)
+        weights = dropout(softmax(scores, memory), dropout_share)
+        others = tuple(dim for dim in united(query.dims, value.dims) if dim not in over)
+        return einsum(weights, value, out=(*others, length, d_kv))
+    return _fused(query, key, value, over, bias, is_causal=is_causal)
+
+
+def _fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    over: tuple[Dim, Dim, Dim],
+    bias: Tensor | None,
+    *,
+    is_causal: bool,
+) -> Tensor:
+    length, memory, d_kv = over
+    inputs = [query, key, value, *([] if bias is None else [bias])]
+    scope = shared_scope(inputs, "attention")
+    dims = united(*[one.dims for one in inputs])
+    walked = tuple(dim for dim in dims if dim not in over)
+    split = scope.axes(dims, "attention over")
+    label = label_of("attention", dims)
+    orders = [(*walked, length, d_kv), (*walked, memory, d_kv), (*walked, memory, d_kv), (*walked, length, memory)]
+    sizes = [scope.local_size(dim) for dim in walked]
+    parts: list[torch.Tensor] = []
+    for one, order in zip(inputs, orders, strict=False):
+        axes = tuple(sorted(axis for axis in split if split[axis] not in one.dims))
+        part = aligned(one.entered(axes, label), one.dims, order)
+        parts.append(part.expand(*sizes, *part.shape[-2:]).flatten(0, max(0, len(sizes) - 2)))
+    mask = parts[3] if bias is not None else None
+    if mask is not None and is_causal:
+        mask = mask + causal_bias(length, memory, dtype=query.dtype).local
+    mixed = F.scaled_dot_product_attention(*parts[:3], attn_mask=mask, is_causal=is_causal and mask is None)
+    return Tensor(mixed.view(*sizes, length.size, d_kv.size), (*walked, length, d_kv))

@@ -1,0 +1,196 @@
+"""`Gradients`: the gradients of parameters are summed over mesh axes late and together, beside the rest of backward.
+
+An operation's input enters through *f*, an all-reduce in backward. A parameter has nothing behind it that would wait
+for this sum, so it is put off: gradients are laid end to end in buckets, one sequence of them for each set of axes,
+and each bucket is summed by one all-reduce while backward goes on. The last ones are waited for at the end.
+
+    uses of w in one step     axes that split the use, but not w     what is done
+    the first that is split   {data}                                 put off: the sum over {data} comes at the end
+    another                   {data, model}                          f over {model}, and the rest with the first
+    another, or one before    {}                                     equal on all ranks of data: its share, 1 / size
+
+Source: Li et al., *PyTorch Distributed* (VLDB'20, section 3.2), gradient bucketing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from tulle.comm import Deferred
+from tulle.named.wire import Wire
+
+BUCKET_BYTES = 25 * 1024 * 1024
+"""A bucket of so many bytes is sent without waiting for more (DDP's choice too)."""
+LABEL = "named parameter gradients"
+Axes = tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Bucket:
+    parameters: list[nn.Parameter]
+    pending: Deferred[Tensor]
+
+
+@dataclass(slots=True, eq=False)
+class Gradients:
+    """The put-off sums of one scope's parameters. Every rank uses the same parameters in the same order.
+
+    Args:
+        wire: What sums them; None where nothing is split.
+        bucket_bytes: Size at which a bucket is sent.
+    """
+
+    wire: Wire | None
+    bucket_bytes: int = BUCKET_BYTES
+    is_held: bool = False
+    """Whether gradients gather on each rank without being summed, as between micro-batches."""
+    _unsummed: dict[nn.Parameter, Axes] = field(default_factory=dict)
+    """Parameters whose gradient is this rank's part of a sum."""
+    _before: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    """What earlier backwards had left, summed already."""
+    _open: dict[tuple[Any, ...], list[nn.Parameter]] = field(default_factory=dict)
+    _sent: list[_Bucket] = field(default_factory=list)
+    _task: int = -1
+
+    def follow(self, parameter: nn.Parameter, axes: Axes) -> list[Any]:
+        """Sum a parameter's gradient over some axes at the end of each backward; gives the hooks that do."""
+        return [
+            parameter.register_hook(lambda _: self._set_apart(parameter, axes)),
+            parameter.register_post_accumulate_grad_hook(lambda _: self._arrive(parameter, axes)),
+        ]
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within the block, gradients gather on each rank; the first backward after it sums them all."""
+        self.is_held = True
+        try:
+            yield
+        finally:
+            self.is_held = False
+
+    def _set_apart(self, parameter: nn.Parameter, axes: Axes) -> None:
+        if parameter.grad is None:
+            self._before.pop(parameter, None)
+        elif parameter not in self._unsummed:
+            self._before[parameter], parameter.grad = parameter.grad, None
+        self._unsummed[parameter] = axes
+
+    def _arrive(self, parameter: nn.Parameter, axes: Axes) -> None:
+        self._await_the_end()
+        if self.is_held:
+            return
+        assert parameter.grad is not None, "a gradient has just been accumulated"
+        key = (axes, parameter.dtype, parameter.device)
+        filling = self._open.setdefault(key, [])
+        filling.append(parameter)
+        if sum(one.nbytes for one in filling) >= self.bucket_bytes:
+            self._send(self._open.pop(key), axes)
+
+    def _await_the_end(self) -> None:
+        """Have `_finish` called at the end of this backward; what one that failed has left is forgotten."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            self._open.clear()
+            self._sent.clear()
+            queue = cast(
+                "Callable[[Callable[[], None]], None]", torch.autograd.Variable._execution_engine.queue_callback
+            )
+            queue(self._finish)
+
+    def _send(self, parameters: list[nn.Parameter], axes: Sequence[str]) -> None:
+        assert self.wire is not None, "sums are put off only where something is split"
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        self._sent.append(_Bucket(parameters, self.wire.start_sum(flat, axes, LABEL)))
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        self._task = -1
+        if self.is_held:
+            return
+        self._open_the_rest()
+        for (axes, *_), parameters in self._open.items():
+            self._send(parameters, axes)
+        for bucket in self._sent:
+            parts = bucket.pending.wait().split([parameter.numel() for parameter in bucket.parameters])
+            for parameter, part in zip(bucket.parameters, parts, strict=True):
+                before = self._before.pop(parameter, None)
+                summed = part.view(parameter.shape)
+                parameter.grad = summed if before is None else before.add_(summed)
+        self._unsummed.clear()
+        self._open.clear()
+        self._sent.clear()
+
+    def _open_the_rest(self) -> None:
+        """Take in the parameters that had gradients in held backwards only."""
+        under_way = {id(one) for several in self._open.values() for one in several}
+        under_way |= {id(one) for bucket in self._sent for one in bucket.parameters}
+        for parameter, axes in self._unsummed.items():
+            if id(parameter) not in under_way and parameter.grad is not None:
+                self._open.setdefault((axes, parameter.dtype, parameter.device), []).append(parameter)
+
+
+class Leaf:
+    """A parameter under one scope: how it enters operations, and where the sum of its gradient is put off to.
+
+    Args:
+        parameter: This rank's part.
+        gradients: The scope's.
+    """
+
+    __slots__ = ("_gradients", "_hooks", "_put_off", "parameter")
+
+    def __init__(self, parameter: nn.Parameter, gradients: Gradients) -> None:
+        self.parameter = parameter
+        self._gradients = gradients
+        self._put_off: Axes = ()
+        self._hooks: list[Any] = []
+
+    def entered(self, axes: Axes, label: str) -> Tensor:
+        """The parameter as it enters an operation that further axes split; the first such settles what is put off."""
+        wire = self._gradients.wire
+        if wire is None or not (self.parameter.requires_grad and torch.is_grad_enabled()):
+            return self.parameter
+        if axes and not self._put_off:
+            self._put_off = axes
+            self._hooks = self._gradients.follow(self.parameter, axes)
+        if axes and axes == self._put_off:
+            return self.parameter
+        further = tuple(axis for axis in axes if axis not in self._put_off)
+        entered = wire.enter(self.parameter, further, label) if further else self.parameter
+        return cast("Tensor", _Share.apply(entered, partial(self._share, axes)))
+
+    def _share(self, axes: Axes) -> float:
+        """What a use's gradient, equal on all ranks of the axes that do not split it, gives to the sum over them."""
+        wire = self._gradients.wire
+        assert wire is not None, "gradients are shared where something is split"
+        return 1 / math.prod(wire.sizes[axis] for axis in self._put_off if axis not in axes)
+
+    def close(self) -> None:
+        """Have nothing more to do with the parameter."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._put_off = [], ()
+
+
+class _Share(torch.autograd.Function):
+    """Identity whose gradient is scaled, by what is known when it comes: a later use may settle what is put off."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, share: Callable[[], float]) -> Tensor:
+        ctx.share = share
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        share = ctx.share()
+        return (gradients[0] if share == 1 else gradients[0] * share), None

@@ -1,0 +1,189 @@
+"""The edges: DTensors in and out, and checkpoints that load under any other layout and mesh.
+
+`torch.distributed.checkpoint` stores what DTensors say of their parts, so a checkpoint knows whole tensors by name and
+nothing of layouts. Inside the library there are none.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_parts
+from torch.distributed.checkpoint.state_dict_saver import save as save_parts
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from tulle.errors import CheckpointError, ModelError
+from tulle.named.dims import Dim, Dims, as_dims, spelled
+from tulle.named.module import named_parameters
+from tulle.named.optimizer import largest_two
+from tulle.named.scope import Scope, current
+from tulle.named.tensor import Tensor, from_torch
+from tulle.named.wire import ProcessWire
+
+
+def to_dtensor(tensor: Tensor) -> DTensor:
+    """The same parts as a DTensor on the mesh, its dimensions in the order of `tensor.dims`; nothing travels.
+
+    Raises:
+        ModelError: If the tensor does not live on a mesh.
+    """
+    return _as_dtensor(tensor.local, tensor.dims, tensor.scope)
+
+
+def from_dtensor(tensor: DTensor, dims: Dim | tuple[Dim, ...]) -> Tensor:
+    """A DTensor's numbers as a named tensor under the layout in force. Every rank must call it.
+
+    Raises:
+        ModelError: If its shape is not that of the dimensions.
+    """
+    dims = as_dims(dims)
+    if tuple(tensor.shape) != tuple(dim.size for dim in dims):
+        raise ModelError(f"from_dtensor was given shape {tuple(tensor.shape)} for dimensions {spelled(dims)}")
+    scope = current()
+    wire = scope.wire_or_none
+    if isinstance(wire, ProcessWire) and tensor.device_mesh.mesh_dim_names == tuple(wire.mesh.shape):
+        wanted = _placements(dims, scope, wire)
+        return Tensor(tensor.redistribute(placements=wanted).to_local(), dims)
+    return from_torch(tensor.full_tensor(), dims)
+
+
+def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, **extra: int) -> None:
+    """Save a named model and its optimizer as a folder that any other layout and mesh can load.
+
+    It is complete or absent: written aside, then renamed. Every rank must call it.
+
+    Args:
+        folder: Where; what is there is replaced.
+        model: Its parameters by name, whole.
+        optimizer: torch's, or `Adafactor`.
+        **extra: Numbers to save with it, such as the step.
+    """
+    path = Path(folder)
+    aside = path.with_name(path.name + ".partial")
+    state = {**_state(model, optimizer), **{f"extra.{name}": torch.tensor(value) for name, value in extra.items()}}
+    if _is_first():
+        shutil.rmtree(aside, ignore_errors=True)
+    _meet()
+    with _quiet_if_alone():
+        save_parts(state, checkpoint_id=aside)
+    _meet()
+    if _is_first():
+        shutil.rmtree(path, ignore_errors=True)
+        aside.rename(path)
+    _meet()
+
+
+def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Load what `save` saved, whatever layout the model has now; gives the extra numbers. Every rank must call it.
+
+    Raises:
+        CheckpointError: If there is none, or it is of another model.
+    """
+    path = Path(folder)
+    if not (path / ".metadata").exists():
+        raise CheckpointError(f"there is no checkpoint of a named model at {path}: save one with tn.save")
+    stored = FileSystemReader(path).read_metadata().state_dict_metadata
+    _begin_states(model, optimizer)
+    state = _state(model, optimizer)
+    missing = sorted(set(state) - set(stored))
+    if missing:
+        raise CheckpointError(f"the checkpoint at {path} has no {missing[0]!r}: it is of another model or optimizer")
+    extra = {name: torch.tensor(0) for name in stored if name.startswith("extra.")}
+    with _quiet_if_alone():
+        load_parts(cast("dict[str, Any]", {**state, **extra}), checkpoint_id=path)
+    _take_steps(model, optimizer, state)
+    return {name.removeprefix("extra."): int(value) for name, value in extra.items()}
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Every parameter, plain tensor and optimizer state by name, as DTensors that share their memory."""
+    state: dict[str, Any] = {}
+    named = {id(one.parameter): one for _, one in named_parameters(model)}
+    for name, parameter in model.named_parameters():
+        one = named.get(id(parameter))
+        state[f"model.{name}"] = parameter.detach() if one is None else _stored(parameter.detach(), one.dims, one.scope)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            dims = None if one is None else _dims_of_state(key, value, one.dims, one.scope)
+            whole = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+            state[f"optimizer.{name}.{key}"] = whole if one is None or dims is None else _stored(whole, dims, one.scope)
+    for name, buffer in model.named_buffers():
+        state[f"model.{name}"] = buffer
+    return state
+
+
+def _dims_of_state(key: str, value: Any, dims: Dims, scope: Scope) -> Dims | None:
+    """The dimensions of an optimizer's state: the parameter's, or those that Adafactor's row and column keep."""
+    matrix = largest_two(dims)
+    if matrix is not None and key in ("row", "column"):
+        lost = matrix[1] if key == "row" else matrix[0]
+        return tuple(dim for dim in dims if dim != lost)
+    is_alike = isinstance(value, torch.Tensor) and tuple(value.shape) == scope.local_shape(dims) and dims
+    return dims if is_alike else None
+
+
+def _begin_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer make its states, by a step that leaves the parameters as they are."""
+    parameters = [one for one in model.parameters() if one.requires_grad]
+    if all(optimizer.state.get(one) for one in parameters):
+        return
+    kept = [(one, one.grad, one.detach().clone()) for one in parameters]
+    for one in parameters:
+        one.grad = torch.zeros_like(one)
+    optimizer.step()
+    with torch.no_grad():
+        for one, gradient, value in kept:
+            one.copy_(value)
+            one.grad = gradient
+
+
+def _take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Give the optimizer the states that are numbers, which could not be loaded in place."""
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if not isinstance(value, torch.Tensor):
+                optimizer.state[parameter][key] = type(value)(state[f"optimizer.{name}.{key}"].item())
+
+
+def _stored(local: torch.Tensor, dims: Dims, scope: Scope) -> torch.Tensor:
+    return _as_dtensor(local, dims, scope) if isinstance(scope.wire_or_none, ProcessWire) else local
+
+
+def _as_dtensor(local: torch.Tensor, dims: Dims, scope: Scope) -> DTensor:
+    wire = scope.wire_or_none
+    if not isinstance(wire, ProcessWire):
+        raise ModelError(f"a tensor of dimensions {spelled(dims)} lives on no mesh: make it inside tn.use")
+    device_mesh = wire.mesh.axes[0].kept.setdefault(_as_dtensor, None) or wire.mesh.device_mesh()
+    wire.mesh.axes[0].kept[_as_dtensor] = device_mesh
+    return DTensor.from_local(local, device_mesh, _placements(dims, scope, wire), run_check=False)
+
+
+def _placements(dims: Dims, scope: Scope, wire: ProcessWire) -> list[Placement]:
+    split = scope.axes(dims, "a DTensor of")
+    return [Shard(dims.index(split[axis])) if axis in split else Replicate() for axis in wire.mesh.shape]
+
+
+@contextmanager
+def _quiet_if_alone() -> Iterator[None]:
+    """A process without others knows that it is alone, of which torch warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _meet() -> None:
+    if dist.is_initialized():
+        dist.barrier()

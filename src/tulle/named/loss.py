@@ -1,0 +1,44 @@
+"""Cross entropy over a named vocabulary, which may be split: the logits stay where they are, sums travel."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tulle.named.dims import Dim
+from tulle.named.lookup import gather
+from tulle.named.reduction import logsumexp, mean
+from tulle.named.tensor import Tensor
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, over: Dim, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> Tensor:
+    """Minus the log probability of each target, by the logits' softmax over a dimension: `targets.dims`.
+
+    Args:
+        logits: Has the dimension `over`.
+        targets: Integers from 0 to below its size, of the logits' other dimensions.
+        over: The vocabulary.
+        label_smoothing: Probability that is spread evenly over all words.
+        z_loss: Weight of the square of the log of the softmax' denominator, which keeps it near 0.
+
+    Source: Shazeer et al., *Mesh-TensorFlow* (2018), layers.softmax_cross_entropy_with_logits; Shoeybi et al.,
+    *Megatron-LM* (2019), section 3.
+    """
+    place = logits.place(over, "cross_entropy")
+    others = tuple(dim for dim in logits.dims if dim != over)
+    if logits.scope.is_whole(over) and not z_loss and targets.dims == others:
+        local = logits.local.movedim(place, -1)
+        flat = F.cross_entropy(
+            local.reshape(-1, over.size),
+            targets.local.flatten().to(torch.int64),
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
+        return Tensor(flat.view(local.shape[:-1]), others)
+    denominator = logsumexp(logits, over)
+    loss = denominator - gather(logits, targets, over, label="cross_entropy") * (1 - label_smoothing)
+    if label_smoothing:
+        loss = loss - mean(logits, over) * label_smoothing
+    return loss + denominator.map(torch.square) * z_loss if z_loss else loss

@@ -1,0 +1,160 @@
+"""Reductions over named dimensions, split or not: sums, means, extrema, softmax and cumulative sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import torch
+
+from tulle.named.dims import Dim, Dims, as_dims, volume
+from tulle.named.placed import Axes, Local, label_of, record, shared_scope
+from tulle.named.tensor import Tensor, elementwise
+
+Over = Dim | Sequence[Dim] | None
+
+
+def sum(tensor: Tensor, over: Over = None) -> Tensor:
+    """Sum over some dimensions, by default all. Over split ones the sum between ranks stays pending until it is needed.
+
+    Example:
+        >>> import torch
+        >>> from tulle import named as tn
+        >>> batch, d = tn.dims(batch=2, d=3)
+        >>> tn.sum(tn.from_torch(torch.ones(2, 3), (batch, d)), d).local.tolist()
+        [3.0, 3.0]
+    """
+    places, kept, axes = _reduced(tensor, over, "sum")
+    if tensor.scope.trace is not None:
+        record("sum", [tensor], tensor.dims, kept)
+    if not places:
+        return tensor
+    pending = tuple(sorted({*tensor.pending, *axes})) if axes else tensor.pending
+    return Tensor(tensor.part.sum(places), kept, pending, tensor.scope)
+
+
+def mean(tensor: Tensor, over: Over = None) -> Tensor:
+    """Mean over some dimensions, by default all."""
+    dims = tensor.dims if over is None else as_dims(over)
+    return sum(tensor, dims) * (1 / volume(dims))
+
+
+def max(tensor: Tensor, over: Over = None) -> Tensor:
+    """Largest value over some dimensions, by default all; the gradient goes to where it is, in equal shares."""
+    return _extremum(tensor, over, "max")
+
+
+def min(tensor: Tensor, over: Over = None) -> Tensor:
+    """Smallest value over some dimensions, by default all; the gradient goes to where it is, in equal shares."""
+    return _extremum(tensor, over, "min")
+
+
+def logsumexp(tensor: Tensor, over: Over = None) -> Tensor:
+    """Logarithm of the sum of exponentials over some dimensions, by default all."""
+    places, kept, axes = _reduced(tensor, over, "logsumexp")
+    if not axes and tensor.scope.trace is None:
+        return Tensor(torch.logsumexp(tensor.local, places) if places else tensor.local, kept)
+    largest = _finite(max(tensor.detach(), over))
+    total = sum(elementwise(torch.sub, tensor, largest).map(torch.exp), over)
+    return total.map(torch.log) + largest
+
+
+def softmax(tensor: Tensor, over: Dim) -> Tensor:
+    """Exponentials over a dimension, scaled to add up to 1.
+
+    Example:
+        >>> import torch
+        >>> from tulle import named as tn
+        >>> d, = tn.dims(d=2)
+        >>> tn.softmax(tn.from_torch(torch.zeros(2), d), d).local.tolist()
+        [0.5, 0.5]
+    """
+    place = tensor.place(over, "softmax")
+    if tensor.scope.is_whole(over):
+        return tensor.map(lambda local: torch.softmax(local, place))
+    largest = _finite(max(tensor.detach(), over))
+    exponentials = elementwise(torch.sub, tensor, largest).map(torch.exp)
+    return exponentials / sum(exponentials, over)
+
+
+def log_softmax(tensor: Tensor, over: Dim) -> Tensor:
+    """Logarithm of the softmax."""
+    place = tensor.place(over, "log_softmax")
+    if tensor.scope.is_whole(over):
+        return tensor.map(lambda local: torch.log_softmax(local, place))
+    return tensor - logsumexp(tensor, over)
+
+
+def cumsum(tensor: Tensor, over: Dim) -> Tensor:
+    """Running sum along a dimension: on a split one, what the ranks before hold is added."""
+    place = tensor.place(over, "cumsum")
+    running = torch.cumsum(tensor.local, place)
+    axis = tensor.scope.axis(over)
+    if axis is None:
+        return tensor.with_part(running)
+    wire = tensor.scope.wire
+    totals = running.narrow(place, running.shape[place] - 1, 1)
+    gathered = wire.gather(totals, axis, place, label_of("cumsum", tensor.dims), "reduce_scatter")
+    before = gathered.narrow(place, 0, wire.ranks[axis]).sum(place, keepdim=True)
+    return tensor.with_part(running + before)
+
+
+Reduced = tuple[list[int], Dims, Axes]
+"""Places of the dimensions that go, the dimensions that stay, and the axes that split those that go."""
+
+
+def _reduced(tensor: Tensor, over: Over, what: str) -> Reduced:
+    scope = shared_scope([tensor], what)
+    over = over if over is None or isinstance(over, Dim) else tuple(over)
+    key = ("reduction", tensor.dims, over)
+    reduced: Reduced | None = scope.plans.get(key)
+    if reduced is None:
+        dims = tensor.dims if over is None else as_dims(over)
+        places = [tensor.place(dim, what) for dim in dims]
+        axes = {axis for axis in map(scope.axis, dims) if axis is not None}
+        kept = tuple(dim for dim in tensor.dims if dim not in dims)
+        reduced = scope.plans[key] = places, kept, tuple(sorted(axes))
+    return reduced
+
+
+def _extremum(tensor: Tensor, over: Over, op: Literal["max", "min"]) -> Tensor:
+    places, kept, axes = _reduced(tensor, over, op)
+    record("extremum", [tensor], tensor.dims, kept)
+    reduce = torch.amax if op == "max" else torch.amin
+    local = tensor.local
+    if not axes:
+        return Tensor(reduce(local, places) if places else local, kept)
+    wire, label = tensor.scope.wire, label_of(op, tensor.dims)
+    is_wanted = tensor.requires_grad and torch.is_grad_enabled()
+    with torch.no_grad():
+        extremum = wire.reduce(reduce(local, places, keepdim=True), axes, op, label)
+        if not is_wanted:
+            return Tensor(_without(extremum, places), kept)
+        ties = (local == extremum).to(local.dtype)
+        ties /= wire.reduce(ties.sum(places, keepdim=True), axes, "sum", label)
+    attained = cast("Local", _Attained.apply(local, ties, extremum))
+    return Tensor(_without(attained, places), kept)
+
+
+class _Attained(torch.autograd.Function):
+    """An extremum that was found already; its gradient goes to the entries that attain it."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Local, shares: Local, extremum: Local) -> Local:
+        ctx.save_for_backward(shares)
+        return extremum.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Local) -> tuple[Local, None, None]:
+        (shares,) = ctx.saved_tensors
+        return gradients[0] * shares, None, None
+
+
+def _without(local: Local, places: Sequence[int]) -> Local:
+    """Take away dimensions of size 1."""
+    return local.squeeze(tuple(places))
+
+
+def _finite(largest: Tensor) -> Tensor:
+    """Something to subtract before exponentials; where all is minus infinity, nothing."""
+    return largest.map(lambda local: torch.where(local.isfinite(), local, torch.zeros_like(local)))

@@ -1,0 +1,86 @@
+"""Less memory for more work: `recompute` forgets what backward can compute again, `serialize` cuts up a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tulle.errors import ModelError
+from tulle.named.dims import Dim, Dims
+from tulle.named.placed import Local
+from tulle.named.randomness import drawn_again, mark
+from tulle.named.scope import current, entered
+from tulle.named.tensor import Tensor
+
+
+def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """`function(*inputs)`, of which only the inputs are kept for backward, which computes the rest again.
+
+    Exchanges inside are done again too, in the same order on every rank; dropout drops the same.
+
+    Source: Chen et al., *Training Deep Nets with Sublinear Memory Cost* (2016).
+    """
+    scope, before = current(), mark()
+    dims: list[Dims] = []
+
+    def run(*locals_: Local) -> Local:
+        named = [Tensor(local, one.dims, (), scope) for local, one in zip(locals_, inputs, strict=True)]
+        with entered(scope):
+            if dims:
+                with drawn_again(before):
+                    return function(*named).local
+            out = function(*named)
+        dims.append(out.dims)
+        return out.local
+
+    local = checkpoint(run, *[one.local for one in inputs], use_reentrant=False, preserve_rng_state=False)
+    assert isinstance(local, torch.Tensor), "what a named function gives is one tensor"
+    return Tensor(local, dims[0])
+
+
+def serialize(loss_of: Callable[..., Tensor], batch: Dim, pieces: int, *inputs: Tensor) -> Tensor:
+    """Forward and backward of one piece of the batch after the other; gradients add up and are summed over ranks once.
+
+    Each rank cuts the part that it holds, so nothing travels for it. Inside, the batch is a dimension of the same name
+    and smaller size. Every rank must call it.
+
+    Args:
+        loss_of: Gives the mean loss of what it is called with, a tensor without dimensions.
+        batch: The dimension to cut; inputs without it are given whole each time.
+        pieces: How many pieces.
+        *inputs: What `loss_of` is called with.
+
+    Returns:
+        The mean loss, without gradient.
+
+    Raises:
+        ModelError: If the pieces would not be of one size on every rank.
+    """
+    scope = current()
+    if scope.local_size(batch) % pieces:
+        raise ModelError(
+            f"serialize was asked for {pieces} pieces of {batch!r}, of which each rank has {scope.local_size(batch)}: "
+            "choose a number that divides it"
+        )
+    small = batch.resized(batch.size // pieces)
+    total: Tensor | None = None
+    for piece in range(pieces):
+        loss = loss_of(*[_piece(one, batch, small, piece) for one in inputs]) * (1 / pieces)
+        if piece < pieces - 1:
+            with scope.gradients.held():
+                loss.backward()
+        else:
+            loss.backward()
+        total = loss.detach() if total is None else total + loss.detach()
+    assert total is not None, "there is at least one piece"
+    return total
+
+
+def _piece(tensor: Tensor, batch: Dim, small: Dim, piece: int) -> Tensor:
+    if batch not in tensor.dims:
+        return tensor
+    place, length = tensor.place(batch, "serialize"), tensor.scope.local_size(small)
+    dims = tuple(small if dim == batch else dim for dim in tensor.dims)
+    return Tensor(tensor.local.narrow(place, piece * length, length), dims)

@@ -1,0 +1,220 @@
+"""Splits and merges dimensions, cuts, pads and joins them; data moves where the layout asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from tulle.errors import ModelError
+from tulle.named.dims import Dim, Dims, spelled, volume
+from tulle.named.placed import Local, aligned, label_of, record, shared_scope
+from tulle.named.relayout import Mover, Splits, check_once
+from tulle.named.scope import Scope
+from tulle.named.tensor import Tensor
+
+
+def split(tensor: Tensor, dim: Dim, into: Sequence[Dim]) -> Tensor:
+    """Make several dimensions of one, the first of them the slowest-varying.
+
+    Raises:
+        ModelError: If the sizes do not multiply to that of `dim`.
+
+    Example:
+        >>> import torch
+        >>> from tulle import named as tn
+        >>> d, heads, d_kv = tn.dims(d=6, heads=2, d_kv=3)
+        >>> tn.split(tn.from_torch(torch.arange(6), d), d, (heads, d_kv)).local.tolist()
+        [[0, 1, 2], [3, 4, 5]]
+    """
+    place, into = tensor.place(dim, "split"), tuple(into)
+    _check_product(dim, into, "split")
+    scope = shared_scope([tensor], "split")
+    dims = (*tensor.dims[:place], *into, *tensor.dims[place + 1 :])
+    check_once(dims, "split")
+    scope.axes(dims, "split to")
+    moves = [(dim, into[0]), *[(None, one) for one in into[1:]], *_unmoved(tensor, dims)]
+    record("move", [tensor], tensor.dims, dims, tuple(moves))
+    mover = _mover(tensor, label_of("split", dims))
+    axis = mover.splits[place]
+    if axis and into[0].size % scope.sizes[axis]:
+        mover.gather(axis)
+        axis = None
+    first = into[0].size // (scope.sizes[axis] if axis else 1)
+    mover.part = mover.part.unflatten(place, (first, *[one.size for one in into[1:]]))
+    mover.splits[place : place + 1] = [axis, *[None] * (len(into) - 1)]
+    return _moved(mover, scope, dims)
+
+
+def merge(tensor: Tensor, dims: Sequence[Dim], into: Dim) -> Tensor:
+    """Make one dimension of several, the first of them the slowest-varying; it stands where the first stood.
+
+    Raises:
+        ModelError: If the sizes do not multiply to that of `into`.
+
+    Example:
+        >>> import torch
+        >>> from tulle import named as tn
+        >>> d, heads, d_kv = tn.dims(d=6, heads=2, d_kv=3)
+        >>> tn.merge(tn.from_torch(torch.arange(6).view(2, 3), (heads, d_kv)), (heads, d_kv), d).local.tolist()
+        [0, 1, 2, 3, 4, 5]
+    """
+    merged = tuple(dims)
+    places = [tensor.place(dim, "merge") for dim in merged]
+    _check_product(into, merged, "merge")
+    scope = shared_scope([tensor], "merge")
+    rest = [place for place in range(len(tensor.dims)) if place not in places]
+    begin = sum(place < places[0] for place in rest)
+    order = [*rest[:begin], *places, *rest[begin:]]
+    out = (*[tensor.dims[place] for place in rest[:begin]], into, *[tensor.dims[place] for place in rest[begin:]])
+    check_once(out, "merge")
+    scope.axes(out, "merge to")
+    moves = [(merged[0], into), *[(one, None) for one in merged[1:]], *_unmoved(tensor, out)]
+    record("move", [tensor], tensor.dims, out, tuple(moves))
+    mover = _mover(tensor, label_of("merge", out))
+    mover.part = mover.part.permute(order)
+    mover.splits = [mover.splits[place] for place in order]
+    axis = scope.axis(into)
+    if axis and merged[0].size % scope.sizes[axis]:
+        axis = None
+    after: Splits = [scope.axis(dim) for dim in out]
+    mover.part = mover.move([*after[:begin], axis, *[None] * (len(merged) - 1), *after[begin + 1 :]])
+    mover.part = mover.part.flatten(begin, begin + len(merged) - 1)
+    mover.splits[begin : begin + len(merged)] = [axis]
+    return _moved(mover, scope, out)
+
+
+def slice(tensor: Tensor, dim: Dim, out: Dim, *, start: int = 0) -> Tensor:
+    """The entries `start` to `start + out.size` of a dimension, as dimension `out`.
+
+    Raises:
+        ModelError: If there are not so many.
+    """
+    if start < 0 or start + out.size > dim.size:
+        raise ModelError(f"slice of {dim!r} from {start} to {start + out.size} goes beyond it: take fewer entries")
+    place = tensor.place(dim, "slice")
+    return _resized(tensor, place, out, lambda whole: whole.narrow(place, start, out.size))
+
+
+def pad(tensor: Tensor, dim: Dim, out: Dim, *, before: int = 0, value: float = 0.0) -> Tensor:
+    """The dimension made longer, as dimension `out`: `before` entries in front, the rest behind.
+
+    Pad a dimension to a multiple of an axis to split it; `tn.mask(out, dim.size)` tells which entries are real.
+
+    Raises:
+        ModelError: If `out` is not long enough.
+    """
+    after = out.size - dim.size - before
+    if before < 0 or after < 0:
+        raise ModelError(f"pad of {dim!r} by {before} in front gives more than {out!r}: make that longer")
+    place = tensor.place(dim, "pad")
+    width = [0, 0] * (len(tensor.dims) - 1 - place) + [before, after]
+    return _resized(tensor, place, out, lambda whole: F.pad(whole, width, value=value))
+
+
+def concat(tensors: Sequence[Tensor], dims: Sequence[Dim], out: Dim) -> Tensor:
+    """Lay tensors end to end, each along its own one of `dims`, as dimension `out`; their other dimensions agree.
+
+    Raises:
+        ModelError: If sizes do not add up, or other dimensions differ.
+    """
+    if sum(dim.size for dim in dims) != out.size or len(dims) != len(tensors):
+        raise ModelError(f"concat along {spelled(dims)} cannot give {out!r}: name a dimension of each, adding up to it")
+    scope = shared_scope(tensors, "concat")
+    place = tensors[0].place(dims[0], "concat")
+    result = _replaced(tensors[0].dims, place, out)
+    parts: list[Local] = []
+    for tensor, dim in zip(tensors, dims, strict=True):
+        wanted = _replaced(result, place, dim)
+        if set(wanted) != set(tensor.dims):
+            raise ModelError(f"concat was given {tensor!r} among tensors of {spelled(wanted)}: others must agree")
+        parts.append(aligned(_whole(tensor, tensor.place(dim, "concat")), tensor.dims, wanted))
+    scope.axes(result, "concat to")
+    mover = Mover(scope, torch.cat(parts, place), label_of("concat", result), _splits(scope, result, place))
+    return _moved(mover, scope, result)
+
+
+def stack(tensors: Sequence[Tensor], dim: Dim) -> Tensor:
+    """Lay tensors of the same dimensions side by side, along a new dimension that comes first.
+
+    Raises:
+        ModelError: If their number is not the dimension's size.
+    """
+    if dim.size != len(tensors):
+        raise ModelError(f"stack was given {len(tensors)} tensors for {dim!r}: give as many as its size")
+    scope = shared_scope(tensors, "stack")
+    result = (dim, *tensors[0].dims)
+    check_once(result, "stack")
+    scope.axes(result, "stack to")
+    part = torch.stack([aligned(tensor.local, tensor.dims, result[1:]) for tensor in tensors])
+    return _moved(Mover(scope, part, label_of("stack", result), _splits(scope, result, 0)), scope, result)
+
+
+def unstack(tensor: Tensor, dim: Dim) -> list[Tensor]:
+    """The tensors that lie side by side along a dimension."""
+    place = tensor.place(dim, "unstack")
+    rest = tuple(other for other in tensor.dims if other != dim)
+    return [Tensor(part, rest) for part in _whole(tensor, place).unbind(place)]
+
+
+def shift(tensor: Tensor, dim: Dim, by: int = 1, *, wrap: bool = False) -> Tensor:
+    """Move entries `by` places up along a dimension (down if negative); zeros, or what falls out, come in.
+
+    Only what crosses from rank to rank travels, unless it wraps around.
+    """
+    place, axis = tensor.place(dim, "shift"), tensor.scope.axis(dim)
+    if wrap:
+        return _resized(tensor, place, dim, lambda whole: whole.roll(by, place))
+    before, after = max(by, 0), max(-by, 0)
+    local, length = tensor.local, tensor.scope.local_size(dim)
+    if axis is None:
+        width = [0, 0] * (len(tensor.dims) - 1 - place) + [before, after]
+        window = F.pad(local, width)
+    else:
+        window = tensor.scope.wire.halo(local, axis, place, before, after, label_of("shift", tensor.dims))
+    return tensor.with_part(window.narrow(place, after, length))
+
+
+def _resized(tensor: Tensor, place: int, out: Dim, change: Callable[[Local], Local]) -> Tensor:
+    scope = shared_scope([tensor], "slice or pad")
+    dims = _replaced(tensor.dims, place, out)
+    check_once(dims, "slice or pad")
+    scope.axes(dims, "slice or pad to")
+    part = change(_whole(tensor, place))
+    return _moved(Mover(scope, part, label_of("slice", dims), _splits(scope, dims, place)), scope, dims)
+
+
+def _unmoved(tensor: Tensor, dims: Dims) -> list[tuple[Dim, Dim]]:
+    return [(dim, dim) for dim in tensor.dims if dim in dims]
+
+
+def _whole(tensor: Tensor, place: int) -> Local:
+    """This rank's part with one dimension made whole."""
+    mover = Mover(tensor.scope, tensor.local, label_of("gather", tensor.dims), _splits(tensor.scope, tensor.dims))
+    axis = mover.splits[place]
+    if axis is not None:
+        mover.gather(axis)
+    return mover.part
+
+
+def _mover(tensor: Tensor, label: str) -> Mover:
+    return Mover(tensor.scope, tensor.local, label, _splits(tensor.scope, tensor.dims))
+
+
+def _moved(mover: Mover, scope: Scope, dims: Dims) -> Tensor:
+    return Tensor(mover.move(_splits(scope, dims)), dims, mover.pending)
+
+
+def _splits(scope: Scope, dims: Dims, whole: int | None = None) -> Splits:
+    """The axis that splits each dimension; that at place `whole` is split by none."""
+    return [None if place == whole else scope.axis(dim) for place, dim in enumerate(dims)]
+
+
+def _replaced(dims: Dims, place: int, by: Dim) -> Dims:
+    return (*dims[:place], by, *dims[place + 1 :])
+
+
+def _check_product(one: Dim, several: Dims, what: str) -> None:
+    if volume(several) != one.size:
+        raise ModelError(f"{what} between {one!r} and {spelled(several)}: the sizes must multiply to {one.size}")

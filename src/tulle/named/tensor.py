@@ -1,0 +1,276 @@
+"""`Tensor`: the arithmetic of named dimensions, and the way in and out for plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tulle.errors import ModelError
+from tulle.named.contraction import contract
+from tulle.named.dims import Dim, as_dims, spelled, united
+from tulle.named.elementwise import Scalar, broadcast
+from tulle.named.placed import Local, Placed
+from tulle.named.relayout import check_once, renamed
+from tulle.named.scope import current
+
+
+class Tensor(Placed):
+    """This rank's part of a tensor whose dimensions have names, in any order. Made by `from_torch` and by operations.
+
+    What it computes is the same in every layout; where sums and exchanges are needed, they happen inside. All ranks
+    must do the same operations in the same order.
+
+    Example:
+        >>> import torch
+        >>> from tulle import named as tn
+        >>> batch, d = tn.dims(batch=2, d=3)
+        >>> x, gain = tn.from_torch(torch.ones(2, 3), (batch, d)), tn.from_torch(torch.arange(3.0), (d,))
+        >>> tn.to_torch(x * gain + 1).tolist()
+        [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]]
+    """
+
+    __slots__ = ()
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient of a parameter or of another leaf, laid out as the tensor is."""
+        gradient = self.part.grad
+        return None if gradient is None else Tensor(gradient, self.dims, (), self.scope)
+
+    def map(self, function: Callable[[Local], Local]) -> Tensor:
+        """Apply an elementwise function of plain tensors."""
+        return Tensor(function(self.local), self.dims, (), self.scope)
+
+    def with_part(self, part: Local) -> Tensor:
+        """Another part of the same dimensions."""
+        return Tensor(part, self.dims, (), self.scope)
+
+    def item(self) -> float:
+        """The number that a tensor without dimensions holds. Every rank must call it."""
+        return self.local.item()
+
+    def detach(self) -> Tensor:
+        """The same numbers, through which no gradient flows back."""
+        return Tensor(self.part.detach(), self.dims, self.pending, self.scope)
+
+    def to(self, dtype: torch.dtype) -> Tensor:
+        """The numbers in another dtype."""
+        return self if self.dtype == dtype else self.map(lambda local: local.to(dtype))
+
+    def backward(self) -> None:
+        """Compute gradients, as `torch.Tensor.backward`. Every rank must call it.
+
+        Raises:
+            ModelError: If the tensor has dimensions.
+        """
+        if self.dims:
+            raise ModelError(
+                f"backward was called on a tensor with dimensions {spelled(self.dims)}: call it on a number, such as "
+                "its mean()"
+            )
+        self.local.backward()
+
+    def dot(self, other: Tensor, over: Dim | Sequence[Dim]) -> Tensor:
+        """Multiply and sum over some dimensions; those that remain keep their order, `other`'s come last.
+
+        Raises:
+            ModelError: If one of the two does not have a dimension that is summed over.
+
+        Example:
+            >>> import torch
+            >>> from tulle import named as tn
+            >>> batch, d, ff = tn.dims(batch=2, d=3, ff=4)
+            >>> x, w = tn.from_torch(torch.ones(2, 3), (batch, d)), tn.from_torch(torch.ones(3, 4), (d, ff))
+            >>> x.dot(w, d)
+            Tensor(batch=2, ff=4; float32)
+        """
+        over = as_dims(over)
+        for dim in over:
+            self.place(dim, "dot")
+            other.place(dim, "dot")
+        out = tuple(dim for dim in united(self.dims, other.dims) if dim not in over)
+        return Tensor(*contract((self, other), out))
+
+    def rename(self, **dims: Dim) -> Tensor:
+        """Give dimensions other names of the same size; data moves if the layout splits the new ones otherwise.
+
+        Raises:
+            ModelError: If a dimension is not there, or a size differs.
+            PlanError: If the result is not legal in the layout.
+
+        Example:
+            >>> import torch
+            >>> from tulle import named as tn
+            >>> length, memory = tn.dims(length=4, memory=4)
+            >>> tn.from_torch(torch.ones(4), (length,)).rename(length=memory)
+            Tensor(memory=4; float32)
+        """
+        result = Tensor(*renamed(self, dims))
+        result.enter_as(self)
+        return result
+
+    def __add__(self, other: Tensor | Scalar) -> Tensor:
+        return _added(torch.add, self, other)
+
+    def __sub__(self, other: Tensor | Scalar) -> Tensor:
+        return _added(torch.sub, self, other)
+
+    def __mul__(self, other: Tensor | Scalar) -> Tensor:
+        return _alike(torch.mul, self, other) if isinstance(other, Tensor) else _scaled(torch.mul, self, other)
+
+    def __truediv__(self, other: Tensor | Scalar) -> Tensor:
+        return _alike(torch.div, self, other) if isinstance(other, Tensor) else _scaled(torch.div, self, other)
+
+    def __radd__(self, other: Scalar) -> Tensor:
+        return self + other
+
+    def __rsub__(self, other: Scalar) -> Tensor:
+        return self.map(lambda local: other - local)
+
+    def __rmul__(self, other: Scalar) -> Tensor:
+        return _scaled(torch.mul, self, other)
+
+    def __rtruediv__(self, other: Scalar) -> Tensor:
+        return self.map(lambda local: other / local)
+
+    def __neg__(self) -> Tensor:
+        return _scaled(torch.mul, self, -1)
+
+    def __pow__(self, exponent: Scalar) -> Tensor:
+        return self.map(lambda local: local**exponent)
+
+    def __lt__(self, other: Tensor | Scalar) -> Tensor:
+        return elementwise(torch.lt, self, other)
+
+    def __le__(self, other: Tensor | Scalar) -> Tensor:
+        return elementwise(torch.le, self, other)
+
+    def __gt__(self, other: Tensor | Scalar) -> Tensor:
+        return elementwise(torch.gt, self, other)
+
+    def __ge__(self, other: Tensor | Scalar) -> Tensor:
+        return elementwise(torch.ge, self, other)
+
+    def __and__(self, other: Tensor) -> Tensor:
+        return elementwise(torch.logical_and, self, other)
+
+    def __or__(self, other: Tensor) -> Tensor:
+        return elementwise(torch.logical_or, self, other)
+
+    def __invert__(self) -> Tensor:
+        return self.map(torch.logical_not)
+
+
+def elementwise(function: Callable[..., Local], *inputs: Tensor | Scalar, **options: Any) -> Tensor:
+    """Apply an elementwise function of plain tensors to named ones and numbers, broadcast by name.
+
+    The result's dimensions are those of the input that has most, then what others add.
+
+    Raises:
+        PlanError: If the operation is not legal in the layout.
+        ModelError: If one dimension name comes with two sizes, or an input lives under another layout.
+
+    Example:
+        >>> import torch
+        >>> from tulle import named as tn
+        >>> batch, d = tn.dims(batch=2, d=3)
+        >>> x = tn.from_torch(torch.ones(2, 3), (batch, d))
+        >>> tn.elementwise(torch.maximum, x, tn.from_torch(torch.ones(3), (d,)))
+        Tensor(batch=2, d=3; float32)
+    """
+    return Tensor(*broadcast(function, inputs, **options))
+
+
+def einsum(*inputs: Tensor, out: Dim | Sequence[Dim]) -> Tensor:
+    """Multiply any number of tensors, and sum over the dimensions that `out` leaves away.
+
+    Raises:
+        PlanError: If two dimensions of the operation are split over one axis.
+        ModelError: If one dimension name comes with two sizes, or `out` has what no input has.
+
+    Example:
+        >>> import torch
+        >>> from tulle import named as tn
+        >>> batch, length = tn.dims(batch=2, length=3)
+        >>> x = tn.from_torch(torch.ones(2, 3), (batch, length))
+        >>> tn.to_torch(tn.einsum(x, x, out=batch)).tolist()
+        [3.0, 3.0]
+    """
+    return Tensor(*contract(inputs, as_dims(out)))
+
+
+def from_torch(tensor: torch.Tensor, dims: Dim | Sequence[Dim]) -> Tensor:
+    """This rank's part of a plain tensor that every rank has whole. Gradients flow back to it, whole on every rank.
+
+    Args:
+        tensor: Of the sizes of `dims`, equal on all ranks.
+        dims: Its dimensions, in order.
+
+    Raises:
+        ModelError: If the shape is not that of the dimensions.
+        PlanError: If the layout splits two of them over one axis, or one does not divide evenly.
+    """
+    dims = as_dims(dims)
+    if tuple(tensor.shape) != tuple(dim.size for dim in dims):
+        raise ModelError(
+            f"from_torch was given a tensor of shape {tuple(tensor.shape)} for dimensions {spelled(dims)}: "
+            "name each dimension of the tensor, in order and with its size"
+        )
+    check_once(dims, "from_torch")
+    scope = current()
+    for axis, dim in scope.axes(dims, "from_torch of").items():
+        tensor = scope.wire.scatter(tensor, axis, dims.index(dim), f"from_torch {dim.name}")
+    return Tensor(tensor, dims)
+
+
+def from_local(local: torch.Tensor, dims: Dim | Sequence[Dim]) -> Tensor:
+    """A named tensor of which this rank already has its part, as when each rank loads its own samples.
+
+    Raises:
+        ModelError: If the part's shape is not that of this rank's part.
+    """
+    dims = as_dims(dims)
+    scope = current()
+    scope.axes(dims, "from_local of")
+    if tuple(local.shape) != scope.local_shape(dims):
+        raise ModelError(
+            f"from_local was given a part of shape {tuple(local.shape)} of dimensions {spelled(dims)}, expected "
+            f"{scope.local_shape(dims)} under {scope!r}"
+        )
+    return Tensor(local, dims)
+
+
+def to_torch(tensor: Placed) -> torch.Tensor:
+    """The whole tensor on every rank, its dimensions in the order of `tensor.dims`. Every rank must call it.
+
+    Gradients flow back: every rank's gradient of the whole must be the same.
+    """
+    whole = tensor.local
+    for place, dim in enumerate(tensor.dims):
+        axis = tensor.scope.axis(dim)
+        if axis is not None:
+            whole = tensor.scope.wire.gather(whole, axis, place, f"to_torch {dim.name}")
+    return whole
+
+
+def _added(function: Callable[..., Local], left: Tensor, right: Tensor | Scalar) -> Tensor:
+    """Two sums that are pending over the same axes stay so, as one."""
+    if not isinstance(right, Tensor):
+        return elementwise(function, left, right)
+    if left.pending and left.pending == right.pending and left.dims == right.dims:
+        return Tensor(function(left.part, right.part), left.dims, left.pending, left.scope)
+    return _alike(function, left, right)
+
+
+def _alike(function: Callable[..., Local], left: Tensor, right: Tensor) -> Tensor:
+    """The short way for two tensors of the same dimensions, which enter as they are."""
+    scope = left.scope
+    if left.dims == right.dims and scope is right.scope and scope is current() and scope.trace is None:
+        return Tensor(function(left.local, right.local), left.dims, (), scope)
+    return elementwise(function, left, right)
+
+
+def _scaled(function: Callable[..., Local], tensor: Tensor, factor: Scalar) -> Tensor:
+    return Tensor(function(tensor.part, factor), tensor.dims, tensor.pending, tensor.scope)

@@ -1,0 +1,140 @@
+"""What is wrong is refused by name, on every rank alike, before anything is sent."""
+
+import pytest
+import torch
+
+import tulle
+from ranks import on_ranks
+from tulle import named as tn
+from tulle.comm import traffic
+from tulle.errors import ModelError, PlanError
+
+batch, length, memory, d, heads, d_kv = tn.dims(batch=4, length=6, memory_length=6, d_model=8, heads=4, d_kv=2)
+
+
+def ones(*dims):
+    return tn.from_torch(torch.ones([dim.size for dim in dims]), dims)
+
+
+def refused(kind, text, action):
+    before = traffic.total.messages
+    with pytest.raises(kind) as caught:
+        action()
+    assert text in str(caught.value)
+    assert traffic.total.messages == before, "nothing is sent before an error"
+
+
+@on_ranks(2)
+def test_two_dimensions_of_a_tensor_on_one_axis_are_refused():
+    with tn.use(tulle.init(model=2), "d_model:model, heads:model"):
+        refused(
+            PlanError,
+            "(d_model=8, heads=4) has dimensions 'd_model' and 'heads' both split over mesh axis 'model': "
+            "take one of them out of the layout, or rename it before the operation",
+            lambda: ones(d, heads),
+        )
+
+
+@on_ranks(2)
+def test_two_dimensions_of_an_operation_on_one_axis_are_refused():
+    with tn.use(tulle.init(model=2), "d_model:model, heads:model"):
+        x, y = ones(batch, d), ones(batch, heads)
+        refused(PlanError, "einsum over (batch=4, d_model=8, heads=4)", lambda: tn.einsum(x, y, out=batch))
+        refused(PlanError, "mul of (batch=4, d_model=8, heads=4)", lambda: x * y)
+
+
+@on_ranks(4)
+def test_a_size_that_does_not_divide_is_refused_and_the_mend_is_named():
+    with tn.use(tulle.init(model=4), "length:model"):
+        refused(
+            PlanError,
+            "dimension 'length' of size 6 does not divide evenly among the 4 ranks of mesh axis 'model': pad it to 8",
+            lambda: ones(batch, length),
+        )
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_not_legal_is_named():
+    model = tn.Module()
+    model.inner = tn.Module()
+    model.inner.weight = tn.param(d, heads)
+    with tn.use(tulle.init(model=2), "d_model:model, heads:model"):
+        refused(PlanError, "parameter inner.weight (d_model=8, heads=4)", model.init)
+
+
+@on_ranks(2)
+def test_a_rule_that_nearly_names_something_is_refused():
+    mesh = tulle.init(model=2)
+    with (
+        pytest.raises(PlanError, match=r"rule 'head:model' names the dimension 'head'.* but 'heads' is"),
+        tn.use(mesh, "head:model"),
+    ):
+        pass
+    with (
+        pytest.raises(PlanError, match=r"rule 'heads:modle' names the axis 'modle'.* but 'model' is"),
+        tn.use(mesh, "heads:modle"),
+    ):
+        pass
+    with tn.use(mesh, "experts:model, batch:data"):  # neither is here: one set of rules serves every model and mesh
+        assert ones(batch).local.shape == (4,)
+
+
+@on_ranks(2)
+def test_a_tensor_of_another_layout_is_refused():
+    mesh = tulle.init(model=2)
+    with tn.use(mesh, "heads:model"):
+        x = ones(batch, heads)
+    with tn.use(mesh, "heads:model"):
+        assert (x + x).dims == x.dims, "the same mesh and layout are one scope"
+    with tn.use(mesh, "batch:model"):
+        refused(ModelError, "bring it over with tn.to_torch and tn.from_torch", lambda: x + 1 + x)
+    refused(ModelError, "which lives under mesh (model=2), Layout('heads:model')", lambda: tn.sum(x))
+
+
+def test_a_parameter_must_be_initialized_where_it_is_used():
+    model = tn.Module()
+    model.weight = tn.param(d, heads)
+    with pytest.raises(ModelError, match=r"call init\(seed\) of the model"):
+        ones(batch, d).dot(model.weight, d)
+
+
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [
+        (lambda: tn.dims(batch=0), "dimension 'batch' was given size 0, expected a positive integer"),
+        (lambda: tn.Layout("batch=data"), "rule 'batch=data' is not of the form 'dimension:axis'"),
+        (lambda: tn.Layout("batch:data, batch:model"), "splits dimension 'batch' over axes 'data' and 'model'"),
+        (lambda: ones(d) + ones(d.resized(4)), "dimension 'd_model' has size 8 in one tensor of the operation and 4"),
+        (lambda: ones(batch).dot(ones(d), d), "dot was given dimension d_model=8, but the tensor has (batch=4)"),
+        (lambda: ones(batch, length).rename(lenght=memory), "none is called 'lenght'"),
+        (lambda: ones(batch, length).rename(length=d), "rename of length=6 to d_model=8 changes the size"),
+        (lambda: ones(length, memory).rename(length=memory), "with one name twice"),
+        (lambda: tn.einsum(ones(batch), out=(batch, d)), "einsum is to give dimension d_model=8, which no input has"),
+        (lambda: tn.from_torch(torch.ones(4, 5), (batch, d)), "of shape (4, 5) for dimensions (batch=4, d_model=8)"),
+        (lambda: tn.from_local(torch.ones(3), batch), "a part of shape (3,) of dimensions (batch=4), expected (4,)"),
+        (lambda: ones(batch).backward(), "backward was called on a tensor with dimensions (batch=4)"),
+        (lambda: tn.sum(ones(batch), d), "sum was given dimension d_model=8"),
+        (lambda: tn.split(ones(d), d, (heads, heads)), "the sizes must multiply to 8"),
+        (lambda: tn.slice(ones(d), d, heads, start=5), "slice of d_model=8 from 5 to 9 goes beyond it"),
+        (lambda: tn.pad(ones(heads), heads, d, before=5), "pad of heads=4 by 5 in front gives more than d_model=8"),
+        (lambda: tn.stack([ones(d)], heads), "stack was given 1 tensors for heads=4"),
+        (lambda: tn.concat([ones(d), ones(d)], [d, d], heads), "cannot give heads=4"),
+        (lambda: tn.gather(ones(d, heads), ones(batch), d), "expected integers without that dimension"),
+        (lambda: tn.dropout(ones(d), 1.0), "dropout was given the share 1.0"),
+        (lambda: tn.top_k(ones(heads), heads, d), "there are not so many"),
+        (lambda: tn.sample(ones(heads), heads, temperature=-1), "expected 0 or more"),
+        (lambda: tn.serialize(tn.mean, batch, 3, ones(batch)), "serialize was asked for 3 pieces of batch=4"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(action, text):
+    with pytest.raises((ModelError, PlanError)) as caught:
+        action()
+    assert text in str(caught.value)
+
+
+@on_ranks(4)
+def test_the_repr_shows_the_layout_and_what_is_pending():
+    with tn.use(tulle.init(data=2, model=2), "batch:data, heads:model"):
+        x = ones(batch, heads)
+        assert repr(x) == "Tensor(batch=4/data, heads=4/model; float32)"
+        assert repr(tn.sum(x, heads)) == "Tensor(batch=4/data; float32; sum over model pending)"

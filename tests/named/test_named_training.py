@@ -1,0 +1,157 @@
+"""Optimizers, clipping, checkpoints and DTensors: what they do does not depend on the layout."""
+
+import pytest
+import torch
+from named_models import LanguageModel, batch, d, ff, vocab, worst_difference
+from torch import nn
+
+import tulle
+from ranks import on_ranks
+from tulle import named as tn
+from tulle.errors import CheckpointError, ModelError
+from tulle.named.module import named_parameters
+
+LAYOUTS = [
+    "batch:data, heads:model, d_ff:model, vocab:model",
+    "length:data, d_model:model",
+    "d_kv:data, d_ff:data, memory_length:model, vocab:model",
+]
+OPTIMIZERS = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    "Adafactor": lambda model: tn.Adafactor(model),
+    "Adafactor, plain": lambda model: tn.Adafactor(model, lr=1e-2, scales_by_parameter=False, clip=0.1),
+}
+
+
+def train(optimizer, steps, model=None, clip=0.3):
+    model = model or LanguageModel().init(seed=0)
+    optimizer = OPTIMIZERS[optimizer](model) if isinstance(optimizer, str) else optimizer
+    norms = []
+    for _ in range(steps):
+        model.loss(*model.sample()).backward()
+        norms.append(tn.clip_grad_norm(model, clip))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer, whole(model) | {f"norm {n}": norm for n, norm in enumerate(norms)}
+
+
+def whole(model):
+    return {name: tn.to_torch(one.detach()) for name, one in named_parameters(model)}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optimizers_and_clipping_agree_under_layouts(optimizer):
+    mesh = tulle.init(data=2, model=2)
+    *_, expected = train(optimizer, 3)
+    for layout in LAYOUTS:
+        with tn.use(mesh, layout):
+            *_, got = train(optimizer, 3)
+            assert worst_difference(got, expected) < 1e-11, layout
+
+
+def test_adafactor_is_that_of_torch_for_matrices():
+    model = tn.Module()
+    model.weight = tn.param(d, ff, dtype=torch.float64)
+    model.init(seed=1)
+    twin = nn.Parameter(model.weight.parameter.detach().clone())
+    ours = tn.Adafactor(model, lr=1e-2)
+    theirs = torch.optim.Adafactor([twin], lr=1e-2, eps=(1e-60, 1e-3))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for _ in range(3):
+        tn.mean(tn.square(tn.from_torch(x, (batch, d)).dot(model.weight, d))).backward()
+        (x @ twin).square().mean().backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model.weight.parameter, twin, rtol=1e-5, atol=1e-9)
+
+
+def test_clipping_is_that_of_torch():
+    model = LanguageModel().init(seed=0)
+    model.loss(*model.sample()).backward()
+    gradients = {name: one.grad.clone() for name, one in model.named_parameters()}
+    expected = nn.utils.clip_grad_norm_(list(model.parameters()), 0.3)
+    clipped = {name: one.grad.clone() for name, one in model.named_parameters()}
+    for name, one in model.named_parameters():
+        one.grad = gradients[name]
+    torch.testing.assert_close(tn.clip_grad_norm(model, 0.3), expected)
+    for name, one in model.named_parameters():
+        torch.testing.assert_close(one.grad, clipped[name])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adafactor"])
+def test_a_checkpoint_loads_under_another_layout_and_mesh(optimizer, tmp_path):
+    *_, expected = train(optimizer, 4)
+    with tn.use(tulle.init(data=2, model=2), LAYOUTS[0]):
+        model, trained, _ = train(optimizer, 2)
+        tn.save(tmp_path / "saved", model, trained, step=2)
+    for axes, layout in (({"model": 4}, "d_ff:model, vocab:model"), ({"data": 2, "model": 2}, LAYOUTS[1])):
+        with tn.use(tulle.init(**axes), layout):
+            model = LanguageModel().init(seed=5)
+            fresh = OPTIMIZERS[optimizer](model)
+            assert tn.load(tmp_path / "saved", model, fresh) == {"step": 2}
+            *_, got = train(fresh, 2, model)
+            expected_parts = {name: expected[name] for name in whole(model)}
+            assert worst_difference(got, expected_parts) < 1e-11
+    assert not (tmp_path / "saved.partial").exists()
+
+
+def test_one_process_saves_and_loads_too_and_what_is_not_there_is_refused(tmp_path):
+    *_, expected = train("AdamW", 4)
+    model, optimizer, _ = train("AdamW", 2)
+    tn.save(tmp_path / "saved", model, optimizer)
+    model = LanguageModel().init(seed=5)
+    fresh = OPTIMIZERS["AdamW"](model)
+    tn.load(tmp_path / "saved", model, fresh)
+    *_, got = train(fresh, 2, model)
+    assert worst_difference(got, {name: expected[name] for name in whole(model)}) < 1e-12
+    with pytest.raises(CheckpointError, match="there is no checkpoint of a named model"):
+        tn.load(tmp_path / "nothing", model, fresh)
+    other = tn.Module()
+    other.other = tn.ones(d)
+    other.init()
+    with pytest.raises(CheckpointError, match=r"has no 'model.other'"):
+        tn.load(tmp_path / "saved", other, torch.optim.SGD(other.parameters()))
+
+
+@on_ranks(4)
+def test_dtensors_come_in_and_go_out():
+    mesh = tulle.init(data=2, model=2)
+    numbers = torch.arange(32.0).view(4, 8)
+    with tn.use(mesh, "batch:data, d_model:model"):
+        x = tn.from_torch(numbers, (batch, d))
+        placed = tn.to_dtensor(x)
+        assert [str(one) for one in placed.placements] == ["S(0)", "S(1)"]
+        assert torch.equal(placed.full_tensor(), numbers)
+    with tn.use(mesh, "d_model:data"):
+        back = tn.from_dtensor(placed, (batch, d))
+        assert back.local.shape == (4, 4)
+        assert torch.equal(tn.to_torch(back), numbers)
+        with pytest.raises(ModelError, match="from_dtensor was given shape"):
+            tn.from_dtensor(placed, (batch, vocab))
+
+
+@on_ranks(2)
+def test_gradients_gather_over_backwards_and_pieces_of_a_batch():
+    mesh = tulle.init(data=2)
+
+    def gradients():
+        model = LanguageModel().init(seed=0)
+        sample = [tn.from_torch(t, dims) for t, dims in zip(model.sample(), [model.dims[:2]] * 2, strict=True)]
+        once = model(*sample)
+        once.backward()
+        model(*sample).backward()
+        twice = {name: tn.to_torch(one.grad) for name, one in named_parameters(model)}
+        model.zero_grad()
+        loss = tn.serialize(model, batch, 2, *sample)
+        torch.testing.assert_close(loss.local, once.local.detach(), rtol=1e-12, atol=0)
+        return twice | {f"pieces {name}": 2 * tn.to_torch(one.grad) for name, one in named_parameters(model)}
+
+    expected = gradients()
+    with tn.use(mesh, "batch:data"):
+        got = gradients()
+    assert worst_difference(got, expected) < 1e-12
+    pieces = {name: expected[f"pieces {name}"] for name in expected if not name.startswith("pieces")}
+    assert worst_difference(pieces, {name: expected[name] for name in pieces}) < 1e-12
