@@ -31,7 +31,7 @@ def data_axis(mesh: Mesh) -> Axis:
         if name != DATA and size > 1:
             raise MeshError(
                 f"the mesh has axis {name}={size}; this version distributes along {DATA!r} only: "
-                f"use tulle.init({DATA}=-1)"
+                f"use tulle.init({DATA}=-1), or tulle.tensor_parallel, tulle.pipeline or tulle.named by themselves"
             )
     return mesh[DATA]
 
