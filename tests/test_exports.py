@@ -32,6 +32,8 @@ def test_the_top_level_is_small_and_known():
         "plan",
         "save",
         "save_safetensors",
+        "stage",
+        "step",
         "sync",
     ]
 

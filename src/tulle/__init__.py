@@ -9,6 +9,7 @@ from tulle.distribute import make_plan as plan
 from tulle.errors import TulleError
 from tulle.lookahead import lookahead
 from tulle.mesh import Mesh, init
+from tulle.pipeline import stage, step
 from tulle.plan import Plan
 from tulle.record import log
 from tulle.rows import RowSparse
@@ -34,6 +35,8 @@ __all__ = [
     "plan",
     "save",
     "save_safetensors",
+    "stage",
+    "step",
     "sync",
 ]
 

@@ -1,0 +1,98 @@
+"""Trains a Hugging Face model, by the name of its configuration, cut into stages: no rank holds the whole of it.
+
+tulle run --processes 4 examples/05_large_model.py --model llama    # four stages, balanced by a profile
+python examples/05_large_model.py                                   # one process: the same batches
+"""
+
+import argparse
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import parallel_text
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+import tulle
+from tulle import pipeline
+
+BYTES = 259  # a token for each byte; 0 fills up
+FAMILIES = {
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", "n_embd n_layer n_head n_positions"),
+    "bert": (
+        "BertForMaskedLM",
+        "BertConfig",
+        "hidden_size num_hidden_layers num_attention_heads max_position_embeddings",
+    ),
+    "t5": ("T5ForConditionalGeneration", "T5Config", "d_model num_layers num_heads"),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", "hidden_size num_hidden_layers num_attention_heads"),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", "hidden_size num_hidden_layers num_attention_heads"),
+}
+FILE = Path(__file__).parent / "data" / "libreoffice.en-de.tsv.xz"
+
+
+def main() -> None:
+    options = parse()
+    texts = [source for source, _ in parallel_text.read_pairs(str(options.text))]
+    mesh = tulle.init(pipe=-1)
+    torch.manual_seed(options.seed)
+    with pipeline.deferred():  # nothing is allocated yet: each rank makes its stage only
+        model = build(options)
+    batches = endless_batches(texts, options)
+    sample = next(batches)[: options.batch // options.micro_batches]
+    model = pipeline.place(model, mesh["pipe"], sample={"input_ids": sample, "labels": sample})
+    placed = pipeline.placement_of(model)
+    if mesh.rank == 0 and placed and placed.partition:
+        print(placed.partition.table(), flush=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+    step = pipeline.step(micro_batches=options.micro_batches)(train_step)
+    for number, batch in enumerate(itertools.islice(batches, options.steps), start=1):
+        loss = step(model, batch).mean().item()
+        optimizer.step()
+        optimizer.zero_grad()
+        if mesh.rank == 0 and (number % options.print_every == 0 or number == options.steps):
+            print(f"step {number} of {options.steps}: loss {loss:.3f} a token", flush=True)
+
+
+def train_step(model: nn.Module, batch: Tensor) -> Tensor:
+    """One micro-batch: forward, loss, backward."""
+    loss = model(input_ids=batch, labels=batch).loss
+    loss.backward()
+    return loss
+
+
+def build(options: argparse.Namespace) -> nn.Module:
+    """A model of the family with random weights, of the size that the options say."""
+    kind, config, names = FAMILIES[options.model]
+    sizes = dict(zip(names.split(), (options.width, options.depth, options.heads, options.length), strict=False))
+    extra = {"d_ff": 4 * options.width, "d_kv": options.width // options.heads} if options.model == "t5" else {}
+    if options.model in ("llama", "mixtral"):
+        extra = {"intermediate_size": 4 * options.width, "num_key_value_heads": options.heads}
+    settings = {"vocab_size": BYTES, "pad_token_id": 0, "use_cache": False, "decoder_start_token_id": 0} | sizes | extra
+    return getattr(hf, kind)(getattr(hf, config)(**settings))
+
+
+def endless_batches(texts: list[str], options: argparse.Namespace) -> Iterator[Tensor]:
+    """Stretches of the text, `[batch, length]`, the same on all ranks."""
+    stream = torch.frombuffer(bytearray("\n".join(texts).encode()), dtype=torch.uint8).long() + 3
+    generator = torch.Generator().manual_seed(options.seed)
+    while True:
+        begins = torch.randint(len(stream) - options.length, (options.batch,), generator=generator).tolist()
+        yield torch.stack([stream[begin : begin + options.length] for begin in begins])
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(FAMILIES), default="gpt2")
+    parser.add_argument("--text", type=Path, default=FILE)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    for name, default in {"width": 128, "depth": 4, "heads": 4, "length": 64, "batch": 16, "micro-batches": 4}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, default in {"steps": 100, "print-every": 10, "seed": 1}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Pipelines over arbitrary models, without tracing: a module runs where it lives, and every rank runs the program."""
+
+from tulle.pipeline.automatic import Dealt, deal
+from tulle.pipeline.deferred import deferred, materialize
+from tulle.pipeline.outputs import StepOutput
+from tulle.pipeline.partition import Limits, Partition, Piece, partition
+from tulle.pipeline.pins import pins_of, stage
+from tulle.pipeline.place import Assignment, Placement, place, placement_of
+from tulle.pipeline.step import step
+
+__all__ = [
+    "Assignment",
+    "Dealt",
+    "Limits",
+    "Partition",
+    "Piece",
+    "Placement",
+    "StepOutput",
+    "deal",
+    "deferred",
+    "materialize",
+    "partition",
+    "pins_of",
+    "place",
+    "placement_of",
+    "stage",
+    "step",
+]

@@ -1,0 +1,79 @@
+"""`Adopted`: tensors of the user's code that are no placeholders, but live on one rank all the same.
+
+These are parameters and the buffers of placed modules, which the code reads between modules; and tensors that all ranks
+made alike (`torch.zeros(...)`) until something was written in them that only one rank has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tulle.pipeline.holdings import Holdings
+from tulle.pipeline.outcome import Described
+from tulle.pipeline.placeholder import Operator, Placeholder
+
+
+class Adopted:
+    """The placeholders that stand for such tensors in one program.
+
+    Args:
+        holdings: What lives where.
+        program: That they belong to.
+    """
+
+    def __init__(self, holdings: Holdings, program: Operator) -> None:
+        self._holdings, self._axis, self._program = holdings, holdings.post.axis, program
+        self._known: dict[int, Placeholder] = {}
+        self._kept: list[Tensor] = []
+
+    def placed(self, leaf: Any) -> Any:
+        """The placeholder that stands for a tensor with an owner; anything else as it is."""
+        if not isinstance(leaf, Tensor) or isinstance(leaf, Placeholder):
+            return leaf
+        known = self._known.get(id(leaf))
+        if known is not None:
+            return known
+        stage = self._holdings.stages.get(id(leaf))
+        if stage is not None:
+            made = Placeholder(_described(leaf), stage, self._program, self._axis.device)
+            if self._axis.rank == stage % self._axis.size:
+                made.local = leaf  # a leaf of autograd: no phase of the tape
+            return self._remember(leaf, made)
+        if self._known and leaf._base is not None and id(leaf._base) in self._known:
+            return self.adopt(leaf, self._known[id(leaf._base)].stage, None)
+        return leaf
+
+    def adopt(self, tensor: Tensor, stage: int, phase: object) -> Placeholder:
+        """From now on, a tensor that all ranks have alike lives at a stage."""
+        base = tensor._base
+        if base is not None and id(base) not in self._known:
+            self.adopt(base, stage, phase)
+        made = Placeholder(_described(tensor), stage, self._program, self._axis.device)
+        made.phase = phase
+        if self._axis.rank == stage % self._axis.size:
+            made.local = tensor
+        if base is not None:
+            made.share_memory_with(self._known[id(base)])
+        if id(tensor) in self._holdings.buffers:  # in later programs too: the other ranks' are out of date now
+            self._holdings.note(tensor, stage)
+        return self._remember(tensor, made)
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._known)
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._known.clear()
+        self._kept.clear()
+
+    def _remember(self, tensor: Tensor, made: Placeholder) -> Placeholder:
+        self._known[id(tensor)] = made
+        self._kept.append(tensor)  # or another tensor could get its identity
+        return made
+
+
+def _described(tensor: Tensor) -> Described:
+    return Described(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)

@@ -1,0 +1,108 @@
+"""`deal`: chooses the stage of every module of a model, by a profile of one micro-batch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from tulle.comm import gather_values
+from tulle.errors import PlanError, TulleError
+from tulle.mesh import Axis
+from tulle.pipeline.calls import Calls, coarsened
+from tulle.pipeline.partition import Limits, Partition, partition
+from tulle.pipeline.pins import pins_of
+from tulle.pipeline.profile import profile
+
+NOMINAL_BYTES_PER_S = 1e9
+"""What a stage is taken to receive; it settles where to cut when times do not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """Modules dealt to stages.
+
+    Args:
+        partition: Piece by piece, with what was measured.
+        assignment: The stage of each module to be placed: the largest that hold pieces of one stage only.
+    """
+
+    partition: Partition
+    assignment: Mapping[str, int]
+
+
+def deal(
+    model: nn.Module,
+    sample: object,
+    axis: Axis,
+    *,
+    stages: int | None = None,
+    memory_bytes: int | None = None,
+    pins: Mapping[str, int] | None = None,
+) -> Dealt:
+    """Choose the stage of every module so that the slowest stage is as fast as can be. Every rank must call it.
+
+    Rank 0 of the axis measures, on its own sample; the others hear of it.
+
+    Args:
+        model: Not placed yet; built in `deferred` if it does not fit: each module is lent memory while it runs.
+        sample: One micro-batch as the model is called with it: a mapping is passed as keywords, a tuple as positional
+            arguments, anything else as the one argument.
+        axis: Whose ranks will hold the stages.
+        stages: How many; default one a rank. A multiple of the ranks gives each rank several, which are interleaved.
+        memory_bytes: What parameters, gradients, two optimizer states and activations of a stage may take.
+        pins: Stage of modules by name; those pinned by `stage` need not be named.
+
+    Raises:
+        PlanError: If pins do not fit, no partition fits into memory, or the model cannot be profiled (naming why).
+
+    Example:
+        >>> import torch, tulle
+        >>> from tulle import pipeline
+        >>> mesh = tulle.init(pipe=1)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> pipeline.deal(model, torch.ones(4, 2), mesh["pipe"]).assignment
+        {'': 0}
+    """
+    count = stages or axis.size
+    chosen: Dealt | TulleError | None = None
+    if axis.rank == 0:
+        try:
+            chosen = _deal(model, sample, axis, count, memory_bytes, {**pins_of(model), **(pins or {})})
+            gc.collect()  # graphs of the profile refer to parameters, which can then not be let go
+        except TulleError as error:
+            chosen = error
+        except Exception as error:
+            chosen = PlanError(
+                f"the model could not be profiled on the sample, because {type(error).__name__}: {error}. Give a "
+                "sample as the model is called with it, or an assignment of modules to stages"
+            )
+    heard = gather_values(chosen, axis, label="the partition")[0]
+    if isinstance(heard, TulleError):
+        raise heard
+    assert heard is not None, "rank 0 has chosen"
+    return heard
+
+
+def _deal(
+    model: nn.Module, sample: object, axis: Axis, stages: int, memory_bytes: int | None, pins: Mapping[str, int]
+) -> Dealt:
+    pieces, calls = profile(model, sample, axis, stages)
+    names = [piece.name for piece in pieces]
+    limits = Limits(memory_bytes, NOMINAL_BYTES_PER_S, _pins_of_pieces(pins, names, calls))
+    found = partition(pieces, stages, limits)
+    return Dealt(found, coarsened(found.assignment, calls))
+
+
+def _pins_of_pieces(pins: Mapping[str, int], names: list[str], calls: Calls) -> dict[str, int]:
+    """Pins of modules that are made of several pieces, or are parts of one, as pins of pieces."""
+    found: dict[str, int] = {}
+    for name, stage in sorted(pins.items(), key=lambda pin: pin[0].count(".")):
+        within = [piece for piece in names if piece == name or not name or piece.startswith(f"{name}.")]
+        around = [piece for piece in names if name.startswith(f"{piece}.")]
+        if not within and not around and name in calls.chains:
+            raise PlanError(f"the module {name!r}, which is pinned to stage {stage}, did not run on the sample")
+        found.update(dict.fromkeys(within or around, stage))
+    return found

@@ -1,0 +1,61 @@
+"""`Holdings`: what lives where on an axis, shared by all programs that run on it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from tulle.pipeline.outcome import Outcome
+from tulle.pipeline.post import Post
+from tulle.pipeline.shapes import Shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module that runs on one rank as a whole.
+
+    Args:
+        name: The module's, in its model.
+        module: The module.
+        stage: Where it lives.
+        model: Number of the model among those that were placed on the axis.
+    """
+
+    name: str
+    module: nn.Module
+    stage: int
+    model: int = 0
+
+
+@dataclass(slots=True)
+class Holdings:
+    """What lives where.
+
+    Args:
+        post: Letters between the ranks.
+    """
+
+    post: Post
+    stages: dict[int, int] = field(default_factory=dict)
+    """Stage of each parameter, and of each buffer of a unit, by its identity."""
+    buffers: set[int] = field(default_factory=set)
+    """Buffers that live on all ranks, because they are in no unit."""
+    shapes: Shapes = field(default_factory=Shapes)
+    outcomes: dict[Hashable, Outcome] = field(default_factory=dict)
+    """Of calls of units, by signature. None is ever forgotten, because all ranks must know the same ones."""
+    draws: dict[Hashable, bool] = field(default_factory=dict)
+    """Whether a call of a unit was seen to draw from Python's or numpy's generator, by signature."""
+    frozen: dict[int, int] = field(default_factory=dict)
+    """Stands for which parameters of a model need a gradient, by the model's number."""
+
+    def note(self, tensor: Tensor, stage: int | None) -> None:
+        """Note that a parameter or buffer lives at a stage, or, if None, on all ranks; until it is gone."""
+        if stage is not None:
+            self.stages[id(tensor)] = stage
+            weakref.finalize(tensor, self.stages.pop, id(tensor), None)
+        else:
+            self.buffers.add(id(tensor))
+            weakref.finalize(tensor, self.buffers.discard, id(tensor))

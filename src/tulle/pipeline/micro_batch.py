@@ -1,0 +1,92 @@
+"""Cuts the arguments of a step into micro-batches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tulle.errors import DataError
+from tulle.pipeline.structure import Spec, flatten, rebuild
+
+Split = Mapping[str, int | None]
+"""The dimension along which an argument is cut by its name, or None to give it whole to each micro-batch."""
+
+
+def cut(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], count: int, split: Split
+) -> tuple[list[tuple[Sequence[Any], dict[str, Any]]], list[float]]:
+    """Cut a call's arguments into those of `count` calls.
+
+    Every tensor in them is cut along dimension 0, or as `split` says by the argument's name, or by `"name.key"` for
+    what an argument holds under a key; tensors without dimensions and everything else go whole to each.
+
+    Returns:
+        Arguments and keywords of each call, and each one's share of the samples.
+
+    Raises:
+        DataError: If tensors to be cut differ in length or have fewer than `count` samples, or a name is not there.
+    """
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    pieces: dict[str, list[Any]] = {}
+    lengths: dict[str, int] = {}
+    found: set[str] = set()
+    for name, value in bound.arguments.items():
+        pieces[name] = _cut_argument(name, value, count, split, lengths, found)
+    _check(lengths, count, set(split) - found)
+    length = next(iter(lengths.values()), count)
+    calls = []
+    for index in range(count):
+        one = inspect.BoundArguments(bound.signature, {})
+        one.arguments.update({name: values[index] for name, values in pieces.items()})
+        calls.append((one.args, one.kwargs))
+    sizes = [len(part) for part in torch.arange(length).tensor_split(count)]
+    return calls, [size / length for size in sizes]
+
+
+def _cut_argument(
+    name: str, value: Any, count: int, split: Split, lengths: dict[str, int], found: set[str]
+) -> list[Any]:
+    found.add(name)
+    if isinstance(value, Mapping) and any(key.startswith(f"{name}.") for key in split):
+        cuts = {key: _cut_argument(f"{name}.{key}", part, count, split, lengths, found) for key, part in value.items()}
+        return [{key: parts[index] for key, parts in cuts.items()} for index in range(count)]
+    dimension = split.get(name, split.get(name.rpartition(".")[0], 0))
+    if dimension is None or isinstance(value, torch.nn.Module):
+        return [value] * count
+    leaves, spec = flatten(value)
+    columns = [_cut_leaf(name, leaf, dimension, count, lengths) for leaf in leaves]
+    return [_row(spec, columns, index) for index in range(count)]
+
+
+def _cut_leaf(name: str, leaf: Any, dimension: int, count: int, lengths: dict[str, int]) -> Sequence[Any]:
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        return [leaf] * count
+    if dimension >= leaf.dim():
+        raise DataError(f"{name!r} is to be cut along dimension {dimension}, but has the shape {list(leaf.shape)}")
+    lengths[f"{name} of shape {list(leaf.shape)}"] = leaf.shape[dimension]
+    return leaf.tensor_split(count, dimension)
+
+
+def _row(spec: Spec, columns: Sequence[Sequence[Any]], index: int) -> Any:
+    return rebuild(spec, [column[index] for column in columns])
+
+
+def _check(lengths: Mapping[str, int], count: int, unknown: set[str]) -> None:
+    if unknown:
+        raise DataError(
+            f"split names {sorted(unknown)}, which the step was not given: name its arguments, or 'name.key'"
+        )
+    if len(set(lengths.values())) > 1:
+        raise DataError(
+            "the tensors of a step have different numbers of samples: "
+            + ", ".join(f"{name}: {length}" for name, length in lengths.items())
+            + "; say split={name: dimension}, or None for what is not to be cut"
+        )
+    if lengths and next(iter(lengths.values())) < count:
+        raise DataError(
+            f"a batch of {next(iter(lengths.values()))} samples cannot be cut into {count} micro-batches: use fewer"
+        )

@@ -1,0 +1,124 @@
+"""`Outcome`: what a call gives, told without its values, so that ranks which do not run it can go on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tulle.pipeline.structure import Spec, flatten
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A tensor without its values.
+
+    Args:
+        shape: Its shape.
+        stride: Its strides.
+        dtype: Its dtype.
+        needs_grad: Whether a gradient is to come back to it.
+        base: Number of the argument whose memory it shares, or None.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+    base: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What its elements take."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """A result that is one of the arguments."""
+
+    argument: int
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A result that is no tensor."""
+
+    value: Any
+
+
+Result = Described | Same | Constant
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call gives.
+
+    Args:
+        results: Of each leaf of what it returns.
+        spec: How these are put together.
+        written: Numbers of the arguments that it wrote in.
+        varies: Whether it holds numbers that come from the data, so that it must be told at every call.
+    """
+
+    results: tuple[Result, ...]
+    spec: Spec
+    written: tuple[int, ...] = ()
+    varies: bool = False
+
+    def is_like(self, other: Outcome) -> bool:
+        """Whether who goes by the one is not misled about the other: strides and memory may differ."""
+        return self.spec == other.spec and list(map(_essence, self.results)) == list(map(_essence, other.results))
+
+
+def describe(result: object, arguments: Sequence[object], versions: Sequence[int]) -> tuple[Outcome, list[Any]]:
+    """The outcome of a call that was run, and the leaves of what it returned.
+
+    Args:
+        result: What it returned.
+        arguments: The leaves of its arguments.
+        versions: `versions_of(arguments)` from before.
+    """
+    leaves, spec = flatten(result)
+    same = {id(leaf): number for number, leaf in reversed(list(enumerate(arguments))) if _has_identity(leaf)}
+    memory = {
+        leaf.untyped_storage()._cdata: number
+        for number, leaf in reversed(list(enumerate(arguments)))
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
+    }
+    results = tuple(Same(same[id(leaf)]) if id(leaf) in same else _described(leaf, memory) for leaf in leaves)
+    written = tuple(
+        n for n, (before, now) in enumerate(zip(versions, versions_of(arguments), strict=True)) if before != now
+    )
+    varies = any(isinstance(one, Constant) and not _is_fixed(one.value) for one in results)
+    return Outcome(results, spec, written, varies), leaves
+
+
+def versions_of(arguments: Sequence[object]) -> list[int]:
+    """How often each argument was written in so far."""
+    return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0 for leaf in arguments]
+
+
+def _described(leaf: object, memory: dict[int, int]) -> Result:
+    if not isinstance(leaf, Tensor):
+        return Constant(leaf)
+    base = memory.get(leaf.untyped_storage()._cdata) if leaf.layout == torch.strided else None
+    stride = leaf.stride() if leaf.layout == torch.strided else ()
+    return Described(tuple(leaf.shape), stride, leaf.dtype, leaf.requires_grad, base)
+
+
+def _has_identity(leaf: object) -> bool:
+    return not isinstance(leaf, int | float | str | bool | type(None) | torch.dtype | torch.device)
+
+
+def _is_fixed(value: object) -> bool:
+    """Whether a value can be taken to be the same whenever arguments of the same shapes come."""
+    return isinstance(value, bool | str | type(None) | torch.dtype | torch.device | type)
+
+
+def _essence(result: Result) -> object:
+    return (result.shape, result.dtype, result.needs_grad) if isinstance(result, Described) else result

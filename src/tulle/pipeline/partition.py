@@ -1,0 +1,223 @@
+"""`partition`: cuts a model's modules, as they run, into stages so that the slowest is as fast as can be.
+
+Exact, by dynamic programming over the cuts: with B(k, i) the time of the slowest of k stages that hold the first i
+pieces,
+
+    B(k, i) = min over j < i of  max(B(k-1, j), time of pieces j..i as stage k)
+
+where a stage that needs more memory than there is takes forever. What a stage takes is its pieces' time and the time of
+the bytes that come to it from stages before.
+
+Source: linear partition as in Narayanan et al., *PipeDream* (SOSP'19, section 3.1), with 1F1B's memory: stage k of n
+holds n - k micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from tulle.errors import PlanError
+
+COPIES = 4
+"""A parameter, its gradient, and two of an optimizer such as Adam."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A module that stays whole.
+
+    Args:
+        name: The module's.
+        time_s: Of forward and backward of one micro-batch, in seconds.
+        parameter_bytes: Of its parameters.
+        activation_bytes: What its forward keeps for backward, of one micro-batch.
+        incoming: Bytes that it reads of what earlier pieces made, by their number.
+    """
+
+    name: str
+    time_s: float
+    parameter_bytes: int = 0
+    activation_bytes: int = 0
+    incoming: Mapping[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What stages have.
+
+    Args:
+        memory_bytes: Of one rank; None for as much as it takes.
+        bytes_per_s: Of the network between ranks.
+        pins: Stage of some pieces, by name.
+    """
+
+    memory_bytes: int | None = None
+    bytes_per_s: float = math.inf
+    pins: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Pieces dealt to stages.
+
+    Args:
+        pieces: In the order in which they run.
+        stages: Of each.
+        count: How many stages there are.
+        times_s: Of each stage, for one micro-batch.
+        memory_bytes: Of each stage.
+    """
+
+    pieces: Sequence[Piece]
+    stages: Sequence[int]
+    count: int
+    times_s: Sequence[float]
+    memory_bytes: Sequence[int]
+
+    @property
+    def assignment(self) -> dict[str, int]:
+        """The stage of each piece by its name."""
+        return {piece.name: stage for piece, stage in zip(self.pieces, self.stages, strict=True)}
+
+    def table(self) -> str:
+        """A line for each stage: its time, as a number and as a bar, its memory, and its pieces.
+
+        Example:
+            >>> print(partition([Piece("a", 1.0), Piece("b", 2.0), Piece("c", 1.0)], 2).table())
+            stage      time                           memory  modules
+                0  3000.0 ms  ####################     0.0 MB  a .. b (2)
+                1  1000.0 ms  #######                  0.0 MB  c (1)
+        """
+        slowest = max(self.times_s) or 1.0
+        lines = ["stage      time                           memory  modules"]
+        for stage in range(self.count):
+            names = [piece.name for piece, at in zip(self.pieces, self.stages, strict=True) if at == stage]
+            ends = f"{names[0]} .. {names[-1]}" if len(names) > 1 else "".join(names)
+            bar = "#" * round(20 * self.times_s[stage] / slowest)
+            lines.append(
+                f"{stage:5d}  {self.times_s[stage] * 1e3:6.1f} ms  {bar:20s}  {self.memory_bytes[stage] / 1e6:6.1f} MB"
+                f"  {ends} ({len(names)})"
+            )
+        return "\n".join(lines)
+
+
+def partition(pieces: Sequence[Piece], stages: int, limits: Limits | None = None) -> Partition:
+    """Cut pieces into consecutive stages so that the slowest takes least time, within memory; exact.
+
+    Pinned pieces are where they are pinned. If these are not in the order in which they run, they are taken out of the
+    order, and count at the stage that they are pinned to.
+
+    Raises:
+        PlanError: If a pin names no piece or no stage, or no partition fits into memory.
+
+    Example:
+        >>> pieces = [Piece("embed", 1.0), Piece("block", 2.0), Piece("block2", 2.0), Piece("head", 3.0)]
+        >>> partition(pieces, 2).stages, partition(pieces, 2).times_s
+        ((0, 0, 0, 1), (5.0, 3.0))
+    """
+    limits = limits or Limits()
+    pins = limits.pins or {}
+    names = {piece.name for piece in pieces}
+    for name, stage in pins.items():
+        if name not in names or not 0 <= stage < stages:
+            raise PlanError(
+                f"the pin {name!r}: {stage} names no module that is dealt, or no stage from 0 to {stages - 1}"
+            )
+    pinned = [pins[piece.name] for piece in pieces if piece.name in pins]
+    is_ordered = pinned == sorted(pinned)
+    found = _Search(pieces, stages, limits, pins if is_ordered else {}, {} if is_ordered else pins).best()
+    if found is None:
+        least = min(
+            (max(one.memory_bytes) for one in [_Search(pieces, stages, Limits(pins=pins), {}, {}).least_memory()]),
+            default=0,
+        )
+        raise PlanError(
+            f"no partition of {len(pieces)} modules into {stages} stages fits into {limits.memory_bytes} bytes a rank; "
+            f"the least is {least}: use more stages, smaller micro-batches or activation checkpointing"
+        )
+    return found
+
+
+class _Search:
+    """The dynamic programme. Stage k holds pieces cut[k-1] to cut[k]."""
+
+    def __init__(
+        self, pieces: Sequence[Piece], stages: int, limits: Limits, within: Mapping[str, int], apart: Mapping[str, int]
+    ) -> None:
+        self._all, self._count, self._limits = pieces, stages, limits
+        self._pieces = [(number, piece) for number, piece in enumerate(pieces) if piece.name not in apart]
+        self._apart = [(piece, apart[piece.name]) for piece in pieces if piece.name in apart]
+        self._within = [within.get(piece.name) for _, piece in self._pieces]
+        self._time = [0.0, *accumulate(piece.time_s for _, piece in self._pieces)]
+        self._parameters = [0, *accumulate(piece.parameter_bytes for _, piece in self._pieces)]
+        self._activations = [0, *accumulate(piece.activation_bytes for _, piece in self._pieces)]
+
+    def best(self) -> Partition | None:
+        """That of which the slowest stage takes least, or None if none fits."""
+        return self._solve(by_memory=False)
+
+    def least_memory(self) -> Partition:
+        """That of which the fullest stage holds least."""
+        found = self._solve(by_memory=True)
+        assert found is not None, "without a limit there is always one"
+        return found
+
+    def _solve(self, *, by_memory: bool) -> Partition | None:
+        length = len(self._pieces)
+        slowest = [0.0, *([math.inf] * length)]
+        cuts: list[list[int]] = []
+        for stage in range(self._count):
+            then, choice = [math.inf] * (length + 1), [0] * (length + 1)
+            for end in range(length + 1):
+                for begin in range(end, -1, -1):
+                    cost = self._cost(stage, begin, end, by_memory=by_memory)
+                    if self._time[end] - self._time[begin] >= then[end] and not by_memory:
+                        break  # longer ones only take longer
+                    if max(slowest[begin], cost) < then[end]:
+                        then[end], choice[end] = max(slowest[begin], cost), begin
+            slowest, cuts = then, [*cuts, choice]
+        return self._told(cuts) if slowest[length] < math.inf else None
+
+    def _cost(self, stage: int, begin: int, end: int, *, by_memory: bool) -> float:
+        if any(pin is not None and pin != stage for pin in self._within[begin:end]):
+            return math.inf
+        memory = self._memory(stage, begin, end)
+        if by_memory:
+            return memory
+        if self._limits.memory_bytes is not None and memory > self._limits.memory_bytes:
+            return math.inf
+        return self._stage_time(stage, begin, end)
+
+    def _stage_time(self, stage: int, begin: int, end: int) -> float:
+        time_s = self._time[end] - self._time[begin] + sum(piece.time_s for piece, at in self._apart if at == stage)
+        if self._limits.bytes_per_s == math.inf or begin == end:
+            return time_s
+        first = self._pieces[begin][0]
+        largest: dict[int, int] = {}  # a value that several pieces of the stage read comes once
+        for _, piece in self._pieces[begin:end]:
+            for source, size in (piece.incoming or {}).items():
+                if source < first:
+                    largest[source] = max(size, largest.get(source, 0))
+        return time_s + 2 * sum(largest.values()) / self._limits.bytes_per_s  # values, and their gradients
+
+    def _memory(self, stage: int, begin: int, end: int) -> int:
+        held = self._count - stage
+        apart = [piece for piece, at in self._apart if at == stage]
+        parameters = self._parameters[end] - self._parameters[begin] + sum(piece.parameter_bytes for piece in apart)
+        activations = self._activations[end] - self._activations[begin] + sum(piece.activation_bytes for piece in apart)
+        return COPIES * parameters + held * activations
+
+    def _told(self, cuts: Sequence[Sequence[int]]) -> Partition:
+        ends = [len(self._pieces)]
+        for choice in reversed(cuts):
+            ends.insert(0, choice[ends[0]])
+        stretches = list(pairwise(ends))
+        stage_of = {number: stage for stage, (b, e) in enumerate(stretches) for number, _ in self._pieces[b:e]}
+        apart = {piece.name: at for piece, at in self._apart}
+        stages = [stage_of[n] if n in stage_of else apart[piece.name] for n, piece in enumerate(self._all)]
+        times = [self._stage_time(stage, b, e) for stage, (b, e) in enumerate(stretches)]
+        memory = [self._memory(stage, b, e) for stage, (b, e) in enumerate(stretches)]
+        return Partition(tuple(self._all), tuple(stages), self._count, tuple(times), tuple(memory))

@@ -1,0 +1,51 @@
+"""`stage`: a context in which modules are pinned to a stage when they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+_pins: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+_entered: list[int] = []
+
+
+@contextmanager
+def stage(number: int) -> Iterator[None]:
+    """Pin the modules that are made, and made part of another, within this context to a stage; the innermost wins.
+
+    Example:
+        >>> import torch
+        >>> from tulle import pipeline
+        >>> model = torch.nn.Module()
+        >>> with pipeline.stage(1):
+        ...     model.head = torch.nn.Linear(2, 2)
+        >>> pipeline.pins_of(model)
+        {'head': 1}
+    """
+    _entered.append(number)
+    hook = register_module_module_registration_hook(_pin)
+    try:
+        yield
+    finally:
+        hook.remove()
+        _entered.pop()
+
+
+def pins_of(model: nn.Module) -> dict[str, int]:
+    """The stages of a model's pinned modules by name, without those within one that is pinned alike."""
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if module in _pins and not any(
+            name.startswith(f"{other}.") and _pins[module] == at for other, at in found.items()
+        ):
+            found[name] = _pins[module]
+    return found
+
+
+def _pin(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    if submodule is not None:
+        _pins.setdefault(submodule, _entered[-1])

@@ -1,0 +1,175 @@
+"""`Placeholder`: stands for a tensor that lives on one rank, in a program that every rank runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from tulle.errors import ModelError
+from tulle.pipeline.outcome import Described
+from tulle.pipeline.structure import flatten
+
+
+class Operator(Protocol):
+    """What runs operations on placeholders: a program."""
+
+    @property
+    def is_between_modules(self) -> bool:
+        """Whether what runs now is the user's code, which all ranks run."""
+        ...
+
+    def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation where it belongs; every rank comes here."""
+        ...
+
+    def backward(self, loss: Placeholder, *args: Any, **kwargs: Any) -> None:
+        """Run backward from a loss; every rank comes here."""
+        ...
+
+
+running: ContextVar[Operator | None] = ContextVar("running", default=None)
+"""The program that this thread runs."""
+
+
+class Family:
+    """Placeholders that share memory; writing in one writes in all."""
+
+    __slots__ = ("_members", "version")
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._members: WeakSet[Placeholder] | None = None
+
+    @property
+    def has_others(self) -> bool:
+        """Whether more than one of them is left."""
+        return self._members is not None and len(self._members) > 1
+
+    def add(self, first: Placeholder, other: Placeholder) -> None:
+        """Note that another one shares the memory of the first."""
+        self._members = self._members if self._members is not None else WeakSet([first])
+        self._members.add(other)
+
+
+_METADATA = {
+    *(torch.Tensor.size, torch.Tensor.dim, torch.Tensor.ndimension, torch.Tensor.stride, torch.Tensor.numel),
+    *(torch.Tensor.nelement, torch.Tensor.element_size, torch.Tensor.is_contiguous, torch.Tensor.__len__),
+    *(torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.get_device, torch.Tensor.__hash__),
+    *(torch.numel, torch.is_floating_point, torch.is_complex, torch.Tensor.is_signed, torch.Tensor.storage_offset),
+}
+"""Answered by the placeholder itself, without the tensor that it stands for."""
+_TENSOR_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag", "data"}
+_REFUSED = {"register_hook", "retain_grad", "data_ptr", "untyped_storage", "storage", "share_memory_", "__reduce_ex__"}
+
+
+class Placeholder(Tensor):
+    """A tensor that lives on the rank of one stage. All ranks have it; the values are at the owner.
+
+    Its shape, strides and dtype are known everywhere. An operation on it is run by the program that it belongs to.
+    """
+
+    stage: int
+    """Where it lives."""
+    local: Tensor | None
+    """The tensor itself at its owner, a copy at a rank that received one, else None."""
+    phase: object
+    """The phase of this rank's tape in which `local` was made; None if a gradient needs no tape."""
+    needs_grad: bool
+    _described: Described
+    family: Family
+    sent: dict[int, tuple[int, bool]]
+    """To whom it was sent: the version, and whether a gradient is to come back."""
+    program: Operator
+
+    @staticmethod
+    def __new__(
+        cls: type[Placeholder], described: Described, stage: int, program: Operator, device: torch.device
+    ) -> Placeholder:
+        """Stand for a tensor of that description."""
+        made = Tensor._make_wrapper_subclass(
+            cls, described.shape, strides=described.stride or None, dtype=described.dtype, device=device
+        )
+        made.stage, made.program = stage, program
+        made.local, made.phase = None, None
+        made.needs_grad, made._described = described.needs_grad, described
+        made.family, made.sent = Family(), {}
+        return made
+
+    def __init__(self, *args: object) -> None:
+        """All is done in `__new__`."""
+
+    def described(self) -> Described:
+        """What all ranks know of it."""
+        known = self._described
+        return known if known.needs_grad == self.needs_grad else replace(known, needs_grad=self.needs_grad)
+
+    def share_memory_with(self, other: Placeholder) -> None:
+        """Be of the family of another one."""
+        self.family = other.family
+        other.family.add(other, self)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        known = self.described()
+        return f"Placeholder(stage={self.stage}, shape={list(known.shape)}, dtype={known.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer what is known, leave the rest to the program."""
+        return intercept(func, args, kwargs or {}, None)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Reached only past `__torch_function__`: by compiled code."""
+        raise ModelError(
+            f"the operation {func} was given a tensor of another pipeline stage by compiled code, which cannot run "
+            "between modules: compile the modules that are placed, not what calls them"
+        )
+
+
+def intercept(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], program: Operator | None
+) -> Any:
+    """Run a function of torch in whose arguments a placeholder may be."""
+    first = args[0] if args else None
+    if isinstance(first, Placeholder):
+        program = program or first.program
+        if function in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        name = getattr(function, "__name__", "")
+        if name == "__get__":
+            attribute = getattr(function, "__self__", None).__name__  # type: ignore[union-attr]
+            if attribute not in _TENSOR_PROPERTIES:
+                return _property(first, attribute, function, args)
+        elif name == "backward":
+            return program.backward(*args, **kwargs)
+        elif name == "__iter__":
+            return iter(torch.unbind(first))
+        elif name == "__set__" or name in _REFUSED:
+            what = f"setting .{getattr(function, '__self__', function).__name__}" if name == "__set__" else f"{name}()"
+            raise ModelError(
+                f"{what} of {first!r}, a tensor between modules of a pipeline, is not possible: do it inside a module"
+            )
+    program = program or next(leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Placeholder)).program
+    return program.operate(function, args, kwargs)
+
+
+def _property(placeholder: Placeholder, attribute: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    if attribute == "requires_grad":
+        return placeholder.needs_grad
+    if attribute == "is_leaf":
+        return not placeholder.needs_grad
+    if attribute in ("grad", "grad_fn"):
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args)

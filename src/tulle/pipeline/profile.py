@@ -1,0 +1,218 @@
+"""`profile`: what each module takes for one micro-batch, and what it reads of others, found on one process.
+
+The model runs once on the sample, its modules placed at a stage each of a pipeline of one rank, which tells the bytes
+that each reads of what others made. When a module's turn comes, its forward and backward are timed apart from the
+others. A module whose parameters are on `meta` is lent some while it runs, so that the model need not fit.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tulle.mesh import Axis
+from tulle.pipeline.calls import Calls, pieces_of, watch
+from tulle.pipeline.deferred import lend_buffers
+from tulle.pipeline.holdings import Holdings, Unit
+from tulle.pipeline.partition import Piece
+from tulle.pipeline.placeholder import Placeholder
+from tulle.pipeline.post import Post
+from tulle.pipeline.program import Program, run_in_this_thread
+from tulle.pipeline.randomness import forked
+from tulle.pipeline.structure import flatten, rebuild
+from tulle.pipeline.tape import Entry
+from tulle.pipeline.values import Values
+
+PIECES_PER_STAGE = 8
+"""A module that takes more than this part of a stage's share is cut further, if it can be."""
+_REPEATS = 2
+
+
+def profile(model: nn.Module, sample: object, axis: Axis, stages: int) -> tuple[list[Piece], Calls]:
+    """Measure a model's modules on one micro-batch. For one rank; it sends nothing, and leaves the model as it is.
+
+    Args:
+        model: Not placed yet.
+        sample: One micro-batch as the model is called with it: a mapping is passed as keywords, a tuple as positional
+            arguments, anything else as the one argument.
+        axis: Whose device the model is on.
+        stages: For how many stages; more want smaller pieces.
+
+    Returns:
+        The pieces in the order in which they run, and the calls that were seen.
+    """
+    args, kwargs = as_call(sample, axis.device)
+    with _left_as_it_is(model), lent(model, axis.device):
+        with torch.no_grad(), forked(0):
+            calls = watch(model, args, kwargs)
+        largest = (calls.time_s.get("") or sum(calls.time_s.values())) / (stages * PIECES_PER_STAGE)
+        names = pieces_of(model, calls, calls.time_s, largest)
+        return _measured(model, names, (args, kwargs), replace(axis, rank=0, size=1, kept={})), calls
+
+
+def as_call(sample: object, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments and keywords that a sample stands for, on a device."""
+    leaves, spec = flatten(sample)
+    moved = rebuild(spec, [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    if isinstance(moved, Mapping):
+        return (), {str(name): value for name, value in moved.items()}
+    return (moved if isinstance(moved, tuple) else (moved,)), {}
+
+
+@contextmanager
+def lent(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Lend modules without memory some while they run: random weights, so that one module's are there at a time."""
+    lend_buffers(model, device)
+    hooks = []
+    for module in model.modules():
+        own = {name: one for name, one in module._parameters.items() if one is not None and one.is_meta}
+        if own:
+            hooks += [
+                module.register_forward_pre_hook(_lender(own, device)),
+                module.register_forward_hook(_taker(own), always_call=True),
+            ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _lender(own: Mapping[str, nn.Parameter], device: torch.device) -> Callable[[nn.Module, object], None]:
+    def lend(module: nn.Module, _: object) -> None:
+        for name, one in own.items():
+            drawn = torch.randn(one.shape, dtype=one.dtype, device=device) * 0.02
+            module._parameters[name] = nn.Parameter(drawn, one.requires_grad)
+
+    return lend
+
+
+def _taker(own: Mapping[str, nn.Parameter]) -> Callable[[nn.Module, object, object], None]:
+    def take(module: nn.Module, _: object, __: object) -> None:
+        module._parameters.update(own)
+
+    return take
+
+
+def _measured(
+    model: nn.Module, names: Sequence[str], call: tuple[tuple[Any, ...], dict[str, Any]], axis: Axis
+) -> list[Piece]:
+    scales = [_Scale(model.get_submodule(name)) for name in names]
+    incoming: list[dict[int, int]] = [{} for _ in names]
+    seen: set[tuple[int, int]] = set()
+    kept: list[Placeholder] = []
+
+    def read(placeholder: Placeholder, stage: int) -> None:
+        if placeholder.stage < stage and (id(placeholder), stage) not in seen:
+            seen.add((id(placeholder), stage))
+            kept.append(placeholder)
+            size = placeholder.described().nbytes
+            incoming[stage][placeholder.stage] = incoming[stage].get(placeholder.stage, 0) + size
+
+    holdings = Holdings(Post(axis))
+    program = Program(Values(0, holdings, _never, "the profile"), holdings, seed=0, read=read)
+    units = [Unit(name, scale, stage) for stage, (name, scale) in enumerate(zip(names, scales, strict=True))]
+    with _intercepted(program, units, model), run_in_this_thread(program):
+        model(*call[0], **call[1])
+    return [
+        Piece(unit.name, scale.time_s, scale.parameter_bytes, scale.activation_bytes, incoming[unit.stage])
+        for unit, scale in zip(units, scales, strict=True)
+    ]
+
+
+def _never(*_: object) -> None:
+    raise AssertionError("one rank has nothing to wait for")
+
+
+@contextmanager
+def _intercepted(program: Program, units: Sequence[Unit], model: nn.Module) -> Iterator[None]:
+    modules = [model.get_submodule(unit.name) for unit in units]
+    before = [module._compiled_call_impl for module in modules]
+
+    def bound(unit: Unit) -> Any:
+        return lambda *args, **kwargs: program.call_unit(unit, args, kwargs)
+
+    try:
+        for module, unit in zip(modules, units, strict=True):
+            module._compiled_call_impl = bound(unit)
+        yield
+    finally:
+        for module, one in zip(modules, before, strict=True):
+            module._compiled_call_impl = one
+
+
+class _Scale(nn.Module):
+    """Stands for a module, and weighs it when it is called."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.training = module.training
+        self._weighed = [module]  # in a list, so that it is not a submodule
+        self.time_s, self.activation_bytes = 0.0, 0
+        self.parameter_bytes = sum(parameter.nbytes for parameter in module.parameters())
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = flatten((args, kwargs))
+        weighed = [self._weigh(*rebuild(spec, [_apart(leaf) for leaf in leaves])) for _ in range(_REPEATS)]
+        self.time_s += min(time_s for time_s, _ in weighed)
+        self.activation_bytes += weighed[0][1]
+        needs_grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
+        needs_grad = needs_grad or any(parameter.requires_grad for parameter in self._weighed[0].parameters())
+        with torch.no_grad():  # what follows is to know that a gradient would come, not to keep what it would need
+            results, spec = flatten(self._weighed[0]._call_impl(*args, **kwargs))
+        return rebuild(spec, [_as_if_trained(result) if needs_grad else result for result in results])
+
+    def _weigh(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, int]:
+        """Seconds of forward and backward, and bytes kept between."""
+        module = self._weighed[0]
+        parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.untyped_storage()._cdata not in parameters:
+                kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        begin_s = time.perf_counter()
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            results = flatten(module._call_impl(*args, **kwargs))[0]
+        ends = [result for result in results if isinstance(result, Tensor) and result.requires_grad]
+        if ends:
+            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+        return time.perf_counter() - begin_s, sum(kept.values())
+
+
+def _apart(leaf: Any) -> Any:
+    """A tensor of its own, so that what a module does with it does not count for others."""
+    if not isinstance(leaf, Tensor):
+        return copy.deepcopy(leaf)  # such as a cache of keys and values, to which modules add
+    copied = leaf.detach().clone()
+    return copied.requires_grad_(leaf.requires_grad)
+
+
+def _as_if_trained(leaf: Any) -> Any:
+    return Entry(leaf).tensor() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+@contextmanager
+def _left_as_it_is(model: nn.Module) -> Iterator[None]:
+    """Give gradients and buffers back as they were."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

@@ -1,0 +1,336 @@
+"""`Program`: one micro-batch's run of the user's code, which every rank runs, while each operation runs on one of them.
+
+The rules, for one operation with tensors of several stages among its arguments:
+
+    a placed module        runs at its stage
+    any other operation    runs at the latest stage among its arguments, or where the tensor lives that it writes in
+    an argument that lives on another rank is sent there, once, without waiting
+    the result             is known everywhere by shape (`Shapes`, or told by the rank that ran it), and by value there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+
+from tulle.errors import ModelError
+from tulle.pipeline.adopted import Adopted
+from tulle.pipeline.holdings import Holdings, Unit
+from tulle.pipeline.outcome import Constant, Described, Outcome, Same, describe, versions_of
+from tulle.pipeline.placeholder import Placeholder, intercept, running
+from tulle.pipeline.randomness import Others, forked_torch, seed_of
+from tulle.pipeline.recompute import checkpointed, intercept_functions, is_checkpointed, outside_of_checkpoint
+from tulle.pipeline.shapes import signature
+from tulle.pipeline.structure import Spec, flatten, rebuild
+from tulle.pipeline.values import Values
+
+Read = Callable[[Placeholder, int], None]
+"""Called with a placeholder, and the stage at which an operation reads it."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One operation of a program.
+
+    Args:
+        function: What runs.
+        leaves: Of its arguments `(args, kwargs)`.
+        spec: How these are put together.
+        name: Of the operation or the module.
+        unit: The module, if it is one that is placed.
+    """
+
+    function: Callable[..., Any]
+    leaves: list[Any]
+    spec: Spec
+    name: str
+    unit: Unit | None = None
+
+    @property
+    def placeholders(self) -> list[Placeholder]:
+        """Its arguments that live on one rank."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Placeholder)]
+
+
+class Program:
+    """One micro-batch's run.
+
+    Args:
+        values: Moves them.
+        holdings: What lives where.
+        seed: Of its random numbers.
+        around_backward: Entered when backward is about to begin, left when it is over.
+        scale: What gradients are multiplied with.
+        read: Told of each placeholder that an operation reads, if anybody wants to know.
+    """
+
+    def __init__(
+        self,
+        values: Values,
+        holdings: Holdings,
+        *,
+        seed: int,
+        around_backward: Callable[[], Any] = nullcontext,
+        scale: float = 1.0,
+        read: Read | None = None,
+    ) -> None:
+        self.values, self.holdings, self.seed, self.scale = values, holdings, seed, scale
+        self.stage = 0
+        """The last that this rank was at."""
+        self.has_graph = False
+        """Whether a backward could come; the same on all ranks."""
+        self.models: set[int] = set()
+        """Numbers of the models that it called modules of; the same on all ranks."""
+        self._axis = holdings.post.axis
+        self._around_backward, self._read = around_backward, read
+        self._turns: dict[str, int] = {}
+        self._adopted = Adopted(holdings, self)
+        self._inside: str | None = None
+
+    def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation between modules. Every rank comes here."""
+        if self._inside is not None:
+            return self._within_unit(function, args, kwargs)
+        leaves, spec = flatten((args, kwargs))
+        leaves = [self._adopted.placed(leaf) for leaf in leaves]
+        call = Call(function, leaves, spec, getattr(function, "__name__", str(function)))
+        placeholders = call.placeholders
+        if not placeholders:
+            return function(*args, **kwargs)
+        outcome = self.holdings.shapes.outcome(function, leaves, spec)
+        stage = max(placeholder.stage for placeholder in placeholders)
+        target = _written_in(call, outcome)
+        if target is not None:
+            if not isinstance(leaves[target], Placeholder):
+                leaves[target] = self._adopted.adopt(leaves[target], stage, self.values.tape.phase)
+            stage = leaves[target].stage
+            self._check_family(leaves[target], call)
+        return self._run(call, stage, outcome)
+
+    def call_unit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a placed module. Every rank comes here."""
+        if self._inside is not None:  # one unit calls another directly: they run as one
+            return unit.module._call_impl(*args, **kwargs)
+        self.models.add(unit.model)
+        with _interception_aside():
+            leaves, spec = flatten((args, kwargs))
+            leaves = [self._adopted.placed(leaf) for leaf in leaves]
+            call = Call(_caller(unit.module), leaves, spec, unit.name, unit)
+            frozen = self.holdings.frozen.get(unit.model)
+            key = signature((unit.model, unit.name, unit.module.training, frozen), leaves, spec)
+            return self._run(call, unit.stage, self.holdings.outcomes.get(key), key)
+
+    def backward(
+        self,
+        loss: Placeholder,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,  # noqa: FBT001 - torch's own signature
+        create_graph: bool = False,  # noqa: FBT001
+        inputs: object = None,
+    ) -> None:
+        """Run backward from a loss, as `torch.Tensor.backward`. Every rank comes here."""
+        if create_graph or inputs is not None:
+            raise ModelError(
+                "backward through a pipeline was asked for create_graph or inputs; only plain loss.backward() can run "
+                "over stages: compute such gradients inside one module"
+            )
+        if not loss.needs_grad:
+            raise ModelError("backward was called on a tensor of a pipeline that needs no gradient: see requires_grad")
+        if gradient is None and loss.numel() != 1:
+            raise ModelError(
+                f"backward was called on a tensor of shape {list(loss.shape)}: give its gradient, or sum it"
+            )
+        self.values.seed(loss, gradient, self.scale)
+        with self._around_backward():
+            self.values.backward(retain_graph=bool(retain_graph))
+        self.has_graph = bool(retain_graph)
+
+    def begin_call(self) -> int:
+        """Note that the model is called; give the number of the call."""
+        return self._turn("")
+
+    def visible(self, value: Any) -> Any:
+        """What the model gives, with placeholders for what has come to live on one rank."""
+        if not self._adopted:
+            return value
+        leaves, spec = flatten(value)
+        placed = [self._adopted.placed(leaf) for leaf in leaves]
+        is_same = all(one is other for one, other in zip(leaves, placed, strict=True))
+        return value if is_same else rebuild(spec, placed)
+
+    def share(self, value: object) -> Any:
+        """A value with plain tensors instead of placeholders, on all ranks. Every rank comes here."""
+        leaves, spec = flatten(value)
+        return rebuild(spec, self.values.share([self._adopted.placed(leaf) for leaf in leaves]))
+
+    def end(self) -> None:
+        """Forget the graph."""
+        self.values.end()
+        self._adopted.clear()
+
+    @property
+    def is_between_modules(self) -> bool:
+        """Whether what runs now is the user's code, which all ranks run."""
+        return self._inside is None
+
+    def _run(self, call: Call, stage: int, outcome: Outcome | None, key: Hashable = None) -> Any:
+        rank = self.values.rank_of(stage)
+        for placeholder in call.placeholders:
+            if self._read is not None:
+                self._read(placeholder, stage)
+            self.values.bring(placeholder, rank, call.name)
+        turn = self._turn(call.name)
+        if rank != self._axis.rank:
+            outcome = self.values.hear(call.name, rank, outcome, key)
+            return self._wrapped(call, stage, outcome, [None] * len(outcome.results))
+        self.stage = stage
+        natives = [self.values.native(leaf) if isinstance(leaf, Placeholder) else leaf for leaf in call.leaves]
+        versions = versions_of(natives)
+        result = self._execute(call, natives, seed_of(self.seed, call.name, turn), key)
+        seen, values = describe(result, natives, versions)
+        return self._wrapped(call, stage, self.values.tell(call.name, seen, outcome, key), values)
+
+    def _execute(self, call: Call, natives: list[Any], seed: int, key: Hashable) -> Any:
+        """Run a module or an operation as in one process."""
+        args, kwargs = rebuild(call.spec, natives)
+        self._inside = call.name
+        others = Others(self.holdings.draws, key, seed) if call.unit else None
+        try:
+            with outside_of_checkpoint(), forked_torch(seed), others or nullcontext():
+                return call.function(*args, **kwargs)
+        except Exception as error:
+            what = f"module {call.name!r}" if call.unit else f"operation {call.name!r}"
+            error.add_note(f"in {what}, {self.values.name}, on rank {self._axis.rank} of axis {self._axis.name!r}")
+            raise
+        finally:
+            self._inside = None
+
+    def _within_unit(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A placeholder reached a module past its arguments: by a closure, or an attribute of some object."""
+        leaves, spec = flatten((args, kwargs))
+        for number, leaf in enumerate(leaves):
+            if isinstance(leaf, Placeholder):
+                if leaf.local is None:
+                    raise ModelError(
+                        f"the operation {getattr(function, '__name__', function)!r} in {self._inside!r} reads "
+                        f"{leaf!r}, which lives at another stage, and which the module was not given as an argument: "
+                        "pass it as one, or place both at one stage"
+                    )
+                leaves[number] = self.values.native(leaf)
+        args, kwargs = rebuild(spec, leaves)
+        return function(*args, **kwargs)
+
+    def _wrapped(self, call: Call, stage: int, outcome: Outcome, values: Sequence[Any]) -> Any:
+        """What the program gets to see of a result."""
+        for number in outcome.written:
+            self._was_written(call, number, stage)
+        results: list[Any] = []
+        for result, value in zip(outcome.results, values, strict=True):
+            if isinstance(result, Same):
+                results.append(call.leaves[result.argument])
+            elif isinstance(result, Constant):
+                results.append(result.value)
+            else:
+                base = None if result.base is None else call.leaves[result.base]
+                is_view = isinstance(base, Placeholder) and (base.stage - stage) % self._axis.size == 0
+                results.append(self._stand_for(result, stage, value, base if is_view else None))
+        return rebuild(outcome.spec, results)
+
+    def _stand_for(
+        self, described: Described, stage: int, value: Tensor | None, base: Placeholder | None
+    ) -> Placeholder:
+        made = Placeholder(described, stage, self, self._axis.device)
+        made.local, made.phase = value, self.values.tape.phase
+        self.has_graph |= described.needs_grad
+        if base is not None:
+            made.share_memory_with(base)
+        return made
+
+    def _check_family(self, placeholder: Placeholder, call: Call) -> None:
+        """Refuse to write in memory of which gradients are told apart by now."""
+        crosses = placeholder.phase not in (None, self.values.tape.phase)
+        if crosses and placeholder.needs_grad and torch.is_grad_enabled() and placeholder.family.has_others:
+            raise ModelError(
+                f"the operation {call.name!r} writes in {placeholder!r}, of which there are views, after the stage has "
+                "received other values: gradients could not follow; write in a copy (.clone()) or inside one module"
+            )
+
+    def _was_written(self, call: Call, number: int, stage: int) -> None:
+        leaf = call.leaves[number]
+        if not isinstance(leaf, Placeholder):
+            return
+        leaf.family.version += 1
+        leaf.needs_grad |= torch.is_grad_enabled() and any(other.needs_grad for other in call.placeholders)
+        if (leaf.stage - stage) % self._axis.size:  # a module wrote in what it was sent: that is the tensor now
+            if leaf.family.has_others:
+                raise ModelError(
+                    f"module {call.name!r} writes in its argument {leaf!r}, which lives at another stage and of which "
+                    "there are views: give it a copy (.clone()), or place both at one stage"
+                )
+            leaf.stage, leaf.sent = stage, {}
+
+    def _turn(self, name: str) -> int:
+        self._turns[name] = self._turns.get(name, 0) + 1
+        return self._turns[name]
+
+
+def _written_in(call: Call, outcome: Outcome | None) -> int | None:
+    """Number of the argument that an operation writes in, or None."""
+    if outcome is not None:
+        return outcome.written[0] if outcome.written else None
+    name = call.name
+    is_in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__")
+    return 0 if is_in_place and isinstance(call.leaves[0], Tensor) else None
+
+
+def _caller(module: nn.Module) -> Callable[..., Any]:
+    """What runs a placed module, with its hooks; again during backward, if the program is within a checkpoint."""
+    if is_checkpointed() and torch.is_grad_enabled():
+        return lambda *args, **kwargs: checkpointed(module._call_impl, args, kwargs)
+    return module._call_impl
+
+
+class Interception(TorchFunctionMode):
+    """Hands every operation of torch between modules to a program."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self._program = program
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run it where it belongs."""
+        return intercept(func, args, kwargs or {}, self._program)
+
+
+@contextmanager
+def run_in_this_thread(program: Program) -> Iterator[None]:
+    """Hand what this thread does within this context to a program."""
+    intercept_functions()
+    token = running.set(program)
+    try:
+        with Interception(program):
+            yield
+    finally:
+        running.reset(token)
+
+
+@contextmanager
+def _interception_aside() -> Iterator[None]:
+    """Have operations that are not the user's, or a unit's own, run as in one process."""
+    mode = _get_current_function_mode()
+    if not isinstance(mode, Interception):
+        yield
+        return
+    _pop_mode()
+    try:
+        yield
+    finally:
+        _push_mode(mode)

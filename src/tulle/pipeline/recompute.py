@@ -1,0 +1,79 @@
+"""Activation checkpointing across modules: what is checkpointed around placed modules becomes checkpointing of each.
+
+`torch.utils.checkpoint` runs a function again during backward. Of a function that calls placed modules only one rank
+would do that, and it would meet placeholders; so within it each placed module is checkpointed by itself on its owner,
+and operations between modules keep what they save. The reentrant variant, and every other `autograd.Function` that is
+applied to placeholders, is met at `Function.apply`, which no other hook of torch sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.autograd import Function
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
+
+from tulle.pipeline.placeholder import Placeholder, running
+
+_is_asked: ContextVar[bool] = ContextVar("_is_asked", default=False)
+"""Whether the reentrant variant is around us."""
+_apply = Function.apply
+_autograd: Any = vars(torch._C)["_autograd"]
+
+
+def is_checkpointed() -> bool:
+    """Whether the program is within a checkpointed function."""
+    return _is_asked.get() or _hooks_of_checkpoint() is not None
+
+
+class outside_of_checkpoint:  # noqa: N801 - used like a function; a class costs half as much as a generator
+    """Save activations as if no checkpointed function were around."""
+
+    __slots__ = ("_hooks",)
+
+    def __enter__(self) -> None:
+        self._hooks = _hooks_of_checkpoint()
+        if self._hooks is not None:
+            _autograd._pop_saved_tensors_default_hooks()
+
+    def __exit__(self, *_: object) -> None:
+        if self._hooks is not None:
+            _autograd._push_saved_tensors_default_hooks(*self._hooks)
+
+
+def checkpointed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a placed module so that backward runs it again."""
+    return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def intercept_functions() -> None:
+    """From now on, have `autograd.Function`s that are applied to placeholders run as operations between modules."""
+    Function.apply = classmethod(_apply_where_it_belongs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _apply_where_it_belongs(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
+    native = _apply.__func__
+    program = running.get()
+    if kind is CheckpointFunction and program is not None and program.is_between_modules:
+        function, _, *rest = args
+        token = _is_asked.set(True)
+        try:
+            return function(*rest)
+        finally:
+            _is_asked.reset(token)
+    placeholder = next((leaf for leaf in args if isinstance(leaf, Placeholder)), None)
+    if placeholder is None:
+        return native(kind, *args, **kwargs)
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        return native(kind, *args, **kwargs)
+
+    return placeholder.program.operate(apply, args, kwargs)
+
+
+def _hooks_of_checkpoint() -> tuple[Any, Any] | None:
+    hooks = _autograd._top_saved_tensors_default_hooks(True)
+    return hooks if hooks is not None and "checkpoint" in hooks[0].__qualname__ else None

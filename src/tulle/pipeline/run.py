@@ -1,0 +1,237 @@
+"""`Runtime`: runs programs through the modules that are placed on an axis, in steps of micro-batches or one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakValueDictionary
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tulle.comm import now_s, traffic
+from tulle.mesh import Axis
+from tulle.pipeline.holdings import Holdings, Unit
+from tulle.pipeline.placeholder import running
+from tulle.pipeline.post import Key, Kind, post_of
+from tulle.pipeline.program import Program, run_in_this_thread
+from tulle.pipeline.randomness import forked, seed_of
+from tulle.pipeline.schedule import Schedule, held_at_once
+from tulle.pipeline.structure import flatten, rebuild
+from tulle.pipeline.tied import Aside, Tied
+from tulle.pipeline.turns import Turn, take_turns
+from tulle.pipeline.values import Values
+
+_MESSAGES_KEPT = 64
+"""Messages that may be under way outside of steps before the oldest are waited for."""
+
+
+@dataclass(slots=True)
+class Step:
+    """A step's calls, as `Runtime.run_step` wants them.
+
+    Args:
+        function: The user's.
+        calls: Arguments and keywords of each micro-batch.
+        shares: What the gradients of each are multiplied with.
+        schedule: In which order.
+    """
+
+    function: Callable[..., Any]
+    calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
+    shares: Sequence[float]
+    schedule: Schedule
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+
+@dataclass(eq=False)
+class Resident:
+    """What the run-time wants of a model that is placed.
+
+    Args:
+        parameters: All of them.
+        tied: Those that several ranks hold.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    tied: Sequence[Tied]
+
+
+class Runtime:
+    """Runs programs through all modules that are placed on an axis.
+
+    Args:
+        axis: Whose ranks hold the stages. Every rank of it must make one.
+        seed: Of all random numbers that programs draw, the same on all ranks.
+    """
+
+    def __init__(self, axis: Axis, seed: int) -> None:
+        self.axis, self.seed, self.stages = axis, seed, axis.size
+        self.holdings = Holdings(post_of(axis))
+        self.models: WeakValueDictionary[int, Resident] = WeakValueDictionary()
+        """By number; one that is gone is called by no program."""
+        self.placed = 0
+        """How many models ever were."""
+        self.programs = 0
+        """How many programs ever ran."""
+        self.bubble = 0.0
+        """Share of the last step in which this rank had nothing that it could do."""
+        self._current: Program | None = None
+
+    def call_unit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A placed module was called."""
+        program = running.get()
+        return (program if isinstance(program, Program) else self._outside_of_steps()).call_unit(unit, args, kwargs)
+
+    def call_model(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A model was called: within a step as a part of its program, else as one of its own."""
+        if running.get() is not None:
+            return call(*args, **kwargs)
+        self._note_frozen()
+        program = self._outside_of_steps()
+        try:
+            with forked(seed_of(program.seed, program.begin_call())), run_in_this_thread(program):
+                result = call(*args, **kwargs)
+        except BaseException as error:
+            self.holdings.post.tell(error)
+            raise
+        return program.visible(result)
+
+    def run_step(self, step: Step) -> list[Any]:
+        """Run a step function for each micro-batch. Every rank must call it, alike.
+
+        Returns:
+            What each call returned, with plain tensors on all ranks.
+        """
+        post, begin_s = self.holdings.post, now_s()
+        self._note_frozen()
+        self._current = None
+        aside = self._set_aside_tied()
+        post.open()
+        try:
+            turns = [Turn(index) for index in range(len(step))]
+            programs = [self._program(turn, share) for turn, share in zip(turns, step.shares, strict=True)]
+            held = held_at_once(step.schedule, self.axis.rank, self.axis.size, self.stages, len(step))
+
+            def begin(turn: Turn) -> None:
+                turn.begin(programs[turn.micro_batch], _body(step, turn.micro_batch, programs))
+
+            idle_s = take_turns(turns, begin, post, step.schedule, held)
+            self._add_up_tied(aside, programs)
+        except BaseException as error:
+            post.close(error)
+            raise
+        post.close()
+        self.bubble = idle_s / max(now_s() - begin_s, 1e-9)
+        traffic.span("step", f"bubble {self.bubble:.0%}", begin_s, now_s())
+        return [turn.result for turn in turns]
+
+    def copy_from_first(self, tensor: Tensor, ranks: Sequence[int], number: tuple[int, int], name: str) -> None:
+        """Overwrite a tensor that several ranks hold with the first one's. Every one of them must call it."""
+        key: Key = (Kind.VALUE, -number[0], number[1])
+        post, me = self.holdings.post, self.axis.rank
+        if me == ranks[0]:
+            for rank in ranks[1:]:
+                post.send(key, tensor.detach().clone(), to=rank)
+        elif me in ranks:
+            post.await_any({ranks[0]: [key]}, lambda: f"the first value of {name!r}")
+            tensor.detach().copy_(post.take(key))
+
+    def _program(self, turn: Turn, share: float) -> Program:
+        number = self._next_program()
+        values = Values(number, self.holdings, turn.wait, f"micro-batch {turn.micro_batch} of step {traffic.step}")
+        seed = seed_of(self.seed, number)
+        return Program(values, self.holdings, seed=seed, around_backward=turn.backward, scale=share)
+
+    def _outside_of_steps(self) -> Program:
+        """The program that runs now, or a new one if nothing of the last waits for its backward."""
+        if self._current is None or not self._current.has_graph:
+            number = self._next_program()
+            self.holdings.post.flush_first(self.holdings.post.sent - _MESSAGES_KEPT)
+            values = Values(number, self.holdings, self._wait, "a call outside of steps")
+            seed = seed_of(self.seed, number)
+            self._current = Program(values, self.holdings, seed=seed, around_backward=self._backward_outside_of_steps)
+        return self._current
+
+    @contextmanager
+    def _backward_outside_of_steps(self) -> Iterator[None]:
+        aside = self._set_aside_tied()
+        yield
+        if self._current is not None:
+            self._add_up_tied(aside, [self._current])
+
+    def _wait(self, key: Key, source: int, purpose: str) -> None:
+        self.holdings.post.await_any({source: [key]}, lambda: purpose)
+
+    def _set_aside_tied(self) -> list[Aside]:
+        """Have the gradients of tied parameters hold what comes from now on, and nothing else."""
+        return [Aside(number, tied) for number, model in sorted(self.models.items()) for tied in model.tied]
+
+    def _add_up_tied(self, asides: Sequence[Aside], programs: Sequence[Program]) -> None:
+        """Sum what has come to tied parameters of the models that ran, which all ranks know alike."""
+        ran = set().union(*(program.models for program in programs))
+        number = self._next_program()
+        for index, aside in enumerate(one for one in asides if one.model in ran):
+            aside.add_up(self.holdings.post, (number, index))
+        for aside in asides:
+            aside.put_back()
+
+    def _next_program(self) -> int:
+        self.programs += 1
+        return self.programs
+
+    def _note_frozen(self) -> None:
+        for number, model in self.models.items():
+            needed = bytes(parameter.requires_grad for parameter in model.parameters)
+            self.holdings.frozen[number] = seed_of(needed)
+
+
+def _body(step: Step, index: int, programs: Sequence[Program]) -> Callable[[], Any]:
+    program = programs[index]
+    args, kwargs = step.calls[index]
+
+    def body() -> Any:
+        with run_in_this_thread(program):
+            result = step.function(*args, **kwargs)
+        shared = program.share(result)
+        program.end()
+        return shared
+
+    return body
+
+
+def runtime_of(axis: Axis, seed: int = 0) -> Runtime:
+    """The run-time of an axis, made once. Every rank of the axis must call it."""
+    if Runtime not in axis.kept:
+        axis.kept[Runtime] = Runtime(axis, seed)
+    return axis.kept[Runtime]
+
+
+def one_by_one(step: Step) -> list[Any]:
+    """Run a step of a model that is not placed: each micro-batch after the other, on this process alone."""
+    results = []
+    for (args, kwargs), share in zip(step.calls, step.shares, strict=True):
+        with _Scaled(share):
+            leaves, spec = flatten(step.function(*args, **kwargs))
+        results.append(rebuild(spec, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
+    return results
+
+
+class _Scaled(TorchFunctionMode):
+    """Multiplies what backward begins with."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self._scale = scale
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.backward:
+            loss, *rest = args
+            return func(loss * self._scale, *rest, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,103 @@
+"""`Shapes`: finds out what an operation gives, from shapes alone, so that ranks without the values agree."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tulle.pipeline.outcome import Described, Outcome, describe, versions_of
+from tulle.pipeline.placeholder import Placeholder
+from tulle.pipeline.structure import Spec, rebuild
+
+_REMEMBERED = 8192
+T = TypeVar("T")
+
+
+class Remembered(OrderedDict[Hashable, T]):
+    """The values of the last several thousand keys."""
+
+    def remember(self, key: Hashable, value: T) -> T:
+        """Put a value in, and the oldest out if there are too many."""
+        self[key] = value
+        if len(self) > _REMEMBERED:
+            self.popitem(last=False)
+        return value
+
+
+class Shapes:
+    """What operations were found to give, by function and by what is known of their arguments."""
+
+    def __init__(self) -> None:
+        self._known: Remembered[Outcome | None] = Remembered()
+
+    def outcome(self, function: Callable[..., Any], leaves: Sequence[Any], spec: Spec) -> Outcome | None:
+        """What a function gives, or None if that depends on values.
+
+        Args:
+            function: Of torch, with no effect but on its arguments.
+            leaves: Of its arguments `(args, kwargs)`: placeholders, tensors and whatever else.
+            spec: How they are put together.
+        """
+        key = signature(function, leaves, spec)
+        if key in self._known:
+            return self._known[key]
+        return self._known.remember(key, _infer(function, leaves, spec))
+
+
+def signature(what: Hashable, leaves: Sequence[Any], spec: Spec) -> Hashable:
+    """All that the outcome of a call can depend on, if not on values."""
+    return what, spec, tuple(map(_about, leaves)), mode()
+
+
+def mode() -> tuple[bool, ...]:
+    """What outside of a call's arguments bears on its outcome."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return (torch.is_grad_enabled(), *((kind, torch.get_autocast_dtype(kind)) for kind in kinds))  # type: ignore[return-value]
+
+
+def _about(leaf: Any) -> Hashable:
+    if isinstance(leaf, Placeholder):
+        return leaf.described()
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.stride() if leaf.layout == torch.strided else (), leaf.dtype, leaf.requires_grad
+    if isinstance(leaf, float):
+        return float  # rates and temperatures change from step to step, shapes do not follow them
+    if isinstance(leaf, int | str | bool | type(None) | torch.dtype | torch.device | torch.Size):
+        return type(leaf), leaf
+    return type(leaf)
+
+
+def _infer(function: Callable[..., Any], leaves: Sequence[Any], spec: Spec) -> Outcome | None:
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with fake_mode:
+            stand_ins = [_stand_in(leaf) for leaf in leaves]
+            args, kwargs = rebuild(spec, stand_ins)
+            versions = versions_of(stand_ins)
+            outcome, _ = describe(function(*args, **kwargs), stand_ins, versions)
+            return replace(outcome, varies=False)  # a number that came from shapes alone
+    except Exception:  # depends on values, or is wrong: the rank that has the values will tell
+        return None
+
+
+def _stand_in(leaf: Any) -> Any:
+    if isinstance(leaf, Placeholder):
+        known = leaf.described()
+        return _fake(known, leaf.device)
+    if isinstance(leaf, Tensor):
+        if leaf.layout != torch.strided:
+            raise TypeError("shapes of sparse tensors depend on values")
+        return _fake(Described(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad), leaf.device)
+    return leaf
+
+
+def _fake(known: Described, device: torch.device) -> Tensor:
+    made = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=device)
+    # Not a leaf, so that it may be written in.
+    return made.requires_grad_().clone(memory_format=torch.preserve_format) if known.needs_grad else made

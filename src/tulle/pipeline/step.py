@@ -1,0 +1,73 @@
+"""`step`: makes a function of a model and a batch run on micro-batches, through all stages."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+from torch import nn
+
+from tulle.errors import PlanError
+from tulle.pipeline.micro_batch import Split, cut
+from tulle.pipeline.outputs import collected
+from tulle.pipeline.place import pipeline_of
+from tulle.pipeline.run import Step, one_by_one
+from tulle.pipeline.schedule import checked
+
+P = ParamSpec("P")
+
+
+def step(
+    *, micro_batches: int, schedule: str = "1f1b", split: Split | None = None
+) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
+    """Cut the batch of each call into micro-batches and run the function on each, through all stages of a pipeline.
+
+    The function calls the model, computes the loss and calls `loss.backward()`; gradients are those of the mean over
+    the whole batch, if each loss is the mean over its micro-batch. Every rank must call it, with the same batch.
+    Optimizers step outside of it. Of a model that is not placed it runs the micro-batches one after the other.
+
+    Args:
+        micro_batches: Into how many the batch is cut; sizes differ by at most one sample.
+        schedule: `"1f1b"` (a rank holds at most as many micro-batches as there are stages from it to the last), or
+            `"gpipe"` (all forward, then all backward).
+        split: Dimension along which an argument is cut, by its name or `"name.key"`, or None for one that is not cut.
+            All others are cut along dimension 0.
+
+    Returns:
+        A decorator. The function that it makes returns what the function did, with a `StepOutput` for each result.
+
+    Raises:
+        PlanError: If there is no such schedule or no positive number of micro-batches.
+        DataError: From the call, if the batch cannot be cut so.
+        CommunicationError: From the call, if another rank failed, or nothing came from it in time.
+
+    Example:
+        >>> import torch, tulle
+        >>> from tulle import pipeline
+        >>> @pipeline.step(micro_batches=2)
+        ... def train_step(model, batch):
+        ...     loss = model(batch).pow(2).mean()
+        ...     loss.backward()
+        ...     return loss
+        >>> model = torch.nn.Linear(3, 1)
+        >>> train_step(model, torch.zeros(4, 3)).stack().shape
+        torch.Size([2])
+    """
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise PlanError(f"step was given micro_batches={micro_batches!r}, expected a positive number")
+    order = checked(schedule)
+
+    def decorate(function: Callable[P, Any]) -> Callable[P, Any]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> Any:
+            calls, shares = cut(function, args, kwargs, micro_batches, split or {})
+            models = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
+            runtime = pipeline_of(models)
+            whole = Step(function, calls, shares, order)
+            results = runtime.run_step(whole) if runtime is not None else one_by_one(whole)
+            return collected(results, shares)
+
+        return run
+
+    return decorate

@@ -1,0 +1,109 @@
+"""Takes the arguments and results of calls apart into leaves, and puts them together again.
+
+Tuples, dictionaries and whatever else is registered with `torch.utils._pytree` (Hugging Face's `ModelOutput` is), plain
+dataclasses and slices are taken apart; everything else is a leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """The place of one leaf."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """How a container was made: its type, what its flatten function gave beside the children, and these."""
+
+    kind: type
+    context: Any
+    children: tuple[Spec, ...]
+
+
+Spec = Leaf | Node
+LEAF = Leaf()
+_ATOMS = (torch.Tensor, int, float, str, bool, type(None), torch.dtype, torch.device)
+
+
+def flatten(value: object) -> tuple[list[Any], Spec]:
+    """The leaves of a value, in order, and what puts them together again.
+
+    Example:
+        >>> leaves, spec = flatten(({"a": 1}, slice(0, 2)))
+        >>> leaves
+        [1, 0, 2, None]
+        >>> rebuild(spec, leaves)
+        ({'a': 1}, slice(0, 2, None))
+    """
+    leaves: list[Any] = []
+    return leaves, _flatten(value, leaves)
+
+
+def rebuild(spec: Spec, leaves: list[Any]) -> Any:
+    """The value of that structure with other leaves."""
+    return _rebuild(spec, iter(leaves))
+
+
+def _flatten(value: Any, leaves: list[Any]) -> Spec:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return Node(kind, None, tuple(_flatten(child, leaves) for child in value))
+    if not isinstance(value, _ATOMS):
+        if kind is dict:
+            return Node(kind, tuple(value), tuple(_flatten(child, leaves) for child in value.values()))
+        if kind in pytree.SUPPORTED_NODES:
+            children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
+            return Node(kind, _frozen(context), tuple(_flatten(child, leaves) for child in children))
+        if kind is slice:
+            ends = (value.start, value.stop, value.step)
+            # A bound that is a tensor is asked for its number here, on every rank.
+            bounds = [operator.index(end) if isinstance(end, torch.Tensor) else end for end in ends]
+            return Node(kind, None, tuple(_flatten(bound, leaves) for bound in bounds))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = tuple(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
+            return Node(kind, names, tuple(_flatten(getattr(value, name), leaves) for name in names))
+    leaves.append(value)
+    return LEAF
+
+
+def _rebuild(spec: Spec, leaves: Any) -> Any:
+    if isinstance(spec, Leaf):
+        return next(leaves)
+    children = [_rebuild(child, leaves) for child in spec.children]
+    kind = spec.kind
+    if kind is tuple or kind is list:
+        return kind(children)
+    if kind is dict:
+        return dict(zip(spec.context, children, strict=True))
+    if kind in pytree.SUPPORTED_NODES:
+        return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, _thawed(spec.context))
+    if kind is slice:
+        return slice(*children)
+    made = object.__new__(kind)
+    for name, child in zip(spec.context, children, strict=True):
+        object.__setattr__(made, name, child)  # frozen dataclasses too
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    """A list within a context, as something that can be hashed."""
+
+    items: tuple[Any, ...]
+
+
+def _frozen(context: Any) -> Any:
+    return _List(tuple(map(_frozen, context))) if isinstance(context, list) else context
+
+
+def _thawed(context: Any) -> Any:
+    return list(map(_thawed, context.items)) if isinstance(context, _List) else context

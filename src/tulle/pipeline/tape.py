@@ -1,0 +1,153 @@
+"""`Tape`: what one rank did of one micro-batch's forward, cut where gradients must come or go.
+
+On its own rank a stretch of operations is ordinary autograd. It is cut into *phases*, so that each phase can run
+backward as one, once the gradients of all that left it are there:
+
+    phase 0   a = f(x)      send a ─▶ rank 1                  backward: 4. gradients of a from rank 1 and from the cut
+    phase 1   ◀─ receive b (which rank 1 made of a)                     3. send the gradient of b
+              c = h(a, b)   a was made in phase 0: cut                  2. run backward: gradients of b and of the cut
+              send c ─▶ rank 2                                          1. gradient of c from rank 2
+
+A phase ends when something is received after something was sent, because that may depend on it. Gradients come for
+everything that leaves a phase ("none" is a gradient too), and all ranks walk their phases in the reverse order of one
+program, so no rank waits for one that waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from tulle.errors import GradientError
+
+
+class Entry:
+    """Where a tensor enters a phase, and the gradient that comes back to it."""
+
+    __slots__ = ("_given", "gradient", "is_over")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._given: Tensor | None = tensor.detach()
+        self.gradient: Tensor | None = None
+        self.is_over = False
+
+    def tensor(self) -> Tensor:
+        """The same memory as a tensor of this phase: no leaf, so that it may be written in, as in one process."""
+        return _Enter.apply(torch.empty(0, requires_grad=True), self)
+
+    def take_given(self) -> Tensor:
+        """Hand the tensor over, once."""
+        given, self._given = self._given, None
+        assert given is not None, "an entry is entered once"
+        return given
+
+    def take_gradient(self) -> Tensor | None:
+        """Hand the gradient over."""
+        gradient, self.gradient = self.gradient, None
+        return gradient
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, entry: Entry) -> Tensor:
+        ctx.entry = entry
+        return entry.take_given()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.entry.is_over:
+            raise GradientError(
+                "backward came to a tensor of a pipeline whose own backward is over: detach what is carried on from "
+                "one backward to the next, or keep the graph with retain_graph=True"
+            )
+        had = ctx.entry.gradient
+        ctx.entry.gradient = gradient if had is None else had + gradient
+        return None, None
+
+
+@dataclass(slots=True, eq=False)
+class Phase:
+    """A stretch of one rank's forward that runs backward as one."""
+
+    is_over: bool = False
+    """Whether its graph is gone."""
+    received: list[tuple[int, int, Entry]] = field(default_factory=list)
+    """Number of the value, the rank it came from, and where it entered."""
+    sent: list[tuple[int, int, GradientEdge | None]] = field(default_factory=list)
+    """Number of the value, the rank it went to, and where its gradient goes in, if anywhere."""
+    cuts: list[tuple[GradientEdge, Entry]] = field(default_factory=list)
+    """Values that a later phase went on with."""
+    seeds: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
+    """Where backward begins."""
+
+    def clear(self) -> None:
+        """Let go of the graph."""
+        self.is_over = True
+        for entry in (*(entry for _, _, entry in self.received), *(entry for _, entry in self.cuts)):
+            entry.is_over = True
+        self.received, self.sent, self.cuts = [], [], []
+
+
+class Tape:
+    """The phases of one micro-batch on one rank."""
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = [Phase()]
+
+    @property
+    def phase(self) -> Phase:
+        """The one that is being recorded."""
+        return self.phases[-1]
+
+    def receive(self, number: int, source: int, value: Tensor) -> Tensor:
+        """Enter a value that came from another rank."""
+        if self.phase.sent:
+            self.phases.append(Phase())
+        entry = Entry(value)
+        self.phase.received.append((number, source, entry))
+        return entry.tensor()
+
+    def send(self, number: int, to: int, value: Tensor) -> None:
+        """Note that a value leaves for another rank."""
+        self.phase.sent.append((number, to, get_gradient_edge(value) if value.requires_grad else None))
+
+    def cut(self, value: Tensor, phase: Phase) -> Tensor:
+        """Go on with a value of an earlier phase in this one."""
+        entry = Entry(value)
+        phase.cuts.append((get_gradient_edge(value), entry))
+        return entry.tensor()
+
+    def backward(
+        self,
+        gradient_of: Callable[[int, int], Tensor | None],
+        give: Callable[[int, int, Tensor | None], None],
+        *,
+        retain_graph: bool,
+    ) -> None:
+        """Run backward through all phases.
+
+        Args:
+            gradient_of: Called with a value's number and the rank it went to: waits for its gradient.
+            give: Called with a value's number, the rank it came from, and its gradient.
+            retain_graph: Whether there will be another backward.
+        """
+        for phase in reversed(self.phases):
+            ends = [*phase.seeds]
+            phase.seeds.clear()
+            arrived = [(edge, gradient_of(number, to)) for number, to, edge in phase.sent]
+            arrived += [(edge, entry.take_gradient()) for edge, entry in phase.cuts]
+            ends += [(edge, gradient) for edge, gradient in arrived if edge is not None and gradient is not None]
+            if ends:
+                edges, gradients = zip(*ends, strict=True)
+                torch.autograd.backward(edges, gradients, retain_graph=retain_graph)
+            for number, source, entry in phase.received:
+                give(number, source, entry.take_gradient())
+            if not retain_graph:
+                phase.clear()
+        if not retain_graph:
+            self.phases = [Phase()]

@@ -1,0 +1,181 @@
+"""`Values`: moves values, gradients and outcomes between the ranks, for one program.
+
+All ranks number what moves alike, because they run the same program: a number and the program's own are a letter's key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from tulle.errors import ModelError
+from tulle.pipeline.holdings import Holdings
+from tulle.pipeline.outcome import Outcome
+from tulle.pipeline.placeholder import Placeholder
+from tulle.pipeline.post import Key, Kind
+from tulle.pipeline.tape import Phase, Tape
+
+Wait = Callable[[Key, int, str], None]
+"""Called with a key, the rank it comes from and what it is for; returns when it is there."""
+
+
+class Values:
+    """What one program moves, and the tape of what its rank did.
+
+    Args:
+        number: Of the program.
+        holdings: What lives where.
+        wait: How to wait for a letter.
+        name: Of the program, for errors.
+    """
+
+    def __init__(self, number: int, holdings: Holdings, wait: Wait, name: str) -> None:
+        self._number, self._holdings, self._wait = number, holdings, wait
+        self._post, self._rank, self._size = holdings.post, holdings.post.axis.rank, holdings.post.axis.size
+        self._count = 0
+        self.tape = Tape()
+        self.name = name
+
+    def rank_of(self, stage: int) -> int:
+        """The rank on which a stage lives."""
+        return stage % self._size
+
+    def bring(self, placeholder: Placeholder, rank: int, purpose: str) -> None:
+        """Have a value at a rank: sent if it is not there yet. Every rank comes here."""
+        home = placeholder.stage % self._size
+        if rank == home:
+            return
+        with_grad = placeholder.needs_grad and torch.is_grad_enabled()
+        version, had_grad = placeholder.sent.get(rank, (-1, False))
+        if version == placeholder.family.version and (had_grad or not with_grad):
+            return
+        placeholder.sent[rank] = placeholder.family.version, with_grad
+        number = self._next()
+        if self._rank == home:
+            value = self.native(placeholder)
+            if with_grad:
+                self.tape.send(number, rank, value)
+            # A copy: the original may be written in before it has left.
+            self._post.send((Kind.VALUE, self._number, number), value.detach().clone(), to=rank)
+        elif self._rank == rank:
+            value = self._await((Kind.VALUE, self._number, number), home, f"an input of {purpose!r}")
+            placeholder.local = self.tape.receive(number, home, value) if with_grad else value
+            placeholder.phase = self.tape.phase
+
+    def native(self, placeholder: Placeholder) -> Tensor:
+        """The tensor itself, as one of the phase that is being recorded."""
+        value, phase = placeholder.local, placeholder.phase
+        assert value is not None, "only asked for where it is"
+        if phase is self.tape.phase or phase is None or not torch.is_grad_enabled() or not value.requires_grad:
+            return value
+        assert isinstance(phase, Phase)
+        if phase.is_over:  # its value is still good; a backward into it says that it is over
+            return value
+        placeholder.local, placeholder.phase = self.tape.cut(value, phase), self.tape.phase
+        return placeholder.local
+
+    def seed(self, loss: Placeholder, gradient: Tensor | None, scale: float) -> None:
+        """Have backward begin at a loss. Every rank comes here."""
+        rank = self.rank_of(loss.stage)
+        if isinstance(gradient, Placeholder):
+            self.bring(gradient, rank, "backward")
+        if self._rank == rank:
+            value = self.native(loss)
+            given = gradient.local if isinstance(gradient, Placeholder) else gradient
+            begin = torch.ones_like(value) if given is None else given.to(value.device)
+            self.tape.phase.seeds.append((get_gradient_edge(value), begin * scale))
+
+    def backward(self, *, retain_graph: bool) -> None:
+        """Run backward through this rank's phases. Every rank comes here."""
+        self.name = f"backward of {self.name}"
+        with torch.no_grad():
+            self.tape.backward(self._gradient_of, self._give_gradient, retain_graph=retain_graph)
+        self.name = self.name.removeprefix("backward of ")
+
+    def share(self, leaves: list[Any]) -> list[Any]:
+        """The values of placeholders on all ranks, and what is none as it is. Every rank comes here."""
+        numbers = [self._next() if isinstance(leaf, Placeholder) else 0 for leaf in leaves]
+        for leaf, number in zip(leaves, numbers, strict=True):
+            if isinstance(leaf, Placeholder) and self._rank == self.rank_of(leaf.stage):
+                self._tell_all((Kind.VALUE, self._number, number), leaf.local)
+        return [self._shared(leaf, number) for leaf, number in zip(leaves, numbers, strict=True)]
+
+    def hear(self, name: str, rank: int, outcome: Outcome | None, key: Hashable) -> Outcome:
+        """What the rank that runs an operation tells of its outcome, if it is not known.
+
+        Args:
+            name: Of the operation.
+            rank: That runs it.
+            outcome: What is known.
+            key: By which an outcome that is the same whenever it comes is told once; None if there is none such.
+        """
+        if outcome is None and key is not None:
+            letter, outcomes = (Kind.OUTCOME, 0, _digest(key)), self._holdings.outcomes
+            if key not in outcomes and not self._post.has(letter):
+                self._wait(letter, rank, f"the outcome of {name!r} ({self.name})")
+            if key not in outcomes:  # another micro-batch may have come by
+                outcomes[key] = self._post.look(letter)
+            outcome = outcomes[key]
+        if outcome is None or outcome.varies:
+            return self._await((Kind.OUTCOME, self._number, self._next()), rank, f"the outcome of {name!r}")
+        return outcome
+
+    def tell(self, name: str, seen: Outcome, outcome: Outcome | None, key: Hashable) -> Outcome:
+        """Tell the other ranks what they cannot know of an outcome; give what all go by."""
+        if outcome is None and key is not None:
+            if key not in self._holdings.outcomes:
+                self._holdings.outcomes[key] = seen
+                self._tell_all((Kind.OUTCOME, 0, _digest(key)), seen)
+            outcome = self._holdings.outcomes[key]
+        if outcome is None or outcome.varies:
+            self._tell_all((Kind.OUTCOME, self._number, self._next()), seen)
+            return seen
+        if outcome is not seen and not seen.is_like(outcome):
+            raise ModelError(
+                f"{name!r} gave {seen.results} where {outcome.results} was expected of arguments of these shapes, so "
+                "that the other stages cannot know what comes: its outcome depends on values; if it is a module, place "
+                "its submodules instead"
+            )
+        return outcome
+
+    def end(self) -> None:
+        """Forget the graph."""
+        self.tape = Tape()
+
+    def _gradient_of(self, number: int, rank: int) -> Tensor | None:
+        return self._await((Kind.GRADIENT, self._number, number), rank, "a gradient")
+
+    def _give_gradient(self, number: int, rank: int, gradient: Tensor | None) -> None:
+        self._post.send((Kind.GRADIENT, self._number, number), gradient, to=rank)
+
+    def _tell_all(self, key: Key, content: object) -> None:
+        for rank in range(self._size):
+            if rank != self._rank:
+                self._post.send(key, content, to=rank)
+
+    def _shared(self, leaf: Any, number: int) -> Any:
+        if not isinstance(leaf, Placeholder):
+            return leaf
+        home = self.rank_of(leaf.stage)
+        if home == self._rank:
+            assert leaf.local is not None, "the owner has the value"
+            return leaf.local.detach()
+        return self._await((Kind.VALUE, self._number, number), home, "a result")
+
+    def _await(self, key: Key, rank: int, purpose: str) -> Any:
+        if not self._post.has(key):
+            self._wait(key, rank, f"{purpose} ({self.name})")
+        return self._post.take(key)
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count
+
+
+def _digest(key: Hashable) -> int:
+    return int.from_bytes(blake2b(repr(key).encode(), digest_size=7).digest(), "little")

@@ -1,0 +1,116 @@
+"""The partition: exact beside brute force, within memory, obeying pins; and from a profile of a real model."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipeline_networks import WIDTH, Chain, TiedEnds, Translator, compare, make
+
+import tulle
+from ranks import on_ranks
+from tulle import pipeline
+from tulle.errors import PlanError
+from tulle.pipeline import Limits, Piece, partition, pins_of
+from tulle.pipeline.partition import COPIES
+
+TIMES = st.lists(st.integers(0, 20), min_size=1, max_size=8)
+
+
+def by_force(pieces: list[Piece], stages: int, memory: int | None) -> float:
+    """The slowest stage of the best of all contiguous partitions, or infinity."""
+    best = math.inf
+    for cuts in itertools.combinations_with_replacement(range(len(pieces) + 1), stages - 1):
+        ends = [0, *cuts, len(pieces)]
+        parts = [pieces[a:b] for a, b in itertools.pairwise(ends)]
+        needs = [
+            COPIES * sum(p.parameter_bytes for p in part) + (stages - k) * sum(p.activation_bytes for p in part)
+            for k, part in enumerate(parts)
+        ]
+        if memory is None or max(needs) <= memory:
+            best = min(best, max(sum(p.time_s for p in part) for part in parts))
+    return best
+
+
+@settings(max_examples=150)
+@given(TIMES, st.integers(1, 4), st.data())
+def test_no_contiguous_partition_is_better(times, stages, data):
+    sizes = data.draw(st.lists(st.integers(0, 5), min_size=len(times), max_size=len(times)))
+    pieces = [Piece(f"m{n}", float(t), s, 5 - s) for n, (t, s) in enumerate(zip(times, sizes, strict=True))]
+    memory = data.draw(st.none() | st.integers(0, 120))
+    expected = by_force(pieces, stages, memory)
+    if expected == math.inf:
+        with pytest.raises(PlanError, match="no partition of"):
+            partition(pieces, stages, Limits(memory))
+        return
+    found = partition(pieces, stages, Limits(memory))
+    assert max(found.times_s) == expected
+    assert list(found.stages) == sorted(found.stages)
+    assert memory is None or max(found.memory_bytes) <= memory
+
+
+def test_the_check_by_force_would_notice_a_worse_one():
+    pieces = [Piece("a", 1.0), Piece("b", 3.0), Piece("c", 1.0)]
+    assert by_force(pieces, 2, None) == 4.0 < 5.0
+
+
+def test_bytes_across_a_cut_count():
+    wide = Piece("wide", 1.0), Piece("reads", 1.0, incoming={0: 10}), Piece("last", 1.0, incoming={1: 1})
+    assert partition(wide, 2, Limits(bytes_per_s=20.0)).stages == (0, 0, 1)
+
+
+def test_pins_hold_in_order_and_out_of_it():
+    pieces = [Piece(name, 1.0) for name in "abcdef"]
+    assert partition(pieces, 3, Limits(pins={"b": 1, "c": 1})).stages[1:3] == (1, 1)
+    out_of_order = partition(pieces, 3, Limits(pins={"a": 2, "f": 0}))
+    assert (out_of_order.stages[0], out_of_order.stages[5]) == (2, 0)
+    assert max(out_of_order.times_s) == 2.0
+    with pytest.raises(PlanError, match="'z': 0"):
+        partition(pieces, 3, Limits(pins={"z": 0}))
+
+
+def test_modules_are_pinned_where_they_are_made():
+    with pipeline.stage(1):
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
+        with pipeline.stage(0):
+            model.append(torch.nn.Linear(1, 1))
+    assert pins_of(model) == {"0": 1, "1": 1, "2": 0}
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_a_profile_deals_all_modules(is_deferred):
+    mesh = tulle.init(pipe=-1)
+    x = torch.randn(64, WIDTH)
+    torch.manual_seed(0)
+    model = Chain(6)
+    if is_deferred:
+        with pipeline.deferred():
+            model = Chain(6)
+    dealt = pipeline.deal(model, x, mesh["pipe"])
+    assert [piece.name for piece in dealt.partition.pieces] == [f"layers.{n}" for n in range(6)]
+    assert all(piece.time_s > 0 for piece in dealt.partition.pieces)
+    assert dealt.partition.pieces[3].incoming == {2: 64 * WIDTH * 4}
+    assert [line.split()[0] for line in dealt.partition.table().splitlines()[1:]] == [str(s) for s in range(mesh.size)]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    pinned = pipeline.deal(model, x, mesh["pipe"], pins={"layers.0": mesh.size - 1})
+    assert pinned.partition.assignment["layers.0"] == mesh.size - 1
+
+
+@on_ranks(2)
+def test_a_model_that_is_dealt_by_profile_trains_as_on_one_process():
+    mesh = tulle.init(pipe=-1)
+    for kind in (Translator, TiedEnds):
+        sample = torch.randn(3, WIDTH, dtype=torch.float64)
+        assignment = dict(pipeline.deal(make(kind), sample, mesh["pipe"]).assignment)
+        assert set(assignment.values()) == {0, 1}
+        assert compare(kind, mesh, assignment) < 1e-14
+
+
+@on_ranks(2)
+def test_a_sample_that_does_not_fit_the_model_is_refused_on_all_ranks():
+    mesh = tulle.init(pipe=-1)
+    with pytest.raises(PlanError, match="could not be profiled on the sample, because"):
+        pipeline.deal(Chain(), torch.zeros(2, WIDTH + 1), mesh["pipe"])

@@ -1,0 +1,111 @@
+"""A model built without memory: each rank makes its own part, with the numbers of one process."""
+
+import json
+
+import pipeline_networks as networks
+import pytest
+import torch
+from pipeline_networks import ALL, Chain, Norms, TiedEnds, make, spread
+from torch import nn
+
+import tulle
+from ranks import on_ranks
+from tulle import pipeline
+from tulle.errors import CheckpointError, ModelError
+
+
+class Initialized(nn.Module):
+    """Draws in all the ways that constructors do, some of it twice, and looks at numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in self.rates)
+        self.table = nn.Embedding(7, 5, padding_idx=2)
+        for layer in self.layers:
+            nn.init.orthogonal_(layer.weight)
+            nn.init.trunc_normal_(layer.bias, std=0.02)
+        with torch.no_grad():
+            self.layers[1].weight.mul_(torch.bernoulli(torch.full((5, 5), 0.5)))
+            self.layers[2].weight.copy_(self.layers[0].weight + self.table.weight[:5])
+        self.register_buffer("order", torch.randperm(5), persistent=False)
+        self.register_buffer("angles", 1.0 / 10 ** (torch.arange(0, 5, 2).float() / 5), persistent=False)
+
+
+@pytest.mark.parametrize("kind", [Initialized, *ALL])
+def test_parameters_and_buffers_are_those_of_one_process(kind):
+    torch.manual_seed(3)
+    expected = kind()
+    drawn = torch.rand(3)
+    torch.manual_seed(3)
+    with pipeline.deferred():
+        model = kind()
+    assert any(parameter.is_meta for parameter in model.parameters())
+    pipeline.materialize(model)
+    assert torch.equal(torch.rand(3), drawn), "the stream of random numbers goes on as in one process"
+    for (name, one), (_, other) in zip(model.state_dict().items(), expected.state_dict().items(), strict=True):
+        assert torch.equal(one, other), name
+    assert all(torch.equal(one, other) for one, other in zip(model.buffers(), expected.buffers(), strict=True))
+
+
+@on_ranks(2, 3)
+def test_no_rank_makes_more_than_its_part_and_training_is_that_of_one_process():
+    mesh = tulle.init(pipe=-1)
+    for kind in (Chain, TiedEnds, Norms):
+        reference = make(kind)
+        torch.manual_seed(0)
+        with pipeline.deferred():
+            model = kind()
+        reference = reference.float()
+        pipeline.place(model, mesh["pipe"], spread(model, mesh.size))
+        step = pipeline.step(micro_batches=2)(networks.train)
+        x = torch.randn(4, networks.WIDTH, generator=torch.Generator().manual_seed(1))
+        assert step(model, x).stack().tolist() == networks.one_process(reference, x, 2, 0, 0)
+        assert networks.worst_gradient(model, reference) < 1e-6
+        assert any(parameter.is_meta for parameter in model.parameters())
+
+
+def write(folder, how: str, state: dict[str, torch.Tensor]) -> str:
+    if how == "torch":
+        torch.save(state, folder / "weights.pt")
+        return str(folder / "weights.pt")
+    safetensors = pytest.importorskip("safetensors.torch")
+    names = list(state)
+    shards = {"one.safetensors": names[::2], "two.safetensors": names[1::2]} if how == "shards" else {}
+    for file, held in (shards or {"model.safetensors": names}).items():
+        safetensors.save_file({name: state[name].clone() for name in held}, folder / file)
+    if shards:
+        places = {name: file for file, held in shards.items() for name in held}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return str(folder)
+
+
+@pytest.mark.parametrize("how", ["torch", "whole", "shards"])
+def test_each_rank_reads_its_part_of_a_checkpoint(tmp_path, how):
+    from ranks import run_on_ranks
+
+    model = make(TiedEnds)
+    path = write(tmp_path, how, model.state_dict())
+    run_on_ranks(2, reads_its_part, path=path)
+
+
+def reads_its_part(path: str) -> None:
+    mesh = tulle.init(pipe=-1)
+    expected = make(TiedEnds).state_dict()
+    torch.manual_seed(9)
+    with pipeline.deferred():
+        model = TiedEnds().double()
+    pipeline.place(model, mesh["pipe"], {"embed": 0, "middle": 0, "other": 1, "head": 1}, weights=path)
+    for name, value in model.state_dict().items():
+        assert value.is_meta or torch.equal(value, expected[name]), name
+    with pipeline.deferred():
+        other = Chain()
+    with pytest.raises(CheckpointError, match=r"does not hold \['layers"):
+        pipeline.place(other, mesh["pipe"], spread(other, 2), weights=path)
+
+
+def test_a_model_without_memory_and_without_a_recording_is_refused():
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    with pytest.raises(ModelError, match=r"build the model in pipeline\.deferred"):
+        pipeline.materialize(model)

@@ -1,0 +1,181 @@
+"""No hang: what cannot work is refused by name, and what fails on one rank ends the step on all."""
+
+import time
+
+import pytest
+import torch
+from pipeline_networks import WIDTH, Chain, batches, make, spread, train
+from torch import Tensor, nn
+
+import tulle
+from ranks import on_ranks
+from tulle import pipeline
+from tulle.errors import CommunicationError, DataError, ModelError, PlanError
+from tulle.pipeline import placement_of
+
+
+class Breaks(Chain):
+    """One of its modules fails on what it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.layers[2].register_forward_pre_hook(fails_on_large)
+
+
+def fails_on_large(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+    if arguments[0].abs().max() > 100:
+        raise ValueError("too large")
+
+
+def two(kind):
+    mesh = tulle.init(pipe=-1)
+    model = make(kind)
+    pipeline.place(model, mesh["pipe"], spread(model, mesh.size))
+    return mesh, model
+
+
+@on_ranks(2, 3)
+def test_an_error_in_a_module_reaches_all_ranks_at_once_and_training_can_go_on():
+    mesh, model = two(Breaks)
+    with torch.no_grad():
+        model.layers[1].weight.mul_(1)
+    step = pipeline.step(micro_batches=2)(scaled)
+    good = torch.ones(4, WIDTH, dtype=torch.float64)
+    step(model, good, 1.0)
+    owner = placement_of(model).stages["layers.2"]
+    begin_s = time.monotonic()
+    expected = ValueError if mesh.rank == owner else CommunicationError
+    with pytest.raises(expected, match="too large") as caught:
+        step(model, good, 1000.0)
+    assert time.monotonic() - begin_s < 10
+    if mesh.rank == owner:
+        assert "in module 'layers.2', micro-batch 0" in caught.value.__notes__[0]
+    else:
+        assert f"rank {owner} failed with ValueError" in str(caught.value)
+    assert torch.isfinite(step(model, good, 1.0).mean())
+
+
+def scaled(model: nn.Module, x: Tensor, scale: float) -> Tensor:
+    return train_on(lambda y: model.layers[3](model.layers[2](model.layers[1](model.layers[0](y)) * scale)), x)
+
+
+def train_on(model, x: Tensor) -> Tensor:
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    return loss
+
+
+class Hides(nn.Module):
+    """Hands a tensor to a module past its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), Remembers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        self.second.hidden.append(y)
+        return self.second(torch.ones_like(x))
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.hidden = nn.Linear(WIDTH, WIDTH), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + self.hidden.pop())
+
+
+class Fickle(nn.Module):
+    """Gives a tensor of as many rows as the data says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), Picks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class Picks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[: 1 + int(x[0, 0] > 0)]
+
+
+@on_ranks(2)
+def test_what_cannot_work_is_refused_by_module_and_operation():
+    _, model = two(Hides)
+    match = "operation 'add' in 'second' reads Placeholder|failed with ModelError"
+    with pytest.raises((ModelError, CommunicationError), match=match):
+        pipeline.step(micro_batches=1)(train)(model, batches(1, 2)[0])
+    _, model = two(Fickle)
+    with torch.no_grad():
+        for parameter in model.first.parameters():
+            if not parameter.is_meta:
+                parameter.fill_(1.0)
+    x = torch.ones(2, WIDTH, dtype=torch.float64)
+    match = "its outcome depends on values; if it is a module, place its submodules|failed with ModelError"
+    with pytest.raises((ModelError, CommunicationError), match=match):
+        pipeline.step(micro_batches=2)(train)(model, torch.cat([x, -x]))
+    _, model = two(Chain)
+    for refused, match in (
+        (lambda y: y.sum().backward(create_graph=True), "create_graph"),
+        (lambda y: y.backward(), r"shape \[2, 6\]"),
+        (lambda y: y.detach().sum().backward(), "needs no gradient"),
+        (lambda y: y.register_hook(print), r"register_hook\(\)"),
+        (lambda y: setattr(y, "data", y), r"setting .data"),
+    ):
+        y = model(x)
+        with pytest.raises(ModelError, match=match):
+            refused(y)
+
+
+@on_ranks(2)
+def test_a_value_asked_for_on_some_ranks_only_runs_into_the_time_out():
+    mesh = tulle.init(pipe=-1, timeout=1.0)
+    model = make(Chain)
+    axis = tulle.mesh.axis_of(mesh["pipe"].group, name="pipe")
+    axis = type(axis)(
+        **{
+            **{name: getattr(axis, name) for name in ("name", "rank", "size", "ranks", "group", "device")},
+            "timeout_s": 1.0,
+        }
+    )
+    pipeline.place(model, axis, spread(model, 2))
+    loss = model(batches(1, 2)[0]).sum()
+    if mesh.rank == 0:
+        with pytest.raises(CommunicationError, match=r"the outcome of 'item'.* nothing came within 1 s"):
+            loss.item()
+
+
+@on_ranks(2)
+def test_bad_arguments_are_refused_on_every_rank():
+    mesh = tulle.init(pipe=-1)
+    model = make(Chain)
+    for assignment, match in (
+        ({"layers.9": 0}, "'layers.9', which is not a module"),
+        ({"layers.0": -1}, "stage -1"),
+        ({"": 0, "layers.0": 1}, "which is around it"),
+        ({"layers.0": mesh.rank}, "give all the same"),
+    ):
+        with pytest.raises(PlanError, match=match):
+            pipeline.place(model, mesh["pipe"], assignment)
+    with pytest.raises(PlanError, match="neither an assignment"):
+        pipeline.place(model, mesh["pipe"])
+    pipeline.place(model, mesh["pipe"], spread(model, 2))
+    with pytest.raises(ModelError, match="placed before"):
+        pipeline.place(model, mesh["pipe"], {"layers.0": 0})
+    x = torch.zeros(3, WIDTH, dtype=torch.float64)
+    for options, arguments, match in (
+        ({"micro_batches": 4}, (x,), "3 samples cannot be cut into 4"),
+        ({"micro_batches": 2, "split": {"y": 0}}, (x,), r"\['y'\]"),
+        ({"micro_batches": 2, "split": {"x": 2}}, (x,), "along dimension 2"),
+        ({"micro_batches": 2}, ((x, x[:2]),), "different numbers of samples"),
+    ):
+        with pytest.raises(DataError, match=match):
+            pipeline.step(**options)(train)(model, *arguments)
+    with pytest.raises(PlanError, match="expected a positive number"):
+        pipeline.step(micro_batches=0)
+    with pytest.raises(PlanError, match="use 'gpipe' or '1f1b'"):
+        pipeline.step(micro_batches=1, schedule="zero bubble")

@@ -1,0 +1,121 @@
+"""The order in which ranks work: how many micro-batches are held, that waiting programs give way, what is sent."""
+
+import pytest
+import torch
+from pipeline_networks import WIDTH, Chain, make, spread, train
+from torch import Tensor, nn
+
+import tulle
+from ranks import on_ranks
+from tulle import pipeline
+from tulle.comm import traffic
+from tulle.pipeline import placement_of
+from tulle.pipeline.schedule import held_at_once
+
+
+class Counts(nn.Module):
+    """Counts the micro-batches whose forward has run here and whose backward has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.now, self.most = nn.Linear(WIDTH, WIDTH), 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        y = self.inner(x)
+        y.register_hook(self.backward_came)
+        return y
+
+    def backward_came(self, _: Tensor) -> None:
+        self.now -= 1
+
+
+class Counted(Chain):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(Counts() for _ in range(4))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_rank_holds_as_many_micro_batches_as_the_schedule_says(schedule):
+    mesh = tulle.init(pipe=-1)
+    model = make(Counted)
+    pipeline.place(model, mesh["pipe"], {f"layers.{n}": n * mesh.size // 4 for n in range(4)})
+    step = pipeline.step(micro_batches=8, schedule=schedule)(train)
+    for _ in range(2):
+        step(model, torch.randn(8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    expected = held_at_once(schedule, mesh.rank, mesh.size, mesh.size, 8)
+    assert expected == (8 if schedule == "gpipe" else mesh.size - mesh.rank)
+    for layer in model.layers:
+        if not layer.inner.weight.is_meta:
+            assert layer.most == expected
+            assert layer.now == 0
+
+
+@on_ranks(2)
+def test_a_value_goes_once_to_each_rank_that_reads_it_and_its_gradient_once_back():
+    mesh = tulle.init(pipe=-1)
+    model = make(Chain)
+    pipeline.place(model, mesh["pipe"], spread(model, 2))
+    step = pipeline.step(micro_batches=2)(reads_thrice)
+    x = torch.randn(2, WIDTH, dtype=torch.float64)
+    step(model, x)  # tells outcomes, too
+    before = traffic.sent_for("pipeline").messages
+    step(model, x)
+    # For each micro-batch y and its sum, which is made where y lives, go down; two gradients and the loss come up; and
+    # the end of the step.
+    assert traffic.sent_for("pipeline").messages - before == (2 * 2 + 1 if mesh.rank == 0 else 2 * 3 + 1)
+
+
+def reads_thrice(model: Chain, x: Tensor) -> Tensor:
+    y = model.layers[0](x)
+    loss = (model.layers[3](y) + model.layers[4](y) * y.sum(1, keepdim=True) + y).mean()
+    loss.backward()
+    return loss
+
+
+@on_ranks(3)
+def test_a_program_that_waits_gives_way_to_the_next_micro_batch():
+    """Every micro-batch asks for a number of the last stage before its first stage goes on."""
+    mesh = tulle.init(pipe=-1)
+    model = make(Chain)
+    pipeline.place(model, mesh["pipe"], spread(model, 3))
+    order: list[str] = []
+    if mesh.rank == 0:
+        for layer in (0, 1):
+            model.layers[layer].register_forward_hook(lambda *_, layer=layer: order.append(str(layer)))
+    step = pipeline.step(micro_batches=3)(asks_the_last_stage)
+    x = torch.randn(3, WIDTH, dtype=torch.float64)
+    step(model, x)
+    order.clear()
+    step(model, x)
+    if mesh.rank == 0:
+        assert "".join(order) != "010101", "it stood still at each answer"
+        assert sorted(order) == list("000111")
+
+
+def asks_the_last_stage(model: Chain, x: Tensor) -> Tensor:
+    y = model.layers[0](x)
+    y = model.layers[1](y) if model.layers[5](y).sum() > -1e9 else y
+    loss = y.pow(2).mean()
+    loss.backward()
+    return loss
+
+
+@on_ranks(2)
+def test_the_bubble_is_measured_and_drawn():
+    mesh = tulle.init(pipe=-1)
+    model = make(Chain)
+    pipeline.place(model, mesh["pipe"], spread(model, 2))
+    traffic.is_tracing = True
+    try:
+        traffic.take_spans()
+        pipeline.step(micro_batches=4)(train)(model, torch.randn(4, WIDTH, dtype=torch.float64))
+        names = [span.name for span in traffic.take_spans() if span.track in ("stage", "step")]
+    finally:
+        traffic.is_tracing = False
+    assert {f"forward {n}" for n in range(4)} | {f"backward {n}" for n in range(4)} <= set(names)
+    assert any(name.startswith("bubble") for name in names)
+    assert 0 <= placement_of(model).runtime.bubble < 1
