@@ -257,10 +257,11 @@ def test_ranks_whose_models_differ_are_told_where(change, text):
 
 
 @on_ranks(1, 2)
-def test_a_model_on_the_meta_device():
-    model = Words().to("meta")
-    text = "parameter 'words.weight' is on meta, the mesh on cpu: call model.to_empty(device=mesh.device)"
-    with every_rank_raises(ModelError, text, found_by=0):
+def test_a_model_on_the_meta_device_that_nothing_fills():
+    model = nn.Module()
+    model.register_parameter("scale", nn.Parameter(torch.empty(2, device="meta")))
+    text = "'scale' is on device meta, and Module has no reset_parameters that fills it: build the model within tulle."
+    with pytest.raises(ModelError, match=text):
         distribute(model, sgd(model))
 
 

@@ -189,11 +189,11 @@ class Pair(nn.Module):
 def test_rows_that_were_not_told_are_named_with_the_mend():
     mesh = tulle.init(data=-1)
     pair = Pair(nn.Embedding(ROWS, WIDTH), nn.Embedding(ROWS, WIDTH))
-    pair, optimizer = tulle.distribute(pair, SGD(pair.parameters(), lr=0.1), mesh, plan="rows")
+    pair, _ = tulle.distribute(pair, SGD(pair.parameters(), lr=0.1), mesh, plan="rows")
     ids = torch.arange(8).view(2, 4)
-    batches_ahead = tulle.lookahead([ids] * 3, ids=lambda batch: {"first": batch[:1], "second": batch})
+    batches_ahead = iter(tulle.lookahead([ids] * 3, ids=lambda batch: {"first": batch[:1], "second": batch}))
     with pytest.raises(ModelError, match=r"'first.weight' on rank \d asks for rows that were not told ahead"):
-        pair(next(iter(batches_ahead)))
+        pair(next(batches_ahead))
     with pytest.raises(ModelError, match=r"ids of 'third', the tables .* are: first.weight, second.weight"):
         next(iter(tulle.lookahead([ids], ids={"third": 0})))
 
