@@ -81,10 +81,10 @@ def save_safetensors(
             does not.
 
     Example:
-        >>> import tempfile, torch, tulle
+        >>> import pathlib, tempfile, torch, tulle
         >>> path = tempfile.mkdtemp() + "/model.safetensors"
         >>> tulle.save_safetensors(path, torch.nn.Linear(2, 1))
-        >>> open(path, "rb").read()[8:41]
+        >>> pathlib.Path(path).read_bytes()[8:41]
         b'{"__metadata__":{"format":"pt"},"'
     """
     ranks, path = Ranks.of(model), Path(path)
