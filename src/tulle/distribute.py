@@ -23,13 +23,14 @@ from tulle.engine import (
     adopt,
     broadcast_tensors,
     check_alike,
+    check_reads,
     engine_of,
 )
 from tulle.errors import PlanError, TulleError
 from tulle.lookups import explain_lookups
 from tulle.mesh import Axis, Mesh
-from tulle.placing import check_placements, materialize_parts, outputs_of, place, tables_of, why_whole
-from tulle.plan import Candidate, Plan, PlanLike, plan_as_given, plan_by_cost, plan_for_later
+from tulle.placing import ELEMENTWISE, check_placements, materialize_parts, outputs_of, place, tables_of, why_whole
+from tulle.plan import AT_READ, Candidate, Plan, PlanLike, plan_as_given, plan_by_cost, plan_for_later
 from tulle.profile import rows_touched, sparse_tables, trained_tables
 from tulle.record import current as current_recorder
 from tulle.softmax import offers
@@ -124,6 +125,8 @@ def distribute(
     placements = decided.placements if axis.size > 1 else {}
     with _alike(mesh, "the plan"):
         check_placements(placements, model, optimizers, axis.size)
+        if decided.schedule == AT_READ:
+            check_reads(model)
         if axis.size > 1:
             check_replicated_tables(model, placements)
     shards = materialize_parts(model, placements, axis) if is_deferred(model) else {}
@@ -154,6 +157,10 @@ def distribute(
         )
     if engine.split_tables is not None:
         _after_steps(optimizers, engine)
+    if decided.schedule == AT_READ and axis.size > 1:
+        late = engine.update_late()
+        for one in optimizers:
+            late.attach(one, is_elementwise=type(one) in ELEMENTWISE)
     explain_lookups(model, axis.rank)
     recorder = current_recorder()
     if recorder is not None:

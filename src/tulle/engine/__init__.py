@@ -1,6 +1,7 @@
 """The run-time of data parallelism: buckets of dense gradients, tables of sparse ones, split tables, replicas."""
 
 from tulle.engine.data_parallel import ENGINE, DataParallel, engine_of, living_split_tables
+from tulle.engine.late_updates import check_reads
 from tulle.engine.replicas import broadcast_tensors, check_alike
 from tulle.engine.split_modules import adopt
 from tulle.engine.tables import Observation, TableSettings
@@ -16,6 +17,7 @@ __all__ = [
     "adopt",
     "broadcast_tensors",
     "check_alike",
+    "check_reads",
     "engine_of",
     "living_split_tables",
 ]

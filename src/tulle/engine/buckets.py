@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Protocol
 
 import torch
@@ -79,17 +80,20 @@ class Bucket:
         slots: The parameters, in the order in which their gradients come.
         axis: Whose ranks reduce them.
         buffers: The model's buffers, if this bucket carries their marks.
+        piece_bytes: It travels in equal pieces of about this, so that others can pass between; None for one piece.
     """
 
     slots: Sequence[Slot]
     axis: Axis
     buffers: Buffers | None = None
+    piece_bytes: int | None = None
     missing: int = field(init=False)
     """Gradients that have not arrived in this backward."""
     _flat: Tensor = field(init=False)
     _views: list[Tensor] = field(init=False)
     _flags: Tensor = field(init=False)
-    _pending: Pending[Tensor] | None = field(init=False, default=None)
+    _pieces: Sequence[Tensor] = field(init=False)
+    _pending: list[Pending[Tensor]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.missing = len(self.slots)
@@ -99,6 +103,23 @@ class Bucket:
         self._flat = torch.zeros(sum(sizes) + flags, dtype=options.dtype, device=options.device)
         *parts, self._flags = self._flat.split([*sizes, flags])
         self._views = [_like(part, slot.parameter) for part, slot in zip(parts, self.slots, strict=True)]
+        pieces = max(1, round(self._flat.nbytes / self.piece_bytes)) if self.piece_bytes else 1
+        self._pieces = self._flat.split(max(1, ceil(self._flat.numel() / pieces)))
+
+    @property
+    def piece_sizes_bytes(self) -> list[int]:
+        """Bytes of each piece in which it travels."""
+        return [piece.nbytes for piece in self._pieces]
+
+    @property
+    def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Each parameter and the view that is its gradient."""
+        return [(slot.parameter, view) for slot, view in zip(self.slots, self._views, strict=True)]
+
+    @property
+    def needs_flags(self) -> bool:
+        """Whether it must be waited for to know, on this rank, which parameters have gradients and buffers changed."""
+        return bool(self.buffers) or not all(slot.is_fired for slot in self.slots)
 
     @torch.no_grad()
     def arrive(self, position: int) -> None:
@@ -109,9 +130,20 @@ class Bucket:
         slot.parameter.grad = self._views[position]
         self.missing -= 1
 
-    @torch.no_grad()
     def start(self) -> None:
         """Start the all-reduce; slots whose gradient did not come send what they have from before, or zeros."""
+        for piece in range(len(self._pieces)):
+            self.start_piece(piece)
+
+    def start_piece(self, piece: int) -> None:
+        """Start the all-reduce of one piece; the others may follow in any order that is that of all ranks."""
+        if not self._pending:
+            self._fill()
+        self._pending.append(all_reduce(self._pieces[piece], self.axis, label=LABEL))
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        """Complete what travels."""
         for position, slot in enumerate(self.slots):
             if not slot.is_arrived or slot.parameter.grad is not self._views[position]:
                 self._take(position)
@@ -120,18 +152,17 @@ class Bucket:
                 slot.parameter.grad = self._views[position]
         flags = [slot.is_fired for slot in self.slots] + (self.buffers.written() if self.buffers else [])
         self._flags.copy_(torch.tensor(flags, dtype=self._flags.dtype), non_blocking=True)
-        self._pending = all_reduce(self._flat, self.axis, label=LABEL)
 
     def finish(self) -> None:
         """Wait, give every parameter that any rank used its mean gradient, and share the buffers that any wrote."""
-        assert self._pending is not None, "a bucket is finished after it was started"
-        self._pending.wait()
-        self._pending = None
-        all_fired = all(slot.is_fired for slot in self.slots)
+        assert len(self._pending) == len(self._pieces), "a bucket is finished after it was started"
+        for pending in self._pending:
+            pending.wait()
+        self._pending.clear()
         # Reading flags waits for a GPU: only where this rank cannot know the answer.
-        flags = [] if all_fired and not self.buffers else [flag > 0 for flag in self._flags.real.tolist()]
+        flags = [flag > 0 for flag in self._flags.real.tolist()] if self.needs_flags else []
         for position, slot in enumerate(self.slots):
-            if not slot.is_arrived and (slot.is_fired or flags[position]):
+            if flags and flags[position] and not slot.is_arrived:
                 slot.parameter.grad = self._views[position]
             slot.is_fired = slot.is_arrived = False
         self.missing = len(self.slots)

@@ -7,7 +7,8 @@
 
 Hooks on the parameters see each gradient when it is complete, so the model can be called in any way: through its
 submodules, several times, under checkpointing. All collectives are submitted in one order, which rank 0's first
-backward fixed: that in which its gradients came. A bucket whose gradients are there waits for those before it.
+backward fixed: that in which its gradients came. A bucket whose gradients are there waits for those before it. Where
+updates wait until parameters are read (`tulle.engine.late_updates`), so does what is left of the end of backward.
 
 Source: Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training* (VLDB'20).
 """
@@ -32,8 +33,10 @@ from tulle.engine.buffers import Buffers
 from tulle.engine.finite import NonFinite
 from tulle.engine.foresight import Foresight, TableModule
 from tulle.engine.groups import TableGroup
+from tulle.engine.late_updates import LateUpdates
 from tulle.engine.split_tables import SplitTables
 from tulle.engine.tables import Observation, TableSettings, TableSync, compact
+from tulle.engine.turns import Turns, best_piece_bytes
 from tulle.engine.units import SplitTable
 from tulle.errors import ModelError
 from tulle.mesh import Axis
@@ -41,6 +44,8 @@ from tulle.sync import Choice
 
 GROUPED_BYTES = FIRST_BUCKET_BYTES
 """Tables travel apart if dense gradients of at least so many bytes come between theirs."""
+_REORDERED_AFTER = 4
+"""Backwards after which the order of these pieces is fixed; the first ones are slow."""
 _NOT_RUNNING = -1
 ENGINE = "_tulle_engine"
 """The attribute by which a distributed model, and each of its trained parameters, holds its engine."""
@@ -78,6 +83,8 @@ class DataParallel:
         """Synchronized backward passes so far."""
         self.table_sync: TableSync | None = None
         """The run-time of the tables, from the first backward on."""
+        self.late: LateUpdates | None = None
+        """The updates that wait until their parameters are read, if they do."""
         self._settings = settings
         self._bucket_bytes = bucket_bytes
         self._non_finite = NonFinite(self.axis) if check_finite else None
@@ -93,7 +100,7 @@ class DataParallel:
         self._first_order: list[str] = []
         self._items: list[Traveller] = []
         self._places: dict[str, tuple[Traveller, int]] = {}
-        self._submitted = 0
+        self._turns = Turns()
         self._buffers = Buffers(model, self.axis)
         self._groups: list[TableGroup] = []
         self._foresights = self._watch(model) if axis.size > 1 else {}
@@ -116,6 +123,13 @@ class DataParallel:
             yield
         finally:
             self._is_syncing = before
+
+    def update_late(self) -> LateUpdates:
+        """From the first backward on, let updates of replicas wait until somebody reads them; attach the optimizers."""
+        self.late = LateUpdates()
+        for slot in self._slots.values():
+            slot.parameter.register_hook(partial(_gradient_comes, ref(self.late)))
+        return self.late
 
     @property
     def network(self) -> Network | None:
@@ -174,7 +188,7 @@ class DataParallel:
         if self._items:
             item, position = self._places[slot.name]
             item.arrive(position)
-            self._advance(at_end=False)
+            self._turns.arrived(item)
         elif self.axis.size > 1:
             self._first_order.append(slot.name)
 
@@ -190,6 +204,7 @@ class DataParallel:
         if backward == self._backward:
             return False
         self._backward = backward
+        self._turns.begin()
         traffic.step = self.steps + 1
         _join_backward(backward, self)
         return True
@@ -220,29 +235,35 @@ class DataParallel:
                 self.split_tables.end_backward()
             return
         self.steps += 1
+        if self.late is not None:  # where gradients of split tables were all that came
+            self.late.make_all_true()
         if self.axis.size > 1:
             if not self._items:
                 self._fix_order()
-            self._advance(at_end=True)
-            self._submitted = 0
+            self._turns.end()
             if self.split_tables is not None:
                 self.split_tables.end_backward()
             # Tables first: what a bucket waits for is then there.
-            for item in sorted(self._items, key=lambda item: not isinstance(item, TableGroup)):
+            in_turn = sorted(self._items, key=lambda item: not isinstance(item, TableGroup))
+            for item in in_turn if self.late is None else self._postponed(in_turn, self.late):
                 item.finish()
             for foresight in self._foresights.values():  # also of a table that turned out to get dense gradients
                 foresight.forget()
         if self._non_finite is not None:  # after the sums, so that the next backward finds nothing under way
             self._non_finite.raise_if_any(self.steps)
 
-    def _advance(self, *, at_end: bool) -> None:
-        """Submit, in the one order, whatever is complete; at the end of backward, everything."""
-        while self._submitted < len(self._items):
-            item = self._items[self._submitted]
-            if item.missing and not at_end:
-                return
-            item.start()
-            self._submitted += 1
+    def _postponed(self, items: Sequence[Traveller], late: LateUpdates) -> list[Traveller]:
+        """Have buckets waited for when their gradients or parameters are read; give what must be waited for now."""
+        if self.steps == _REORDERED_AFTER:
+            self._turns.reorder(late.read, self.axis, probe(self.home))
+        late.begin()
+        now: list[Traveller] = []
+        for item in items:
+            if isinstance(item, Bucket) and late.takes(item):
+                late.postpone(item)
+            else:
+                now.append(item)
+        return now
 
     def _fix_order(self) -> None:
         """After the first backward: find the tables, and lay out buckets in the order of rank 0's gradients."""
@@ -256,10 +277,7 @@ class DataParallel:
         order = list(dict.fromkeys([*heard[0][0], *reversed(self._slots)]))
         place = {name: number for number, name in enumerate(order)}
         dense = [self._slots[name] for name in order if name not in self._tables]
-        laid_out = list(lay_out(dense, self._bucket_bytes)) or ([[]] if len(self._buffers) else [])
-        buckets = [Bucket(slots, self.axis) for slots in laid_out[:-1]]
-        buckets += [Bucket(slots, self.axis, self._buffers if len(self._buffers) else None) for slots in laid_out[-1:]]
-        self._items = [*buckets]
+        self._items = [*(self._buckets(dense) if self.late is None else self._late_buckets(dense))]
         if self._tables:
             self.table_sync, self._groups = self._sync_tables(order)
         for group in self._groups:
@@ -267,6 +285,22 @@ class DataParallel:
             turn = sum(all(place[slot.name] < last_table for slot in item.slots) for item in self._items)
             self._items.insert(turn, group)
         self._places = {slot.name: (item, position) for item in self._items for position, slot in enumerate(item.slots)}
+        self._turns = Turns(self._items)
+
+    def _buckets(self, slots: Sequence[Slot]) -> list[Bucket]:
+        """Buckets of which the last carries the marks of the buffers."""
+        laid_out = list(lay_out(slots, self._bucket_bytes)) or ([[]] if len(self._buffers) else [])
+        buckets = [Bucket(slots, self.axis) for slots in laid_out[:-1]]
+        buckets += [Bucket(slots, self.axis, self._buffers if len(self._buffers) else None) for slots in laid_out[-1:]]
+        return buckets
+
+    def _late_buckets(self, slots: Sequence[Slot]) -> list[Bucket]:
+        """Small buckets, which are waited for one by one, on a lane of their own, where nobody waits behind them."""
+        network = probe(self.home)  # while nothing else is under way
+        own = lane(self.axis, "late updates")
+        piece_bytes = min(self._bucket_bytes, best_piece_bytes(network, self.axis.size))
+        marks = [Bucket([], self.axis, self._buffers)] if len(self._buffers) else []
+        return [Bucket(part, own, piece_bytes=piece_bytes) for part in lay_out(slots, piece_bytes)] + marks
 
     def _sync_tables(self, order: Sequence[str]) -> tuple[TableSync, list[TableGroup]]:
         slots = [self._slots[name] for name in order if name in self._tables]
@@ -317,6 +351,13 @@ def _looked_up(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str
     engine = None if torch.compiler.is_compiling() else engine_of(module.weight)
     if engine is not None and module.sparse and torch.is_grad_enabled():
         engine._looked_up(module.weight, module, arguments[0] if arguments else keywords["input"])
+
+
+def _gradient_comes(late: ref[LateUpdates], gradient: Tensor) -> None:
+    """Before the first gradient is added to what is there: all that waits is done."""
+    alive = late()
+    if alive is not None:
+        alive.make_all_true()
 
 
 def _arrived(engine: ref[DataParallel], name: str, parameter: Tensor) -> None:

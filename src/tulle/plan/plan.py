@@ -17,6 +17,9 @@ from tulle.tables import PLACEMENTS
 FORMAT = 1
 BUCKET_BYTES = 25 * 1024 * 1024
 """Dense gradients travel in buckets of this size unless a plan says otherwise (DDP's default too)."""
+AT_STEP, AT_READ = "step", "read"
+SCHEDULES = (AT_STEP, AT_READ)
+"""When a replica is updated: in `optimizer.step()`, or when somebody reads it afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ class Plan:
         network: The measured network of axis `data`, None if nothing had to be chosen by cost.
         wire_dtype: In which the values of sparse gradients travel, by name; None loses nothing.
         offers: What would pay if the model were written otherwise, a sentence each. Nobody does it unasked.
+        schedule: `"step"`, or `"read"`: then the all-reduce of dense gradients, and the update that waits for it, may
+            take until a parameter is read, in the next forward say. The numbers are the same.
 
     Example:
         >>> plan = Plan(mesh={"data": 4}, tables=(TablePlan("source.weight", 8000, 256, "allgather", "given"),))
@@ -86,6 +91,7 @@ class Plan:
     network: Network | None = None
     wire_dtype: str | None = None
     offers: tuple[str, ...] = ()
+    schedule: str = AT_STEP
 
     @property
     def schemes(self) -> dict[str, str]:
@@ -107,6 +113,8 @@ class Plan:
         """What was chosen for each table, why, and what the other candidates were predicted to cost."""
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
         lines = [f"mesh {axes}, dense gradients all-reduced in buckets of {self.bucket_bytes / 2**20:g} MiB"]
+        if self.schedule == AT_READ:
+            lines.append("replicas are updated when they are read, not in the optimizer's step")
         if self.wire_dtype:
             lines.append(f"values of sparse gradients travel as {self.wire_dtype}")
         for table in self.tables:
@@ -154,6 +162,7 @@ class Plan:
             "network": _network_to_json(self.network) if self.network else None,
             "wire_dtype": self.wire_dtype,
             "offers": list(self.offers),
+            "schedule": self.schedule,
             "tables": [_table_to_json(table) for table in self.tables],
         }
 
@@ -172,6 +181,7 @@ class Plan:
             network=_network_from_json(parsed["network"]) if parsed["network"] else None,
             wire_dtype=parsed.get("wire_dtype"),
             offers=tuple(str(offer) for offer in parsed.get("offers", ())),
+            schedule=_check_schedule(parsed.get("schedule", AT_STEP)),
         )
 
     def check(self, mesh: Mapping[str, int], tables: Mapping[str, tuple[int, int]]) -> None:
@@ -184,6 +194,7 @@ class Plan:
         Raises:
             PlanError: Naming what differs.
         """
+        _check_schedule(self.schedule)
         if dict(self.mesh) != dict(mesh):
             raise PlanError(f"the plan is for the mesh {dict(self.mesh)}, this one is {dict(mesh)}: make a plan for it")
         for table in self.tables:
@@ -198,6 +209,12 @@ class Plan:
                     f"the plan has {table.name!r} with {table.rows} x {table.width}, "
                     f"the model has it with {shape[0]} x {shape[1]}"
                 )
+
+
+def _check_schedule(schedule: str) -> str:
+    if schedule not in SCHEDULES:
+        raise PlanError(f"the plan has the schedule {schedule!r}, expected one of {', '.join(SCHEDULES)}")
+    return schedule
 
 
 def _line(name: str, cost: Cost) -> str:

@@ -46,6 +46,8 @@ class ShardGradient(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Let all operations but norms see plain tensors."""
+        if any(not issubclass(kind, ShardGradient) for kind in types):
+            return NotImplemented  # a gradient that is still under way comes first
         keywords = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **keywords)

@@ -1,0 +1,100 @@
+"""Late tensors: parameters and gradients whose values are still on the way; whoever looks at one waits for it first.
+
+A tensor becomes late, and plain again, by a change of its class, so that it stays the object that a module, an
+optimizer or a user holds. While nothing is late nothing is paid. Every function of torch in Python goes through
+`__torch_function__`; scripted modules and extensions that take tensors past it do not, nor does what `torch.compile`
+made, which is refused while it is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import CompileContext
+from torch.utils._pytree import tree_leaves
+
+from tulle.errors import PlanError
+
+_OF_NO_VALUES = frozenset(
+    accessor
+    for name in ("grad", "requires_grad", "is_leaf")
+    for accessor in (getattr(vars(torch._C.TensorBase)[name], kind) for kind in ("__get__", "__set__", "__delete__"))
+)
+"""What may be asked of a late tensor as it is: all that `zero_grad` asks."""
+
+
+class _Late:
+    """What late parameters and gradients share."""
+
+    __slots__ = ()
+    plain: type[Tensor]
+    """The class of the tensor when its values are there."""
+    make_true: Callable[[], None]
+    """Waits for the values and makes the tensor, and those that come with it, plain."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Make all late arguments true; then the function sees plain tensors.
+
+        Raises:
+            PlanError: Within `torch.compile`.
+        """
+        keywords = kwargs or {}
+        if func in _OF_NO_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **keywords)
+        if CompileContext.current_compile_id() is not None:
+            raise PlanError(
+                "torch.compile was given a model whose plan has updates wait until parameters are read, which compiled "
+                "code does unseen: give tulle.distribute the plan with schedule='step'"
+            )
+        for tensor in tree_leaves((args, keywords)):
+            if isinstance(tensor, _Late):
+                tensor.make_true()
+        return func(*args, **keywords)
+
+
+class LateGradient(_Late, torch.Tensor):
+    """A gradient of which the sum over the ranks is on the way."""
+
+    plain = torch.Tensor
+
+
+class LateParameter(_Late, nn.Parameter):
+    """A parameter whose update waits for its gradient."""
+
+    plain = nn.Parameter
+
+    # These two look at the class before the values.
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the true parameter."""
+        self.make_true()
+        return nn.Parameter.__deepcopy__(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle of the true parameter."""
+        self.make_true()
+        return nn.Parameter.__reduce_ex__(self, protocol)
+
+
+def make_late(tensor: Tensor, kind: type[LateGradient | LateParameter], make_true: Callable[[], None]) -> None:
+    """Have the next look at a plain tensor call `make_true`, which must make it plain."""
+    assert type(tensor) is kind.plain, "only plain tensors become late"
+    tensor.__class__ = kind
+    vars(tensor)["make_true"] = make_true
+
+
+def make_plain(tensor: Tensor) -> None:
+    """The values are there; of a tensor that is not late nothing changes."""
+    if isinstance(tensor, _Late):
+        object.__setattr__(tensor, "__class__", tensor.plain)
+        del vars(tensor)["make_true"]
