@@ -37,7 +37,7 @@ def main() -> None:
     texts = [source for source, _ in parallel_text.read_pairs(str(options.text))]
     mesh = tulle.init(pipe=-1)
     torch.manual_seed(options.seed)
-    with pipeline.deferred():  # nothing is allocated yet: each rank makes its stage only
+    with tulle.deferred_init():  # nothing is allocated yet: each rank makes its stage only
         model = build(options)
     batches = endless_batches(texts, options)
     sample = next(batches)[: options.batch // options.micro_batches]

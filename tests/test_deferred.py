@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import init
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from tulle.deferred import deferred_init, give, is_deferred, materialize, replay
+from tulle.deferred import deferred_init, give, is_deferred, materialize, needs, replay, values_of
 from tulle.deferred.draws import can_draw_in_chunks, draw_in_chunks
+from tulle.deferred.record import View
 from tulle.errors import ModelError
 
 
@@ -269,6 +272,190 @@ def test_a_dtype_that_is_drawn_in_another_way_is_found_out():
         chunks = draw_in_chunks("normal_", (103,), dtype, chunk_bytes=1, generator=generator)
         is_same = torch.equal(torch.cat([chunk for _, chunk in chunks]), whole)
         assert is_same == can_draw_in_chunks("normal_", dtype, 103)
+
+
+# Some of the parameters
+
+
+def names_of(model: nn.Module) -> list[str]:
+    return [*dict(model.named_parameters()), *dict(model.named_buffers())]
+
+
+def test_whatever_is_made_the_values_and_what_is_drawn_next_are_those_of_one_process():
+    torch.manual_seed(5)
+    expected = Everything()
+    drawn_next = torch.rand(3)
+    theirs = expected.state_dict()
+    for name in names_of(expected):
+        model = built(Everything)
+        materialize(model, only=[name])
+        assert torch.equal(model.state_dict()[name], theirs[name]), name
+        assert torch.equal(torch.rand(3), drawn_next), name
+        other = "words.weight" if name != "words.weight" else "free"
+        assert is_deferred(model.get_parameter(other))
+
+
+def test_the_rest_may_be_made_later():
+    torch.manual_seed(5)
+    expected = Everything()
+    model = built(Everything)
+    names = names_of(model)
+    materialize(model, only=names[1::2])
+    drawn = torch.get_rng_state()
+    materialize(model, only=names[::2])
+    assert not is_deferred(model)
+    assert_same(model, expected)
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_a_stream_that_leaves_out_the_numbers_of_others_would_differ(monkeypatch):
+    torch.manual_seed(5)
+    expected = Everything()
+    monkeypatch.setattr(replay, "draw_in_vain", lambda *_: None)
+    model = built(Everything)
+    materialize(model, only=["free"])
+    assert not torch.equal(model.free, expected.free)
+
+
+class Dependent(nn.Module):
+    """How many numbers are drawn depends on numbers that were drawn before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = nn.Parameter(torch.rand(50) * 30)
+        self.counts = nn.Parameter(torch.poisson(self.rates.detach()))
+        self.after = nn.Linear(3, 3)
+
+
+def test_draws_that_depend_on_values_are_made_with_them():
+    torch.manual_seed(5)
+    expected = Dependent()
+    model = built(Dependent)
+    materialize(model, only=["after.weight"])
+    assert torch.equal(model.after.weight, expected.after.weight)
+    assert model.rates.is_meta
+    assert model.counts.is_meta
+
+
+def test_draws_without_the_values_that_they_depend_on_would_differ(monkeypatch):
+    torch.manual_seed(5)
+    expected = Dependent()
+    monkeypatch.setattr(needs, "_is_drawn_in_vain", lambda _: True)
+    monkeypatch.setattr(needs, "_without_values", lambda one: torch.ones(one.shape) if isinstance(one, View) else one)
+    model = built(Dependent)
+    materialize(model, only=["after.weight"])
+    assert not torch.equal(model.after.weight, expected.after.weight)
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        made = [one.untyped_storage().nbytes() for one in tree_leaves(result) if isinstance(one, Tensor)]
+        self.size_bytes = max([self.size_bytes, *made])
+        return result
+
+
+@pytest.mark.parametrize(("name", "is_whole"), [("after.weight", False), ("weight", True)])
+def test_what_is_not_made_is_never_whole(name, is_whole, monkeypatch):
+    monkeypatch.setattr(replay, "CHUNK_BYTES", 10_000)
+    model = built(Table, fill=embedding, rows=10_000)
+    with Largest() as largest:
+        materialize(model, only=[name])
+    assert (largest.size_bytes >= 10_000 * 3 * 4) == is_whole
+
+
+def test_a_tied_parameter_is_made_by_any_of_its_names():
+    model = built(Everything)
+    materialize(model, only=["out.weight"])
+    assert not model.words.weight.is_meta
+    with pytest.raises(ModelError, match=r"no parameter or buffer 'out\.wieght': name those of named_parameters\(\)"):
+        materialize(built(Everything), only=["out.wieght"])
+
+
+def test_some_are_made_and_others_kept_by_rows():
+    torch.manual_seed(5)
+    expected = Table(embedding)
+    model = built(Table, fill=embedding)
+    taker = Taker()
+    materialize(model, only=["after.weight"], keep={"weight": taker})
+    assert torch.equal(torch.cat(taker.chunks), expected.weight)
+    assert torch.equal(model.after.weight, expected.after.weight)
+    assert model.before.weight.is_meta
+
+
+def test_values_are_told_and_the_model_stays_as_it_is():
+    torch.manual_seed(5)
+    expected = Everything()
+    model = built(Everything)
+    before = torch.get_rng_state()
+    names = names_of(model)
+    values = values_of(model, names)
+    assert all(torch.equal(values[name], expected.state_dict()[name]) for name in names)
+    assert is_deferred(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    materialize(model)
+    assert_same(model, expected)
+
+
+def test_values_that_are_not_drawn_are_told_without_drawing(monkeypatch):
+    model = built(Everything)
+    monkeypatch.setattr(replay, "draw_in_vain", lambda *_: pytest.fail("nothing is to be drawn"))
+    values = values_of(model, ["big_positions.table"])
+    torch.testing.assert_close(values["big_positions.table"], Positions(3000, 100).table, rtol=0, atol=0)
+
+
+class Own(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.empty(40).normal_(generator=generator))
+        self.other = nn.Parameter(torch.randn(5, generator=generator))
+
+
+def test_generators_of_the_model_go_on_as_in_one_process():
+    expected = Own(torch.Generator().manual_seed(7))
+    generator = torch.Generator().manual_seed(7)
+    model = built(Own, generator=generator)
+    assert torch.equal(values_of(model, ["other"])["other"], expected.other)
+    materialize(model, only=["other"])
+    assert torch.equal(model.other, expected.other)
+
+
+def test_only_what_is_to_be_made_of_a_model_on_meta_must_have_a_reset():
+    torch.manual_seed(5)
+    expected = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), Bare())
+    torch.manual_seed(5)
+    materialize(model, only=["1.weight"])
+    assert torch.equal(model[1].weight, expected[1].weight)
+    assert model[2].scale.is_meta
+
+
+class Late(nn.Module):
+    """Known, small numbers that are then drawn over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+        init.normal_(self.weight)
+
+
+def test_a_model_whose_memory_is_there_without_its_values_is_deferred():
+    torch.manual_seed(5)
+    expected = Late()
+    model = built(Late)
+    assert is_deferred(model)
+    materialize(model)
+    assert not is_deferred(model)
+    assert_same(model, expected)
 
 
 # Models on device meta that nobody recorded

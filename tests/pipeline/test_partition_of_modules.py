@@ -87,7 +87,7 @@ def test_a_profile_deals_all_modules(is_deferred):
     torch.manual_seed(0)
     model = Chain(6)
     if is_deferred:
-        with pipeline.deferred():
+        with tulle.deferred_init():
             model = Chain(6)
     dealt = pipeline.deal(model, x, mesh["pipe"])
     assert [piece.name for piece in dealt.partition.pieces] == [f"layers.{n}" for n in range(6)]

@@ -1,5 +1,6 @@
 """No hang: what cannot work is refused by name, and what fails on one rank ends the step on all."""
 
+import re
 import time
 
 import pytest
@@ -49,7 +50,8 @@ def test_an_error_in_a_module_reaches_all_ranks_at_once_and_training_can_go_on()
         step(model, good, 1000.0)
     assert time.monotonic() - begin_s < 10
     if mesh.rank == owner:
-        assert "in module 'layers.2', micro-batch 0" in caught.value.__notes__[0]
+        # whichever micro-batch came first
+        assert re.search("in module 'layers.2', micro-batch [01] of step", caught.value.__notes__[0])
     else:
         assert f"rank {owner} failed with ValueError" in str(caught.value)
     assert torch.isfinite(step(model, good, 1.0).mean())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,21 +18,49 @@ _EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_stride
 _FILLED: dict[str, float] = {"zeros": 0, "ones": 1, "new_zeros": 0, "new_ones": 1, "zeros_like": 0, "ones_like": 1}
 _FILLING = ("zero_", "fill_", "copy_")
 _DRAWN: dict[str, Kind] = {"randn": "normal_", "rand": "uniform_"}
+_NAMES_OF_ARGUMENTS: dict[str, tuple[str, str]] = {"normal_": ("mean", "std"), "uniform_": ("from", "to")}
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """All elements drawn at random.
+    """All elements of a contiguous tensor drawn at random, which can be done for some rows at a time.
 
     Args:
         kind: The method of a tensor.
+        shape: Of the tensor.
+        dtype: Of its elements.
         arguments: Of the method.
         generator: None for PyTorch's own.
     """
 
     kind: Kind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     arguments: tuple[float, ...]
     generator: torch.Generator | None
+
+    def chunks(self, chunk_bytes: int) -> Iterator[tuple[int, Tensor]]:
+        """The numbers, `(first row, [rows, ...])`."""
+        return draw_in_chunks(
+            self.kind, self.shape, self.dtype, self.arguments, chunk_bytes=chunk_bytes, generator=self.generator
+        )
+
+
+def drawn_by(call: Call) -> Draw | None:
+    """What a call draws, or None if it draws nothing, or not in this way."""
+    name = call.name
+    if name in _DRAWN and call.results:
+        kind, view, arguments = _DRAWN[name], call.results[0], ()
+    elif name in _NAMES_OF_ARGUMENTS:
+        kind, view, arguments = cast("Kind", name), call.arguments[0], call.arguments[1:]
+    else:
+        return None
+    if not isinstance(view, View) or not view.shape or not _is_contiguous(view):
+        return None
+    is_by_name = any(word in call.keywords for word in _NAMES_OF_ARGUMENTS[kind])
+    if is_by_name or not can_draw_in_chunks(kind, view.dtype, torch.Size(view.shape).numel()):
+        return None
+    return Draw(kind, view.shape, view.dtype, tuple(arguments), call.keywords.get("generator"))
 
 
 @dataclass(slots=True)
@@ -54,7 +82,7 @@ class ByRows:
     def chunks(self, chunk_bytes: int) -> Iterator[tuple[int, Tensor]]:
         """The values, `(first row, [rows, ...])`."""
         if self.source is not None:
-            drawn = self.drawn(self.source, chunk_bytes)
+            drawn = self.draws[self.source].chunks(chunk_bytes)
         else:
             rows = max(1, chunk_bytes // max(1, self.row_elements * self.view.dtype.itemsize))
             firsts = range(0, self.view.shape[0], rows)
@@ -65,13 +93,6 @@ class ByRows:
             for change in self.changes:
                 changed = change(first, changed)
             yield first, changed
-
-    def drawn(self, number: int, chunk_bytes: int) -> Iterator[tuple[int, Tensor]]:
-        """The numbers that a call draws."""
-        draw, view = self.draws[number], self.view
-        return draw_in_chunks(
-            draw.kind, view.shape, view.dtype, draw.arguments, chunk_bytes=chunk_bytes, generator=draw.generator
-        )
 
     @property
     def row_elements(self) -> int:
@@ -103,7 +124,7 @@ def by_rows(record: Record, view: View) -> ByRows | str:
 def _follow(found: ByRows, record: Record, number: int, call: Call) -> bool:
     """Take in one call; False if it needs the whole."""
     memory = found.view.memory
-    name = _name(call)
+    name = call.name
     if memory in call.made:
         return _made(found, record, number, call, name)
     target = call.arguments[0]
@@ -111,8 +132,8 @@ def _follow(found: ByRows, record: Record, number: int, call: Call) -> bool:
         return False  # another tensor is made of it, or it of another
     if not _is_all(target, record.sizes_bytes[memory]):
         return _fill_rows(found, target, call, name)
-    if name in ("normal_", "uniform_"):
-        return _draw(found, number, name, call.arguments[1:], call.keywords)
+    if name in _NAMES_OF_ARGUMENTS:
+        return _draw(found, number, call)
     if name in _FILLING and (value := _constant(call)) is not None:
         found.begin_anew(lambda _, chunk: chunk.fill_(value))
         return True
@@ -128,18 +149,15 @@ def _made(found: ByRows, record: Record, number: int, call: Call, name: str) -> 
         found.begin_anew(lambda _, chunk: chunk.fill_(value))
         return not isinstance(value, View)
     if name in _DRAWN:
-        return _draw(found, number, _DRAWN[name], (), call.keywords)
+        return _draw(found, number, call)
     return False
 
 
-def _draw(found: ByRows, number: int, kind: Kind, arguments: Sequence[Any], keywords: dict[str, Any]) -> bool:
-    names = {"normal_": ("mean", "std"), "uniform_": ("from", "to")}[kind]
-    if any(name in keywords for name in names):
+def _draw(found: ByRows, number: int, call: Call) -> bool:
+    draw = drawn_by(call)
+    if draw is None:
         return False
-    view = found.view
-    if not can_draw_in_chunks(kind, view.dtype, torch.Size(view.shape).numel()):
-        return False
-    found.draws[number] = Draw(kind, tuple(arguments), keywords.get("generator"))
+    found.draws[number] = draw
     found.begin_anew(source=number)
     return True
 
@@ -175,11 +193,6 @@ def _constant(call: Call) -> Any:
     value = call.arguments[1] if len(call.arguments) > 1 else 0
     is_one = value.numel() == 1 if isinstance(value, Tensor) else not isinstance(value, View)
     return value if is_one else None
-
-
-def _name(call: Call) -> str:
-    packet = getattr(call.function, "overloadpacket", call.function)
-    return packet.__name__
 
 
 def _is_all(view: object, size_bytes: int) -> bool:

@@ -1,14 +1,20 @@
-"""`deferred_init` and `materialize`: build a model without memory; give it the values that one process would have."""
+"""`deferred_init` and `materialize`: build a model without memory; give it the values that one process would have.
+
+Source: torchdistX's *deferred module initialization* (Meta AI, 2022), which did not keep the stream of random numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from tulle.comm import gather_values
+from tulle.deferred.give import give, swappable
+from tulle.deferred.needs import needed_calls
 from tulle.deferred.record import Record, View, record_of
 from tulle.deferred.replay import Giver, Replay, Taker
 from tulle.errors import ModelError
@@ -19,8 +25,8 @@ from tulle.mesh import Axis
 def deferred_init() -> Iterator[None]:
     """Build a model within it without memory: its parameters are on device meta, and what would fill them is recorded.
 
-    `materialize` (or `tulle.distribute`, which calls it) gives them the values that they would have had, with the same
-    random numbers, if no other were drawn in between.
+    `materialize` (or `tulle.distribute` and `pipeline.place`, which call it) gives them the values that they would have
+    had, with the same random numbers, if no other were drawn in between.
 
     Example:
         >>> import torch, tulle
@@ -33,15 +39,18 @@ def deferred_init() -> Iterator[None]:
         yield
 
 
-def is_deferred(model: nn.Module) -> bool:
-    """Whether some of a model's parameters or buffers have no values yet."""
-    return any(tensor.is_meta for tensor in _tensors(model).values())
+def is_deferred(model: nn.Module | Tensor) -> bool:
+    """Whether a tensor, or some of a model's parameters or buffers, have no values yet."""
+    if isinstance(model, Tensor):
+        return model.is_meta or record_of(model) is not None
+    return any(map(is_deferred, _tensors(model).values()))
 
 
 def materialize(
     model: nn.Module,
     *,
     device: torch.device | str = "cpu",
+    only: Collection[str] | None = None,
     keep: Mapping[str, Taker] | None = None,
     axis: Axis | None = None,
 ) -> None:
@@ -54,33 +63,31 @@ def materialize(
         model: Built within `deferred_init`; or on `torch.device("meta")`: modules are then reset in turn, children
             first, by their `reset_parameters`.
         device: Where to. Values are made on the CPU.
+        only: Names of the parameters and buffers that get values; default all. The others stay as they are; their
+            random numbers are drawn, a chunk at a time, and let go of.
         keep: Parameters that are not to be whole anywhere, by name: called with the number of the first row and the
             values `[rows, ...]` of one chunk after another. They stay on device meta; see `give`. Values that come
             about in a way that needs all rows at once are made whole for a moment, and the log says so.
         axis: Whose ranks all draw the random numbers of its first rank, and must all call this.
 
     Raises:
-        ModelError: If a module on device meta has nothing that could fill it, naming it.
+        ModelError: If a module on device meta has nothing that could fill it, naming it; or a name is not the model's.
 
     Example:
         >>> import torch, tulle
         >>> with tulle.deferred_init():
         ...     model = torch.nn.Linear(2, 1)
-        >>> materialize(model)
-        >>> model.weight.shape
-        torch.Size([1, 2])
+        >>> materialize(model, only=["weight"])
+        >>> model.weight.shape, model.weight.is_meta, model.bias.is_meta
+        (torch.Size([1, 2]), False, True)
     """
-    tensors = _tensors(model)
-    keep = dict(keep or {})
-    record = _record(model, tensors)
-    if record is None:
-        model.to(device)
-        return
-    givers: dict[int, Giver] = {}
+    tensors, keep = _tensors(model), dict(keep or {})
+    wanted = tensors if only is None else _named(model, [*only, *(name for name in keep if name in tensors)])
+    record = _record(model, wanted)
     takers: dict[int, tuple[str, View, Taker]] = {}
     by_memory: dict[int, list[Tensor]] = {}
-    for name, tensor in tensors.items():
-        if record_of(tensor) is None:
+    for name, tensor in wanted.items():
+        if record is None or record_of(tensor) is None:
             tensor.data = tensor.data.to(device)
             continue
         view = record.view_of(tensor)
@@ -91,39 +98,63 @@ def materialize(
         raise ModelError(
             f"the model has no {', '.join(map(repr, keep))} without values: name parameters on device meta"
         )
-    for memory, views in by_memory.items():
-        if memory not in takers:
-            givers[memory] = _giver(record, views, torch.device(device))
+    if record is None:
+        return
+    givers = {
+        memory: _giver(record, views, torch.device(device))
+        for memory, views in by_memory.items()
+        if memory not in takers
+    }
     if axis is not None:
         record.random_state = gather_values(record.random_state, axis, label="random state")[0]
     before = torch.get_rng_state()
     torch.set_rng_state(record.random_state)
     try:
-        with _without_references(model):
-            Replay(record, givers, takers).run()
+        with swappable(model):
+            Replay(record, givers, takers, has_all_draws=True).run()
     finally:
         if not torch.equal(before, record.random_state):
             torch.set_rng_state(before)
 
 
-def give(tensor: Tensor, values: Tensor) -> None:
-    """Give a parameter or buffer on device meta its values, of any shape: it stays the object that it is."""
-    made = torch.Tensor._make_subclass(type(tensor), values.detach(), tensor.requires_grad)
-    vars(made).update(vars(tensor))
-    torch.utils.swap_tensors(tensor, made)
+def values_of(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
+    """The values on the CPU that some parameters and buffers would get from `materialize`; the model stays as it is.
 
+    The random state stays as it is, too. Random numbers are drawn only if these values depend on some.
 
-@contextmanager
-def _without_references(model: nn.Module) -> Iterator[None]:
-    """Recurrent modules keep weak references to their weights, which `swap_tensors` refuses."""
-    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-    for module in recurrent:
-        module._flat_weight_refs = []
+    Args:
+        model: As for `materialize`.
+        names: Of parameters and buffers. What has values already gives these.
+
+    Raises:
+        ModelError: As `materialize` does.
+
+    Example:
+        >>> import torch, tulle
+        >>> with tulle.deferred_init():
+        ...     model = torch.nn.Linear(2, 1)
+        ...     _ = torch.nn.init.ones_(model.bias)
+        >>> values_of(model, ["bias"]), model.bias.is_meta
+        ({'bias': tensor([1.])}, True)
+    """
+    wanted = _named(model, names)
+    record = _record(model, wanted)
+    found = {name: tensor.detach() for name, tensor in wanted.items() if not is_deferred(tensor)}
+    if record is None:
+        return found
+    views = {name: record.view_of(tensor) for name, tensor in wanted.items() if name not in found}
+    made: dict[int, torch.UntypedStorage] = {}
+    givers = {view.memory: partial(made.__setitem__, view.memory) for view in views.values()}
+    calls = [record.calls[number] for number in needed_calls(record, givers, has_all_draws=False)]
+    generators = {torch.default_generator, *(call.generator for call in record.calls if call.generator is not None)}
+    states = [(generator, generator.get_state()) for generator in generators]
+    torch.set_rng_state(record.random_state)
     try:
-        yield
+        Replay(record, givers, {}, has_all_draws=any(call.is_random for call in calls)).run()
     finally:
-        for module in recurrent:
-            module._init_flat_weights()
+        for generator, state in states:
+            generator.set_state(state)
+    return found | {name: view.of(made[view.memory]) for name, view in views.items()}
 
 
 def _giver(record: Record, tensors: list[Tensor], device: torch.device) -> Giver:
@@ -138,10 +169,11 @@ def _giver(record: Record, tensors: list[Tensor], device: torch.device) -> Giver
     return giver
 
 
-def _record(model: nn.Module, tensors: Mapping[str, Tensor]) -> Record | None:
-    """The record of a model, of what its modules' resets do if it was built without one; None if it has all values."""
-    records = {id(found[0]): found[0] for tensor in tensors.values() if (found := record_of(tensor)) is not None}
-    without = [name for name, tensor in tensors.items() if tensor.is_meta and record_of(tensor) is None]
+def _record(model: nn.Module, wanted: Mapping[str, Tensor]) -> Record | None:
+    """The record of a model, of what its modules' resets do if it was built without one; None if all have values."""
+    found = [one for tensor in _tensors(model).values() if (one := record_of(tensor)) is not None]
+    records = {id(record): record for record, _ in found}
+    without = [name for name, tensor in wanted.items() if tensor.is_meta and record_of(tensor) is None]
     if len(records) > 1 or (records and without):
         raise ModelError(
             f"the model's parameters come from {len(records)} tulle.deferred_init"
@@ -150,10 +182,10 @@ def _record(model: nn.Module, tensors: Mapping[str, Tensor]) -> Record | None:
         )
     if records:
         return next(iter(records.values()))
-    return _resets(model) if without else None
+    return _resets(model, set(without)) if without else None
 
 
-def _resets(model: nn.Module) -> Record:
+def _resets(model: nn.Module, wanted: Collection[str]) -> Record:
     """The record of every module's `reset_parameters`, children first, as constructors call them."""
     record = Record()
     with record:
@@ -164,7 +196,7 @@ def _resets(model: nn.Module) -> Record:
     filled = {memory for call in record.calls for memory in call.changed}
     for name, module in model.named_modules():
         for own, tensor in [*module.named_parameters(name, recurse=False), *module.named_buffers(name, recurse=False)]:
-            if tensor.is_meta and record.view_of(tensor).memory not in filled:
+            if own in wanted and record.view_of(tensor).memory not in filled:
                 raise ModelError(
                     f"{own!r} is on device meta, and {type(module).__name__} has no reset_parameters that fills it: "
                     "build the model within tulle.deferred_init, or write that method"
@@ -181,3 +213,16 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, each once."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _named(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
+    """Parameters and buffers by any of their names."""
+    parameters, buffers = model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    every = {**dict(parameters), **dict(buffers)}
+    unknown = [name for name in names if name not in every]
+    if unknown:
+        raise ModelError(
+            f"the model has no parameter or buffer {', '.join(map(repr, unknown))}: name those of named_parameters() "
+            "and named_buffers()"
+        )
+    return {name: every[name] for name in names}

@@ -81,6 +81,17 @@ class Call:
     is_random: bool
 
     @property
+    def name(self) -> str:
+        """Of the function, without its overload."""
+        return getattr(self.function, "overloadpacket", self.function).__name__
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The one that it was told to draw from."""
+        given = tree_leaves((self.arguments, self.keywords))
+        return next((one for one in given if isinstance(one, torch.Generator)), None)
+
+    @property
     def views(self) -> list[View]:
         """The tensors of the record that it is given."""
         return [one for one in tree_leaves((self.arguments, self.keywords)) if isinstance(one, View)]

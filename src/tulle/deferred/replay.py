@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tulle.deferred.by_rows import ByRows, by_rows
+from tulle.deferred.needs import draw_in_vain, needed_calls
 from tulle.deferred.record import Call, Record, View
 
 logger = logging.getLogger("tulle")
@@ -23,28 +24,40 @@ Giver = Callable[[torch.UntypedStorage], None]
 
 
 class Replay:
-    """One replay of a record. A memory is there from the first operation on it to the last.
+    """One replay of a record, of what is needed. A memory is there from the first operation on it to the last.
 
     Args:
         record: What is replayed.
-        givers: What to do with memories that are the model's, by number.
-        takers: Of memories that are not to be whole anywhere: each with its parameter's view.
+        givers: What to do with memories that are wanted, by number.
+        takers: Of those that are not to be whole anywhere: each with its parameter's view.
+        has_all_draws: Whether to draw the random numbers of what is not wanted, too.
     """
 
     def __init__(
-        self, record: Record, givers: Mapping[int, Giver], takers: Mapping[int, tuple[str, View, Taker]]
+        self,
+        record: Record,
+        givers: Mapping[int, Giver],
+        takers: Mapping[int, tuple[str, View, Taker]],
+        *,
+        has_all_draws: bool,
     ) -> None:
         self._record = record
+        self._has_all_draws = has_all_draws
         self._givers = dict(givers)
         self._takers = dict(takers)
         self._memories: dict[int, torch.UntypedStorage] = {}
-        self._last = {memory: number for number, call in enumerate(record.calls) for memory in call.touched}
+        self._needed = needed_calls(record, [*givers, *takers], has_all_draws=has_all_draws)
+        self._last = {memory: number for number in sorted(self._needed) for memory in record.calls[number].touched}
         self._ways = dict(self._find_ways())
 
     @torch.no_grad()
     def run(self) -> None:
         """Do it."""
         for number, call in enumerate(self._record.calls):
+            if number not in self._needed:
+                if call.is_random and self._has_all_draws:
+                    draw_in_vain(call, CHUNK_BYTES)
+                continue
             by_rows = [way for memory, way in self._ways.items() if memory in call.touched]
             if by_rows:
                 self._draw(number, by_rows[0])
@@ -78,8 +91,7 @@ class Replay:
         if number == way.source:
             self._take(way)
         elif number in way.draws:
-            for _ in way.drawn(number, CHUNK_BYTES):
-                pass
+            draw_in_vain(self._record.calls[number], CHUNK_BYTES)
 
     def _take(self, way: ByRows) -> None:
         _, _, taker = self._takers.pop(way.view.memory)

@@ -1,7 +1,6 @@
 """Pipelines over arbitrary models, without tracing: a module runs where it lives, and every rank runs the program."""
 
 from tulle.pipeline.automatic import Dealt, deal
-from tulle.pipeline.deferred import deferred, materialize
 from tulle.pipeline.outputs import StepOutput
 from tulle.pipeline.partition import Limits, Partition, Piece, partition
 from tulle.pipeline.pins import pins_of, stage
@@ -17,8 +16,6 @@ __all__ = [
     "Placement",
     "StepOutput",
     "deal",
-    "deferred",
-    "materialize",
     "partition",
     "pins_of",
     "place",

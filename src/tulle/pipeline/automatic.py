@@ -47,7 +47,7 @@ def deal(
     Rank 0 of the axis measures, on its own sample; the others hear of it.
 
     Args:
-        model: Not placed yet; built in `deferred` if it does not fit: each module is lent memory while it runs.
+        model: Not placed yet; built in `deferred_init` if it does not fit: each module is lent memory while it runs.
         sample: One micro-batch as the model is called with it: a mapping is passed as keywords, a tuple as positional
             arguments, anything else as the one argument.
         axis: Whose ranks will hold the stages.

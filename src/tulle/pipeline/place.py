@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from tulle.comm import gather_values, raise_together
+from tulle.deferred import give, is_deferred, materialize, swappable, values_of
 from tulle.errors import ModelError, PlanError, TulleError
 from tulle.mesh import Axis
 from tulle.pipeline.automatic import deal
-from tulle.pipeline.deferred import make_real, swappable
 from tulle.pipeline.holdings import Unit
+from tulle.pipeline.lent import is_lacking
 from tulle.pipeline.partition import Partition
 from tulle.pipeline.run import Resident, Runtime, runtime_of
 from tulle.pipeline.tied import Tied
@@ -76,8 +77,9 @@ def place(
         sample: One micro-batch, for the profile.
         stages: How many, for the profile; default one a rank.
         memory_bytes: What a stage may take, for the profile.
-        weights: A checkpoint of the whole model, of which each rank reads its part: see `read_weights`. Of a model that
-            was built in `deferred`, each rank makes its part only.
+        weights: A checkpoint of the whole model, of which each rank reads its part: see `read_weights`. Without one,
+            each rank makes its part of a model that was built in `tulle.deferred_init`, with the random numbers of one
+            process, and draws those of the others in vain, so that all go on alike.
 
     Returns:
         The model that was given.
@@ -117,9 +119,14 @@ def place(
     units = [Unit(name, model.get_submodule(name), stage, runtime.placed) for name, stage in placed.items()]
     homes = _homes(model, units)
     owners = {name: _ranks(stages, axis) for name, stages in homes.items()}
+    was_deferred = is_deferred(model)
     with swappable(model):
         raise_together(_let_go_of_others(model, owners, axis), axis, label="what lives at other stages")
-        raise_together(_filled(model, owners, axis, weights), axis, label="what lives at this stage")
+        held = {name: tensor for name, tensor in _tensors(model) if axis.rank in owners[name]}
+        if weights is not None:
+            raise_together(_read(model, held, axis, weights), axis, label="what lives at this stage")
+        elif was_deferred:
+            materialize(model, device=axis.device, only=held, axis=axis)
     resident = _made_equal(model, owners, runtime)
     for name, tensor in _tensors(model):
         runtime.holdings.note(tensor, min(homes[name], default=None))
@@ -210,17 +217,14 @@ def _ranks(stages: Sequence[int], axis: Axis) -> tuple[int, ...]:
     return tuple(sorted({stage % axis.size for stage in stages})) or tuple(range(axis.size))
 
 
-def _filled(
-    model: nn.Module, owners: Mapping[str, Sequence[int]], axis: Axis, weights: str | Path | None
-) -> TulleError | None:
-    """Give what this rank holds memory, and the checkpoint's values."""
-    held = [(name, tensor) for name, tensor in _tensors(model) if axis.rank in owners[name]]
+def _read(model: nn.Module, held: Mapping[str, Tensor], axis: Axis, weights: str | Path) -> TulleError | None:
+    """Give what this rank holds the checkpoint's values; what is not saved, such as masks, those of the constructor."""
+    saved = set(model.state_dict())
     try:
-        if weights is not None:
-            saved = set(model.state_dict())
-            read_weights(weights, {name: tensor for name, tensor in held if name in saved}, axis.device)
-        if any(tensor.is_meta for _, tensor in held):
-            make_real(held, axis.device)
+        read_weights(weights, {name: tensor for name, tensor in held.items() if name in saved}, axis.device)
+        left = [name for name, tensor in held.items() if name not in saved and is_lacking(tensor, axis.device)]
+        for name, values in values_of(model, left).items():
+            give(held[name], values.to(axis.device))
     except TulleError as error:
         return error
     return None

@@ -2,14 +2,14 @@
 
 The model runs once on the sample, its modules placed at a stage each of a pipeline of one rank, which tells the bytes
 that each reads of what others made. When a module's turn comes, its forward and backward are timed apart from the
-others. A module whose parameters are on `meta` is lent some while it runs, so that the model need not fit.
+others. A module without memory is lent some while it runs, so that the model need not fit.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from tulle.mesh import Axis
 from tulle.pipeline.calls import Calls, pieces_of, watch
-from tulle.pipeline.deferred import lend_buffers
 from tulle.pipeline.holdings import Holdings, Unit
+from tulle.pipeline.lent import lent
 from tulle.pipeline.partition import Piece
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.post import Post
@@ -49,8 +49,8 @@ def profile(model: nn.Module, sample: object, axis: Axis, stages: int) -> tuple[
         The pieces in the order in which they run, and the calls that were seen.
     """
     args, kwargs = as_call(sample, axis.device)
-    with _left_as_it_is(model), lent(model, axis.device):
-        with torch.no_grad(), forked(0):
+    with _left_as_it_is(model), lent(model, axis.device), forked(0):
+        with torch.no_grad():
             calls = watch(model, args, kwargs)
         largest = (calls.time_s.get("") or sum(calls.time_s.values())) / (stages * PIECES_PER_STAGE)
         names = pieces_of(model, calls, calls.time_s, largest)
@@ -64,41 +64,6 @@ def as_call(sample: object, device: torch.device) -> tuple[tuple[Any, ...], dict
     if isinstance(moved, Mapping):
         return (), {str(name): value for name, value in moved.items()}
     return (moved if isinstance(moved, tuple) else (moved,)), {}
-
-
-@contextmanager
-def lent(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Lend modules without memory some while they run: random weights, so that one module's are there at a time."""
-    lend_buffers(model, device)
-    hooks = []
-    for module in model.modules():
-        own = {name: one for name, one in module._parameters.items() if one is not None and one.is_meta}
-        if own:
-            hooks += [
-                module.register_forward_pre_hook(_lender(own, device)),
-                module.register_forward_hook(_taker(own), always_call=True),
-            ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _lender(own: Mapping[str, nn.Parameter], device: torch.device) -> Callable[[nn.Module, object], None]:
-    def lend(module: nn.Module, _: object) -> None:
-        for name, one in own.items():
-            drawn = torch.randn(one.shape, dtype=one.dtype, device=device) * 0.02
-            module._parameters[name] = nn.Parameter(drawn, one.requires_grad)
-
-    return lend
-
-
-def _taker(own: Mapping[str, nn.Parameter]) -> Callable[[nn.Module, object, object], None]:
-    def take(module: nn.Module, _: object, __: object) -> None:
-        module._parameters.update(own)
-
-    return take
 
 
 def _measured(

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tulle.deferred import give
 from tulle.errors import CheckpointError
-from tulle.pipeline.deferred import become
+from tulle.pipeline.lent import is_lacking
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -36,8 +37,8 @@ def read_weights(path: str | Path, tensors: Mapping[str, Tensor], device: torch.
                 "another model"
             )
         value = value.to(device, tensor.dtype)
-        if tensor.is_meta:
-            become(tensor, value)
+        if is_lacking(tensor, device):
+            give(tensor, value)
         else:
             tensor.detach().copy_(value)
         missing.discard(name)
