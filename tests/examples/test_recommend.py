@@ -12,7 +12,7 @@ import tulle
 from ranks import run_on_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SMALL = "--most-rows 300 --steps 12 --valid-every 6 --batch 240 --valid 500 --width 5 --hidden 8 --learning-rate 0.02"
+SMALL = "--most-rows 300 --steps 8 --valid-every 4 --batch 240 --valid 500 --width 5 --hidden 8 --learning-rate 0.02"
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +90,6 @@ def measured_aucs(arguments: str) -> list[float]:
 def test_all_ranks_and_plans_give_one_auc_and_it_rises():
     expected = run_on_ranks(1, measured_aucs, arguments=SMALL)[0]
     assert 0.5 < expected[0] < expected[1]
-    for size, plan in ((2, "rows"), (2, "allgather"), (2, "columns"), (3, "auto")):
+    for size, plan in ((2, "rows"), (2, "allgather"), (3, "columns")):
         for measured in run_on_ranks(size, measured_aucs, arguments=f"{SMALL} --plan {plan}"):
             assert measured == pytest.approx(expected, abs=2e-4)  # a pair of nearly equal scores may change places
