@@ -32,6 +32,7 @@ def losses(program, layout, mesh):
         return torch.tensor(program.train(model, dims, batches, options, mesh))
 
 
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize("sizes", [{"data": 2, "model": 2}, {"model": 4}], ids=str)
 def test_the_loss_curve_does_not_depend_on_the_layout(sizes):
