@@ -29,9 +29,8 @@ def benchmark_on_path(monkeypatch):
 
 def small(name):
     """A workload of two ranks and three steps, and the smallest model of its kind."""
-    from job import TableShape, Workload
-
     import networks
+    from job import TableShape, Workload
 
     counts = {"lm": 2, "translation": 3, "recommender": 3}
     generator = numpy.random.default_rng(0)
@@ -51,7 +50,6 @@ KINDS = ("lm", "translation", "recommender")
 @pytest.mark.parametrize("kind", KINDS)
 def test_dense_and_sparse_gradients_train_the_same_model(kind):
     import course
-
     import networks
 
     losses = []
@@ -96,9 +94,8 @@ def test_chances_are_those_with_which_rows_are_drawn():
 
 
 def test_padding_of_translations_counts_for_nothing():
-    from texts import fitted
-
     import networks
+    from texts import fitted
 
     assert fitted([5, 0, 7]) == [5, 1, 7, *[networks.PAD] * (networks.SENTENCE - 3)]
     assert fitted([*range(1, 99)]) == [*range(1, networks.SENTENCE + 1)]
@@ -210,8 +207,8 @@ def test_every_plan_that_was_taken_is_told_once():
 
 def test_losses_tell_a_way_that_is_not_kept_in_step():
     import course
-
     import networks
+
     import tables
 
     workload = small("lm")

@@ -11,8 +11,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import models
 import tulle
+from gigabit import give_network
 from models import Dense, Tied, Words, batches, build, worst_difference
-from networks import give_network
 from ranks import on_ranks
 
 STEPS = 5

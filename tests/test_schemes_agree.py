@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tulle
-from networks import give_network
+from gigabit import give_network
 from ranks import on_ranks, run_on_ranks
 from tulle import RowSparse
 from tulle.errors import PlanError

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 import tulle
+from gigabit import give_network
 from models import WIDTH, WORDS, batches, build, worst_difference
-from networks import give_network
 from ranks import on_ranks
 from tulle.comm import Deferred
 from tulle.engine import engine_of

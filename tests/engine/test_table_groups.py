@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 import models
 import tulle
+from gigabit import give_network
 from models import build, worst_difference
-from networks import give_network
 from ranks import on_ranks
 from tulle.comm import traffic
 from tulle.engine import engine_of
