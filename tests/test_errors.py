@@ -490,7 +490,7 @@ RANK_1_IS_LATE = "rank 1 did not come to it: see the log there"
         (die, 2, 0, 300, "rank 1 failed first with DiskError: the disk is gone", 1),
         (die, 3, 2, 300, "rank 2 failed first with DiskError: the disk is gone", 1),
         (be_killed, 2, 2, 300, RANK_1_IS_LATE, -signal.SIGKILL),
-        (stand_still, 2, 2, 1, RANK_1_IS_LATE, -signal.SIGKILL),
+        (stand_still, 2, 2, 3, RANK_1_IS_LATE, -signal.SIGKILL),
     ],
     ids=["raises-at-once", "raises", "is-killed", "stands-still"],
 )
