@@ -20,11 +20,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import job
-import torch
-from torch import Tensor, nn
-
 import networks
+import torch
 from networks import Batch
+from torch import Tensor, nn
 
 LOCAL_STEPS = 4
 

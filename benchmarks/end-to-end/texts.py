@@ -12,10 +12,9 @@ from pathlib import Path
 import numpy
 import workloads
 from job import TableShape, Workload
+from networks import PAD, SENTENCE
 from tokenizers import Tokenizer
 from workloads import RANKS, Text
-
-from networks import PAD, SENTENCE
 
 WORDS = {"lm-narrow": 512, "lm": 1024, "lm-wide": 2048}
 """Of a rank and step, by the size of the language model."""

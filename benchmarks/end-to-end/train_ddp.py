@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import course
 import job
+import networks
 import torch.distributed as dist
 from course import Course, Way
 from torch.nn.parallel import DistributedDataParallel
-
-import networks
 
 
 def make(workload: job.Workload, *, sparse: bool) -> Course:

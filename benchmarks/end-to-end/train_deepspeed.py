@@ -8,12 +8,11 @@ import logging
 import course
 import deepspeed
 import job
+import networks
 import torch.distributed as dist
 from course import Course, Way
-from torch import Tensor
-
-import networks
 from networks import Batch
+from torch import Tensor
 
 
 def make(workload: job.Workload, *, sparse: bool) -> Course:

@@ -7,10 +7,9 @@ import course
 import horovod
 import horovod.torch as hvd
 import job
+import networks
 from course import Course, Way
 from horovod_worker import join
-
-import networks
 
 
 def make(workload: job.Workload, *, sparse_as_dense: bool) -> Course:

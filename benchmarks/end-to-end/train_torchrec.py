@@ -10,11 +10,13 @@ from functools import partial
 
 import course
 import job
+import networks
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torchrec
 from course import Course, Way
+from networks import Batch, DeepFM
 from torch import Tensor, nn
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward as apply_in_backward
 from torchrec.distributed import DistributedModelParallel
@@ -28,9 +30,6 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 from torchrec_worker import _load as load
-
-import networks
-from networks import Batch, DeepFM
 
 
 @dataclass

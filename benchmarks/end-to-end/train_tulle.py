@@ -10,12 +10,12 @@ from statistics import mean
 
 import course
 import job
+import networks
 from course import Course, Way
+from networks import Batch
 from torch import Tensor, nn
 
-import networks
 import tulle
-from networks import Batch
 from tulle.comm import barrier, traffic
 from tulle.comm.traffic import Span
 from tulle.engine import ENGINE, DataParallel
