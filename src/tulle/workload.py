@@ -1,0 +1,284 @@
+"""Plain values of the planner: what a training step does (`Profile`), and what it would run on (`Cluster`)."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import zlib
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tulle.cost import Network
+from tulle.errors import PlanError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What one process computes with.
+
+    Args:
+        flop_per_s: Floating-point operations of a large matrix product, per second, while all processes compute.
+        memory_bytes_per_s: Bytes copied per second, read and written counted once, while all processes do so.
+        memory_bytes: Memory that one process may use; None is no limit.
+        slowdown: Factor by which computation takes longer while the process communicates; 1 is full overlap.
+    """
+
+    flop_per_s: float
+    memory_bytes_per_s: float
+    memory_bytes: int | None = None
+    slowdown: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Hosts that are alike, with processes that are alike; ranks are numbered host by host.
+
+    Args:
+        hosts: Number of hosts.
+        processes_per_host: Ranks of each.
+        machine: What one process computes with.
+        across: The network between hosts for one rank of each, while nobody else of its host uses it.
+        inside: The network among ranks of one host; None is that of `across`.
+
+    Example:
+        >>> cluster = Cluster(2, 4, Machine(1e12, 1e11), across=Network(5e-5, 1.25e9), inside=Network(1e-5, 1e10))
+        >>> cluster.ranks, cluster.network(4).bandwidth_bytes_per_s, cluster.network(2, stride=4).bandwidth_bytes_per_s
+        (8, 10000000000.0, 312500000.0)
+    """
+
+    hosts: int
+    processes_per_host: int
+    machine: Machine
+    across: Network
+    inside: Network | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Of all hosts."""
+        return self.hosts * self.processes_per_host
+
+    def network(self, size: int, *, stride: int = 1) -> Network:
+        """What an axis of ranks `first + i * stride` gives while all such groups, side by side, use it alike."""
+        inside = self.inside or self.across
+        span = size * stride
+        if span <= self.processes_per_host:
+            return inside
+        sharing = min(stride, self.processes_per_host)  # groups that send through one host's link at a time
+        across = replace(
+            self.across,
+            bandwidth_bytes_per_s=self.across.bandwidth_bytes_per_s / sharing,
+            all_reduce_bytes_per_s=self.across.all_reduce_bytes_per_s and self.across.all_reduce_bytes_per_s / sharing,
+        )
+        local_ranks = max(1, self.processes_per_host // stride)
+        return replace(across, local_ranks=local_ranks, inside=inside, across=across) if local_ranks > 1 else across
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """What splitting a module over n ranks of an axis `model` does to it.
+
+    Args:
+        share: Of its time, parameters and activations that is divided by n; the rest every rank keeps and does.
+        all_reduced_bytes: Summed over the axis in forward, and as much again in backward.
+    """
+
+    share: float
+    all_reduced_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleProfile:
+    """What one piece of the model does in a step on one process, for one micro-batch; pieces do not overlap.
+
+    Args:
+        name: Of the module in the model.
+        forward_s: Seconds.
+        backward_s: Seconds.
+        flop: Floating-point operations of forward.
+        parameters_bytes: Of its parameters with dense gradients; tables that the profile lists are not in it.
+        activations_bytes: What forward leaves for backward.
+        reads: Bytes that it reads of what other pieces made, by their name; backward sends as much the other way.
+        split: What tensor parallelism would do; None where nothing splits it.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    flop: float = 0.0
+    parameters_bytes: int = 0
+    activations_bytes: int = 0
+    reads: Mapping[str, int] = field(default_factory=dict)
+    split: Split | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TableProfile:
+    """What lookups do to one table.
+
+    Args:
+        name: The parameter's name in the model.
+        rows: Rows of the table.
+        width: Columns.
+        value_bytes: Bytes of one value.
+        is_sparse: Whether its gradient is sparse as the user wrote the model.
+        placements: How it can be split: some of `"rows"`, `"columns"`.
+        module: The piece that looks it up first.
+        stream: Distinct rows, ascending, that each rank looked up: one tuple of `int64` tensors, by rank, a step.
+        tokens: Lookups of one rank in one step, repeats counted; mean.
+    """
+
+    name: str
+    rows: int
+    width: int
+    value_bytes: int
+    is_sparse: bool
+    placements: tuple[str, ...]
+    module: str
+    stream: tuple[tuple[Tensor, ...], ...] = field(default=(), compare=False, repr=False)
+    tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerProfile:
+    """What the optimizer keeps and takes.
+
+    Args:
+        state_share: Bytes of state for one byte of parameter: 2 for Adam.
+        step_s_per_byte: Seconds for one byte of dense parameter; of a row-sparse gradient for one byte of its rows.
+        updates_all_rows: Whether it moves rows whose gradient is zero, as dense Adam does.
+    """
+
+    state_share: float
+    step_s_per_byte: float
+    updates_all_rows: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a model's training step does, measured; a plain value that moves between machines as JSON.
+
+    Args:
+        model: The model's class, for people.
+        batch: Samples of the micro-batch that was measured.
+        modules: The pieces in the order in which they run.
+        tables: The trained tables.
+        optimizer: What the optimizer keeps and takes.
+        cluster: Where it was measured.
+        step_s: Seconds of a whole step on one process without communication; pieces may leave some of it out.
+        peak_bytes: The most memory that this step needed.
+    """
+
+    model: str
+    batch: int
+    modules: tuple[ModuleProfile, ...]
+    tables: tuple[TableProfile, ...]
+    optimizer: OptimizerProfile
+    cluster: Cluster
+    step_s: float
+    peak_bytes: int = 0
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON; the file is complete or absent."""
+        target = Path(path)
+        aside = target.with_name(f".{target.name}.{os.getpid()}")
+        aside.write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+        aside.replace(target)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Profile:
+        """Read what `save` wrote.
+
+        Raises:
+            PlanError: If the file is missing or is not a profile, saying what is wrong.
+        """
+        try:
+            return Profile.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(
+                f"cannot read a profile from {os.fspath(path)!r} ({type(error).__name__}: {error}): "
+                "write it with Profile.save or tulle profile"
+            ) from error
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"format": FORMAT} | _plain(self)
+
+    @staticmethod
+    def from_json(parsed: Mapping[str, Any]) -> Profile:
+        """From plain values."""
+        if parsed["format"] != FORMAT:
+            raise ValueError(f"format {parsed['format']!r}, expected {FORMAT}")
+        return Profile(
+            model=str(parsed["model"]),
+            batch=int(parsed["batch"]),
+            modules=tuple(_module(one) for one in parsed["modules"]),
+            tables=tuple(_table(one) for one in parsed["tables"]),
+            optimizer=OptimizerProfile(**parsed["optimizer"]),
+            cluster=cluster_from_json(parsed["cluster"]),
+            step_s=float(parsed["step_s"]),
+            peak_bytes=int(parsed["peak_bytes"]),
+        )
+
+
+def cluster_from_json(parsed: Mapping[str, Any]) -> Cluster:
+    """From what a profile's JSON holds of its cluster."""
+    machine = Machine(**parsed["machine"])
+    inside = network_from_json(parsed["inside"]) if parsed["inside"] else None
+    across = network_from_json(parsed["across"])
+    return Cluster(int(parsed["hosts"]), int(parsed["processes_per_host"]), machine, across, inside)
+
+
+def network_to_json(network: Network) -> dict[str, Any]:
+    """As plain values; what costs nothing is left out, since JSON has no infinity."""
+    return {name: value for name, value in _plain(network).items() if value != float("inf")}
+
+
+def network_from_json(parsed: Mapping[str, Any]) -> Network:
+    """From what `network_to_json` gave."""
+    nested = {name: network_from_json(parsed[name]) for name in ("inside", "across") if parsed.get(name)}
+    values: dict[str, Any] = {**parsed, **nested}
+    return Network(**values)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _packed(value)
+    if isinstance(value, Network):
+        named = {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+        return {name: one for name, one in named.items() if one != float("inf")}
+    if hasattr(value, "__dataclass_fields__"):
+        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _module(parsed: Mapping[str, Any]) -> ModuleProfile:
+    values: dict[str, Any] = {**parsed, "split": Split(**parsed["split"]) if parsed["split"] else None}
+    return ModuleProfile(**values)
+
+
+def _table(parsed: Mapping[str, Any]) -> TableProfile:
+    stream = tuple(tuple(_unpacked(rows) for rows in step) for step in parsed["stream"])
+    values: dict[str, Any] = {**parsed, "placements": tuple(parsed["placements"]), "stream": stream}
+    return TableProfile(**values)
+
+
+def _packed(rows: Tensor) -> str:
+    """Ascending row numbers as text: the gaps between them, compressed."""
+    gaps = torch.diff(rows, prepend=rows.new_zeros(1)).to(torch.int64)
+    return base64.b64encode(zlib.compress(gaps.numpy().tobytes())).decode("ascii")
+
+
+def _unpacked(text: str) -> Tensor:
+    gaps = zlib.decompress(base64.b64decode(text))
+    return torch.tensor(array("q", gaps), dtype=torch.int64).cumsum(0)
