@@ -47,6 +47,7 @@ class Worker:
     ready: bool = False
 
 
+QUICK_SIZE = 3  # an odd number of ranks finds the most for the least
 SPAWNED_AT_ONCE = 4  # most tests need up to four; they import torch side by side
 WORKERS: list[Worker] = []
 
@@ -56,6 +57,7 @@ Body = Callable[..., object]
 def on_ranks(*sizes: int, deadline_s: float = DEADLINE_S) -> Callable[[Body], Callable[..., None]]:
     """Run the decorated test's body on every rank of a team, for each of `sizes`.
 
+    The largest size up to `QUICK_SIZE` is in the default run, the others are marked slow.
     Fixtures and `parametrize` work as ever; their values must pickle, as each rank gets a copy.
     Inside `@given`, where decorators do not mix, call `run_on_ranks` from the test's body.
     """
@@ -69,7 +71,10 @@ def on_ranks(*sizes: int, deadline_s: float = DEADLINE_S) -> Callable[[Body], Ca
         team_size = inspect.Parameter("team_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([team_size, *parameters])  # what pytest reads fixtures from
         test.body_on_ranks = body  # what a rank runs when it looks the test up by name
-        return pytest.mark.parametrize("team_size", sizes, ids=lambda size: f"{size}-ranks")(test)
+        quick = max((size for size in sizes if size <= QUICK_SIZE), default=min(sizes))
+        marks = {size: () if size == quick else pytest.mark.slow for size in sizes}
+        cases = [pytest.param(size, marks=marks[size], id=f"{size}-ranks") for size in sizes]
+        return pytest.mark.parametrize("team_size", cases)(test)
 
     return decorate
 

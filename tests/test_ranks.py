@@ -85,6 +85,7 @@ def killed_on_rank_0() -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named_and_the_next_test_works():
     assert failure_of(2, exits_on_rank_1).startswith("rank 1 of 2 was lost: it died: exit code 3\n")
     crash = failure_of(2, killed_on_rank_0)
@@ -178,6 +179,7 @@ ranks.run_on_ranks(1, test_ranks.kills_its_session)
 """
 
 
+@pytest.mark.slow
 def test_a_busy_rank_does_not_outlive_its_session():
     # The rank inherits the pipe of stdout: `run` returns once the rank, too, has closed it.
     session = subprocess.run(
