@@ -7,8 +7,6 @@ Writes `results/HOSTSxRATE.json` beside this file; `report` draws the tables of 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ sys.path += [str(HERE.parent / "sparse-sync"), str(HERE.parent / "cluster")]
 from cluster import Cluster  # pyright: ignore[reportAttributeAccessIssue]
 from contenders import our_ways, peer_ways, trains
 from job import Workload, write_json
+from machine import machine
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from runner import Setting, run_way
 from texts import TEXTS, prepare
@@ -31,7 +30,6 @@ from tables import write_tables
 
 WORK = HERE.parents[1] / "runs" / "end-to-end"
 RESULTS = HERE / "results"
-_FOLDERS = ("--corpus", "--work", "--results")
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ def compare(comparison: Comparison, setting: Setting, tell: Callable[[str], obje
         "hosts": setting.hosts,
         "rate": setting.rate,
         "measured_rate": measured_rate,
-        "machine": machine(),
+        "machine": machine("python benchmarks/end-to-end"),
         "workloads": {name: describe(Workload.load(path)) for name, path in comparison.workloads.items()},
         "left_out": list(comparison.missing),
         "rounds": rounds,
@@ -126,24 +124,6 @@ def describe(workload: Workload) -> dict[str, Any]:
         "rows": sum(table.num_rows for table in workload.tables),
         "tables": len(workload.tables),
         "width": workload.tables[0].width,
-    }
-
-
-def machine() -> dict[str, Any]:
-    """What all this ran on, and how it was started."""
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    arguments = [
-        "FOLDER" if before in _FOLDERS else argument
-        for before, argument in zip(["", *sys.argv[1:]], sys.argv[1:], strict=False)
-    ]
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "command": " ".join(["python benchmarks/end-to-end", *arguments]),
     }
 
 

@@ -3,7 +3,6 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -11,7 +10,7 @@ from typing import Any
 
 from figures import Rounds, Spread, by_round, ratios, step_s, ways_of
 
-from report import between_markers, machine, table, ways_table
+from report import between_markers, machine, settings_in, table, ways_table
 
 AUTO_WAY = "tulle-auto"
 SAME = 1e-3
@@ -24,10 +23,7 @@ def write_tables(results: Path, folder: Path) -> None:
     Raises:
         SystemExit: If there is no result.
     """
-    settings = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
-    if not settings:
-        raise SystemExit(f"there are no results in {results}: measure first")
-    settings.sort(key=lambda setting: (setting["hosts"], len(setting["rate"]), setting["rate"]))
+    settings = settings_in(results)
     parts = [headline(settings), machine(settings[0]), ways_table(settings), *map(chapter, settings)]
     readme = folder / "README.md"
     readme.write_text(between_markers(readme.read_text(), "\n\n".join(parts)))

@@ -6,8 +6,6 @@ Writes `results/HOSTSxRATE.json` beside this file; `report` draws the tables of 
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from report import write_report
 
 sys.path.append(str(HERE.parent / "cluster"))
 from cluster import Cluster  # pyright: ignore[reportAttributeAccessIssue]
+from machine import machine  # pyright: ignore[reportMissingImports]
 
 WORK = HERE.parents[1] / "runs" / "sparse-sync"
 RESULTS = HERE / "results"
@@ -111,7 +110,7 @@ def compare(comparison: Comparison, setting: Setting, tell: Callable[[str], obje
         "hosts": setting.hosts,
         "rate": setting.rate,
         "measured_rate": measured_rate,
-        "machine": machine(),
+        "machine": machine("python benchmarks/sparse-sync"),
         "workloads": {name: describe(Workload.load(path)) for name, path in comparison.workloads.items()},
         "left_out": list(comparison.missing),
         "rounds": rounds,
@@ -129,29 +128,6 @@ def describe(workload: Workload) -> dict[str, Any]:
         "width": workload.tables[0].width,
         "tokens": sum(drawn.shape[-1] for drawn in workload.drawn),
     }
-
-
-def machine() -> dict[str, Any]:
-    """What all this ran on, and how it was started."""
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "command": _command(["python benchmarks/sparse-sync", *sys.argv[1:]]),
-    }
-
-
-def _command(arguments: Sequence[str]) -> str:
-    """The command line, without where folders lie on this machine."""
-    folders = ("--corpus", "--work", "--results")
-    return " ".join(
-        "FOLDER" if Path(argument).is_absolute() or before in folders else argument
-        for before, argument in zip(["", *arguments], arguments, strict=False)
-    )
 
 
 if __name__ == "__main__":

@@ -35,10 +35,7 @@ def write_report(results: Path, folder: Path) -> None:
     Raises:
         SystemExit: If there is no result.
     """
-    settings = [json.loads(path.read_text()) for path in sorted(results.glob("*.json"))]
-    if not settings:
-        raise SystemExit(f"there are no results in {results}: measure first")
-    settings.sort(key=lambda setting: (setting["hosts"], len(setting["rate"]), setting["rate"]))
+    settings = settings_in(results)
     (folder / "plots").mkdir(exist_ok=True)
     parts = [headline(settings), machine(settings[0]), ways_table(settings)]
     for setting in settings:
@@ -51,6 +48,18 @@ def write_report(results: Path, folder: Path) -> None:
             parts.append(f"![Predicted and measured seconds, {name}](plots/{name}-grid.svg)")
     readme = folder / "README.md"
     readme.write_text(between_markers(readme.read_text(), "\n\n".join(parts)))
+
+
+def settings_in(results: Path) -> list[dict[str, Any]]:
+    """The results of all settings, those of few hosts and slow links first.
+
+    Raises:
+        SystemExit: If there is none.
+    """
+    settings = [json.loads(path.read_text()) for path in results.glob("*.json")]
+    if not settings:
+        raise SystemExit(f"there are no results in {results}: measure first")
+    return sorted(settings, key=lambda setting: (setting["hosts"], len(setting["rate"]), setting["rate"]))
 
 
 def between_markers(text: str, content: str) -> str:
