@@ -220,6 +220,18 @@ def test_what_is_sent_at_the_start_only_is_told_apart(tmp_path: Path) -> None:
     assert "initial parameters 1 message" not in page.text
 
 
+def test_tables_whose_scheme_was_given_share_one_table(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", Fake(ranks=2, steps=3))
+    plan = json.loads((folder / "plan.json").read_text())
+    given = {"rows": 50, "width": 16, "scheme": "rows", "reason": "given", "density": None, "candidates": []}
+    plan["tables"] = [given | {"name": f"tables.{number}.weight"} for number in range(20)]
+    write_json(folder / "plan.json", plan)
+    _, page = page_of(folder)
+    assert "50 × 16" in page.text
+    assert "12 more tables" in page.text
+    assert "marks the scheme that was chosen" not in page.text
+
+
 def test_ranks_without_records_are_said(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", Fake(ranks=4, steps=9))
     (folder / "rank-2.jsonl").unlink()

@@ -34,6 +34,11 @@ class Choice:
     reason: str
     candidates: tuple[CandidateRow, ...]
 
+    @property
+    def was_weighed(self) -> bool:
+        """Whether there was anything to choose from; else the user, or the plan's maker, said it."""
+        return len(self.candidates) > 1
+
 
 def choices(run: Run, tables: Sequence[ObservedTable]) -> tuple[Choice, ...]:
     """Return which scheme each table got and why, with what was measured beside what was predicted."""
