@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tulle.partition import Contiguous, Hashed, Partition, imbalance
+from tulle.partition import Contiguous, Hashed, Partition, imbalance, share
 from tulle.presence import presence_like
 
 NUM_ROWS = 2**27
@@ -94,6 +94,18 @@ def test_skewed_and_clustered_rows_are_dealt_evenly(ranks, count):
     for begin in (0, NUM_ROWS // 3, NUM_ROWS - count):
         rows = torch.arange(begin, begin + count)
         assert unevenness(Hashed(NUM_ROWS, ranks), rows) <= bound(ranks, count, EVERY_SET)
+
+
+@pytest.mark.parametrize(("shares", "ranks"), [(2, 2), (8, 16), (4, 6)])
+def test_rows_of_one_share_are_dealt_evenly_to_owners_and_would_not_be_if_owners_were_the_shares(shares, ranks):
+    rows = torch.arange(50_000)
+    owners = Hashed(NUM_ROWS, ranks)
+    for number in range(shares):
+        mine = rows[share(rows, shares) == number]
+        assert len(mine) == pytest.approx(len(rows) / shares, rel=0.1)
+        assert unevenness(owners, mine) <= bound(ranks, len(mine), EVERY_SET)
+    as_owned = rows[Hashed(NUM_ROWS, shares).place(rows)[0] == 0]
+    assert unevenness(owners, as_owned) >= math.gcd(shares, ranks)
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -17,6 +17,7 @@ from torch import Tensor
 _MULTIPLIERS = (0x2C1B3C6D, 0x297A2D39)
 _HALF = 0x7FFFFFFF
 _ROUND_KEYS = (0x1B873593, 0x3C6EF372, 0x5BE0CD19, 0x1F83D9AB)
+_SHARING_KEY = 0x2545F491
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,19 @@ def _mix(rows: Tensor, sides: tuple[int, int] | tuple[Tensor, Tensor]) -> Tensor
         target = turn % 2
         digits[target] = (digits[target] + scatter(digits[1 - target], key)) % sides[target]
     return digits[1] * sides[0] + digits[0]
+
+
+def share(rows: Tensor, shares: int) -> Tensor:
+    """Which of some shares each row falls to: rows of one share are still dealt evenly by `Hashed`, to any owners.
+
+    Example:
+        >>> import torch
+        >>> rows = torch.arange(1000)
+        >>> first = rows[share(rows, 2) == 0]
+        >>> len(first), torch.bincount(Hashed(1000, 4).place(first)[0]).tolist()
+        (526, [129, 133, 138, 126])
+    """
+    return scatter(rows.long(), _SHARING_KEY) * shares >> 31
 
 
 def scatter(numbers: Tensor, key: int) -> Tensor:

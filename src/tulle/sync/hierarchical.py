@@ -6,8 +6,9 @@
     rank 2 of host B      sum of host B       its half, with 0    both halves
     rank 3 of host B      sum of host B       its half, with 1    both halves
 
-After step 1 the ranks of a host hold the same rows, so each takes its share of them between the hosts: shares are dealt
-by the hash of `tulle.partition`, alike on all hosts. Rows that several ranks of a host hold leave it once.
+After step 1 the ranks of a host hold the same rows, so each takes its share of them between the hosts. Shares are dealt
+by a hash, alike on all hosts, that is not the one by which owners across are dealt rows: with one hash for both, owners
+would get nothing, or several times their part. Rows that several ranks of a host hold leave it once.
 
 Zen reduces inside a machine before its sparse scheme goes across (OSDI'25, section 4); which two schemes are best here
 is a matter of cost, and the two choices do not depend on each other.
@@ -25,7 +26,7 @@ from tulle.comm import Deferred, all_gather_parts, hosts_of
 from tulle.cost import Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.errors import PlanError
 from tulle.mesh import Axis
-from tulle.partition import Hashed
+from tulle.partition import share
 from tulle.presence import Presence
 from tulle.sync.numbers import gather_numbers, numbers_bytes, tell_count
 from tulle.sync.protocol import Route, Scheme
@@ -104,14 +105,13 @@ class Hierarchical:
         return Deferred(lambda: self._beyond(within.wait(), table, inside, across))
 
     def _beyond(self, within: Route, table: Table, inside: Axis, across: Axis) -> Route:
-        owner, _ = Hashed(table.num_rows, inside.size).place(within.rows)
-        share = (owner == inside.rank).nonzero().squeeze(1)
-        mine = within.rows[share]
+        places_of_share = (share(within.rows, inside.size) == inside.rank).nonzero().squeeze(1)
+        mine = within.rows[places_of_share]
         between = self.across.route(mine, table, tell_count(len(mine), table, across), across).wait()
         lengths = tell_count(len(between.rows), table, inside)
         told = gather_numbers(between.rows, lengths, table.num_rows, table, inside).wait()
         rows, places = torch.sort(torch.cat(told))
-        return HierarchicalRoute(table, inside, rows, within, share, between, lengths, places)
+        return HierarchicalRoute(table, inside, rows, within, places_of_share, between, lengths, places)
 
     def cost(self, characteristics: Characteristics, network: Network, ranks: int) -> Cost:
         """Both schemes on what they get, and the return inside; bytes are at most so many.
@@ -128,7 +128,7 @@ class Hierarchical:
         of_hosts = [looks.among(range(h * inside_ranks, min(ranks, (h + 1) * inside_ranks))) for h in range(hosts)]
         within = [self.inside.cost(host, network.inside, len(host.rows_per_rank)) for host in of_hosts]
         shares = _shares(looks, inside_ranks)
-        between = [self.across.cost(share, network.across, hosts) for share in shares]
+        between = [self.across.cost(one, network.across, hosts) for one in shares]
         return slowest(within) + slowest(between) + _back(shares, network.inside)
 
 
@@ -142,10 +142,10 @@ def _shares(looks: Characteristics, inside_ranks: int) -> list[Characteristics]:
     """What each rank of a host takes across: the share of rows that any rank of its host holds."""
     spread = looks.spread
     by_host = torch.stack([part.any(0) for part in spread.held.split(inside_ranks)])
-    owner, _ = Hashed(looks.num_rows, inside_ranks).place(spread.rows)
+    taken_by = share(spread.rows, inside_ranks)
     shares: list[Characteristics] = []
     for rank in range(inside_ranks):
-        mine = owner == rank
+        mine = taken_by == rank
         presence = Presence(spread.rows[mine], by_host[:, mine], spread.share)
         counts = tuple(round(count) for count in presence.counts().tolist())
         shares.append(Characteristics(looks.num_rows, looks.width, looks.value_bytes, counts, presence))
@@ -157,12 +157,12 @@ def _back(shares: Sequence[Characteristics], network: Network) -> Cost:
     others = len(shares) - 1
     looks = shares[0]
     sizes = [
-        share.union_rows * looks.values_bytes + numbers_bytes(share.union_rows, looks.num_rows, looks.index_bytes)
-        for share in shares
+        one.union_rows * looks.values_bytes + numbers_bytes(one.union_rows, looks.num_rows, looks.index_bytes)
+        for one in shares
     ]
     told_bytes = 2 * _SETTLING_BYTES * others
     received_bytes = sum(sizes) - min(sizes)
     exchange = exchange_cost(
         others * max(sizes) + told_bytes, 4 * others, network, rounds=4, received_bytes=received_bytes
     )
-    return exchange + work_cost(network, copied_bytes=sum(share.union_rows for share in shares) * looks.values_bytes)
+    return exchange + work_cost(network, copied_bytes=sum(one.union_rows for one in shares) * looks.values_bytes)
