@@ -109,7 +109,7 @@ class Characteristics:
     @property
     def union_rows(self) -> int:
         """Distinct rows that any rank holds."""
-        return round(self.spread.growth()[-1]) if self.rows_per_rank else 0
+        return round(len(self.spread.rows) / self.spread.share)
 
     @property
     def spread(self) -> Presence:

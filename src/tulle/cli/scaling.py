@@ -1,0 +1,236 @@
+"""A plan on clusters that nobody has to have: what `tulle simulate` computes, as values and as tables."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from tulle.errors import PlanError
+from tulle.plan import Plan
+from tulle.plan.lower import lower
+from tulle.plan.search import best_plan
+from tulle.plan.work import share_of
+from tulle.report import quantity
+from tulle.report.forecast import bits
+from tulle.simulate import Change, Point, Step, Weather, law_of, looks, sweep
+from tulle.workload import Cluster, Profile, TableProfile
+
+_PAIRED_RANKS = 64
+"""Overlap is a mean over all pairs of ranks: of more of them, so many tell it as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A plan for a profiled model, on as many ranks as there are.
+
+    Args:
+        plan: As it was made; axis `data` grows and shrinks with the cluster.
+        profile: Of the model.
+        is_strong: Whether a step has the same samples on all clusters, instead of as many a rank.
+        batch: Samples of a step on the first cluster; None for as many a rank as the plan was made for.
+        is_replanned: Whether each cluster gets the plan that is best on it.
+        lookahead: Whether the training loop goes through `tulle.lookahead`.
+    """
+
+    plan: Plan
+    profile: Profile
+    is_strong: bool = False
+    batch: int | None = None
+    is_replanned: bool = False
+    lookahead: bool = True
+
+    def over(self, changes: Sequence[Change], weather: Weather | None = None) -> list[Point]:
+        """Simulate it on one cluster after the other.
+
+        Raises:
+            PlanError: If the plan does not fit a cluster.
+        """
+        first: list[tuple[int, int]] = []  # samples and ranks
+
+        def batch_on(cluster: Cluster) -> int:
+            if not first:
+                first.append((self.batch or self._samples_of(cluster), cluster.ranks))
+            samples, ranks = first[0]
+            return samples if self.is_strong else max(1, round(samples * cluster.ranks / ranks))
+
+        return sweep(self.profile.cluster, changes, self._step_on, batch_on, weather)
+
+    def on(self, cluster: Cluster) -> Plan:
+        """The plan with axis `data` so long that all ranks of a cluster are in its mesh.
+
+        Raises:
+            PlanError: If their number is no multiple of the other axes.
+        """
+        others = math.prod(size for name, size in self.plan.mesh.items() if name != "data")
+        if cluster.ranks % others:
+            raise PlanError(
+                f"the plan's other axes have {others} ranks ({dict(self.plan.mesh)}), which does not divide the "
+                f"{cluster.ranks} of {cluster.hosts} hosts x {cluster.processes_per_host}: "
+                f"simulate a multiple of {others} ranks"
+            )
+        data = cluster.ranks // others
+        mesh = dict(self.plan.mesh)
+        if "data" in mesh or data == 1:
+            return replace(self.plan, mesh=mesh | ({"data": data} if "data" in mesh else {}))
+        return replace(self.plan, mesh={"data": data} | mesh)
+
+    def _step_on(self, cluster: Cluster, batch: int) -> Step:
+        plan = best_plan(self.profile, cluster, batch=batch) if self.is_replanned else self.on(cluster)
+        return lower(plan, self.profile, cluster, batch=batch, lookahead=self.lookahead)
+
+    def _samples_of(self, cluster: Cluster) -> int:
+        share = share_of(self.on(cluster), self.profile)
+        return max(1, round(share.batches * self.profile.batch * share.data))
+
+
+def load(plan: Path, profile: Path | None) -> tuple[Plan, Profile]:
+    """A plan and the profile that belongs to it.
+
+    Args:
+        plan: The file of the plan.
+        profile: That of the profile; None for the one that the plan's file names as its `profile`, from its own folder
+            on, or for `profile.json` beside it.
+
+    Raises:
+        PlanError: If one of them is missing or broken.
+    """
+    loaded = Plan.load(plan)
+    named = json.loads(plan.read_text(encoding="utf-8")).get("profile") or "profile.json"
+    beside = plan.parent / named
+    if profile is None and not beside.exists():
+        raise PlanError(f"a plan alone does not say how long anything takes: give --profile, or put {beside} there")
+    return loaded, Profile.load(profile or beside)
+
+
+def describe(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """The points as plain values; each scales from the first one with such a network."""
+    base: dict[object, Point] = {}
+    return [_described(point, base.setdefault(_network(point), point)) for point in points]
+
+
+def _network(point: Point) -> tuple[float, float]:
+    """Bandwidth, and latency of one message."""
+    across = point.cluster.across
+    return across.bandwidth_bytes_per_s, across.pair_latency_s or across.latency_s
+
+
+def _described(point: Point, base: Point) -> dict[str, Any]:
+    cluster, forecast = point.cluster, point.forecast
+    bandwidth_bytes_per_s, latency_s = _network(point)
+    return {
+        "hosts": cluster.hosts,
+        "processes_per_host": cluster.processes_per_host,
+        "ranks": cluster.ranks,
+        "bandwidth_bytes_per_s": bandwidth_bytes_per_s,
+        "latency_s": latency_s,
+        "mesh": dict(forecast.step.mesh),
+        "batch": point.batch,
+        "step_s": forecast.step_s,
+        "computing_s": forecast.device_s,
+        "communicating_s": forecast.exposed_s,
+        "idle_s": forecast.idle_s,
+        "busy_by_kind_s": forecast.by_kind,
+        "standing_by_kind_s": {kind or "idle": taken_s for kind, taken_s in forecast.standing_by_kind.items()},
+        "sent_bytes": forecast.sent_bytes,
+        "samples_per_s": point.samples_per_s,
+        "efficiency": point.efficiency(base),
+    }
+
+
+def describe_tables(job: Job, point: Point) -> list[dict[str, Any]]:
+    """What the gradients of the tables look like at a point, and by which law."""
+    ranks = point.forecast.step.shape[1]
+    batches = point.batch / job.profile.batch / ranks
+    return [_described_table(table, ranks, batches) for table in job.profile.tables if table.stream or table.tokens]
+
+
+def _described_table(table: TableProfile, ranks: int, batches: float) -> dict[str, Any]:
+    found, law = looks(table, ranks, batches=batches), law_of(table)
+    return {
+        "name": table.name,
+        "rows": table.rows,
+        "width": table.width,
+        "recorded_batches": sum(len(step) for step in table.stream),
+        "ranks": ranks,
+        "density": found.density,
+        "overlap_ratio": found.among(range(min(ranks, _PAIRED_RANKS))).overlap_ratio,
+        "densification_ratio": found.densification_ratio,
+        "union_rows": found.union_rows,
+        "exponent": law.exponent,
+        "bend": law.bend if law.bend < law.rows else None,
+    }
+
+
+def points_table(rows: Sequence[dict[str, Any]], *, is_strong: bool) -> Table:
+    """One row a cluster."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    told = [name for name in _SWEPT if len({row[name] for row in rows}) > 1]
+    headings = ["hosts", "ranks", *(_SWEPT[name] for name in told), "step", "computes", "waits", "idle", "sent"]
+    for heading in [*headings, "samples/s", "scaling"]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            quantity.count(row["hosts"]),
+            quantity.count(row["ranks"]),
+            *(_shown(name, row[name]) for name in told),
+            *(_milliseconds(row[name]) for name in ("step_s", "computing_s", "communicating_s", "idle_s")),
+            quantity.size(row["sent_bytes"]),
+            quantity.rate(row["samples_per_s"]),
+            quantity.share(row["efficiency"]),
+        )
+    batch = quantity.count(rows[0]["batch"])
+    dealt = f"{batch} samples a step" if is_strong else f"{quantity.ratio(_a_rank(rows[0]))} samples a rank and step"
+    table.caption = (
+        f"{'Strong' if is_strong else 'Weak'} scaling: {dealt}. Times in ms, of one rank and step;\n"
+        "waits: for communication; idle: for slower ranks or other stages.\n"
+        f"Scaling: samples a second and rank, by those of the first row{' with such a network' if told else ''}."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+_SWEPT = {"bandwidth_bytes_per_s": "bandwidth", "latency_s": "latency"}
+"""What has a column where it differs between clusters."""
+
+
+def _shown(name: str, value: float) -> str:
+    return quantity.duration(value) if name == "latency_s" else bits(value)
+
+
+def _milliseconds(value_s: float) -> str:
+    return f"{value_s * 1e3:,.3g}" if value_s < 1 else f"{value_s * 1e3:,.0f}"
+
+
+def _a_rank(row: Mapping[str, Any]) -> float:
+    return row["batch"] / row["ranks"]
+
+
+def tables_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """One row a table of the model."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("table", overflow="fold")
+    for heading in ("rows x width", "density", "overlap", "densification", "union", "law"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            Text(row["name"]),
+            f"{row['rows']:,} x {row['width']:,}",
+            quantity.share(row["density"]),
+            quantity.share(row["overlap_ratio"]),
+            quantity.ratio(row["densification_ratio"]),
+            quantity.share(row["union_rows"] / row["rows"]),
+            f"i^-{row['exponent']:.2f}" if row["ranks"] > row["recorded_batches"] else quantity.MISSING,
+        )
+    recorded, ranks = rows[0]["recorded_batches"], rows[0]["ranks"]
+    table.caption = (
+        f"On {ranks:,} ranks of axis data; {recorded:,} recorded batches, and by their law what is beyond them."
+    )
+    table.caption_justify = "left"
+    return table

@@ -1,0 +1,134 @@
+"""`tulle simulate`: what a plan would do on a cluster that you do not have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tulle.cli.rank import write_json
+from tulle.cli.scaling import Job, describe, describe_tables, load, points_table, tables_table
+from tulle.cli.units import bandwidth, duration, share_and_factor, whole
+from tulle.cli.usage import UsageError
+from tulle.report.forecast import write_forecast
+from tulle.simulate import Change, Noise, Stragglers, Weather, changes, telling_ranks, trace
+
+_SWEPT: dict[str, tuple[str, Callable[[str], float]]] = {
+    "hosts": ("hosts", lambda text: whole(text, "--sweep hosts")),
+    "processes-per-host": ("processes_per_host", lambda text: whole(text, "--sweep processes-per-host")),
+    "bandwidth": ("bandwidth_bytes_per_s", lambda text: bandwidth(text, "--sweep bandwidth")),
+    "latency": ("latency_s", lambda text: duration(text, "--sweep latency")),
+}
+"""By the name on the command line: the field of a `Change`, and how its values are read."""
+
+
+def simulate(  # noqa: PLR0913 - typer makes each argument an option
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="As tulle plan or Plan.save wrote it.")],
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Default: the one that PLAN names, or profile.json beside it."),
+    ] = None,
+    hosts: Annotated[int | None, typer.Option(metavar="N", min=1, help="Default: as profiled.")] = None,
+    processes_per_host: Annotated[int | None, typer.Option(metavar="N", min=1, help="Default: as profiled.")] = None,
+    bandwidth_: Annotated[
+        str | None, typer.Option("--bandwidth", metavar="RATE", help="Of a host's link: 100Gbit, 12.5GB/s.")
+    ] = None,
+    latency: Annotated[str | None, typer.Option(metavar="TIME", help="Of one message between hosts: 2us.")] = None,
+    inside_bandwidth: Annotated[
+        str | None, typer.Option(metavar="RATE", help="From one rank to others of its host.")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=A,B,...", help="Over hosts, processes-per-host, bandwidth or latency; repeatable."),
+    ] = None,
+    noise: Annotated[
+        float | None, typer.Option(metavar="C", min=0, help="Coefficient of variation of a rank's computation: 0.05.")
+    ] = None,
+    stragglers: Annotated[
+        str | None, typer.Option(metavar="SHARE:FACTOR", help="Ranks that are slow: 0.01:1.5.")
+    ] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps that are simulated with noise.")] = 20,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of noise and stragglers.")] = 0,
+    batch: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Samples of a step on the first cluster, of all ranks.")
+    ] = None,
+    strong: Annotated[
+        bool, typer.Option("--strong", metavar="", help="The same batch on all clusters, not as much a rank.")
+    ] = False,
+    replan: Annotated[
+        bool, typer.Option("--replan", metavar="", help="On each cluster the plan that is best there.")
+    ] = False,
+    no_lookahead: Annotated[
+        bool, typer.Option("--no-lookahead", metavar="", help="The loop does not go through tulle.lookahead.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write forecast.json, timeline.json and forecast.html there.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print one JSON object and nothing else.")
+    ] = False,
+) -> None:
+    """Simulate a plan on a cluster that you do not have, or on one after the other.
+
+    Example: tulle simulate plan.json --hosts 300 --processes-per-host 4 --bandwidth 100Gbit --latency 2us
+
+    Axis data of the plan's mesh takes all ranks that the other axes leave. What is not given is as it was
+    profiled. timeline.json is for ui.perfetto.dev.
+    """
+    job = Job(*load(plan, profile), strong, batch, replan, not no_lookahead)
+    change = Change(
+        hosts=hosts,
+        processes_per_host=processes_per_host,
+        bandwidth_bytes_per_s=None if bandwidth_ is None else bandwidth(bandwidth_),
+        latency_s=None if latency is None else duration(latency),
+        inside_bandwidth_bytes_per_s=None if inside_bandwidth is None else bandwidth(inside_bandwidth),
+    )
+    slow = None if stragglers is None else Stragglers(*share_and_factor(stragglers, "--stragglers"))
+    weather = Weather(Noise(noise) if noise else None, slow, steps, seed)
+    points = job.over(changes(change, dict(_swept(one) for one in sweep or ())), weather)
+    found = {
+        "plan": str(plan),
+        "model": job.profile.model,
+        "scaling": "strong" if strong else "weak",
+        "points": describe(points),
+        "tables": describe_tables(job, points[-1]),
+    }
+    if out is not None:
+        _write(out, found, trace(points[-1].forecast, telling_ranks(points[-1].forecast)))
+    if as_json:
+        print(json.dumps(found))
+        return
+    _show(found, out)
+
+
+def _swept(text: str) -> tuple[str, list[Any]]:
+    """A field of a `Change`, and its values."""
+    name, _, values = text.partition("=")
+    if name not in _SWEPT or not values:
+        raise UsageError(f"--sweep {text!r}: expected NAME=A,B,... with a name of {', '.join(_SWEPT)}")
+    field, read = _SWEPT[name]
+    return field, [read(value) for value in values.split(",")]
+
+
+def _write(out: Path, found: dict[str, Any], timeline: dict[str, Any]) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {str(out)!r} cannot be made: {error.strerror}") from error
+    write_json(out / "forecast.json", found)
+    write_json(out / "timeline.json", timeline, indent=None)
+    write_forecast(found, timeline, out / "forecast.html")
+
+
+def _show(found: dict[str, Any], out: Path | None) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(points_table(found["points"], is_strong=found["scaling"] == "strong"))
+    if found["tables"]:
+        console.print()
+        console.print(tables_table(found["tables"]))
+    if out is not None:
+        console.print(f"\n{out / 'forecast.html'}; timeline.json is for ui.perfetto.dev")

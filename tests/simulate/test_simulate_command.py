@@ -1,0 +1,152 @@
+"""`tulle simulate` says what a plan would do on clusters of any size, in tables, as JSON and as a timeline."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+from tulle.cli.app import execute
+from tulle.cli.units import bandwidth, duration
+from tulle.cli.usage import UsageError
+from tulle.cost import Network
+from tulle.plan import Plan, TablePlan
+from tulle.workload import Cluster, Machine, ModuleProfile, OptimizerProfile, Profile, TableProfile
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A plan with its profile beside it: a table of words, and a body of 4 MB."""
+    generator = torch.Generator().manual_seed(0)
+    chances = 1.0 / torch.arange(1, 5_001)
+    batches = [torch.multinomial(chances, 600, replacement=True, generator=generator).unique() for _ in range(8)]
+    stream = tuple(tuple(batches[first : first + 4]) for first in (0, 4))
+    table = TableProfile("embedding.weight", 5_000, 64, 4, True, ("rows", "columns"), "embedding", stream, 600.0)
+    modules = (
+        ModuleProfile("embedding", 1e-3, 2e-3, activations_bytes=10_000),
+        ModuleProfile("body", 4e-3, 8e-3, parameters_bytes=4_000_000, reads={"embedding": 150_000}),
+    )
+    network = Network(5e-4, 1e8, sum_bytes_per_s=5e9, copy_bytes_per_s=5e9, number_s=1e-8)
+    cluster = Cluster(4, 1, Machine(1e11, 1e10), network, probed_ranks=4)
+    profile = Profile("Words", 16, modules, (table,), OptimizerProfile(2.0, 1e-10), cluster, 16e-3)
+    profile.save(tmp_path / "profile.json")
+    plan = Plan({"data": 4}, (TablePlan("embedding.weight", 5_000, 64, "balanced", "given"),))
+    plan.save(tmp_path / "plan.json")
+    return tmp_path
+
+
+def simulated(job, capsys, *options):
+    assert execute(["simulate", str(job / "plan.json"), *options, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_is_carried_to_a_larger_cluster(job, capsys):
+    network = ["--bandwidth", "100Gbit", "--latency", "2us"]
+    found = simulated(job, capsys, "--hosts", "30", "--processes-per-host", "4", *network)
+    [point] = found["points"]
+    assert (point["ranks"], point["mesh"], point["batch"]) == (120, {"data": 120}, 16 * 120)
+    assert point["bandwidth_bytes_per_s"] == 12.5e9
+    assert point["step_s"] >= 15e-3  # what one rank computes
+    parts = ("computing_s", "communicating_s", "idle_s")
+    assert sum(point[part] for part in parts) == pytest.approx(point["step_s"])
+    [table] = found["tables"]
+    assert table["ranks"] == 120
+    assert table["recorded_batches"] == 8
+    assert 0.6 * 5_000 < table["union_rows"] < 5_000
+    assert table["exponent"] == pytest.approx(1.0, abs=0.15)
+
+
+def test_a_sweep_has_a_row_for_each_cluster(job, capsys):
+    found = simulated(job, capsys, "--sweep", "hosts=1,2,8", "--sweep", "bandwidth=1Gbit,10Gbit")
+    rows = [(point["hosts"], point["bandwidth_bytes_per_s"]) for point in found["points"]]
+    assert rows == [(1, 1.25e8), (1, 1.25e9), (2, 1.25e8), (2, 1.25e9), (8, 1.25e8), (8, 1.25e9)]
+    assert [point["batch"] for point in found["points"]] == [16, 16, 32, 32, 128, 128]
+    slow, fast = found["points"][-2:]
+    assert slow["efficiency"] < fast["efficiency"] < 1
+
+
+def test_strong_scaling_shares_out_one_batch(job, capsys):
+    found = simulated(job, capsys, "--sweep", "hosts=1,8", "--strong", "--batch", "64")
+    one, eight = found["points"]
+    assert one["batch"] == eight["batch"] == 64
+    assert eight["computing_s"] < 0.3 * one["computing_s"]
+    assert found["scaling"] == "strong"
+
+
+def test_noise_and_stragglers_make_ranks_wait(job, capsys):
+    options = ["--hosts", "16", "--bandwidth", "100Gbit", "--latency", "2us"]
+    [fair] = simulated(job, capsys, *options)["points"]
+    [foul] = simulated(job, capsys, *options, "--noise", "0.1", "--stragglers", "0.1:1.5")["points"]
+    assert foul["step_s"] > 1.2 * fair["step_s"]
+    assert foul["idle_s"] > fair["idle_s"]
+    assert foul["computing_s"] + foul["communicating_s"] + foul["idle_s"] == pytest.approx(foul["step_s"])
+
+
+def test_the_table_is_for_people(job, capsys):
+    assert execute(["simulate", str(job / "plan.json"), "--sweep", "hosts=4,8"]) == 0
+    shown = capsys.readouterr().out
+    assert "hosts" in shown
+    assert "Weak scaling: 16 samples a rank and step" in shown
+    assert "embedding.weight" in shown
+
+
+def test_a_folder_gets_forecast_and_timeline(job, capsys):
+    assert execute(["simulate", str(job / "plan.json"), "--hosts", "8", "--out", str(job / "out")]) == 0
+    capsys.readouterr()
+    forecast = json.loads((job / "out" / "forecast.json").read_text())
+    assert forecast["points"][0]["hosts"] == 8
+    events = json.loads((job / "out" / "timeline.json").read_text())["traceEvents"]
+    assert {"compute", "dense", "sparse", "update"} <= {event.get("cat") for event in events}
+
+
+def test_stages_of_a_plan_stay_and_replicas_grow(job, capsys):
+    plan = replace(Plan.load(job / "plan.json"), mesh={"pipe": 2, "data": 2}, micro_batches=2)
+    replace(plan, stages={"embedding": 0, "body": 1}).save(job / "plan.json")
+    found = simulated(job, capsys, "--hosts", "10")
+    assert found["points"][0]["mesh"] == {"pipe": 2, "data": 5}
+    assert execute(["simulate", str(job / "plan.json"), "--hosts", "5"]) == 1
+    assert "simulate a multiple of 2 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--bandwidth", "100"], "--bandwidth '100' is no bandwidth, expected a number with its unit: 100Gbit"),
+        (["--latency", "2 lightyears"], "--latency '2 lightyears' is no time"),
+        (["--sweep", "colour=1"], "expected NAME=A,B,... with a name of hosts, processes-per-host, bandwidth, latency"),
+        (["--sweep", "hosts=1,many"], "--sweep hosts 'many' is no number of things"),
+        (["--stragglers", "1.5"], "--stragglers '1.5': expected SHARE:FACTOR"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused(job, capsys, options, text):
+    assert execute(["simulate", str(job / "plan.json"), *options]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_plan_without_a_profile_is_not_enough(job, capsys):
+    (job / "profile.json").unlink()
+    assert execute(["simulate", str(job / "plan.json")]) == 1
+    assert "give --profile, or put" in capsys.readouterr().err
+
+
+def test_a_plan_can_name_its_profile(job, capsys):
+    (job / "profile.json").rename(job / "measured.json")
+    named = json.loads((job / "plan.json").read_text()) | {"profile": "measured.json"}
+    (job / "plan.json").write_text(json.dumps(named))
+    assert simulated(job, capsys)["model"] == "Words"
+
+
+def test_units_are_those_of_networks():
+    assert bandwidth("1Gbit") == bandwidth("0.125 GB/s") == bandwidth("125MB") == 1.25e8
+    assert duration("1500ns") == duration("1.5us") == duration("1.5 µs") == pytest.approx(1.5e-6)
+    with pytest.raises(UsageError):
+        bandwidth("0Gbit")
+
+
+def test_twelve_hundred_ranks_take_seconds(job, capsys):
+    begin_s = time.process_time()
+    found = simulated(job, capsys, "--hosts", "300", "--processes-per-host", "4", "--noise", "0.05")
+    assert found["points"][0]["ranks"] == 1200
+    assert time.process_time() - begin_s < 30
