@@ -30,12 +30,14 @@ class Machine:
         memory_bytes_per_s: Bytes copied per second, read and written counted once, while all processes do so.
         memory_bytes: Memory that one process may use; None is no limit.
         slowdown: Factor by which computation takes longer while the process communicates; 1 is full overlap.
+        link_slowdown: Factor by which an exchange takes longer while the processes compute.
     """
 
     flop_per_s: float
     memory_bytes_per_s: float
     memory_bytes: int | None = None
     slowdown: float = 1.0
+    link_slowdown: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Cluster:
         machine: What one process computes with.
         across: The network between hosts for one rank of each, while nobody else of its host uses it.
         inside: The network among ranks of one host; None is that of `across`.
+        probed_ranks: Among how many ranks `across` was measured: exchanges of more take longer, of fewer less. None
+            for a network whose latencies hold for any number.
 
     Example:
         >>> cluster = Cluster(2, 4, Machine(1e12, 1e11), across=Network(5e-5, 1.25e9), inside=Network(1e-5, 1e10))
@@ -60,6 +64,7 @@ class Cluster:
     machine: Machine
     across: Network
     inside: Network | None = None
+    probed_ranks: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -73,13 +78,22 @@ class Cluster:
         if span <= self.processes_per_host:
             return inside
         sharing = min(stride, self.processes_per_host)  # groups that send through one host's link at a time
-        across = replace(
-            self.across,
-            bandwidth_bytes_per_s=self.across.bandwidth_bytes_per_s / sharing,
-            all_reduce_bytes_per_s=self.across.all_reduce_bytes_per_s and self.across.all_reduce_bytes_per_s / sharing,
+        local_ranks = max(1, self.processes_per_host // stride)  # of one group on one host
+        hosts = -(-size // local_ranks)
+        across = _slowed(_among(self.across, hosts, self.probed_ranks), sharing)
+        if local_ranks == 1:
+            return across
+        # Of what a rank sends to all others some stays on the host; of a ring one edge leaves it.
+        leaving = (size - local_ranks) / (size - 1)
+        everyone = _slowed(across, local_ranks)
+        return replace(
+            across,
+            bandwidth_bytes_per_s=everyone.bandwidth_bytes_per_s / leaving,
+            all_reduce_bytes_per_s=across.all_reduce_bytes_per_s or across.bandwidth_bytes_per_s,
+            local_ranks=local_ranks,
+            inside=inside,
+            across=everyone,
         )
-        local_ranks = max(1, self.processes_per_host // stride)
-        return replace(across, local_ranks=local_ranks, inside=inside, across=across) if local_ranks > 1 else across
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +167,17 @@ class OptimizerProfile:
 
     Args:
         state_share: Bytes of state for one byte of parameter: 2 for Adam.
-        step_s_per_byte: Seconds for one byte of dense parameter; of a row-sparse gradient for one byte of its rows.
+        step_s_per_byte: Seconds for one byte of dense parameter.
         updates_all_rows: Whether it moves rows whose gradient is zero, as dense Adam does.
+        row_s_per_byte: Of a row-sparse gradient for one more byte of its rows; None means as many.
+        table_s: What each row-sparse gradient takes besides, however few its rows are.
     """
 
     state_share: float
     step_s_per_byte: float
     updates_all_rows: bool = True
+    row_s_per_byte: float | None = None
+    table_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +193,7 @@ class Profile:
         cluster: Where it was measured.
         step_s: Seconds of a whole step on one process without communication; pieces may leave some of it out.
         peak_bytes: The most memory that this step needed.
+        networks: What each axis of the mesh gave on which it was measured.
     """
 
     model: str
@@ -185,6 +204,7 @@ class Profile:
     cluster: Cluster
     step_s: float
     peak_bytes: int = 0
+    networks: Mapping[str, Network] = field(default_factory=dict)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON; the file is complete or absent."""
@@ -226,6 +246,7 @@ class Profile:
             cluster=cluster_from_json(parsed["cluster"]),
             step_s=float(parsed["step_s"]),
             peak_bytes=int(parsed["peak_bytes"]),
+            networks={name: network_from_json(one) for name, one in parsed.get("networks", {}).items()},
         )
 
 
@@ -234,7 +255,8 @@ def cluster_from_json(parsed: Mapping[str, Any]) -> Cluster:
     machine = Machine(**parsed["machine"])
     inside = network_from_json(parsed["inside"]) if parsed["inside"] else None
     across = network_from_json(parsed["across"])
-    return Cluster(int(parsed["hosts"]), int(parsed["processes_per_host"]), machine, across, inside)
+    hosts, processes = int(parsed["hosts"]), int(parsed["processes_per_host"])
+    return Cluster(hosts, processes, machine, across, inside, parsed.get("probed_ranks"))
 
 
 def network_to_json(network: Network) -> dict[str, Any]:
@@ -249,6 +271,32 @@ def network_from_json(parsed: Mapping[str, Any]) -> Network:
     return Network(**values)
 
 
+def _slowed(network: Network, by: int) -> Network:
+    """What so many that use a network alike get of it each."""
+    reduced = network.all_reduce_bytes_per_s
+    bandwidth = network.bandwidth_bytes_per_s / by
+    return replace(network, bandwidth_bytes_per_s=bandwidth, all_reduce_bytes_per_s=reduced and reduced / by)
+
+
+def _among(network: Network, ranks: int, probed: int | None) -> Network:
+    """What a network that was measured among some ranks gives to another number of them.
+
+    An exchange of all with all is one of pairs and something for every further rank; a ring has as many rounds as there
+    are further ranks.
+    """
+    if probed is None or ranks == probed or min(ranks, probed) < 2:
+        return network
+    pair_s = network.latency_s / (probed - 1) if network.pair_latency_s is None else network.pair_latency_s
+    pair_s = min(pair_s, network.latency_s)
+    further_s = (network.latency_s - pair_s) / max(1, probed - 2)
+    reduce_s = network.all_reduce_latency_s
+    return replace(
+        network,
+        latency_s=pair_s + further_s * (ranks - 2),
+        all_reduce_latency_s=None if reduce_s is None else reduce_s * (ranks - 1) / (probed - 1),
+    )
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _packed(value)
@@ -259,7 +307,7 @@ def _plain(value: Any) -> Any:
         return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, tuple | list):
         return [_plain(one) for one in value]
-    return dict(value) if isinstance(value, Mapping) else value
+    return {name: _plain(one) for name, one in value.items()} if isinstance(value, Mapping) else value
 
 
 def _module(parsed: Mapping[str, Any]) -> ModuleProfile:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tulle.profile import call, rows_touched, sparse_tables
+from tulle.profiling import call, rows_touched, sparse_tables
 
 ROWS, WIDTH = 20, 3
 

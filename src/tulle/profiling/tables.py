@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,36 +38,55 @@ def call(model: nn.Module, sample: object) -> object:
     return model(sample)
 
 
+@dataclass(frozen=True, slots=True)
+class Lookups:
+    """What one batch looks up in one table.
+
+    Args:
+        rows: Distinct row numbers, ascending.
+        tokens: Lookups, repeats counted.
+    """
+
+    rows: Tensor
+    tokens: int
+
+
 def rows_touched(model: nn.Module, sample: object) -> dict[str, Tensor]:
     """Distinct rows that one batch looks up in each trained table, ascending, by parameter name.
 
     Runs one forward without gradients and leaves no trace: random states, buffers and rows are as before.
     """
+    return {name: lookups.rows for name, lookups in looked_up(model, sample).items()}
+
+
+def looked_up(model: nn.Module, sample: object) -> dict[str, Lookups]:
+    """What one batch looks up in each trained table, by parameter name; leaves no trace, as `rows_touched`."""
     tables = trained_tables(model)
-    looked_up: dict[int, list[Tensor]] = {id(module.weight): [] for module in tables.values()}
+    seen: dict[int, list[Tensor]] = {id(module.weight): [] for module in tables.values()}
 
     def note(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         assert isinstance(module, TableModule), "only tables are hooked"
         ids: Tensor = (arguments[0] if arguments else keywords["input"]).reshape(-1)
         if module.padding_idx is not None:
             ids = ids[ids != module.padding_idx]
-        looked_up[id(module.weight)].append(torch.unique(ids))
+        seen[id(module.weight)].append(ids.long())
 
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_untouched(model))
+        stack.enter_context(untouched(model))
         for module in model.modules():
-            if isinstance(module, TableModule) and id(module.weight) in looked_up:
+            if isinstance(module, TableModule) and id(module.weight) in seen:
                 stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
         call(model, sample)
-    return {
-        name: torch.unique(torch.cat([module.weight.new_empty(0, dtype=torch.long), *looked_up[id(module.weight)]]))
+    found = {
+        name: torch.cat([module.weight.new_empty(0, dtype=torch.long), *seen[id(module.weight)]])
         for name, module in tables.items()
     }
+    return {name: Lookups(torch.unique(ids), len(ids)) for name, ids in found.items()}
 
 
 @contextmanager
-def _untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[None]:
     """Put back random states, buffers and `max_norm` afterwards; without `max_norm` a lookup changes no row."""
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     buffers = [

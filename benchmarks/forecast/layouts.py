@@ -1,0 +1,139 @@
+"""Example 04, in named dimensions: layouts are forecast by `tulle.named` and timed, as plans are of the other examples.
+
+Everything is `tn.explain`'s, at measured rates; those of computation are scaled so that they are true of one rank's
+share of the batch under no layout at all, timed on all ranks at once. Memory that comes and goes is in proportion.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from types import ModuleType
+from typing import Any
+
+import torch
+from jobs import load, subwords
+
+from tulle import named as tn
+from tulle.comm import barrier, gather_values
+from tulle.errors import TulleError
+from tulle.memory import measure_peak_bytes
+from tulle.mesh import Mesh
+from tulle.named.explain import seconds_of
+from tulle.named.rates import Rates, measured
+
+BY_HAND = ("batch:data", "heads:data, d_ff:data, vocab:data", "d_ff:data, vocab:data", "vocab:data", "d_ff:data")
+WARMUP = 3
+_SENTENCES = 64
+_LABEL = "the forecast"
+
+
+class Translation:
+    """The example for so many sentences a step, with its data."""
+
+    def __init__(self, sentences: int) -> None:
+        self.example: ModuleType = load("04_named_transformer")
+        self.options: Namespace = self.example.parse([])
+        self.options.batch = sentences
+        pairs = self.example.parallel_text.read_pairs(self.options.train)
+        vocabulary = subwords(self.example.parallel_text, pairs, self.options.vocabulary)
+        self.dims = self.example.Dimensions(self.options, vocabulary.get_vocab_size())
+        self.encoded = self.example.parallel_text.encode(pairs, vocabulary)
+
+    def samples(self) -> Iterator[Any]:
+        """Batches without end, whole ones on every rank."""
+        for batch in self.example.endless_batches(self.encoded, self.options):
+            yield self.dims.sample(batch)
+
+    def model(self) -> Any:
+        """Without values yet."""
+        return self.dims.model(self.options.layers)
+
+
+def forecast(mesh: Mesh, plans: int, rounds: int, steps: int) -> dict[str, Any]:
+    """Predicted and measured steps of the fastest layouts by prediction, and of those by hand. Every rank calls it."""
+    axis = mesh["data"]
+    whole, share = Translation(_SENTENCES * axis.size), Translation(_SENTENCES)
+    alone: dict[str, Any] = {}
+    plain_s = timed(share, mesh, "", steps, alone)
+    base, one = measured(mesh), explained(share, {}, "")
+    scale = (one.flops / base.flops_per_s + one.written_bytes / base.written_bytes_per_s) / plain_s
+    rates = replace(base, flops_per_s=base.flops_per_s * scale, written_bytes_per_s=base.written_bytes_per_s * scale)
+    transient_share = (alone["measured_bytes"] - one.memory_bytes) / one.kept_bytes
+    with tn.use(mesh, ""):
+        sample = next(whole.samples())
+    ranking = tn.best_layout(whole.model(), sample, mesh, best=max(1, plans - len(BY_HAND) + 1), rates=rates)
+    layouts = {"planner": str(ranking[0].layout)}
+    layouts |= {one: one for one in BY_HAND} if axis.size > 1 else {}
+    layouts |= {f"runner-up {number}": str(other.layout) for number, other in enumerate(ranking[1:], 1)}
+    given = rates, transient_share
+    found = [told(name, layout, whole, mesh, given) for name, layout in islice(layouts.items(), plans + 1)]
+    for _ in range(rounds):
+        for entry in found:
+            measure(entry, whole, share, mesh, steps)
+    return {"step_s": plain_s, "plans": found}
+
+
+def told(name: str, layout: str, job: Translation, mesh: Mesh, given: tuple[Rates, float]) -> dict[str, Any]:
+    """A layout, and what is predicted of it from rates, and the memory that comes and goes for each byte kept."""
+    rates, transient_share = given
+    plan = {"mesh": mesh.shape, "schedule": "step", "tables": [], "layout": layout}
+    entry: dict[str, Any] = {"name": name, "plan": plan, "measured_s": [], "plain_s": [], "refusal": ""}
+    try:
+        explanation = explained(job, mesh.shape, layout)
+    except TulleError as refusal:
+        return entry | {"refusal": str(refusal)}
+    sent_s = sum(seconds_of(one, mesh.shape, rates) for one in explanation.collectives)
+    whole_s = explanation.seconds(rates)
+    return entry | {
+        "predicted_s": whole_s,
+        "parts_s": {"compute": whole_s - sent_s, "dense": sent_s},
+        "predicted_bytes": round(explanation.memory_bytes + transient_share * explanation.kept_bytes),
+    }
+
+
+def explained(job: Translation, sizes: Mapping[str, int], layout: str) -> Any:
+    """What a step costs on paper."""
+    return tn.explain(job.model(), next(job.samples()), sizes, layout)
+
+
+def measure(entry: dict[str, Any], whole: Translation, share: Translation, mesh: Mesh, steps: int) -> None:
+    """Time a layout, and what computes the same without it."""
+    if entry["refusal"]:
+        return
+    entry["plain_s"].append(timed(share, mesh, "", steps))
+    entry["measured_s"].append(timed(whole, mesh, entry["plan"]["layout"], steps, entry))
+
+
+def timed(job: Translation, mesh: Mesh, layout: str, steps: int, entry: dict[str, Any] | None = None) -> float:
+    """Seconds of a step of the slowest rank; the memory of one goes into the entry."""
+    axis = mesh["data"]
+    with tn.use(mesh, layout):
+        model = job.model().init(1).train()
+        optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
+        samples = list(islice(job.samples(), 4))
+
+        def step(number: int) -> None:
+            loss = tn.sum(model(*samples[number % len(samples)], label_smoothing=0.05)) * 1e-3
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in range(WARMUP):
+            step(number)
+        barrier(axis)
+        begin_s = time.perf_counter()
+        for number in range(steps):
+            step(number)
+        spent_s = (time.perf_counter() - begin_s) / steps
+        slowest_s = max(gather_values(spent_s, axis, label=_LABEL))
+        if entry is not None:
+            state = [one for kept in optimizer.state.values() for one in kept.values() if isinstance(one, torch.Tensor)]
+            held = sum(one.nbytes for one in [*model.parameters(), *state])
+            peak_bytes = held + measure_peak_bytes(lambda: step(0), mesh.device)
+            entry["measured_bytes"] = max(gather_values(peak_bytes, axis, label=_LABEL))
+    return slowest_s

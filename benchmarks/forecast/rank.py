@@ -1,0 +1,243 @@
+"""One rank: profiles a job among all ranks, forecasts plans from that, and times them.
+
+    profile of the job ──▶ planner, rivals ──▶ for each plan: forecast, and seconds of real steps
+
+Rank 0 writes `JOB.json` into the folder. A round times every plan once, and rounds take turns, so that what disturbs
+the machine for a while disturbs all plans alike.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import layouts
+import torch
+from jobs import JOBS, NAMED, Job
+from plans import rivals
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import tulle
+from tulle.comm import barrier, gather_values
+from tulle.errors import TulleError
+from tulle.memory import measure_peak_bytes
+from tulle.mesh import Axis, Mesh
+from tulle.plan import Plan
+from tulle.plan.footprint import footprints
+from tulle.plan.lower import lower
+from tulle.plan.search import best_plan
+from tulle.plan.space import Space
+from tulle.simulate import run
+from tulle.workload import Profile
+
+SAMPLES = 3
+"""Batches that a profile sees."""
+WARMUP = 3
+_LABEL = "the forecast"
+
+
+@dataclass
+class Contender:
+    """A plan, what it was predicted to take, and what it took."""
+
+    name: str
+    plan: Plan
+    predicted_s: float
+    parts_s: Mapping[str, float]
+    predicted_bytes: int
+    measured_s: list[float] = field(default_factory=list)
+    plain_s: list[float] = field(default_factory=list)
+    """Seconds of the same step without communication, on all ranks, right before: how fast the machine is then."""
+    measured_bytes: int = 0
+    refusal: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """For the result."""
+        kept = (
+            "name",
+            "predicted_s",
+            "parts_s",
+            "predicted_bytes",
+            "measured_s",
+            "plain_s",
+            "measured_bytes",
+            "refusal",
+        )
+        return {name: getattr(self, name) for name in kept} | {"plan": self.plan.to_json()}
+
+
+def main() -> None:
+    """Do what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", nargs="+", required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--plans", type=int, required=True, help="beside the planner's own")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    mesh = tulle.init(data=-1)
+    axis = mesh["data"]
+    for name in options.jobs:
+        if name == NAMED:
+            result = layouts.forecast(mesh, options.plans, options.rounds, options.steps)
+        else:
+            result = compare(JOBS[name](axis.size), mesh, options)
+        if axis.rank == 0:
+            (options.output / f"{name}.json").write_text(json.dumps(result) + "\n")
+
+
+def compare(job: Job, mesh: Mesh, options: argparse.Namespace) -> dict[str, Any]:
+    """Predicted and measured steps of a job's plans."""
+    axis = mesh["data"]
+    begin_s = time.perf_counter()
+    profile = profiled(job, mesh)
+    profiled_s = time.perf_counter() - begin_s
+    contenders = forecast(job, profile, axis, options.plans)
+    plain = Plain.of(job, axis)
+    for _ in range(options.rounds):
+        for contender in contenders:
+            if not contender.refusal:
+                contender.plain_s.append(plain.seconds())
+                measure(job, contender, mesh, options.steps)
+    return {"profile_s": profiled_s, "step_s": profile.step_s, "plans": [one.as_json() for one in contenders]}
+
+
+@dataclass
+class Plain:
+    """A model that each rank trains for itself: tells how fast the machine is just now."""
+
+    STEPS = 4
+
+    step: Callable[[object], None]
+    batches: Sequence[object]
+    axis: Axis
+
+    @staticmethod
+    def of(job: Job, axis: Axis) -> Plain:
+        model, optimizers = job.make()
+        batches = [job.batch(axis.rank, step) for step in range(SAMPLES)]
+        return Plain(stepping(job, model, optimizers, Plan({})), batches, axis)
+
+    def seconds(self) -> float:
+        """Of one step; of the slowest rank in each."""
+        spent: list[list[float]] = []
+        for number in range(self.STEPS + 1):
+            barrier(self.axis)
+            begin_s = time.perf_counter()
+            self.step(self.batches[number % len(self.batches)])
+            spent.append(gather_values(time.perf_counter() - begin_s, self.axis, label=_LABEL))
+        return sum(map(max, spent[1:])) / self.STEPS
+
+
+def profiled(job: Job, mesh: Mesh) -> Profile:
+    """What the job does, with each rank on its own batches."""
+    torch.manual_seed(0)
+    model, optimizers = job.make()
+    batches = [job.batch(mesh.rank, step) for step in range(SAMPLES)]
+    return tulle.profile(model, optimizers, batches[0], mesh, further=batches[1:], loss=job.loss)
+
+
+def forecast(job: Job, profile: Profile, axis: Axis, count: int) -> list[Contender]:
+    """The planner's choice and its rivals, and what the simulator says of each; as rank 0 sees it."""
+    contenders: list[Contender] = []
+    if axis.rank == 0:
+        space = Space(mesh={"model": 1} if job.joins else {"model": 1, "pipe": 1})
+        batch = profile.batch * axis.size
+        begin_s = time.perf_counter()
+        chosen = best_plan(profile, profile.cluster, batch=batch, space=space)
+        print(f"planned in {time.perf_counter() - begin_s:.2f} s", flush=True)
+        for name, plan in {"planner": chosen, **rivals(profile, axis.size, count, pipes=job.joins)}.items():
+            seen = run(lower(plan, profile, profile.cluster, batch=batch))
+            peaks = footprints(plan, profile, profile.cluster, batch=batch)
+            contenders.append(
+                Contender(name, plan, seen.step_s, dict(seen.by_kind), max(one.peak_bytes for one in peaks))
+            )
+    return gather_values(contenders, axis, label=_LABEL)[0]
+
+
+def measure(job: Job, contender: Contender, whole: Mesh, steps: int) -> None:
+    """Time some steps under a plan, and count the memory of one."""
+    axis = whole["data"]
+    mesh = (
+        whole if contender.plan.mesh == whole.shape else tulle.init(timeout=None, backend=None, **contender.plan.mesh)
+    )
+    torch.manual_seed(0)
+    model, optimizers = job.make()
+    try:
+        model, optimizers = tulle.distribute(model, optimizers, mesh, plan=contender.plan)
+    except TulleError as refusal:  # the same on all ranks
+        contender.refusal = str(refusal)
+        return
+    step = stepping(job, model, optimizers, contender.plan)
+    batches = [replica_batch(job, mesh, number) for number in range(WARMUP + steps + 1)]
+    contender.measured_s.append(max(gather_values(seconds(step, batches, axis), axis, label=_LABEL)))
+    if "pipe" not in mesh:  # whose work is done in threads that torch's profiler does not see
+        peak_bytes = held_bytes(model, optimizers) + measure_peak_bytes(lambda: step(batches[-1]), mesh.device)
+        contender.measured_bytes = max(gather_values(peak_bytes, axis, label=_LABEL))
+    barrier(axis)
+    gc.collect()
+
+
+def seconds(step: Callable[[object], None], batches: Sequence[object], axis: Axis) -> float:
+    """Seconds of one of this rank's steps, which nobody stops between; the first ones and the last are left out."""
+    begin_s = spent_s = 0.0
+    for number, batch in enumerate(tulle.lookahead(batches)):
+        if number == WARMUP:
+            barrier(axis)
+            begin_s = time.perf_counter()
+        step(batch)
+        if number == len(batches) - 2:
+            spent_s = time.perf_counter() - begin_s
+    return spent_s / (len(batches) - 1 - WARMUP)
+
+
+def stepping(job: Job, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> Callable[[object], None]:
+    """One whole step, as a user writes it."""
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        called = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+        loss = job.loss(called)
+        loss.backward()
+        return loss
+
+    through = tulle.step(micro_batches=plan.micro_batches)(loss_of) if "pipe" in plan.mesh else loss_of
+
+    def step(batch: object) -> None:
+        through(model, batch)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def replica_batch(job: Job, mesh: Mesh, step: int) -> object:
+    """What this rank's replica is given in a step: the batches of all its ranks."""
+    if "pipe" not in mesh:
+        return job.batch(mesh.rank, step)
+    pipe = mesh["pipe"].size
+    replica = mesh["data"].rank if "data" in mesh else 0
+    return job.join([job.batch(replica * pipe + rank, step) for rank in range(pipe)])
+
+
+def held_bytes(model: nn.Module, optimizers: Sequence[Optimizer]) -> int:
+    """Parameters, buffers, gradients and optimizer state between steps."""
+    tensors = [*model.parameters(), *model.buffers()]
+    tensors += [p.grad for p in model.parameters() if p.grad is not None and not p.grad.is_sparse]
+    for optimizer in optimizers:
+        tensors += [one for state in optimizer.state.values() for one in state.values() if isinstance(one, Tensor)]
+    storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors if not one.is_meta}
+    return sum(storages.values())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""`count`: what the pieces of a model leave for backward, and their floating-point operations, in one real step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from tulle.memory import LiveBytes
+
+
+@dataclass(slots=True)
+class Counts:
+    """What one step was seen to need.
+
+    Args:
+        activations_bytes: What each piece's forward, and what is computed before it, leaves for backward; memory that
+            several leave counts for the first.
+        flop: Floating-point operations of each piece's forward.
+        made_bytes: Of what each module that was called returns, by name; the last call's.
+        peak_bytes: The most that was alive at any moment of the step, with parameters, gradients and optimizer state.
+    """
+
+    activations_bytes: list[int]
+    flop: list[float]
+    made_bytes: dict[str, int] = field(default_factory=dict)
+    peak_bytes: int = 0
+
+
+def count(
+    model: nn.Module,
+    names: Sequence[str],
+    forward: Callable[[], Tensor],
+    rest: Callable[[Tensor], object],
+    held: Sequence[Tensor],
+) -> Counts:
+    """Run a step and count.
+
+    Args:
+        model: What runs.
+        names: Of the pieces, modules none of which is within another.
+        forward: Runs it, and gives the loss.
+        rest: Runs backward and the optimizer, given the loss.
+        held: What is in memory before: parameters, the optimizer's state.
+    """
+    counts = Counts([0] * len(names), [0.0] * len(names))
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    left: dict[int, int] = {}
+    flops = FlopCounterMode(display=False)
+    seen: list[float] = [0, 0]
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.layout == torch.strided and tensor.untyped_storage()._cdata not in parameters:
+            left[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def cut(number: int) -> None:
+        before_bytes, before_flop = seen
+        seen[:] = [sum(left.values()), flops.get_total_flops()]
+        counts.activations_bytes[number] += int(seen[0] - before_bytes)
+        counts.flop[number] += seen[1] - before_flop
+
+    with LiveBytes(device.type) as live:
+        live.add(held)
+        with _hooked(model, names, cut, counts.made_bytes), flops:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = forward()
+            cut(len(names) - 1)
+        rest(loss)
+    counts.peak_bytes = live.peak_bytes
+    return counts
+
+
+@contextmanager
+def _hooked(
+    model: nn.Module, names: Sequence[str], cut: Callable[[int], None], made_bytes: dict[str, int]
+) -> Iterator[None]:
+    numbers = {name: number for number, name in enumerate(names)}
+
+    def hook(name: str) -> Any:
+        def ended(_: nn.Module, __: object, output: object) -> None:
+            made_bytes[name] = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+            if name in numbers:
+                cut(numbers[name])
+
+        return ended
+
+    handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

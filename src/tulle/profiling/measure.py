@@ -1,0 +1,283 @@
+"""`profile`: measures what a model's training step does, on one process or on all ranks of a mesh at once.
+
+A copy of the model and of its optimizer takes real steps, some with a watch at the ends of its modules, so that what
+pieces take adds up to the step. On a mesh all ranks take their steps at once, each on its own samples, and the slowest
+rank of each step counts: a step with synchronization waits for it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tulle.comm import gather_values, probe, raise_together
+from tulle.deferred import is_deferred
+from tulle.errors import ModelError, TulleError
+from tulle.memory.estimate import default_loss
+from tulle.mesh import Axis, Mesh, axis_of
+from tulle.pipeline import Piece
+from tulle.pipeline.calls import pieces_of, watch
+from tulle.pipeline.partition import COPIES
+from tulle.pipeline.profile import PIECES_PER_STAGE, as_call
+from tulle.pipeline.profile import profile as profile_pieces
+from tulle.pipeline.structure import flatten
+from tulle.profiling.counts import Counts, count
+from tulle.profiling.machine import NOMINAL, measure_cluster, memory_bytes
+from tulle.profiling.optimizer import optimizer_profile, tried
+from tulle.profiling.splits import splits
+from tulle.profiling.steps import Loss, Twin
+from tulle.profiling.table_profiles import Looks, looks, table_profiles
+from tulle.profiling.timing import timed
+from tulle.workload import Cluster, Machine, ModuleProfile, Profile
+
+STAGES = 8
+"""Pieces are small enough for so many stages of a pipeline."""
+_SHARE_OF_MEMORY = 0.5
+_BACKWARD_SHARE = 2 / 3
+"""Of forward and backward together, where only their sum is known: a matrix product has two in backward."""
+NOWHERE = Cluster(1, 1, Machine(1.0, 1.0), NOMINAL)
+_LABEL = "the profile"
+T = TypeVar("T")
+logger = logging.getLogger("tulle")
+
+
+def profile(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    sample: object,
+    mesh: Mesh | None = None,
+    *,
+    further: Sequence[object] = (),
+    loss: Loss | None = None,
+) -> Profile:
+    """Measure what a model's training step does: the ground of plans and forecasts.
+
+    On a mesh every rank must call it, with samples of its own: tables are then seen by as many ranks, computation is
+    timed while all ranks compute, and the network is measured. Without one, nothing is sent, and the network is a
+    nominal one. The model, its optimizer, gradients, buffers and random states stay as they are.
+
+    Args:
+        model: Not distributed yet, on its device; or built within `tulle.deferred_init`: if it does not fit, its
+            modules are lent memory one at a time.
+        optimizer: Over its parameters, or several.
+        sample: One rank's batch (a micro-batch, of a pipeline), as the model is called with it: a mapping is passed as
+            keywords, a tuple as positional arguments, anything else as the one argument.
+        mesh: From `tulle.init`; None for this process alone.
+        further: More samples, for what tables look up in further steps.
+        loss: From the model's result to the loss; None for its `loss`, or else the sum of what it gives.
+
+    Raises:
+        ModelError: On every rank, if the model does not run on the samples.
+
+    Example:
+        >>> import torch, tulle
+        >>> model = torch.nn.Sequential(torch.nn.EmbeddingBag(100, 8, sparse=True), torch.nn.Linear(8, 1))
+        >>> found = tulle.profile(model, torch.optim.SGD(model.parameters()), torch.tensor([[1, 2, 2]]))
+        >>> [module.name for module in found.modules], found.tables[0].stream, found.tables[0].tokens
+        (['0', '1'], ((tensor([1, 2]),),), 3.0)
+    """
+    axis = _alone() if mesh is None else _everyone(mesh)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+    samples = [sample, *further]
+    measure = _in_steps if _fits(model, axis) else _without_memory
+    random_state = random.getstate()
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            found = measure(model, optimizers, samples, axis, loss or default_loss)
+            cluster = measure_cluster(axis)
+    finally:
+        random.setstate(random_state)
+        gc.collect()
+    networks = {} if mesh is None else {one.name: probe(one) for one in mesh.axes if one.size > 1}
+    batch = next((len(leaf) for leaf in flatten(sample)[0] if isinstance(leaf, Tensor) and leaf.dim()), 1)
+    return replace(found, model=type(model).__name__, batch=batch, cluster=cluster, networks=networks)
+
+
+def _fits(model: nn.Module, axis: Axis) -> bool:
+    """Whether a model that has no memory yet can be trained whole on each rank."""
+    lacking_bytes = sum(parameter.nbytes for parameter in model.parameters() if is_deferred(parameter))
+    return COPIES * lacking_bytes <= memory_bytes(axis) * _SHARE_OF_MEMORY
+
+
+def _alone() -> Axis:
+    nobody = cast("dist.ProcessGroup", None)  # one rank sends nothing
+    return Axis("alone", 0, 1, (0,), nobody, torch.device("cpu"), 0.0)
+
+
+def _everyone(mesh: Mesh) -> Axis:
+    """All ranks of a mesh as one axis."""
+    for axis in mesh.axes:
+        if axis.size == mesh.size:
+            return axis
+    world = axis_of(name="everyone")
+    mine = mesh.axes[0]
+    host = mine.hosts[mine.rank] if mine.hosts else mesh.rank
+    return replace(world, device=mesh.device, hosts=tuple(gather_values(host, world, label=_LABEL)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """Modules that stay whole, in the order in which they run, and the bytes that each reads of the others."""
+
+    names: Sequence[str]
+    reads: Sequence[Mapping[str, int]]
+
+    @staticmethod
+    def of(pieces: Sequence[Piece]) -> _Pieces:
+        names = [piece.name for piece in pieces]
+        return _Pieces(names, [{names[at]: size for at, size in (piece.incoming or {}).items()} for piece in pieces])
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """What a rank needs before steps are timed."""
+
+    twin: Twin
+    looks: Sequence[Looks]
+    pieces: _Pieces | None
+    counts: Counts = field(default_factory=lambda: Counts([], []))
+
+
+def _in_steps(
+    model: nn.Module, optimizers: Sequence[Optimizer], samples: Sequence[object], axis: Axis, loss: Loss
+) -> Profile:
+    prepared = _together(lambda: _prepare(model, optimizers, samples, loss, is_first=axis.rank == 0), model, axis)
+    twin = prepared.twin
+    pieces = gather_values(prepared.pieces, axis, label=_LABEL)[0]
+    assert pieces is not None, "rank 0 has cut the model"
+    counts = _together(lambda: _count(twin, pieces.names), model, axis)
+    times = timed(twin, pieces.names, axis)
+    optimizer = optimizer_profile(twin, times.update_s)
+    owners = _owners(model, pieces.names)
+    tables = table_profiles(model, optimizers, prepared.looks, owners, axis)
+    dense_bytes = _dense_bytes(model, owners, {table.name for table in tables})
+    found = splits(model, pieces.names, counts.made_bytes)
+    modules = tuple(
+        ModuleProfile(
+            name,
+            times.forward_s[number],
+            times.backward_s[number],
+            counts.flop[number],
+            dense_bytes.get(name, 0),
+            counts.activations_bytes[number],
+            pieces.reads[number],
+            found.get(name),
+        )
+        for number, name in enumerate(pieces.names)
+    )
+    return Profile("", 0, modules, tables, optimizer, NOWHERE, times.step_s, counts.peak_bytes)
+
+
+def _prepare(
+    model: nn.Module, optimizers: Sequence[Optimizer], samples: Sequence[object], loss: Loss, *, is_first: bool
+) -> _Prepared:
+    twin = Twin.of(model, optimizers, samples, loss)
+    seen = looks(twin)
+    twin.step(samples[0])
+    return _Prepared(twin, seen, _cut(twin) if is_first else None)
+
+
+def _cut(twin: Twin) -> _Pieces:
+    """Cut a model into pieces, and see what each reads of the others, if the pipeline can tell."""
+    axis = replace(_alone(), device=twin.device)
+    try:
+        return _Pieces.of(profile_pieces(twin.model, twin.samples[0], axis, STAGES)[0])
+    except Exception as problem:  # whatever a model does with a placeholder
+        logger.info("what pieces read of each other is not known: %s", str(problem).split("\n", 1)[0])
+    args, kwargs = as_call(twin.samples[0], twin.device)
+    with torch.no_grad():
+        calls = watch(twin.model, args, kwargs)
+    largest = (calls.time_s.get("") or sum(calls.time_s.values())) / (STAGES * PIECES_PER_STAGE)
+    names = pieces_of(twin.model, calls, calls.time_s, largest)
+    return _Pieces(names, [{} for _ in names])
+
+
+def _count(twin: Twin, names: Sequence[str]) -> Counts:
+    state = [entry for one in twin.optimizers for kept in one.state.values() for entry in kept.values()]
+    held = [*twin.model.parameters(), *twin.model.buffers(), *(one for one in state if isinstance(one, Tensor))]
+
+    def rest(loss: Tensor) -> None:
+        loss.backward()
+        twin.update()
+
+    return count(twin.model, names, lambda: twin.forward(twin.samples[0]), rest, held)
+
+
+def _without_memory(
+    model: nn.Module, optimizers: Sequence[Optimizer], samples: Sequence[object], axis: Axis, loss: Loss
+) -> Profile:
+    """Each module alone, lent some memory while it runs; what is computed between modules is not seen."""
+    del loss  # of no module
+    pieces = _together(
+        lambda: profile_pieces(model, samples[0], replace(axis, rank=0, size=1, kept={}), STAGES)[0], model, axis
+    )
+    pieces = gather_values(pieces, axis, label=_LABEL)[0]
+    cut = _Pieces.of(pieces)
+    owners = _owners(model, cut.names)
+    tables = table_profiles(model, optimizers, [{} for _ in samples], owners, axis)
+    dense_bytes = _dense_bytes(model, owners, {table.name for table in tables})
+    modules = tuple(
+        ModuleProfile(
+            piece.name,
+            (1 - _BACKWARD_SHARE) * piece.time_s,
+            _BACKWARD_SHARE * piece.time_s,
+            parameters_bytes=dense_bytes.get(piece.name, 0),
+            activations_bytes=piece.activation_bytes,
+            reads=reads,
+        )
+        for piece, reads in zip(pieces, cut.reads, strict=True)
+    )
+    optimizer = tried(optimizers)
+    parameters_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    step_s = sum(piece.time_s for piece in pieces) + optimizer.step_s_per_byte * parameters_bytes
+    return Profile("", 0, modules, tables, optimizer, NOWHERE, step_s)
+
+
+def _owners(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
+    """The piece that each parameter belongs to: that which it is in, or else the first within the module it is of."""
+    owners: dict[str, str] = {}
+    for name, _ in model.named_parameters():
+        within = [piece for piece in names if not piece or name.startswith(f"{piece}.")]
+        around = name.rpartition(".")[0]
+        while not within:
+            within = [piece for piece in names if not around or piece.startswith(f"{around}.")]
+            around = around.rpartition(".")[0]
+        owners[name] = within[0]
+    return owners
+
+
+def _dense_bytes(model: nn.Module, owners: Mapping[str, str], tables: Collection[str]) -> dict[str, int]:
+    """Bytes of the trained parameters of each piece that are no tables; a shared one counts once."""
+    found: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if name not in tables and parameter.requires_grad:
+            found[owners[name]] = found.get(owners[name], 0) + parameter.nbytes
+    return found
+
+
+def _together(work: Callable[[], T], model: nn.Module, axis: Axis) -> T:
+    """What some work on every rank gives; raises on all ranks what it raises on any."""
+    error: TulleError | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except TulleError as found:
+        error = found
+    except Exception as found:
+        error = ModelError(
+            f"a {type(model).__name__} could not be profiled on the sample, because {type(found).__name__}: {found}. "
+            "Give a sample as the model is called with it, and loss= if it does not return a loss"
+        )
+        error.__cause__ = found
+    raise_together(error, axis, label=_LABEL)
+    return cast("T", result)

@@ -1,0 +1,152 @@
+"""`optimizer_profile`: what an optimizer keeps, which rows it moves, and what it takes for dense and for sparse."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tulle.comm import now_s
+from tulle.profiling.steps import Twin
+from tulle.workload import OptimizerProfile
+
+_REPEATS = 5
+_ONE_IN = 8
+_TRIAL_ROWS, _TRIAL_WIDTH = 1024, 256
+
+
+@dataclass(slots=True)
+class _Work:
+    """Bytes that optimizers' steps handle, and the seconds that they take for these, and for all."""
+
+    dense_bytes: int = 0
+    rows_bytes: int = 0
+    tables: int = 0
+    dense_s: float = 0.0
+    rows_s: float = 0.0
+    whole_s: float = 0.0
+
+    @property
+    def table_s(self) -> float:
+        """What each sparse gradient takes however few its rows are, launching its kernels say."""
+        return max(0.0, self.whole_s - self.dense_s - self.rows_s) / max(1, self.tables)
+
+
+def optimizer_profile(twin: Twin, step_s: float) -> OptimizerProfile:
+    """What the optimizers of a twin that has stepped keep and take.
+
+    Args:
+        twin: Takes a few more steps.
+        step_s: Of all its optimizers, as it was seen in whole steps.
+    """
+    twin.forward(twin.samples[0]).backward()
+    owners = [one for one in twin.optimizers if any(_is_sparse(p) for p in _parameters(one))] or twin.optimizers
+    work = _measured(twin)
+    scale = step_s / work.whole_s if work.whole_s > 0 else 0.0
+    updates_all_rows = all(_moves_untouched_rows(one) for one in owners)
+    twin.clear()
+    return OptimizerProfile(
+        _state_share(twin.optimizers),
+        scale * work.dense_s / work.dense_bytes if work.dense_bytes else 0.0,
+        updates_all_rows,
+        scale * work.rows_s / work.rows_bytes if work.rows_bytes else None,
+        scale * work.table_s if work.tables else 0.0,
+    )
+
+
+def tried(optimizers: Sequence[Optimizer]) -> OptimizerProfile:
+    """The same of optimizers whose parameters have no memory: others of their classes step a small parameter."""
+    parameter = nn.Parameter(torch.zeros(_TRIAL_ROWS, _TRIAL_WIDTH))
+    optimizer = _another(optimizers[0], parameter)
+    seconds: list[float] = []
+    for _ in range(_REPEATS + 1):
+        parameter.grad = torch.ones_like(parameter)
+        begin_s = now_s()
+        optimizer.step()
+        seconds.append(now_s() - begin_s)
+    share = _state_share([optimizer])
+    return OptimizerProfile(share, min(seconds) / parameter.nbytes, _moves_untouched_rows(optimizers[0]))
+
+
+def _measured(twin: Twin) -> _Work:
+    """Steps with all gradients, with few rows of the sparse ones, and with the dense ones only."""
+    work = _Work()
+    for optimizer in twin.optimizers:
+        gradients = {p: p.grad for p in _parameters(optimizer) if p.grad is not None}
+        sparse = {p: grad.coalesce() for p, grad in gradients.items() if grad.is_sparse}
+        dense = {p: grad for p, grad in gradients.items() if p not in sparse}
+        rows_bytes = sum(grad.values().nbytes for grad in sparse.values())
+        whole_s = _seconds(twin, optimizer, dense | sparse)
+        work.whole_s += whole_s
+        if sparse:
+            few = {p: _few_rows(grad) for p, grad in sparse.items()}
+            kept_bytes = sum(grad.values().nbytes for grad in few.values())
+            less_s = max(0.0, whole_s - _seconds(twin, optimizer, dense | few))
+            work.rows_s += min(whole_s, less_s * rows_bytes / max(1, rows_bytes - kept_bytes))
+        if dense:
+            work.dense_s += _seconds(twin, optimizer, dense) if sparse else whole_s
+        work.rows_bytes += rows_bytes
+        work.tables += len(sparse)
+        work.dense_bytes += sum(p.nbytes for p in dense)
+    return work
+
+
+def _seconds(twin: Twin, optimizer: Optimizer, gradients: Mapping[Tensor, Tensor]) -> float:
+    for parameter in _parameters(optimizer):
+        parameter.grad = gradients.get(parameter)
+    return median(twin.seconds(optimizer.step) for _ in range(_REPEATS))
+
+
+def _few_rows(grad: Tensor) -> Tensor:
+    """Every so many row of a gradient."""
+    indices, values = grad.indices()[:, ::_ONE_IN], grad.values()[::_ONE_IN]
+    few = torch.sparse_coo_tensor(indices, values, grad.shape, is_coalesced=True, check_invariants=False)
+    return few.coalesce()
+
+
+def _state_share(optimizers: Sequence[Optimizer]) -> float:
+    """Bytes of state for one byte of the parameters that have stepped."""
+    state_bytes = parameters_bytes = 0
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            kept = [entry for entry in state.values() if isinstance(entry, Tensor) and entry.dim()]
+            state_bytes += sum(entry.nbytes for entry in kept)
+            parameters_bytes += parameter.nbytes
+        stateless = [p for p in _parameters(optimizer) if p not in optimizer.state and p.requires_grad]
+        parameters_bytes += sum(parameter.nbytes for parameter in stateless)
+    return state_bytes / parameters_bytes if parameters_bytes else 0.0
+
+
+def _moves_untouched_rows(optimizer: Optimizer) -> bool:
+    """Whether a row moves whose gradient is zero, after steps in which it was not."""
+    parameter = nn.Parameter(torch.ones(2, 2))
+    try:
+        own = _another(optimizer, parameter)
+        for rows in ([0, 1], [0]):
+            before = parameter.detach().clone()
+            index = torch.tensor([rows])
+            sparse = torch.sparse_coo_tensor(index, torch.ones(len(rows), 2), (2, 2), check_invariants=True)
+            parameter.grad = sparse if type(optimizer) is torch.optim.SparseAdam else sparse.to_dense()
+            own.step()
+        return not torch.equal(parameter[1], before[1])
+    except (TypeError, ValueError, RuntimeError):  # an optimizer that is made, or steps, in a way of its own
+        return True
+
+
+def _another(optimizer: Optimizer, parameter: nn.Parameter) -> Optimizer:
+    """One of the same class and settings over another parameter."""
+    known = inspect.signature(type(optimizer)).parameters
+    return type(optimizer)([parameter], **{name: one for name, one in optimizer.defaults.items() if name in known})
+
+
+def _is_sparse(parameter: Tensor) -> bool:
+    return parameter.grad is not None and parameter.grad.is_sparse
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,83 @@
+"""`splits`: what tensor parallelism would do to each piece of a model, by splitting a copy that has no memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tulle.errors import ModelError
+from tulle.mesh import Axis
+from tulle.tensor_parallel.convert import SMALLEST_BYTES
+from tulle.tensor_parallel.embedding import VocabularyEmbedding
+from tulle.tensor_parallel.linear import RowLinear, RowTransposed
+from tulle.tensor_parallel.placement import placements_of
+from tulle.tensor_parallel.registry import factory_of, is_alone
+from tulle.tensor_parallel.splitter import Splitter
+from tulle.workload import Split
+
+_SUMMED = (RowLinear, RowTransposed, VocabularyEmbedding)
+"""What such a module gives is summed over the ranks."""
+
+
+def splits(model: nn.Module, names: Sequence[str], made_bytes: Mapping[str, int]) -> dict[str, Split]:
+    """What splitting all that is registered over an axis `model` does to each piece of which it splits anything.
+
+    Args:
+        model: Stays as it is.
+        names: Of the pieces.
+        made_bytes: Of what each module returns, by name.
+    """
+    twin = _without_memory(model)
+    nobody = cast("dist.ProcessGroup", None)  # cutting sends nothing
+    axis = Axis("model", 0, 2, (0, 1), nobody, torch.device("meta"), 0.0)
+    _visit(twin, Splitter(axis))
+    found = {name: _split(name, twin, made_bytes) for name in names}
+    return {name: split for name, split in found.items() if split is not None}
+
+
+def _visit(module: nn.Module, to: Splitter) -> None:
+    """Split what is registered; what cannot be split stays whole."""
+    factory = factory_of(module)
+    if factory is None:
+        for child in module.children():
+            _visit(child, to)
+    elif not is_alone(module) or max(one.nbytes for one in module.parameters()) >= SMALLEST_BYTES:
+        with suppress(ModelError):
+            factory(module, to)
+
+
+def _split(piece: str, twin: nn.Module, made_bytes: Mapping[str, int]) -> Split | None:
+    cut_bytes, whole_bytes, all_reduced_bytes = 0, 0, 0
+    for path, module in twin.get_submodule(piece).named_modules(prefix=piece):
+        placements = placements_of(module)
+        for name, parameter in module.named_parameters(recurse=False):
+            placement = placements.get(name)
+            size_bytes = (placement.shape.numel() if placement else parameter.numel()) * parameter.element_size()
+            cut_bytes += size_bytes if placement else 0
+            whole_bytes += size_bytes
+        if isinstance(module, _SUMMED) and placements:
+            all_reduced_bytes += _made(path, made_bytes)
+    return Split(cut_bytes / whole_bytes, all_reduced_bytes) if cut_bytes else None
+
+
+def _made(path: str, made_bytes: Mapping[str, int]) -> int:
+    """What a module returns, or else the one that reads its weights without a call, as attention does."""
+    while path and path not in made_bytes:
+        path = path.rpartition(".")[0]
+    return made_bytes.get(path, 0)
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    tensors = [*model.parameters(), *model.buffers()]
+    memo: dict[int, object] = {}
+    for tensor in tensors:
+        bare = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,93 @@
+"""`Twin`: a copy of a model and its optimizers that trains in their place, so that a profile leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tulle.comm import now_s
+from tulle.deferred import is_deferred, values_of
+from tulle.pipeline.profile import as_call
+
+Loss = Callable[[Any], Tensor]
+"""From what the model gives to what backward starts from."""
+_SPREAD = 0.02
+"""Of random parameters, which must not overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """A copy that takes real steps.
+
+    Args:
+        model: The copy.
+        optimizers: Over the copy's parameters, with copies of the state.
+        samples: Batches, each as the model is called with it.
+        loss: From the model's result to the loss.
+        device: Where it runs.
+    """
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    samples: Sequence[object]
+    loss: Loss
+    device: torch.device
+
+    @staticmethod
+    def of(model: nn.Module, optimizers: Sequence[Optimizer], samples: Sequence[object], loss: Loss) -> Twin:
+        """Copy a model and its optimizers, without hooks of these; what has no values gets random ones."""
+        device = next((one.device for one in model.parameters() if not one.is_meta), torch.device("cpu"))
+        twin = Twin(*copy.deepcopy((model, list(optimizers)), _given(model, device)), samples, loss, device)
+        twin.clear()
+        return twin
+
+    def forward(self, sample: object) -> Tensor:
+        """The loss of a batch."""
+        args, kwargs = as_call(sample, self.device)
+        return self.loss(self.model(*args, **kwargs))
+
+    def update(self) -> None:
+        """Step all optimizers, and forget the gradients."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the gradients."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def step(self, sample: object) -> None:
+        """One whole step."""
+        self.forward(sample).backward()
+        self.update()
+
+    def now_s(self) -> float:
+        """The time, when all that was begun has ended."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return now_s()
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """What some work takes."""
+        begin_s = self.now_s()
+        work()
+        return self.now_s() - begin_s
+
+
+def _given(model: nn.Module, device: torch.device) -> dict[int, object]:
+    """What takes the place of tensors without memory in a copy: random parameters, and the buffers' own values."""
+    given: dict[int, object] = {}
+    for parameter in model.parameters():
+        if is_deferred(parameter):
+            values = torch.randn(parameter.shape, dtype=parameter.dtype, device=device) * _SPREAD
+            given[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+    lacking = {name: one for name, one in model.named_buffers() if is_deferred(one)}
+    values_by_name = values_of(model, list(lacking)) if lacking else {}
+    return given | {id(one): values_by_name[name].to(device) for name, one in lacking.items()}

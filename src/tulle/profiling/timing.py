@@ -1,0 +1,88 @@
+"""`timed`: what pieces, optimizers and whole steps take, on all ranks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tulle.comm import barrier, gather_values
+from tulle.mesh import Axis
+from tulle.profiling.laps import Laps
+from tulle.profiling.steps import Twin
+
+BUDGET_S = 4.0
+"""For about so long steps are timed."""
+_FEWEST, _MOST = 2, 15
+_TRIMMED = 0.25
+_LABEL = "the profile"
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of one step, of the slowest rank in each; means over samples of the middle half of all repeats.
+
+    Args:
+        forward_s: Of each piece.
+        backward_s: Of each piece.
+        update_s: Of all optimizers.
+        step_s: Of whole steps that nobody cut into pieces.
+    """
+
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    update_s: float
+    step_s: float
+
+
+def timed(twin: Twin, names: Sequence[str], axis: Axis) -> Times:
+    """Take steps on all samples, in turn with and without a watch. Every rank of the axis must call it.
+
+    Args:
+        twin: What steps; it has stepped before.
+        names: Of its pieces.
+        axis: All of whose ranks step at once.
+    """
+    laps = Laps(twin.model, names, twin.device)
+    first_s = max(gather_values(_whole(twin, twin.samples[0], axis), axis, label=_LABEL))
+    repeats = round(BUDGET_S / (2 * len(twin.samples) * first_s))
+    cut: list[list[list[float]]] = [[] for _ in twin.samples]
+    whole: list[list[list[float]]] = [[] for _ in twin.samples]
+    for _ in range(min(max(repeats, _FEWEST), _MOST)):
+        for number, sample in enumerate(twin.samples):
+            whole[number].append([_whole(twin, sample, axis)])
+            cut[number].append(_cut(twin, sample, laps, axis))
+    by_rank = gather_values((cut, whole), axis, label=_LABEL)
+    parts = _typical([one for one, _ in by_rank])
+    (step_s,) = _typical([one for _, one in by_rank])
+    return Times(parts[: len(names)], parts[len(names) : -1], parts[-1], step_s)
+
+
+def _whole(twin: Twin, sample: object, axis: Axis) -> float:
+    barrier(axis)
+    return twin.seconds(lambda: twin.step(sample))
+
+
+def _cut(twin: Twin, sample: object, laps: Laps, axis: Axis) -> list[float]:
+    barrier(axis)
+    with laps.watching():
+        laps.begin_forward()
+        loss = twin.forward(sample)
+        laps.end_forward(loss)
+        loss.backward()
+        laps.end_backward()
+    del loss
+    return [*laps.forward_s, *laps.backward_s, twin.seconds(twin.update)]
+
+
+def _typical(by_rank: Sequence[Sequence[Sequence[Sequence[float]]]]) -> list[float]:
+    """Of `[ranks, samples, repeats, parts]` seconds those of the rank whose parts add up to most, without extremes.
+
+    Whole steps are left out, not parts of several: what else a machine does falls now on this part and now on that one.
+    """
+    samples: list[list[float]] = []
+    for ranks in zip(*by_rank, strict=True):
+        slowest = sorted((max(of_ranks, key=sum) for of_ranks in zip(*ranks, strict=True)), key=sum)
+        left_out = int(len(slowest) * _TRIMMED)
+        kept = slowest[left_out : len(slowest) - left_out]
+        samples.append([sum(part) / len(kept) for part in zip(*kept, strict=True)])
+    return [sum(part) / len(samples) for part in zip(*samples, strict=True)]
