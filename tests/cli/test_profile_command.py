@@ -7,9 +7,11 @@ import pytest
 from rich.console import Console
 
 from tulle.cli import main
-from tulle.cli.profile import costs_table, looks_table
+from tulle.cli.profile import costs_table, looks_table, modules_table
+from tulle.profiling.measure import NOWHERE
 from tulle.report import read
 from tulle.report.characteristics import observed_tables
+from tulle.workload import ModuleProfile, OptimizerProfile, Profile
 
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # torchrun's
 
@@ -133,6 +135,21 @@ def test_the_tables_fit_the_terminal(tmp_path, width):
         assert number in text
 
 
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_modules_fit_the_terminal(width):
+    modules = [
+        ModuleProfile(f"encoder.layers.{n}.attention.key_value", n / 1e3, n / 1e3, 1e9, 10**6) for n in range(20)
+    ]
+    found = Profile("Net", 8, tuple(modules), (), OptimizerProfile(2.0, 1e-9), NOWHERE, 0.5, 10**9)
+    output = io.StringIO()
+    Console(file=output, width=width).print(modules_table(found))
+    text = output.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text, "nothing is cut"
+    assert "8 others" in text
+    assert "step of 500 ms" in text
+
+
 TRAINS = """
 import torch, tulle
 from torch import nn
@@ -165,6 +182,10 @@ def test_a_script_that_trains_is_observed_and_ended(profile):
     assert code == 0, err
     found = json.loads(out)
     assert (found["steps"], found["failure"]) == (8, None)
+    assert [module["name"] for module in found["modules"]] == ["words", "out"]
+    profile_made = Profile.load(run / "profile.json")
+    assert (found["profile"], found["step_s"]) == (str(run / "profile.json"), profile_made.step_s)
+    assert [len(step) for step in profile_made.tables[0].stream] == [2, 2, 2], "ranks of three steps"
     table = found["tables"]["words.weight"]
     assert (table["rows"], table["width"], table["ranks"]) == (500, 8, 2)
     # 64 draws of 500 rows: 1 - (1 - 1/500)^64 = 12.0% of the rows, of which two ranks share about as many.

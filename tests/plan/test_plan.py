@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tulle import Plan
 from tulle.cost import Cost, Network
 from tulle.errors import PlanError
-from tulle.plan import BUCKET_BYTES, TablePlan
+from tulle.plan import BUCKET_BYTES, Memory, TablePlan
 from tulle.sync import SCHEMES
 
 WORDS = TablePlan(
@@ -37,12 +37,23 @@ MEASURED = Network(
     inside=Network(1e-5, 9e9),
     across=Network(2e-4, 3e8, sum_bytes_per_s=4e9),
 )
+AXES = Plan(
+    {"data": 2, "pipe": 2, "model": 2},
+    stages={"embed": 0, "h.0": 0, "h.1": 1},
+    pipeline_schedule="gpipe",
+    micro_batches=4,
+    tensor_parallel=("h.0.mlp",),
+    memory=Memory(shard_optimizer=True, recompute=("h.0",), offload=("h.1",), precision="bf16"),
+)
+MODULES = ("", "embed", "h", "h.0", "h.0.mlp", "h.1")
 PLAN = Plan({"data": 4}, (WORDS, TAGS), bucket_bytes=1 << 20, network=MEASURED)
 TABLES = {"words.weight": (8000, 256), "tags.weight": (10, 4)}
 
 
 @pytest.mark.parametrize(
-    "plan", [PLAN, Plan({"data": 1}), Plan({"data": 2, "pipe": 1}, (TAGS,))], ids=["full", "empty", "two axes"]
+    "plan",
+    [PLAN, Plan({"data": 1}), Plan({"data": 2, "pipe": 1}, (TAGS,)), AXES],
+    ids=["full", "empty", "two axes", "three axes"],
 )
 def test_a_plan_comes_back_from_its_file_as_it_was(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
@@ -89,7 +100,7 @@ def test_every_plan_comes_back_from_json_as_it_was(plan):
 def test_the_file_has_the_fields_that_reports_read(tmp_path):
     PLAN.save(tmp_path / "plan.json")
     parsed = json.loads((tmp_path / "plan.json").read_text())
-    assert set(parsed) == {"format", "mesh", "bucket_bytes", "network", "tables", "wire_dtype", "offers", "schedule"}
+    assert set(parsed) == {"format", *(field.name for field in fields(Plan))}
     assert (parsed["format"], parsed["mesh"]) == (1, {"data": 4})
     assert set(parsed["network"]) == {field.name for field in fields(Network)}
     assert (parsed["network"]["latency_s"], parsed["network"]["bandwidth_bytes_per_s"]) == (3e-4, 1.2e9)
@@ -157,6 +168,11 @@ def test_the_json_that_the_next_tests_break_is_good():
         (GOOD | {"network": {"latency_s": 3e-4}}, "bandwidth_bytes_per_s"),
         (GOOD | {"network": NETWORK | {"latency_s": "fast"}}, "fast"),
         (GOOD | {"tables": [TABLE | {"density": "high"}]}, "high"),
+        (GOOD | {"stages": {"h.0": "last"}}, "last"),
+        (GOOD | {"micro_batches": 0}, "micro_batches=0, expected a positive number"),
+        (GOOD | {"pipeline_schedule": "zigzag"}, "the pipeline_schedule 'zigzag', expected one of 1f1b, gpipe"),
+        (GOOD | {"memory": {"precision": "int3"}}, "the precision 'int3', expected None or bf16 or fp16"),
+        (GOOD | {"memory": {"full_shard": True, "shard_optimizer": True}}, "full_shard and shard_optimizer"),
     ],
 )
 def test_json_that_is_no_plan_is_refused_with_the_cause(parsed, cause, tmp_path):
@@ -204,5 +220,50 @@ def test_a_plan_explains_each_table_and_its_candidates():
 
 
 def test_a_plan_for_no_tables_explains_its_mesh():
-    text = Plan({"data": 2, "pipe": 3}, bucket_bytes=1 << 19).explain()
-    assert text == "mesh data=2, pipe=3, dense gradients all-reduced in buckets of 0.5 MiB"
+    text = Plan({"data": 2, "pipe": 1}, bucket_bytes=1 << 19).explain()
+    assert text == "mesh data=2, pipe=1, dense gradients all-reduced in buckets of 0.5 MiB"
+
+
+def test_a_plan_explains_what_it_does_along_each_axis():
+    assert AXES.explain().splitlines()[1:] == [
+        "stages (gpipe, 4 micro-batches): 0: embed, h.0; 1: h.1",
+        "split over axis model: h.0.mlp",
+        "optimizer state shared out over axis data",
+        "recomputed in backward: h.0",
+        "activations that wait on the host: h.1",
+        "parameters and gradients in bf16, masters in their own dtype",
+    ]
+    assert Plan({"data": 1, "pipe": 2, "model": 2}, stages_per_rank=2).explain().splitlines()[1:] == [
+        "stages (1f1b): by profile, 2 a rank",
+        "split over axis model: all that is registered",
+    ]
+
+
+def test_plans_say_what_differs():
+    assert AXES.diff(AXES) == []
+    assert PLAN.diff(replace(PLAN, tables=(WORDS,), network=None)) == ["tags.weight: auto against not there"]
+    assert AXES.diff(replace(AXES, stages={}, memory=Memory())) == [
+        "stages: {'embed': 0, 'h.0': 0, 'h.1': 1} against {}",
+        f"memory: {AXES.memory} against {Memory()}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (replace(AXES, mesh={"data": 8}), "the plan has stages, but its mesh has no axis 'pipe'"),
+        (replace(AXES, mesh={"pipe": 8}), "the plan splits 'h.0.mlp', but its mesh has no axis 'model'"),
+        (replace(AXES, stages={"h.0": -1}), "'h.0' at stage -1, expected a number from 0"),
+        (
+            replace(AXES, stages={"h.7": 1}),
+            "the plan's stages names 'h.7', which is not a module of the model: it has e",
+        ),
+        (replace(AXES, tensor_parallel=("mlp",)), "the plan's tensor_parallel names 'mlp'"),
+        (replace(AXES, memory=Memory(recompute=("h.9",))), "the plan's memory names 'h.9'"),
+        (replace(AXES, micro_batches=0), "micro_batches=0, expected a positive number"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_axes_is_refused(plan, text):
+    with pytest.raises(PlanError, match=re.escape(text)):
+        plan.check(plan.mesh, {}, MODULES)
+    AXES.check(AXES.mesh, {}, MODULES)

@@ -13,12 +13,16 @@ from typer.core import TyperCommand, TyperOption
 
 from tulle import __version__
 from tulle.cli.doctor import SCRIPT, doctor
+from tulle.cli.explain import explain
 from tulle.cli.options import HelpAsked, Split, split
+from tulle.cli.plan import plan
 from tulle.cli.profile import profile
 from tulle.cli.run import RunOptions
 from tulle.cli.run import run as run_command
+from tulle.cli.simulate import simulate
 from tulle.cli.usage import UsageError
 from tulle.errors import TulleError
+from tulle.plan import PLAN, Plan
 from tulle.report import summarize, write
 
 _CODES = "Exit codes: 0 all went well, 1 it failed, 2 the command line is wrong, 130 ended with Ctrl-C."
@@ -138,6 +142,9 @@ def _run(  # noqa: PLR0913 - typer makes each argument an option
         bool,
         typer.Option("--check-finite", metavar="", help="Stop at the first gradient that is not finite, and name it."),
     ] = False,
+    plan_: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE", help='Train with this plan where the script says "auto".')
+    ] = None,
     as_json: AsJson = False,
     plain: Plain = False,
 ) -> None:
@@ -160,7 +167,8 @@ def _run(  # noqa: PLR0913 - typer makes each argument an option
         as_json=as_json,
         plain=plain,
     )
-    raise typer.Exit(run_command(_split_of(ctx), options))
+    settings = {} if plan_ is None else {PLAN: str(_readable(plan_))}
+    raise typer.Exit(run_command(_split_of(ctx), options, settings=settings))
 
 
 @app.command(
@@ -179,16 +187,22 @@ def _profile(  # noqa: PLR0913 - typer makes each argument an option
     as_json: AsJson = False,
     plain: Plain = False,
 ) -> None:
-    """Run some steps of a script, and show how sparse its tables' gradients are and what each scheme costs.
+    """Run some steps of a script, and show what its modules take and how sparse its tables' gradients are.
 
     Example: tulle profile --processes 4 train.py --epochs 3
 
-    For each table: density, overlap, densification and skewness, the scheme in force, and its time and bytes,
-    predicted and measured, beside those of the best other schemes. It starts the script as tulle run does,
-    with the same options of torchrun, and ends it after --steps.
+    What each module takes and holds, and what tables look up, goes into profile.json of the run folder: tulle
+    plan and tulle simulate read it, on any machine. For each table: density, overlap, densification and
+    skewness, the scheme in force, and its time and bytes, predicted and measured, beside those of the best other
+    schemes. It starts the script as tulle run does, with the same options of torchrun, and ends it after --steps.
     """
     options = RunOptions(processes=processes, hosts=hosts, run_dir=run_dir, as_json=as_json, plain=plain)
     raise typer.Exit(profile(_split_of(ctx), options, every=every, steps=steps))
+
+
+app.command("plan", epilog=_CODES)(plan)
+app.command("explain", epilog=_CODES)(explain)
+app.command("simulate", epilog=_CODES)(simulate)
 
 
 @app.command("report", epilog=_CODES)
@@ -234,6 +248,12 @@ def _doctor(
     Each line has a tick or a cross, and a cross says what to do. With --hosts, start it on each host.
     """
     raise typer.Exit(doctor(_split_of(ctx), processes=processes, hosts=hosts, as_json=as_json))
+
+
+def _readable(plan_: Path) -> Path:
+    """The plan's path from wherever ranks run; refused before any is started if it is no plan."""
+    Plan.load(plan_)
+    return plan_.resolve()
 
 
 def _split_of(ctx: typer.Context) -> Split:

@@ -49,6 +49,7 @@ def run(
     *,
     settings: Mapping[str, str] | None = None,
     show: Callable[[Finished], RenderableType] = summary_table,
+    more: Callable[[Path], Mapping[str, object]] = lambda _: {},
 ) -> int:
     """Run a script on its ranks and return the exit code of the command.
 
@@ -57,6 +58,7 @@ def run(
         options: tulle's own part of it.
         settings: Environment variables that every rank gets besides those of the options.
         show: Draws what is said at the end of a run that did not fail.
+        more: Gives what `--json` says besides the summary, from the run folder.
 
     Raises:
         UsageError: Before anything is started, if the options do not fit.
@@ -71,7 +73,7 @@ def run(
     path = _choose_path(torchrun, options)
     command = [*(["-m"] if torchrun.module else []), torchrun.training_script, *torchrun.training_script_args]
     folder = _open_folder(path, Description(command, hosts or ["localhost"], _settings(options) | dict(settings or {})))
-    says = _Says(options, show)
+    says = _Says(options, show, more)
     says.notes.print(Text(f"[tulle] records, logs and report: {short(folder.path)}"))
     if hosts:
         says.waits(torchrun)
@@ -163,9 +165,15 @@ def _record_silent(run: Path, failed: Sequence[Failure]) -> None:
 class _Says:
     """What the command says, and where: with `--json` stdout is kept for the summary alone."""
 
-    def __init__(self, options: RunOptions, show: Callable[[Finished], RenderableType]) -> None:
+    def __init__(
+        self,
+        options: RunOptions,
+        show: Callable[[Finished], RenderableType],
+        more: Callable[[Path], Mapping[str, object]],
+    ) -> None:
         self._options = options
         self._show = show
+        self._more = more
         self.notes = Console(stderr=True, highlight=False, soft_wrap=True)
         self.output = self.notes if options.as_json else Console(highlight=False, soft_wrap=True)
 
@@ -193,7 +201,7 @@ class _Says:
     def finished(self, finished: Finished | None, failed: list[Failure], folder: RunFolder) -> None:
         """The summary, and where the report is."""
         if self._options.as_json:
-            print(json.dumps(_as_json(finished, failed, folder)))
+            print(json.dumps({**_as_json(finished, failed, folder), **self._more(folder.path)}))
             return
         if finished is None:
             self.notes.print("The machine of rank 0 has the summary and the report.")

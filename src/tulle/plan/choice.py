@@ -9,13 +9,16 @@ from types import MappingProxyType
 
 from tulle.cost import Network
 from tulle.errors import PlanError
-from tulle.plan.plan import Plan, TablePlan
+from tulle.plan.plan import Plan
 from tulle.plan.splitting import Candidate, choose_all
+from tulle.plan.table_plan import TablePlan
 from tulle.sync import AUTO, check_scheme
 from tulle.tables import PLACEMENTS
 
 PlanLike = Plan | str | os.PathLike[str] | Mapping[str, str]
 """A plan, `"auto"`, one scheme for all tables, a scheme by table, or the path of a saved plan."""
+PLAN = "TULLE_PLAN"
+"""Names a plan that stands in for `"auto"`; set by `tulle run --plan`."""
 Shapes = Mapping[str, tuple[int, int]]
 """`(rows, width)` of each table with sparse gradients, by name."""
 
@@ -55,6 +58,17 @@ def plan_as_given(
         )
     plan.check(mesh, {**shapes, **dense})
     return plan
+
+
+def replayed(given: PlanLike, environment: Mapping[str, str] = os.environ) -> PlanLike:
+    """What a user gave, or, for `"auto"`, the plan that the environment names.
+
+    Example:
+        >>> replayed("auto", {PLAN: "plan.json"}), replayed("densify", {PLAN: "plan.json"}), replayed("auto", {})
+        (PosixPath('plan.json'), 'densify', 'auto')
+    """
+    named = environment.get(PLAN)
+    return Path(named) if named and isinstance(given, str) and given == AUTO else given
 
 
 def plan_by_cost(mesh: Mapping[str, int], tables: Mapping[str, Candidate], network: Network, ranks: int) -> Plan:

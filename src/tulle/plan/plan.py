@@ -1,67 +1,33 @@
-"""`Plan`: what was decided for each table of a model on a mesh: a value that can be read, saved and replayed."""
+"""`Plan`: what was decided for a model on a mesh: a value that can be read, saved and replayed."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tulle.cost import Characteristics, Cost, Network
+from tulle.cost import Network
 from tulle.errors import PlanError
-from tulle.sync import AUTO, Choice, check_scheme
+from tulle.plan.memory import Memory
+from tulle.plan.prediction import Prediction
+from tulle.plan.saved_network import network_from_json, network_to_json
+from tulle.plan.table_plan import TablePlan
+from tulle.sync import AUTO
 from tulle.tables import PLACEMENTS
 
 FORMAT = 1
+PIPE, MODEL = "pipe", "model"
+"""The axes along which a model is cut into stages, and along which its layers are split."""
 BUCKET_BYTES = 25 * 1024 * 1024
 """Dense gradients travel in buckets of this size unless a plan says otherwise (DDP's default too)."""
 AT_STEP, AT_READ = "step", "read"
-SCHEDULES = (AT_STEP, AT_READ)
-"""When a replica is updated: in `optimizer.step()`, or when somebody reads it afterwards."""
-
-
-@dataclass(frozen=True, slots=True)
-class TablePlan:
-    """What was decided for one table.
-
-    Args:
-        name: The parameter's name in the model.
-        rows: Rows of the table.
-        width: Columns.
-        scheme: How its gradient is synchronized: a scheme's name, or `"auto"` to choose by the first gradients; or how
-            the table is split, `"rows"` or `"columns"`.
-        reason: Why, in one sentence.
-        density: Share of rows that one rank touches in a step, 0 to 1; None if it was not measured.
-        candidates: Predicted cost by scheme.
-        characteristics: Zen's four numbers of its gradients by name, where they were measured.
-        measured: What the exchange that it takes part in was seen to take, after the fact.
-    """
-
-    name: str
-    rows: int
-    width: int
-    scheme: str
-    reason: str = ""
-    density: float | None = None
-    candidates: Mapping[str, Cost] | None = None
-    characteristics: Mapping[str, float] | None = None
-    measured: Cost | None = None
-
-    def with_choice(self, choice: Choice | None, measured: Cost | None) -> TablePlan:
-        """The same with a choice that was made, if any, and what was measured, if anything."""
-        if choice is None:
-            return replace(self, measured=measured)
-        return replace(
-            self,
-            scheme=choice.scheme,
-            reason=choice.reason,
-            density=choice.density,
-            candidates=dict(choice.candidates),
-            characteristics=_ratios(choice.characteristics),
-            measured=measured,
-        )
+SCHEDULES = (AT_STEP, AT_READ, AUTO)
+"""When a replica is updated: in `optimizer.step()`, when somebody reads it afterwards, or which of these pays."""
+PIPELINE_SCHEDULES = ("1f1b", "gpipe")
+"""In which order a rank of axis `pipe` works on micro-batches; with several stages a rank they are interleaved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +42,18 @@ class Plan:
         wire_dtype: In which the values of sparse gradients travel, by name; None loses nothing.
         offers: What would pay if the model were written otherwise, a sentence each. Nobody does it unasked.
         schedule: `"step"`, or `"read"`: then the all-reduce of dense gradients, and the update that waits for it, may
-            take until a parameter is read, in the next forward say. The numbers are the same.
+            take until a parameter is read, in the next forward say; in a loop through `tulle.lookahead` rows of split
+            tables that the next batch does not want travel behind it too. The numbers are the same. `"auto"` is the
+            one that `tulle.distribute` predicts to be faster.
+        stages: Of modules by name, on axis `pipe`: stage *s* lives on rank *s* modulo its size. Empty for a partition
+            by profile.
+        stages_per_rank: Into how many times the size of axis `pipe` a model is cut, if `stages` is empty.
+        pipeline_schedule: `"1f1b"` or `"gpipe"`.
+        micro_batches: Into how many a batch is cut, where the user's step does not say.
+        tensor_parallel: Names of modules that are split over axis `model` with all that is within. Empty, on a mesh
+            with such an axis, for all whose class is registered.
+        memory: What is done so that a step takes less memory.
+        prediction: What a step was predicted to take, and what else was considered; None if nothing was.
 
     Example:
         >>> plan = Plan(mesh={"data": 4}, tables=(TablePlan("source.weight", 8000, 256, "allgather", "given"),))
@@ -92,6 +69,13 @@ class Plan:
     wire_dtype: str | None = None
     offers: tuple[str, ...] = ()
     schedule: str = AT_STEP
+    stages: Mapping[str, int] = field(default_factory=dict)
+    stages_per_rank: int = 1
+    pipeline_schedule: str = PIPELINE_SCHEDULES[0]
+    micro_batches: int = 1
+    tensor_parallel: tuple[str, ...] = ()
+    memory: Memory = field(default_factory=Memory)
+    prediction: Prediction | None = field(default=None, compare=False)
 
     @property
     def schemes(self) -> dict[str, str]:
@@ -110,28 +94,50 @@ class Plan:
         return replace(self, tables=others + split)
 
     def explain(self) -> str:
-        """What was chosen for each table, why, and what the other candidates were predicted to cost."""
+        """What was chosen, for each axis and each table, why, and what else was predicted to cost."""
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
         lines = [f"mesh {axes}, dense gradients all-reduced in buckets of {self.bucket_bytes / 2**20:g} MiB"]
         if self.schedule == AT_READ:
             lines.append("replicas are updated when they are read, not in the optimizer's step")
         if self.wire_dtype:
             lines.append(f"values of sparse gradients travel as {self.wire_dtype}")
+        lines += self._explain_axes() + self.memory.explain()
         for table in self.tables:
-            lines.append(f"{table.name} ({table.rows:,} x {table.width:,}): {table.scheme}: {table.reason}")
-            if table.characteristics:
-                lines.append("  " + ", ".join(f"{name} {value:.4g}" for name, value in table.characteristics.items()))
-            lines += [_line(name, cost) for name, cost in (table.candidates or {}).items()]
-            if table.measured:
-                lines.append(_line("measured", table.measured))
+            lines += table.explain()
         lines += [f"offered: {offer}" for offer in self.offers]
+        lines += self.prediction.explain() if self.prediction else []
         return "\n".join(lines)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON; the file is complete or absent."""
+    def diff(self, other: Plan) -> list[str]:
+        """What another plan does differently, a line each; numbers that were only measured do not count.
+
+        Example:
+            >>> Plan({"data": 2}).diff(Plan({"data": 4}, micro_batches=8))
+            ["mesh: {'data': 2} against {'data': 4}", 'micro_batches: 1 against 8']
+        """
+        lines = [
+            f"{one.name}: {getattr(self, one.name)} against {getattr(other, one.name)}"
+            for one in fields(self)
+            if one.name not in ("tables", "network", "offers", "prediction")
+            and getattr(self, one.name) != getattr(other, one.name)
+        ]
+        mine, theirs = self.schemes, other.schemes
+        for name in dict.fromkeys([*mine, *theirs]):
+            if mine.get(name) != theirs.get(name):
+                lines.append(f"{name}: {mine.get(name, 'not there')} against {theirs.get(name, 'not there')}")
+        return lines
+
+    def save(self, path: str | os.PathLike[str], *, profile: str | os.PathLike[str] | None = None) -> None:
+        """Write it as JSON; the file is complete or absent.
+
+        Args:
+            path: The file.
+            profile: That of what it was made from, so that `tulle simulate` finds it.
+        """
         target = Path(path)
         aside = target.with_name(f".{target.name}.{os.getpid()}")
-        aside.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+        named = {} if profile is None else {"profile": os.path.relpath(profile, target.parent)}
+        aside.write_text(json.dumps(self.to_json() | named, indent=2) + "\n", encoding="utf-8")
         aside.replace(target)
 
     @staticmethod
@@ -159,11 +165,18 @@ class Plan:
             "format": FORMAT,
             "mesh": dict(self.mesh),
             "bucket_bytes": self.bucket_bytes,
-            "network": _network_to_json(self.network) if self.network else None,
+            "network": network_to_json(self.network) if self.network else None,
             "wire_dtype": self.wire_dtype,
             "offers": list(self.offers),
             "schedule": self.schedule,
-            "tables": [_table_to_json(table) for table in self.tables],
+            "stages": dict(self.stages),
+            "stages_per_rank": self.stages_per_rank,
+            "pipeline_schedule": self.pipeline_schedule,
+            "micro_batches": self.micro_batches,
+            "tensor_parallel": list(self.tensor_parallel),
+            "memory": self.memory.to_json(),
+            "prediction": self.prediction.to_json() if self.prediction else None,
+            "tables": [table.to_json() for table in self.tables],
         }
 
     @staticmethod
@@ -176,27 +189,52 @@ class Plan:
             raise ValueError(f"bucket_bytes {bucket_bytes}, expected a positive number")
         return Plan(
             mesh={str(name): int(size) for name, size in parsed["mesh"].items()},
-            tables=tuple(_table_from_json(table) for table in parsed["tables"]),
+            tables=tuple(TablePlan.from_json(table) for table in parsed["tables"]),
             bucket_bytes=bucket_bytes,
-            network=_network_from_json(parsed["network"]) if parsed["network"] else None,
+            network=network_from_json(parsed["network"]) if parsed["network"] else None,
             wire_dtype=parsed.get("wire_dtype"),
             offers=tuple(str(offer) for offer in parsed.get("offers", ())),
-            schedule=_check_schedule(parsed.get("schedule", AT_STEP)),
+            schedule=_one_of(SCHEDULES, parsed.get("schedule", AT_STEP), "schedule"),
+            stages={str(name): int(stage) for name, stage in parsed.get("stages", {}).items()},
+            stages_per_rank=_positive(int(parsed.get("stages_per_rank", 1)), "stages_per_rank"),
+            pipeline_schedule=_one_of(
+                PIPELINE_SCHEDULES, parsed.get("pipeline_schedule", PIPELINE_SCHEDULES[0]), "pipeline_schedule"
+            ),
+            micro_batches=_positive(int(parsed.get("micro_batches", 1)), "micro_batches"),
+            tensor_parallel=tuple(str(name) for name in parsed.get("tensor_parallel", ())),
+            memory=Memory.from_json(parsed.get("memory", {})),
+            prediction=Prediction.from_json(parsed["prediction"]) if parsed.get("prediction") else None,
         )
 
-    def check(self, mesh: Mapping[str, int], tables: Mapping[str, tuple[int, int]]) -> None:
-        """Check that the plan is for this mesh and these tables.
+    def check(
+        self,
+        mesh: Mapping[str, int],
+        tables: Mapping[str, tuple[int, int]],
+        modules: Collection[str] | None = None,
+    ) -> None:
+        """Check that the plan is for this mesh, these tables and these modules.
 
         Args:
             mesh: Size of each axis by name.
             tables: `(rows, width)` of each table of the model by name.
+            modules: Names of the model's modules; None if they are not known yet.
 
         Raises:
             PlanError: Naming what differs.
         """
-        _check_schedule(self.schedule)
+        _one_of(SCHEDULES, self.schedule, "schedule")
+        _one_of(PIPELINE_SCHEDULES, self.pipeline_schedule, "pipeline_schedule")
+        _positive(self.micro_batches, "micro_batches")
+        _positive(self.stages_per_rank, "stages_per_rank")
+        self.memory.checked()
         if dict(self.mesh) != dict(mesh):
             raise PlanError(f"the plan is for the mesh {dict(self.mesh)}, this one is {dict(mesh)}: make a plan for it")
+        self._check_tables(tables)
+        self._check_axes()
+        if modules is not None:
+            self._check_modules(modules)
+
+    def _check_tables(self, tables: Mapping[str, tuple[int, int]]) -> None:
         for table in self.tables:
             shape = tables.get(table.name)
             if shape is None:
@@ -210,59 +248,53 @@ class Plan:
                     f"the model has it with {shape[0]} x {shape[1]}"
                 )
 
+    def _check_axes(self) -> None:
+        """That what is said of an axis has one."""
+        for name, stage in self.stages.items():
+            if not isinstance(stage, int) or stage < 0:
+                raise PlanError(f"the plan has {name!r} at stage {stage!r}, expected a number from 0")
+        if self.stages and PIPE not in self.mesh:
+            raise PlanError(f"the plan has stages, but its mesh has no axis {PIPE!r}: give tulle.init {PIPE}=")
+        if self.tensor_parallel and MODEL not in self.mesh:
+            raise PlanError(
+                f"the plan splits {self.tensor_parallel[0]!r}, but its mesh has no axis {MODEL!r}: "
+                f"give tulle.init {MODEL}="
+            )
 
-def _check_schedule(schedule: str) -> str:
-    if schedule not in SCHEDULES:
-        raise PlanError(f"the plan has the schedule {schedule!r}, expected one of {', '.join(SCHEDULES)}")
-    return schedule
+    def _check_modules(self, modules: Collection[str]) -> None:
+        named = {"stages": self.stages, "tensor_parallel": self.tensor_parallel, "memory": self.memory.modules}
+        for field_name, names in named.items():
+            for name in names:
+                if name not in modules:
+                    near = ", ".join(list(modules)[1:6])
+                    raise PlanError(
+                        f"the plan's {field_name} names {name!r}, which is not a module of the model: "
+                        f"it has {near}, ..."
+                    )
 
-
-def _line(name: str, cost: Cost) -> str:
-    return f"  {name:<20} {cost.seconds * 1e3:9.3f} ms {cost.bytes / 1e6:9.3f} MB {cost.messages:4d} messages"
-
-
-def _ratios(looks: Characteristics) -> dict[str, float]:
-    return {
-        "density": looks.density,
-        "overlap_ratio": looks.overlap_ratio,
-        "densification_ratio": looks.densification_ratio,
-        "skewness_ratio": looks.skewness_ratio,
-    }
-
-
-def _cost_from_json(parsed: Mapping[str, Any]) -> Cost:
-    return Cost(parsed["bytes"], parsed["messages"], parsed["seconds"])
-
-
-def _network_to_json(network: Network) -> dict[str, Any]:
-    nested = {"inside": network.inside, "across": network.across}
-    values = asdict(network) | {name: _network_to_json(part) if part else None for name, part in nested.items()}
-    return {name: value for name, value in values.items() if value != float("inf")}  # JSON has no infinity
-
-
-def _network_from_json(parsed: dict[str, Any]) -> Network:
-    nested = {name: _network_from_json(parsed[name]) for name in ("inside", "across") if parsed.get(name)}
-    numbers = {name: float(value) for name, value in parsed.items() if isinstance(value, int | float | str)}
-    local_ranks = int(parsed.get("local_ranks", 1))
-    values: dict[str, Any] = numbers | nested | {"local_ranks": local_ranks}
-    return Network(**values)
-
-
-def _table_to_json(table: TablePlan) -> dict[str, Any]:
-    candidates = [{"scheme": name, **asdict(cost)} for name, cost in (table.candidates or {}).items()]
-    return asdict(table) | {"candidates": candidates}
+    def _explain_axes(self) -> list[str]:
+        """How the model is cut along axes other than `data`, a line each."""
+        lines: list[str] = []
+        if self.mesh.get(PIPE, 1) > 1:
+            at: dict[int, list[str]] = {}
+            for name, stage in self.stages.items():
+                at.setdefault(stage, []).append(name or "the model")
+            cut = "; ".join(f"{stage}: {', '.join(names)}" for stage, names in sorted(at.items()))
+            chosen = f"by profile, {self.stages_per_rank} a rank"
+            batches = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
+            lines.append(f"stages ({self.pipeline_schedule}{batches}): {cut or chosen}")
+        if self.mesh.get(MODEL, 1) > 1:
+            lines.append(f"split over axis {MODEL}: {', '.join(self.tensor_parallel) or 'all that is registered'}")
+        return lines
 
 
-def _table_from_json(parsed: Mapping[str, Any]) -> TablePlan:
-    candidates = {candidate["scheme"]: _cost_from_json(candidate) for candidate in parsed.get("candidates", ())}
-    return TablePlan(
-        name=str(parsed["name"]),
-        rows=int(parsed["rows"]),
-        width=int(parsed["width"]),
-        scheme=check_scheme(parsed["scheme"], extra=(AUTO, *PLACEMENTS)),
-        reason=str(parsed.get("reason", "")),
-        density=None if parsed.get("density") is None else float(parsed["density"]),
-        candidates=candidates or None,
-        characteristics=parsed.get("characteristics"),
-        measured=_cost_from_json(parsed["measured"]) if parsed.get("measured") else None,
-    )
+def _one_of(known: tuple[str, ...], given: str, name: str) -> str:
+    if given not in known:
+        raise PlanError(f"the plan has the {name} {given!r}, expected one of {', '.join(known)}")
+    return given
+
+
+def _positive(number: int, name: str) -> int:
+    if not isinstance(number, int) or number < 1:
+        raise PlanError(f"the plan has {name}={number!r}, expected a positive number")
+    return number

@@ -1,0 +1,111 @@
+"""`Bound`: what no plan of a mesh can be faster than, whatever is cut, split or sent otherwise: for branch and bound.
+
+A device works on its share of all pieces, at best split where that is faster, and updates them; a link reduces their
+dense gradients, and, if updates do not wait for reads, not before the last backward has begun. Of stages the busiest
+has at least as much to do as that of the best cut.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from tulle.pipeline.partition import Piece, partition
+from tulle.plan.memory import Memory
+from tulle.plan.plan import AT_READ, MODEL, Plan
+from tulle.plan.table_plan import TablePlan
+from tulle.plan.update import rest_s
+from tulle.plan.work import DATA, NARROW, Share, Work, total_s, work_of
+from tulle.workload import Cluster, Profile
+
+
+@dataclass(slots=True)
+class Bound:
+    """Lower bounds for one model on one cluster; it remembers how well each pipeline can be cut.
+
+    Args:
+        profile: Of the model.
+        cluster: What it runs on.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    _known: dict[object, float] = field(default_factory=dict)
+    _kept: dict[object, list[Work]] = field(default_factory=dict)
+
+    def seconds(self, share: Share, memory: Memory, schedule: str, *, is_sharp: bool = True) -> float:
+        """What no plan takes less than.
+
+        Args:
+            share: How the step is dealt.
+            memory: What is shared out; what is recomputed does not count.
+            schedule: When replicas are updated.
+            is_sharp: Whether to find the best cut into stages, which takes longer than to take their mean.
+        """
+        key = (*share.mesh.items(), share.micro_batches, memory, schedule, is_sharp)
+        if key not in self._known:
+            self._known[key] = self._seconds(share, memory, schedule, is_sharp=is_sharp)
+        return self._known[key]
+
+    def _seconds(self, share: Share, memory: Memory, schedule: str, *, is_sharp: bool) -> float:
+        pieces, count = self.pieces(share), share.micro_batches
+        updates_s, reduced_s = self._updates(share, memory), self._reduced(share, memory)
+        device_s = [count * total_s(piece) + updated for piece, updated in zip(pieces, updates_s, strict=True)]
+        link_s = reduced_s
+        if schedule != AT_READ:  # buckets are full in the last backward, and the update waits for them
+            link_s = [
+                count * piece.forward_s + (count - 1) * piece.backward_s + reduced + updated
+                for piece, reduced, updated in zip(pieces, reduced_s, updates_s, strict=True)
+            ]
+        busiest_s = max(_least_maximum(seconds, share.pipe, is_sharp=is_sharp) for seconds in (device_s, link_s))
+        through_s = sum(map(total_s, pieces))  # of one micro-batch
+        return max(busiest_s, through_s) + rest_s(self.profile, share)
+
+    def _updates(self, share: Share, memory: Memory) -> list[float]:
+        """Seconds of the optimizer for each piece."""
+        owners = share.data if memory.shard_optimizer or memory.full_shard or memory.precision else 1
+        step_s = self.profile.optimizer.step_s_per_byte / owners
+        return [piece.parameters_bytes * step_s for piece in self.pieces(share)]
+
+    def _reduced(self, share: Share, memory: Memory) -> list[float]:
+        """Seconds of the link for the dense gradients of each piece, without latency."""
+        if share.data == 1:
+            return [0.0] * len(self.profile.modules)
+        network = share.network(DATA, self.cluster, self.profile)
+        narrow = NARROW if memory.precision else 1.0
+        rate = network.all_reduce_bytes_per_s or network.bandwidth_bytes_per_s
+        sent = 2 * (share.data - 1) / share.data * narrow / rate
+        return [piece.parameters_bytes * sent for piece in self.pieces(share)]
+
+    def pieces(self, share: Share) -> list[Work]:
+        """Each piece as it would be at its best."""
+        key = share.model, share.data, share.scale
+        if key not in self._kept:
+            self._kept[key] = best_pieces(self.profile, self.cluster, share)
+        return self._kept[key]
+
+
+def _least_maximum(seconds: list[float], stages: int, *, is_sharp: bool) -> float:
+    """What the busiest of some stages has at least to do, whatever is cut where; their mean if it need not be sharp."""
+    if stages == 1 or not is_sharp:
+        return sum(seconds) / stages
+    return max(partition([Piece(str(number), time_s) for number, time_s in enumerate(seconds)], stages).times_s)
+
+
+def best_pieces(profile: Profile, cluster: Cluster, share: Share) -> list[Work]:
+    """Each piece as it would be at its best: whole or split, what takes less of either, and its tables elsewhere."""
+    network = share.network(MODEL, cluster, profile)
+    tables = tuple(TablePlan(t.name, t.rows, t.width, t.placements[0]) for t in profile.tables if t.placements)
+    whole = work_of(Plan({DATA: 1}, tables), profile, share, network)
+    if share.model == 1:
+        return whole
+    split = work_of(Plan({DATA: share.data, MODEL: share.model}, tables), profile, share, network)
+    return [_least(*pair) for pair in zip(whole, split, strict=True)]
+
+
+def _least(whole: Work, split: Work) -> Work:
+    """Of each number the smaller one: forward is at its best, and so are both ways together."""
+    forward_s = min(work.forward_s + work.all_reduced.seconds for work in (whole, split))
+    both_s = min(total_s(work) for work in (whole, split))
+    parameters_bytes = min(whole.parameters_bytes, split.parameters_bytes)
+    backward_s = both_s - forward_s
+    return replace(whole, forward_s=forward_s, backward_s=backward_s, parameters_bytes=parameters_bytes)

@@ -1,0 +1,125 @@
+"""What happens to each table, and which layers axis `model` splits: all that is worth a look on one mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from tulle.cost import Network, all_reduce_cost
+from tulle.plan.exchange import REPLICA, Exchange, Tariff, convoys
+from tulle.plan.plan import MODEL, Plan
+from tulle.plan.prediction import ms
+from tulle.plan.space import MOST_SUBSETS, subsets
+from tulle.plan.table_plan import TablePlan, ratios
+from tulle.plan.work import DATA, Share, stages_of, total_s, work_of
+from tulle.sync import AUTO
+from tulle.workload import Cluster, Profile
+
+MOST_COMBINATIONS = 64
+"""If there are more ways to treat the tables of a model, each kind of tables takes the way that is best for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Ways to treat the tables of a model on one mesh.
+
+    Args:
+        profile: Of the model.
+        cluster: What it runs on.
+        share: How a step is dealt.
+        tariff: What exchanges cost.
+        given: Schemes and placements that are settled, by table.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    share: Share
+    tariff: Tariff
+    given: Mapping[str, str]
+
+    @property
+    def network(self) -> Network:
+        """Of axis `data`."""
+        return self.share.network(DATA, self.cluster, self.profile)
+
+    def all(self, plan: Plan, *, is_whole: bool) -> Iterator[Plan]:
+        """The plan with each combination of ways for its tables; those that travel as one go one way.
+
+        Args:
+            plan: With the stage of each piece.
+            is_whole: Whether every rank must have every table whole.
+        """
+        groups = self._groups(plan)
+        ways = [self._ways(names, is_whole=is_whole) for names in groups]
+        if math.prod(map(len, ways)) > MOST_COMBINATIONS:
+            ways = [[min(found, key=total_of)] for found in ways]
+        for combination in product(*ways):
+            schemes = {name: one.scheme for names, one in zip(groups, combination, strict=True) for name in names}
+            yield replace(plan, tables=self._planned(schemes))
+
+    def is_complete(self, plan: Plan) -> bool:
+        """Whether `all` gives all combinations."""
+        ways = [self._ways(names, is_whole=False) for names in self._groups(plan)]
+        return math.prod(map(len, ways)) <= MOST_COMBINATIONS
+
+    def told(self, plan: Plan) -> Plan:
+        """The plan with the numbers that led to what happens to each table."""
+        if self.share.data == 1:
+            reason = f"one rank along {DATA} has all gradients"
+            return replace(plan, tables=tuple(replace(table, reason=reason) for table in plan.tables))
+        options = {name: self._ways(names, is_whole=False) for names in self._groups(plan) for name in names}
+        return replace(plan, tables=tuple(self._told(table, options[table.name]) for table in plan.tables))
+
+    def _told(self, table: TablePlan, options: Sequence[Exchange]) -> TablePlan:
+        looks = self.tariff.looks(table.name, self.share.data, self.share.batches)
+        costs = {one.scheme: one.total for one in sorted(options, key=total_of)}
+        if REPLICA in costs:  # in the buckets, among other dense gradients
+            costs[REPLICA] = all_reduce_cost(looks.dense_bytes, self.network, self.share.data)
+        others = ", ".join(f"{name} {ms(cost.seconds)}" for name, cost in costs.items() if name != table.scheme)
+        reason = f"{looks.density:.2%} of {looks.num_rows:,} rows touched a rank and step, {self.share.data} ranks"
+        if table.scheme in costs:
+            reason += f": {table.scheme} {ms(costs[table.scheme].seconds)}" + (f", {others}" if others else "")
+        return replace(table, reason=reason, density=looks.density, candidates=costs, characteristics=ratios(looks))
+
+    def _groups(self, plan: Plan) -> list[tuple[str, ...]]:
+        stages = dict(zip((piece.name for piece in self.profile.modules), stages_of(plan, self.profile), strict=True))
+        free = [table for table in self.profile.tables if table.stream or table.tokens]
+        found = convoys([t for t in free if t.name not in self.given], lambda table: stages.get(table.module, 0))
+        return [*found, *((table.name,) for table in free if table.name in self.given)]
+
+    def _ways(self, names: Sequence[str], *, is_whole: bool) -> list[Exchange]:
+        ranks, batches = self.share.data, self.share.batches
+        if names[0] in self.given:
+            scheme = self.given[names[0]]
+            return [self.tariff.exchange(names, scheme, self.network, ranks=ranks, batches=batches)]
+        found = self.tariff.options(names, self.network, ranks=ranks, batches=batches)
+        return [one for one in found if not (is_whole and one.is_split)]
+
+    def _planned(self, schemes: Mapping[str, str]) -> tuple[TablePlan, ...]:
+        """Of tables with sparse gradients, and of others that are split; one without a stream is left to be seen."""
+        return tuple(
+            TablePlan(table.name, table.rows, table.width, scheme)
+            for table in self.profile.tables
+            if (scheme := schemes.get(table.name, AUTO if table.is_sparse else REPLICA)) != REPLICA
+        )
+
+
+def total_of(exchange: Exchange) -> float:
+    """Seconds of all that is sent."""
+    return exchange.total.seconds
+
+
+def splits(profile: Profile, cluster: Cluster, share: Share) -> list[tuple[str, ...]]:
+    """Names of the modules that axis `model` splits: every subset if they are few, else all and those that gain."""
+    names = [piece.name for piece in profile.modules if piece.split]
+    if share.model == 1:
+        return [()]
+    if len(names) <= MOST_SUBSETS:
+        return [subset for subset in subsets(names) if subset]
+    network = share.network(MODEL, cluster, profile)
+    whole = work_of(Plan({DATA: 1}), profile, share, network)
+    split = work_of(Plan({DATA: share.data, MODEL: share.model}), profile, share, network)
+    gaining = tuple(one.name for one, other in zip(split, whole, strict=True) if total_s(one) < total_s(other))
+    return [*dict.fromkeys(found for found in (tuple(names), gaining) if found)]

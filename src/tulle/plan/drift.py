@@ -1,0 +1,59 @@
+"""`Drift`: whether steps take what the plan's prediction says, watched while they run."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+from tulle.plan.plan import Plan
+from tulle.plan.prediction import ms
+
+WATCHED_STEPS = 50
+"""A plan is judged by the median of so many steps."""
+TOLERANCE = 1.25
+"""A step may take so many times what was predicted, or be as many times faster."""
+
+
+@dataclass(slots=True)
+class Drift:
+    """Compares steps with a prediction.
+
+    Args:
+        predicted_s: Of a step.
+
+    Example:
+        >>> drift = Drift(predicted_s=0.1)
+        >>> words = [drift.note(0.2) for _ in range(50)]
+        >>> words[-1]
+        'the plan predicted 100 ms a step, the last 50 took 200 ms (+100%): profile anew and make another plan'
+    """
+
+    predicted_s: float
+    _steps_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=WATCHED_STEPS))
+    _is_told: bool = field(init=False, default=False)
+
+    @staticmethod
+    def of(plan: Plan) -> Drift | None:
+        """Of a plan that has a prediction."""
+        return Drift(plan.prediction.step_s) if plan.prediction else None
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the last steps, if there were enough, are off."""
+        if len(self._steps_s) < WATCHED_STEPS:
+            return False
+        low, high = sorted((median(self._steps_s), self.predicted_s))
+        return high > TOLERANCE * low
+
+    def note(self, step_s: float) -> str | None:
+        """Take note of a step; what there is to say, once."""
+        self._steps_s.append(step_s)
+        if self._is_told or not self.is_off:
+            return None
+        self._is_told = True
+        took_s = median(self._steps_s)
+        return (
+            f"the plan predicted {ms(self.predicted_s)} a step, the last {WATCHED_STEPS} took {ms(took_s)} "
+            f"({took_s / self.predicted_s - 1:+.0%}): profile anew and make another plan"
+        )

@@ -1,0 +1,211 @@
+"""`Tariff`: what the exchanges of tables cost, by scheme and placement, as the schemes and placements themselves say.
+
+Tables of one width, dtype and scheme travel as one (`tulle.sync`, `tulle.tables`). What must be told first, row
+numbers, is known before forward has run: it costs what the same exchange would whose values took no bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any, TypeVar
+
+from tulle.cost import NOTHING, Characteristics, Cost, Network, all_reduce_cost
+from tulle.errors import PlanError
+from tulle.simulate import looks
+from tulle.sync import AUTO, FLAT, choose_together, scheme_named
+from tulle.tables import PLACEMENTS
+from tulle.workload import Profile, TableProfile
+
+T = TypeVar("T")
+HOPELESS = 3.0
+"""A scheme that must take so many times what a placement takes is not looked at: on many ranks a look takes long."""
+DENSIFY = "densify"
+FALLBACK = "balanced"
+"""The scheme of replicas where none is worth a look."""
+REPLICA = "replica"
+"""What happens to a table whose gradient is dense, as a replica: it travels in the buckets, and there is no scheme."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What tables that travel as one cost the rank that pays most.
+
+    Args:
+        scheme: A scheme, or of split tables a placement.
+        told: To tell row numbers: beside forward, as soon as the batch is known.
+        values: Of a replica the sum over ranks; of a split table one way, from the owners or to them.
+    """
+
+    scheme: str
+    told: Cost
+    values: Cost
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each rank has a part of the tables."""
+        return self.scheme in PLACEMENTS
+
+    @property
+    def total(self) -> Cost:
+        """Of a step."""
+        return self.told + self.values + self.values if self.is_split else self.told + self.values
+
+    def is_below(self, other: Exchange) -> bool:
+        """Whether it takes no longer in any of its parts."""
+        return self.told.seconds <= other.told.seconds and self.values.seconds <= other.values.seconds
+
+
+@dataclass(slots=True)
+class Tariff:
+    """What exchanges of a model's tables cost; it remembers what it was asked.
+
+    Args:
+        profile: Of the model.
+    """
+
+    profile: Profile
+    _tables: dict[str, TableProfile] = field(init=False)
+    _kept: dict[object, Any] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._tables = {table.name: table for table in self.profile.tables}
+
+    def table(self, name: str) -> TableProfile:
+        """A table of the profile.
+
+        Raises:
+            PlanError: If it has none of that name.
+        """
+        if name not in self._tables:
+            known = ", ".join(self._tables) or "none"
+            raise PlanError(f"the plan has a table {name!r}, the profile's tables are: {known}")
+        return self._tables[name]
+
+    def looks(self, name: str, ranks: int, batches: float) -> Characteristics:
+        """What a table's gradient looks like if each of some ranks works on some of the measured micro-batches."""
+        table = self.table(name)
+        return self._remembered(("looks", name, ranks, batches), lambda: looks(table, ranks, batches=batches))
+
+    def updated_bytes(self, name: str, ranks: int, batches: float) -> float:
+        """Bytes of the rows that any rank touched."""
+        seen = self.looks(name, ranks, batches)
+        return self._remembered(("rows", name, ranks, batches), lambda: seen.union_rows * seen.values_bytes)
+
+    def exchange(self, names: Sequence[str], scheme: str, network: Network, *, ranks: int, batches: float) -> Exchange:
+        """What tables that travel as one cost under a scheme or placement."""
+        if ranks == 1:
+            return Exchange(scheme, NOTHING, NOTHING)
+        key = ("exchange", tuple(names), scheme, network, ranks, batches)
+        return self._remembered(key, lambda: self._exchange(names, scheme, network, ranks=ranks, batches=batches))
+
+    def of_part(
+        self, exchange: Exchange, names: Sequence[str], network: Network, *, batches: float, part: float
+    ) -> Exchange:
+        """The exchange of split tables for a part of a rank's samples: as many rounds, for the rows that one rank has.
+
+        Args:
+            exchange: For all samples.
+            names: The tables.
+            network: Of axis `data`.
+            batches: Measured micro-batches that each rank works on.
+            part: Of them.
+        """
+        rows, whole = (sum(self.looks(name, 1, n).union_rows for name in names) for n in (part * batches, batches))
+        told_s, values_s = min(2 * network.latency_s, exchange.told.seconds), network.latency_s
+        return replace(
+            exchange,
+            told=_shrunk(exchange.told, told_s, rows / max(1, whole)),
+            values=_shrunk(exchange.values, min(values_s, exchange.values.seconds), rows / max(1, whole)),
+        )
+
+    def options(self, names: Sequence[str], network: Network, *, ranks: int, batches: float) -> list[Exchange]:
+        """Ways for tables that travel as one: all placements, and of the schemes those that are not worse throughout.
+
+        Args:
+            names: Tables of one width, dtype, kind of gradient and placements.
+            network: Of axis `data`.
+            ranks: Of axis `data`.
+            batches: Measured micro-batches that each works on.
+        """
+        key = ("options", tuple(names), network, ranks, batches)
+        return self._remembered(key, lambda: self._options(names, network, ranks=ranks, batches=batches))
+
+    def _options(self, names: Sequence[str], network: Network, *, ranks: int, batches: float) -> list[Exchange]:
+        first = self.table(names[0])
+        if ranks == 1:
+            return [Exchange(AUTO if first.is_sparse else REPLICA, NOTHING, NOTHING)]
+
+        def of(scheme: str) -> Exchange:
+            return self.exchange(names, scheme, network, ranks=ranks, batches=batches)
+
+        placed = [of(placement) for placement in first.placements]
+        if not first.is_sparse:
+            return [Exchange(REPLICA, NOTHING, NOTHING), *placed]
+        together = self._together(names, ranks, batches)
+        limit_s = HOPELESS * min((one.total.seconds for one in placed), default=inf)
+        dense_s = all_reduce_cost(together.dense_bytes, network, ranks).seconds
+        sparse_s = least_s(together, network)
+        worth = [scheme for scheme in FLAT if (dense_s if scheme == DENSIFY else sparse_s) <= limit_s]
+        if worth and 1 < network.local_ranks < ranks:
+            [choice] = choose_together([together], network, ranks)
+            worth = [scheme for scheme, _ in choice.candidates]
+        return [*least([of(scheme) for scheme in worth or [FALLBACK]]), *placed]
+
+    def _exchange(self, names: Sequence[str], scheme: str, network: Network, *, ranks: int, batches: float) -> Exchange:
+        together = self._together(names, ranks, batches)
+        way = PLACEMENTS[scheme] if scheme in PLACEMENTS else scheme_named(scheme)
+        whole = way.cost(together, network, ranks)
+        numbers = way.cost(replace(together, value_bytes=0), network, ranks)
+        # Exchanges of row numbers and of values have as many rounds.
+        told = Cost(numbers.bytes, numbers.messages // 2, min(numbers.seconds / 2, whole.seconds))
+        ways = 2 if scheme in PLACEMENTS else 1
+        values_s = (whole.seconds - told.seconds) / ways
+        values = Cost((whole.bytes - told.bytes) // ways, (whole.messages - told.messages) // ways, values_s)
+        return Exchange(scheme, told, values)
+
+    def _together(self, names: Sequence[str], ranks: int, batches: float) -> Characteristics:
+        key = ("together", tuple(names), ranks, batches)
+        return self._remembered(
+            key, lambda: Characteristics.end_to_end([self.looks(name, ranks, batches) for name in names])
+        )
+
+    def _remembered(self, key: object, make: Callable[[], T]) -> T:
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+
+def convoys(tables: Iterable[TableProfile], stage_of: Callable[[TableProfile], int]) -> list[tuple[str, ...]]:
+    """Names of the tables that can travel as one: those of one stage, width, dtype, kind of gradient and placements."""
+    found: dict[object, list[str]] = {}
+    for table in tables:
+        kind = stage_of(table), table.width, table.value_bytes, table.is_sparse, table.placements
+        found.setdefault(kind, []).append(table.name)
+    return [tuple(names) for names in found.values()]
+
+
+def _shrunk(cost: Cost, latency_s: float, share: float) -> Cost:
+    """A cost for a share of the bytes, and as many rounds."""
+    return Cost(round(cost.bytes * share), cost.messages, latency_s + (cost.seconds - latency_s) * share)
+
+
+def least(exchanges: Sequence[Exchange]) -> list[Exchange]:
+    """Those that no other one is below; of those that are alike the first."""
+    return [
+        one
+        for number, one in enumerate(exchanges)
+        if not any(
+            other.is_below(one) and (place < number or not one.is_below(other))
+            for place, other in enumerate(exchanges)
+            if place != number
+        )
+    ]
+
+
+def least_s(looks: Characteristics, network: Network) -> float:
+    """What a sparse exchange cannot take less than: every rank must receive the rows of the sum that it lacks."""
+    links = [one for one in (network, network.across) if one is not None]
+    received_rows = max(0, looks.union_rows - max(looks.rows_per_rank))
+    return received_rows * looks.values_bytes / max(link.bandwidth_bytes_per_s for link in links)

@@ -1,0 +1,131 @@
+"""`footprints`: the bytes that each rank of axis `pipe` needs under a plan, from what one process needed.
+
+    peak = parameters + optimizer state + max(activations, gradients) + what comes and goes
+
+Activations give way to gradients during backward. What comes and goes, kernels' own buffers say, is what the measured
+peak had beyond this sum.
+
+Source: Rajbhandari et al., *ZeRO* (2020), section 3, for what is kept; Narayanan et al., *PipeDream-2BW* (ICML'21), for
+how many micro-batches a stage of 1F1B holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tulle.pipeline.schedule import checked, held_at_once
+from tulle.plan.exchange import Tariff
+from tulle.plan.memory import Memory
+from tulle.plan.plan import MODEL, Plan
+from tulle.plan.work import NARROW, Share, Work, bytes_of, share_of, work_of
+from tulle.workload import Cluster, Profile, TableProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes on one rank.
+
+    Args:
+        parameters_bytes: Parameters, masters included; of tables that are split this rank's part.
+        gradients_bytes: Gradients.
+        optimizer_bytes: The optimizer's state.
+        activations_bytes: What forward leaves for backward, of all micro-batches that are held at a time.
+        transient_bytes: What comes and goes.
+    """
+
+    parameters_bytes: int = 0
+    gradients_bytes: int = 0
+    optimizer_bytes: int = 0
+    activations_bytes: int = 0
+    transient_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most at any moment of a step."""
+        changing_bytes = max(self.activations_bytes, self.gradients_bytes)
+        return self.parameters_bytes + self.optimizer_bytes + changing_bytes + self.transient_bytes
+
+    def __add__(self, other: Footprint) -> Footprint:
+        return Footprint(
+            self.parameters_bytes + other.parameters_bytes,
+            self.gradients_bytes + other.gradients_bytes,
+            self.optimizer_bytes + other.optimizer_bytes,
+            self.activations_bytes + other.activations_bytes,
+            self.transient_bytes + other.transient_bytes,
+        )
+
+
+def footprints(
+    plan: Plan, profile: Profile, cluster: Cluster, *, batch: int | None = None, tariff: Tariff | None = None
+) -> list[Footprint]:
+    """What each rank of axis `pipe` needs; all ranks of the other axes need as much.
+
+    Args:
+        plan: As for `lower`.
+        profile: What one process needed.
+        cluster: Where it runs.
+        batch: As for `lower`.
+        tariff: As for `lower`.
+    """
+    share = share_of(plan, profile, batch)
+    works = work_of(plan, profile, share, share.network(MODEL, cluster, profile))
+    return footprints_of(plan, profile, share, works, tariff or Tariff(profile))
+
+
+def footprints_of(plan: Plan, profile: Profile, share: Share, works: Sequence[Work], tariff: Tariff) -> list[Footprint]:
+    """The same, of pieces that are dealt already."""
+    state_share = profile.optimizer.state_share
+    found = [replace(Footprint(), transient_bytes=_transient_bytes(profile, share))] * share.pipe
+    held = [_held(plan, share, works, rank) for rank in range(share.pipe)]
+    largest_bytes = max((work.parameters_bytes for work in works), default=0)
+    for work in works:
+        rank = work.stage % share.pipe
+        found[rank] += dense(work.parameters_bytes, plan.memory, share.data, state_share)
+        found[rank] += Footprint(activations_bytes=held[rank] * work.activations_bytes)
+    if plan.memory.full_shard and share.data > 1:  # one piece is whole at a time, and its gradient
+        found = [one + Footprint(transient_bytes=2 * largest_bytes) for one in found]
+    stage_of = {work.name: work.stage for work in works}
+    for table in profile.tables:
+        if table.is_sparse or table.name in plan.placements:
+            rank = stage_of.get(table.module, 0) % share.pipe
+            found[rank] += _table(table, share, tariff, state_share, is_split=table.name in plan.placements)
+    return found
+
+
+def dense(parameters_bytes: int, memory: Memory, ranks: int, state_share: float) -> Footprint:
+    """What parameters with dense gradients need, as they are shared out over axis `data`."""
+    whole_bytes = round(parameters_bytes / (NARROW if memory.precision else 1))
+    if memory.full_shard:
+        part = whole_bytes // ranks
+        return Footprint(part, part, round(state_share * part))
+    is_shared = memory.shard_optimizer or memory.precision
+    stepped_bytes = whole_bytes // ranks if is_shared else whole_bytes
+    masters_bytes = stepped_bytes if memory.precision else 0
+    return Footprint(parameters_bytes + masters_bytes, parameters_bytes, round(state_share * stepped_bytes))
+
+
+def _table(table: TableProfile, share: Share, tariff: Tariff, state_share: float, *, is_split: bool) -> Footprint:
+    owners = share.data if is_split else 1
+    kept_bytes = bytes_of(table) // owners
+    rows_bytes = tariff.updated_bytes(table.name, share.data, share.batches) / owners if table.is_sparse else kept_bytes
+    return Footprint(kept_bytes, round(rows_bytes), round(state_share * kept_bytes))
+
+
+def _held(plan: Plan, share: Share, works: Sequence[Work], rank: int) -> int:
+    """Micro-batches of which a rank has activations at a time."""
+    if share.pipe == 1:
+        return 1
+    stages = max(work.stage for work in works) + 1
+    return held_at_once(checked(plan.pipeline_schedule), rank, share.pipe, stages, share.micro_batches)
+
+
+def _transient_bytes(profile: Profile, share: Share) -> int:
+    """What the measured peak had beyond what is counted, in proportion to a micro-batch and a rank's part."""
+    parameters_bytes = sum(piece.parameters_bytes for piece in profile.modules) + sum(map(bytes_of, profile.tables))
+    gradients_bytes = sum(piece.parameters_bytes for piece in profile.modules)
+    activations_bytes = sum(piece.activations_bytes for piece in profile.modules)
+    counted = Footprint(
+        parameters_bytes, gradients_bytes, round(profile.optimizer.state_share * parameters_bytes), activations_bytes
+    )
+    return round(max(0, profile.peak_bytes - counted.peak_bytes) * share.scale / share.pipe / share.model)

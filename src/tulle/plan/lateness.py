@@ -1,0 +1,32 @@
+"""Whether it pays to update parameters when they are read, from what communication alone is predicted to take."""
+
+from __future__ import annotations
+
+from tulle.cost import Network, all_reduce_cost
+from tulle.plan.plan import AT_READ, AT_STEP, Plan
+from tulle.tables import PLACEMENTS
+
+WORTH_S = 0.02
+"""What must at least be put off in a step: waiting for pieces one by one costs some of it (`benchmarks/scheduling`)."""
+
+
+def schedule_by_cost(plan: Plan, dense_bytes: int, network: Network, ranks: int) -> str:
+    """`"read"` if what could then hide behind the next forward takes long enough, else `"step"`.
+
+    That is the all-reduce of dense gradients, and the half of the exchanges of split tables that gradients are.
+
+    Args:
+        plan: With the predicted costs of its tables, where they are known.
+        dense_bytes: Of dense gradients.
+        network: What axis `data` gives.
+        ranks: Of that axis.
+
+    Example:
+        >>> network = Network(latency_s=0.5e-3, bandwidth_bytes_per_s=118e6, all_reduce_latency_s=1.5e-3)
+        >>> [schedule_by_cost(Plan({"data": 4}), dense_bytes, network, 4) for dense_bytes in (100_000, 10_000_000)]
+        ['step', 'read']
+    """
+    split = [table for table in plan.tables if table.scheme in PLACEMENTS and table.candidates]
+    tables_s = sum(table.candidates[table.scheme].seconds for table in split if table.candidates)
+    late_s = all_reduce_cost(dense_bytes, network, ranks).seconds + tables_s / 2
+    return AT_READ if late_s >= WORTH_S else AT_STEP

@@ -1,0 +1,91 @@
+"""`Prediction`: what a step under a plan is predicted to take, and how sure it is that no other plan takes less."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a plan was predicted to give when it was chosen.
+
+    Args:
+        batch: Samples of a step, of all replicas.
+        ranks: Of the cluster.
+        step_s: Seconds of a step.
+        parts_s: Where the seconds of a step go: forward, backward, waiting, optimizer and other, as a report has them.
+        links_s: Seconds that a rank's link is busy with each kind of traffic, beside computation or not.
+        memory_bytes: By stage, what a rank needs.
+        bound_s: No plan that was allowed takes less than this.
+        runner_up: What the second best plan does otherwise.
+        runner_up_s: What it takes; None if there is only one plan.
+        binding: Which limit keeps it from being faster, a sentence.
+        changes: What would change the choice, a sentence each.
+
+    Example:
+        >>> Prediction(32, 4, 0.1, {"forward": 0.1}, {}, (10**9,), bound_s=0.1).is_exact
+        True
+    """
+
+    batch: int
+    ranks: int
+    step_s: float
+    parts_s: Mapping[str, float]
+    links_s: Mapping[str, float]
+    memory_bytes: tuple[int, ...]
+    bound_s: float
+    runner_up: tuple[str, ...] = ()
+    runner_up_s: float | None = None
+    binding: str = ""
+    changes: tuple[str, ...] = field(default=())
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no plan that was allowed is faster."""
+        return self.bound_s >= self.step_s
+
+    def explain(self) -> list[str]:
+        """The forecast, the runner-up, what binds and what would change the choice, a line each."""
+        told = "no plan is faster" if self.is_exact else f"no plan takes less than {ms(self.bound_s)}"
+        memory = ", ".join(f"{size / 2**20:,.0f} MiB" for size in dict.fromkeys(self.memory_bytes))
+        parts, links = (_told(by_name) for by_name in (self.parts_s, self.links_s))
+        lines = [
+            f"predicted: {ms(self.step_s)} a step of {self.batch:,} samples on {self.ranks} ranks; {told}",
+            f"  of which {parts}",
+            f"  links are busy with {links}" if links else "  nothing is sent",
+            f"  memory of a rank: {memory}",
+        ]
+        if self.runner_up_s is not None:
+            slower = self.runner_up_s / self.step_s - 1
+            lines.append(f"runner-up: {ms(self.runner_up_s)} ({slower:+.1%}): {'; '.join(self.runner_up)}")
+        if self.binding:
+            lines.append(f"binding: {self.binding}")
+        return lines + [f"would change: {change}" for change in self.changes]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(parsed: Mapping[str, Any]) -> Prediction:
+        """From plain values."""
+        lists = {name: tuple(parsed[name]) for name in ("memory_bytes", "runner_up", "changes")}
+        return Prediction(**{**parsed, **lists})
+
+
+def ms(seconds: float) -> str:
+    """For people.
+
+    Example:
+        >>> ms(0.01234), ms(2.5)
+        ('12.3 ms', '2.5 s')
+    """
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _told(by_name: Mapping[str, float]) -> str:
+    """The longest first; what takes nothing is left out."""
+    longest_first = sorted(by_name.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {ms(seconds)}" for name, seconds in longest_first if seconds > 0)

@@ -1,0 +1,286 @@
+"""`best_plan`: the plan of least predicted seconds that fits in memory, by branch and bound over what can be chosen.
+
+    mesh, memory, micro-batches     all of them, the least lower bound first, until no bound is below the best
+      cut into stages               all if they are few, else that of the fastest slowest stage (dynamic programming)
+        layers to split             all subsets if they are few, else all and those that gain
+          each table                all placements, and the schemes that are not worse throughout
+            recomputation           the fewest modules that fit, if none do not
+              buckets, schedule     all
+
+What is left out is bounded, so the plan says whether it is the best there is, or how much better one could be.
+
+Source: Land and Doig, *An automatic method of solving discrete programming problems* (1960); for the space, Jia et al.,
+*FlexFlow* (MLSys'19) and Zheng et al., *Alpa* (OSDI'22), who search parts of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+from tulle.errors import PlanError
+from tulle.pipeline.partition import Piece, partition
+from tulle.plan.bound import Bound
+from tulle.plan.choices import Tables, splits
+from tulle.plan.exchange import Tariff
+from tulle.plan.explanation import binding, differences, links_of, parts_of
+from tulle.plan.footprint import footprints_of
+from tulle.plan.lower import lower
+from tulle.plan.memory import Memory
+from tulle.plan.plan import AT_READ, MODEL, Plan
+from tulle.plan.prediction import Prediction
+from tulle.plan.saving import with_recomputed
+from tulle.plan.space import MOST_CUTS, Space, cuts
+from tulle.plan.work import DATA, Share, on_machine, share_of, total_s, work_of
+from tulle.simulate import Forecast, run
+from tulle.workload import Cluster, Profile
+
+MOST_EVALUATIONS = 20_000
+"""After so many plans the search ends with the best so far; all ranks after as many, so that they decide alike."""
+LATE_HANDICAP = 1.05
+"""Updates that wait for reads are lost on loops that look at gradients, clipping say: they must gain more than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A plan that was evaluated.
+
+    Args:
+        score_s: Its predicted seconds; with a handicap those that it is compared by.
+        plan: The plan.
+        forecast: What came of it.
+        memory_bytes: By rank of axis `pipe`.
+    """
+
+    score_s: float
+    plan: Plan
+    forecast: Forecast
+    memory_bytes: tuple[int, ...]
+
+
+def best_plan(
+    profile: Profile,
+    cluster: Cluster,
+    *,
+    memory_bytes: int | None = None,
+    batch: int | None = None,
+    space: Space | None = None,
+) -> Plan:
+    """The plan of least predicted seconds for a model on a cluster. Pure: ranks that know the same choose the same.
+
+    Args:
+        profile: What the model does.
+        cluster: What it runs on.
+        memory_bytes: What a rank may use; None for what the cluster's machines have.
+        batch: Samples of a step, of all replicas; None for as many a rank as were measured.
+        space: What may be chosen; None for everything that `tulle.distribute` can put on.
+
+    Returns:
+        With `Plan.prediction`, which says how sure it is that there is none faster, and the runner-up.
+
+    Raises:
+        PlanError: If no plan fits in memory, naming the least that one needs.
+
+    Example:
+        >>> from tulle.cost import Network
+        >>> from tulle.workload import *
+        >>> cluster = Cluster(2, 1, Machine(1e12, 1e11), Network(1e-4, 1e9))
+        >>> body = ModuleProfile("body", forward_s=1e-3, backward_s=2e-3, parameters_bytes=10**7)
+        >>> profile = Profile("Net", 8, (body,), (), OptimizerProfile(2.0, 1e-10), cluster, step_s=5e-3)
+        >>> plan = best_plan(profile, cluster)
+        >>> dict(plan.mesh), plan.prediction.is_exact
+        ({'data': 2}, True)
+    """
+    limit_bytes = cluster.machine.memory_bytes if memory_bytes is None else memory_bytes
+    samples = profile.batch * cluster.ranks if batch is None else batch
+    moved = on_machine(profile, cluster.machine)
+    return Search(moved, cluster, samples, space or Space(), limit_bytes).run()
+
+
+@dataclass(slots=True)
+class Search:
+    """Branch and bound.
+
+    Args:
+        profile: What the model does.
+        cluster: What it runs on.
+        batch: Samples of a step, of all replicas.
+        space: What may be chosen.
+        memory_bytes: What a rank may use, None for any.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    batch: int
+    space: Space
+    memory_bytes: int | None
+    evaluated: int = field(init=False, default=0)
+    _tariff: Tariff = field(init=False)
+    _bound: Bound = field(init=False)
+    _best: dict[object, Found] = field(init=False, default_factory=dict)
+    """By what was decided, buckets apart."""
+    _left_out_s: float = field(init=False, default=math.inf)
+    """What no plan that was not looked at takes less than."""
+    _least_bytes: float = field(init=False, default=math.inf)
+
+    def __post_init__(self) -> None:
+        self._tariff = Tariff(self.profile)
+        self._bound = Bound(self.profile, self.cluster)
+
+    def run(self) -> Plan:
+        """The best plan, with its prediction."""
+        for bound_s, plan in self._frames():
+            if bound_s >= self.cutoff_s or self.evaluated >= MOST_EVALUATIONS:
+                self._left_out_s = min(self._left_out_s, bound_s)
+                break
+            self._branch(plan)
+        if not self._best:
+            raise PlanError(
+                f"no plan fits in {self.memory_bytes or 0:,} bytes a rank on {self.cluster.ranks} ranks, the least "
+                f"needs {self._least_bytes:,.0f}: use more ranks, a smaller batch, or free what the space fixes"
+            )
+        ordered = self.found()
+        return self._told(ordered, min(self._left_out_s, ordered[0].score_s))
+
+    def found(self) -> list[Found]:
+        """The best of each kind of plan that was evaluated, the best first."""
+        return sorted(self._best.values(), key=lambda found: found.score_s)
+
+    @property
+    def cutoff_s(self) -> float:
+        """The runner-up: what is slower is neither."""
+        scores = sorted(found.score_s for found in self._best.values())
+        return scores[1] if len(scores) > 1 else math.inf
+
+    def _frames(self) -> Iterator[tuple[float, Plan]]:
+        """Meshes with ways of saving memory and micro-batches, each with its lower bound, the least first."""
+        rough: list[tuple[float, int, Plan]] = []
+        for mesh in self.space.meshes(self.cluster.ranks, self.profile):
+            samples = self.batch / mesh[DATA]
+            is_tight = self.memory_bytes is not None
+            for memory in self.space.memories_for(self.profile, mesh[DATA]) if samples >= 1 else ():
+                for micro_batches in self.space.micro_batches(mesh, samples, is_tight=is_tight):
+                    plan = Plan(mesh, memory=memory, micro_batches=micro_batches)
+                    rough.append((self.least_s(plan, is_sharp=False), len(rough), plan))
+        rough.sort()
+        pending: list[tuple[float, int, Plan]] = []
+        for least_s, number, plan in rough:  # sharper bounds only for those whose turn comes
+            while pending and pending[0][0] <= least_s:
+                yield pending[0][0], pending.pop(0)[2]
+            pending.append((self.least_s(plan), number, plan))
+            pending.sort()
+        for least_s, _, plan in pending:
+            yield least_s, plan
+
+    def least_s(self, plan: Plan, *, is_sharp: bool = True) -> float:
+        """What no plan on the same mesh, with the same micro-batches and way of saving memory, takes less than."""
+        share = share_of(plan, self.profile, self.batch)
+        return min(
+            handicap(schedule) * self._bound.seconds(share, plan.memory, schedule, is_sharp=is_sharp)
+            for schedule in self.space.schedules_for(plan.mesh, plan.memory)
+        )
+
+    def _branch(self, frame: Plan) -> None:
+        share = share_of(frame, self.profile, self.batch)
+        frame_s = self.least_s(frame)
+        tables = Tables(self.profile, self.cluster, share, self._tariff, self.space.schemes)
+        for cut, split in product(self._cuts(frame, share), splits(self.profile, self.cluster, share)):
+            dealt = replace(cut, tensor_parallel=split)
+            works = work_of(dealt, self.profile, share, share.network(MODEL, self.cluster, self.profile))
+            slowest_s = max(sum(total_s(work) for work in works if work.stage == stage) for stage in range(share.pipe))
+            if share.micro_batches * slowest_s >= self.cutoff_s:
+                continue
+            if not tables.is_complete(dealt):
+                self._left_out_s = min(self._left_out_s, frame_s)
+            for planned in tables.all(dealt, is_whole=not self._may_split(frame)):
+                self._fit(planned, share, frame_s)
+
+    def _may_split(self, frame: Plan) -> bool:
+        """Whether tables may be split beside what is saved on memory."""
+        return self.space.shares_with_tables or not frame.memory.shard_optimizer
+
+    def _cuts(self, frame: Plan, share: Share) -> Iterator[Plan]:
+        """With the stage of each piece."""
+        names = [piece.name for piece in self.profile.modules]
+        if share.pipe == 1:
+            yield frame
+            return
+        for schedule in self.space.pipeline_schedules:
+            if math.comb(len(names) - 1, share.pipe - 1) <= MOST_CUTS:
+                found = [*cuts(len(names), share.pipe)]
+            else:
+                self._left_out_s = min(self._left_out_s, self.least_s(frame))
+                works = self._bound.pieces(share)
+                found = [partition([Piece(work.name, total_s(work)) for work in works], share.pipe).stages]
+            for stages in found:
+                yield replace(frame, stages=dict(zip(names, stages, strict=True)), pipeline_schedule=schedule)
+
+    def _fit(self, plan: Plan, share: Share, frame_s: float) -> None:
+        """Evaluate a plan, with as much recomputed as it takes to fit."""
+        network = share.network(MODEL, self.cluster, self.profile)
+
+        def peaks(memory: Memory) -> list[int]:
+            tried = replace(plan, memory=memory)
+            works = work_of(tried, self.profile, share, network)
+            return [one.peak_bytes for one in footprints_of(tried, self.profile, share, works, self._tariff)]
+
+        whole = peaks(plan.memory)
+        if self.memory_bytes is None or max(whole) <= self.memory_bytes:
+            self._evaluate(plan, tuple(whole))
+            return
+        self._least_bytes = min(self._least_bytes, max(whole))
+        found = with_recomputed(plan, self.profile, peaks, self.memory_bytes) if self.space.recomputes else None
+        for memory in found.memories if found else ():
+            self._evaluate(replace(plan, memory=memory), tuple(peaks(memory)))
+        if found and not found.is_exact:
+            self._left_out_s = min(self._left_out_s, frame_s)
+        if found:
+            self._least_bytes = min(self._least_bytes, found.least_bytes)
+
+    def _evaluate(self, plan: Plan, memory_bytes: tuple[int, ...]) -> None:
+        for schedule in self.space.schedules_for(plan.mesh, plan.memory):
+            for bucket_bytes in self.space.buckets_bytes:
+                tried = replace(plan, schedule=schedule, bucket_bytes=bucket_bytes)
+                step = lower(tried, self.profile, self.cluster, batch=self.batch, tariff=self._tariff)
+                forecast = run(step)
+                self.evaluated += 1
+                found = Found(handicap(schedule) * forecast.step_s, tried, forecast, memory_bytes)
+                key = decided(tried)
+                if key not in self._best or found.score_s < self._best[key].score_s:
+                    self._best[key] = found
+
+    def _told(self, ordered: Sequence[Found], bound_s: float) -> Plan:
+        """The best with all that is known of it."""
+        best = ordered[0]
+        share = share_of(best.plan, self.profile, self.batch)
+        network = share.network(DATA, self.cluster, self.profile)
+        tables = Tables(self.profile, self.cluster, share, self._tariff, self.space.schemes)
+        plan = tables.told(best.plan)
+        second = ordered[1] if len(ordered) > 1 else None
+        prediction = Prediction(
+            batch=self.batch,
+            ranks=self.cluster.ranks,
+            step_s=best.forecast.step_s,
+            parts_s=parts_of(best.forecast),
+            links_s=links_of(best.forecast),
+            memory_bytes=best.memory_bytes,
+            bound_s=bound_s / handicap(best.plan.schedule),
+            runner_up=tuple(differences(best.plan, second.plan)) if second else (),
+            runner_up_s=second.forecast.step_s if second else None,
+            binding=binding(best.forecast),
+        )
+        return replace(plan, network=network if share.data > 1 else None, prediction=prediction)
+
+
+def handicap(schedule: str) -> float:
+    """By how much a schedule must gain."""
+    return LATE_HANDICAP if schedule == AT_READ else 1.0
+
+
+def decided(plan: Plan) -> tuple[object, ...]:
+    """What tells a plan from a runner-up: not the size of its buckets, nor exactly where it is cut."""
+    schemes = tuple(sorted(plan.schemes.items()))
+    saved = plan.memory.shard_optimizer, plan.memory.full_shard, bool(plan.memory.recompute), plan.memory.precision
+    return tuple(plan.mesh.items()), schemes, saved, plan.schedule, plan.micro_batches, bool(plan.tensor_parallel)

@@ -1,0 +1,88 @@
+"""`Shelf`: plans that were made before, by model, cluster and limits, in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tulle.errors import PlanError
+from tulle.plan.plan import Plan
+from tulle.workload import Cluster, Profile
+
+CACHE = "TULLE_CACHE"
+"""Names a folder for what is kept; else `$XDG_CACHE_HOME/tulle`, else `~/.cache/tulle`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """A folder of plans.
+
+    Args:
+        folder: Where they lie.
+
+    Example:
+        >>> import tempfile
+        >>> shelf = Shelf(Path(tempfile.mkdtemp()))
+        >>> shelf.put("translator", Plan({"data": 4}))
+        >>> shelf.find("translator") == Plan({"data": 4}), shelf.find("recommender")
+        (True, None)
+    """
+
+    folder: Path
+
+    @staticmethod
+    def of(environment: Mapping[str, str] = os.environ) -> Shelf:
+        """The user's own."""
+        named = environment.get(CACHE)
+        if named:
+            return Shelf(Path(named) / "plans")
+        home = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", ".")) / ".cache"
+        return Shelf(Path(home) / "tulle" / "plans")
+
+    def find(self, key: str) -> Plan | None:
+        """The plan that was kept under a key, or None; one that cannot be read counts as none."""
+        path = self._path(key)
+        try:
+            return Plan.load(path) if path.exists() else None
+        except PlanError:
+            return None
+
+    def put(self, key: str, plan: Plan) -> None:
+        """Keep a plan; the file is complete or absent."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        plan.save(self._path(key))
+
+    def forget(self, key: str) -> None:
+        """Have the plan made anew next time."""
+        self._path(key).unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.json"
+
+
+def key_of(profile: Profile, cluster: Cluster, **limits: object) -> str:
+    """A name for what a plan depends on: the model's pieces and tables, the cluster, the batch, and limits if any.
+
+    Times are no part of it: two profiles of one model on one machine differ in them, and mean the same plan.
+    """
+    told = {
+        "model": profile.model,
+        "batch": profile.batch,
+        "pieces": [(piece.name, piece.parameters_bytes) for piece in profile.modules],
+        "tables": [(table.name, table.rows, table.width, table.is_sparse) for table in profile.tables],
+        "hosts": cluster.hosts,
+        "processes_per_host": cluster.processes_per_host,
+        "memory_bytes": cluster.machine.memory_bytes,
+        "network": {name: _rounded(value) for name, value in asdict(cluster.across).items()},
+        "limits": {name: str(value) for name, value in sorted(limits.items())},
+    }
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _rounded(value: object) -> object:
+    """A measured number to one digit, so that the same network is the same tomorrow."""
+    return f"{value:.0e}" if isinstance(value, float) else str(value)

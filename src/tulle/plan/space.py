@@ -1,0 +1,138 @@
+"""`Space`: what a plan may be for a model on a cluster: its meshes, ways of saving memory, micro-batches and cuts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+
+from tulle.errors import PlanError
+from tulle.plan.memory import Memory
+from tulle.plan.plan import AT_READ, AT_STEP, BUCKET_BYTES, MODEL, PIPE
+from tulle.plan.work import AXES, DATA
+from tulle.workload import Profile
+
+MIB = 2**20
+BUCKETS_BYTES = (BUCKET_BYTES, 4 * MIB, 100 * MIB)
+"""Sizes of buckets that are tried."""
+FILLED = 4
+"""With so many micro-batches a stage the bubble is negligible: Huang et al., *GPipe* (NeurIPS'19), section 2.3."""
+MOST_CUTS = 64
+"""If there are more ways to cut a model into stages, dynamic programming finds one."""
+MOST_SUBSETS = 4
+"""If more modules than this can be split, or recompute, not all subsets of them are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What may be chosen. What is not given is free.
+
+    Args:
+        mesh: Sizes of the axes that are fixed, by name.
+        schemes: Of tables that are fixed: a scheme or a placement by name.
+        memories: Ways of saving memory, without what is recomputed.
+        recomputes: Whether modules may recompute their activations.
+        schedules: When replicas are updated.
+        pipeline_schedules: In which order stages take micro-batches.
+        buckets_bytes: Sizes of buckets of dense gradients, the one that is taken if it makes no difference first.
+        shares_with_tables: Whether `shard_optimizer` may go with tables that are sparse or split: they then need an
+            optimizer of their own.
+    """
+
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    schemes: Mapping[str, str] = field(default_factory=dict)
+    memories: tuple[Memory, ...] = (Memory(), Memory(shard_optimizer=True))
+    recomputes: bool = True
+    schedules: tuple[str, ...] = (AT_STEP, AT_READ)
+    pipeline_schedules: tuple[str, ...] = ("1f1b",)
+    buckets_bytes: tuple[int, ...] = BUCKETS_BYTES
+    shares_with_tables: bool = False
+
+    def meshes(self, ranks: int, profile: Profile) -> list[dict[str, int]]:
+        """All arrangements of ranks that the model can use.
+
+        Raises:
+            PlanError: If there is none.
+
+        Example:
+            >>> from tulle.workload import *
+            >>> machine = Machine(1e12, 1e11)
+            >>> pieces = tuple(ModuleProfile(name, 1e-3, 2e-3) for name in ("body", "head"))
+            >>> cluster = Cluster(4, 1, machine, Network(1e-4, 1e9))
+            >>> profile = Profile("Net", 8, pieces, (), OptimizerProfile(2.0, 1e-9), cluster, 6e-3)
+            >>> Space().meshes(4, profile)
+            [{'data': 4}, {'pipe': 2, 'data': 2}]
+        """
+        most = {PIPE: len(profile.modules), MODEL: ranks if any(piece.split for piece in profile.modules) else 1}
+        found: list[dict[str, int]] = []
+        for pipe in divisors(ranks):
+            for model in divisors(ranks // pipe):
+                sizes = {PIPE: pipe, DATA: ranks // pipe // model, MODEL: model}
+                is_fixed = all(sizes.get(name, 1) == size for name, size in self.mesh.items())
+                if is_fixed and all(sizes[name] <= size for name, size in most.items()):
+                    found.append({name: sizes[name] for name in AXES if name == DATA or sizes[name] > 1})
+        if not found:
+            raise PlanError(
+                f"no mesh of {ranks} ranks has {dict(self.mesh)}: of a model of {most[PIPE]} pieces at most so many "
+                "stages can be made, and axis 'model' needs modules that can be split"
+            )
+        return found
+
+    def micro_batches(self, mesh: Mapping[str, int], samples: float, *, is_tight: bool) -> list[int]:
+        """Into how many micro-batches a replica's samples can be cut; without a pipeline only to save memory.
+
+        Args:
+            mesh: Size of each axis by name.
+            samples: Of one replica.
+            is_tight: Whether there is a limit of memory.
+        """
+        pipe = mesh.get(PIPE, 1)
+        if pipe == 1 and not is_tight:
+            return [1]
+        most = max(1, min(math.floor(samples), FILLED * max(pipe, 2)))
+        return [2**power for power in range(most.bit_length())]
+
+    def memories_for(self, profile: Profile, data: int) -> list[Memory]:
+        """Ways of saving memory that an axis `data` of such a size can use."""
+        has_tables = any(table.is_sparse for table in profile.tables)
+        return [
+            memory
+            for memory in self.memories
+            if (data > 1 or not (memory.shard_optimizer or memory.full_shard))
+            and (not memory.shard_optimizer or self.shares_with_tables or not has_tables)
+        ]
+
+    def schedules_for(self, mesh: Mapping[str, int], memory: Memory) -> list[str]:
+        """When replicas can be updated: those of whole models, by an optimizer that has all of it, also when read."""
+        is_plain = mesh.get(PIPE, 1) == mesh.get(MODEL, 1) == 1 < mesh.get(DATA, 1)
+        is_plain = is_plain and not (memory.shard_optimizer or memory.full_shard or memory.precision)
+        return [schedule for schedule in self.schedules if schedule != AT_READ or is_plain] or [AT_STEP]
+
+
+def divisors(number: int) -> list[int]:
+    """Of a number, ascending.
+
+    Example:
+        >>> divisors(12)
+        [1, 2, 3, 4, 6, 12]
+    """
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def cuts(pieces: int, stages: int) -> Iterator[list[int]]:
+    """All ways to cut so many pieces into consecutive stages, none empty: the stage of each.
+
+    Example:
+        >>> [*cuts(3, 2)]
+        [[0, 1, 1], [0, 0, 1]]
+    """
+    for ends in combinations(range(1, pieces), stages - 1):
+        bounds = (0, *ends, pieces)
+        yield [stage for stage, (begin, end) in enumerate(pairwise(bounds)) for _ in range(begin, end)]
+
+
+def subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """All of them, the smaller first."""
+    for size in range(len(names) + 1):
+        yield from combinations(names, size)

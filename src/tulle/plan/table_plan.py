@@ -1,0 +1,102 @@
+"""`TablePlan`: what was decided for one table, with the numbers that led to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tulle.cost import Characteristics, Cost
+from tulle.sync import AUTO, Choice, check_scheme
+from tulle.tables import PLACEMENTS
+
+
+@dataclass(frozen=True, slots=True)
+class TablePlan:
+    """What was decided for one table.
+
+    Args:
+        name: The parameter's name in the model.
+        rows: Rows of the table.
+        width: Columns.
+        scheme: How its gradient is synchronized: a scheme's name, or `"auto"` to choose by the first gradients; or how
+            the table is split, `"rows"` or `"columns"`.
+        reason: Why, in one sentence.
+        density: Share of rows that one rank touches in a step, 0 to 1; None if it was not measured.
+        candidates: Predicted cost by scheme.
+        characteristics: Zen's four numbers of its gradients by name, where they were measured.
+        measured: What the exchange that it takes part in was seen to take, after the fact.
+    """
+
+    name: str
+    rows: int
+    width: int
+    scheme: str
+    reason: str = ""
+    density: float | None = None
+    candidates: Mapping[str, Cost] | None = None
+    characteristics: Mapping[str, float] | None = None
+    measured: Cost | None = None
+
+    def with_choice(self, choice: Choice | None, measured: Cost | None) -> TablePlan:
+        """The same with a choice that was made, if any, and what was measured, if anything."""
+        if choice is None:
+            return replace(self, measured=measured)
+        return replace(
+            self,
+            scheme=choice.scheme,
+            reason=choice.reason,
+            density=choice.density,
+            candidates=dict(choice.candidates),
+            characteristics=ratios(choice.characteristics),
+            measured=measured,
+        )
+
+    def explain(self) -> list[str]:
+        """What was chosen, why, and what the other candidates were predicted to cost, a line each."""
+        lines = [f"{self.name} ({self.rows:,} x {self.width:,}): {self.scheme}: {self.reason}"]
+        if self.characteristics:
+            lines.append("  " + ", ".join(f"{name} {value:.4g}" for name, value in self.characteristics.items()))
+        lines += [_line(name, cost) for name, cost in (self.candidates or {}).items()]
+        if self.measured:
+            lines.append(_line("measured", self.measured))
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        candidates = [{"scheme": name, **asdict(cost)} for name, cost in (self.candidates or {}).items()]
+        return asdict(self) | {"candidates": candidates}
+
+    @staticmethod
+    def from_json(parsed: Mapping[str, Any]) -> TablePlan:
+        """From plain values, checked."""
+        candidates = {candidate["scheme"]: _cost(candidate) for candidate in parsed.get("candidates", ())}
+        return TablePlan(
+            name=str(parsed["name"]),
+            rows=int(parsed["rows"]),
+            width=int(parsed["width"]),
+            scheme=check_scheme(parsed["scheme"], extra=(AUTO, *PLACEMENTS)),
+            reason=str(parsed.get("reason", "")),
+            density=None if parsed.get("density") is None else float(parsed["density"]),
+            candidates=candidates or None,
+            characteristics=parsed.get("characteristics"),
+            measured=_cost(parsed["measured"]) if parsed.get("measured") else None,
+        )
+
+
+def _line(name: str, cost: Cost) -> str:
+    return f"  {name:<20} {cost.seconds * 1e3:9.3f} ms {cost.bytes / 1e6:9.3f} MB {cost.messages:4d} messages"
+
+
+def ratios(looks: Characteristics) -> dict[str, float]:
+    """Zen's four numbers of a gradient, by name."""
+    return {
+        "density": looks.density,
+        "overlap_ratio": looks.overlap_ratio,
+        "densification_ratio": looks.densification_ratio,
+        "skewness_ratio": looks.skewness_ratio,
+    }
+
+
+def _cost(parsed: Mapping[str, Any]) -> Cost:
+    return Cost(parsed["bytes"], parsed["messages"], parsed["seconds"])

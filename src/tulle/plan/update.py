@@ -1,0 +1,84 @@
+"""`Update`: what the optimizer's step takes of each rank under a plan, and what the step takes besides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tulle.plan.convoy import Convoy
+from tulle.plan.exchange import Tariff
+from tulle.plan.plan import AT_READ, Plan
+from tulle.plan.work import NARROW, Share, Work, bytes_of
+from tulle.workload import Profile, TableProfile
+
+AHEAD_CALLS = 5
+"""What finding rows of a late table ahead of its update takes, in updates of a table with next to no rows: measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What the optimizer takes.
+
+    Args:
+        plan: What is shared out.
+        profile: What a byte takes.
+        share: How the step is dealt.
+        tariff: What gradients look like.
+    """
+
+    plan: Plan
+    profile: Profile
+    share: Share
+    tariff: Tariff
+
+    def dense_s(self, pieces: Iterable[Work]) -> float:
+        """Seconds for the dense parameters of some pieces; a rank that shares them out with others does its part."""
+        memory = self.plan.memory
+        stepped_bytes = sum(work.parameters_bytes for work in pieces) / (NARROW if memory.precision else 1)
+        ranks = self.share.data if memory.shard_optimizer or memory.full_shard or memory.precision else 1
+        return stepped_bytes / ranks * self.profile.optimizer.step_s_per_byte
+
+    def tables_s(self, convoys: Sequence[Convoy]) -> float:
+        """Seconds for the tables of some convoys: the rows that gradients touch, of split tables this rank's."""
+        return sum(
+            self._table_s(name, self.share.data if convoy.exchange.is_split else 1)
+            for convoy in convoys
+            for name in convoy.names
+        )
+
+    def _table_s(self, name: str, owners: int) -> float:
+        table = self.tariff.table(name)
+        if is_dense(table, self.profile):
+            return bytes_of(table) / owners * self.profile.optimizer.step_s_per_byte
+        rows_s = self.tariff.updated_bytes(name, self.share.data, self.share.batches) / owners * row_s(self.profile)
+        is_ahead = self.plan.schedule == AT_READ and owners > 1
+        return rows_s + (AHEAD_CALLS * self.profile.optimizer.table_s if is_ahead else 0.0)
+
+
+def rest_s(profile: Profile, share: Share) -> float:
+    """What a step takes besides its pieces and the optimizer: a loop's own work, in proportion to a rank's samples."""
+    pieces_s = sum(piece.forward_s + piece.backward_s for piece in profile.modules)
+    return max(0.0, profile.step_s - pieces_s - alone_update_s(profile)) * share.batches * share.data / share.ranks
+
+
+def alone_update_s(profile: Profile) -> float:
+    """What the optimizer took of the process that was measured."""
+    dense_bytes = sum(piece.parameters_bytes for piece in profile.modules)
+    dense_bytes += sum(bytes_of(table) for table in profile.tables if is_dense(table, profile))
+    rows_bytes = sum(
+        (len(table.stream[0][0]) if table.stream else table.tokens) * table.width * table.value_bytes
+        for table in profile.tables
+        if not is_dense(table, profile)
+    )
+    return dense_bytes * profile.optimizer.step_s_per_byte + rows_bytes * row_s(profile)
+
+
+def is_dense(table: TableProfile, profile: Profile) -> bool:
+    """Whether the optimizer moves all rows of a table, whatever was touched."""
+    return not table.is_sparse and profile.optimizer.updates_all_rows
+
+
+def row_s(profile: Profile) -> float:
+    """Seconds of the optimizer for a byte of a row that was touched."""
+    optimizer = profile.optimizer
+    return optimizer.step_s_per_byte if optimizer.row_s_per_byte is None else optimizer.row_s_per_byte

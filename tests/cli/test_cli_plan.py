@@ -1,0 +1,79 @@
+"""`tulle plan` and `tulle explain`: what they say, what they save, and what they refuse."""
+
+import json
+
+import pytest
+
+from profiles import profile_of
+from tulle.cli.app import execute
+from tulle.plan import Plan
+
+
+@pytest.fixture
+def profile(tmp_path, monkeypatch):
+    monkeypatch.setenv("TULLE_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "profile.json"
+    profile_of(layers=1).save(path)
+    return path
+
+
+def test_a_plan_is_made_explained_and_saved(profile, tmp_path, capsys):
+    saved = tmp_path / "plan.json"
+    assert execute(["plan", str(profile), "--mesh", "pipe=1,model=1", "-o", str(saved)]) == 0
+    told = capsys.readouterr().out
+    assert "predicted:" in told
+    assert "runner-up:" in told
+    assert Plan.load(saved).mesh == {"data": 2}
+    assert execute(["explain", str(saved)]) == 0
+    assert capsys.readouterr().out.split() == told.split()
+
+
+def test_a_plan_is_made_for_the_cluster_that_is_asked_for(profile, capsys):
+    options = ["--hosts", "4", "--bandwidth", "10Gbit", "--memory", "1GB"]
+    assert execute(["plan", str(profile), *options, "--mesh", "data=4", "--json"]) == 0
+    plan = Plan.from_json(json.loads(capsys.readouterr().out))
+    assert plan.mesh == {"data": 4}
+    assert max(plan.prediction.memory_bytes) <= 10**9
+
+
+def test_a_plan_that_was_made_is_taken_again(profile, tmp_path, capsys):
+    command = ["plan", str(profile), "--mesh", "data=2"]
+    assert execute(command) == 0
+    first = capsys.readouterr().out
+    [kept] = (tmp_path / "cache" / "plans").iterdir()
+    kept.write_text(kept.read_text().replace('"bucket_bytes": ', '"bucket_bytes": 1'))
+    assert execute(command) == 0
+    assert capsys.readouterr().out != first
+    assert execute([*command, "--anew"]) == 0
+    assert capsys.readouterr().out == first
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--memory", "16"], "--memory '16' is no size"),
+        (["--mesh", "expert=2"], "--mesh 'expert=2': expected AXIS=N"),
+        (["--bandwidth", "fast"], "--bandwidth 'fast' is no bandwidth"),
+    ],
+)
+def test_what_is_no_quantity_is_refused(profile, options, told, capsys):
+    assert execute(["plan", str(profile), *options]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_no_plan_fits_in_too_little(profile, capsys):
+    assert execute(["plan", str(profile), "--memory", "1kB"]) == 1
+    assert "no plan fits in 1,000 bytes" in capsys.readouterr().err
+
+
+def test_a_plan_without_prediction_cannot_be_compared(tmp_path, capsys):
+    Plan({"data": 2}).save(tmp_path / "plan.json")
+    assert execute(["explain", str(tmp_path / "plan.json"), "--measured", str(tmp_path)]) == 1
+    assert "has no prediction to compare with" in capsys.readouterr().err
+
+
+def test_two_plans_are_compared(tmp_path, capsys):
+    for name, data in (("a", 2), ("b", 4)):
+        Plan({"data": data}).save(tmp_path / f"{name}.json")
+    assert execute(["explain", str(tmp_path / "a.json"), "--against", str(tmp_path / "b.json")]) == 0
+    assert "differs: mesh: {'data': 2} against {'data': 4}" in capsys.readouterr().out

@@ -1,0 +1,189 @@
+"""The planner finds what trying everything finds, keeps to the memory, and says how sure it is."""
+
+from dataclasses import replace
+from itertools import combinations, product
+
+import pytest
+
+from profiles import cluster_of, profile_of
+from tulle.errors import PlanError
+from tulle.plan import AT_READ, Memory, Plan, Space, TablePlan, best_plan, footprints, lower
+from tulle.plan.bound import Bound
+from tulle.plan.search import LATE_HANDICAP, MOST_EVALUATIONS, Search
+from tulle.plan.space import BUCKETS_BYTES
+from tulle.simulate import run
+from tulle.sync import FLAT
+
+WAYS = (*FLAT, "rows", "columns")
+
+
+def seconds_of(plan, profile, cluster, batch):
+    handicap = LATE_HANDICAP if plan.schedule == AT_READ else 1
+    return handicap * run(lower(plan, profile, cluster, batch=batch)).step_s
+
+
+def every_plan(profile, ranks, samples, *, with_recomputed):
+    """All that is legal, by itself: nothing of the search is used."""
+    names = [piece.name for piece in profile.modules]
+    for pipe, model in product(range(1, ranks + 1), repeat=2):
+        if ranks % (pipe * model) or pipe > len(names):
+            continue
+        data = ranks // pipe // model
+        mesh = {name: size for name, size in (("pipe", pipe), ("data", data), ("model", model)) if size > 1}
+        micro_batches = (
+            [1]
+            if pipe == 1 and not with_recomputed
+            else [m for m in (1, 2, 4, 8, 16) if m <= min(samples / data, 4 * max(pipe, 2))]
+        )
+        recomputed = [s for size in range(len(names) + 1) for s in combinations(names, size)]
+        for cut, split, micro, memory in product(
+            combinations(range(1, len(names)), pipe - 1),
+            splits_of(profile, model),
+            micro_batches,
+            [Memory(recompute=subset) for subset in recomputed] if with_recomputed else [Memory()],
+        ):
+            stages = {name: sum(place >= end for end in cut) for place, name in enumerate(names)}
+            frame = Plan({"data": 1} | mesh if data == 1 else mesh, tensor_parallel=split, micro_batches=micro)
+            yield replace(frame, stages=stages if pipe > 1 else {}, memory=memory), data, pipe * model
+
+
+def splits_of(profile, model):
+    if model == 1:
+        return [()]
+    names = [piece.name for piece in profile.modules if piece.split]
+    return [subset for size in range(1, len(names) + 1) for subset in combinations(names, size)]
+
+
+def best_of_all(profile, cluster, *, memory_bytes=None):
+    batch = profile.batch * cluster.ranks
+    best_s = float("inf")
+    every = every_plan(profile, cluster.ranks, batch, with_recomputed=memory_bytes is not None)
+    for frame, data, others in every:
+        for scheme in WAYS if data > 1 else ("auto",):
+            tables = tuple(TablePlan(table.name, table.rows, table.width, scheme) for table in profile.tables)
+            plan = replace(frame, tables=tables)
+            kept = footprints(plan, profile, cluster, batch=batch)
+            if memory_bytes is not None and max(one.peak_bytes for one in kept) > memory_bytes:
+                continue
+            for schedule, bucket_bytes in product(("step", "read"), BUCKETS_BYTES):
+                if schedule == "read" and (others > 1 or data == 1):
+                    continue
+                tried = replace(plan, schedule=schedule, bucket_bytes=bucket_bytes)
+                best_s = min(best_s, seconds_of(tried, profile, cluster, batch))
+    return best_s
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_it_is_the_best_of_all(seed):
+    profile = profile_of(seed)
+    cluster = cluster_of(2, bandwidth_bytes_per_s=[1e7, 1e8, 1e9][seed])
+    plan = best_plan(profile, cluster)
+    assert plan.prediction.is_exact
+    found_s = seconds_of(plan, profile, cluster, plan.prediction.batch)
+    assert found_s == pytest.approx(best_of_all(profile, cluster), rel=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_it_is_the_best_of_all_on_more_ranks(seed, ranks):
+    profile = profile_of(seed)
+    cluster = cluster_of(ranks, bandwidth_bytes_per_s=10 ** (7 + seed / 2))
+    plan = best_plan(profile, cluster)
+    assert plan.prediction.is_exact
+    found_s = seconds_of(plan, profile, cluster, plan.prediction.batch)
+    assert found_s == pytest.approx(best_of_all(profile, cluster), rel=1e-12)
+
+
+@pytest.mark.parametrize("share", [pytest.param(0.6, marks=pytest.mark.slow), 0.85])
+def test_it_is_the_best_of_those_that_fit(share):
+    profile, cluster = profile_of(3, layers=1, activations=40), cluster_of(2)
+    free = best_plan(profile, cluster)
+    limit_bytes = int(share * max(free.prediction.memory_bytes))
+    plan = best_plan(profile, cluster, memory_bytes=limit_bytes)
+    assert max(plan.prediction.memory_bytes) <= limit_bytes
+    kept = footprints(plan, profile, cluster, batch=plan.prediction.batch)
+    assert [one.peak_bytes for one in kept] == [*plan.prediction.memory_bytes]
+    found_s = seconds_of(plan, profile, cluster, plan.prediction.batch)
+    assert found_s == pytest.approx(best_of_all(profile, cluster, memory_bytes=limit_bytes), rel=1e-12)
+
+
+def test_a_bound_that_is_too_high_is_found_out(monkeypatch):
+    """The twin: with bounds that promise too much the best is cut off, and the comparison above sees it."""
+    real = Bound.seconds
+    profile = profile_of(0)
+    cluster = cluster_of(2, bandwidth_bytes_per_s=1e7)
+    best_s = best_of_all(profile, cluster)
+
+    def too_high(self, share, memory, schedule, *, is_sharp=True):
+        return real(self, share, memory, schedule, is_sharp=is_sharp) * (1 if share.data == 2 else 10)
+
+    monkeypatch.setattr(Bound, "seconds", too_high)
+    plan = best_plan(profile, cluster)
+    assert seconds_of(plan, profile, cluster, plan.prediction.batch) > 1.01 * best_s
+
+
+@pytest.mark.parametrize("seed", [4, 5])
+def test_no_plan_is_faster_than_its_bound(seed):
+    profile, cluster = profile_of(seed), cluster_of(4)
+    search = Search(profile, cluster, 32, Space(), None)
+    search.run()
+    for found in search.found():
+        assert found.score_s >= search.least_s(found.plan) * (1 - 1e-12)
+
+
+def test_no_plan_fits_in_nothing():
+    with pytest.raises(PlanError, match=r"no plan fits in 1,000 bytes a rank on 2 ranks, the least needs \d"):
+        best_plan(profile_of(), cluster_of(2), memory_bytes=1000)
+
+
+def test_a_faster_network_is_never_slower():
+    profile = profile_of(6)
+    steps_s = [
+        best_plan(profile, cluster_of(4, bandwidth_bytes_per_s=bandwidth)).prediction.step_s
+        for bandwidth in (1e7, 1e8, 1e9)
+    ]
+    assert steps_s == sorted(steps_s, reverse=True)
+
+
+def test_more_memory_is_never_slower():
+    profile, cluster = profile_of(3, layers=2, activations=40), cluster_of(2)
+    whole = max(best_plan(profile, cluster).prediction.memory_bytes)
+    limits = [int(share * whole) for share in (0.6, 0.7, 0.9, 1.0)]
+    steps_s = [best_plan(profile, cluster, memory_bytes=limit).prediction.step_s for limit in limits]
+    assert steps_s == sorted(steps_s, reverse=True)
+
+
+def test_what_is_fixed_stays():
+    profile, cluster = profile_of(), cluster_of(4)
+    space = Space(mesh={"pipe": 2}, schemes={"embed.weight": "allgather"}, schedules=("step",))
+    plan = best_plan(profile, cluster, space=space)
+    assert plan.mesh["pipe"] == 2
+    assert plan.schemes == {"embed.weight": "allgather"}
+
+
+def test_a_mesh_that_the_model_cannot_use_is_refused():
+    with pytest.raises(PlanError, match=r"no mesh of 16 ranks has \{'pipe': 16\}"):
+        best_plan(profile_of(), cluster_of(16), space=Space(mesh={"pipe": 16}))
+
+
+def test_the_plan_survives_json(tmp_path):
+    plan = best_plan(profile_of(), cluster_of(2))
+    plan.save(tmp_path / "plan.json")
+    read = Plan.load(tmp_path / "plan.json")
+    assert read == plan
+    assert read.prediction == plan.prediction
+    assert read.explain() == plan.explain()
+
+
+def test_the_runner_up_does_something_else_and_is_no_faster():
+    plan = best_plan(profile_of(1), cluster_of(4))
+    assert plan.prediction.runner_up
+    assert plan.prediction.runner_up_s >= plan.prediction.step_s
+
+
+def test_the_search_ends_alike_on_all_ranks():
+    """It is bounded by a count, not by a clock."""
+    profile, cluster = profile_of(2), cluster_of(4)
+    assert best_plan(profile, cluster) == best_plan(profile, cluster)
+    assert MOST_EVALUATIONS > 0

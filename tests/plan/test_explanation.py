@@ -1,0 +1,140 @@
+"""What binds a plan and what would change it; plans that are kept; predictions that turn out wrong."""
+
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from profiles import cluster_of, profile_of
+from tulle.errors import PlanError
+from tulle.plan import Drift, Memory, Plan, Prediction, Shelf, Space, TablePlan, best_plan, differences, explained
+from tulle.plan.choice import PLAN, replayed
+from tulle.plan.shelf import key_of
+
+SPACE = Space(mesh={"pipe": 1, "model": 1}, schedules=("step",))
+PREDICTION = Prediction(32, 4, 0.1, {"forward": 0.06, "waiting": 0.04}, {"dense": 0.05}, (2**30,), bound_s=0.08)
+
+
+def planner_of(profile, batch=None):
+    return partial(best_plan, profile, batch=batch, space=SPACE)
+
+
+def test_it_says_where_another_choice_begins():
+    profile = profile_of(1, ranks=4)
+    cluster = cluster_of(2, bandwidth_bytes_per_s=1e8)
+    planner = planner_of(profile)
+    found = explained(planner(cluster), cluster, planner)
+    assert found.prediction.changes
+    for change in found.prediction.changes:
+        assert "instead of" in change or "optimizer state" in change, change
+
+
+def test_what_it_says_of_bandwidth_is_so():
+    """Beside the point where the choice changes, the planner chooses as is told."""
+    profile, cluster = profile_of(1, ranks=4), cluster_of(4, bandwidth_bytes_per_s=1e8)
+    planner = planner_of(profile)
+    plan = planner(cluster)
+    faster = [planner(cluster_of(4, bandwidth_bytes_per_s=1e8 * 2**power)) for power in range(1, 5)]
+    changed = [one for one in faster if differences(plan, one)]
+    told = [change for change in explained(plan, cluster, planner).prediction.changes if "and more" in change]
+    assert bool(changed) == bool(told)
+    if changed:
+        assert told[0].endswith("; ".join(differences(plan, changed[0])))
+
+
+def test_memory_binds_where_more_of_it_would_help():
+    profile, cluster = profile_of(3, layers=2, activations=40), cluster_of(2)
+    planner = partial(best_plan, profile, space=Space(mesh={"pipe": 1, "model": 1}))
+    limit_bytes = int(0.6 * max(planner(cluster).prediction.memory_bytes))
+    limited = replace(cluster, machine=replace(cluster.machine, memory_bytes=limit_bytes))
+    found = explained(planner(limited), limited, planner, memory_bytes=limit_bytes)
+    assert found.prediction.binding.startswith("memory: without a limit a step would take")
+
+
+def test_a_plan_without_prediction_cannot_be_explained():
+    with pytest.raises(PlanError, match="no prediction that could be explained"):
+        explained(Plan({"data": 2}), cluster_of(2), planner_of(profile_of()))
+
+
+def test_differences_are_told_in_words():
+    tables = tuple(TablePlan(name, 10, 4, "rows") for name in ("a", "b"))
+    before = Plan({"data": 4}, tables, memory=Memory(shard_optimizer=True))
+    after = Plan({"pipe": 2, "data": 2}, tuple(replace(table, scheme="allgather") for table in tables))
+    assert differences(before, after) == [
+        "mesh pipe=2, data=2 instead of data=4",
+        "optimizer state whole on every rank",
+        "allgather instead of rows for a, b",
+    ]
+    assert differences(before, before) == []
+
+
+def test_the_explanation_says_how_sure_it_is():
+    assert "no plan takes less than 80 ms" in PREDICTION.explain()[0]
+    assert "no plan is faster" in replace(PREDICTION, bound_s=0.1).explain()[0]
+
+
+def test_a_prediction_is_no_part_of_a_plans_decisions():
+    plain, predicted = Plan({"data": 4}), Plan({"data": 4}, prediction=PREDICTION)
+    assert plain == predicted
+    assert plain.diff(predicted) == []
+
+
+@pytest.mark.parametrize(
+    ("step_s", "is_off"), [(0.1, False), (0.12, False), (0.126, True), (0.081, False), (0.07, True)]
+)
+def test_predictions_that_are_off_by_a_quarter_are_told_once(step_s, is_off):
+    drift = Drift(predicted_s=0.1)
+    said = [drift.note(step_s) for _ in range(100)]
+    assert [bool(one) for one in said].count(True) == is_off
+    assert bool(said[49]) == is_off
+
+
+def test_one_slow_step_is_no_drift():
+    drift = Drift.of(Plan({"data": 4}, prediction=PREDICTION))
+    assert not any(drift.note(5.0 if step == 3 else 0.1) for step in range(60))
+
+
+def test_a_plan_without_prediction_is_not_watched():
+    assert Drift.of(Plan({"data": 4})) is None
+
+
+def test_plans_are_kept_where_the_user_says(tmp_path):
+    assert Shelf.of({"TULLE_CACHE": str(tmp_path)}).folder == tmp_path / "plans"
+    assert Shelf.of({"XDG_CACHE_HOME": "/x"}).folder == Path("/x/tulle/plans")
+    assert Shelf.of({"HOME": "/home/ada"}).folder == Path("/home/ada/.cache/tulle/plans")
+
+
+def test_a_plan_that_is_kept_is_found_again_and_can_be_forgotten(tmp_path):
+    shelf = Shelf(tmp_path)
+    shelf.put("key", Plan({"data": 4}, prediction=PREDICTION))
+    assert shelf.find("key").prediction == PREDICTION
+    shelf.forget("key")
+    assert shelf.find("key") is None
+
+
+def test_a_plan_that_cannot_be_read_counts_as_none(tmp_path):
+    (tmp_path / "key.json").write_text("{}")
+    assert Shelf(tmp_path).find("key") is None
+
+
+def test_the_key_is_that_of_model_cluster_and_limits():
+    profile, cluster = profile_of(), cluster_of(4)
+    key = key_of(profile, cluster, memory_bytes=None)
+    slower = replace(profile, step_s=2 * profile.step_s)
+    assert key_of(slower, cluster, memory_bytes=None) == key
+    others = [
+        key_of(profile, cluster_of(8), memory_bytes=None),
+        key_of(profile, cluster_of(4, bandwidth_bytes_per_s=1e9), memory_bytes=None),
+        key_of(profile_of(1), cluster, memory_bytes=None),
+        key_of(profile, cluster, memory_bytes=10**9),
+    ]
+    assert len({key, *others}) == 5
+
+
+def test_the_environment_names_what_stands_in_for_auto(monkeypatch):
+    monkeypatch.setitem(os.environ, PLAN, "plan.json")
+    assert replayed("auto") == Path("plan.json")
+    assert replayed("densify") == "densify"
+    assert replayed({"words": "rows"}) == {"words": "rows"}

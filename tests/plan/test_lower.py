@@ -1,0 +1,191 @@
+"""A plan as tasks: what a step does, in the run-time's order, and what it must wait for."""
+
+from dataclasses import replace
+
+import pytest
+
+from profiles import cluster_of, profile_of
+from tulle.cost import all_reduce_cost
+from tulle.errors import PlanError
+from tulle.pipeline.schedule import held_at_once
+from tulle.plan import Memory, Plan, Prediction, TablePlan, footprints, lower
+from tulle.plan.turns import turns
+from tulle.simulate import run
+from tulle.workload import Machine
+
+CLUSTER = cluster_of(4)
+
+
+def plan_of(profile, scheme="rows", **fields):
+    tables = tuple(TablePlan(table.name, table.rows, table.width, scheme) for table in profile.tables)
+    return Plan(fields.pop("mesh", {"data": 4}), fields.pop("tables", tables), **fields)
+
+
+def in_two(profile, micro_batches=4, **fields):
+    stages = {piece.name: 2 * number // len(profile.modules) for number, piece in enumerate(profile.modules)}
+    return plan_of(profile, mesh={"pipe": 2, "data": 2}, stages=stages, micro_batches=micro_batches, **fields)
+
+
+def names_of(step, kind=None):
+    return [task.name for task in step.tasks if kind in (None, task.kind)]
+
+
+def seconds_of(step, kind):
+    return sum(task.seconds for task in step.tasks if task.kind == kind)
+
+
+def test_one_rank_does_what_was_measured():
+    profile = profile_of()
+    step = lower(plan_of(profile, "auto", mesh={"data": 1}), profile, cluster_of(1))
+    assert run(step).step_s == pytest.approx(profile.step_s, rel=1e-2)
+    assert {task.resource for task in step.tasks if task.seconds} == {"device"}
+
+
+def test_dense_gradients_are_reduced_once():
+    profile = profile_of()
+    step = lower(plan_of(profile, bucket_bytes=2**20), profile, CLUSTER)
+    dense_bytes = sum(piece.parameters_bytes for piece in profile.modules)
+    reduced = [task for task in step.tasks if task.kind == "dense"]
+    assert len(reduced) > 1
+    promised = all_reduce_cost(dense_bytes, CLUSTER.network(4), 4).bytes
+    assert sum(task.sent_bytes for task in reduced) == pytest.approx(promised, rel=1e-5)
+
+
+def test_rows_are_fetched_before_they_are_looked_up_and_pushed_after():
+    step = lower(plan_of(profile := profile_of()), profile, CLUSTER)
+    names = names_of(step)
+    fetch, push = names.index("fetch embed.weight"), names.index("push embed.weight")
+    forward = next(task for task in step.tasks if task.name.startswith("forward embed"))
+    assert fetch in forward.after
+    assert step.tasks[push].after == (names.index("backward embed"),)
+
+
+def test_without_lookahead_row_numbers_are_told_first():
+    profile = profile_of()
+    ahead, late = (lower(plan_of(profile), profile, CLUSTER, lookahead=told) for told in (True, False))
+    assert names_of(late).index("tell rows of embed.weight") < names_of(late).index("fetch embed.weight")
+    assert run(late).step_s > run(ahead).step_s
+
+
+def test_the_gradient_of_a_dense_table_travels_in_the_buckets():
+    profile = profile_of(is_sparse=False)
+    plans = plan_of(profile, tables=()), plan_of(profile)
+    whole, split = (sum(t.sent_bytes for t in lower(p, profile, CLUSTER).tasks if t.kind == "dense") for p in plans)
+    table_bytes = profile.tables[0].rows * profile.tables[0].width * 4
+    assert whole - split == pytest.approx(all_reduce_cost(table_bytes, CLUSTER.network(4), 4).bytes, rel=1e-4)
+
+
+def test_updates_that_wait_for_reads_hide_communication():
+    profile = profile_of()
+    in_step, when_read = (lower(plan_of(profile, schedule=when), profile, CLUSTER) for when in ("step", "read"))
+    assert run(when_read).step_s < run(in_step).step_s
+    assert any(task.after_last for task in when_read.tasks)
+
+
+def test_updates_do_not_wait_for_reads_in_a_pipeline():
+    profile = profile_of()
+    with pytest.raises(PlanError, match="in a pipeline give schedule='step'"):
+        lower(in_two(profile, schedule="read"), profile, CLUSTER)
+
+
+def test_a_pipeline_needs_a_stage_for_each_piece():
+    profile = profile_of()
+    with pytest.raises(PlanError, match=r"no stage for 'embed'"):
+        lower(plan_of(profile, mesh={"pipe": 2, "data": 2}), profile, CLUSTER)
+
+
+def test_a_stage_of_a_module_holds_for_what_is_within():
+    profile = profile_of()
+    by_prefix = replace(in_two(profile), stages={"embed": 0, "layers": 1})
+    step = lower(by_prefix, profile, CLUSTER)
+    assert {task.stage for task in step.tasks if "layers" in task.name and task.resource == "device"} == {1}
+
+
+def test_more_micro_batches_leave_a_smaller_bubble():
+    profile = profile_of(layers=4)
+    one, four = (run(lower(in_two(profile, micro), profile, CLUSTER, batch=3200)).step_s for micro in (1, 4))
+    assert four < one
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_no_rank_holds_more_than_it_may(schedule):
+    held = [0, 0, 0]
+    for turn in turns(schedule, (1.0, 3.0, 2.0), (2.0, 5.0, 4.0), 3, 8):
+        held[turn.stage] += -1 if turn.is_backward else 1
+        assert held[turn.stage] <= held_at_once(schedule, turn.stage, 3, 3, 8)
+    assert held == [0, 0, 0]
+
+
+def test_layers_that_are_split_compute_less_and_are_summed():
+    profile = profile_of(2)
+    names = tuple(piece.name for piece in profile.modules if piece.split)
+    mesh = {"data": 2, "model": 2}
+    whole = lower(plan_of(profile, mesh={"data": 4}), profile, CLUSTER, batch=32)
+    split = lower(plan_of(profile, mesh=mesh, tensor_parallel=names), profile, CLUSTER, batch=16)
+    assert names
+    assert seconds_of(split, "compute") < seconds_of(whole, "compute")
+    assert seconds_of(split, "model") > 0 == seconds_of(whole, "model")
+
+
+@pytest.mark.parametrize(
+    ("memory", "less"),
+    [
+        (Memory(shard_optimizer=True), "optimizer_bytes"),
+        (Memory(full_shard=True), "parameters_bytes"),
+        (Memory(recompute=("layers",)), "activations_bytes"),
+        (Memory(precision="bf16"), "gradients_bytes"),
+    ],
+)
+def test_memory_is_saved_at_a_price(memory, less):
+    profile = profile_of(activations=10)
+    plain, saving = plan_of(profile), plan_of(profile, memory=memory)
+    [before], [after] = (footprints(plan, profile, CLUSTER) for plan in (plain, saving))
+    assert getattr(after, less) < getattr(before, less)
+    if memory.precision is None:
+        assert run(lower(saving, profile, CLUSTER)).step_s > run(lower(plain, profile, CLUSTER)).step_s * 0.999
+
+
+def test_a_split_table_takes_its_part_of_the_memory():
+    profile = profile_of()
+    [whole], [split] = (footprints(plan_of(profile, scheme), profile, CLUSTER) for scheme in ("densify", "rows"))
+    table_bytes = profile.tables[0].rows * profile.tables[0].width * 4
+    assert whole.parameters_bytes - split.parameters_bytes == pytest.approx(table_bytes * 3 / 4)
+
+
+def test_what_the_measured_peak_had_beyond_the_sum_comes_and_goes():
+    profile = profile_of()
+    [before] = footprints(plan_of(profile, mesh={"data": 1}), profile, cluster_of(1))
+    measured = replace(profile, peak_bytes=2 * before.peak_bytes)
+    [after] = footprints(plan_of(profile, mesh={"data": 1}), measured, cluster_of(1))
+    assert after.peak_bytes > before.peak_bytes
+
+
+def test_the_batch_stays_that_of_a_rank_on_other_meshes():
+    profile = profile_of()
+    told = Prediction(64, 2, 0.1, {}, {}, (1,), 0.1)
+    plain, doubled = plan_of(profile), plan_of(profile, prediction=replace(told, batch=4 * profile.batch))
+    computing = [seconds_of(lower(plan, profile, CLUSTER), "compute") for plan in (plain, doubled)]
+    assert computing[1] > 1.5 * computing[0]
+
+
+def test_computation_and_exchange_disturb_each_other():
+    profile = profile_of()
+    slow = replace(CLUSTER, machine=replace(CLUSTER.machine, slowdown=1.5, link_slowdown=1.2))
+    plan = plan_of(profile, bucket_bytes=2**20)
+    calm, busy = (run(lower(plan, profile, cluster)) for cluster in (CLUSTER, slow))
+    assert calm.step_s < busy.step_s < 1.5 * calm.step_s
+
+
+def test_a_faster_machine_computes_faster():
+    profile = profile_of()
+    fast = replace(CLUSTER, machine=Machine(2e11, 2e10))
+    plan = plan_of(profile)
+    assert seconds_of(lower(plan, profile, fast), "compute") == pytest.approx(
+        seconds_of(lower(plan, profile, CLUSTER), "compute") / 2
+    )
+
+
+def test_an_axis_that_no_plan_speaks_of_is_refused():
+    profile = profile_of()
+    with pytest.raises(PlanError, match="axis 'expert', a forecast knows pipe, data, model"):
+        lower(plan_of(profile, mesh={"data": 2, "expert": 2}), profile, CLUSTER)
