@@ -67,7 +67,7 @@ def measured(model, optimizer, sample):
     return standing + measure_peak_bytes(step, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("make", [encoder, network, pictures, reads_values, language_model])
+@pytest.mark.parametrize("make", [encoder, network, pictures, reads_values, language_model, recurrent])
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_the_peak_is_that_of_the_allocator(make, kind):
     torch.manual_seed(0)
@@ -77,15 +77,6 @@ def test_the_peak_is_that_of_the_allocator(make, kind):
     assert found.parameters_bytes == tensor_bytes([*model.parameters(), *model.buffers()])
     peak = measured(model, optimizer, sample)
     assert abs(found.peak_bytes / peak - 1) < WITHIN
-
-
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-def test_recurrent_layers_are_underestimated_by_what_their_kernel_takes_inside(kind):
-    """Outside of what is promised of other models: 13% too low with AdamW, 15.5% with SGD."""
-    model, sample = recurrent()
-    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=1e-3)
-    ratio = estimate(model, optimizer, sample).peak_bytes / measured(model, optimizer, sample)
-    assert 0.8 < ratio < 0.9
 
 
 def test_recomputation_shows_in_the_estimate_as_in_the_allocator():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import tulle
 from ranks import on_ranks
 from tulle import pipeline
 from tulle.errors import PlanError
-from tulle.pipeline import Limits, Piece, partition, pins_of
+from tulle.pipeline import Limits, Piece, partition, picture, pins_of
 from tulle.pipeline.partition import COPIES
 
 TIMES = st.lists(st.integers(0, 20), min_size=1, max_size=8)
@@ -114,3 +115,14 @@ def test_a_sample_that_does_not_fit_the_model_is_refused_on_all_ranks():
     mesh = tulle.init(pipe=-1)
     with pytest.raises(PlanError, match="could not be profiled on the sample, because"):
         pipeline.deal(Chain(), torch.zeros(2, WIDTH + 1), mesh["pipe"])
+
+
+def test_the_picture_has_a_box_for_each_piece_and_a_frame_for_each_pin():
+    pieces = [Piece("embed", 1.0, 10), Piece("block<1>", 2.0), Piece("block2", 2.0), Piece("head", 3.0)]
+    found = partition(pieces, 2, Limits(pins={"block2": 1}))
+    drawn = ElementTree.fromstring(picture(found))
+    boxes = [box for box in drawn if box.tag.endswith("rect")]
+    assert [box[0].text.split(":")[0] for box in boxes] == ["embed", "block<1>", "block2", "head"]
+    assert [box[0].text.split(":")[0] for box in boxes if box.get("stroke-width") == "3"] == ["block2"]
+    assert float(boxes[1].get("width")) == pytest.approx(2 * float(boxes[0].get("width")), abs=0.2)
+    assert "block2*" in found.table()

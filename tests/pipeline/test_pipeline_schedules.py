@@ -1,14 +1,17 @@
 """The order in which ranks work: how many micro-batches are held, that waiting programs give way, what is sent."""
 
+import random
+import time
+
 import pytest
 import torch
-from pipeline_networks import WIDTH, Chain, make, spread, train
+from pipeline_networks import WIDTH, Chain, Drops, make, spread, train
 from torch import Tensor, nn
 
 import tulle
 from ranks import on_ranks
 from tulle import pipeline
-from tulle.comm import traffic
+from tulle.comm import gather_values, traffic
 from tulle.pipeline import placement_of
 from tulle.pipeline.schedule import held_at_once
 
@@ -119,3 +122,91 @@ def test_the_bubble_is_measured_and_drawn():
     assert {f"forward {n}" for n in range(4)} | {f"backward {n}" for n in range(4)} <= set(names)
     assert any(name.startswith("bubble") for name in names)
     assert 0 <= placement_of(model).runtime.bubble < 1
+
+
+@on_ranks(2)
+def test_a_step_leaves_the_random_numbers_of_the_code_around_it_alone():
+    mesh = tulle.init(pipe=-1)
+    model = make(Drops)
+    pipeline.place(model, mesh["pipe"], spread(model, 2))
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    states = torch.get_rng_state(), random.getstate()
+    pipeline.step(micro_batches=4)(train)(model, x)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+
+
+@on_ranks(2)
+def test_letters_become_one_message_each_and_the_memory_of_sent_ones_is_given_back_within_the_step():
+    mesh = tulle.init(pipe=-1)
+    model = make(Chain)
+    pipeline.place(model, mesh["pipe"], spread(model, 2))
+    post = placement_of(model).runtime.holdings.post
+    x = torch.randn(24 * 200, WIDTH, dtype=torch.float64)
+    step = pipeline.step(micro_batches=24)(train)
+    sent, most = [], []
+    given = post.send
+
+    def send(*args, **kwargs):
+        given(*args, **kwargs)
+        most.append(max(len(letters) for letters in post._under_way.values()))
+
+    post.send = send
+    for _ in range(3):
+        before = traffic.sent_for("pipeline").messages
+        step(model, x)
+        sent.append(traffic.sent_for("pipeline").messages - before)
+    letters = 24 + 1 if mesh.rank == 0 else 2 * 24 + 1  # values or gradients and losses, and the end
+    assert sent[-1] == letters < sent[0]
+    assert max(most) <= 3
+
+
+class Tally(nn.Module):
+    """Counts, over all modules of this rank, forwards whose backward has not run; and takes a while for each."""
+
+    now, most = 0, 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Tally.now += 1
+        Tally.most = max(Tally.most, Tally.now)
+        time.sleep(0.004)
+        y = self.inner(x)
+        y.register_hook(self.backward_came)
+        return y
+
+    @staticmethod
+    def backward_came(_: Tensor) -> None:
+        time.sleep(0.008)
+        Tally.now -= 1
+
+
+class Tallied(Chain):
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(Tally() for _ in range(8))
+
+
+@on_ranks(4)
+def test_two_stages_a_rank_hold_what_the_schedule_says_and_shorten_the_bubble():
+    mesh = tulle.init(pipe=-1)
+    bubbles = {}
+    for groups in (1, 2):
+        model = make(Tallied)
+        pipeline.place(model, mesh["pipe"], {f"layers.{n}": n * 4 * groups // 8 for n in range(8)})
+        step = pipeline.step(micro_batches=8)(train)
+        seen = []
+        Tally.most = 0
+        for _ in range(3):
+            step(model, torch.ones(8, WIDTH, dtype=torch.float64))
+            seen += gather_values(placement_of(model).runtime.bubble, mesh["pipe"], label="bubbles")
+        expected = held_at_once("1f1b", mesh.rank, 4, 4 * groups, 8)
+        assert Tally.now == 0
+        assert Tally.most <= expected * (2 if groups == 1 else 1)  # of one stage a rank, both modules count
+        assert Tally.most > 8 - 2 * mesh.rank - groups, "it holds less than it may, and waits"
+        bubbles[groups] = sorted(seen)[len(seen) // 2]
+        del model
+    assert bubbles[2] < bubbles[1] < 0.6, "3 of 11 steps are idle, and 3 of 19"

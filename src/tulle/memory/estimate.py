@@ -10,22 +10,23 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tulle.errors import ModelError
-from tulle.memory.live import LiveBytes
+from tulle.memory.live import LiveBytes, measure_peak_bytes
 from tulle.memory.offload import offload
 from tulle.memory.pieces import BUCKET_BYTES
 from tulle.memory.recompute import call, recompute, repeated
 
 logger = logging.getLogger("tulle")
 
+T = TypeVar("T")
 Loss = Callable[[Any], Tensor]
 """From what the model gives to what backward starts from."""
 
@@ -79,6 +80,10 @@ class Estimate:
         )
 
 
+Counted = Callable[[nn.Module, Optimizer, Any, "Options", Loss], T]
+"""Runs a step of a copy of a model and its optimizer, and counts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Phases:
     """What one process needs: kinds of memory, and how much more there is at a time in each phase of a step."""
@@ -126,10 +131,10 @@ def estimate(
     phases = count_phases(model, optimizer, sample, chosen, loss or default_loss)
     groups = [tensor_bytes(model.get_submodule(name).parameters()) for name in repeated(model)]
     rest_bytes = max(0, phases.parameters_bytes - sum(groups))
-    return _on_a_rank(phases, ranks, chosen, 2 * max([*groups, 0]) + rest_bytes)
+    return on_a_rank(phases, ranks, chosen, 2 * max([*groups, 0]) + rest_bytes)
 
 
-def _on_a_rank(phases: Phases, ranks: int, options: Options, gathered_bytes: int) -> Estimate:
+def on_a_rank(phases: Phases, ranks: int, options: Options, gathered_bytes: int) -> Estimate:
     """What one process needs, dealt to ranks.
 
     Args:
@@ -157,6 +162,13 @@ def _on_a_rank(phases: Phases, ranks: int, options: Options, gathered_bytes: int
 
 
 def count_phases(model: nn.Module, optimizer: Optimizer, sample: object, options: Options, loss: Loss) -> Phases:
+    """What a step of one process needs; see `count_on_a_copy`."""
+    return count_on_a_copy(model, optimizer, sample, options, loss, _count)
+
+
+def count_on_a_copy(
+    model: nn.Module, optimizer: Optimizer, sample: object, options: Options, loss: Loss, count: Counted[T]
+) -> T:
     """Run a step of a copy and count: a copy without memory, or a real one if the model sends, or reads values."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     random_state = torch.get_rng_state()
@@ -167,11 +179,11 @@ def count_phases(model: nn.Module, optimizer: Optimizer, sample: object, options
             with FakeCopyMode(fake):
                 twins = copy.deepcopy((model, optimizer))
             inputs = tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=device), sample)
-            return _count(*twins, inputs, options, loss)
+            return count(*twins, inputs, options, loss)
     except Exception as problem:  # whatever an operator without values raises
         logger.info("a step of a %s is counted for real: %s", type(model).__name__, str(problem).split("\n", 1)[0])
     try:
-        return _count(*copy.deepcopy((model, optimizer)), sample, options, loss)
+        return count(*copy.deepcopy((model, optimizer)), sample, options, loss)
     finally:
         torch.set_rng_state(random_state)
 
@@ -188,7 +200,8 @@ def default_loss(output: Any) -> Tensor:
     return torch.stack([leaf.sum() for leaf in leaves]).sum()
 
 
-def _count(model: nn.Module, optimizer: Optimizer, sample: Any, options: Options, loss: Loss) -> Phases:
+def prepare(model: nn.Module, optimizer: Optimizer, sample: Any, options: Options) -> tuple[str, Any]:
+    """Put options on a copy; give the type of its device and what it is called with."""
     device_type = next((p.device.type for p in model.parameters()), "cpu")
     if options.narrow is not None:
         model.to(options.narrow)
@@ -197,7 +210,13 @@ def _count(model: nn.Module, optimizer: Optimizer, sample: Any, options: Options
     if device_type == "cuda":  # on a CPU there is no other memory to move to
         offload(model, options.offload)
     optimizer.zero_grad()
+    return device_type, sample
+
+
+def _count(model: nn.Module, optimizer: Optimizer, sample: Any, options: Options, loss: Loss) -> Phases:
+    device_type, sample = prepare(model, optimizer, sample, options)
     tensors = [*model.parameters(), *model.buffers()]
+    inside_bytes = _inside_kernels(model, sample, loss)
     with LiveBytes(device_type) as live:
         live.add([*tensors, *(leaf for leaf in tree_leaves(sample) if isinstance(leaf, Tensor))])
         base_bytes = live.now_bytes
@@ -217,9 +236,20 @@ def _count(model: nn.Module, optimizer: Optimizer, sample: Any, options: Options
         tensor_bytes(p.grad for p in model.parameters() if p.grad is not None),
         tensor_bytes(entry for entry in entries if isinstance(entry, Tensor)),
         activations_bytes,
-        backward_bytes,
+        max(backward_bytes, inside_bytes),
         step_bytes,
     )
+
+
+def _inside_kernels(model: nn.Module, sample: Any, loss: Loss) -> int:
+    """Of recurrent layers what the allocator sees, as their kernels take memory that no operation shows; else 0."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    is_recurrent = any(isinstance(module, nn.RNNBase) for module in model.modules())
+    if not is_recurrent or device.type == "meta" or any(isinstance(p, FakeTensor) for p in model.parameters()):
+        return 0
+    peak_bytes = measure_peak_bytes(lambda: loss(call(model, sample)).backward(), device)
+    model.zero_grad()
+    return peak_bytes
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from tulle.pipeline.partition import Limits, Partition, partition
 from tulle.pipeline.pins import pins_of
 from tulle.pipeline.profile import profile
 
+logger = logging.getLogger("tulle")
 NOMINAL_BYTES_PER_S = 1e9
 """What a stage is taken to receive; it settles where to cut when times do not."""
 
@@ -93,6 +95,7 @@ def _deal(
     names = [piece.name for piece in pieces]
     limits = Limits(memory_bytes, NOMINAL_BYTES_PER_S, _pins_of_pieces(pins, names, calls))
     found = partition(pieces, stages, limits)
+    logger.info("stages by profile:\n%s", found.table())
     return Dealt(found, coarsened(found.assignment, calls))
 
 

@@ -30,6 +30,21 @@ class Unit:
     model: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class Known:
+    """What is known of calls of a unit with arguments of the same shapes.
+
+    Args:
+        signature: All that their outcome can depend on.
+        outcome: Their outcome, once one has run.
+        draws: Whether one was seen to draw from Python's or numpy's generator, on the rank where they run.
+    """
+
+    signature: Hashable
+    outcome: Outcome | None = None
+    draws: bool | None = None
+
+
 @dataclass(slots=True)
 class Holdings:
     """What lives where.
@@ -44,12 +59,17 @@ class Holdings:
     buffers: set[int] = field(default_factory=set)
     """Buffers that live on all ranks, because they are in no unit."""
     shapes: Shapes = field(default_factory=Shapes)
-    outcomes: dict[Hashable, Outcome] = field(default_factory=dict)
+    calls: dict[Hashable, Known] = field(default_factory=dict)
     """Of calls of units, by signature. None is ever forgotten, because all ranks must know the same ones."""
-    draws: dict[Hashable, bool] = field(default_factory=dict)
-    """Whether a call of a unit was seen to draw from Python's or numpy's generator, by signature."""
     frozen: dict[int, int] = field(default_factory=dict)
     """Stands for which parameters of a model need a gradient, by the model's number."""
+
+    def known(self, signature: Hashable) -> Known:
+        """What is known of calls with that signature."""
+        known = self.calls.get(signature)
+        if known is None:
+            known = self.calls[signature] = Known(signature)
+        return known
 
     def note(self, tensor: Tensor, stage: int | None) -> None:
         """Note that a parameter or buffer lives at a stage, or, if None, on all ranks; until it is gone."""

@@ -84,6 +84,8 @@ def describe(result: object, arguments: Sequence[object], versions: Sequence[int
         versions: `versions_of(arguments)` from before.
     """
     leaves, spec = flatten(result)
+    after = versions_of(arguments)
+    written = tuple(n for n, version in enumerate(after) if version != versions[n]) if after != versions else ()
     same = {id(leaf): number for number, leaf in reversed(list(enumerate(arguments))) if _has_identity(leaf)}
     memory = {
         leaf.untyped_storage()._cdata: number
@@ -91,9 +93,6 @@ def describe(result: object, arguments: Sequence[object], versions: Sequence[int
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided
     }
     results = tuple(Same(same[id(leaf)]) if id(leaf) in same else _described(leaf, memory) for leaf in leaves)
-    written = tuple(
-        n for n, (before, now) in enumerate(zip(versions, versions_of(arguments), strict=True)) if before != now
-    )
     varies = any(isinstance(one, Constant) and not _is_fixed(one.value) for one in results)
     return Outcome(results, spec, written, varies), leaves
 

@@ -40,8 +40,8 @@ class StepOutput:
         return self._total(self._tensors("sum"))
 
     def concat(self, dim: int = 0) -> Tensor:
-        """The micro-batches' tensors end to end along a dimension."""
-        return torch.cat(self._tensors("concat"), dim)
+        """The micro-batches' tensors end to end along a dimension; numbers, such as losses, as `[micro_batches]`."""
+        return torch.cat([torch.atleast_1d(tensor) for tensor in self._tensors("concat")], dim)
 
     def stack(self) -> Tensor:
         """`[micro_batches, ...]`."""

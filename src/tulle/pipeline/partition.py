@@ -69,6 +69,7 @@ class Partition:
         count: How many stages there are.
         times_s: Of each stage, for one micro-batch.
         memory_bytes: Of each stage.
+        pinned: Names of the pieces that were not free to go elsewhere.
     """
 
     pieces: Sequence[Piece]
@@ -76,6 +77,7 @@ class Partition:
     count: int
     times_s: Sequence[float]
     memory_bytes: Sequence[int]
+    pinned: frozenset[str] = frozenset()
 
     @property
     def assignment(self) -> dict[str, int]:
@@ -83,7 +85,7 @@ class Partition:
         return {piece.name: stage for piece, stage in zip(self.pieces, self.stages, strict=True)}
 
     def table(self) -> str:
-        """A line for each stage: its time, as a number and as a bar, its memory, and its pieces.
+        """A line for each stage: its time, as a number and as a bar, its memory, and its pieces; `*` marks pinned ones.
 
         Example:
             >>> print(partition([Piece("a", 1.0), Piece("b", 2.0), Piece("c", 1.0)], 2).table())
@@ -95,7 +97,9 @@ class Partition:
         lines = ["stage      time                           memory  modules"]
         for stage in range(self.count):
             names = [piece.name for piece, at in zip(self.pieces, self.stages, strict=True) if at == stage]
-            ends = f"{names[0]} .. {names[-1]}" if len(names) > 1 else "".join(names)
+            marked = [f"{name}*" if name in self.pinned else name for name in names]
+            ends = f"{marked[0]} .. {marked[-1]}" if len(names) > 1 else "".join(marked)
+            ends += "".join(f", {name}" for name in marked[1:-1] if name.endswith("*"))
             bar = "#" * round(20 * self.times_s[stage] / slowest)
             lines.append(
                 f"{stage:5d}  {self.times_s[stage] * 1e3:6.1f} ms  {bar:20s}  {self.memory_bytes[stage] / 1e6:6.1f} MB"
@@ -220,4 +224,5 @@ class _Search:
         stages = [stage_of[n] if n in stage_of else apart[piece.name] for n, piece in enumerate(self._all)]
         times = [self._stage_time(stage, b, e) for stage, (b, e) in enumerate(stretches)]
         memory = [self._memory(stage, b, e) for stage, (b, e) in enumerate(stretches)]
-        return Partition(tuple(self._all), tuple(stages), self._count, tuple(times), tuple(memory))
+        pinned = frozenset(self._limits.pins or ())
+        return Partition(tuple(self._all), tuple(stages), self._count, tuple(times), tuple(memory), pinned)

@@ -114,7 +114,6 @@ def place(
     raise_together(error, axis, label="the assignment of modules to stages")
     _check_alike(model, placed, axis)
     runtime = runtime_of(axis, gather_values(torch.initial_seed(), axis, label="the seed")[0])
-    runtime.stages = max(runtime.stages, 1 + max(placed.values(), default=0))
     runtime.placed += 1
     units = [Unit(name, model.get_submodule(name), stage, runtime.placed) for name, stage in placed.items()]
     homes = _homes(model, units)
@@ -127,7 +126,8 @@ def place(
             raise_together(_read(model, held, axis, weights), axis, label="what lives at this stage")
         elif was_deferred:
             materialize(model, device=axis.device, only=held, axis=axis)
-    resident = _made_equal(model, owners, runtime)
+    tied = _made_equal(model, owners, runtime)
+    resident = Resident(list(model.parameters()), tied, 1 + max(placed.values(), default=0))
     for name, tensor in _tensors(model):
         runtime.holdings.note(tensor, min(homes[name], default=None))
     runtime.models[runtime.placed] = resident
@@ -177,6 +177,16 @@ def outermost(model: nn.Module, assignment: Assignment) -> dict[str, int]:
     if len({id(modules[name]) for name in kept}) < len(kept):
         raise PlanError("the assignment names one module twice, by two of its names: leave one out")
     return {name: kept[name] for name in assignment if name in kept}
+
+
+def homes_of(model: nn.Module, assignment: Assignment) -> dict[str, list[int]]:
+    """The stages that would hold each parameter and buffer by name; none for a buffer that all ranks hold.
+
+    Raises:
+        PlanError: If the assignment does not fit the model.
+    """
+    units = [Unit(name, model.get_submodule(name), stage) for name, stage in outermost(model, assignment).items()]
+    return _homes(model, units)
 
 
 def _is_within(name: str, other: str) -> bool:
@@ -230,15 +240,15 @@ def _read(model: nn.Module, held: Mapping[str, Tensor], axis: Axis, weights: str
     return None
 
 
-def _made_equal(model: nn.Module, owners: Mapping[str, Sequence[int]], runtime: Runtime) -> Resident:
-    """Start what several ranks hold from the first one's."""
+def _made_equal(model: nn.Module, owners: Mapping[str, Sequence[int]], runtime: Runtime) -> list[Tied]:
+    """Start what several ranks hold from the first one's; give the parameters among it."""
     tied: list[Tied] = []
     for number, (name, tensor) in enumerate(_tensors(model)):
         if len(owners[name]) > 1:
             runtime.copy_from_first(tensor, owners[name], (runtime.placed, number), name)
             if isinstance(tensor, nn.Parameter):
                 tied.append(Tied(name, tensor, owners[name]))
-    return Resident(list(model.parameters()), tied)
+    return tied
 
 
 def _let_go_of_others(model: nn.Module, owners: Mapping[str, Sequence[int]], axis: Axis) -> ModelError | None:

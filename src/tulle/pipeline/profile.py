@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tulle.mesh import Axis
 from tulle.pipeline.calls import Calls, pieces_of, watch
@@ -156,10 +157,22 @@ class _Scale(nn.Module):
 
 def _apart(leaf: Any) -> Any:
     """A tensor of its own, so that what a module does with it does not count for others."""
-    if not isinstance(leaf, Tensor):
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+    with _TensorsApart():
         return copy.deepcopy(leaf)  # such as a cache of keys and values, to which modules add
-    copied = leaf.detach().clone()
-    return copied.requires_grad_(leaf.requires_grad)
+
+
+class _TensorsApart(TorchFunctionMode):
+    """Within it `copy.deepcopy` takes tensors that were computed, too."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        tensor, memo = args
+        return memo.setdefault(id(tensor), _apart(tensor))
 
 
 def _as_if_trained(leaf: Any) -> Any:

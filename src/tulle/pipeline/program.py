@@ -10,7 +10,7 @@ The rules, for one operation with tensors of several stages among its arguments:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 
 from tulle.errors import ModelError
 from tulle.pipeline.adopted import Adopted
-from tulle.pipeline.holdings import Holdings, Unit
+from tulle.pipeline.holdings import Holdings, Known, Unit
 from tulle.pipeline.outcome import Constant, Described, Outcome, Same, describe, versions_of
 from tulle.pipeline.placeholder import Placeholder, intercept, running
 from tulle.pipeline.randomness import Others, forked_torch, seed_of
@@ -30,6 +30,7 @@ from tulle.pipeline.shapes import signature
 from tulle.pipeline.structure import Spec, flatten, rebuild
 from tulle.pipeline.values import Values
 
+_NO_OTHERS = nullcontext()
 Read = Callable[[Placeholder, int], None]
 """Called with a placeholder, and the stage at which an operation reads it."""
 
@@ -83,6 +84,7 @@ class Program:
         self.values, self.holdings, self.seed, self.scale = values, holdings, seed, scale
         self.stage = 0
         """The last that this rank was at."""
+        self._stages: set[int] = set()
         self.has_graph = False
         """Whether a backward could come; the same on all ranks."""
         self.models: set[int] = set()
@@ -123,8 +125,9 @@ class Program:
             leaves = [self._adopted.placed(leaf) for leaf in leaves]
             call = Call(_caller(unit.module), leaves, spec, unit.name, unit)
             frozen = self.holdings.frozen.get(unit.model)
-            key = signature((unit.model, unit.name, unit.module.training, frozen), leaves, spec)
-            return self._run(call, unit.stage, self.holdings.outcomes.get(key), key)
+            what = unit.model, unit.name, unit.module.training, frozen
+            known = self.holdings.known(signature(what, leaves, spec))
+            return self._run(call, unit.stage, known.outcome, known)
 
     def backward(
         self,
@@ -175,11 +178,22 @@ class Program:
         self._adopted.clear()
 
     @property
+    def held(self) -> int:
+        """How many of this rank's stages have run forward, and not yet backward."""
+        left = self.values.tape.left
+        return len(self._stages) if left is None else min(left, len(self._stages))
+
+    @property
+    def stage_in_backward(self) -> int:
+        """The last of this rank's stages that has not run backward."""
+        return sorted(self._stages)[self.held - 1] if self._stages else 0
+
+    @property
     def is_between_modules(self) -> bool:
         """Whether what runs now is the user's code, which all ranks run."""
         return self._inside is None
 
-    def _run(self, call: Call, stage: int, outcome: Outcome | None, key: Hashable = None) -> Any:
+    def _run(self, call: Call, stage: int, outcome: Outcome | None, known: Known | None = None) -> Any:
         rank = self.values.rank_of(stage)
         for placeholder in call.placeholders:
             if self._read is not None:
@@ -187,22 +201,23 @@ class Program:
             self.values.bring(placeholder, rank, call.name)
         turn = self._turn(call.name)
         if rank != self._axis.rank:
-            outcome = self.values.hear(call.name, rank, outcome, key)
+            outcome = self.values.hear(call.name, rank, outcome, known)
             return self._wrapped(call, stage, outcome, [None] * len(outcome.results))
         self.stage = stage
+        self._stages.add(stage)
         natives = [self.values.native(leaf) if isinstance(leaf, Placeholder) else leaf for leaf in call.leaves]
         versions = versions_of(natives)
-        result = self._execute(call, natives, seed_of(self.seed, call.name, turn), key)
+        result = self._execute(call, natives, seed_of(self.seed, call.name, turn), known)
         seen, values = describe(result, natives, versions)
-        return self._wrapped(call, stage, self.values.tell(call.name, seen, outcome, key), values)
+        return self._wrapped(call, stage, self.values.tell(call.name, seen, outcome, known), values)
 
-    def _execute(self, call: Call, natives: list[Any], seed: int, key: Hashable) -> Any:
+    def _execute(self, call: Call, natives: list[Any], seed: int, known: Known | None) -> Any:
         """Run a module or an operation as in one process."""
         args, kwargs = rebuild(call.spec, natives)
         self._inside = call.name
-        others = Others(self.holdings.draws, key, seed) if call.unit else None
+        others = Others(known, seed) if known is not None else _NO_OTHERS
         try:
-            with outside_of_checkpoint(), forked_torch(seed), others or nullcontext():
+            with outside_of_checkpoint(), forked_torch(seed), others:
                 return call.function(*args, **kwargs)
         except Exception as error:
             what = f"module {call.name!r}" if call.unit else f"operation {call.name!r}"
@@ -322,15 +337,17 @@ def run_in_this_thread(program: Program) -> Iterator[None]:
         running.reset(token)
 
 
-@contextmanager
-def _interception_aside() -> Iterator[None]:
+class _interception_aside:  # noqa: N801 - used like a function; a class costs half as much as a generator
     """Have operations that are not the user's, or a unit's own, run as in one process."""
-    mode = _get_current_function_mode()
-    if not isinstance(mode, Interception):
-        yield
-        return
-    _pop_mode()
-    try:
-        yield
-    finally:
-        _push_mode(mode)
+
+    __slots__ = ("_mode",)
+
+    def __enter__(self) -> None:
+        mode = _get_current_function_mode()
+        self._mode = mode if isinstance(mode, Interception) else None
+        if self._mode is not None:
+            _pop_mode()
+
+    def __exit__(self, *_: object) -> None:
+        if self._mode is not None:
+            _push_mode(self._mode)

@@ -8,11 +8,11 @@ placeholder, draws from a stream that is seeded by step, micro-batch and the num
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -88,39 +88,42 @@ class forked_torch:  # noqa: N801 - used like a function; a class costs half as 
             torch.cuda.set_rng_state(self._cuda)
 
 
+class Drawing(Protocol):
+    """Knows whether calls draw from Python's or numpy's generator; None until one was seen."""
+
+    draws: bool | None
+
+
 class Others:
     """The same for Python's and numpy's generators, for modules that were seen to draw from them.
 
     These cost ten times as much, and few modules use them: whether one does is seen at its first call.
 
     Args:
-        seen: Whether a call draws, by its key; what is found out is put in.
-        key: Of the call.
+        known: Of calls such as this one; what is found out is put in.
         seed: Of the stream.
     """
 
-    __slots__ = ("_key", "_numpy", "_python", "_seed", "_seen")
+    __slots__ = ("_known", "_numpy", "_python", "_seed")
 
-    def __init__(self, seen: MutableMapping[Hashable, bool], key: Hashable, seed: int) -> None:
-        self._seen, self._key, self._seed = seen, key, seed
+    def __init__(self, known: Drawing, seed: int) -> None:
+        self._known, self._seed = known, seed
 
     def __enter__(self) -> None:
-        if self._seen.get(self._key, True):
+        if self._known.draws is not False:
             self._python, self._numpy = random.getstate(), np.random.get_state()
             random.seed(self._seed)
             np.random.seed(self._seed)
 
     def __exit__(self, *_: object) -> None:
-        if self._seen.get(self._key, True):
-            if self._key not in self._seen:
-                numpy, begin = (
-                    np.random.get_state(legacy=False),
-                    np.random.RandomState(self._seed).get_state(legacy=False),
-                )
-                is_numpy_same = repr(numpy) == repr(begin)
-                self._seen[self._key] = not is_numpy_same or random.getstate() != random.Random(self._seed).getstate()
-            random.setstate(self._python)
-            np.random.set_state(self._numpy)
+        if self._known.draws is False:
+            return
+        if self._known.draws is None:
+            numpy, begin = np.random.get_state(legacy=False), np.random.RandomState(self._seed).get_state(legacy=False)
+            is_numpy_same = repr(numpy) == repr(begin)
+            self._known.draws = not is_numpy_same or random.getstate() != random.Random(self._seed).getstate()
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
 
 
 def _has_cuda() -> bool:

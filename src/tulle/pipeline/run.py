@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -14,18 +14,19 @@ from torch.overrides import TorchFunctionMode
 from tulle.comm import now_s, traffic
 from tulle.mesh import Axis
 from tulle.pipeline.holdings import Holdings, Unit
+from tulle.pipeline.letters import Key, Kind
 from tulle.pipeline.placeholder import running
-from tulle.pipeline.post import Key, Kind, post_of
+from tulle.pipeline.post import post_of
 from tulle.pipeline.program import Program, run_in_this_thread
 from tulle.pipeline.randomness import forked, seed_of
-from tulle.pipeline.schedule import Schedule, held_at_once
+from tulle.pipeline.schedule import Schedule
 from tulle.pipeline.structure import flatten, rebuild
 from tulle.pipeline.tied import Aside, Tied
-from tulle.pipeline.turns import Turn, take_turns
+from tulle.pipeline.turns import Turn, Turns
 from tulle.pipeline.values import Values
 
 _MESSAGES_KEPT = 64
-"""Messages that may be under way outside of steps before the oldest are waited for."""
+"""Messages to each rank that may be under way outside of steps before the oldest are waited for."""
 
 
 @dataclass(slots=True)
@@ -55,10 +56,12 @@ class Resident:
     Args:
         parameters: All of them.
         tied: Those that several ranks hold.
+        stages: How many there are.
     """
 
     parameters: Sequence[nn.Parameter]
     tied: Sequence[Tied]
+    stages: int
 
 
 class Runtime:
@@ -70,7 +73,7 @@ class Runtime:
     """
 
     def __init__(self, axis: Axis, seed: int) -> None:
-        self.axis, self.seed, self.stages = axis, seed, axis.size
+        self.axis, self.seed = axis, seed
         self.holdings = Holdings(post_of(axis))
         self.models: WeakValueDictionary[int, Resident] = WeakValueDictionary()
         """By number; one that is gone is called by no program."""
@@ -81,6 +84,11 @@ class Runtime:
         self.bubble = 0.0
         """Share of the last step in which this rank had nothing that it could do."""
         self._current: Program | None = None
+
+    @property
+    def stages(self) -> int:
+        """How many there are, of the model that has most."""
+        return max((model.stages for model in self.models.values()), default=1)
 
     def call_unit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A placed module was called."""
@@ -113,19 +121,15 @@ class Runtime:
         aside = self._set_aside_tied()
         post.open()
         try:
-            turns = [Turn(index) for index in range(len(step))]
-            programs = [self._program(turn, share) for turn, share in zip(turns, step.shares, strict=True)]
-            held = held_at_once(step.schedule, self.axis.rank, self.axis.size, self.stages, len(step))
-
-            def begin(turn: Turn) -> None:
-                turn.begin(programs[turn.micro_batch], _body(step, turn.micro_batch, programs))
-
-            idle_s = take_turns(turns, begin, post, step.schedule, held)
-            self._add_up_tied(aside, programs)
+            turns = [self._turn(step, index) for index in range(len(step))]
+            idle_s = Turns(turns, post, step.schedule, self.stages).run()
+            self._add_up_tied(aside, [turn.program for turn in turns])
         except BaseException as error:
             post.close(error)
             raise
+        end_s = now_s()
         post.close()
+        idle_s += now_s() - end_s  # the last ranks are done before the first ones
         self.bubble = idle_s / max(now_s() - begin_s, 1e-9)
         traffic.span("step", f"bubble {self.bubble:.0%}", begin_s, now_s())
         return [turn.result for turn in turns]
@@ -135,23 +139,25 @@ class Runtime:
         key: Key = (Kind.VALUE, -number[0], number[1])
         post, me = self.holdings.post, self.axis.rank
         if me == ranks[0]:
-            for rank in ranks[1:]:
-                post.send(key, tensor.detach().clone(), to=rank)
+            post.send(key, tensor, to=ranks[1:])
         elif me in ranks:
             post.await_any({ranks[0]: [key]}, lambda: f"the first value of {name!r}")
             tensor.detach().copy_(post.take(key))
 
-    def _program(self, turn: Turn, share: float) -> Program:
+    def _turn(self, step: Step, micro_batch: int) -> Turn:
         number = self._next_program()
-        values = Values(number, self.holdings, turn.wait, f"micro-batch {turn.micro_batch} of step {traffic.step}")
-        seed = seed_of(self.seed, number)
-        return Program(values, self.holdings, seed=seed, around_backward=turn.backward, scale=share)
+        turn = Turn(micro_batch)
+        values = Values(number, self.holdings, turn.wait, f"micro-batch {micro_batch} of step {traffic.step}")
+        seed, scale = seed_of(self.seed, number), step.shares[micro_batch]
+        program = Program(values, self.holdings, seed=seed, around_backward=turn.backward, scale=scale)
+        turn.begin(program, _body(step, micro_batch, program))
+        return turn
 
     def _outside_of_steps(self) -> Program:
         """The program that runs now, or a new one if nothing of the last waits for its backward."""
         if self._current is None or not self._current.has_graph:
             number = self._next_program()
-            self.holdings.post.flush_first(self.holdings.post.sent - _MESSAGES_KEPT)
+            self.holdings.post.flush(but=_MESSAGES_KEPT)
             values = Values(number, self.holdings, self._wait, "a call outside of steps")
             seed = seed_of(self.seed, number)
             self._current = Program(values, self.holdings, seed=seed, around_backward=self._backward_outside_of_steps)
@@ -190,8 +196,7 @@ class Runtime:
             self.holdings.frozen[number] = seed_of(needed)
 
 
-def _body(step: Step, index: int, programs: Sequence[Program]) -> Callable[[], Any]:
-    program = programs[index]
+def _body(step: Step, index: int, program: Program) -> Callable[[], Any]:
     args, kwargs = step.calls[index]
 
     def body() -> Any:
@@ -212,10 +217,17 @@ def runtime_of(axis: Axis, seed: int = 0) -> Runtime:
 
 
 def one_by_one(step: Step) -> list[Any]:
-    """Run a step of a model that is not placed: each micro-batch after the other, on this process alone."""
+    """Run a step of a model that is not placed: each micro-batch after the other.
+
+    Replicas of a model that has a `no_sync` (as those of `tulle.distribute`, or DDP's) exchange gradients in the last.
+    """
     results = []
-    for (args, kwargs), share in zip(step.calls, step.shares, strict=True):
-        with _Scaled(share):
+    for index, ((args, kwargs), share) in enumerate(zip(step.calls, step.shares, strict=True)):
+        with ExitStack() as stack:
+            for value in (*args, *kwargs.values()) if index < len(step) - 1 else ():
+                if isinstance(value, nn.Module) and (no_sync := getattr(value, "no_sync", None)) is not None:
+                    stack.enter_context(no_sync())
+            stack.enter_context(_Scaled(share))
             leaves, spec = flatten(step.function(*args, **kwargs))
         results.append(rebuild(spec, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
     return results

@@ -7,6 +7,10 @@ al., *PipeDream-2BW*, ICML'21; *Megatron-LM*, SC'21, section 2.2):
     1f1b      rank 0   F0 F1 F2 F3 ·  ·  ·  B0 F4 B1 F5 ...                  at most 4 are held, at rank r: 4 - r
               rank 3   ·  ·  ·  F0 B0 F1 B1 F2 B2 ...
 
+With two stages a rank (f, b: the second) micro-batches go in groups of as many as there are ranks:
+
+    1f1b      rank 0   F0 F1 F2 F3 f0 f1 f2 f3 F4 F5 ·  b0 F6 b1 F7 ...      at most 11 pairs of micro-batch and stage
+
 Both are rules of preference, not lists: a rank takes the best of what is ready, so that models whose values do not just
 go down the stages (encoder-decoder, skips, a loss on the first rank) cannot lock it up.
 """
@@ -33,37 +37,41 @@ def checked(schedule: str) -> Schedule:
 
 
 def held_at_once(schedule: Schedule, rank: int, ranks: int, stages: int, micro_batches: int) -> int:
-    """How many micro-batches a rank may have begun and not ended.
-
-    With several stages a rank (interleaved 1F1B) a micro-batch comes by several times before its backward: a rank then
-    needs a group of `ranks` micro-batches more.
+    """How many pairs of a micro-batch and a stage a rank may have run forward and not yet backward.
 
     Example:
         >>> [held_at_once("1f1b", rank, 4, 4, 8) for rank in range(4)]
         [4, 3, 2, 1]
         >>> [held_at_once("1f1b", rank, 4, 8, 8) for rank in range(4)]
-        [7, 6, 5, 4]
+        [11, 9, 7, 5]
     """
+    here = stages_here(rank, ranks, stages)
     if schedule == "gpipe":
-        return micro_batches
-    return min(micro_batches, ranks - rank if stages <= ranks else 2 * ranks - rank - 1)
+        return micro_batches * here
+    return min(micro_batches * here, ranks - rank if here == 1 else 2 * (ranks - rank) - 1 + (here - 1) * ranks)
 
 
-def preference(schedule: Schedule, micro_batch: int, ranks: int, stage: int, *, in_backward: bool) -> tuple[int, ...]:
+def stages_here(rank: int, ranks: int, stages: int) -> int:
+    """How many stages a rank has; at least one."""
+    return max(1, len(range(rank, stages, ranks)))
+
+
+def preference(
+    schedule: Schedule, micro_batch: int, ranks: int, stage: int, *, in_backward: bool, is_full: bool = True
+) -> tuple[int, ...]:
     """Of what is ready, a rank takes that of which this is smallest.
 
-    Backward first, for it gives memory back; forward by groups of as many micro-batches as ranks, in each group the
-    later stage first, as nothing else can feed the ranks behind it.
+    Forward while there is room, to feed the ranks behind, else backward, which makes room: one forward, one backward.
+    By groups of as many micro-batches as ranks, in each group all of one stage and then all of the next; in backward
+    the other way round.
 
     Args:
-        schedule: Which.
+        schedule: Which; it says what is ready (`gpipe`: no backward before the last forward), not what comes first.
         micro_batch: Its number.
         ranks: On the axis.
         stage: That the micro-batch has come to on this rank.
         in_backward: Whether it is in its backward.
+        is_full: Whether the rank holds as much as it may (`held_at_once`).
     """
-    if in_backward:
-        return 0, micro_batch
-    if schedule == "gpipe":
-        return 1, micro_batch
-    return 1, micro_batch // ranks, -stage, micro_batch
+    group = micro_batch // ranks
+    return (not is_full, group, -stage, micro_batch) if in_backward else (is_full, group, stage, micro_batch)

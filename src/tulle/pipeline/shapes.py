@@ -16,6 +16,8 @@ from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.structure import Spec, rebuild
 
 _REMEMBERED = 8192
+_WITH_GRAD, _WITHOUT_GRAD = (True,), (False,)
+_UNKNOWN: Any = object()
 T = TypeVar("T")
 
 
@@ -45,18 +47,19 @@ class Shapes:
             spec: How they are put together.
         """
         key = signature(function, leaves, spec)
-        if key in self._known:
-            return self._known[key]
-        return self._known.remember(key, _infer(function, leaves, spec))
+        known = self._known.get(key, _UNKNOWN)
+        return self._known.remember(key, _infer(function, leaves, spec)) if known is _UNKNOWN else known
 
 
 def signature(what: Hashable, leaves: Sequence[Any], spec: Spec) -> Hashable:
     """All that the outcome of a call can depend on, if not on values."""
-    return what, spec, tuple(map(_about, leaves)), mode()
+    return what, spec, tuple([_about(leaf) for leaf in leaves]), mode()
 
 
 def mode() -> tuple[bool, ...]:
     """What outside of a call's arguments bears on its outcome."""
+    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
+        return _WITH_GRAD if torch.is_grad_enabled() else _WITHOUT_GRAD
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return (torch.is_grad_enabled(), *((kind, torch.get_autocast_dtype(kind)) for kind in kinds))  # type: ignore[return-value]
 

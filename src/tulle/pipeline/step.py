@@ -14,12 +14,13 @@ from tulle.pipeline.outputs import collected
 from tulle.pipeline.place import pipeline_of
 from tulle.pipeline.run import Step, one_by_one
 from tulle.pipeline.schedule import checked
+from tulle.pipeline.usual import usual_of
 
 P = ParamSpec("P")
 
 
 def step(
-    *, micro_batches: int, schedule: str = "1f1b", split: Split | None = None
+    *, micro_batches: int | None = None, schedule: str | None = None, split: Split | None = None
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
     """Cut the batch of each call into micro-batches and run the function on each, through all stages of a pipeline.
 
@@ -28,9 +29,10 @@ def step(
     Optimizers step outside of it. Of a model that is not placed it runs the micro-batches one after the other.
 
     Args:
-        micro_batches: Into how many the batch is cut; sizes differ by at most one sample.
+        micro_batches: Into how many the batch is cut; sizes differ by at most one sample. None for what the plan says
+            that `tulle.distribute` put on the model, which is 1 if nothing does.
         schedule: `"1f1b"` (a rank holds at most as many micro-batches as there are stages from it to the last), or
-            `"gpipe"` (all forward, then all backward).
+            `"gpipe"` (all forward, then all backward). None for what the plan says, or `"1f1b"`.
         split: Dimension along which an argument is cut, by its name or `"name.key"`, or None for one that is not cut.
             All others are cut along dimension 0.
 
@@ -54,17 +56,18 @@ def step(
         >>> train_step(model, torch.zeros(4, 3)).stack().shape
         torch.Size([2])
     """
-    if not isinstance(micro_batches, int) or micro_batches < 1:
+    if not (micro_batches is None or (isinstance(micro_batches, int) and micro_batches > 0)):
         raise PlanError(f"step was given micro_batches={micro_batches!r}, expected a positive number")
-    order = checked(schedule)
+    order = None if schedule is None else checked(schedule)
 
     def decorate(function: Callable[P, Any]) -> Callable[P, Any]:
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> Any:
-            calls, shares = cut(function, args, kwargs, micro_batches, split or {})
             models = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
+            usual = usual_of(models)
+            calls, shares = cut(function, args, kwargs, micro_batches or usual.micro_batches, split or {})
             runtime = pipeline_of(models)
-            whole = Step(function, calls, shares, order)
+            whole = Step(function, calls, shares, order or usual.schedule)
             results = runtime.run_step(whole) if runtime is not None else one_by_one(whole)
             return collected(results, shares)
 

@@ -15,18 +15,39 @@ import torch
 import torch.utils._pytree as pytree
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
     """The place of one leaf."""
 
+    def __reduce__(self) -> str:
+        """There is one."""
+        return "LEAF"
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """How a container was made: its type, what its flatten function gave beside the children, and these."""
+    """How a container was made: its type, what its flatten function gave beside the children, and these.
+
+    Made by `_node`, once for what is the same, so that structures are compared by identity: they are part of what every
+    call is looked up by.
+    """
 
     kind: type
     context: Any
     children: tuple[Spec, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be the same again where it is sent or copied."""
+        return _node, (self.kind, self.context, self.children)
+
+
+_nodes: dict[Any, Node] = {}
+
+
+def _node(kind: type, context: Any, children: tuple[Spec, ...]) -> Node:
+    key = kind, context, children
+    known = _nodes.get(key)
+    return known if known is not None else _nodes.setdefault(key, Node(kind, context, children))
 
 
 Spec = Leaf | Node
@@ -56,28 +77,29 @@ def rebuild(spec: Spec, leaves: list[Any]) -> Any:
 def _flatten(value: Any, leaves: list[Any]) -> Spec:
     kind = type(value)
     if kind is tuple or kind is list:
-        return Node(kind, None, tuple(_flatten(child, leaves) for child in value))
+        return _node(kind, None, tuple([_flatten(child, leaves) for child in value]))
     if not isinstance(value, _ATOMS):
         if kind is dict:
-            return Node(kind, tuple(value), tuple(_flatten(child, leaves) for child in value.values()))
+            return _node(kind, tuple(value), tuple([_flatten(child, leaves) for child in value.values()]))
         if kind in pytree.SUPPORTED_NODES:
             children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
-            return Node(kind, _frozen(context), tuple(_flatten(child, leaves) for child in children))
+            return _node(kind, _frozen(context), tuple([_flatten(child, leaves) for child in children]))
         if kind is slice:
             ends = (value.start, value.stop, value.step)
             # A bound that is a tensor is asked for its number here, on every rank.
             bounds = [operator.index(end) if isinstance(end, torch.Tensor) else end for end in ends]
-            return Node(kind, None, tuple(_flatten(bound, leaves) for bound in bounds))
+            return _node(kind, None, tuple([_flatten(bound, leaves) for bound in bounds]))
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = tuple(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
-            return Node(kind, names, tuple(_flatten(getattr(value, name), leaves) for name in names))
+            return _node(kind, names, tuple([_flatten(getattr(value, name), leaves) for name in names]))
     leaves.append(value)
     return LEAF
 
 
 def _rebuild(spec: Spec, leaves: Any) -> Any:
-    if isinstance(spec, Leaf):
+    if spec is LEAF:
         return next(leaves)
+    assert isinstance(spec, Node), "a leaf or a node"
     children = [_rebuild(child, leaves) for child in spec.children]
     kind = spec.kind
     if kind is tuple or kind is list:

@@ -98,6 +98,8 @@ class Tape:
 
     def __init__(self) -> None:
         self.phases: list[Phase] = [Phase()]
+        self.left: int | None = None
+        """While backward runs, how many phases have not come to their end."""
 
     @property
     def phase(self) -> Phase:
@@ -136,7 +138,8 @@ class Tape:
             give: Called with a value's number, the rank it came from, and its gradient.
             retain_graph: Whether there will be another backward.
         """
-        for phase in reversed(self.phases):
+        for left, phase in reversed(list(enumerate(self.phases, start=1))):
+            self.left = left
             ends = [*phase.seeds]
             phase.seeds.clear()
             arrived = [(edge, gradient_of(number, to)) for number, to, edge in phase.sent]
@@ -149,5 +152,6 @@ class Tape:
                 give(number, source, entry.take_gradient())
             if not retain_graph:
                 phase.clear()
+        self.left = None
         if not retain_graph:
             self.phases = [Phase()]

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tulle.pipeline.post import Kind, Post
+from tulle.pipeline.letters import Kind
+from tulle.pipeline.post import Post
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,8 +55,7 @@ class Aside:
         if mine is not None and mine.layout != torch.strided:
             mine = mine.to_dense()  # another stage's may be dense
         others = [rank for rank in self._tied.ranks if rank != me]
-        for rank in others:
-            post.send(self._key(number, me, post), mine, to=rank)
+        post.send(self._key(number, me, post), mine, to=others)
         theirs = {rank: self._from(post, number, rank) for rank in others}
         parts = [mine if rank == me else theirs[rank] for rank in self._tied.ranks]
         parameter.grad = _sum([part for part in parts if part is not None])

@@ -1,12 +1,16 @@
 """`Turns`: the programs of a step's micro-batches, one of which runs at a time; one that waits gives way to another.
 
-Each program is the user's own function, so it needs a stack of its own: a thread. One runs, the others are parked:
+Each program is the user's own function, so it needs a stack of its own: a thread. Whoever stops looks by the schedule
+who goes on, and wakes that one; often that is itself, which costs nothing:
 
-    the step's thread                       thread of micro-batch 0            thread of micro-batch 1
-    go ───────────────────────────────────▶ forward ... needs a value
-    choose by the schedule ◀─ waits for it ─┘
-    go ───────────────────────────────────────────────────────────────────────▶ forward ... ready for backward
-    choose ◀──────────────────────────────────────────────────────────────────── waits for its turn
+    thread of micro-batch 0               thread of micro-batch 1               the step's thread
+    forward ... needs a value                                                   sleeps until all are done
+    chooses 1, wakes it ────────────────▶ forward ... ready for backward
+    sleeps                                chooses itself: backward ...
+    goes on ◀──────────────────────────── needs a gradient: chooses 0, wakes it
+    is done: begins micro-batch 2 itself
+
+Threads stay for later micro-batches and steps, so that there are as many as ever were needed at once, with warm memory.
 """
 
 from __future__ import annotations
@@ -21,10 +25,11 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 
 from tulle.comm import now_s, traffic
-from tulle.pipeline.post import Key, Post
+from tulle.pipeline.letters import Key
+from tulle.pipeline.post import Post
 from tulle.pipeline.program import Program
 from tulle.pipeline.randomness import State, seed_all
-from tulle.pipeline.schedule import Schedule, preference
+from tulle.pipeline.schedule import Schedule, held_at_once, preference, stages_here
 
 
 class Abandoned(BaseException):
@@ -32,7 +37,7 @@ class Abandoned(BaseException):
 
 
 class Turn:
-    """One micro-batch's program and its thread.
+    """One micro-batch's program and where it has come to.
 
     Args:
         micro_batch: Its number.
@@ -40,79 +45,178 @@ class Turn:
 
     def __init__(self, micro_batch: int) -> None:
         self.micro_batch = micro_batch
-        self.program: Program | None = None
-        self.error: BaseException | None = None
+        self.give_way: Callable[[Turn], None] = _nothing
         self.result: Any = None
         self.key: Key | None = None
         self.source = 0
         self.purpose = ""
-        self.is_done = False
         self.is_at_backward = False
         self.in_backward = False
-        self._state: State | None = None
-        self._may_go, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
-        self._is_abandoned = False
+        self.may_go = threading.Lock()
+        self.may_go.acquire()
 
     def begin(self, program: Program, body: Callable[[], Any]) -> None:
-        """Make the thread, which waits for its first `go`."""
-        self.program = program
-        context, surroundings = contextvars.copy_context(), Surroundings()
-        thread = threading.Thread(
-            target=context.run,
-            args=(self._run, body, surroundings),
-            daemon=True,
-            name=f"micro-batch {self.micro_batch}",
-        )
-        thread.start()
+        """Say what it runs, once."""
+        self.program, self.body = program, body
 
-    def go(self) -> None:
-        """Let it run until it waits or is done; called by the step's thread."""
-        begin_s = now_s()
-        direction = "backward" if self.in_backward or self.is_at_backward else "forward"
-        self._may_go.release()
-        self._has_stopped.acquire()
-        traffic.span("stage", f"{direction} {self.micro_batch}", begin_s, now_s())
-
-    def abandon(self) -> None:
-        """End the thread."""
-        if not self.is_done:
-            self._is_abandoned = True
-            self.go()
+    @property
+    def direction(self) -> str:
+        """Forward or backward, for the timeline."""
+        return "backward" if self.in_backward or self.is_at_backward else "forward"
 
     def wait(self, key: Key, source: int, purpose: str) -> None:
         """Give way until a letter is there; called by the program."""
         self.key, self.source, self.purpose = key, source, purpose
-        self._stop()
+        self.give_way(self)
         self.key = None
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Give way until the schedule has backward begin; entered by the program."""
         self.is_at_backward = True
-        self._stop()
+        self.give_way(self)
         self.is_at_backward, self.in_backward = False, True
         yield
         self.in_backward = False
 
-    def _run(self, body: Callable[[], Any], surroundings: Surroundings) -> None:
-        self._may_go.acquire()
-        try:
-            if not self._is_abandoned and self.program is not None:
-                seed_all(self.program.seed)
-                with surroundings:
-                    self.result = body()
-        except BaseException as error:
-            self.error = error
-        self.is_done = True
-        self._has_stopped.release()
 
-    def _stop(self) -> None:
-        self._state = State.now()
-        self._has_stopped.release()
-        self._may_go.acquire()
-        if self._is_abandoned:
+class Turns:
+    """The turns of one step.
+
+    Args:
+        turns: In the order of micro-batches, each with its program and its body.
+        post: Where letters arrive.
+        schedule: Which of those that are ready comes next.
+        stages: Of the whole pipeline.
+    """
+
+    def __init__(self, turns: Sequence[Turn], post: Post, schedule: Schedule, stages: int) -> None:
+        self._post, (rank, ranks) = post, (post.axis.rank, post.axis.size)
+        self._schedule: Schedule = schedule
+        self._most_held = held_at_once(schedule, rank, ranks, stages, len(turns))
+        self._stages_here = stages_here(rank, ranks, stages)
+        self._waiting, self._begun = list(turns), list[Turn]()
+        self._starts = {turn: (contextvars.copy_context(), Surroundings()) for turn in turns}
+        self._is_over = threading.Lock()
+        self._error: BaseException | None = None
+        self._idle_s, self._since_s = 0.0, now_s()
+        for turn in turns:
+            turn.give_way = self._give_way
+
+    def run(self) -> float:
+        """Run all programs to their ends.
+
+        Returns:
+            Seconds for which no program could run: the bubble, and what communication added to it.
+        """
+        state = State.now()
+        self._is_over.acquire()
+        _employ(self._work)
+        try:
+            self._is_over.acquire()
+        except BaseException as error:  # an interrupt, which reaches this thread only: the others unwind now
+            self._error = error
+            self._post.give_up(f"{type(error).__name__}")
+            self._is_over.acquire()
+        state.restore()
+        if self._error is not None:
+            raise self._error
+        return self._idle_s
+
+    def _work(self, turn: Turn | None = None) -> threading.Lock:
+        """Run one program after another to its end, until one that sleeps comes first; give what wakes who is next."""
+        turn = turn or self._choose()
+        while turn is not None and turn in self._starts:
+            context, surroundings = self._starts.pop(turn)
+            context.run(self._run, turn, surroundings)
+            self._begun.remove(turn)
+            self._draw(turn)
+            turn = self._choose()
+        return self._is_over if turn is None else turn.may_go
+
+    def _run(self, turn: Turn, surroundings: Surroundings) -> None:
+        seed_all(turn.program.seed)
+        try:
+            with surroundings:
+                turn.result = turn.body()
+        except BaseException as error:
+            self._error = self._error or error
+
+    def _give_way(self, turn: Turn) -> None:
+        self._draw(turn)
+        following = self._choose()
+        if following is not turn and following is not None:
+            state = State.now()
+            if following in self._starts:
+                _employ(self._work, following)
+            else:
+                following.may_go.release()
+            turn.may_go.acquire()
+            state.restore()
+        if self._error is not None:
             raise Abandoned
-        self._state.restore()
+
+    def _choose(self) -> Turn | None:
+        """Who goes on, as soon as anybody can; None if all are done."""
+        try:
+            while self._error is None and (self._waiting or self._begun):
+                best = self._best()
+                if best is not None:
+                    return best
+                self._await_letters()
+        except Exception as error:
+            self._error = self._error or error
+        return self._begun[0] if self._begun else None  # after an error, to unwind
+
+    def _best(self) -> Turn | None:
+        """Of those that can go on the one that should; None if none can."""
+        is_full = sum(max(1, turn.program.held) for turn in self._begun) >= self._most_held
+        ready = [turn for turn in self._begun if self._is_ready(turn, is_full=is_full)]
+        if self._waiting and not is_full and self._may_begin(self._waiting[0]):
+            ready.append(self._waiting[0])
+        best = min(ready, key=lambda turn: self._preference(turn, is_full=is_full), default=None)
+        if best is not None and self._waiting and best is self._waiting[0]:
+            self._begun.append(self._waiting.pop(0))
+        return best
+
+    def _may_begin(self, turn: Turn) -> bool:
+        """Not before those of earlier groups have come to this rank's last stage, or they would have no room there."""
+        ranks = self._post.axis.size
+        earlier = (other for other in self._begun if other.micro_batch // ranks < turn.micro_batch // ranks)
+        return self._stages_here == 1 or all(
+            other.in_backward or other.is_at_backward or other.program.held == self._stages_here for other in earlier
+        )
+
+    def _is_ready(self, turn: Turn, *, is_full: bool) -> bool:
+        if turn.is_at_backward:
+            return self._schedule != "gpipe" or not (
+                self._waiting or any(not (other.is_at_backward or other.in_backward) for other in self._begun)
+            )
+        if turn.key is None or not self._post.has(turn.key):
+            return turn.key is None
+        # The oldest may always go on, for somebody must be able to.
+        may_hold_more = not is_full or turn is self._begun[0]
+        return turn.in_backward or may_hold_more or not 0 < turn.program.held < self._stages_here
+
+    def _preference(self, turn: Turn, *, is_full: bool) -> tuple[int, ...]:
+        in_backward, ranks = turn.in_backward or turn.is_at_backward, self._post.axis.size
+        stage = turn.program.stage_in_backward if in_backward else turn.program.stage
+        return preference(self._schedule, turn.micro_batch, ranks, stage, in_backward=in_backward, is_full=is_full)
+
+    def _await_letters(self) -> None:
+        begin_s = now_s()
+        wanted: dict[int, list[Key]] = {}
+        for turn in self._begun:
+            if turn.key is not None:
+                wanted.setdefault(turn.source, []).append(turn.key)
+        self._post.await_any(wanted, lambda: "; ".join(turn.purpose for turn in self._begun if turn.key is not None))
+        self._since_s = now_s()
+        self._idle_s += self._since_s - begin_s
+
+    def _draw(self, turn: Turn) -> None:
+        """Put what ends now on the timeline."""
+        begin_s, self._since_s = self._since_s, now_s()
+        traffic.span("stage", f"{turn.direction} {turn.micro_batch}", begin_s, self._since_s)
 
 
 class Surroundings(ExitStack):
@@ -142,71 +246,41 @@ class Surroundings(ExitStack):
         return self
 
 
-def take_turns(
-    turns: Sequence[Turn], begin: Callable[[Turn], None], post: Post, schedule: Schedule, held: int
-) -> float:
-    """Run all programs to their ends.
+class _Hand:
+    """A thread of this process that does one task after another; each gives the lock that wakes who is next."""
 
-    Args:
-        turns: In the order of micro-batches.
-        begin: Makes a program's thread.
-        post: Where letters arrive.
-        schedule: Which of those that are ready comes next.
-        held: How many may have begun and not ended.
+    def __init__(self) -> None:
+        self._task: Callable[[], threading.Lock] | None = None
+        self._has_task = threading.Lock()
+        self._has_task.acquire()
+        threading.Thread(target=self._do, daemon=True, name="micro-batches").start()
 
-    Returns:
-        Seconds for which no program could run: the bubble, and what communication added to it.
-    """
-    waiting, begun, idle_s = list(turns), [], 0.0
-    with _abandoned_on_error(begun):
-        while waiting or begun:
-            ready = [turn for turn in begun if _is_ready(turn, post, schedule, waiting, begun)]
-            if waiting and len(begun) < held:
-                ready.append(waiting[0])
-            if not ready:
-                begin_s = now_s()
-                _await_letters(begun, post)
-                idle_s += now_s() - begin_s
-                continue
-            best = min(ready, key=lambda turn: _preference(turn, schedule, post.axis.size))
-            if waiting and best is waiting[0]:
-                begun.append(waiting.pop(0))
-                begin(best)
-            best.go()
-            if best.error is not None:
-                raise best.error
-            if best.is_done:
-                begun.remove(best)
-    return idle_s
+    def give(self, task: Callable[[], threading.Lock]) -> None:
+        self._task = task
+        self._has_task.release()
+
+    def _do(self) -> None:
+        while True:
+            self._has_task.acquire()
+            task, self._task = self._task, None
+            assert task is not None, "given before it was woken"
+            following = task()
+            del task  # it holds the step
+            _idle.append(self)  # before anybody else goes on, who might look for one
+            following.release()
 
 
-def _is_ready(turn: Turn, post: Post, schedule: Schedule, waiting: Sequence[Turn], begun: Sequence[Turn]) -> bool:
-    if turn.is_at_backward:
-        are_all_forward_done = not waiting and all(other.is_at_backward or other.in_backward for other in begun)
-        return schedule != "gpipe" or are_all_forward_done
-    return turn.key is None or post.has(turn.key)
+_idle: list[_Hand] = []
 
 
-def _preference(turn: Turn, schedule: Schedule, ranks: int) -> tuple[int, ...]:
-    in_backward = turn.in_backward or turn.is_at_backward
-    return preference(
-        schedule, turn.micro_batch, ranks, turn.program.stage if turn.program else 0, in_backward=in_backward
-    )
-
-
-def _await_letters(begun: Sequence[Turn], post: Post) -> None:
-    wanted: dict[int, list[Key]] = {}
-    for turn in begun:
-        if turn.key is not None:
-            wanted.setdefault(turn.source, []).append(turn.key)
-    post.await_any(wanted, lambda: "; ".join(turn.purpose for turn in begun if turn.key is not None))
-
-
-@contextmanager
-def _abandoned_on_error(begun: Sequence[Turn]) -> Iterator[None]:
+def _employ(work: Callable[..., threading.Lock], *arguments: Turn) -> None:
+    """Have a thread do something."""
     try:
-        yield
-    except BaseException:
-        for turn in begun:
-            turn.abandon()
-        raise
+        hand = _idle.pop()
+    except IndexError:
+        hand = _Hand()
+    hand.give(lambda: work(*arguments))
+
+
+def _nothing(*_: object) -> None:
+    pass

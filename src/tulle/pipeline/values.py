@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from tulle.errors import ModelError
-from tulle.pipeline.holdings import Holdings
+from tulle.pipeline.holdings import Holdings, Known
+from tulle.pipeline.letters import Key, Kind
 from tulle.pipeline.outcome import Outcome
 from tulle.pipeline.placeholder import Placeholder
-from tulle.pipeline.post import Key, Kind
 from tulle.pipeline.tape import Phase, Tape
 
 Wait = Callable[[Key, int, str], None]
@@ -60,8 +60,7 @@ class Values:
             value = self.native(placeholder)
             if with_grad:
                 self.tape.send(number, rank, value)
-            # A copy: the original may be written in before it has left.
-            self._post.send((Kind.VALUE, self._number, number), value.detach().clone(), to=rank)
+            self._post.send((Kind.VALUE, self._number, number), value, to=(rank,))
         elif self._rank == rank:
             value = self._await((Kind.VALUE, self._number, number), home, f"an input of {purpose!r}")
             placeholder.local = self.tape.receive(number, home, value) if with_grad else value
@@ -105,33 +104,33 @@ class Values:
                 self._tell_all((Kind.VALUE, self._number, number), leaf.local)
         return [self._shared(leaf, number) for leaf, number in zip(leaves, numbers, strict=True)]
 
-    def hear(self, name: str, rank: int, outcome: Outcome | None, key: Hashable) -> Outcome:
+    def hear(self, name: str, rank: int, outcome: Outcome | None, known: Known | None) -> Outcome:
         """What the rank that runs an operation tells of its outcome, if it is not known.
 
         Args:
             name: Of the operation.
             rank: That runs it.
             outcome: What is known.
-            key: By which an outcome that is the same whenever it comes is told once; None if there is none such.
+            known: Where an outcome that is the same whenever it comes is noted; None if there is none such.
         """
-        if outcome is None and key is not None:
-            letter, outcomes = (Kind.OUTCOME, 0, _digest(key)), self._holdings.outcomes
-            if key not in outcomes and not self._post.has(letter):
+        if outcome is None and known is not None:
+            letter = Kind.OUTCOME, 0, _digest(known.signature)
+            if not self._post.has(letter):
                 self._wait(letter, rank, f"the outcome of {name!r} ({self.name})")
-            if key not in outcomes:  # another micro-batch may have come by
-                outcomes[key] = self._post.look(letter)
-            outcome = outcomes[key]
+            if known.outcome is None:  # else another micro-batch has come by
+                known.outcome = self._post.look(letter)
+            outcome = known.outcome
         if outcome is None or outcome.varies:
             return self._await((Kind.OUTCOME, self._number, self._next()), rank, f"the outcome of {name!r}")
         return outcome
 
-    def tell(self, name: str, seen: Outcome, outcome: Outcome | None, key: Hashable) -> Outcome:
+    def tell(self, name: str, seen: Outcome, outcome: Outcome | None, known: Known | None) -> Outcome:
         """Tell the other ranks what they cannot know of an outcome; give what all go by."""
-        if outcome is None and key is not None:
-            if key not in self._holdings.outcomes:
-                self._holdings.outcomes[key] = seen
-                self._tell_all((Kind.OUTCOME, 0, _digest(key)), seen)
-            outcome = self._holdings.outcomes[key]
+        if outcome is None and known is not None:
+            if known.outcome is None:
+                known.outcome = seen
+                self._tell_all((Kind.OUTCOME, 0, _digest(known.signature)), seen)
+            outcome = known.outcome
         if outcome is None or outcome.varies:
             self._tell_all((Kind.OUTCOME, self._number, self._next()), seen)
             return seen
@@ -151,12 +150,10 @@ class Values:
         return self._await((Kind.GRADIENT, self._number, number), rank, "a gradient")
 
     def _give_gradient(self, number: int, rank: int, gradient: Tensor | None) -> None:
-        self._post.send((Kind.GRADIENT, self._number, number), gradient, to=rank)
+        self._post.send((Kind.GRADIENT, self._number, number), gradient, to=(rank,))
 
     def _tell_all(self, key: Key, content: object) -> None:
-        for rank in range(self._size):
-            if rank != self._rank:
-                self._post.send(key, content, to=rank)
+        self._post.send(key, content, to=[rank for rank in range(self._size) if rank != self._rank])
 
     def _shared(self, leaf: Any, number: int) -> Any:
         if not isinstance(leaf, Placeholder):

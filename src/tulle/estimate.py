@@ -1,0 +1,199 @@
+"""`estimate`: what a training step needs of memory on each rank of a mesh under a plan, and how long it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from tulle.errors import PlanError
+from tulle.memory.estimate import Estimate, Loss, Options, count_on_a_copy, default_loss, on_a_rank, tensor_bytes
+from tulle.memory.recompute import repeated
+from tulle.memory.stages import Stages, count_stages
+from tulle.mesh import Mesh
+from tulle.pipeline.partition import Partition
+from tulle.pipeline.place import homes_of
+from tulle.pipeline.schedule import checked, held_at_once, stages_here
+from tulle.plan import Plan
+
+DATA, PIPE, MODEL = "data", "pipe", "model"
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+OptimizerOf = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class StepEstimate:
+    """What a step needs; ranks that differ only along axes `data` and `model` need the same.
+
+    Args:
+        mesh: Size of each axis by name.
+        ranks: Of each rank along axis `pipe`; one if there is no such axis.
+
+    Example:
+        >>> print(StepEstimate({"pipe": 1}, (Estimate(2**20, 2**20, 2**21, 0, 2**22, 5 * 2**20),)))
+        MiB                rank 0
+        parameters            1.0
+        gradients             1.0
+        optimizer             2.0
+        activations           0.0
+        peak                  4.0
+        measured              5.0
+    """
+
+    mesh: Mapping[str, int]
+    ranks: tuple[Estimate, ...]
+
+    def __str__(self) -> str:
+        """A column for each rank along axis `pipe`, in MiB."""
+        names = ["parameters", "gradients", "optimizer", "activations", "peak", "measured"]
+        lines = [f"{'MiB':<12}" + "".join(f"{f'rank {rank}':>13}" for rank in range(len(self.ranks)))]
+        for name in names:
+            values = [getattr(rank, f"{name}_bytes") for rank in self.ranks]
+            if any(value is not None for value in values):
+                cells = [f"{'' if value is None else f'{value / 2**20:,.1f}':>13}" for value in values]
+                lines.append(f"{name:<12}" + "".join(cells))
+        return "\n".join(lines)
+
+    def with_measured(self, peak_bytes: Sequence[int]) -> StepEstimate:
+        """The same with what allocators saw on each rank along axis `pipe` beside it."""
+        ranks = [replace(rank, measured_bytes=measured) for rank, measured in zip(self.ranks, peak_bytes, strict=True)]
+        return StepEstimate(self.mesh, tuple(ranks))
+
+
+def estimate(
+    model: nn.Module,
+    sample: object,
+    mesh: Mesh | Mapping[str, int],
+    plan: Plan | None = None,
+    *,
+    optimizer: Optimizer | OptimizerOf = torch.optim.AdamW,
+    loss: Loss | None = None,
+) -> StepEstimate:
+    """What a training step needs of memory on each rank. Nothing is sent, and the model stays as it is.
+
+    Args:
+        model: Not distributed yet; on any device, `meta` included.
+        sample: One rank's batch, as the model is called with it: a mapping is passed as keywords, a tuple as
+            positional arguments, anything else as the one argument.
+        mesh: What `tulle.init` returns, or the sizes of its axes by name, which need not be there.
+        plan: Its stages, micro-batches, split modules and memory options count; None for none of these.
+        optimizer: Over the model's parameters, or what makes one of them.
+        loss: From the model's result to the loss; None for its `loss`, or else the sum of what it gives.
+
+    Raises:
+        PlanError: If the mesh has an axis `pipe` and the plan no stages, or a stage names no module.
+        ModelError: If nothing that the model gives depends on its parameters.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(4)))
+        >>> plan = Plan({"pipe": 2}, stages={"0": 0, "1": 0, "2": 1, "3": 1}, micro_batches=4)
+        >>> found = estimate(model, torch.ones(64, 256), {"pipe": 2}, plan)
+        >>> [rank.parameters_bytes // 2**10 for rank in found.ranks]
+        [512, 512]
+        >>> found.ranks[0].activations_bytes > found.ranks[1].activations_bytes  # it holds two micro-batches
+        True
+    """
+    sizes = dict(mesh.shape if isinstance(mesh, Mesh) else mesh)
+    chosen = plan or Plan(mesh=sizes)
+    ranks = sizes.get(PIPE, 1)
+    if ranks > 1 and not chosen.stages:
+        raise PlanError(
+            f"estimate was given a mesh with axis {PIPE}={ranks} and a plan without stages: name them in it"
+        )
+    stages = _stages(model, chosen, sizes)
+    stepped = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
+    options = _options(chosen)
+    whole = count_on_a_copy(
+        model, stepped, _micro_batch(sample, chosen.micro_batches), options, loss or default_loss, count_stages(stages)
+    )
+    found = []
+    for rank in range(ranks):
+        here = range(rank, stages.count, ranks)
+        held = _held(chosen, rank, ranks, stages.count)
+        parts = [
+            on_a_rank(whole[stage], sizes.get(DATA, 1), options, _gathered(model, stages, stage)) for stage in here
+        ]
+        found.append(_together(parts, [whole[stage].activations_bytes for stage in here], held))
+    return StepEstimate(sizes, tuple(found))
+
+
+def step_seconds(partition: Partition, ranks: int, micro_batches: int) -> float:
+    """How long forward and backward of a step take on a pipeline: the slowest rank's work and the way to it.
+
+    Args:
+        partition: As `deal` found it, of stages that take the time that it says for a micro-batch.
+        ranks: Among which the stages are dealt round.
+        micro_batches: Of a step.
+
+    With one stage a rank, T = sum of all stages + (micro-batches - 1) times the slowest; with several the first and the
+    last micro-batch pass one of a rank's stages before the next rank can begin (*Megatron-LM*, SC'21, section 2.2).
+
+    Example:
+        >>> from tulle.pipeline.partition import Piece, partition
+        >>> found = partition([Piece("a", 1.0), Piece("b", 2.0), Piece("c", 1.0), Piece("d", 2.0)], 2)
+        >>> found.times_s, step_seconds(found, 2, 8)
+        ((3.0, 3.0), 27.0)
+    """
+    of_rank = [sum(partition.times_s[rank::ranks]) for rank in range(ranks)]
+    groups = max(1, math.ceil(partition.count / ranks))
+    slowest = max(range(ranks), key=lambda rank: of_rank[rank])
+    ramp = (sum(of_rank) - of_rank[slowest]) / groups
+    return micro_batches * of_rank[slowest] + ramp
+
+
+def _stages(model: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Stages:
+    count = 1 + max(plan.stages.values(), default=0)
+    homes = homes_of(model, plan.stages) if plan.stages else {}
+    split = [name for name in plan.tensor_parallel if name in dict(model.named_modules())]
+    return Stages(plan.stages, homes, count, tuple(split), sizes.get(MODEL, 1), plan.micro_batches)
+
+
+def _options(plan: Plan) -> Options:
+    memory = plan.memory
+    return Options(
+        memory.shard_optimizer, memory.full_shard, memory.recompute, memory.offload, _NARROW[memory.precision]
+    )
+
+
+def _micro_batch(sample: object, micro_batches: int) -> object:
+    """The largest of the parts that a batch is cut into."""
+
+    def part(tensor: Tensor) -> Tensor:
+        return tensor[: math.ceil(len(tensor) / micro_batches)] if tensor.dim() else tensor
+
+    return cast("Any", tree_map_only(Tensor, part, sample))
+
+
+def _held(plan: Plan, rank: int, ranks: int, stages: int) -> float:
+    """Micro-batches whose activations a rank holds, of all of its stages together."""
+    if ranks == 1:
+        return 1.0
+    schedule = checked(plan.pipeline_schedule)
+    return held_at_once(schedule, rank, ranks, stages, plan.micro_batches) / stages_here(rank, ranks, stages)
+
+
+def _gathered(model: nn.Module, stages: Stages, stage: int) -> int:
+    """Bytes of parameters that are whole at a time under full sharding: two of the modules that repeat."""
+    names = [name for name in repeated(model) if stages.parameters.get(f"{name}.weight", (stage,))[0] == stage]
+    return 2 * max([tensor_bytes(model.get_submodule(name).parameters()) for name in names], default=0)
+
+
+def _together(parts: Sequence[Estimate], activations: Sequence[int], held: float) -> Estimate:
+    """Stages of one rank; all but one of the micro-batches that it holds wait while one runs."""
+    waiting = round((held - 1) * sum(activations)) + sum(activations) - max(activations)
+    standing = [part.parameters_bytes + part.optimizer_bytes + part.gradients_bytes for part in parts]
+    moving = [part.peak_bytes - stands for part, stands in zip(parts, standing, strict=True)]
+    return Estimate(
+        sum(part.parameters_bytes for part in parts),
+        sum(part.gradients_bytes for part in parts),
+        sum(part.optimizer_bytes for part in parts),
+        round(held * sum(activations)),
+        sum(standing) + max(moving) + waiting,
+    )

@@ -1,0 +1,108 @@
+"""`written` and `opened`: a letter between stages as bytes, a head of fixed size that says what comes, and a body."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+HEAD_BYTES = 768
+
+
+class Kind(IntEnum):
+    """What a letter is about."""
+
+    VALUE = 0
+    GRADIENT = 1
+    OUTCOME = 2
+    END = 3
+    ERROR = 4
+
+
+Key = tuple[Kind, int, int]
+"""Kind, program, number within the program."""
+_About = tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | bool
+"""Of a tensor shape, strides and dtype; True for something pickled; False for None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a letter says of itself.
+
+    Args:
+        key: Whose it is.
+        about: What the body is.
+        body_bytes: Its size.
+    """
+
+    key: Key
+    about: _About
+    body_bytes: int
+
+    @property
+    def letter_bytes(self) -> int:
+        """Of both."""
+        return HEAD_BYTES + self.body_bytes
+
+
+def written(key: Key, content: object) -> Tensor:
+    """A letter with a copy of a tensor, or something that pickles: bytes `[HEAD_BYTES + size of the body]`.
+
+    Example:
+        >>> letter = written((Kind.VALUE, 7, 1), torch.tensor([1.0, 2.0]))
+        >>> head = head_of(letter)
+        >>> head.key, opened(head, letter[HEAD_BYTES:], torch.device("cpu"))
+        ((0, 7, 1), tensor([1., 2.]))
+    """
+    body, about = _packed(content)
+    kind, program, number = key
+    packed = pickle.dumps((int(kind), program, number, about, body.numel()))
+    letter = torch.empty(HEAD_BYTES + body.numel(), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(len(packed).to_bytes(4, "little") + packed), dtype=torch.uint8)
+    letter[: len(text)] = text
+    letter[HEAD_BYTES:] = body
+    return letter
+
+
+def head_of(letter: Tensor) -> Head:
+    """What a letter says of itself."""
+    raw = letter[:HEAD_BYTES].numpy().data
+    kind, program, number, about, body_bytes = pickle.loads(raw[4 : 4 + int.from_bytes(raw[:4], "little")])
+    return Head((kind, program, number), about, body_bytes)
+
+
+def opened(head: Head, body: Tensor, device: torch.device) -> object:
+    """The content of a letter; a tensor lies in the memory of its body, if it is to be on the CPU."""
+    if head.about is False:
+        return None
+    if head.about is True:
+        return pickle.loads(body.numpy().data)
+    assert isinstance(head.about, tuple)
+    shape, stride, dtype = head.about
+    return body.view(dtype).as_strided(shape, stride).to(device)
+
+
+def _packed(content: object) -> tuple[Tensor, _About]:
+    if content is None:
+        return torch.empty(0, dtype=torch.uint8), False
+    if not isinstance(content, Tensor):
+        return torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8), True
+    content = content.detach().cpu()
+    if not _is_dense(content):
+        content = content.contiguous()
+    flat = content.as_strided((content.numel(),), (1,))
+    return flat.view(torch.uint8), (tuple(content.shape), content.stride(), content.dtype)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a stretch of memory, in whatever order of dimensions: then that order is kept."""
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length != 1:
+            if stride != expected:
+                return False
+            expected *= length
+    return True

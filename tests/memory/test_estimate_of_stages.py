@@ -1,0 +1,92 @@
+"""What is estimated for each rank of a pipeline is what its tensors take."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tulle
+from ranks import on_ranks
+from tulle import pipeline
+from tulle.comm import gather_values
+from tulle.errors import PlanError
+from tulle.estimate import StepEstimate, estimate
+from tulle.memory import LiveBytes
+from tulle.memory.estimate import tensor_bytes
+from tulle.plan import Plan
+from tulle.plan.memory import Memory
+
+WIDTH = 32
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True) for _ in range(count)
+        )
+        self.head = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def measured(model: nn.Module, x: Tensor, micro_batches: int) -> int:
+    """The most bytes that this rank's tensors take in a step."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    live = LiveBytes("cpu")
+
+    @pipeline.step(micro_batches=micro_batches)
+    def train(model: nn.Module, x: Tensor) -> Tensor:
+        with live:
+            loss = model(x).sum()
+            loss.backward()
+        return loss
+
+    train(model, x)
+    with live:
+        optimizer.step()
+    optimizer.zero_grad()
+    held = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    entries = [entry for state in optimizer.state.values() for entry in state.values()]
+    standing_bytes = tensor_bytes([*held, *entries])
+    live.restart_peak()
+    before = live.now_bytes
+    train(model, x)
+    return standing_bytes + live.peak_bytes - before + x.nbytes
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_peak_of_each_stage_is_estimated_within_15_percent(groups):
+    mesh = tulle.init(pipe=-1)
+    torch.manual_seed(0)
+    model, micro_batches = Layers(8), 4
+    stages = {f"layers.{n}": n * 2 * groups // 8 for n in range(8)} | {"head": 2 * groups - 1}
+    x = torch.randn(8 * micro_batches, 16, WIDTH)
+    plan = Plan(mesh.shape, stages=stages, micro_batches=micro_batches)
+    found = estimate(model, x, mesh, plan)
+    pipeline.place(model, mesh["pipe"], stages)
+    peaks = gather_values(measured(model, x, micro_batches), mesh["pipe"], label="peaks")
+    for rank, peak in zip(found.ranks, peaks, strict=True):
+        assert math.isclose(rank.peak_bytes, peak, rel_tol=0.15), found.with_measured(peaks)
+    assert found.ranks[0].activations_bytes > found.ranks[1].activations_bytes
+
+
+def test_splitting_and_sharding_lower_what_a_rank_needs():
+    model, x = Layers(2), torch.randn(8, 16, WIDTH)
+    alone = estimate(model, x, {}).ranks[0]
+    split = estimate(model, x, {"model": 2}, Plan({"model": 2}, tensor_parallel=("layers.0", "layers.1"))).ranks[0]
+    sharded = estimate(model, x, {"data": 4}, Plan({"data": 4}, memory=Memory(shard_optimizer=True))).ranks[0]
+    assert 0.5 < split.parameters_bytes / alone.parameters_bytes < 0.7, "the head is whole"
+    assert split.activations_bytes < alone.activations_bytes
+    assert math.isclose(sharded.optimizer_bytes, alone.optimizer_bytes / 4, rel_tol=0.01)
+    assert "activations" in str(StepEstimate({}, (alone,)))
+
+
+def test_a_mesh_with_stages_needs_a_plan_that_says_which():
+    with pytest.raises(PlanError, match="pipe=2 and a plan without stages"):
+        estimate(Layers(1), torch.randn(2, 4, WIDTH), {"pipe": 2})
