@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
+from tulle.tables import split_of
+
 WORDS = 40
 WIDTH = 6
 
@@ -136,4 +138,31 @@ def worst_difference(model: nn.Module, reference: nn.Module) -> tuple[float, str
         ((value - theirs[name]).abs().max().item() / max(theirs[name].abs().max().item(), 1e-3), name)
         for name, value in model.state_dict().items()
     ]
+    return max(found)
+
+
+def difference_of_parts(
+    model: nn.Module, optimizers: Sequence[Optimizer], reference: nn.Module, theirs: Sequence[Optimizer]
+) -> tuple[float, str]:
+    """The largest relative difference of a parameter of a distributed model, or of its state, and its name.
+
+    Of a split table each rank holds its part against that part of the reference's.
+    """
+    for optimizer in optimizers:
+        optimizer.state_dict()  # so that what waits is done
+    whole_of = dict(reference.named_parameters())
+    found: list[tuple[float, str]] = []
+    for name, parameter in model.named_parameters():
+        pairs: list[tuple[str, object, object]] = [(name, parameter, whole_of[name])]
+        for mine, their in zip(optimizers, theirs, strict=True):
+            state, expected = mine.state.get(parameter, {}), their.state.get(whole_of[name], {})
+            assert state.keys() == expected.keys(), f"{name} has the state {[*state]}, expected {[*expected]}"
+            pairs += [(f"{key} of {name}", state[key], value) for key, value in expected.items() if value is not None]
+        for what, ours, value in pairs:
+            part, whole = (torch.as_tensor(one).detach().to_dense() for one in (ours, value))
+            split = split_of(parameter)
+            if split is not None and whole.shape == split.shape:
+                whole = split.take(whole)
+            assert part.shape == whole.shape, f"{what} has shape {part.shape}, expected {whole.shape}"
+            found.append(((part - whole).abs().max().item() / max(1e-3, whole.abs().max().item()), what))
     return max(found)

@@ -13,11 +13,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+from torch.optim import (
+    ASGD,
+    LBFGS,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import models
 import tulle
+from gigabit import give_network
 from models import Dense, Words, batches, build, worst_difference
 from ranks import on_ranks
 from tulle.comm import barrier, lane
@@ -539,6 +554,23 @@ def test_a_schedule_that_is_unknown_or_cannot_be_kept_is_refused():
     optimizer = SGD(model.parameters(), lr=0.1)
     with pytest.raises(PlanError, match="the scripted module '1' reads its own unseen: give the plan with schedule="):
         tulle.distribute(model, optimizer, mesh, plan=replace(plan, schedule="read"))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("width", "kind", "expected"),
+    [(900, Adam, "read"), (9, Adam, "step"), (900, LBFGS, "step")],
+    ids=["much to wait for", "little", "an optimizer that mixes elements"],
+)
+def test_a_schedule_is_chosen_by_what_there_is_to_wait_for(width, kind, expected):
+    mesh = tulle.init(data=-1)
+    give_network(mesh["data"])
+    model = nn.Linear(width, width)
+    optimizer = kind(model.parameters())
+    asked = replace(tulle.plan(model, optimizer, mesh), schedule="auto")
+    tulle.distribute(model, optimizer, mesh, plan=asked)
+    assert tulle.plan(model, optimizer, mesh).schedule == expected
+    assert (engine_of(model).late is None) == (expected == "step")
 
 
 def test_a_plan_keeps_its_schedule():

@@ -1,5 +1,7 @@
 """Everything that an embedding can do, on tables that are split, beside one process on the whole batch."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -183,6 +185,24 @@ class Pair(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return (self.first(ids[:, :-1]) * self.second(ids[:, 1:])).pow(2).mean()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("placement", ["rows", "columns"])
+def test_a_compiled_model_gives_the_numbers_of_one_process(placement):
+    mesh = tulle.init(data=-1)
+    reference, model = build("embedding", seed=8), build("embedding", seed=8)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    model.compile(backend="eager")
+    tulle.distribute(model, optimizer, mesh, plan=placement)
+    expected = SGD(reference.parameters(), lr=0.5)
+    for ids in torch.arange(36).view(3, 12):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler's own
+            step(model, [optimizer], [model(ids.chunk(2)[mesh["data"].rank])])
+        step(reference, [expected], [reference(ids)])
+    torch.compiler.reset()
+    assert worst(model, reference) < TOLERANCE
 
 
 @on_ranks(2)

@@ -5,7 +5,7 @@ from tulle.engine.late_updates import check_reads
 from tulle.engine.replicas import broadcast_tensors, check_alike
 from tulle.engine.split_modules import adopt
 from tulle.engine.tables import Observation, TableSettings
-from tulle.engine.units import SplitTable, TableModule
+from tulle.engine.trips import SplitTable, TableModule
 
 __all__ = [
     "ENGINE",

@@ -36,8 +36,8 @@ from tulle.engine.groups import TableGroup
 from tulle.engine.late_updates import LateUpdates
 from tulle.engine.split_tables import SplitTables
 from tulle.engine.tables import Observation, TableSettings, TableSync, compact
+from tulle.engine.trips import SplitTable
 from tulle.engine.turns import Turns, best_piece_bytes
-from tulle.engine.units import SplitTable
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.sync import Choice
@@ -124,11 +124,31 @@ class DataParallel:
         finally:
             self._is_syncing = before
 
+    @property
+    def is_syncing(self) -> bool:
+        """Whether gradients travel, not merely add up."""
+        return self._is_syncing
+
+    def synchronize(self) -> None:
+        """Send the sums of what has added up within `no_sync`, without a backward. Every rank must call it."""
+        for slot in self._slots.values():  # also what came from other stages, of parameters that these hold too
+            slot.is_fired |= slot.parameter.grad is not None
+        self._turns.begin()
+        traffic.step = self.steps + 1
+        for group in self._groups:
+            self._foresee(group)
+        self.end_backward()
+
     def update_late(self) -> LateUpdates:
-        """From the first backward on, let updates of replicas wait until somebody reads them; attach the optimizers."""
+        """Let updates wait until somebody reads what they write; attach the optimizers. Every rank must call it."""
         self.late = LateUpdates()
         for slot in self._slots.values():
             slot.parameter.register_hook(partial(_gradient_comes, ref(self.late)))
+        if self.split_tables is not None:
+            self.split_tables.update_late(self.late, partial(probe, self.home))
+            for table in self.split_tables.tables.values():
+                if table.parameter.requires_grad:
+                    table.parameter.register_hook(partial(_part_gradient_comes, ref(self.late)))
         return self.late
 
     @property
@@ -236,7 +256,7 @@ class DataParallel:
             return
         self.steps += 1
         if self.late is not None:  # where gradients of split tables were all that came
-            self.late.make_all_true()
+            self.late.make_replicas_true()
         if self.axis.size > 1:
             if not self._items:
                 self._fix_order()
@@ -354,9 +374,16 @@ def _looked_up(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str
 
 
 def _gradient_comes(late: ref[LateUpdates], gradient: Tensor) -> None:
-    """Before the first gradient is added to what is there: all that waits is done."""
+    """Before the first gradient is added to what is there: what waits of replicas is done."""
     alive = late()
     if alive is not None:
+        alive.make_replicas_true()
+
+
+def _part_gradient_comes(late: ref[LateUpdates], gradient: Tensor | None) -> None:
+    """The same of a split table that has gradients past its lookups."""
+    alive = late()
+    if alive is not None and gradient is not None:
         alive.make_all_true()
 
 

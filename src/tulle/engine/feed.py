@@ -1,4 +1,4 @@
-"""`Feed`: tells the rows of a batch's lookups all at once, as soon as the batch is known, in one unit.
+"""`Feed`: tells the rows of a batch's lookups all at once, as soon as the batch is known, in one trip.
 
     its ids found in the batch  ->  told  ->  (optimizer.step)  ->  values fetched  ->  lookups find them there
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from tulle.engine.sources import Sources
-from tulle.engine.units import SplitTable, Unit
+from tulle.engine.trips import SplitTable, Trip
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 
@@ -21,11 +21,12 @@ IdsOf = Callable[[object], Mapping[str, Tensor]]
 
 
 class Feed:
-    """Units of steps that begin with a batch.
+    """Trips of steps that begin with a batch.
 
     Args:
         tables: All split tables.
-        make: Makes a unit of some tables and the ids of each.
+        make: Makes a trip of some tables and the ids of each.
+        divide: Called with the trip under way and the next one, when that is told.
         axis: Whose ranks must agree.
         ids_of: Given by the user in place of what would be learned.
     """
@@ -33,17 +34,19 @@ class Feed:
     def __init__(
         self,
         tables: Sequence[SplitTable],
-        make: Callable[[Sequence[SplitTable], Sequence[Tensor]], Unit],
+        make: Callable[[Sequence[SplitTable], Sequence[Tensor]], Trip],
+        divide: Callable[[Trip, Trip], None],
         axis: Axis,
         ids_of: IdsOf | None = None,
     ) -> None:
         self._tables = {table.number: table for table in tables if table.is_foreseeable}
         self._make = make
+        self._divide = divide
         self._sources = Sources(axis)
         self._ids_of = ids_of
-        self.unit: Unit | None = None
+        self.trip: Trip | None = None
         """That of the step that is under way."""
-        self.upcoming: Unit | None = None
+        self.upcoming: Trip | None = None
         """That of the next, if it has been told."""
         self._lookups: dict[int, int] = {}
 
@@ -52,32 +55,34 @@ class Feed:
         ids = self._sources.ids(batch) if self._ids_of is None else self._given(self._ids_of, batch)
         known = [self._tables[number] for number in ids if number in self._tables]
         self.upcoming = self._make(known, [ids[table.number] for table in known]) if known else None
+        if self.trip is not None and self.upcoming is not None:
+            self._divide(self.trip, self.upcoming)
 
     def begin(self, batch: object) -> None:
         """The step of a batch begins, with what was told of it. Every rank must call it."""
         if self._ids_of is None:
             self._sources.watch(batch)
-        self.unit, self.upcoming = self.upcoming, None
+        self.trip, self.upcoming = self.upcoming, None
         self._lookups.clear()
 
     def end(self) -> None:
         """The step is over."""
         self._sources.end()
-        self.unit = None
+        self.trip = None
 
     def drop(self) -> None:
         """There will be no next step."""
         self.end()
         self.upcoming = None
 
-    def find(self, table: SplitTable, ids: Tensor) -> Unit | None:
-        """The unit that has the rows of a lookup whose gradient will be wanted, if there is one."""
+    def find(self, table: SplitTable, ids: Tensor) -> Trip | None:
+        """The trip that has the rows of a lookup whose gradient will be wanted, if there is one."""
         self._sources.note(table.number, ids)
         lookup = self._lookups.get(table.number, 0)
         self._lookups[table.number] = lookup + 1
-        if self.unit is None or table.number not in self.unit.tables:
+        if self.trip is None or table.number not in self.trip.tables:
             return None
-        return self.unit if self._ids_of is not None or self._sources.holds(table.number, lookup) else None
+        return self.trip if self._ids_of is not None or self._sources.holds(table.number, lookup) else None
 
     def _given(self, ids_of: IdsOf, batch: object) -> dict[int, Tensor]:
         """What the user says that the step will look up, by number of the table."""

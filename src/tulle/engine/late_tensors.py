@@ -17,13 +17,14 @@ from torch._guards import CompileContext
 from torch.utils._pytree import tree_leaves
 
 from tulle.errors import PlanError
+from tulle.tables import ShardGradient
 
 _OF_NO_VALUES = frozenset(
     accessor
-    for name in ("grad", "requires_grad", "is_leaf")
+    for name in ("grad", "requires_grad", "is_leaf", "_version", "dtype", "device")
     for accessor in (getattr(vars(torch._C.TensorBase)[name], kind) for kind in ("__get__", "__set__", "__delete__"))
 )
-"""What may be asked of a late tensor as it is: all that `zero_grad` asks."""
+"""What may be asked of a late tensor as it is: all that `zero_grad` asks, and that who fetches rows asks."""
 
 
 class _Late:
@@ -69,6 +70,12 @@ class LateGradient(_Late, torch.Tensor):
     plain = torch.Tensor
 
 
+class LateShardGradient(_Late, ShardGradient):
+    """The same of a rank's part of a table: rows are on the way."""
+
+    plain = ShardGradient
+
+
 class LateParameter(_Late, nn.Parameter):
     """A parameter whose update waits for its gradient."""
 
@@ -86,10 +93,18 @@ class LateParameter(_Late, nn.Parameter):
         return nn.Parameter.__reduce_ex__(self, protocol)
 
 
-def make_late(tensor: Tensor, kind: type[LateGradient | LateParameter], make_true: Callable[[], None]) -> None:
+_KINDS = {kind.plain: kind for kind in (LateGradient, LateShardGradient, LateParameter)}
+
+
+def is_late(tensor: Tensor | None) -> bool:
+    """Whether a tensor's values are on the way."""
+    return isinstance(tensor, _Late)
+
+
+def make_late(tensor: Tensor, make_true: Callable[[], None]) -> None:
     """Have the next look at a plain tensor call `make_true`, which must make it plain."""
-    assert type(tensor) is kind.plain, "only plain tensors become late"
-    tensor.__class__ = kind
+    assert type(tensor) in _KINDS, "only plain tensors become late"
+    tensor.__class__ = _KINDS[type(tensor)]
     vars(tensor)["make_true"] = make_true
 
 

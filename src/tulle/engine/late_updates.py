@@ -8,7 +8,8 @@
 At the end of backward gradients are late tensors: who looks at one (clipping, a scaler, the user) waits for its bucket.
 `step()` of an optimizer that treats every element by itself leaves out those that are still late, remembers its
 hyper-parameters, and makes the parameters late. Who reads one (a module, `state_dict`, a copy) has its bucket waited
-for and updated by the optimizer's own code, with the hyper-parameters as they were at the step.
+for and updated by the optimizer's own code, with the hyper-parameters as they were at the step. The same holds for
+parts of split tables of which not all rows have come (`tulle.engine.late_tables`).
 
 Source: Peng et al., *ByteScheduler* (SOSP'19), crossing the barrier between iterations; Li et al., *EmbRace* (ICPP'22),
 horizontal scheduling.
@@ -17,49 +18,97 @@ horizontal scheduling.
 from __future__ import annotations
 
 import atexit
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-from weakref import WeakSet
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from tulle.engine.buckets import Bucket
-from tulle.engine.late_tensors import LateGradient, LateParameter, make_late, make_plain
+from tulle.engine.late_tables import LateTable
+from tulle.engine.late_tensors import LateParameter, is_late, make_late, make_plain
 from tulle.errors import PlanError, TulleError
 
 Pair = tuple[nn.Parameter, Tensor]
 """A parameter and its gradient."""
 
 
+class Awaited(Protocol):
+    """Gradients that are on the way: a bucket, or those of a table."""
+
+    @property
+    def gradients(self) -> list[Pair]:
+        """Each parameter and its gradient."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for the values."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Update:
-    """What a step of an optimizer has still to do for parameters of one bucket."""
+    """What a step of an optimizer has still to do for parameters of which the gradients come together."""
 
     optimizer: Optimizer
-    groups: list[dict[str, Any]]
-    """Like the optimizer's `param_groups` at the time of the step, with these parameters only."""
+    options: dict[str, Any]
+    """Those of the parameters' group at the time of the step."""
     pairs: list[Pair]
 
     def apply(self) -> None:
-        """Do it, by the optimizer's own code. What the parameters have as gradients by now they keep."""
-        kept = [parameter.grad for parameter, _ in self.pairs]
-        groups, self.optimizer.param_groups = self.optimizer.param_groups, self.groups
+        """Do it. What the parameters have as gradients by now they keep; they count as written since the step."""
+        parameters = [parameter for parameter, _ in self.pairs]
+        kept = [parameter.grad for parameter in parameters]
         try:
             for parameter, gradient in self.pairs:
                 parameter.grad = gradient
-            with _neutral(self.pairs[0][1].device):
-                vars(type(self.optimizer).step)["__wrapped__"](self.optimizer)  # its hooks were called at the step
+            with _unsafe_preserve_version_counter(tuple(parameters)):
+                self._step(parameters)
+        finally:
+            for parameter, gradient in zip(parameters, kept, strict=True):
+                parameter.grad = gradient
+
+    def ahead(self, places: Tensor, gradient: Tensor) -> Tensor:
+        """What rows of the one parameter will be, found on a copy of them and their state.
+
+        Args:
+            places: `[rows]` which.
+            gradient: `[rows, width]`, theirs.
+        """
+        [(parameter, _)] = self.pairs
+        with torch._C.DisableTorchFunctionSubclass():  # as it was at the step
+            rows = nn.Parameter(parameter.detach().index_select(0, places))
+            state = {
+                name: value.index_select(0, places) if _is_like(value, parameter) else deepcopy(value)
+                for name, value in self.optimizer.state.get(parameter, {}).items()
+            }
+        rows.grad = gradient
+        if state:
+            self.optimizer.state[rows] = state
+        try:
+            self._step([rows])
+        finally:
+            self.optimizer.state.pop(rows, None)
+        return rows.detach()
+
+    def _step(self, parameters: list[nn.Parameter]) -> None:
+        """By the optimizer's own code, within all that torch wraps it in: its hooks were called at the step."""
+        groups, self.optimizer.param_groups = self.optimizer.param_groups, [self.options | {"params": parameters}]
+        try:
+            with _neutral(parameters[0].device):
+                inspect.unwrap(type(self.optimizer).step)(self.optimizer)
         finally:
             self.optimizer.param_groups = groups
-            for (parameter, _), gradient in zip(self.pairs, kept, strict=True):
-                parameter.grad = gradient
 
 
 class LateUpdates:
@@ -68,10 +117,12 @@ class LateUpdates:
     def __init__(self) -> None:
         self.read: list[Bucket] = []
         """Buckets in the order in which they were made true since the last `begin`."""
-        self._waiting: dict[Bucket, list[_Update]] = {}
-        """What is to be done when the gradients of a bucket are there."""
+        self._waiting: dict[Awaited, list[_Update]] = {}
+        """What is to be done when gradients are there."""
         self._left_out: list[Pair] = []
         """What the step that is running does not see."""
+        self._hooks: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """Numbers of our hooks before steps."""
         _living.add(self)
 
     def attach(self, optimizer: Optimizer, *, is_elementwise: bool) -> None:
@@ -82,7 +133,8 @@ class LateUpdates:
             is_elementwise: Whether it treats every element by itself; another one waits for all gradients.
         """
         if is_elementwise:
-            optimizer.register_step_pre_hook(self._before_step)
+            ours = optimizer.register_step_pre_hook(self._before_step)
+            self._hooks[optimizer] = ours.id
             optimizer.register_step_post_hook(self._after_step)
         else:
             optimizer.register_step_pre_hook(lambda *_: self.make_all_true())
@@ -90,46 +142,72 @@ class LateUpdates:
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.make_all_true())
 
     def begin(self) -> None:
-        """A backward is over, nothing waits."""
-        assert not self._waiting, "gradients that come have all that waits done first"
+        """A backward is over, no bucket waits."""
+        assert not self._buckets(), "gradients that come have all that waits done first"
         self.read.clear()
 
     def takes(self, bucket: Bucket) -> bool:
         """Whether this rank knows all about a bucket but its values, so that it can be waited for later."""
         return not bucket.needs_flags and all(type(slot.parameter) is nn.Parameter for slot in bucket.slots)
 
-    def postpone(self, bucket: Bucket) -> None:
-        """Let a bucket be waited for when somebody looks at one of its gradients or, after a step, parameters."""
-        for _, gradient in bucket.gradients:
-            make_late(gradient, LateGradient, partial(self.make_true, bucket))
-        self._waiting[bucket] = []
+    def postpone(self, awaited: Awaited) -> None:
+        """Let gradients be waited for when somebody looks at one of them or, after a step, at their parameters."""
+        for _, gradient in awaited.gradients:
+            make_late(gradient, partial(self.make_true, awaited))
+        self._waiting[awaited] = []
 
-    def make_true(self, bucket: Bucket) -> None:
-        """Wait for a bucket, and update its parameters if a step has asked for it.
+    def make_true(self, awaited: Awaited) -> None:
+        """Wait for gradients, and update their parameters if a step has asked for it.
 
         Raises:
-            CommunicationError: If a rank is gone; the bucket stays late then, so that nobody takes an old value for a
+            CommunicationError: If a rank is gone; the tensors stay late then, so that nobody takes an old value for a
                 new one.
         """
-        if bucket not in self._waiting:
+        if awaited not in self._waiting:
             return
-        bucket.finish()
-        updates = self._waiting.pop(bucket)
-        self.read.append(bucket)
-        for parameter, gradient in bucket.gradients:
-            make_plain(parameter)
+        awaited.finish()
+        updates = self._waiting.pop(awaited)
+        if isinstance(awaited, Bucket):
+            self.read.append(awaited)
+        for parameter, gradient in awaited.gradients:
+            if updates:  # else what waits may be the last step's
+                make_plain(parameter)
             make_plain(gradient)
         for update in updates:
             update.apply()
 
+    def make_replicas_true(self) -> None:
+        """Wait for the gradients of replicas, to which autograd adds unasked."""
+        for bucket in self._buckets():
+            self.make_true(bucket)
+
     def make_all_true(self) -> None:
         """Wait for everything."""
-        for bucket in [*self._waiting]:
-            self.make_true(bucket)
+        for awaited in [*self._waiting]:
+            self.make_true(awaited)
+
+    def replace(self, before: LateTable | None, table: LateTable) -> None:
+        """Postpone a table's gradient; of the one before nothing is left to do but what a step has asked for."""
+        if before is not None and not self._waiting.get(before):
+            self.make_true(before)
+        self.postpone(table)
+
+    def ahead(self, table: LateTable, places: Tensor) -> Tensor:
+        """Rows that lie at some places of a table, none of them delayed, as they are when its update is done."""
+        updates = self._waiting.get(table)
+        if not updates:  # no step has asked for it, or all is done
+            [(parameter, _)] = table.gradients
+            return parameter.detach().index_select(0, places)
+        [update] = updates
+        return update.ahead(places.long(), table.ahead(places))
+
+    def _buckets(self) -> list[Bucket]:
+        return [awaited for awaited in self._waiting if isinstance(awaited, Bucket)]
 
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         has_closure = any(argument is not None for argument in (*arguments[1:], *keywords.values()))
-        if has_closure or any(group.get("differentiable") for group in optimizer.param_groups):
+        is_looked_at = next(reversed(optimizer._optimizer_step_pre_hooks)) != self._hooks[optimizer]
+        if has_closure or is_looked_at or any(group.get("differentiable") for group in optimizer.param_groups):
             self.make_all_true()
             return
         for group in optimizer.param_groups:
@@ -141,26 +219,30 @@ class LateUpdates:
 
     def _leave_out(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Note the update of the parameters of one group that are still on the way, and hide their gradients."""
-        late = {id(parameter) for parameter in group["params"] if isinstance(parameter.grad, LateGradient)}
-        if not late:
-            return
-        options = deepcopy({name: value for name, value in group.items() if name != "params"})
-        for bucket, updates in self._waiting.items():
-            pairs = [(parameter, gradient) for parameter, gradient in bucket.gradients if id(parameter) in late]
+        members = {id(parameter) for parameter in group["params"]}
+        options: dict[str, Any] | None = None
+        for awaited, updates in self._waiting.items():
+            pairs = [pair for pair in awaited.gradients if id(pair[0]) in members and pair[0].grad is pair[1]]
             if pairs:
-                groups = [options | {"params": [parameter for parameter, _ in pairs]}]
-                updates.append(_Update(optimizer, groups, pairs))
+                options = options or deepcopy({name: value for name, value in group.items() if name != "params"})
+                updates.append(_Update(optimizer, options, pairs))
                 self._left_out += pairs
-        for parameter in group["params"]:
-            if id(parameter) in late:
+            for parameter, _ in pairs:
                 parameter.grad = None
+                increment_version(parameter)  # now and not when it is done: who holds values knows that they are old
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        hooks, ours = optimizer._optimizer_step_pre_hooks, self._hooks[optimizer]
+        hooks[ours] = hooks.pop(ours)  # to the end: hooks that came after it see gradients first
         for parameter, gradient in self._left_out:
             parameter.grad = gradient
-            assert isinstance(gradient, LateGradient), "nobody could look at it"
-            make_late(parameter, LateParameter, gradient.make_true)
+            assert is_late(gradient), "nobody could look at it"
+            make_late(parameter, vars(gradient)["make_true"])
         self._left_out.clear()
+
+
+def _is_like(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def check_reads(model: nn.Module) -> None:
@@ -179,8 +261,8 @@ def check_reads(model: nn.Module) -> None:
 
 @contextmanager
 def _neutral(device: torch.device) -> Iterator[None]:
-    """As where a step is usually called: a read may come from within autocast or inference mode."""
-    with torch.inference_mode(mode=False), torch.autocast(device.type, enabled=False):
+    """As within a step: a read may come from within autocast or inference mode."""
+    with torch.inference_mode(mode=False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,7 +19,7 @@ class SplitEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up. Every rank must call it, each with its own ids."""
-        rows, positions, padding = _run_time(self).look_up(self, input)
+        rows, positions, padding = _look_up(self, input)
         return F.embedding(positions, rows, padding)
 
     def _replicate_for_data_parallel(self) -> nn.Embedding:
@@ -34,7 +35,7 @@ class SplitEmbeddingBag(nn.EmbeddingBag):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Look up and pool. Every rank must call it, each with its own ids."""
-        rows, positions, padding = _run_time(self).look_up(self, input)
+        rows, positions, padding = _look_up(self, input)
         return F.embedding_bag(
             positions,
             rows,
@@ -62,8 +63,11 @@ def adopt(module: nn.Embedding | nn.EmbeddingBag, tables: SplitTables) -> None:
     object.__setattr__(module, "__class__", adopted)
 
 
-def _run_time(module: nn.Module) -> SplitTables:
-    return module.__dict__[_RUN_TIME]
+@torch.compiler.disable()
+def _look_up(module: SplitEmbedding | SplitEmbeddingBag, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
+    """The rows, and where they go: collectives, which no compiler is to trace."""
+    tables: SplitTables = module.__dict__[_RUN_TIME]
+    return tables.look_up(module, ids)
 
 
 def _no_copy() -> ModelError:

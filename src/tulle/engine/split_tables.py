@@ -1,32 +1,40 @@
 """`SplitTables`: the run-time of the tables of one model that are split over the ranks.
 
-    forward      a lookup fetches its distinct rows from their owners            (a unit: `tulle.engine.units`)
-    backward     last unit first, as soon as its gradients are there: pushed to the owners, beside the rest
+    forward      a lookup fetches its distinct rows from their owners            (a trip: `tulle.engine.trips`)
+    backward     last trip first, as soon as its gradients are there: pushed to the owners, beside the rest
     its end      which gradients came on any rank is agreed, what was not pushed is; owners' gradients are set
 
-A loss may leave a lookup out on one rank and not on another, so no rank knows by itself what will be pushed. Units that
+With lookahead and late updates a trip's gradients go in two parts, of which the first is waited for
+(`tulle.engine.late_tables`).
+
+A loss may leave a lookup out on one rank and not on another, so no rank knows by itself what will be pushed. Trips that
 were looked up since the last backward are pushed in descending order as long as each is complete; the agreement, on a
 process group of its own beside those pushes, says what follows.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from tulle.comm import Courier, Job, all_gather, all_gather_parts, lane
+from tulle.comm import Courier, all_gather, all_gather_parts, gather_values, lane
+from tulle.cost import Network, exchange_cost
 from tulle.engine.feed import Feed, IdsOf
-from tulle.engine.units import SplitTable, TableModule, Unit, Way
+from tulle.engine.late_tables import LateTable, MeanRows
+from tulle.engine.late_updates import LateUpdates
+from tulle.engine.trips import Pushes, SplitTable, TableModule, Trip, Way
 from tulle.errors import ModelError
 from tulle.mesh import Axis
-from tulle.rows import RowSparse
-from tulle.tables import Pushed, ShardGradient, placement_of
+from tulle.tables import ShardGradient, placement_of
 
 _AGREED_AT_ONCE = 63
 _LABEL = "gradients of split tables"
+WORTH_S = 0.04
+"""What gradients of the rows of a step must take, at least, for some of them to go later: to divide them costs, too."""
 
 
 class SplitTables:
@@ -45,14 +53,21 @@ class SplitTables:
         self._report = came
         self._way = Way(lane(axis, "split tables"), Courier("tulle split tables", axis.device))
         self._agreement = lane(axis, "agreement on split tables")
-        self._units = 0
+        self._later: Way | None = None
+        self._late: LateUpdates | None = None
+        self._network: Callable[[], Network] | None = None
+        self._delays_rows: bool | None = None
+        """Whether it pays to let rows come later; None as long as none were told ahead."""
+        self._late_tables: dict[int, LateTable] = {}
+        """The last late gradient of each table."""
+        self._trips = 0
         self._rows: dict[int, int] = {}
-        self._alive: WeakValueDictionary[int, Unit] = WeakValueDictionary()
+        self._alive: WeakValueDictionary[int, Trip] = WeakValueDictionary()
         self._expected: list[int] = []
-        """Units whose gradients should come in the next backward, ascending."""
+        """Trips whose gradients should come in the next backward, ascending."""
         self._came: set[tuple[int, int]] = set()
-        """Numbers of unit and table of each gradient that came in this backward."""
-        self._pushes: list[tuple[Unit, Job[dict[int, Pushed]]]] = []
+        """Numbers of trip and table of each gradient that came in this backward."""
+        self._pushes: list[tuple[Trip, tuple[Pushes, Pushes | None]]] = []
         self._calls = self.feed()
         """Begins with each call of the model."""
         self._learned = self.feed()
@@ -63,17 +78,28 @@ class SplitTables:
     def look_up(self, module: TableModule, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Rows, where in them the ids lie, and where the padding does. Every rank must call it, with its own ids."""
         table = self._by_parameter[id(module.weight)]
-        unit = self._told(table, ids) or self._unit([table], [ids], module)
+        trip = self._told(table, ids) or self._trip([table], [ids], module)
         if torch.is_grad_enabled() and table.parameter.requires_grad:
-            self._expect(unit)
+            self._expect(trip)
         try:
-            return unit.look_up(table, ids, module.padding_idx)
+            return trip.look_up(table, ids, module.padding_idx)
         except KeyError:
             raise ModelError(
                 f"a lookup in {table.name!r} on rank {self._axis.rank} asks for rows that were not told ahead: until "
                 "now its ids were a part of the batch as it was; for ids that are computed, give tulle.lookahead "
                 "ids=..., a function from the batch to the ids of each table"
             ) from None
+
+    def update_late(self, late: LateUpdates, network: Callable[[], Network]) -> None:
+        """Let gradients of rows that the next batch does not want come later, if it pays. Every rank must call it.
+
+        Args:
+            late: Where their updates wait.
+            network: What the axis gives.
+        """
+        self._late = late
+        self._network = network
+        self._later = Way(lane(self._axis, "delayed rows"), Courier("tulle delayed rows", self._axis.device))
 
     def placements(self) -> dict[str, tuple[str, int]]:
         """How each table is split, and how many distinct rows this rank's last lookups were told to have, by name."""
@@ -83,7 +109,7 @@ class SplitTables:
 
     def feed(self, ids_of: IdsOf | None = None) -> Feed:
         """Something that tells rows of steps ahead."""
-        return Feed([*self.tables.values()], self._unit, self._axis, ids_of)
+        return Feed([*self.tables.values()], self._trip, self._divide, self._axis, ids_of)
 
     def begin_lookahead(self, ids_of: IdsOf | None) -> Feed:
         """A loop begins that tells the rows of each step a step earlier than the calls of the model."""
@@ -117,48 +143,79 @@ class SplitTables:
         """Return when no exchange is under way: for those who time them."""
         self._way.courier.submit(lambda: None).result()
 
-    def _told(self, table: SplitTable, ids: Tensor) -> Unit | None:
+    def _told(self, table: SplitTable, ids: Tensor) -> Trip | None:
         if not torch.is_grad_enabled() or not table.is_foreseeable:
             return None
         return (self._ahead or self._calls).find(table, ids)
 
-    def _unit(self, tables: Sequence[SplitTable], ids: Sequence[Tensor], module: TableModule | None = None) -> Unit:
+    def _trip(self, tables: Sequence[SplitTable], ids: Sequence[Tensor], module: TableModule | None = None) -> Trip:
         """Rows of some tables, to be fetched together. Every rank must call it, with its own ids."""
-        self._units += 1
-        made = Unit(self._units, tables, ids, self._way, came=self._gradient_came, module=module)
+        self._trips += 1
+        made = Trip(self._trips, tables, ids, self._way, read=self._read, came=self._gradient_came, module=module)
         self._alive[made.number] = made
         self._rows |= made.rows()
         return made
 
+    def _divide(self, trip: Trip, following: Trip) -> None:
+        if self._delays_rows is None and self._network is not None:
+            heard = gather_values(trip.gradients_bytes, self._axis, label=_LABEL)
+            self._delays_rows = exchange_cost(max(heard), 0, self._network()).seconds >= WORTH_S
+        if self._delays_rows and self._later is not None:
+            trip.divide(following, self._later)
+
+    def _read(self, trip: Trip, table: SplitTable, places: Tensor) -> Tensor:
+        """Rows of this rank's part, for a trip."""
+        late = self._late_tables.get(table.number)
+        if self._late is not None and late is not None and late.following is trip:
+            return self._late.ahead(late, places)
+        return table.parameter.detach().index_select(0, places)
+
     def end_backward(self) -> None:
-        """Push what was not, wait for all pushes, and set the gradients of what this rank owns."""
-        for unit_number, numbers in self._remaining(self._agree()):
-            unit = self._alive.get(unit_number)
-            if unit is None:
+        """Push what was not, wait for what the next step needs, and set the gradients of what this rank owns."""
+        for number, tables in self._remaining(self._agree()):
+            trip = self._alive.get(number)
+            if trip is None:
                 raise ModelError(
                     f"rank {self._axis.rank} has let go of the graph of a lookup in "
                     f"{', '.join(self.tables)[:80]} for which another rank has a gradient: "
                     "let all ranks keep, or drop, their losses alike"
                 )
-            self._pushes.append((unit, unit.push(numbers)))
+            self._pushes.append((trip, trip.push(tables)))
         pushes, self._pushes = self._pushes, []
         self._came.clear()
         self._expected.clear()
-        for unit, job in pushes:
-            for number, pushed in job.result().items():
-                _accumulate(unit.tables[number], pushed, self._axis, is_scaled=unit.is_scaled)
+        came = Counter(number for _, (first, _) in pushes for number in first.result())
+        for trip, (first, later) in pushes:
+            for number, pushed in first.result().items():
+                table = trip.tables[number]
+                rows = MeanRows.of(pushed, table, self._axis, is_scaled=trip.is_scaled)
+                late = LateTable(table, rows, later, trip.following, self._axis) if later and trip.following else None
+                if late is None:
+                    _accumulate(table, rows)
+                elif came[number] == 1 and table.parameter.grad is None:
+                    self._postpone(late)
+                else:
+                    _accumulate(table, late.whole())
         for table in self.tables.values():
             gradient = table.parameter.grad
             if gradient is not None and not isinstance(gradient, ShardGradient):
                 table.parameter.grad = ShardGradient.of(gradient, self._axis)
 
-    def _expect(self, unit: Unit) -> None:
-        if unit.number not in self._expected[-1:]:
-            self._expected.append(unit.number)
+    def _postpone(self, late: LateTable) -> None:
+        """Of a table's gradient, wait for the delayed rows when somebody looks."""
+        assert self._late is not None, "only then are trips divided"
+        [(parameter, gradient)] = late.gradients
+        parameter.grad = gradient
+        self._late.replace(self._late_tables.get(late.table.number), late)
+        self._late_tables[late.table.number] = late
 
-    def _gradient_came(self, unit: Unit, table: SplitTable, gradient: Tensor) -> None:
+    def _expect(self, trip: Trip) -> None:
+        if trip.number not in self._expected[-1:]:
+            self._expected.append(trip.number)
+
+    def _gradient_came(self, trip: Trip, table: SplitTable, gradient: Tensor) -> None:
         self._report(table.name, gradient)
-        self._came.add((unit.number, table.number))
+        self._came.add((trip.number, table.number))
         while self._expected:
             last = self._alive.get(self._expected[-1])
             if last is None or not last.is_complete:
@@ -167,9 +224,9 @@ class SplitTables:
             self._pushes.append((last, last.push(sorted(last.tables))))
 
     def _agree(self) -> set[tuple[int, int]]:
-        """The gradients that came on any rank, by unit and table. Every rank must call it."""
+        """The gradients that came on any rank, by trip and table. Every rank must call it."""
         tables = len(self._by_parameter)
-        keys = sorted(unit * tables + table for unit, table in self._came)
+        keys = sorted(trip * tables + table for trip, table in self._came)
         device = self._agreement.device
         head = torch.zeros(1 + _AGREED_AT_ONCE, dtype=torch.long)
         head[0] = len(keys)
@@ -183,27 +240,17 @@ class SplitTables:
         return {divmod(key, tables) for key in together}
 
     def _remaining(self, together: set[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
-        """What is still to be pushed, in the one order: units descending, tables ascending."""
-        done = {unit.number for unit, _ in self._pushes}
-        for unit in sorted({unit for unit, _ in together} - done, reverse=True):
-            yield unit, sorted(table for other, table in together if other == unit)
+        """What is still to be pushed, in the one order: trips descending, tables ascending."""
+        done = {trip.number for trip, _ in self._pushes}
+        for trip in sorted({trip for trip, _ in together} - done, reverse=True):
+            yield trip, sorted(table for other, table in together if other == trip)
 
 
-def _accumulate(table: SplitTable, pushed: Pushed, axis: Axis, *, is_scaled: bool) -> None:
-    """Add the mean over ranks of the gradients that were pushed here to the parameter's gradient."""
-    places, values = pushed.places, pushed.values
-    if pushed.lookups is not None and is_scaled:
-        values = values / pushed.lookups.clamp(min=1).unsqueeze(1)
-    if pushed.lookups is not None and table.is_sparse:
-        is_held = pushed.lookups > 0
-        if not bool(is_held.all()):
-            places, values = places[is_held], values[is_held]
-    values = values.to(table.parameter.dtype).div_(axis.size)
+def _accumulate(table: SplitTable, rows: MeanRows) -> None:
+    """Add to the parameter's gradient."""
     before = table.parameter.grad
-    if table.is_sparse:
-        gradient = RowSparse.trusted(places, values, len(table.parameter), is_coalesced=True).to_sparse_coo()
-        gradient = gradient if before is None else before + gradient
-    else:
-        gradient = torch.zeros_like(table.parameter) if before is None else before
-        gradient.index_add_(0, places, values)
-    table.parameter.grad = gradient
+    if before is not None and not table.is_sparse:
+        before.index_add_(0, rows.places, rows.values)
+        return
+    gradient = rows.to_gradient(table.split.local_shape[0], is_sparse=table.is_sparse)
+    table.parameter.grad = gradient if before is None else before + gradient

@@ -1,6 +1,7 @@
 """Tables split over the ranks of an axis: one file a placement, and the exchanges that several tables share."""
 
 from tulle.tables.bundle import Route, Wish
+from tulle.tables.division import Division, divide
 from tulle.tables.exchange import Pushed, bundles, fetch, push, tell, wish
 from tulle.tables.gradient import ShardGradient
 from tulle.tables.placements import PLACEMENTS, placement_of, split_as
@@ -9,6 +10,7 @@ from tulle.tables.split import ColumnSplit, RowSplit, Split, mark, split_of
 __all__ = [
     "PLACEMENTS",
     "ColumnSplit",
+    "Division",
     "Pushed",
     "Route",
     "RowSplit",
@@ -16,6 +18,7 @@ __all__ = [
     "Split",
     "Wish",
     "bundles",
+    "divide",
     "fetch",
     "mark",
     "placement_of",

@@ -7,11 +7,13 @@ Route    after numbers were exchanged: how values come, and how gradients go and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tulle.rows import Merge
@@ -147,14 +149,14 @@ class Route(ABC):
         """Of the tables."""
         return [split.name for split in self.splits]
 
-    def serve(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Values for each rank, from this rank's part of each table."""
+    def serve(self, reads: Sequence[Callable[[Tensor], Tensor]]) -> tuple[Tensor, ...]:
+        """Values for each rank, from what gives, for each table, the rows that lie at places of this rank's part."""
         totals = [sum(of_rank) for of_rank in self.served]
-        if len(parts) == 1:
-            return parts[0].detach().index_select(0, self.places).split(totals)
+        if len(reads) == 1:
+            return reads[0](self.places).split(totals)
         pieces: list[Sequence[Tensor]] = []
-        for part, places in zip(parts, self.places_by_table(), strict=True):
-            pieces.append(part.detach().index_select(0, torch.cat(places)).split([len(one) for one in places]))
+        for read, places in zip(reads, self.places_by_table(), strict=True):
+            pieces.append(read(torch.cat(places)).split([len(one) for one in places]))
         return torch.cat([of_table[rank] for rank in range(len(totals)) for of_table in pieces]).split(totals)
 
     def places_by_table(self) -> list[list[Tensor]]:
@@ -177,6 +179,20 @@ class Route(ABC):
         starts = torch.searchsorted(merge.rows, torch.tensor(bases, device=places.device))
         return Sums(merge, bases, starts.diff().tolist())
 
+    def only(self, wanted: Tensor, served: Tensor) -> Self:
+        """The way of some of the rows alone: masks of those that this rank wants, as they travel, and of `places`."""
+        return replace(
+            self,
+            rows=int(wanted.sum()),
+            wanted=self.count(wanted),
+            served=count_in(served, self.served),
+            places=self.places[served],
+        )
+
+    @abstractmethod
+    def count(self, wanted: Tensor) -> Counts:
+        """How many of the rows in a mask of those that this rank wants every rank is told."""
+
     @abstractmethod
     def fetched_shapes(self) -> list[Shape]:
         """Of the blocks of values that come."""
@@ -196,3 +212,14 @@ class Route(ABC):
     def pushed_shapes(self) -> list[Shape]:
         """Of the blocks of gradients that come: of the rows of `places`."""
         return [(sum(of_rank), self.splits[0].local_shape[1]) for of_rank in self.served]
+
+
+def count_in(mask: Tensor, counts: Counts) -> Counts:
+    """How many rows of each rank and table are in a mask over all of them, in this order.
+
+    Example:
+        >>> count_in(torch.tensor([True, False, True, True]), [[2, 1], [0, 1]])
+        [[1, 1], [0, 1]]
+    """
+    ends = torch.tensor([0, *accumulate(count for of_rank in counts for count in of_rank)], device=mask.device)
+    return F.pad(mask.cumsum(0), (1, 0))[ends].diff().view(len(counts), -1).tolist()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.tables.blocks import Blocks, Shape
-from tulle.tables.bundle import Distinct, Route, Wish
+from tulle.tables.bundle import Counts, Distinct, Route, Wish, count_in
 from tulle.tables.split import ColumnSplit
 
 _COUNT_BYTES = 8
@@ -37,6 +37,10 @@ class ColumnRoute(Route):
     """Every rank has some columns of every row."""
 
     __slots__ = ()
+
+    def count(self, wanted: Tensor) -> Counts:
+        """Each row is told all ranks."""
+        return count_in(wanted, self.wanted[:1]) * len(self.wanted)
 
     def fetched_shapes(self) -> list[Shape]:
         """The columns of each rank."""

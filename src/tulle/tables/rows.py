@@ -19,7 +19,7 @@ from torch import Tensor
 from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.partition import Hashed
 from tulle.tables.blocks import Blocks, Shape
-from tulle.tables.bundle import Distinct, Route, Wish
+from tulle.tables.bundle import Counts, Distinct, Route, Wish, count_in
 from tulle.tables.split import RowSplit
 
 _COUNT_BYTES = 8
@@ -42,6 +42,10 @@ class RowRoute(Route):
     """Rows go whole, each between this rank and its owner."""
 
     __slots__ = ()
+
+    def count(self, wanted: Tensor) -> Counts:
+        """Each row is told its owner."""
+        return count_in(wanted, self.wanted)
 
     def fetched_shapes(self) -> list[Shape]:
         """One block of rows from each owner."""

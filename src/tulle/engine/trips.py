@@ -1,26 +1,32 @@
-"""`Unit`: rows of split tables that are fetched together, and whose gradients are pushed together.
+"""`Trip`: rows of split tables that are fetched together, and whose gradients are pushed together.
 
     numbers told   ->   owners serve values   ->   lookups   ->   gradients   ->   pushed to the owners
     (courier)           (this thread; courier)      (autograd)                      (courier)
 
 Values are served as they are when the fetch begins; if a table changes before the lookup, they are fetched anew.
+A trip that knows the next one cuts its gradients in two: rows that the next one wants go first, and the others, on a
+way of their own, when the next one's values are there.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from tulle.comm import Courier, Job
+from tulle.comm import Courier, Job, now_s, traffic
 from tulle.mesh import Axis
-from tulle.tables import Pushed, Route, Split, bundles, fetch, push, tell, wish
+from tulle.tables import Division, Pushed, Route, Split, bundles, divide, fetch, push, tell, wish
 
+T = TypeVar("T", Tensor, Tensor | None)
 TableModule = nn.Embedding | nn.EmbeddingBag
+_LONGEST_COURTESY_S = 0.5
+"""For so long at most delayed rows let the next values pass."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,16 +62,21 @@ class Way:
     courier: Courier
 
 
-class Unit:
-    """Rows that are fetched together. Every rank must make the same units, in one order, with its own ids.
+Pushes = Job[dict[int, Pushed]]
+"""What is pushed here, by number of the table."""
+
+
+class Trip:
+    """Rows that are fetched together. Every rank must make the same trips, in one order, with its own ids.
 
     Args:
         number: Counted alike on all ranks.
         tables: The tables.
         ids: What this rank looks up in each, or more.
         way: On what they travel.
+        read: Called with the trip, a table and places of this rank's part: gives the rows that lie there.
+        came: Called with the trip, a table and a gradient when that came.
         module: The module that looks up, if it is one lookup: its `max_norm` and `scale_grad_by_freq` hold.
-        came: Called with the unit, a table and a gradient when that came.
     """
 
     def __init__(
@@ -75,7 +86,8 @@ class Unit:
         ids: Sequence[Tensor],
         way: Way,
         *,
-        came: Callable[[Unit, SplitTable, Tensor], None],
+        read: Callable[[Trip, SplitTable, Tensor], Tensor],
+        came: Callable[[Trip, SplitTable, Tensor], None],
         module: TableModule | None = None,
     ) -> None:
         self.number = number
@@ -87,10 +99,17 @@ class Unit:
             wish([ids[t].detach() for t in of_bundle], [tables[t].split for t in of_bundle]) for of_bundle in found
         ]
         self._way = way
+        self._read = read
         self._came = came
         self._bound = (module.max_norm, module.norm_type) if module is not None and module.max_norm else None
         self.is_scaled = module is not None and module.scale_grad_by_freq
         self._told: Job[list[Route]] = way.courier.submit(partial(tell, self._wishes, way.axis))
+        self._divided: Job[list[Division]] | None = None
+        self._later: Way | None = None
+        self.following: Trip | None = None
+        """The trip that begins before the delayed rows of this one go, if these are known."""
+        self.may_pass = threading.Event()
+        """Set when others need not wait for this trip's values any more."""
         self._values: Job[list[Tensor]] | None = None
         self._versions: list[int] = []
         self._lookups: dict[int, Tensor] = {}
@@ -103,6 +122,28 @@ class Unit:
         """How many distinct rows of each table this rank wants, by number of the table."""
         return {number: len(self._wishes[bundle].distinct.of_table(t)) for number, (bundle, t) in self._places.items()}
 
+    @property
+    def gradients_bytes(self) -> int:
+        """Of all rows that this rank wants."""
+        return sum(
+            len(rows) * tables[0].split.width * tables[0].parameter.dtype.itemsize
+            for rows, tables in zip(self._wishes, self._bundles, strict=True)
+        )
+
+    def divide(self, following: Trip, later: Way) -> None:
+        """Find out which rows the next trip wants; gradients of the others go later. Every rank must call it.
+
+        Args:
+            following: The next trip, just told.
+            later: On what the gradients of the other rows travel.
+        """
+        self.following, self._later = following, later
+
+        def work() -> list[Division]:
+            return divide(self._told.result(), following._told.result(), self._way.axis)
+
+        self._divided = self._way.courier.submit(work)
+
     def begin_fetch(self) -> None:
         """Have the values under way, as they are now, unless these are already. Every rank must call it."""
         if self._values is not None and self._current_versions() == self._versions:
@@ -113,19 +154,26 @@ class Unit:
             with torch.no_grad():
                 torch.embedding_renorm_(table.parameter, torch.unique(routes[0].places).long(), *self._bound)
         served = [
-            route.serve([table.parameter for table in tables])
+            route.serve([partial(self._read, self, table) for table in tables])
             for route, tables in zip(routes, self._bundles, strict=True)
         ]
         self._versions = self._current_versions()
-        self._values = self._way.courier.submit(partial(fetch, routes, served, self._way.axis))
+
+        def work() -> list[Tensor]:
+            try:
+                return fetch(routes, served, self._way.axis)
+            finally:
+                self.may_pass.set()
+
+        self._values = self._way.courier.submit(work)
 
     def look_up(self, table: SplitTable, ids: Tensor, padding: int | None) -> tuple[Tensor, Tensor, int | None]:
         """Rows of a table, where in them ids lie, and where the padding does, if it is among them.
 
-        The gradient of the rows comes to this unit, if there is to be one.
+        The gradient of the rows comes to this trip, if there is to be one.
 
         Raises:
-            KeyError: If an id is not among the rows of this unit.
+            KeyError: If an id is not among the rows of this trip.
         """
         self.begin_fetch()
         assert self._values is not None, "begun just now"
@@ -160,7 +208,7 @@ class Unit:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every table of the unit was looked up and has its gradient."""
+        """Whether every table of the trip was looked up and has its gradient."""
         return len(self._gradients) == len(self.tables) and not any(self._waits.values())
 
     def gradient_came(self, table: SplitTable, gradient: Tensor, lookups: Tensor | None) -> None:
@@ -172,30 +220,33 @@ class Unit:
         self._waits[table.number] -= 1
         self._came(self, table, gradient)
 
-    def push(self, numbers: Sequence[int]) -> Job[dict[int, Pushed]]:
+    def push(self, numbers: Sequence[int]) -> tuple[Pushes, Pushes | None]:
         """Send the gradients of some of the tables to the owners; zeros for one that has none on this rank.
 
         Args:
             numbers: Of the tables, the same on all ranks.
 
         Returns:
-            What was pushed here, by number of the table.
+            What was pushed here; if the trip is divided, of prior rows only, and then of delayed ones.
         """
         chosen = [b for b, tables in enumerate(self._bundles) if any(table.number in numbers for table in tables)]
-        told = self._told.result()
         gradients = [self._bundle_gradient(b) for b in chosen]
         lookups = [self._bundle_lookups(b) for b in chosen]
-
-        def work() -> dict[int, Pushed]:
-            came = push([told[b] for b in chosen], gradients, lookups, self._way.axis)
-            pairs = [
-                (self._bundles[b][t], part)
-                for b, parts in zip(chosen, came, strict=True)
-                for t, part in enumerate(parts)
-            ]
-            return {table.number: part for table, part in pairs if table.number in numbers}
-
-        return self._way.courier.submit(work)
+        tables = [[table.number if table.number in numbers else None for table in self._bundles[b]] for b in chosen]
+        if self._divided is None or self._later is None or self.following is None:
+            told = self._told.result()
+            load = _Load(tables, [told[b] for b in chosen], gradients, lookups)
+            return self._way.courier.submit(partial(load.push, self._way.axis, "rows")), None
+        found = self._divided.result()
+        divisions = [found[b] for b in chosen]
+        prior = [one.is_prior for one in divisions]
+        delayed = [~one.is_prior for one in divisions]
+        first = _Load(tables, [one.prior for one in divisions], _cut(gradients, prior), _cut(lookups, prior))
+        second = _Load(tables, [one.delayed for one in divisions], _cut(gradients, delayed), _cut(lookups, delayed))
+        return (
+            self._way.courier.submit(partial(first.push, self._way.axis, "prior rows")),
+            self._later.courier.submit(partial(second.push_after, self.following.may_pass, self._later.axis)),
+        )
 
     def _current_versions(self) -> list[int]:
         return [table.parameter._version for table in self.tables.values()]
@@ -212,7 +263,10 @@ class Unit:
         only = found[tables[0].number]
         if len(tables) == 1 and only is not None:
             return only.contiguous()
-        whole = tables[0].parameter.new_zeros(len(self._wishes[bundle]), tables[0].split.width)
+        first = tables[0]
+        whole = torch.zeros(
+            len(self._wishes[bundle]), first.split.width, dtype=first.parameter.dtype, device=first.parameter.device
+        )
         for table in tables:
             gradient = found[table.number]
             if gradient is not None:
@@ -232,19 +286,53 @@ class Unit:
         return whole
 
 
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """Gradients that go to the owners together.
+
+    Args:
+        tables: Numbers of the tables of each bundle; None for one of which nothing is wanted.
+        routes: One a bundle.
+        gradients: `[rows, width]` a bundle.
+        lookups: `[rows]` a bundle, or None.
+    """
+
+    tables: Sequence[Sequence[int | None]]
+    routes: Sequence[Route]
+    gradients: Sequence[Tensor]
+    lookups: Sequence[Tensor | None]
+
+    def push(self, axis: Axis, what: str) -> dict[int, Pushed]:
+        """Blocking; `what` names it on the timeline."""
+        begin_s = now_s()
+        came = push(self.routes, self.gradients, self.lookups, axis)
+        traffic.span("split tables", f"push: {what}", begin_s, now_s())
+        pairs = [pair for some in zip(self.tables, came, strict=True) for pair in zip(*some, strict=True)]
+        return {number: part for number, part in pairs if number is not None}
+
+    def push_after(self, others: threading.Event, axis: Axis) -> dict[int, Pushed]:
+        """The same, when others have passed, or after a while: a rank that they wait for may be waiting for this."""
+        others.wait(_LONGEST_COURTESY_S)
+        return self.push(axis, "delayed rows")
+
+
+def _cut(parts: Sequence[T], masks: Sequence[Tensor]) -> list[T]:
+    return [part[mask] if isinstance(part, Tensor) else part for part, mask in zip(parts, masks, strict=True)]
+
+
 class _Rows(torch.autograd.Function):
-    """The values of rows, as a function of the table: their gradient goes to the unit instead."""
+    """The values of rows, as a function of the table: their gradient goes to the trip instead."""
 
     @staticmethod
     def forward(
-        ctx: Any, parameter: Tensor, values: Tensor, unit: Unit, table: SplitTable, lookups: Tensor | None
+        ctx: Any, parameter: Tensor, values: Tensor, trip: Trip, table: SplitTable, lookups: Tensor | None
     ) -> Tensor:
-        ctx.unit, ctx.table, ctx.lookups = unit, table, lookups
-        return unit.take(values.view_as(values), table)
+        ctx.trip, ctx.table, ctx.lookups = trip, table, lookups
+        return trip.take(values.view_as(values), table)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        ctx.unit.gradient_came(ctx.table, gradients[0], ctx.lookups)
+        ctx.trip.gradient_came(ctx.table, gradients[0], ctx.lookups)
         return (None,) * 5
 
 

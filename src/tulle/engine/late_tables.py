@@ -1,0 +1,114 @@
+"""`LateTable`: the gradient of a part of a split table, of which prior rows have come and delayed ones are on the way.
+
+    backward       prior rows pushed             delayed rows ------------------------------->
+    step                              noted                                                    done: by who reads, or
+    next fetch                                rows as they will be, from prior ones              before the next step
+
+The rows that the next batch wants are worked out ahead, on a copy, by the optimizer's own code; they need prior rows
+only. The step itself is done once, on the whole part, when all is there: so state and numbers are those of one process.
+
+Source: Li et al., *EmbRace* (ICPP'22), vertical scheduling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tulle.engine.trips import Pushes, SplitTable, Trip
+from tulle.mesh import Axis
+from tulle.rows import RowSparse
+from tulle.tables import Pushed, ShardGradient
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MeanRows:
+    """The mean over ranks of the gradients of some rows of a part.
+
+    Args:
+        places: `[rows]` where they lie, ascending.
+        values: `[rows, width]`, or this rank's columns of them.
+    """
+
+    places: Tensor
+    values: Tensor
+
+    @staticmethod
+    def of(pushed: Pushed, table: SplitTable, axis: Axis, *, is_scaled: bool = False) -> MeanRows:
+        """From the sum that was pushed here; `is_scaled` by how often each row was looked up."""
+        places, values = pushed.places, pushed.values
+        if pushed.lookups is not None and is_scaled:
+            values = values / pushed.lookups.clamp(min=1).unsqueeze(1)
+        if pushed.lookups is not None and table.is_sparse:
+            is_held = pushed.lookups > 0
+            if not bool(is_held.all()):
+                places, values = places[is_held], values[is_held]
+        return MeanRows(places, values.to(table.parameter.dtype).div_(axis.size))
+
+    def together(self, other: MeanRows) -> MeanRows:
+        """With other rows, none of which is among these."""
+        places, order = torch.cat([self.places, other.places]).sort()
+        return MeanRows(places, torch.cat([self.values, other.values])[order])
+
+    def at(self, places: Tensor) -> MeanRows:
+        """Those that lie at some places, which may be named several times; numbered as they are named."""
+        places = places.long()
+        found = torch.searchsorted(self.places, places).clamp_(max=max(0, len(self.places) - 1))
+        named = (self.places[found] == places).nonzero().squeeze(1) if len(self.places) else found[:0]
+        return MeanRows(named, self.values[found[named]])
+
+    def to_gradient(self, rows: int, *, is_sparse: bool) -> Tensor:
+        """As a gradient of `[rows, width]`."""
+        if is_sparse:
+            return RowSparse.trusted(self.places, self.values, rows, is_coalesced=True).to_sparse_coo()
+        return self.values.new_zeros(rows, self.values.shape[1]).index_copy_(0, self.places, self.values)
+
+
+class LateTable:
+    """The gradient of one table in one step.
+
+    Args:
+        table: The table.
+        prior: What has come.
+        delayed: What is on the way.
+        following: The trip that wants the prior rows.
+        axis: Whose ranks hold the table.
+    """
+
+    def __init__(self, table: SplitTable, prior: MeanRows, delayed: Pushes, following: Trip, axis: Axis) -> None:
+        self.table = table
+        self.following = following
+        self._prior = prior
+        self._delayed = delayed
+        self._axis = axis
+        self._gradient = ShardGradient.of(self._of_part(MeanRows(prior.places[:0], prior.values[:0])), axis)
+
+    @property
+    def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The parameter and its gradient, which has no values before `finish`."""
+        return [(self.table.parameter, self._gradient)]
+
+    def ahead(self, places: Tensor) -> Tensor:
+        """The gradient of prior rows that lie at some places, and of rows that have none: `[len(places), width]`."""
+        return self._prior.at(places).to_gradient(len(places), is_sparse=self.table.is_sparse)
+
+    def whole(self) -> MeanRows:
+        """All rows: waits for the delayed ones, which need not let others pass any more.
+
+        Raises:
+            CommunicationError: If a rank is gone.
+        """
+        self.following.may_pass.set()
+        delayed = MeanRows.of(self._delayed.result()[self.table.number], self.table, self._axis)
+        return self._prior.together(delayed)
+
+    def finish(self) -> None:
+        """Complete the gradient."""
+        whole = self._of_part(self.whole())
+        with torch._C.DisableTorchFunctionSubclass():
+            self._gradient.data = whole
+
+    def _of_part(self, rows: MeanRows) -> Tensor:
+        return rows.to_gradient(self.table.split.local_shape[0], is_sparse=self.table.is_sparse)
