@@ -108,9 +108,8 @@ def choose_layout(
         return tn.Layout(options.layout)
     best = tn.best_layout(model, dims.sample(batch), mesh, best=3)
     if mesh.rank == 0:
-        for place, choice in enumerate(best, start=1):
-            print(f"{place}. '{choice.layout}': {choice.bytes_sent / 1e6:.2f} MB sent, {choice.messages} messages")
-    return best[0].layout
+        print(best)
+    return best.layout
 
 
 def train(

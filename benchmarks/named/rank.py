@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import tulle
 from tulle import named as tn
-from tulle.named.search import measured
+from tulle.named.rates import measured
 
 
 def main() -> None:
@@ -75,18 +75,20 @@ def operations(rounds: int) -> list[dict[str, object]]:
             },
         }
         for name, calls in ways.items():
-            times = in_turn(calls, rounds)
-            rows.append({"operation": name, "megabytes": x.nbytes / 2**20, **{w: 1e6 * t for w, t in times.items()}})
+            times = in_turn(calls, 10 * rounds)
+            row = {way: 1e6 * median(several) for way, several in times.items()}
+            ratio = median(b / a for a, b in zip(times["plain"], times["named"], strict=True))
+            rows.append({"operation": name, "megabytes": x.nbytes / 2**20, **row, "ratio": ratio})
     return rows
 
 
-def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of a call of each way, taken in turn."""
+def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of a call of each way, round by round, for some milliseconds each in turn: what disturbs one does all."""
     once = time.perf_counter()
     for call in calls.values():
         call()
     once = time.perf_counter() - once
-    repeats = max(3, min(200, int(0.02 / max(once, 1e-6))))
+    repeats = max(1, min(100, int(0.005 / max(once, 1e-6))))
     times: dict[str, list[float]] = {way: [] for way in calls}
     for _ in range(rounds):
         for way, call in calls.items():
@@ -94,7 +96,7 @@ def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
             for _ in range(repeats):
                 call()
             times[way].append((time.perf_counter() - begin) / repeats)
-    return {way: median(several) for way, several in times.items()}
+    return times
 
 
 def models(rounds: int) -> list[dict[str, object]]:

@@ -1,5 +1,6 @@
 """Models in named dimensions for the layout tests: small enough to run under every legal layout."""
 
+import math
 from itertools import combinations
 
 import torch
@@ -119,17 +120,19 @@ def conflicts(model_class):
     return {frozenset(pair) for dims in scope.seen for pair in combinations(dims, 2)}
 
 
-def legal_layouts(model_class, sizes):
-    """All legal layouts of a model over a mesh."""
+def legal_layouts(model_class, sizes, together=1):
+    """All legal layouts of a model over a mesh, of which each dimension is split over at most so many axes together."""
     pairs = conflicts(model_class)
     found = [{}]
     for dim in model_class.dims:
-        fitting = [axis for axis, size in sizes.items() if dim.size % size == 0]
+        met = [other.name for other in model_class.dims if frozenset((dim, other)) in pairs]
+        several = [axes for count in range(1, together + 1) for axes in combinations(sizes, count)]
+        fitting = [axes for axes in several if dim.size % math.prod(sizes[axis] for axis in axes) == 0]
         found += [
-            rules | {dim.name: axis}
+            rules | {dim.name: "+".join(axes)}
             for rules in found
-            for axis in fitting
-            if not any(rules.get(other.name) == axis and frozenset((dim, other)) in pairs for other in model_class.dims)
+            for axes in fitting
+            if not any(axis in rules.get(name, "").split("+") for name in met for axis in axes)
         ]
     return found
 

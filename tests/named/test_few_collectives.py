@@ -103,3 +103,17 @@ def test_a_word_table_that_is_split_sends_no_rows():
     ids = tn.from_torch(torch.zeros(batch.size, length.size, dtype=torch.int64), (batch, length))
     told = tn.explain(model_of(embedded, table=(vocab, d)), ids, {"model": 2}, "vocab:model")
     assert [one.tensor_bytes for one in told.collectives] == [4]  # the mean, which the sum over words stays pending for
+
+
+def test_the_first_bucket_of_gradients_is_small_and_the_rest_goes_together():
+    wide, other = tn.dims(wide=512, other=512)  # a parameter of both is a bucket of its own, if it comes first
+
+    def chained(m, x):
+        for name in "abcd":
+            x = tn.tanh(x.dot(getattr(m, name), wide)).rename(other=wide)
+        return tn.mean(x)
+
+    model = model_of(chained, a=(wide, other), b=(wide, other), c=(wide, other), d=(wide, other))
+    told = tn.explain(model, tensor(batch, wide), {"data": 2}, "batch:data")
+    sizes = [one.tensor_bytes for one in told.collectives if one.label == "named parameter gradients"]
+    assert sizes == [2**20, 3 * 2**20]

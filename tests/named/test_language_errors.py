@@ -16,6 +16,12 @@ def ones(*dims):
     return tn.from_torch(torch.ones([dim.size for dim in dims]), dims)
 
 
+class Declared(tn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = tn.param(d, heads)
+
+
 def refused(kind, text, action):
     before = traffic.total.messages
     with pytest.raises(kind) as caught:
@@ -51,6 +57,15 @@ def test_a_size_that_does_not_divide_is_refused_and_the_mend_is_named():
             "dimension 'length' of size 6 does not divide evenly among the 4 ranks of mesh axis 'model': pad it to 8",
             lambda: ones(batch, length),
         )
+
+
+@on_ranks(4)
+def test_a_dimension_over_two_axes_is_held_to_the_same_rules():
+    with tn.use(tulle.init(data=2, model=2), "batch:data+model, heads:model, length:model+data"):
+        assert repr(ones(batch)) == "Tensor(batch=4/data+model; float32)"
+        assert ones(batch).local.shape == (1,)
+        refused(PlanError, "'batch' and 'heads' both split over mesh axis 'model'", lambda: ones(batch) * ones(heads))
+        refused(PlanError, "among the 4 ranks of mesh axis 'data+model': pad it to 8", lambda: ones(length))
 
 
 @on_ranks(2)
@@ -92,10 +107,8 @@ def test_a_tensor_of_another_layout_is_refused():
 
 
 def test_a_parameter_must_be_initialized_where_it_is_used():
-    model = tn.Module()
-    model.weight = tn.param(d, heads)
-    with pytest.raises(ModelError, match=r"call init\(seed\) of the model"):
-        ones(batch, d).dot(model.weight, d)
+    with pytest.raises(ModelError, match=r"which lives under no layout yet.* call init\(seed\) of the model"):
+        ones(batch, d).dot(Declared().weight, d)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +116,8 @@ def test_a_parameter_must_be_initialized_where_it_is_used():
     [
         (lambda: tn.dims(batch=0), "dimension 'batch' was given size 0, expected a positive integer"),
         (lambda: tn.Layout("batch=data"), "rule 'batch=data' is not of the form 'dimension:axis'"),
-        (lambda: tn.Layout("batch:data, batch:model"), "splits dimension 'batch' over axes 'data' and 'model'"),
+        (lambda: tn.Layout("batch:data, batch:model"), "'batch:data+model' splits it over both"),
+        (lambda: tn.Layout("batch:data+data"), "must name one axis, or several joined by '+', each once"),
         (lambda: ones(d) + ones(d.resized(4)), "dimension 'd_model' has size 8 in one tensor of the operation and 4"),
         (lambda: ones(batch).dot(ones(d), d), "dot was given dimension d_model=8, but the tensor has (batch=4)"),
         (lambda: ones(batch, length).rename(lenght=memory), "none is called 'lenght'"),
@@ -118,6 +132,23 @@ def test_a_parameter_must_be_initialized_where_it_is_used():
         (lambda: tn.slice(ones(d), d, heads, start=5), "slice of d_model=8 from 5 to 9 goes beyond it"),
         (lambda: tn.pad(ones(heads), heads, d, before=5), "pad of heads=4 by 5 in front gives more than d_model=8"),
         (lambda: tn.stack([ones(d)], heads), "stack was given 1 tensors for heads=4"),
+        (lambda: tn.stack([ones(d), ones(batch)], d_kv), "Tensor(batch=4; float32) among tensors of (d_model=8)"),
+        (lambda: tn.halo(ones(d), d, (heads, d_kv), before=1), "halo of d_model=8 by heads=4 with 1 before cannot"),
+        (lambda: tn.sum(ones(d), "d_model"), "'d_model' was given as a dimension, expected the dimension itself"),
+        (lambda: tn.param(4, 8), "4 was given as a dimension, expected the dimension itself"),
+        (lambda: ones(length).rename(length="memory"), "'memory' was given as a dimension"),
+        (lambda: tn.from_torch([1.0], d), "from_torch was given list, expected a plain tensor, then its dimensions"),
+        (lambda: torch.relu(ones(d)), "torch's relu was given a named tensor"),
+        (lambda: torch.ones(8) + ones(d), "torch's add was given a named tensor"),
+        (lambda: ones(d) + torch.ones(8), "add was given a plain tensor of shape (8,) beside named ones"),
+        (lambda: ones(d) * torch.ones(()), "mul was given a plain tensor of shape () beside named ones"),
+        (lambda: bool(ones(d) > 0), "which has dimensions: reduce them first"),
+        (lambda: tn.Layout(None), "a layout was made of None, expected text such as"),
+        (lambda: tn.Adafactor(Declared()), "parameter weight (d_model=8, heads=4) lives elsewhere: call init(seed)"),
+        (
+            lambda: tn.wrap(torch.nn.Linear(8, 3), d, heads)(ones(d)),
+            "Linear gave a tensor of shape (3,), expected (4,)",
+        ),
         (lambda: tn.concat([ones(d), ones(d)], [d, d], heads), "cannot give heads=4"),
         (lambda: tn.gather(ones(d, heads), ones(batch), d), "expected integers without that dimension"),
         (lambda: tn.dropout(ones(d), 1.0), "dropout was given the share 1.0"),

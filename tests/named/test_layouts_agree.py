@@ -65,6 +65,25 @@ def test_every_layout_over_two_axes_agrees(model):
         all_agree(model, sizes, layouts[first : first + 100])
 
 
+def over_both_axes(model):
+    """The legal layouts over 2 x 2 that split a dimension over both axes together."""
+    layouts = legal_layouts(MODELS[model], {"data": 2, "model": 2}, together=2)
+    return [rules for rules in layouts if any("+" in axes for axes in rules.values())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_every_layout_that_splits_a_dimension_over_both_axes_agrees(model):
+    layouts = over_both_axes(model)
+    for first in range(0, len(layouts), 100):
+        all_agree(model, {"data": 2, "model": 2}, layouts[first : first + 100])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_some_layouts_that_split_a_dimension_over_both_axes_agree(model):
+    all_agree(model, {"data": 2, "model": 2}, random.Random(0).sample(over_both_axes(model), 4))
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_some_layouts_over_two_axes_agree(model):
     layouts = legal_layouts(MODELS[model], {"data": 2, "model": 2})
@@ -72,7 +91,10 @@ def test_some_layouts_over_two_axes_agree(model):
 
 
 @pytest.mark.slow
-def test_some_layouts_over_three_axes_agree():
+@pytest.mark.parametrize("model", MODELS)
+def test_some_layouts_over_three_axes_agree(model):
     sizes = {"data": 2, "model": 2, "more": 2}
-    layouts = legal_layouts(LanguageModel, sizes)
-    all_agree("language model", sizes, random.Random(0).sample(layouts, 30))
+    layouts = legal_layouts(MODELS[model], sizes)
+    drawn = random.Random(0).sample(layouts, 30)
+    for first in range(0, len(drawn), 10):  # eight ranks share few cores
+        all_agree(model, sizes, drawn[first : first + 10])

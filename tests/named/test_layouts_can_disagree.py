@@ -9,6 +9,7 @@ import tulle
 from ranks import on_ranks
 from tulle import named as tn
 from tulle.named.gradients import Gradients
+from tulle.named.scope import Scope
 from tulle.named.wire import ProcessWire, joint
 
 RULES = {"batch": "data", "heads": "model", "d_ff": "model", "vocab": "model"}
@@ -52,7 +53,7 @@ def with_a_share_forgotten(patch):
         with_the_autograd_of_funcol,
     ],
 )
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["language model", pytest.param("encoder-decoder", marks=pytest.mark.slow)])
 def test_a_broken_rule_shows(break_it, model):
     mesh = tulle.init(data=2, model=2)
     expected = run(MODELS[model], steps=1)
@@ -62,6 +63,24 @@ def test_a_broken_rule_shows(break_it, model):
         break_it(patch)
         with tn.use(mesh, {**RULES, "nothing": "data"}):  # a scope of its own
             assert worst_difference(run(MODELS[model], steps=1), expected) > 1e-3
+
+
+def place_with_the_inner_axis_first(self, dim):
+    place = 0
+    for axis in reversed(self.axes_of(dim)):
+        place = place * self.sizes[axis] + self.wire.ranks[axis]
+    return place
+
+
+@on_ranks(4)
+def test_axes_of_one_dimension_in_another_order_show():
+    mesh, model = tulle.init(data=2, model=2), MODELS["language model"]
+    expected = run(model, steps=1)
+    with tn.use(mesh, "vocab:data+model"):
+        assert worst_difference(run(model, steps=1), expected) < 1e-12
+    with pytest.MonkeyPatch.context() as patch, tn.use(mesh, "vocab:data+model, nothing:data"):
+        patch.setattr(Scope, "place_along", place_with_the_inner_axis_first)
+        assert worst_difference(run(model, steps=1), expected) > 1e-3
 
 
 def split_first(weight, x, b, d, e):

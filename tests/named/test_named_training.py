@@ -1,5 +1,7 @@
 """Optimizers, clipping, checkpoints and DTensors: what they do does not depend on the layout."""
 
+import copy
+
 import pytest
 import torch
 from named_models import LanguageModel, batch, d, ff, vocab, worst_difference
@@ -87,7 +89,7 @@ def test_a_checkpoint_loads_under_another_layout_and_mesh(optimizer, tmp_path):
     with tn.use(tulle.init(data=2, model=2), LAYOUTS[0]):
         model, trained, _ = train(optimizer, 2)
         tn.save(tmp_path / "saved", model, trained, step=2)
-    for axes, layout in (({"model": 4}, "d_ff:model, vocab:model"), ({"data": 2, "model": 2}, LAYOUTS[1])):
+    for axes, layout in (({"model": 4}, "d_ff:model, vocab:model"), ({"data": 2, "model": 2}, "d_ff:data+model")):
         with tn.use(tulle.init(**axes), layout):
             model = LanguageModel().init(seed=5)
             fresh = OPTIMIZERS[optimizer](model)
@@ -125,6 +127,10 @@ def test_dtensors_come_in_and_go_out():
         placed = tn.to_dtensor(x)
         assert [str(one) for one in placed.placements] == ["S(0)", "S(1)"]
         assert torch.equal(placed.full_tensor(), numbers)
+    with tn.use(mesh, "batch:data+model"):
+        both = tn.to_dtensor(tn.from_torch(numbers, (batch, d)))
+        assert [str(one) for one in both.placements] == ["S(0)", "S(0)"]
+        assert torch.equal(both.full_tensor(), numbers)
     with tn.use(mesh, "d_model:data"):
         back = tn.from_dtensor(placed, (batch, d))
         assert back.local.shape == (4, 4)
@@ -155,3 +161,17 @@ def test_gradients_gather_over_backwards_and_pieces_of_a_batch():
     assert worst_difference(got, expected) < 1e-12
     pieces = {name: expected[f"pieces {name}"] for name in expected if not name.startswith("pieces")}
     assert worst_difference(pieces, {name: expected[name] for name in pieces}) < 1e-12
+
+
+@on_ranks(2)
+def test_an_optimizer_may_be_made_before_the_parameters_are_drawn_and_copies_train_too():
+    with tn.use(tulle.init(data=2), "batch:data"):
+        model = LanguageModel()
+        optimizer = OPTIMIZERS["AdamW"](model)
+        *_, expected = train("AdamW", 1)
+        *_, got = train(optimizer, 1, model.init(seed=0))
+        assert worst_difference(got, expected) == 0
+        copied = copy.deepcopy(model)
+        *_, got = train("AdamW", 1, copied)
+        *_, expected = train("AdamW", 1, model)
+        assert worst_difference(got, expected) == 0

@@ -15,7 +15,7 @@ SIZES = {name: size for name, size in zip(NAMES, (4, 2, 6, 4, 8, 3), strict=True
 DIMS = {name: tn.Dim(name, size) for name, size in SIZES.items()}
 
 words = st.lists(st.sampled_from(NAMES), min_size=1, max_size=3, unique=True).map("".join)
-layouts = st.dictionaries(st.sampled_from(NAMES), st.sampled_from(["data", "model"]), max_size=3)
+layouts = st.dictionaries(st.sampled_from(NAMES), st.sampled_from(["data", "model", "data+model"]), max_size=3)
 
 
 @st.composite

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from tulle.errors import ModelError, PlanError
 
@@ -57,8 +57,29 @@ def dims(**sizes: int) -> Dims:
 
 
 def as_dims(given: Dim | Iterable[Dim]) -> Dims:
-    """One dimension or several, as a tuple."""
-    return (given,) if isinstance(given, Dim) else tuple(given)
+    """One dimension or several, as a tuple.
+
+    Raises:
+        ModelError: If something else is given, such as a name.
+    """
+    if isinstance(given, Dim):
+        return (given,)
+    if isinstance(given, str):
+        check_dim(given)
+    several = tuple(given)
+    for one in several:
+        check_dim(one)
+    return several
+
+
+def check_dim(given: object) -> None:
+    """Refuse what is no dimension.
+
+    Raises:
+        ModelError: Saying what was given.
+    """
+    if not isinstance(given, Dim):
+        raise ModelError(f"{given!r} was given as a dimension, expected the dimension itself, as tn.dims gives it")
 
 
 def volume(dims: Iterable[Dim]) -> int:
@@ -93,60 +114,72 @@ def spelled(wanted: Iterable[Dim]) -> str:
 
 
 class Layout:
-    """Which dimension is split over which mesh axis, as rules `dimension:axis`.
+    """Which dimension is split over which mesh axis, or axes, as rules `dimension:axis` or `dimension:axis+axis`.
 
     A rule whose dimension or axis does not occur is ignored, so that one set of rules serves every model and mesh. A
     rule that nearly names one that does is an error, once the layout is put to use.
 
     Args:
-        rules: Text such as `"batch:data, heads:model"`, or a mapping of names.
+        rules: Text such as `"batch:data, heads:model"` or `"batch:data+model"`, or a mapping of names.
 
     Raises:
         PlanError: If a rule cannot be read or a dimension has two.
 
     Example:
-        >>> layout = Layout("batch:data, heads:model, d_ff:model")
-        >>> layout, layout["heads"]
-        (Layout('batch:data, heads:model, d_ff:model'), 'model')
+        >>> layout = Layout("batch:data+pod, heads:model, d_ff:model")
+        >>> layout["heads"], layout["batch"], layout.axes_of("batch")
+        ('model', 'data+pod', ('data', 'pod'))
     """
 
-    __slots__ = ("_axis_of",)
+    __slots__ = ("_rules",)
 
     def __init__(self, rules: str | Mapping[str, str] = "") -> None:
+        if not isinstance(rules, str | Mapping):
+            raise PlanError(f"a layout was made of {rules!r}, expected text such as 'batch:data, heads:model'")
         pairs = _parsed(rules) if isinstance(rules, str) else list(rules.items())
-        self._axis_of: dict[str, str] = {}
-        for name, axis in pairs:
-            if self._axis_of.setdefault(name, axis) != axis:
+        self._rules: dict[str, str] = {}
+        for name, given in pairs:
+            axes = sorted(_axes_in(name, given))
+            rule = self._rules.setdefault(name, "+".join(axes))
+            if rule != "+".join(axes):
                 raise PlanError(
-                    f"the layout splits dimension {name!r} over axes {self._axis_of[name]!r} and {axis!r}: "
-                    "a dimension is split over one axis at most"
+                    f"the layout splits dimension {name!r} over {rule!r} and over {given!r}: "
+                    f"a dimension has one rule; '{name}:{rule}+{given}' splits it over both"
                 )
 
-    def get(self, name: str) -> str | None:
-        """The axis over which a dimension is split, or None."""
-        return self._axis_of.get(name)
+    @classmethod
+    def of(cls, given: Layout | str | Mapping[str, str] | Chosen) -> Layout:
+        """The layout itself, made of its rules, or that of an explanation or of what `tn.best_layout` has found."""
+        if isinstance(given, str | Mapping):
+            return cls(given)
+        return given if isinstance(given, Layout) else given.layout
+
+    def axes_of(self, name: str) -> tuple[str, ...]:
+        """The axes over which a dimension is split together, in the order of the alphabet: the mesh's own holds."""
+        rule = self._rules.get(name)
+        return tuple(rule.split("+")) if rule else ()
 
     def __getitem__(self, name: str) -> str:
-        return self._axis_of[name]
+        return self._rules[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._axis_of)
+        return iter(self._rules)
 
     def items(self) -> Iterable[tuple[str, str]]:
-        """The rules as pairs of a dimension's and an axis' name."""
-        return self._axis_of.items()
+        """The rules as pairs of a dimension's name and its axis, or its axes joined by `+`."""
+        return self._rules.items()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Layout) and self._axis_of == other._axis_of
+        return isinstance(other, Layout) and self._rules == other._rules
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._axis_of.items()))
+        return hash(frozenset(self._rules.items()))
 
     def __repr__(self) -> str:
         return f"Layout({str(self)!r})"
 
     def __str__(self) -> str:
-        return ", ".join(f"{name}:{axis}" for name, axis in self._axis_of.items())
+        return ", ".join(f"{name}:{rule}" for name, rule in self._rules.items())
 
     def check_spelling(self, axes: Iterable[str]) -> None:
         """Refuse rules that nearly name a declared dimension or an axis of the mesh.
@@ -155,14 +188,24 @@ class Layout:
             PlanError: Naming the rule, and what it should probably say.
         """
         axes = list(axes)
-        for name, axis in self._axis_of.items():
-            for what, word, known in (("dimension", name, _declared), ("axis", axis, axes)):
+        for name, rule in self._rules.items():
+            words = [("dimension", name, _declared), *[("axis", axis, axes) for axis in self.axes_of(name)]]
+            for what, word, known in words:
                 near = [] if word in known else get_close_matches(word, sorted(known), n=1, cutoff=0.8)
                 if near:
                     raise PlanError(
-                        f"the layout's rule '{name}:{axis}' names the {what} {word!r}, which is not there, but "
+                        f"the layout's rule '{name}:{rule}' names the {what} {word!r}, which is not there, but "
                         f"{near[0]!r} is: correct the name, or leave the rule out"
                     )
+
+
+class Chosen(Protocol):
+    """What has chosen a layout."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout."""
+        ...
 
 
 def _parsed(rules: str) -> list[tuple[str, str]]:
@@ -173,3 +216,10 @@ def _parsed(rules: str) -> list[tuple[str, str]]:
             raise PlanError(f"the layout's rule {rule!r} is not of the form 'dimension:axis'")
         pairs.append((name, axis))
     return pairs
+
+
+def _axes_in(name: str, rule: str) -> list[str]:
+    axes = [axis.strip() for axis in rule.split("+")] if isinstance(rule, str) else []
+    if not axes or not all(axes) or len(set(axes)) < len(axes):
+        raise PlanError(f"the layout's rule '{name}:{rule}' must name one axis, or several joined by '+', each once")
+    return axes

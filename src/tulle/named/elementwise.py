@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
+from tulle.errors import ModelError
 from tulle.named.dims import Dims, united
 from tulle.named.placed import Local, Placed, label_of, record, shared_scope, view_to, viewed
 from tulle.named.scope import Scope
@@ -44,12 +47,22 @@ def broadcast(function: Callable[..., Local], inputs: Sequence[Placed | Scalar],
         plan = scope.plans[key] = Plan(scope, key[1:], operation)
     if scope.trace is not None:
         record("pointwise", placed, plan.dims, plan.dims)
-    places = iter(plan.inputs)
     parts: list[Any] = []
-    for one in inputs:
-        if isinstance(one, Placed):
-            axes, view = next(places)
-            parts.append(viewed(one.entered(axes, plan.label) if axes else one.local, view))
-        else:
-            parts.append(one)
+    for one, (axes, view) in zip(placed, plan.inputs, strict=True):
+        local = one.entered(axes, plan.label) if axes else one.local
+        parts.append(local if view is None else viewed(local, view))
+    if len(parts) < len(inputs):
+        _check_scalars(operation, inputs)
+        own = iter(parts)
+        parts = [next(own) if isinstance(one, Placed) else one for one in inputs]
     return function(*parts, **options), plan.dims
+
+
+def _check_scalars(operation: str, inputs: Sequence[Placed | Scalar]) -> None:
+    """Refuse plain tensors, of which nobody can tell how they are laid out."""
+    for one in inputs:
+        if isinstance(one, torch.Tensor):
+            raise ModelError(
+                f"{operation} was given a plain tensor of shape {tuple(one.shape)} beside named ones: say what its "
+                "dimensions are with tn.from_torch(tensor, dims)"
+            )

@@ -13,41 +13,19 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tulle.cost import Network, all_reduce_cost, exchange_cost
+from tulle.cost import all_reduce_cost, exchange_cost
 from tulle.errors import ModelError
 from tulle.mesh import Mesh
-from tulle.named.dims import Layout
+from tulle.named.dims import Chosen, Layout
 from tulle.named.ledger import GRADIENTS, Ledger, Line, memory_of
 from tulle.named.module import Parameter, named_parameters
 from tulle.named.planned import Collective, PlannedWire
+from tulle.named.rates import Rates
 from tulle.named.reduction import mean
 from tulle.named.scope import Scope, current, entered
 from tulle.named.tensor import Tensor
 
-FREE = Network(0.0, float("inf"))
-"""A network that costs nothing."""
 Sizes = Mesh | Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What ranks and the network between them give; what is not known costs nothing.
-
-    Args:
-        flops_per_s: Of products, on one rank while all are busy.
-        written_bytes_per_s: Memory that elementwise operations fill, on one rank while all are busy.
-        network: Of each axis, by name, or one for all.
-    """
-
-    flops_per_s: float = float("inf")
-    written_bytes_per_s: float = float("inf")
-    network: Network | Mapping[str, Network] = FREE
-
-    def of(self, axes: tuple[str, ...]) -> Network:
-        """The network of some axes together: the slowest of theirs."""
-        if isinstance(self.network, Network):
-            return self.network
-        return min((self.network[axis] for axis in axes), key=lambda one: one.bandwidth_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +105,7 @@ class Explanation:
 
 
 def explain(
-    model: nn.Module, sample: object, mesh: Sizes, layout: Layout | str, *, state_slots: int = 2
+    model: nn.Module, sample: object, mesh: Sizes, layout: Layout | str | Chosen, *, state_slots: int = 2
 ) -> Explanation:
     """What one step of a model costs on each rank under a layout: flops, collectives, bytes and memory, by line.
 
@@ -145,7 +123,7 @@ def explain(
         ModelError: If the model does not give a named tensor.
     """
     wire = PlannedWire(mesh.shape if isinstance(mesh, Mesh) else dict(mesh))
-    scope = Scope(wire, layout if isinstance(layout, Layout) else Layout(layout))
+    scope = Scope(wire, Layout.of(layout))
     ledger = Ledger()
     wire.ledger = ledger
     with entered(scope), on_paper(model, scope) as held, ledger:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -27,8 +28,10 @@ from torch import Tensor, nn
 from tulle.comm import Deferred
 from tulle.named.wire import Wire
 
+FIRST_BUCKET_BYTES = 1024 * 1024
+"""The first bucket of a backward is sent when it has so many bytes, so that the network has something to do early."""
 BUCKET_BYTES = 25 * 1024 * 1024
-"""A bucket of so many bytes is sent without waiting for more (DDP's choice too)."""
+"""A further bucket of so many bytes is sent without waiting for more (both are DDP's choices too)."""
 LABEL = "named parameter gradients"
 Axes = tuple[str, ...]
 
@@ -46,10 +49,12 @@ class Gradients:
     Args:
         wire: What sums them; None where nothing is split.
         bucket_bytes: Size at which a bucket is sent.
+        first_bucket_bytes: Size at which the first of each backward is sent.
     """
 
     wire: Wire | None
     bucket_bytes: int = BUCKET_BYTES
+    first_bucket_bytes: int = FIRST_BUCKET_BYTES
     is_held: bool = False
     """Whether gradients gather on each rank without being summed, as between micro-batches."""
     _unsummed: dict[nn.Parameter, Axes] = field(default_factory=dict)
@@ -91,7 +96,8 @@ class Gradients:
         key = (axes, parameter.dtype, parameter.device)
         filling = self._open.setdefault(key, [])
         filling.append(parameter)
-        if sum(one.nbytes for one in filling) >= self.bucket_bytes:
+        enough_bytes = self.bucket_bytes if self._sent else self.first_bucket_bytes
+        if sum(one.nbytes for one in filling) >= enough_bytes:
             self._send(self._open.pop(key), axes)
 
     def _await_the_end(self) -> None:
@@ -174,6 +180,10 @@ class Leaf:
         wire = self._gradients.wire
         assert wire is not None, "gradients are shared where something is split"
         return 1 / math.prod(wire.sizes[axis] for axis in self._put_off if axis not in axes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Leaf:
+        """That of the parameter's copy, which nobody follows yet."""
+        return Leaf(deepcopy(self.parameter, memo), self._gradients)
 
     def close(self) -> None:
         """Have nothing more to do with the parameter."""

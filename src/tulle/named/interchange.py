@@ -24,10 +24,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tulle.errors import CheckpointError, ModelError
 from tulle.named.dims import Dim, Dims, as_dims, spelled
-from tulle.named.module import named_parameters
+from tulle.named.edges import from_torch
+from tulle.named.module import check_initialized, named_parameters
 from tulle.named.optimizer import largest_two
 from tulle.named.scope import Scope, current
-from tulle.named.tensor import Tensor, from_torch
+from tulle.named.tensor import Tensor
 from tulle.named.wire import ProcessWire
 
 
@@ -68,6 +69,7 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.opti
         optimizer: torch's, or `Adafactor`.
         **extra: Numbers to save with it, such as the step.
     """
+    check_initialized(model)
     path = Path(folder)
     aside = path.with_name(path.name + ".partial")
     state = {**_state(model, optimizer), **{f"extra.{name}": torch.tensor(value) for name, value in extra.items()}}
@@ -89,6 +91,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.opti
     Raises:
         CheckpointError: If there is none, or it is of another model.
     """
+    check_initialized(model)
     path = Path(folder)
     if not (path / ".metadata").exists():
         raise CheckpointError(f"there is no checkpoint of a named model at {path}: save one with tn.save")

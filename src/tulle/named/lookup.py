@@ -53,15 +53,15 @@ def gather(table: Tensor, index: Tensor, over: Dim, *, label: str = "gather") ->
     rows = _in_order(table.entered(axes, label), table.dims, (*shared, over, *rest))
     own = tuple(dim for dim in index.dims if dim not in shared)
     wanted = _in_order(index.local, index.dims, (*shared, *own))
-    held = scope.axis(over)
-    if held is None:
-        picked, pending = _picked(rows, wanted, len(shared)), ()
+    pending = tuple(sorted(scope.axes_of(over)))
+    if not pending:
+        picked = _picked(rows, wanted, len(shared))
     else:
         wanted = wanted - scope.offset(over)
         is_here = (wanted >= 0) & (wanted < scope.local_size(over))
         picked = _picked(rows, wanted.clamp(0, scope.local_size(over) - 1), len(shared))
         missing = ~is_here.view(*is_here.shape, *[1] * len(rest))
-        picked, pending = picked.masked_fill(missing, 0), (held,)
+        picked = picked.masked_fill(missing, 0)
     found = (*shared, *own, *rest)
     out = (*index.dims, *rest)
     return Tensor(_in_order(picked, found, out), out, pending)

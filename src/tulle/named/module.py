@@ -17,8 +17,15 @@ from tulle.named.relayout import check_once
 from tulle.named.scope import Scope, current
 from tulle.named.tensor import Tensor
 
-_DECLARED = Scope(None, Layout())
-"""Where parameters live that `Module.init` has not seen."""
+
+class _Declared(Scope):
+    """Where parameters live that `Module.init` has not seen."""
+
+    def __repr__(self) -> str:
+        return "no layout yet"
+
+
+_DECLARED = _Declared(None, Layout())
 
 
 class Parameter(Tensor):
@@ -26,14 +33,17 @@ class Parameter(Tensor):
 
     __slots__ = ("_leaf", "name", "std")
     is_parameter: ClassVar[bool] = True
-    mend: ClassVar[str] = "call init(seed) of the model under the mesh and the layout in force"
+    mend: ClassVar[str] = (
+        "call init(seed) of the model under the mesh and the layout in force; a parameter in a plain list is no "
+        "part of the model: make it an attribute"
+    )
 
     def __init__(self, dims: Dims, std: float | None, dtype: torch.dtype | None) -> None:
-        whole = torch.empty([dim.size for dim in dims], dtype=dtype, device="meta")
+        whole = nn.Parameter(torch.empty([dim.size for dim in dims], dtype=dtype, device="meta"))
         super().__init__(whole, dims, (), _DECLARED)
         self.name = ""
         self.std = std
-        self._leaf = Leaf(nn.Parameter(whole), _DECLARED.gradients)
+        self._leaf = Leaf(whole, _DECLARED.gradients)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -107,7 +117,7 @@ def param(
         >>> tn.param(d_model, d_ff)
         Parameter(d_model=4, d_ff=16; float32)
     """
-    check_once(dims, "param")
+    check_once(as_dims(dims), "param")
     if std is None:
         std = volume(as_dims(inputs) or dims[:1]) ** -0.5
     return Parameter(dims, std, dtype)
@@ -115,7 +125,7 @@ def param(
 
 def ones(*dims: Dim, dtype: torch.dtype | None = None) -> Parameter:
     """Declare a parameter that begins as ones, such as the gain of a norm."""
-    check_once(dims, "ones")
+    check_once(as_dims(dims), "ones")
     return Parameter(dims, None, dtype)
 
 
@@ -154,8 +164,9 @@ class Module(nn.Module):
     def init(self, seed: int = 0) -> Module:
         """Allocate all named parameters under the layout in force, and draw them by seed, name and global index.
 
-        Optimizers must be made afterwards. Every rank must call it, with the same seed. Plain modules inside are left
-        as they are: they must be equal on all ranks.
+        Every rank must call it, with the same seed. An optimizer may be made before the first time; after another,
+        under another layout, there are other parameters, and it must be made anew. Plain modules inside are left as
+        they are: they must be equal on all ranks.
 
         Raises:
             PlanError: If a parameter is not legal in the layout.
@@ -165,7 +176,11 @@ class Module(nn.Module):
             parameter.name = name
             scope.axes(parameter.dims, f"parameter {name}")
         for name, parameter in named_parameters(self):
-            parameter.place_under(scope, nn.Parameter(parameter.drawn(scope, key_of(seed, name)))).close()
+            drawn = nn.Parameter(parameter.drawn(scope, key_of(seed, name)), requires_grad=parameter.requires_grad)
+            if parameter.scope is _DECLARED:
+                torch.utils.swap_tensors(drawn, parameter.parameter)  # an optimizer may hold the latter already
+                drawn = parameter.parameter
+            parameter.place_under(scope, drawn).close()
         show_parts(self)
         return self
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from tulle.errors import ModelError
 from tulle.named.dims import Dim, Dims
-from tulle.named.module import named_parameters
+from tulle.named.module import check_initialized, named_parameters
 from tulle.named.placed import Axes
 from tulle.named.reduction import mean
 from tulle.named.reduction import sum as named_sum
@@ -54,6 +54,7 @@ class Adafactor(torch.optim.Optimizer):
             if not value > 0:
                 raise ModelError(f"Adafactor was given {name}={value!r}, expected a positive number")
         defaults = {"lr": lr, "decay": decay, "clip": clip, "scales_by_parameter": scales_by_parameter}
+        check_initialized(model)
         self.dims = dict(dimensions(model))
         """Dimensions and scope of each parameter."""
         super().__init__(list(self.dims), defaults)

@@ -19,7 +19,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from tulle.errors import ModelError
-from tulle.named.dims import Dim, Dims, spelled
+from tulle.named.dims import Dim, Dims, check_dim, spelled
 from tulle.named.scope import Scope, current
 from tulle.named.trace import Input, Kind, Moves, Step
 
@@ -164,13 +164,14 @@ class Placed:
         """
         if dim in self.dims:
             return self.dims.index(dim)
+        check_dim(dim)
         raise ModelError(
             f"{what} was given dimension {dim!r}, but the tensor has {spelled(self.dims)}: name one of these"
         )
 
     def __repr__(self) -> str:
-        axes = ((dim, self.scope.axis(dim)) for dim in self.dims)
-        laid_out = ", ".join(f"{dim!r}/{axis}" if axis else f"{dim!r}" for dim, axis in axes)
+        split = ((dim, "+".join(self.scope.axes_of(dim))) for dim in self.dims)
+        laid_out = ", ".join(f"{dim!r}/{axes}" if axes else f"{dim!r}" for dim, axes in split)
         pending = f"; sum over {', '.join(self.pending)} pending" if self.pending else ""
         return f"{type(self).__name__}({laid_out}; {str(self.dtype).removeprefix('torch.')}{pending})"
 
@@ -211,11 +212,14 @@ View = tuple[list[int] | None, list[int]] | None
 
 
 def view_to(dims: Dims, out: Dims) -> View:
-    """How a tensor of `dims` is brought to the order of `out`: a permutation, and where dimensions of size 1 go."""
-    if dims == out:
-        return None
+    """How a tensor of `dims` is brought to the order of `out`: a permutation, and where dimensions of size 1 go.
+
+    Torch broadcasts along dimensions that are missing in front: for these nothing is to be done.
+    """
     order = [dims.index(dim) for dim in out if dim in dims]
-    return None if order == sorted(order) else order, [place for place, dim in enumerate(out) if dim not in dims]
+    first = next((place for place, dim in enumerate(out) if dim in dims), len(out))
+    missing = [place - first for place, dim in enumerate(out) if place > first and dim not in dims]
+    return (None if order == sorted(order) else order, missing) if missing or order != sorted(order) else None
 
 
 def viewed(local: Local, view: View) -> Local:
@@ -231,5 +235,5 @@ def viewed(local: Local, view: View) -> Local:
 
 
 def aligned(local: Local, dims: Dims, out: Dims) -> Local:
-    """A part in the order of `out`, with size 1 where it lacks a dimension."""
+    """A part in the order of `out`, with size 1 where it lacks a dimension that is not in front of all its own."""
     return viewed(local, view_to(dims, out))

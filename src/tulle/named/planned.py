@@ -116,20 +116,20 @@ class PlannedWire:
             lambda gradient: self._exchanged(gradient, axis, join_dim, split_dim, label),
         )
 
-    def halo(self, tensor: Tensor, axis: str, dim: int, before: int, after: int, label: str) -> Tensor:
-        """Halo exchange: a rank inside the axis lends what is wanted before and after its part."""
+    def halo(self, tensor: Tensor, axes: Sequence[str], dim: int, before: int, after: int, label: str) -> Tensor:
+        """Halo exchange, as the first rank sees it: one inside lends to both sides, up to twice as much."""
         entry_bytes = tensor.nbytes // max(1, tensor.shape[dim])
-        length, n = tensor.shape[dim], self.sizes[axis]
+        length, n = tensor.shape[dim], math.prod(self.sizes[axis] for axis in axes)
         lent = [max(0, min(before - rank * length, length)) for rank in range(n - 1)]
         borrowed = [max(0, min(after - rank * length, length)) for rank in range(n - 1)]
 
         def extended(part: Tensor) -> Tensor:
             # The first rank lends to those after it, and borrows from them.
-            self._write("halo", (axis,), label, part.nbytes, _counted(lent, entry_bytes))
+            self._write("halo", axes, label, part.nbytes, _counted(lent, entry_bytes))
             return part.new_empty([*part.shape[:dim], before + length + after, *part.shape[dim + 1 :]])
 
         def shortened(gradient: Tensor) -> Tensor:
-            self._write("halo", (axis,), label, gradient.nbytes, _counted(borrowed, entry_bytes))
+            self._write("halo", axes, label, gradient.nbytes, _counted(borrowed, entry_bytes))
             return gradient.narrow(dim, before, length)
 
         return self._travels(tensor, extended, shortened)

@@ -17,13 +17,15 @@ from torch import nn
 
 from tulle.cost import all_reduce_cost
 from tulle.named.dims import Dim, Dims, Layout, volume
-from tulle.named.explain import Rates, call, on_paper
+from tulle.named.explain import call, on_paper
 from tulle.named.planned import PlannedWire
+from tulle.named.rates import Rates
 from tulle.named.scope import Scope, entered
 from tulle.named.trace import Input, Step
 
-Choice = Mapping[Dim, str | None]
-"""The axis of each dimension."""
+Axes = tuple[str, ...]
+Choice = Mapping[Dim, Axes]
+"""The axes that split each dimension."""
 Held = tuple[Dims, int]
 """A parameter's dimensions, and the bytes of one value."""
 _PASSES = 3
@@ -45,11 +47,13 @@ class Problem:
         steps: Operations, each with how often it happens.
         parameters: Dimensions and bytes of a value of each parameter, with how many there are.
         conflicts: Pairs of dimensions that meet, so that no axis can split both.
+        whole: Dimensions that some operation must see whole.
     """
 
     steps: Counter[Step]
     parameters: Counter[Held]
     conflicts: set[frozenset[Dim]]
+    whole: set[Dim]
 
     @property
     def dims(self) -> list[Dim]:
@@ -57,8 +61,8 @@ class Problem:
         weights: Counter[Dim] = Counter()
         for step, count in self.steps.items():
             weights.update(dict.fromkeys(step.dims, count * volume(step.dims)))
-        for step in self.steps:
-            weights.update(dict.fromkeys(step.out, 0))
+        for item in (*self.steps, *self.parameters):
+            weights.update(dict.fromkeys(dims_of(item), 0))
         return [dim for dim, _ in weights.most_common()]
 
 
@@ -75,7 +79,7 @@ def record(model: nn.Module, sample: object) -> Problem:
         dims = [one for one in scope.seen if one]
         sizes = Counter((parameter.dims, parameter.dtype.itemsize) for parameter in held)
     conflicts = {frozenset(pair) for one in dims for pair in combinations(one, 2)}
-    return Problem(Counter(scope.trace), sizes, conflicts)
+    return Problem(Counter(scope.trace), sizes, conflicts, scope.whole)
 
 
 @dataclass(slots=True)
@@ -122,8 +126,9 @@ class Pricing:
         """Entries that each rank holds."""
         entries = 1.0
         for dim in dims:
-            axis = choice[dim]
-            entries *= dim.size / self.sizes[axis] if axis else dim.size
+            entries *= dim.size
+            for axis in choice[dim]:
+                entries /= self.sizes[axis]
         return entries
 
     def all_reduce_s(self, axes: frozenset[str], tensor_bytes: float) -> float:
@@ -145,12 +150,11 @@ class Pricing:
 
     def _move_s(self, step: Step, choice: Choice) -> float:
         (one,) = step.inputs
-        before = {choice[old]: place for place, (old, _) in enumerate(step.moves) if old and choice[old]}
-        after = {choice[new]: place for place, (_, new) in enumerate(step.moves) if new and choice[new]}
+        before = {axis: place for place, (old, _) in enumerate(step.moves) if old for axis in choice[old]}
+        after = {axis: place for place, (_, new) in enumerate(step.moves) if new for axis in choice[new]}
         own_bytes = self.local(one.dims, choice) * one.value_bytes
         seconds, backward = 0.0, one.role != "fixed"
         for axis in {*before, *after}:
-            assert axis is not None, "only axes were taken"
             n = self.sizes[axis]
             if axis not in after:  # gathered; the gradient is cut
                 seconds += self._exchange_s(axis, (n - 1) * own_bytes)
@@ -166,7 +170,7 @@ class Pricing:
 
     @staticmethod
     def _axes(dims: Iterable[Dim], choice: Choice) -> frozenset[str]:
-        return frozenset(axis for axis in map(choice.__getitem__, dims) if axis)
+        return frozenset(axis for dim in dims for axis in choice[dim])
 
 
 def dims_of(item: Step | Held) -> Dims:

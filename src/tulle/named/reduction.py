@@ -7,11 +7,10 @@ from typing import Any, Literal, cast
 
 import torch
 
-from tulle.named.dims import Dim, Dims, as_dims, volume
-from tulle.named.placed import Axes, Local, label_of, record, shared_scope
+from tulle.named.dims import Dim
+from tulle.named.placed import Local, label_of, record
+from tulle.named.summation import Over, reduced
 from tulle.named.tensor import Tensor, elementwise
-
-Over = Dim | Sequence[Dim] | None
 
 
 def sum(tensor: Tensor, over: Over = None) -> Tensor:
@@ -24,19 +23,12 @@ def sum(tensor: Tensor, over: Over = None) -> Tensor:
         >>> tn.sum(tn.from_torch(torch.ones(2, 3), (batch, d)), d).local.tolist()
         [3.0, 3.0]
     """
-    places, kept, axes = _reduced(tensor, over, "sum")
-    if tensor.scope.trace is not None:
-        record("sum", [tensor], tensor.dims, kept)
-    if not places:
-        return tensor
-    pending = tuple(sorted({*tensor.pending, *axes})) if axes else tensor.pending
-    return Tensor(tensor.part.sum(places), kept, pending, tensor.scope)
+    return tensor.sum(over)
 
 
 def mean(tensor: Tensor, over: Over = None) -> Tensor:
     """Mean over some dimensions, by default all."""
-    dims = tensor.dims if over is None else as_dims(over)
-    return sum(tensor, dims) * (1 / volume(dims))
+    return tensor.mean(over)
 
 
 def max(tensor: Tensor, over: Over = None) -> Tensor:
@@ -51,7 +43,7 @@ def min(tensor: Tensor, over: Over = None) -> Tensor:
 
 def logsumexp(tensor: Tensor, over: Over = None) -> Tensor:
     """Logarithm of the sum of exponentials over some dimensions, by default all."""
-    places, kept, axes = _reduced(tensor, over, "logsumexp")
+    places, kept, axes = reduced(tensor, over, "logsumexp")
     if not axes and tensor.scope.trace is None:
         return Tensor(torch.logsumexp(tensor.local, places) if places else tensor.local, kept)
     largest = _finite(max(tensor.detach(), over))
@@ -89,36 +81,17 @@ def cumsum(tensor: Tensor, over: Dim) -> Tensor:
     """Running sum along a dimension: on a split one, what the ranks before hold is added."""
     place = tensor.place(over, "cumsum")
     running = torch.cumsum(tensor.local, place)
-    axis = tensor.scope.axis(over)
-    if axis is None:
+    scope, totals = tensor.scope, running.narrow(place, running.shape[place] - 1, 1)
+    if not scope.axes_of(over):
         return tensor.with_part(running)
-    wire = tensor.scope.wire
-    totals = running.narrow(place, running.shape[place] - 1, 1)
-    gathered = wire.gather(totals, axis, place, label_of("cumsum", tensor.dims), "reduce_scatter")
-    before = gathered.narrow(place, 0, wire.ranks[axis]).sum(place, keepdim=True)
+    for axis in reversed(scope.axes_of(over)):
+        totals = scope.wire.gather(totals, axis, place, label_of("cumsum", tensor.dims), "reduce_scatter")
+    before = totals.narrow(place, 0, scope.place_along(over)).sum(place, keepdim=True)
     return tensor.with_part(running + before)
 
 
-Reduced = tuple[list[int], Dims, Axes]
-"""Places of the dimensions that go, the dimensions that stay, and the axes that split those that go."""
-
-
-def _reduced(tensor: Tensor, over: Over, what: str) -> Reduced:
-    scope = shared_scope([tensor], what)
-    over = over if over is None or isinstance(over, Dim) else tuple(over)
-    key = ("reduction", tensor.dims, over)
-    reduced: Reduced | None = scope.plans.get(key)
-    if reduced is None:
-        dims = tensor.dims if over is None else as_dims(over)
-        places = [tensor.place(dim, what) for dim in dims]
-        axes = {axis for axis in map(scope.axis, dims) if axis is not None}
-        kept = tuple(dim for dim in tensor.dims if dim not in dims)
-        reduced = scope.plans[key] = places, kept, tuple(sorted(axes))
-    return reduced
-
-
 def _extremum(tensor: Tensor, over: Over, op: Literal["max", "min"]) -> Tensor:
-    places, kept, axes = _reduced(tensor, over, op)
+    places, kept, axes = reduced(tensor, over, op)
     record("extremum", [tensor], tensor.dims, kept)
     reduce = torch.amax if op == "max" else torch.amin
     local = tensor.local

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from tulle.errors import ModelError
 from tulle.named.dims import Dim, Dims, spelled, volume
 from tulle.named.placed import Local, aligned, label_of, record, shared_scope
-from tulle.named.relayout import Mover, Splits, check_once
-from tulle.named.scope import Scope
+from tulle.named.relayout import Mover, check_once, fitting, splits_of
 from tulle.named.tensor import Tensor
 
 
@@ -37,14 +36,12 @@ def split(tensor: Tensor, dim: Dim, into: Sequence[Dim]) -> Tensor:
     moves = [(dim, into[0]), *[(None, one) for one in into[1:]], *_unmoved(tensor, dims)]
     record("move", [tensor], tensor.dims, dims, tuple(moves))
     mover = _mover(tensor, label_of("split", dims))
-    axis = mover.splits[place]
-    if axis and into[0].size % scope.sizes[axis]:
-        mover.gather(axis)
-        axis = None
-    first = into[0].size // (scope.sizes[axis] if axis else 1)
-    mover.part = mover.part.unflatten(place, (first, *[one.size for one in into[1:]]))
-    mover.splits[place : place + 1] = [axis, *[None] * (len(into) - 1)]
-    return _moved(mover, scope, dims)
+    kept = fitting(scope, mover.splits[place], into[0].size)
+    while mover.splits[place] != kept:
+        mover.gather(place)
+    mover.part = mover.part.unflatten(place, (-1, *[one.size for one in into[1:]]))
+    mover.splits[place : place + 1] = [kept, *[()] * (len(into) - 1)]
+    return Tensor(*mover.laid_out_as(dims))
 
 
 def merge(tensor: Tensor, dims: Sequence[Dim], into: Dim) -> Tensor:
@@ -75,14 +72,12 @@ def merge(tensor: Tensor, dims: Sequence[Dim], into: Dim) -> Tensor:
     mover = _mover(tensor, label_of("merge", out))
     mover.part = mover.part.permute(order)
     mover.splits = [mover.splits[place] for place in order]
-    axis = scope.axis(into)
-    if axis and merged[0].size % scope.sizes[axis]:
-        axis = None
-    after: Splits = [scope.axis(dim) for dim in out]
-    mover.part = mover.move([*after[:begin], axis, *[None] * (len(merged) - 1), *after[begin + 1 :]])
+    kept = fitting(scope, scope.axes_of(into), merged[0].size)
+    after = splits_of(scope, out)
+    mover.part = mover.move([*after[:begin], kept, *[()] * (len(merged) - 1), *after[begin + 1 :]])
     mover.part = mover.part.flatten(begin, begin + len(merged) - 1)
-    mover.splits[begin : begin + len(merged)] = [axis]
-    return _moved(mover, scope, out)
+    mover.splits[begin : begin + len(merged)] = [kept]
+    return Tensor(*mover.laid_out_as(out))
 
 
 def slice(tensor: Tensor, dim: Dim, out: Dim, *, start: int = 0) -> Tensor:
@@ -94,7 +89,7 @@ def slice(tensor: Tensor, dim: Dim, out: Dim, *, start: int = 0) -> Tensor:
     if start < 0 or start + out.size > dim.size:
         raise ModelError(f"slice of {dim!r} from {start} to {start + out.size} goes beyond it: take fewer entries")
     place = tensor.place(dim, "slice")
-    return _resized(tensor, place, out, lambda whole: whole.narrow(place, start, out.size))
+    return resized(tensor, place, out, lambda whole: whole.narrow(place, start, out.size))
 
 
 def pad(tensor: Tensor, dim: Dim, out: Dim, *, before: int = 0, value: float = 0.0) -> Tensor:
@@ -110,7 +105,7 @@ def pad(tensor: Tensor, dim: Dim, out: Dim, *, before: int = 0, value: float = 0
         raise ModelError(f"pad of {dim!r} by {before} in front gives more than {out!r}: make that longer")
     place = tensor.place(dim, "pad")
     width = [0, 0] * (len(tensor.dims) - 1 - place) + [before, after]
-    return _resized(tensor, place, out, lambda whole: F.pad(whole, width, value=value))
+    return resized(tensor, place, out, lambda whole: F.pad(whole, width, value=value))
 
 
 def concat(tensors: Sequence[Tensor], dims: Sequence[Dim], out: Dim) -> Tensor:
@@ -131,8 +126,8 @@ def concat(tensors: Sequence[Tensor], dims: Sequence[Dim], out: Dim) -> Tensor:
             raise ModelError(f"concat was given {tensor!r} among tensors of {spelled(wanted)}: others must agree")
         parts.append(aligned(_whole(tensor, tensor.place(dim, "concat")), tensor.dims, wanted))
     scope.axes(result, "concat to")
-    mover = Mover(scope, torch.cat(parts, place), label_of("concat", result), _splits(scope, result, place))
-    return _moved(mover, scope, result)
+    mover = Mover(scope, torch.cat(parts, place), label_of("concat", result), splits_of(scope, result, whole=place))
+    return Tensor(*mover.laid_out_as(result))
 
 
 def stack(tensors: Sequence[Tensor], dim: Dim) -> Tensor:
@@ -146,9 +141,13 @@ def stack(tensors: Sequence[Tensor], dim: Dim) -> Tensor:
     scope = shared_scope(tensors, "stack")
     result = (dim, *tensors[0].dims)
     check_once(result, "stack")
+    for tensor in tensors:
+        if set(tensor.dims) != set(result[1:]):
+            raise ModelError(f"stack was given {tensor!r} among tensors of {spelled(result[1:])}: all must agree")
     scope.axes(result, "stack to")
     part = torch.stack([aligned(tensor.local, tensor.dims, result[1:]) for tensor in tensors])
-    return _moved(Mover(scope, part, label_of("stack", result), _splits(scope, result, 0)), scope, result)
+    mover = Mover(scope, part, label_of("stack", result), splits_of(scope, result, whole=0))
+    return Tensor(*mover.laid_out_as(result))
 
 
 def unstack(tensor: Tensor, dim: Dim) -> list[Tensor]:
@@ -158,31 +157,15 @@ def unstack(tensor: Tensor, dim: Dim) -> list[Tensor]:
     return [Tensor(part, rest) for part in _whole(tensor, place).unbind(place)]
 
 
-def shift(tensor: Tensor, dim: Dim, by: int = 1, *, wrap: bool = False) -> Tensor:
-    """Move entries `by` places up along a dimension (down if negative); zeros, or what falls out, come in.
-
-    Only what crosses from rank to rank travels, unless it wraps around.
-    """
-    place, axis = tensor.place(dim, "shift"), tensor.scope.axis(dim)
-    if wrap:
-        return _resized(tensor, place, dim, lambda whole: whole.roll(by, place))
-    before, after = max(by, 0), max(-by, 0)
-    local, length = tensor.local, tensor.scope.local_size(dim)
-    if axis is None:
-        width = [0, 0] * (len(tensor.dims) - 1 - place) + [before, after]
-        window = F.pad(local, width)
-    else:
-        window = tensor.scope.wire.halo(local, axis, place, before, after, label_of("shift", tensor.dims))
-    return tensor.with_part(window.narrow(place, after, length))
-
-
-def _resized(tensor: Tensor, place: int, out: Dim, change: Callable[[Local], Local]) -> Tensor:
+def resized(tensor: Tensor, place: int, out: Dim, change: Callable[[Local], Local]) -> Tensor:
+    """A tensor of which one dimension is changed by a function of the part where it is whole."""
     scope = shared_scope([tensor], "slice or pad")
     dims = _replaced(tensor.dims, place, out)
     check_once(dims, "slice or pad")
     scope.axes(dims, "slice or pad to")
     part = change(_whole(tensor, place))
-    return _moved(Mover(scope, part, label_of("slice", dims), _splits(scope, dims, place)), scope, dims)
+    mover = Mover(scope, part, label_of("slice", dims), splits_of(scope, dims, whole=place))
+    return Tensor(*mover.laid_out_as(dims))
 
 
 def _unmoved(tensor: Tensor, dims: Dims) -> list[tuple[Dim, Dim]]:
@@ -191,24 +174,12 @@ def _unmoved(tensor: Tensor, dims: Dims) -> list[tuple[Dim, Dim]]:
 
 def _whole(tensor: Tensor, place: int) -> Local:
     """This rank's part with one dimension made whole."""
-    mover = Mover(tensor.scope, tensor.local, label_of("gather", tensor.dims), _splits(tensor.scope, tensor.dims))
-    axis = mover.splits[place]
-    if axis is not None:
-        mover.gather(axis)
-    return mover.part
+    mover = _mover(tensor, label_of("gather", tensor.dims))
+    return mover.move(splits_of(tensor.scope, tensor.dims, whole=place))
 
 
 def _mover(tensor: Tensor, label: str) -> Mover:
-    return Mover(tensor.scope, tensor.local, label, _splits(tensor.scope, tensor.dims))
-
-
-def _moved(mover: Mover, scope: Scope, dims: Dims) -> Tensor:
-    return Tensor(mover.move(_splits(scope, dims)), dims, mover.pending)
-
-
-def _splits(scope: Scope, dims: Dims, whole: int | None = None) -> Splits:
-    """The axis that splits each dimension; that at place `whole` is split by none."""
-    return [None if place == whole else scope.axis(dim) for place, dim in enumerate(dims)]
+    return Mover(tensor.scope, tensor.local, label, splits_of(tensor.scope, tensor.dims))
 
 
 def _replaced(dims: Dims, place: int, by: Dim) -> Dims:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from tulle.errors import MeshError, PlanError
 from tulle.mesh import Mesh
-from tulle.named.dims import Dim, Dims, Layout, spelled
+from tulle.named.dims import Chosen, Dim, Dims, Layout, spelled
 from tulle.named.gradients import Gradients
 from tulle.named.trace import Step
 from tulle.named.wire import ProcessWire, Wire
@@ -35,8 +36,14 @@ class Scope:
         self.plans: dict[Any, Any] = {}
         """What operations worked out for dimensions that they have seen before."""
         self._splits: dict[Dims, dict[str, Dim]] = {}
-        is_split = any(self.sizes.get(axis, 1) > 1 for _, axis in layout.items())
-        self.gradients = Gradients(wire if is_split else None)
+        several = [axis for axis, size in self.sizes.items() if size > 1]
+        self._axes_of = {name: tuple(axis for axis in several if axis in layout.axes_of(name)) for name in layout}
+        self._parts_of = {name: math.prod(self.sizes[axis] for axis in axes) for name, axes in self._axes_of.items()}
+        self.is_split = any(self._axes_of.values())
+        """Whether the layout splits anything at all on this mesh."""
+        self.gradients = Gradients(wire if self.is_split else None)
+        self.whole: set[Dim] = set()
+        """Dimensions that some operation must see whole."""
         self.trace: list[Step] | None = None
         """Where operations are written down for the layout search; then none takes a short cut."""
 
@@ -56,10 +63,23 @@ class Scope:
         """Where parts are made: the mesh's device, or without a mesh None, torch's default."""
         return self.wire_or_none.device if self.wire_or_none else None
 
-    def axis(self, dim: Dim) -> str | None:
-        """The axis that splits a dimension, or None; an axis of one rank splits nothing."""
-        axis = self.layout.get(dim.name)
-        return axis if axis is not None and self.sizes.get(axis, 1) > 1 else None
+    def axes_of(self, dim: Dim) -> tuple[str, ...]:
+        """The axes that split a dimension, in the mesh's order; an axis of one rank splits nothing.
+
+        Of several, the first cuts it into its parts, the next each part again.
+        """
+        return self._axes_of.get(dim.name, ())
+
+    def parts_of(self, dim: Dim) -> int:
+        """Among how many ranks a dimension is split."""
+        return self._parts_of.get(dim.name, 1)
+
+    def place_along(self, dim: Dim) -> int:
+        """Which of a dimension's parts this rank holds, from 0."""
+        place = 0
+        for axis in self.axes_of(dim):
+            place = place * self.sizes[axis] + self.wire.ranks[axis]
+        return place
 
     def axes(self, dims: Dims, what: str) -> dict[str, Dim]:
         """The axes that split some dimensions, each with its dimension.
@@ -79,31 +99,43 @@ class Scope:
     def _split(self, dims: Dims, what: str) -> dict[str, Dim]:
         found: dict[str, Dim] = {}
         for dim in dims:
-            axis = self.axis(dim)
-            if axis is None:
-                continue
-            if axis in found:
-                raise PlanError(
-                    f"{what} {spelled(dims)} has dimensions {found[axis].name!r} and {dim.name!r} both split over mesh "
-                    f"axis {axis!r}: take one of them out of the layout, or rename it before the operation"
-                )
-            if dim.size % self.sizes[axis]:
+            for axis in self.axes_of(dim):
+                if axis in found:
+                    raise PlanError(
+                        f"{what} {spelled(dims)} has dimensions {found[axis].name!r} and {dim.name!r} both split over "
+                        f"mesh axis {axis!r}: take one of them out of the layout, or rename it before the operation"
+                    )
+                found[axis] = dim
+            parts = self.parts_of(dim)
+            if dim.size % parts:
                 raise PlanError(
                     f"{what} {spelled(dims)}: dimension {dim.name!r} of size {dim.size} does not divide evenly among "
-                    f"the {self.sizes[axis]} ranks of mesh axis {axis!r}: pad it to "
-                    f"{-(-dim.size // self.sizes[axis]) * self.sizes[axis]} with tn.pad, or leave it whole"
+                    f"the {parts} ranks of mesh axis {'+'.join(self.axes_of(dim))!r}: pad it to "
+                    f"{-(-dim.size // parts) * parts} with tn.pad, or leave it whole"
                 )
-            found[axis] = dim
         return found
+
+    def check_whole(self, dims: Iterable[Dim], what: str) -> None:
+        """Refuse that an operation's dimensions be split which it must see whole.
+
+        Raises:
+            PlanError: Naming the first that is.
+        """
+        for dim in dims:
+            self.whole.add(dim)
+            if self.axes_of(dim):
+                raise PlanError(
+                    f"{what} {dim!r}, which the layout splits over mesh axis {'+'.join(self.axes_of(dim))!r}: leave it "
+                    "whole, or rename it before the operation"
+                )
 
     def is_whole(self, *dims: Dim) -> bool:
         """Whether an operation can take a short cut through kernels that want these dimensions unsplit."""
-        return self.trace is None and all(self.axis(dim) is None for dim in dims)
+        return self.trace is None and not any(map(self.axes_of, dims))
 
     def local_size(self, dim: Dim) -> int:
         """Entries of a dimension that this rank holds."""
-        axis = self.axis(dim)
-        return dim.size // self.sizes[axis] if axis else dim.size
+        return dim.size // self.parts_of(dim)
 
     def local_shape(self, dims: Dims) -> tuple[int, ...]:
         """Shape of this rank's part."""
@@ -111,10 +143,15 @@ class Scope:
 
     def offset(self, dim: Dim) -> int:
         """Where this rank's entries of a dimension begin."""
-        axis = self.axis(dim)
-        return self.wire.ranks[axis] * self.local_size(dim) if axis else 0
+        return self.place_along(dim) * self.local_size(dim)
+
+    def __deepcopy__(self, _: object) -> Scope:
+        """A copy of a model lives where the model does."""
+        return self
 
     def __repr__(self) -> str:
+        if self.wire_or_none is None:
+            return "one process without a mesh"
         mesh = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         return f"mesh ({mesh}), {self.layout!r}"
 
@@ -130,10 +167,14 @@ def current() -> Scope:
 
 
 @contextmanager
-def use(mesh: Mesh, layout: Layout | str | Mapping[str, str]) -> Iterator[Scope]:
+def use(mesh: Mesh, layout: Layout | str | Mapping[str, str] | Chosen) -> Iterator[Scope]:
     """Lay named tensors out over a mesh within a `with` block. Every rank must enter it, with the same layout.
 
     Blocks with the same mesh and layout are one: tensors go from one to the other.
+
+    Args:
+        mesh: The mesh.
+        layout: The rules, or what has chosen them: the answer of `tn.best_layout`, or one of its explanations.
 
     Raises:
         PlanError: If a rule of the layout cannot be read, or nearly names a dimension or an axis.
@@ -148,7 +189,7 @@ def use(mesh: Mesh, layout: Layout | str | Mapping[str, str]) -> Iterator[Scope]
     """
     if not isinstance(mesh, Mesh):
         raise MeshError(f"tn.use was given {mesh!r} as its mesh, expected what tulle.init gives")
-    layout = layout if isinstance(layout, Layout) else Layout(layout)
+    layout = Layout.of(layout)
     scopes: dict[Layout, Scope] = mesh.axes[0].kept.setdefault(Scope, {})
     if layout not in scopes:
         scopes[layout] = Scope(ProcessWire(mesh), layout)

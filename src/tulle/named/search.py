@@ -9,28 +9,24 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
+from itertools import combinations
 
-import torch
 from torch import nn
 
-from tulle.comm import barrier, gather_values, probe
-from tulle.comm.traffic import now_s
-from tulle.cost import Network
 from tulle.errors import PlanError
 from tulle.mesh import Mesh
 from tulle.named.dims import Dim, Layout
-from tulle.named.explain import Explanation, Rates, explain
-from tulle.named.price import Choice, Held, Price, Pricing, Problem, dims_of, record
+from tulle.named.explain import Explanation, explain
+from tulle.named.price import Axes, Choice, Held, Price, Pricing, Problem, dims_of, record
+from tulle.named.rates import ASSUMED, Rates, measured
 from tulle.named.trace import Step
 
 MAX_AXES = 3
-ASSUMED = Rates(1e14, 1e12, Network(latency_s=1e-5, bandwidth_bytes_per_s=1e11))
-"""Rates of an accelerator and its interconnect, where nothing is measured or said."""
-_REPRICED = 8
+_REPRICED = 16
 """So many of the search's best are priced again, exactly."""
 
 
@@ -51,6 +47,38 @@ class Found:
     layout: Layout = field(compare=False)
 
 
+class Ranking(list[Explanation]):
+    """The fastest layouts, the best first; `tn.use` and `tn.explain` take it for its best.
+
+    Args:
+        told: Explanations, the fastest first.
+        rates: What they were weighed with.
+    """
+
+    def __init__(self, told: Iterable[Explanation], rates: Rates) -> None:
+        super().__init__(told)
+        self.rates = rates
+
+    @property
+    def layout(self) -> Layout:
+        """The fastest."""
+        return self[0].layout
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Ranks along each axis under the fastest: `tulle.init(**sizes)`."""
+        return self[0].sizes
+
+    def __str__(self) -> str:
+        head = f"{'ms':>10} {'MB of memory':>13} {'MB sent':>9} {'messages':>8}  mesh, layout"
+        return "\n".join([head, *map(self._row, self)])
+
+    def _row(self, one: Explanation) -> str:
+        mesh = ", ".join(f"{name}={size}" for name, size in one.sizes.items())
+        cells = f"{1e3 * one.seconds(self.rates):>10.3f} {one.memory_bytes / 1e6:>13.1f} {one.bytes_sent / 1e6:>9.3f}"
+        return f"{cells} {one.messages:>8}  ({mesh}) '{one.layout}'"
+
+
 def best_layout(
     model: nn.Module,
     sample: object,
@@ -60,7 +88,7 @@ def best_layout(
     rates: Rates | None = None,
     best: int = 3,
     state_slots: int = 2,
-) -> list[Explanation]:
+) -> Ranking:
     """The fastest layouts of a model that fit in memory, the best first, each with its explanation.
 
     With a mesh, its networks and the ranks' own speed are measured first: every rank must call it. With the sizes of
@@ -78,19 +106,33 @@ def best_layout(
     Raises:
         PlanError: If no layout fits in memory.
         ModelError: If the model does not give a named tensor.
+
+    Example:
+        >>> import torch
+        >>> from tulle import named as tn
+        >>> batch, d_model, d_ff = tn.dims(batch=4096, d_model=1024, d_ff=4096)
+        >>> model = tn.Module()
+        >>> model.up, model.down = tn.param(d_model, d_ff), tn.param(d_ff, d_model)
+        >>> model.forward = lambda x: tn.relu(x.dot(model.up, d_model)).dot(model.down, d_ff).mean()
+        >>> x = tn.from_torch(torch.empty(4096, 1024, device="meta"), (batch, d_model))
+        >>> best_layout(model, x, 8).layout
+        Layout('d_ff:a')
     """
     if rates is None:
         rates = measured(mesh_or_ranks) if isinstance(mesh_or_ranks, Mesh) else ASSUMED
     problem = record(model, sample)
     found = search_shapes(problem, mesh_or_ranks, rates, memory_bytes, max(best, _REPRICED), state_slots)
-    told = [explain(model, sample, one.sizes, one.layout, state_slots=state_slots) for one in found]
+    told: list[Explanation] = []
+    for one in found:
+        with suppress(PlanError):  # an operation's own rules, such as a stride's, are known to it alone
+            told.append(explain(model, sample, one.sizes, one.layout, state_slots=state_slots))
     fitting = [one for one in told if one.memory_bytes <= memory_bytes]
     if not fitting:
         raise PlanError(
             f"no layout of the model fits in {memory_bytes / 1e9:.3g} GB on {mesh_or_ranks!r}: give it more ranks, or "
             "keep less with tn.recompute"
         )
-    return sorted(fitting, key=partial(_seconds, rates))[:best]
+    return Ranking(sorted(fitting, key=partial(_seconds, rates))[:best], rates)
 
 
 def search_shapes(
@@ -108,8 +150,9 @@ def search_shapes(
         shapes = [mesh_or_ranks.shape if isinstance(mesh_or_ranks, Mesh) else dict(mesh_or_ranks)]
     kept: list[Found] = []
     for sizes in shapes:
-        search = Search(problem, Pricing(sizes, rates, state_slots), memory_bytes, best, kept)
-        search.run()
+        Search(
+            problem, Pricing(sizes, rates, state_slots), memory_bytes, best, kept, is_one_of_many=len(shapes) > 1
+        ).run()
     return kept
 
 
@@ -143,6 +186,7 @@ class Search:
         memory_bytes: The cap.
         best: How many layouts to keep.
         kept: The best so far, of other meshes too, in order.
+        is_one_of_many: Whether all other arrangements of as many ranks are searched too.
     """
 
     problem: Problem
@@ -150,13 +194,18 @@ class Search:
     memory_bytes: float
     best: int
     kept: list[Found]
+    is_one_of_many: bool = False
     _dims: list[Dim] = field(init=False)
     _settled: list[list[tuple[Step | Held, int]]] = field(init=False)
     _floors: list[Price] = field(init=False)
     _prices: dict[tuple[object, ...], Price] = field(default_factory=dict)
+    _parts: dict[Axes, int] = field(init=False)
 
     def __post_init__(self) -> None:
         self._dims = self.problem.dims
+        sizes = {axis: size for axis, size in self.pricing.sizes.items() if size > 1}
+        together = [axes for count in range(len(sizes) + 1) for axes in combinations(sizes, count)]
+        self._parts = {axes: math.prod(sizes[axis] for axis in axes) for axes in together}
         depth = {dim: number for number, dim in enumerate(self._dims)}
         self._settled = [[] for _ in range(len(self._dims) + 1)]
         items: list[tuple[Step | Held, int]] = [*self.problem.steps.items(), *self.problem.parameters.items()]
@@ -175,42 +224,59 @@ class Search:
         begin = _sum([self._price(item, {}, count) for item, count in self._settled[0]])
         self._branch(0, {}, begin)
 
-    def _branch(self, depth: int, choice: dict[Dim, str | None], spent: Price) -> None:
+    def _branch(self, depth: int, choice: dict[Dim, Axes], spent: Price) -> None:
         least = _sum([spent, self._floors[depth]])
         if least.memory_bytes > self.memory_bytes or not self._is_better(least.seconds):
             return
         if depth == len(self._dims):
-            rules = {dim.name: axis for dim, axis in choice.items() if axis}
+            if self.is_one_of_many and self._has_equal(choice):
+                return
+            rules = {dim.name: "+".join(axes) for dim, axes in choice.items() if axes}
             found = Found(spent.seconds, spent.memory_bytes, self.pricing.sizes, Layout(rules))
             bisect.insort(self.kept, found)
             del self.kept[self.best :]
             return
         dim = self._dims[depth]
-        branches: list[tuple[Price, str | None]] = []
-        for axis in self._choices(dim, choice):
-            choice[dim] = axis
+        branches: list[tuple[Price, Axes]] = []
+        for axes in self._choices(dim, choice):
+            choice[dim] = axes
             added = [self._price(item, choice, count) for item, count in self._settled[depth + 1]]
-            branches.append((_sum([spent, *added]), axis))
-        for price, axis in sorted(branches, key=lambda branch: branch[0]):
-            choice[dim] = axis
+            branches.append((_sum([spent, *added]), axes))
+        for price, axes in sorted(branches, key=lambda branch: branch[0]):
+            choice[dim] = axes
             self._branch(depth + 1, choice, price)
         del choice[dim]
 
-    def _choices(self, dim: Dim, choice: Choice) -> Iterator[str | None]:
-        """No axis, or one that divides the dimension and splits none that it meets; of equal fresh axes only one."""
-        yield None
-        used = set(choice.values())
-        fresh: set[int] = set()
-        for axis, size in self.pricing.sizes.items():
-            if dim.size % size or size == 1:
+    def _has_equal(self, choice: Choice) -> bool:
+        """Whether no dimension tells two axes apart: on the mesh where they are one, the layout is the same."""
+        pairs = combinations(self.pricing.sizes, 2)
+        return any(all((one in axes) == (other in axes) for axes in choice.values()) for one, other in pairs)
+
+    def _choices(self, dim: Dim, choice: Choice) -> Iterator[Axes]:
+        """No axis, or some that divide the dimension and split none that it meets; of equal fresh axes the first."""
+        barred = {
+            axis for other, axes in choice.items() for axis in axes if frozenset((dim, other)) in self.problem.conflicts
+        }
+        used = {axis for axes in choice.values() for axis in axes}
+        for axes, parts in self._parts.items():
+            is_legal = barred.isdisjoint(axes) and dim.size % parts == 0
+            if is_legal and not (axes and dim in self.problem.whole) and not self._skips_alike(axes, used):
+                yield axes
+
+    def _skips_alike(self, axes: Axes, used: set[str]) -> bool:
+        """Whether a fresh axis is taken while one as long, fresh too, is passed over: the same by another name."""
+        if not self._are_alike:
+            return False
+        sizes = self.pricing.sizes
+        passed: set[int] = set()
+        for axis in sizes:
+            if axis in used:
                 continue
-            if axis not in used and self._are_alike:
-                if size in fresh:
-                    continue
-                fresh.add(size)
-            conflicts = self.problem.conflicts
-            if not any(taken == axis and frozenset((dim, other)) in conflicts for other, taken in choice.items()):
-                yield axis
+            if axis not in axes:
+                passed.add(sizes[axis])
+            elif sizes[axis] in passed:
+                return True
+        return False
 
     @property
     def _are_alike(self) -> bool:
@@ -229,53 +295,12 @@ class Search:
     def _floor(self, item: Step | Held, count: int) -> Price:
         """The least that something can cost: split over all ranks, and nothing sent."""
         ranks = math.prod(self.pricing.sizes.values())
-        whole = self.pricing.of(item, dict.fromkeys(dims_of(item)))
+        whole = self.pricing.of(item, dict.fromkeys(dims_of(item), ()))
         return Price(whole.seconds * count / ranks, whole.memory_bytes * count / ranks)
-
-
-def measured(mesh: Mesh) -> Rates:
-    """What the ranks of a mesh and its networks give: one answer on all ranks. Every rank must call it."""
-    networks = {axis.name: probe(axis) for axis in mesh.axes}
-    for axis in mesh.axes:
-        barrier(axis)  # all ranks shall be busy at once
-    speeds = _flops_per_s(mesh.device), _written_bytes_per_s(mesh.device)
-    # Lines of one axis are measured apart, and speeds by each rank: networks are the first rank's, speeds the slowest.
-    for axis in mesh.axes:
-        heard = gather_values((networks, speeds), axis, label="rates")
-        networks = heard[0][0]
-        speeds = min(flops for _, (flops, _) in heard), min(written for _, (_, written) in heard)
-    return Rates(*speeds, networks)
-
-
-_TRIALS = 15
-_MATRIX = 512
-_WRITTEN = 4 * 1024 * 1024
-"""Numbers that an operation fills, more than a cache holds."""
 
 
 def _seconds(rates: Rates, told: Explanation) -> float:
     return told.seconds(rates)
-
-
-def _flops_per_s(device: torch.device) -> float:
-    matrix = torch.ones(_MATRIX, _MATRIX, device=device)
-    return 2 * _MATRIX**3 / _typical_s(lambda: matrix @ matrix, device)
-
-
-def _written_bytes_per_s(device: torch.device) -> float:
-    tensor = torch.ones(_WRITTEN, device=device)
-    return tensor.nbytes / _typical_s(lambda: tensor * tensor, device)
-
-
-def _typical_s(work: Callable[[], object], device: torch.device) -> float:
-    times: list[float] = []
-    for _ in range(_TRIALS):
-        begin_s = now_s()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(now_s() - begin_s)
-    return median(times)
 
 
 def _sum(prices: Iterable[Price]) -> Price:

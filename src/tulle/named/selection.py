@@ -11,7 +11,7 @@ from tulle.named.placed import Local, label_of
 from tulle.named.pointwise import equal, range, where
 from tulle.named.randomness import next_key, uniform
 from tulle.named.reduction import max, min
-from tulle.named.relayout import Mover, check_once
+from tulle.named.relayout import Mover, check_once, splits_of
 from tulle.named.tensor import Tensor
 
 
@@ -19,7 +19,7 @@ def argmax(tensor: Tensor, over: Dim) -> Tensor:
     """Place of the largest entry along a dimension; of equal ones the first, in every layout."""
     place = tensor.place(over, "argmax")
     rest = tuple(dim for dim in tensor.dims if dim != over)
-    if tensor.scope.axis(over) is None:
+    if not tensor.scope.axes_of(over):
         return Tensor(tensor.local.argmax(place), rest)
     found = equal(tensor.detach(), max(tensor.detach(), over))
     return min(where(found, range(over), over.size), over)
@@ -42,16 +42,14 @@ def top_k(tensor: Tensor, over: Dim, k: Dim) -> tuple[Tensor, Tensor]:
     check_once(dims, "top_k")
     scope.axes(dims, "top_k to")
     values, places = _largest(tensor.local.detach().movedim(place, -1), k.size)
-    axis = scope.axis(over)
-    if axis is not None:
+    places = places + scope.offset(over)
+    for axis in reversed(scope.axes_of(over)):
         label = label_of("top_k", tensor.dims)
-        values, places = (
-            scope.wire.gather(part, axis, len(rest), label) for part in (values, places + scope.offset(over))
-        )
+        values, places = (scope.wire.gather(part, axis, len(rest), label) for part in (values, places))
         values, among = _largest(values, k.size)
         places = places.gather(-1, among)
-    mover = Mover(scope, places, label_of("top_k", dims), [*[scope.axis(dim) for dim in rest], None])
-    index = Tensor(mover.move([scope.axis(dim) for dim in dims]), dims)
+    mover = Mover(scope, places, label_of("top_k", dims), splits_of(scope, dims, whole=len(rest)))
+    index = Tensor(mover.move(splits_of(scope, dims)), dims)
     return gather(tensor, index, over, label="top_k"), index
 
 

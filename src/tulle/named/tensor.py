@@ -1,4 +1,4 @@
-"""`Tensor`: the arithmetic of named dimensions, and the way in and out for plain tensors."""
+"""`Tensor`: the arithmetic of named dimensions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from tulle.named.contraction import contract
 from tulle.named.dims import Dim, as_dims, spelled, united
 from tulle.named.elementwise import Scalar, broadcast
 from tulle.named.placed import Local, Placed
-from tulle.named.relayout import check_once, renamed
+from tulle.named.relayout import renamed
 from tulle.named.scope import current
+from tulle.named.summation import Over, averaged, summed
 
 
 class Tensor(Placed):
@@ -48,8 +49,33 @@ class Tensor(Placed):
         return Tensor(part, self.dims, (), self.scope)
 
     def item(self) -> float:
-        """The number that a tensor without dimensions holds. Every rank must call it."""
+        """The number that a tensor without dimensions holds. Every rank must call it.
+
+        Raises:
+            ModelError: If the tensor has dimensions.
+        """
+        if self.dims:
+            raise ModelError(f"item, or a truth value, was asked of {self!r}, which has dimensions: reduce them first")
         return self.local.item()
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to be taken for a plain tensor.
+
+        Raises:
+            ModelError: Always.
+        """
+        name = getattr(function, "__name__", str(function))
+        raise ModelError(
+            f"torch's {name} was given a named tensor: use that of tulle.named, or, where it treats each number by "
+            f"itself, tn.elementwise(torch.{name}, ...); a plain tensor beside it is named with tn.from_torch"
+        )
 
     def detach(self) -> Tensor:
         """The same numbers, through which no gradient flows back."""
@@ -92,6 +118,14 @@ class Tensor(Placed):
             other.place(dim, "dot")
         out = tuple(dim for dim in united(self.dims, other.dims) if dim not in over)
         return Tensor(*contract((self, other), out))
+
+    def sum(self, over: Over = None) -> Tensor:
+        """Sum over some dimensions, by default all; `tn.sum` is the same."""
+        return Tensor(*summed(self, over), self.scope)
+
+    def mean(self, over: Over = None) -> Tensor:
+        """Mean over some dimensions, by default all; `tn.mean` is the same."""
+        return Tensor(*averaged(self, over), self.scope)
 
     def rename(self, **dims: Dim) -> Tensor:
         """Give dimensions other names of the same size; data moves if the layout splits the new ones otherwise.
@@ -201,60 +235,6 @@ def einsum(*inputs: Tensor, out: Dim | Sequence[Dim]) -> Tensor:
     return Tensor(*contract(inputs, as_dims(out)))
 
 
-def from_torch(tensor: torch.Tensor, dims: Dim | Sequence[Dim]) -> Tensor:
-    """This rank's part of a plain tensor that every rank has whole. Gradients flow back to it, whole on every rank.
-
-    Args:
-        tensor: Of the sizes of `dims`, equal on all ranks.
-        dims: Its dimensions, in order.
-
-    Raises:
-        ModelError: If the shape is not that of the dimensions.
-        PlanError: If the layout splits two of them over one axis, or one does not divide evenly.
-    """
-    dims = as_dims(dims)
-    if tuple(tensor.shape) != tuple(dim.size for dim in dims):
-        raise ModelError(
-            f"from_torch was given a tensor of shape {tuple(tensor.shape)} for dimensions {spelled(dims)}: "
-            "name each dimension of the tensor, in order and with its size"
-        )
-    check_once(dims, "from_torch")
-    scope = current()
-    for axis, dim in scope.axes(dims, "from_torch of").items():
-        tensor = scope.wire.scatter(tensor, axis, dims.index(dim), f"from_torch {dim.name}")
-    return Tensor(tensor, dims)
-
-
-def from_local(local: torch.Tensor, dims: Dim | Sequence[Dim]) -> Tensor:
-    """A named tensor of which this rank already has its part, as when each rank loads its own samples.
-
-    Raises:
-        ModelError: If the part's shape is not that of this rank's part.
-    """
-    dims = as_dims(dims)
-    scope = current()
-    scope.axes(dims, "from_local of")
-    if tuple(local.shape) != scope.local_shape(dims):
-        raise ModelError(
-            f"from_local was given a part of shape {tuple(local.shape)} of dimensions {spelled(dims)}, expected "
-            f"{scope.local_shape(dims)} under {scope!r}"
-        )
-    return Tensor(local, dims)
-
-
-def to_torch(tensor: Placed) -> torch.Tensor:
-    """The whole tensor on every rank, its dimensions in the order of `tensor.dims`. Every rank must call it.
-
-    Gradients flow back: every rank's gradient of the whole must be the same.
-    """
-    whole = tensor.local
-    for place, dim in enumerate(tensor.dims):
-        axis = tensor.scope.axis(dim)
-        if axis is not None:
-            whole = tensor.scope.wire.gather(whole, axis, place, f"to_torch {dim.name}")
-    return whole
-
-
 def _added(function: Callable[..., Local], left: Tensor, right: Tensor | Scalar) -> Tensor:
     """Two sums that are pending over the same axes stay so, as one."""
     if not isinstance(right, Tensor):
@@ -269,8 +249,10 @@ def _alike(function: Callable[..., Local], left: Tensor, right: Tensor) -> Tenso
     scope = left.scope
     if left.dims == right.dims and scope is right.scope and scope is current() and scope.trace is None:
         return Tensor(function(left.local, right.local), left.dims, (), scope)
-    return elementwise(function, left, right)
+    return Tensor(*broadcast(function, (left, right)))
 
 
 def _scaled(function: Callable[..., Local], tensor: Tensor, factor: Scalar) -> Tensor:
+    if isinstance(factor, torch.Tensor):
+        return elementwise(function, tensor, factor)  # which refuses it
     return Tensor(function(tensor.part, factor), tensor.dims, tensor.pending, tensor.scope)

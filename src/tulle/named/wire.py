@@ -64,8 +64,8 @@ class Wire(Protocol):
         """All-to-all."""
         ...
 
-    def halo(self, tensor: Tensor, axis: str, dim: int, before: int, after: int, label: str) -> Tensor:
-        """This rank's part with what borders on it, zeros beyond the ends."""
+    def halo(self, tensor: Tensor, axes: Sequence[str], dim: int, before: int, after: int, label: str) -> Tensor:
+        """This rank's part with what borders on it, zeros beyond the ends; the axes are in the mesh's order."""
         ...
 
     def reduce(self, tensor: Tensor, axes: Sequence[str], op: Reduction, label: str) -> Tensor:
@@ -118,9 +118,9 @@ class ProcessWire:
         """All-to-all."""
         return comm.exchange(tensor, self.mesh[axis], split_dim=split_dim, join_dim=join_dim, label=label)
 
-    def halo(self, tensor: Tensor, axis: str, dim: int, before: int, after: int, label: str) -> Tensor:
+    def halo(self, tensor: Tensor, axes: Sequence[str], dim: int, before: int, after: int, label: str) -> Tensor:
         """Halo exchange."""
-        return comm.halo(tensor, self.mesh[axis], dim=dim, before=before, after=after, label=label)
+        return comm.halo(tensor, joint(self.mesh, axes), dim=dim, before=before, after=after, label=label)
 
     def reduce(self, tensor: Tensor, axes: Sequence[str], op: Reduction, label: str) -> Tensor:
         """All-reduce."""

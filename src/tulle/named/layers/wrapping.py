@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.func import functional_call
 
-from tulle.errors import PlanError
+from tulle.errors import ModelError
 from tulle.named.dims import Dim, as_dims, spelled
 from tulle.named.gradients import Leaf
 from tulle.named.module import Module
@@ -33,20 +33,21 @@ class Wrapped(Module):
             PlanError: If the layout splits a dimension that the module sees.
         """
         scope = shared_scope([x], "wrap")
-        for dim in (*self.inputs, *self.outputs):
-            if scope.axis(dim):
-                raise PlanError(
-                    f"the plain module {type(self.module).__name__} works along {spelled((dim,))}, which the layout "
-                    f"splits over mesh axis {scope.axis(dim)!r}: leave it whole, or rename it before"
-                )
-            if dim in self.inputs:
-                x.place(dim, "wrap")
+        scope.check_whole((*self.inputs, *self.outputs), f"the plain module {type(self.module).__name__} works along")
+        for dim in self.inputs:
+            x.place(dim, "wrap")
         others = tuple(dim for dim in x.dims if dim not in self.inputs)
         axes = tuple(sorted(scope.axes(others, "wrap of")))
         local = aligned(x.local, x.dims, (*others, *self.inputs))
         parameters = {name: leaf.entered(axes, label_of("wrap", others)) for name, leaf in self._held(scope).items()}
         result = functional_call(self.module, parameters, (local,))
-        return Tensor(result, (*others, *self.outputs))
+        dims = (*others, *self.outputs)
+        if tuple(result.shape) != scope.local_shape(dims):
+            raise ModelError(
+                f"the plain module {type(self.module).__name__} gave a tensor of shape {tuple(result.shape)}, expected "
+                f"{scope.local_shape(dims)} for {spelled(dims)}: tell tn.wrap what dimensions it gives"
+            )
+        return Tensor(result, dims)
 
     def _held(self, scope: Scope) -> dict[str, Leaf]:
         if scope is not self._scope:

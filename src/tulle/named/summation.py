@@ -1,0 +1,50 @@
+"""Summation over named dimensions: over split ones the sum between ranks stays pending until somebody needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tulle.named.dims import Dim, Dims, as_dims, volume
+from tulle.named.placed import Axes, Local, Placed, record, shared_scope
+
+Over = Dim | Sequence[Dim] | None
+Reduced = tuple[list[int], Dims, Axes]
+"""Places of the dimensions that go, the dimensions that stay, and the axes that split those that go."""
+
+
+def reduced(tensor: Placed, over: Over, what: str) -> Reduced:
+    """What a reduction over some dimensions, by default all, takes away and leaves.
+
+    Raises:
+        ModelError: If the tensor does not have one of them.
+    """
+    scope = shared_scope([tensor], what)
+    over = over if over is None or isinstance(over, Dim) else as_dims(over)
+    key = ("reduction", tensor.dims, over)
+    found: Reduced | None = scope.plans.get(key)
+    if found is None:
+        dims = tensor.dims if over is None else as_dims(over)
+        places = [tensor.place(dim, what) for dim in dims]
+        axes = {axis for dim in dims for axis in scope.axes_of(dim)}
+        kept = tuple(dim for dim in tensor.dims if dim not in dims)
+        found = scope.plans[key] = places, kept, tuple(sorted(axes))
+    return found
+
+
+def summed(tensor: Placed, over: Over) -> tuple[Local, Dims, Axes]:
+    """The sum over some dimensions: this rank's part, its dimensions, and the axes over which it is pending."""
+    places, kept, axes = reduced(tensor, over, "sum")
+    if tensor.scope.trace is not None:
+        record("sum", [tensor], tensor.dims, kept)
+    pending = tuple(sorted({*tensor.pending, *axes})) if axes else tensor.pending
+    return tensor.part.sum(places) if places else tensor.part, kept, pending
+
+
+def averaged(tensor: Placed, over: Over) -> tuple[Local, Dims, Axes]:
+    """The mean over some dimensions, likewise."""
+    if tensor.scope.trace is None and not tensor.pending and tensor.dtype.is_floating_point:
+        places, kept, axes = reduced(tensor, over, "mean")
+        if not axes:
+            return tensor.local.mean(places) if places else tensor.local, kept, ()
+    part, kept, pending = summed(tensor, over)
+    return part * (volume(kept) / volume(tensor.dims)), kept, pending
