@@ -1,13 +1,15 @@
-"""Trains a Hugging Face model, by the name of its configuration, cut into stages: no rank holds the whole of it.
+"""Trains a Hugging Face model, by the name of its configuration, on any mesh: no rank holds the whole of it.
 
-tulle run --processes 4 examples/05_large_model.py --model llama    # four stages, balanced by a profile
-python examples/05_large_model.py                                   # one process: the same batches
+tulle run --processes 4 examples/05_large_model.py --model llama                            # four stages, by a profile
+tulle run --processes 8 examples/05_large_model.py --mesh data=2,pipe=2,model=2 --checkpoint run/checkpoint
+python examples/05_large_model.py                                                           # one process: the same
 """
 
 import argparse
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import parallel_text
 import torch
@@ -15,7 +17,6 @@ import transformers as hf
 from torch import Tensor, nn
 
 import tulle
-from tulle import pipeline
 
 BYTES = 259  # a token for each byte; 0 fills up
 FAMILIES = {
@@ -35,24 +36,32 @@ FILE = Path(__file__).parent / "data" / "libreoffice.en-de.tsv.xz"
 def main() -> None:
     options = parse()
     texts = [source for source, _ in parallel_text.read_pairs(str(options.text))]
-    mesh = tulle.init(pipe=-1)
+    axes: dict[str, Any] = {name: int(size) for name, size in (axis.split("=") for axis in options.mesh.split(","))}
+    mesh = tulle.init(**axes)
     torch.manual_seed(options.seed)
     with tulle.deferred_init():  # nothing is allocated yet: each rank makes its stage only
         model = build(options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     batches = endless_batches(texts, options)
     sample = next(batches)[: options.batch // options.micro_batches]
-    model = pipeline.place(model, mesh["pipe"], sample={"input_ids": sample, "labels": sample})
-    placed = pipeline.placement_of(model)
-    if mesh.rank == 0 and placed and placed.partition:
-        print(placed.partition.table(), flush=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
-    step = pipeline.step(micro_batches=options.micro_batches)(train_step)
-    for number, batch in enumerate(itertools.islice(batches, options.steps), start=1):
-        loss = step(model, batch).mean().item()
+    model, optimizer = tulle.distribute(model, optimizer, mesh, sample={"input_ids": sample, "labels": sample})
+    if mesh.rank == 0:
+        print(tulle.plan(model, optimizer, mesh).explain(), flush=True)
+    begin = 0
+    if options.checkpoint and options.checkpoint.exists():
+        begin = tulle.load(options.checkpoint, model, optimizer)["step"]
+    step = tulle.step(micro_batches=options.micro_batches)(train_step)
+    rank, ranks = (mesh["data"].rank, mesh["data"].size) if "data" in mesh else (0, 1)
+    for number, batch in enumerate(itertools.islice(batches, begin, options.steps), start=begin + 1):
+        loss = step(model, batch.chunk(ranks)[rank]).mean().item()
+        tulle.clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        tulle.log(loss=loss, tokens=batch.numel() // ranks, total_steps=options.steps)
         if mesh.rank == 0 and (number % options.print_every == 0 or number == options.steps):
             print(f"step {number} of {options.steps}: loss {loss:.3f} a token", flush=True)
+    if options.checkpoint:
+        tulle.save(options.checkpoint, model, optimizer, step=options.steps)
 
 
 def train_step(model: nn.Module, batch: Tensor) -> Tensor:
@@ -86,6 +95,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(FAMILIES), default="gpt2")
     parser.add_argument("--text", type=Path, default=FILE)
+    parser.add_argument("--mesh", default="pipe=-1", help="sizes of the axes data, pipe and model; -1 for the rest")
+    parser.add_argument("--checkpoint", type=Path, help="a folder: gone on from, if it is there, and saved to")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     for name, default in {"width": 128, "depth": 4, "heads": 4, "length": 64, "batch": 16, "micro-batches": 4}.items():
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -74,24 +74,20 @@ def test_an_unknown_axis():
         mesh["model"]
 
 
-@on_ranks(1, 2)
-def test_a_mesh_without_an_axis_of_replicas():
+@on_ranks(2)
+def test_a_mesh_with_an_axis_of_another_name():
     model = build(Words, 0)
-    mesh = tulle.init(replicas=-1)
-    alone = (
-        "the mesh has no axis 'data', it has Mesh(replicas=1): use one of these names, or add the axis to tulle.init"
-    )
-    several = f"the mesh has axis replicas={mesh.size}; this version distributes along 'data' only"
-    with every_rank_raises(MeshError, alone if mesh.size == 1 else several):
-        tulle.distribute(model, sgd(model), mesh)
-
-
-@on_ranks(4)
-def test_a_mesh_with_an_axis_that_is_not_there_yet():
-    model = build(Words, 0)
-    text = "the mesh has axis pipe=2; this version distributes along 'data' only: use tulle.init(data=-1)"
+    text = "the mesh has axis replicas=2; tulle.distribute knows 'data', 'pipe' and 'model': give tulle.init"
     with every_rank_raises(MeshError, text):
-        tulle.distribute(model, sgd(model), tulle.init(data=2, pipe=2))
+        tulle.distribute(model, sgd(model), tulle.init(replicas=-1))
+
+
+@on_ranks(2)
+def test_a_mesh_with_stages_and_nothing_to_cut_by():
+    model = build(Words, 0)
+    text = "the mesh has axis pipe=2, and nothing says which module lives where: give sample= one batch to measure on"
+    with every_rank_raises(PlanError, text):
+        tulle.distribute(model, sgd(model), tulle.init(data=1, pipe=2))
 
 
 @on_ranks(1, 2)

@@ -7,10 +7,12 @@ from tulle.deferred import deferred_init
 from tulle.distribute import distribute
 from tulle.distribute import make_plan as plan
 from tulle.errors import TulleError
+from tulle.estimate import estimate
 from tulle.lookahead import lookahead
 from tulle.mesh import Mesh, init
 from tulle.pipeline import stage, step
 from tulle.plan import Plan
+from tulle.profiling import profile
 from tulle.record import log
 from tulle.rows import RowSparse
 from tulle.softmax import SampledSoftmax, ShardedSoftmax
@@ -27,12 +29,14 @@ __all__ = [
     "deferred_init",
     "distribute",
     "errors",
+    "estimate",
     "full_state_dict",
     "init",
     "load",
     "log",
     "lookahead",
     "plan",
+    "profile",
     "save",
     "save_safetensors",
     "stage",

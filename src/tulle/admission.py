@@ -10,30 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tulle.engine import engine_of
-from tulle.errors import MeshError, ModelError
-from tulle.mesh import Axis, Mesh
-from tulle.profile import TableModule
+from tulle.errors import ModelError
+from tulle.mesh import Mesh
+from tulle.profiling import TableModule
 
 O = TypeVar("O", bound=Optimizer | Sequence[Optimizer])  # noqa: E741
-DATA = "data"
-"""The axis along which replicas are kept in step."""
-
-
-def data_axis(mesh: Mesh) -> Axis:
-    """The axis of replicas.
-
-    Raises:
-        MeshError: If the mesh has none, or has another axis of more than one rank: those are not there yet.
-    """
-    if not isinstance(mesh, Mesh):
-        raise MeshError(f"tulle was given a {type(mesh).__name__} as mesh, expected what tulle.init returns")
-    for name, size in mesh.shape.items():
-        if name != DATA and size > 1:
-            raise MeshError(
-                f"the mesh has axis {name}={size}; this version distributes along {DATA!r} only: "
-                f"use tulle.init({DATA}=-1), or tulle.tensor_parallel, tulle.pipeline or tulle.named by themselves"
-            )
-    return mesh[DATA]
 
 
 def as_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tulle.profile import TableModule
+from tulle.profiling import TableModule
 
 
 def explain_lookups(model: nn.Module, rank: int) -> None:

@@ -92,10 +92,14 @@ def check_placements(
             raise PlanError(f"the plan splits {name!r}, which has a gradient: call optimizer.zero_grad() before")
 
 
-def materialize_parts(model: nn.Module, placements: Mapping[str, str], axis: Axis) -> dict[str, Tensor]:
+def materialize_parts(model: nn.Module, placements: Mapping[str, str], axis: Axis, everyone: Axis) -> dict[str, Tensor]:
     """Give a deferred model its values, as one process would draw them; this rank's part only of what is split.
 
-    Every rank of the axis must call it.
+    Args:
+        model: Built without memory.
+        placements: `"rows"` or `"columns"` by name of the table.
+        axis: Whose ranks hold the parts.
+        everyone: All ranks of the mesh, which draw the same random numbers, and must all call it.
 
     Returns:
         This rank's part of each table that is split, by name; their parameters are still on device meta.
@@ -108,7 +112,7 @@ def materialize_parts(model: nn.Module, placements: Mapping[str, str], axis: Axi
         split = split_as(placement, name, (rows, width), axis)
         parts[name] = torch.zeros(split.local_shape, dtype=parameter.dtype, device=axis.device)
         takers[name] = partial(split.put, parts[name])
-    materialize(model, device=axis.device, keep=takers, axis=axis)
+    materialize(model, device=axis.device, keep=takers, axis=everyone)
     return parts
 
 

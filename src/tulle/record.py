@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from tulle.comm import now_s, traffic
 from tulle.engine import DataParallel, Observation
 from tulle.mesh import Mesh
-from tulle.plan import Plan
+from tulle.plan import Drift, Plan
 
 RUN_DIR = "TULLE_RUN_DIR"
 TIMELINE = "TULLE_TIMELINE"
@@ -100,6 +100,7 @@ class Recorder:
         self._engine: DataParallel | None = None
         self._plan: Callable[[], Plan] | None = None
         self._plan_written: Plan | None = None
+        self._drift: Drift | None = None
         self._step = 0
         self._open: dict[str, Any] = {}
         self._texts: dict[str, str] = {}
@@ -135,6 +136,7 @@ class Recorder:
             engine: Keeps the model in step.
         """
         self._plan, self._engine = plan, engine
+        self._drift = Drift.of(plan())
         self._models.add(model)
         model.register_forward_pre_hook(_forward_begins)
         model.register_forward_hook(_forward_ends)
@@ -234,8 +236,18 @@ class Recorder:
         self._waited_before_s = traffic.wait_s
         self._bytes_before, self._messages_before = total.bytes_sent, total.messages
         self._is_ended = True
+        self._look_at_drift(self._open["step_s"])
+        if self._stop_after:
+            self._open["total_steps"] = self._stop_after
         if self._step == self._stop_after:
             raise SystemExit(0)
+
+    def _look_at_drift(self, step_s: float) -> None:
+        """Say, in the log and the report, that steps do not take what the plan predicted."""
+        said = self._drift.note(step_s) if self._drift else None
+        if said is not None and self._rank == 0:
+            logging.getLogger("tulle").warning("%s", said)
+            self._texts["plan"] = said
 
     def _traffic(self) -> dict[str, dict[str, Any]]:
         schemes = self._engine.schemes() if self._engine else {}

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from tulle.checkpoint.standing import Standing
 from tulle.checkpoint.state import check_material, outline_of
 from tulle.errors import CheckpointError
-from tulle.tables.split import Split
 
 
 def check_readable(parts: Mapping[str, object]) -> None:
@@ -32,20 +32,20 @@ def check_readable(parts: Mapping[str, object]) -> None:
             ) from problem
 
 
-def check_model(saved: Mapping[str, Any], own: Mapping[str, Any], splits: Mapping[str, Split], path: object) -> None:
+def check_model(saved: Mapping[str, Any], own: Mapping[str, Any], standing: Standing, path: object) -> None:
     """Raise if the model that was saved, in outline, has other names, shapes or dtypes.
 
     Args:
         saved: In outline.
-        own: The model's `state_dict()`.
-        splits: Of its tables that are split, by name.
+        own: What this rank has of the model's state.
+        standing: Says what that is.
         path: Of the checkpoint.
     """
-    shapes = {name: split.shape for name, split in splits.items()}
+    shapes = standing.shapes()
     for name, value in own.items():
         if name not in saved:
             raise CheckpointError(f"the checkpoint {str(path)!r} is of another model: it has no {name!r}")
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not standing.is_elsewhere(name):
             check_material((name,), value)
         theirs = saved[name]
         whole = outline_of(value, shapes.get(name, value.shape)) if isinstance(value, Tensor) else value

@@ -12,16 +12,10 @@ from torch.optim import Optimizer
 from tulle.admission import as_optimizers
 from tulle.checkpoint.checks import check_model, check_optimizers
 from tulle.checkpoint.folder import Folder
-from tulle.checkpoint.placed import Places
 from tulle.checkpoint.random_states import restore_random
-from tulle.checkpoint.ranks import Ranks
 from tulle.checkpoint.saving import await_saves
-from tulle.checkpoint.state import (
-    model_room,
-    named_splits,
-    optimizer_room,
-    with_versions,
-)
+from tulle.checkpoint.standing import Standing
+from tulle.checkpoint.state import model_room, optimizer_room, with_versions
 from tulle.record import current as current_recorder
 
 
@@ -50,19 +44,18 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
     from tulle.checkpoint.storage import Reader  # takes most of a second, once
 
     await_saves()
-    ranks, folder, optimizers = Ranks.of(model), Folder(path), as_optimizers(optimizer)
-    own, splits = dict(model.state_dict()), named_splits(model)  # what gathers it from other ranks comes first
+    standing, folder, optimizers = Standing(model), Folder(path), as_optimizers(optimizer)
+    ranks, own = standing.ranks, dict(standing.state())  # what gathers it from other ranks comes first
     with ranks.alike():
         run = folder.read_run()
-        check_model(run["model"], own, splits, path)
+        check_model(run["model"], own, standing, path)
         check_optimizers(run, optimizers, path)
         folder.check(run["files"], rank=ranks.rank, size=ranks.size)
         reader = Reader(folder)
-    places = Places(is_writer=False)
-    of_model, tensors = model_room(own, splits, run["model"], places)
+    of_model, tensors = model_room(standing, own, run["model"])
     of_optimizers = []
     for number, (one, outline) in enumerate(zip(optimizers, run["optimizers"], strict=True)):
-        state, fresh = optimizer_room(number, one, outline, places)
+        state, fresh = optimizer_room(standing, number, one, outline)
         of_optimizers.append(state)
         tensors += fresh
     with ranks.alike():

@@ -16,9 +16,31 @@ from torch import Tensor
 
 from tulle.tables.natural import RowOrder, block_rows_of, blocks_of_chunks
 from tulle.tables.split import ColumnSplit, RowSplit, Split
+from tulle.tensor_parallel import Placement
 
 Path = tuple[str | int, ...]
 """Keys and positions that lead to a tensor in a state of dictionaries and lists."""
+Part = Split | Placement
+"""Which part of a tensor a rank has: of a table over axis `data`, or of a layer over axis `model`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What this rank has of one tensor of a model, and so of its optimizer's state.
+
+    Args:
+        part: Which part of it, None for the whole.
+        holder: The rank of axis `pipe` that has it, the first if several do.
+        writes_whole: Whether this rank writes what all ranks of its stage have.
+        writes_sections: Whether this rank writes its part of what is split over axis `model`.
+        writes_rows: Whether it does of what is split over axis `data`.
+    """
+
+    part: Part | None = None
+    holder: int = 0
+    writes_whole: bool = True
+    writes_sections: bool = True
+    writes_rows: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +140,17 @@ class ByColumns(Placed):
         path: See `Placed`.
         tensor: `[rows, columns]`, this rank's columns.
         split: Of the table.
+        is_writer: Whether this rank writes its own.
     """
 
-    def __init__(self, path: Path, tensor: Tensor, split: ColumnSplit) -> None:
+    def __init__(self, path: Path, tensor: Tensor, split: ColumnSplit, *, is_writer: bool) -> None:
         super().__init__(path, tensor, split.shape, _row_blocks(tensor, (0, split.first_column)))
+        self._is_writer = is_writer
+
+    @property
+    def written(self) -> Sequence[Box]:
+        """See `Placed`."""
+        return self.boxes if self._is_writer else ()
 
     def room(self, number: int) -> Tensor:
         """See `Placed`."""
@@ -135,15 +164,22 @@ class ByRows(Placed):
         path: See `Placed`.
         tensor: `[places, width]`, this rank's rows.
         order: Of the table.
+        is_writer: Whether this rank writes its own.
     """
 
-    def __init__(self, path: Path, tensor: Tensor, order: RowOrder) -> None:
+    def __init__(self, path: Path, tensor: Tensor, order: RowOrder, *, is_writer: bool) -> None:
         split = order.split
+        self._is_writer = is_writer
         self._order = order
         self._ranges = list(blocks_of_chunks(split, block_rows_of(tensor.element_size() * split.width)))
         mine = [ranges[split.axis.rank] for ranges in self._ranges]
         boxes = [Box((rows.start, 0), (len(rows), split.width)) for rows in mine]
         super().__init__(path, tensor, split.shape, boxes)
+
+    @property
+    def written(self) -> Sequence[Box]:
+        """See `Placed`."""
+        return self.boxes if self._is_writer else ()
 
     def values(self, number: int) -> Tensor:
         """See `Placed`. Every rank of the axis must call it, for as many blocks; some may be empty."""
@@ -156,6 +192,38 @@ class ByRows(Placed):
     def settle(self, number: int, block: Tensor) -> None:
         """See `Placed`. Every rank of the axis must call it, for as many blocks."""
         self._order.deliver(block, self.tensor, self._ranges[number])
+
+
+class BySections(Placed):
+    """Every rank of axis `model` has, reads and writes its part of each section of a parameter.
+
+    Args:
+        path: See `Placed`.
+        tensor: This rank's parts of the sections, end to end.
+        placement: How it is cut.
+        is_writer: Whether this rank writes its own.
+    """
+
+    def __init__(self, path: Path, tensor: Tensor, placement: Placement, *, is_writer: bool) -> None:
+        boxes: list[Box] = []
+        self._rooms: list[Tensor] = []
+        for in_whole, in_part, length in placement.stretches():
+            stretch = tensor.detach().narrow(placement.dim, in_part, length)
+            offsets = tuple(in_whole if dim == placement.dim else 0 for dim in range(tensor.ndim))
+            for box in _row_blocks(stretch, offsets) if length else ():
+                boxes.append(box)
+                self._rooms.append(stretch.narrow(0, box.offsets[0] - offsets[0], box.sizes[0]))
+        self._is_writer = is_writer
+        super().__init__(path, tensor, placement.shape, boxes)
+
+    @property
+    def written(self) -> Sequence[Box]:
+        """See `Placed`."""
+        return self.boxes if self._is_writer else ()
+
+    def room(self, number: int) -> Tensor:
+        """See `Placed`."""
+        return self._rooms[number]
 
 
 class Staged(Placed):
@@ -175,27 +243,26 @@ class Staged(Placed):
 
 
 class Places:
-    """Gives each tensor its place; what a split's order takes to find out is found out once for all its tensors.
+    """Gives each tensor its place; what a split's order takes to find out is found out once for all its tensors."""
 
-    Args:
-        is_writer: Whether this rank writes what all ranks have.
-    """
-
-    def __init__(self, *, is_writer: bool) -> None:
-        self._is_writer = is_writer
+    def __init__(self) -> None:
         self._orders: dict[RowSplit, RowOrder] = {}
 
-    def place(self, path: Path, tensor: Tensor, split: Split | None) -> Placed:
-        """A tensor of the parameter that `split` deals, or of one that is not split.
+    def place(self, path: Path, tensor: Tensor, share: Share) -> Placed:
+        """A tensor of which this rank has this share.
 
         Of a split parameter's optimizer state, what has the shape of this rank's part is dealt like it; all else,
         step counts say, is the same on all ranks.
         """
-        if split is None or tuple(tensor.shape) != split.local_shape:
-            return Replicated(path, tensor, is_writer=self._is_writer)
-        if isinstance(split, ColumnSplit):
-            return ByColumns(path, tensor, split)
-        return ByRows(path, tensor, self._orders.setdefault(split, RowOrder(split)))
+        part = share.part
+        if part is None or tuple(tensor.shape) != tuple(part.local_shape):
+            return Replicated(path, tensor, is_writer=share.writes_whole)
+        if isinstance(part, Placement):
+            return BySections(path, tensor, part, is_writer=share.writes_sections)
+        if isinstance(part, ColumnSplit):
+            return ByColumns(path, tensor, part, is_writer=share.writes_rows)
+        order = self._orders.setdefault(part, RowOrder(part))
+        return ByRows(path, tensor, order, is_writer=share.writes_rows)
 
 
 def _row_blocks(tensor: Tensor, offsets: tuple[int, ...]) -> list[Box]:
@@ -204,7 +271,10 @@ def _row_blocks(tensor: Tensor, offsets: tuple[int, ...]) -> list[Box]:
         return [Box(offsets, tuple(tensor.shape))]
     num_rows, *others = tensor.shape
     rows = block_rows_of(tensor.nbytes // num_rows)
-    return [Box((first, *offsets[1:]), (min(rows, num_rows - first), *others)) for first in range(0, num_rows, rows)]
+    return [
+        Box((offsets[0] + first, *offsets[1:]), (min(rows, num_rows - first), *others))
+        for first in range(0, num_rows, rows)
+    ]
 
 
 def _rows_of(tensor: Tensor, box: Box) -> Tensor:

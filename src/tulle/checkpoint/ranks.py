@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from tulle.comm import gather_values, lane, raise_together
+from tulle.distribute.adopted import axes_of
+from tulle.distribute.axes import SAVING
 from tulle.engine import engine_of
 from tulle.errors import CommunicationError, TulleError
 from tulle.mesh import Axis
 
 T = TypeVar("T")
-_LABEL = "checkpoint"
 
 
 class Ranks:
@@ -33,7 +34,9 @@ class Ranks:
     @staticmethod
     def of(model: nn.Module) -> Ranks:
         """Those of a model."""
-        engine = engine_of(model)
+        engine, axes = engine_of(model), axes_of(model)
+        if axes is not None and axes.whole.size > axes.data.size:
+            return Ranks(axes.whole)
         return Ranks(engine.axis if engine else None)
 
     @property
@@ -43,11 +46,11 @@ class Ranks:
 
     def apart(self) -> Ranks:
         """The same on a process group of their own, for a thread beside training. All must call it."""
-        return Ranks(lane(self._axis, _LABEL)) if self._axis else self
+        return Ranks(lane(self._axis, SAVING)) if self._axis else self
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value. All must call it."""
-        return gather_values(value, self._axis, label=_LABEL) if self._axis else [value]
+        return gather_values(value, self._axis, label=SAVING) if self._axis else [value]
 
     @contextmanager
     def alike(self, unforeseen: Callable[[Exception], TulleError] | None = None) -> Iterator[None]:
@@ -69,6 +72,6 @@ class Ranks:
             error = unforeseen(problem)
             error.__cause__ = problem
         if self._axis is not None:
-            raise_together(error, self._axis, label=_LABEL)
+            raise_together(error, self._axis, label=SAVING)
         elif error is not None:
             raise error

@@ -17,12 +17,9 @@ from typing import IO
 import torch
 from torch import Tensor, nn
 
-from tulle.checkpoint.placed import memory_of
-from tulle.checkpoint.ranks import Ranks
-from tulle.checkpoint.state import named_splits
+from tulle.checkpoint.standing import Standing
 from tulle.checkpoint.whole import blocks_of_whole
 from tulle.errors import CheckpointError
-from tulle.tables.split import Split
 
 _DTYPES = {
     torch.float64: "F64",
@@ -51,11 +48,7 @@ class _Entry:
 
     name: str
     tensor: Tensor
-    split: Split | None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.split.shape if self.split is not None else tuple(self.tensor.shape)
+    shape: tuple[int, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -87,17 +80,17 @@ def save_safetensors(
         >>> pathlib.Path(path).read_bytes()[8:41]
         b'{"__metadata__":{"format":"pt"},"'
     """
-    ranks, path = Ranks.of(model), Path(path)
-    state, splits = model.state_dict(), named_splits(model)
+    standing, path = Standing(model), Path(path)
+    ranks, state, shapes = standing.ranks, standing.state(), standing.shapes()
+    firsts = standing.first_names(state)
     entries: list[_Entry] = []
     notes: dict[str, str] = {"format": "pt", **(metadata or {})}
     with ranks.alike():
-        firsts: dict[object, str] = {}
         for name, value in state.items():
             _check(name, value)
-            first = firsts.setdefault(memory_of(value) or name, name)
+            first = firsts.get(name, name)
             if first == name:
-                entries.append(_Entry(name, value, splits.get(name)))
+                entries.append(_Entry(name, value, shapes.get(name, tuple(value.shape))))
             else:
                 notes[name] = first
     # Aligned tensors: wide elements first, as safetensors' own writer has them.
@@ -108,7 +101,7 @@ def save_safetensors(
         return CheckpointError(f"cannot write {str(path)!r}: {problem}; an older file of that name is as it was")
 
     with ranks.alike(unwritten):
-        blocks = _blocks(entries)
+        blocks = _blocks(entries, standing)
         try:
             if ranks.is_first:
                 _write(aside, path, _header(entries, notes), blocks)
@@ -140,13 +133,10 @@ def _header(entries: list[_Entry], notes: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _blocks(entries: list[_Entry]) -> Iterator[Tensor]:
+def _blocks(entries: list[_Entry], standing: Standing) -> Iterator[Tensor]:
     """The tensors' values in the order of the file, on rank 0."""
     for entry in entries:
-        if entry.split is None:
-            yield entry.tensor
-        else:
-            yield from (block for _, block in blocks_of_whole(entry.tensor, entry.split))
+        yield from (block for _, block in blocks_of_whole(entry.name, entry.tensor, standing))
 
 
 def _drain(blocks: Iterator[Tensor]) -> None:

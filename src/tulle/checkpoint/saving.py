@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from tulle.admission import as_optimizers
 from tulle.checkpoint.checks import check_readable
 from tulle.checkpoint.folder import Folder
-from tulle.checkpoint.placed import Placed, Places, Staged
+from tulle.checkpoint.placed import Placed, Staged
 from tulle.checkpoint.random_states import random_state
 from tulle.checkpoint.ranks import Ranks
-from tulle.checkpoint.state import Alias, State
+from tulle.checkpoint.standing import Standing
+from tulle.checkpoint.state import Names, State
 from tulle.comm import traffic
 from tulle.errors import CommunicationError, TulleError
 
@@ -83,18 +84,22 @@ def save(
         >>> tulle.save(path, model, optimizer, asynchronous=True, step=200).result()
     """
     await_saves()
-    ranks, folder = Ranks.of(model), Folder(path)
+    standing, folder = Standing(model), Folder(path)
+    ranks = standing.ranks
     with _alike(folder, ranks):
-        state = State.of(model, as_optimizers(optimizer), Places(is_writer=ranks.is_first))
+        state = State.of(standing, as_optimizers(optimizer))
+    if standing.is_staged:
+        state = state.together(ranks.gather(state.told()))
+    with _alike(folder, ranks):
         if ranks.is_first:
             check_readable({**extra, "model": state.outline["model"], "optimizer": state.outline["optimizers"]})
             folder.prepare()
     run = {**state.outline, "random": ranks.gather(random_state()), "extra": extra}
     if not asynchronous:
-        _write(folder, state.tensors, state.aliases, run, ranks)
+        _write(folder, state.tensors, state.names, run, ranks)
         return None
     staged = [Staged(placed) for placed in state.tensors]
-    writing = partial(_write, folder, staged, state.aliases, copy.deepcopy(run))
+    writing = partial(_write, folder, staged, state.names, copy.deepcopy(run))
     future = _background.submit(_behind, writing, ranks.apart())
     future.add_done_callback(_log_failure)
     _under_way.append(future)
@@ -107,9 +112,7 @@ def await_saves() -> None:
         _under_way.pop().exception()
 
 
-def _write(
-    folder: Folder, tensors: Sequence[Placed], aliases: Sequence[Alias], run: Mapping[str, Any], ranks: Ranks
-) -> None:
+def _write(folder: Folder, tensors: Sequence[Placed], names: Names, run: Mapping[str, Any], ranks: Ranks) -> None:
     from tulle.checkpoint.storage import write_blocks, write_metadata  # takes most of a second, once
 
     with _alike(folder, ranks):
@@ -117,7 +120,7 @@ def _write(
     written = ranks.gather(mine)
     with _alike(folder, ranks):
         if ranks.is_first:
-            stamps = write_metadata(folder.aside, written, tensors, aliases)
+            stamps = write_metadata(folder.aside, written, names)
             folder.write_run({**run, "files": stamps})
             folder.commit(stamps)
 

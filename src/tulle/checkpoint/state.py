@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import KeyPath, MappingKey, SequenceKey, tree_map_with_path
 
-from tulle.checkpoint.placed import Path, Placed, Places
+from tulle.checkpoint.placed import Path, Placed, Places, Share
+from tulle.checkpoint.standing import Standing
 from tulle.errors import CheckpointError
-from tulle.tables.split import ColumnSplit, Split, split_of
+from tulle.tables.split import ColumnSplit, Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,41 +35,74 @@ class Alias:
 
 
 @dataclass(frozen=True, slots=True)
+class Names:
+    """What the tensors of a checkpoint are called.
+
+    Args:
+        paths: Of the state's keys that lead to each, by name; of several names of one tensor that of the first.
+        aliases: The other names.
+    """
+
+    paths: dict[str, Path]
+    aliases: list[Alias]
+
+
+@dataclass(frozen=True, slots=True)
 class State:
     """A state whose tensors have places.
 
     Args:
         outline: Dictionaries and lists as `state_dict` gives them, with each tensor on device meta, in its whole shape.
-        tensors: The tensors; of several names of one tensor only that of the first.
-        aliases: The other names.
+        tensors: The tensors that this rank has.
+        names: Of those of all ranks, once they are brought `together`.
     """
 
     outline: dict[str, Any]
     tensors: list[Placed]
-    aliases: list[Alias]
+    names: Names
+
+    def told(self) -> tuple[Names, list[dict[Any, Any]]]:
+        """What other ranks must hear of: names, and the outline of each optimizer's state."""
+        return self.names, [one["state"] for one in self.outline["optimizers"]]
+
+    def together(self, heard: Sequence[tuple[Names, list[dict[Any, Any]]]]) -> State:
+        """The same with what all ranks have told."""
+        names = Names({}, [])
+        optimizers = [{**one, "state": {}} for one in self.outline["optimizers"]]
+        for theirs, states in heard:
+            known = {alias.name for alias in names.aliases}
+            names.paths.update(theirs.paths)
+            names.aliases.extend(alias for alias in theirs.aliases if alias.name not in known)
+            for one, state in zip(optimizers, states, strict=True):
+                one["state"] |= state
+        for one in optimizers:
+            one["state"] = dict(sorted(one["state"].items()))
+        return State({**self.outline, "optimizers": optimizers}, self.tensors, names)
 
     @staticmethod
-    def of(model: nn.Module, optimizers: Sequence[Optimizer], places: Places) -> State:
-        """What there is to save."""
-        tensors: list[Placed] = []
+    def of(standing: Standing, optimizers: Sequence[Optimizer]) -> State:
+        """What this rank has to save."""
+        places, tensors = Places(), list[Placed]()
 
-        def outlined(path: Path, value: object, split: Split | None) -> object:
+        def outlined(path: Path, value: object, share: Share) -> object:
             if isinstance(value, np.generic):  # as a schedule computes it; the safe reader refuses it
                 return value.item()
-            if isinstance(value, Tensor) and value.is_sparse and split is not None:
+            if isinstance(value, Tensor) and value.is_sparse and share.part is not None:
                 value = value.to_dense()  # the momentum of this rank's rows
             if not isinstance(value, Tensor) or not _is_strided(value):
                 return value
+            if path[0] == "model" and standing.is_elsewhere(str(path[1])):
+                return outline_of(value, share.part.shape if share.part else value.shape)
             check_material(path, value)
-            tensors.append(places.place(path, value, split))
+            tensors.append(places.place(path, value, share))
             return outline_of(value, tensors[-1].shape)
 
-        own = model.state_dict()  # what gathers it from other ranks comes first
+        own = standing.state()  # what gathers it from other ranks comes first
         outline = {
-            "model": _mapped(dict(own), ("model",), _by_name(named_splits(model)), outlined),
+            "model": _mapped(dict(own), ("model",), _by_name(standing), outlined),
             "versions": versions_of(own),
             "optimizers": [
-                _mapped(one.state_dict(), ("optimizers", number), _splits_of_state(one), outlined)
+                _mapped(one.state_dict(), ("optimizers", number), _of_parameters(one, standing), outlined)
                 for number, one in enumerate(optimizers)
             ],
             "kinds": [type(one).__name__ for one in optimizers],
@@ -76,71 +110,66 @@ class State:
         firsts: dict[object, Placed] = {}
         named = [(placed, firsts.setdefault(placed.memory, placed)) for placed in tensors]
         aliases = [Alias(other.name, other.path, first.name) for other, first in named if other is not first]
-        return State(outline, list(firsts.values()), aliases)
+        tensors = list(firsts.values())
+        return State(outline, tensors, Names({one.name: one.path for one in tensors}, aliases))
 
 
 def model_room(
-    own: Mapping[str, Any], splits: Mapping[str, Split], outline: Mapping[str, Any], places: Places
+    standing: Standing, own: Mapping[str, Any], outline: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[Placed]]:
     """A model's own state, to be read into: what to give to `load_state_dict` afterwards, and its tensors.
 
     Args:
-        own: The model's `state_dict()`, whose tensors are overwritten.
-        splits: Of its tables that are split, by name.
+        standing: Says what this rank has of the model.
+        own: The model's state, whose tensors are overwritten.
         outline: Of the model that was saved; what is no tensor is taken from it.
-        places: Gives the tensors their places.
     """
-    tensors: dict[object, Placed] = {}
+    places, tensors = Places(), dict[object, Placed]()
 
-    def placed(path: Path, value: object, split: Split | None) -> object:
-        if not isinstance(value, Tensor) or not _is_strided(value):
+    def placed(path: Path, value: object, share: Share) -> object:
+        if not isinstance(value, Tensor) or not _is_strided(value) or standing.is_elsewhere(str(path[1])):
             return value
         if value.is_meta:  # within an extra state
             value = torch.empty(value.shape, dtype=value.dtype)
-        made = places.place(path, value, split)
+        made = places.place(path, value, share)
         tensors[made.memory] = made  # of two names of one tensor the last counts, as in load_state_dict
         return value
 
     others = {name: value for name, value in outline.items() if not _is_strided(own[name])}
-    return _mapped({**own, **others}, ("model",), _by_name(splits), placed), list(tensors.values())
+    return _mapped({**own, **others}, ("model",), _by_name(standing), placed), list(tensors.values())
 
 
 def optimizer_room(
-    number: int, optimizer: Optimizer, outline: Mapping[str, Any], places: Places
+    standing: Standing, number: int, optimizer: Optimizer, outline: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[Placed]]:
     """Fresh memory for an optimizer's state: what to give to `load_state_dict` once it was read into, and its tensors.
 
     Args:
+        standing: Says what this rank has of each parameter, and so of its state.
         number: Of the optimizer in the list.
-        optimizer: Whose parameters say how the state of each is dealt.
+        optimizer: That will have the state.
         outline: Of the state that was saved.
-        places: Gives the tensors their places.
     """
-    tensors: list[Placed] = []
-    splits = _splits_of_state(optimizer)
+    places, tensors = Places(), list[Placed]()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    here = {index for index, parameter in enumerate(parameters) if not parameter.is_meta}
 
-    def fresh(path: Path, value: object, split: Split | None) -> object:
+    def fresh(path: Path, value: object, share: Share) -> object:
         if not isinstance(value, Tensor):
             return value
-        is_dealt = split is not None and tuple(value.shape) == split.shape
+        part = share.part if share.part is not None and tuple(value.shape) == tuple(share.part.shape) else None
         if not value.is_meta:
-            return _dealt(value, split) if is_dealt and split is not None else value
-        if is_dealt and split is not None:
+            return _dealt(value, part) if isinstance(part, Split) else value
+        if part is not None:
             device = parameters[int(path[3])].device
-            made = torch.zeros(split.local_shape, dtype=value.dtype, device=device)
+            made = torch.zeros(part.local_shape, dtype=value.dtype, device=device)
         else:
             made = torch.empty(value.shape, dtype=value.dtype)
-        tensors.append(places.place(path, made, split))
+        tensors.append(places.place(path, made, share))
         return made
 
-    return _mapped(dict(outline), ("optimizers", number), splits, fresh), tensors
-
-
-def named_splits(model: nn.Module) -> dict[str, Split]:
-    """How each of a model's split tables is dealt, by all names that it has."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    return {name: split for name, parameter in parameters if (split := split_of(parameter)) is not None}
+    own = {**outline, "state": {index: state for index, state in outline["state"].items() if int(index) in here}}
+    return _mapped(own, ("optimizers", number), _of_parameters(optimizer, standing), fresh), tensors
 
 
 def versions_of(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,21 +184,21 @@ def with_versions(state: Mapping[str, Any], versions: Mapping[str, Any]) -> Orde
     return ordered
 
 
-SplitOf = Callable[[Path], Split | None]
-Leaf = Callable[[Path, object, Split | None], object]
+ShareOf = Callable[[Path], Share]
+Leaf = Callable[[Path, object, Share], object]
 
 
 def _mapped(
     state: Mapping[str, Any],
     prefix: Path,
-    split_of_leaf: SplitOf,
+    share_of_leaf: ShareOf,
     function: Leaf,
 ) -> dict[str, Any]:
-    """A state with each leaf replaced by what a function of its path, its value and its split gives."""
+    """A state with each leaf replaced by what a function of its path, its value and this rank's share of it gives."""
 
     def mapped(keys: KeyPath, value: object) -> object:
         path = (*prefix, *map(_key, keys))
-        return function(path, value, split_of_leaf(path))
+        return function(path, value, share_of_leaf(path))
 
     return tree_map_with_path(mapped, state)
 
@@ -180,15 +209,15 @@ def _key(key: object) -> str | int:
     return str(key.key) if isinstance(key, MappingKey) else str(key)
 
 
-def _by_name(splits: Mapping[str, Split]) -> SplitOf:
+def _by_name(standing: Standing) -> ShareOf:
     """By path `model`, name."""
-    return lambda path: splits.get(str(path[1]))
+    return lambda path: standing.share(str(path[1]))
 
 
-def _splits_of_state(optimizer: Optimizer) -> SplitOf:
+def _of_parameters(optimizer: Optimizer, standing: Standing) -> ShareOf:
     """By path `optimizers`, number, `state`, parameter, key."""
-    splits = [split_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    return lambda path: splits[int(path[3])] if path[2] == "state" else None
+    shares = [standing.share_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    return lambda path: shares[int(path[3])] if path[2] == "state" else Share(writes_whole=standing.ranks.is_first)
 
 
 def check_material(path: Path, tensor: Tensor) -> None:

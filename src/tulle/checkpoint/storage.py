@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from tulle.checkpoint.folder import Folder, Stamps, stamps_of
 from tulle.checkpoint.placed import Box, Placed
-from tulle.checkpoint.state import Alias
+from tulle.checkpoint.state import Names
 from tulle.errors import CheckpointError, TulleError
 
 METADATA = ".metadata"
@@ -100,24 +100,21 @@ def write_blocks(folder: Path, tensors: Sequence[Placed], rank: int) -> Written:
     return Written(planner.items, results, stamps_of(folder, {one.storage_data.relative_path for one in results}))
 
 
-def write_metadata(
-    folder: Path, written: Sequence[Written], tensors: Sequence[Placed], aliases: Sequence[Alias]
-) -> Stamps:
+def write_metadata(folder: Path, written: Sequence[Written], names: Names) -> Stamps:
     """Write what all ranks' files contain; one rank must call it, once all have written.
 
     Args:
         folder: Where to.
         written: By all ranks.
-        tensors: Of which blocks were written.
-        aliases: Their further names.
+        names: Of the tensors of which blocks were written.
 
     Returns:
         Stamps of all files.
     """
     _, metadata = create_default_global_save_plan([SavePlan(one.items) for one in written])
     results = [result for one in written for result in one.results]
-    metadata.planner_data = {one.name: one.path for one in [*tensors, *aliases]}
-    for alias in aliases:
+    metadata.planner_data = names.paths | {alias.name: alias.path for alias in names.aliases}
+    for alias in names.aliases:
         metadata.state_dict_metadata[alias.name] = metadata.state_dict_metadata[alias.first]
         results += [
             replace(result, index=MetadataIndex(alias.name, result.index.offset))

@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tulle.checkpoint.placed import memory_of
-from tulle.checkpoint.state import named_splits, versions_of, with_versions
-from tulle.engine import engine_of
+from tulle.checkpoint.placed import Part
+from tulle.checkpoint.standing import Standing
+from tulle.checkpoint.state import versions_of, with_versions
+from tulle.comm import broadcast, lane, receive, send
+from tulle.distribute.axes import SAVING
+from tulle.mesh import Axis
 from tulle.tables.natural import block_rows_of, natural_order
 from tulle.tables.split import Split
+from tulle.tensor_parallel import Placement
 
 
 def full_state_dict(model: nn.Module, *, everywhere: bool = False) -> dict[str, Any]:
@@ -34,45 +38,98 @@ def full_state_dict(model: nn.Module, *, everywhere: bool = False) -> dict[str, 
         >>> {name: list(value.shape) for name, value in tulle.full_state_dict(model).items()}
         {'weight': [1, 2], 'bias': [1]}
     """
-    engine = engine_of(model)
-    is_destination = everywhere or engine is None or engine.axis.rank == 0
-    own, splits = model.state_dict(), named_splits(model)
-    copies: dict[object, Tensor] = {}
+    standing = Standing(model)
+    is_destination = everywhere or standing.ranks.is_first
+    own = standing.state()
+    firsts = standing.first_names(own)
     state: dict[str, Any] = {}
     for name, value in own.items():
         if not isinstance(value, Tensor):
             state[name] = value
-            continue
-        key = memory_of(value) or name
-        if key not in copies:
-            copies[key] = _whole(value, splits.get(name), everywhere=everywhere, is_destination=is_destination)
-        state[name] = copies[key]
+        elif firsts.get(name, name) != name:
+            state[name] = state[firsts[name]]
+        else:
+            state[name] = _whole(name, value, standing, everywhere=everywhere, is_destination=is_destination)
     return with_versions(state, versions_of(own)) if is_destination else {}
 
 
-def blocks_of_whole(part: Tensor, split: Split, *, everywhere: bool = False) -> Iterator[tuple[range, Tensor]]:
-    """The rows of a split table, from the first to the last, at rank 0 or at all; empty blocks elsewhere.
+def blocks_of_whole(
+    name: str, value: Tensor, standing: Standing, *, everywhere: bool = False
+) -> Iterator[tuple[range, Tensor]]:
+    """A tensor of the state, from its first row to its last, at rank 0 or at all; elsewhere blocks mean nothing.
 
-    Every rank of the axis must take all blocks.
+    Every rank of the mesh must take all blocks. A tensor without rows is one block of row 0.
 
     Args:
-        part: What this rank has.
-        split: Of the table.
+        name: In the state.
+        value: What this rank has of it.
+        standing: Says what that is.
         everywhere: Whether all ranks get them.
     """
-    order = natural_order(split)
-    block_rows = block_rows_of(part.element_size() * split.width)
-    for first in range(0, split.num_rows, block_rows):
-        rows = range(first, min(first + block_rows, split.num_rows))
-        wanted = [rows if everywhere or rank == 0 else range(0) for rank in range(split.axis.size)]
-        yield rows, order.collect(part, wanted)
+    share, axes = standing.share(name), standing.axes
+    pipe = axes.pipe if axes else None
+    if pipe is None or name not in standing.holders:
+        yield from _blocks_here(value, share.part, everywhere=everywhere)
+        return
+    assert axes is not None, "stages are along an axis"
+    is_line = everywhere or (axes.data.rank == 0 and (axes.model is None or axes.model.rank == 0))
+    if standing.is_elsewhere(name):
+        blocks = ((rows, None) for rows in _ranges(value, share.part))
+    else:
+        blocks = _blocks_here(value, share.part, everywhere=everywhere)
+    for rows, block in blocks:
+        if block is None:
+            shape = (len(rows), share.part.width) if isinstance(share.part, Split) else _shape(value, share.part)
+            block = value.new_empty(shape, device=pipe.device)
+        yield rows, _moved(block, share.holder, pipe, everywhere=everywhere) if is_line else block
 
 
-def _whole(value: Tensor, split: Split | None, *, everywhere: bool, is_destination: bool) -> Tensor:
-    if split is None:
-        return value.detach().to("cpu", copy=True) if is_destination else value
-    whole = torch.empty(split.shape if is_destination else (0, split.width), dtype=value.dtype)
-    for rows, block in blocks_of_whole(value, split, everywhere=everywhere):
-        if is_destination:
+def _moved(block: Tensor, holder: int, pipe: Axis, *, everywhere: bool) -> Tensor:
+    """A block that the first stage which has it gives to all, or to the first. Every rank of the axis must call it."""
+    axis, values = lane(pipe, SAVING), block.detach().contiguous()
+    if not values.numel():
+        return values
+    flat = values.reshape(-1).view(torch.uint8)  # as bytes: gloo has no bool, for one
+    if everywhere:
+        broadcast(flat, axis, label=SAVING, source=holder).wait()
+    elif holder and axis.rank == holder:
+        send(flat, axis, to=0, label=SAVING).wait()
+    elif holder and axis.rank == 0:
+        receive(flat, axis, source=holder, label=SAVING).wait()
+    return values
+
+
+def _blocks_here(value: Tensor, part: Part | None, *, everywhere: bool) -> Iterator[tuple[range, Tensor]]:
+    """The blocks of what this rank's stage has."""
+    if isinstance(part, Split):
+        order = natural_order(part)
+        for rows in _ranges(value, part):
+            wanted = [rows if everywhere or rank == 0 else range(0) for rank in range(part.axis.size)]
+            yield rows, order.collect(value, wanted)
+    else:
+        whole = part.whole(value, label=SAVING) if isinstance(part, Placement) else value
+        yield _ranges(value, part)[0], whole
+
+
+def _ranges(value: Tensor, part: Part | None) -> list[range]:
+    """The rows of each block."""
+    if not isinstance(part, Split):
+        shape = _shape(value, part)
+        return [range(shape[0] if shape else 1)]
+    block_rows = block_rows_of(value.element_size() * part.width)
+    return [range(first, min(first + block_rows, part.num_rows)) for first in range(0, part.num_rows, block_rows)]
+
+
+def _shape(value: Tensor, part: Part | None) -> tuple[int, ...]:
+    return tuple(part.shape if part is not None else value.shape)
+
+
+def _whole(name: str, value: Tensor, standing: Standing, *, everywhere: bool, is_destination: bool) -> Tensor:
+    shape = _shape(value, standing.share(name).part)
+    whole = torch.empty(shape if is_destination else (0,), dtype=value.dtype)
+    for rows, block in blocks_of_whole(name, value, standing, everywhere=everywhere):
+        if is_destination and shape:
             whole[rows.start : rows.stop] = block
+        elif is_destination:
+            whole.copy_(block)
     return whole

@@ -54,7 +54,8 @@ class OptimizerShards:
     """The groups' own parameters, while their pieces stand in for them."""
 
     def __post_init__(self) -> None:
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = [p for p in stepped if not p.is_meta]  # the others live at other stages of a pipeline
         for parameter in parameters:
             if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
                 raise ModelError(
@@ -69,7 +70,7 @@ class OptimizerShards:
                 values = flat(piece.parameter.data)[piece.start : piece.stop]
                 piece.tensor = nn.Parameter(values.clone() if self.narrow else values)
         if self.narrow:
-            for parameter in parameters:
+            for parameter in stepped:
                 parameter.data = parameter.data.to(self.narrow)
 
     def before_step(self, _optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -133,6 +134,8 @@ class OptimizerShards:
                 f"a parameter of shape {list(parameter.shape)} has a sparse gradient, and an optimizer whose state is "
                 "sharded: give it an optimizer of its own"
             )
+        if parameter.is_meta:
+            return None
         if parameter not in self._owned:
             raise ModelError(
                 f"a parameter of shape {list(parameter.shape)} was added to an optimizer after its state was sharded: "

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from tulle.pipeline.partition import Piece, partition
 from tulle.plan.memory import Memory
 from tulle.plan.plan import AT_READ, MODEL, Plan
 from tulle.plan.table_plan import TablePlan
 from tulle.plan.update import rest_s
 from tulle.plan.work import DATA, NARROW, Share, Work, total_s, work_of
 from tulle.workload import Cluster, Profile
+
+_HALVINGS = 20
+"""Of what is not known of a best cut: a millionth of it is left."""
 
 
 @dataclass(slots=True)
@@ -86,9 +88,26 @@ class Bound:
 
 def _least_maximum(seconds: list[float], stages: int, *, is_sharp: bool) -> float:
     """What the busiest of some stages has at least to do, whatever is cut where; their mean if it need not be sharp."""
+    mean_s = sum(seconds) / stages
     if stages == 1 or not is_sharp:
-        return sum(seconds) / stages
-    return max(partition([Piece(str(number), time_s) for number, time_s in enumerate(seconds)], stages).times_s)
+        return mean_s
+    low, high = max(mean_s, *seconds), mean_s + max(seconds)
+    if _stages_of(seconds, low) <= stages:
+        return low
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _stages_of(seconds, middle) > stages else (low, middle)
+    return low
+
+
+def _stages_of(seconds: list[float], most_s: float) -> int:
+    """Into how many stages pieces must be cut so that none has more to do."""
+    stages, filled_s = 1, 0.0
+    for time_s in seconds:
+        if filled_s + time_s > most_s:
+            stages, filled_s = stages + 1, 0.0
+        filled_s += time_s
+    return stages
 
 
 def best_pieces(profile: Profile, cluster: Cluster, share: Share) -> list[Work]:

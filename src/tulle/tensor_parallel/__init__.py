@@ -2,9 +2,9 @@
 
 from tulle.tensor_parallel import hugging_face, torch_layers
 from tulle.tensor_parallel.clip import clip_grad_norm_, gradient_norm
-from tulle.tensor_parallel.convert import apply, enabled
+from tulle.tensor_parallel.convert import apply, enabled, known
 from tulle.tensor_parallel.loss import cross_entropy
-from tulle.tensor_parallel.placement import Placement, placements
+from tulle.tensor_parallel.placement import Placement, placements, state_of_parts
 from tulle.tensor_parallel.registry import register
 from tulle.tensor_parallel.splitter import Splitter
 
@@ -17,7 +17,9 @@ __all__ = [
     "enabled",
     "gradient_norm",
     "hugging_face",
+    "known",
     "placements",
     "register",
+    "state_of_parts",
     "torch_layers",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -13,20 +13,22 @@ from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.tensor_parallel.check import check_equal
 from tulle.tensor_parallel.loss import CausalLoss
-from tulle.tensor_parallel.walk import Select, Walk, moves_of
+from tulle.tensor_parallel.registry import factory_of
+from tulle.tensor_parallel.walk import Select, Walk, is_small, moves_of
 
 SMALLEST_BYTES = 1024 * 1024
 """A layer that stands alone is split from this size on: below, what travels costs more than it saves."""
 M = TypeVar("M", bound=nn.Module)
 
 
-def apply(
+def apply(  # noqa: PLR0913 - what is split, how, and its check
     model: M,
     axis: Axis,
     *,
     select: Select | None = None,
     sequence: bool = False,
     smallest_bytes: int = SMALLEST_BYTES,
+    leave: Collection[str] = (),
     sample: object = None,
     check: bool = False,
 ) -> M:
@@ -48,6 +50,7 @@ def apply(
         sequence: Whether activations between the layers of a stack are split along sequences, so that norms, dropout
             and residual sums are too. Lengths must then divide evenly.
         smallest_bytes: Without `select`, `nn.Linear` and `nn.Embedding` that stand alone stay whole below this size.
+        leave: Names of modules that stay whole, whatever `select` says.
         sample: One batch, as the model is called with it, for `check`.
         check: Whether to compare results and gradients for the sample with those of the whole model on this device.
 
@@ -68,11 +71,32 @@ def apply(
     """
     if check and sample is None:
         raise ModelError("tensor_parallel.apply was given check=True without a sample: give one batch as sample=")
-    walk = Walk(axis, moves_of(select), sequence, smallest_bytes)
+    walk = Walk(axis, moves_of(select), sequence, smallest_bytes, leave)
     if axis.size > 1:
         with check_equal(model, axis, sample if check else None):
             _split([model], walk)
     return model
+
+
+def known(model: nn.Module, *, smallest_bytes: int = SMALLEST_BYTES, ranks: int = 1) -> list[str]:
+    """Names of the modules that `apply` would split without `select`: the outermost that a factory answers for.
+
+    Args:
+        model: Not split yet.
+        smallest_bytes: As in `apply`.
+        ranks: Of the axis.
+
+    Example:
+        >>> import torch
+        >>> known(torch.nn.Sequential(torch.nn.TransformerEncoderLayer(8, 2, 16), torch.nn.ReLU()))
+        ['0']
+    """
+    found: list[str] = []
+    for name, module in model.named_modules():
+        is_within = any(not other or name.startswith(f"{other}.") for other in found)
+        if not is_within and factory_of(module) is not None and not is_small(module, smallest_bytes, ranks):
+            found.append(name)
+    return found
 
 
 @contextmanager

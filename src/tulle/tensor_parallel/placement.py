@@ -12,6 +12,8 @@ A section that does not divide evenly is cut as `torch.tensor_split` does: the f
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +26,7 @@ from tulle.mesh import Axis
 
 _PLACEMENTS = "_tulle_placements"
 """The attribute by which a module holds the placements of its own parameters."""
+_gives_parts: ContextVar[bool] = ContextVar("gives parts", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,22 @@ class Placement:
     def lengths(self, rank: int) -> list[int]:
         """The length of each section's part on one rank."""
         return [length_on(rank, section, self.axis.size) for section in self.sections]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of this rank's part."""
+        length = sum(self.lengths(self.axis.rank))
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+
+    def stretches(self) -> list[tuple[int, int, int]]:
+        """Of each section: where this rank's part of it begins in the whole and in the part, and its length."""
+        found: list[tuple[int, int, int]] = []
+        section_begin = begin = 0
+        for section, length in zip(self.sections, self.lengths(self.axis.rank), strict=True):
+            before = sum(length_on(rank, section, self.axis.size) for rank in range(self.axis.rank))
+            found.append((section_begin + before, begin, length))
+            section_begin, begin = section_begin + section, begin + length
+        return found
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part, in memory of its own."""
@@ -121,6 +140,16 @@ def placements(model: nn.Module) -> dict[str, Placement]:
     return dict(_named_placements(model))
 
 
+@contextmanager
+def state_of_parts() -> Iterator[None]:
+    """Within this context `state_dict()` of split models gives this rank's parts, and sends nothing."""
+    token = _gives_parts.set(True)
+    try:
+        yield
+    finally:
+        _gives_parts.reset(token)
+
+
 def _named_placements(model: nn.Module) -> Iterator[tuple[str, Placement]]:
     for path, module in model.named_modules(remove_duplicate=False):
         for name, placement in placements_of(module).items():
@@ -128,11 +157,14 @@ def _named_placements(model: nn.Module) -> Iterator[tuple[str, Placement]]:
 
 
 def _give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-    for name, placement in placements_of(module).items():
+    for name, placement in placements_of(module).items() if not _gives_parts.get() else ():
         key = prefix + name
         if key in state:
             part = state[key].full_tensor() if isinstance(state[key], DTensor) else state[key]
-            state[key] = placement.whole(part, label=f"state_dict {key}")
+            if part.is_meta:  # lives at another stage of a pipeline
+                state[key] = part.new_empty(placement.shape)
+            else:
+                state[key] = placement.whole(part, label=f"state_dict {key}")
 
 
 def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -33,12 +33,14 @@ class Walk:
         moves: What to do with modules by pattern of their names; all that is registered is split if there are none.
         sequence: Whether to split stacks along sequences.
         smallest_bytes: Below which layers that stand alone stay whole, unless a pattern says otherwise.
+        leave: Names of modules that stay whole, whatever a pattern says.
     """
 
     axis: Axis
     moves: Mapping[str, str]
     sequence: bool
     smallest_bytes: int
+    leave: Collection[str] = ()
     seen: set[int] = field(default_factory=set)
     matched: set[str] = field(default_factory=set)
     split: list[str] = field(default_factory=list)
@@ -52,7 +54,7 @@ class Walk:
     def visit(self, module: nn.Module, name: str, inherited: str) -> None:
         """Split a module, or what is in it."""
         move = self._move(name, inherited)
-        if id(module) in self.seen or move == WHOLE:
+        if id(module) in self.seen or move == WHOLE or name in self.leave:
             return
         self.seen.add(id(module))
         factory = factory_of(module) if move == AUTO else None
@@ -179,10 +181,7 @@ class Walk:
 
     def _is_small(self, module: nn.Module) -> bool:
         """Whether a layer that stands alone is left whole, unless a pattern says otherwise."""
-        if self.moves or not is_alone(module):
-            return False
-        largest = max(module.parameters(), key=lambda parameter: parameter.nbytes)
-        return largest.nbytes < self.smallest_bytes or largest.shape[0] < self.axis.size
+        return not self.moves and is_small(module, self.smallest_bytes, self.axis.size)
 
     def _check_tied(self, model: nn.Module) -> None:
         for path, module in model.named_modules():
@@ -192,6 +191,14 @@ class Walk:
                         f"{_join(path, name)} is tied to a parameter that was split, but the {type(module).__name__} "
                         "stays whole: select both modules, or none, or untie them"
                     )
+
+
+def is_small(module: nn.Module, smallest_bytes: int, ranks: int) -> bool:
+    """Whether a module is a layer that stands alone and is not worth splitting over so many ranks."""
+    if not is_alone(module):
+        return False
+    largest = max(module.parameters(), key=lambda parameter: parameter.nbytes)
+    return largest.nbytes < smallest_bytes or largest.shape[0] < ranks
 
 
 def moves_of(select: Select | None) -> Mapping[str, str]:

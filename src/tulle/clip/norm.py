@@ -1,4 +1,4 @@
-"""`clip_grad_norm_`: gradient clipping by global norm that also knows sparse gradients."""
+"""`clip_grad_norm_`: gradient clipping by global norm that also knows sparse gradients and other ranks' parts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from tulle.clip.bearer import plain
+from tulle.clip.spread import spread_of
+from tulle.clip.total import norm_over_ranks
 from tulle.errors import GradientError
 from tulle.rows import RowSparse
 from tulle.tables import ShardGradient
@@ -23,8 +26,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients together so that their norm is at most `max_norm`, in place; return the norm before.
 
-    As `torch.nn.utils.clip_grad_norm_`, which refuses sparse gradients. Call it after `loss.backward()`: gradients
-    are the same on every rank of the data axis then, and so is the norm, without a message.
+    As `torch.nn.utils.clip_grad_norm_`, which refuses sparse gradients, and knows nothing of other ranks. Call it after
+    `loss.backward()`: gradients are the same on every rank of the data axis then, and so is the norm, without a
+    message. Of a model that is split over axes `pipe` or `model` every rank must call it; one number travels.
 
     Args:
         parameters: A model, a parameter, or several.
@@ -42,13 +46,23 @@ def clip_grad_norm_(
         >>> round(tulle.clip_grad_norm_(table, max_norm=1.0).item(), 4)
         2.8284
     """
-    gradients = [(name, _values(p.grad)) for name, p in _named(parameters) if p.grad is not None]
+    named = list(_named(parameters))
+    gradients = [(name, p, _values(p.grad)) for name, p in named if p.grad is not None]
     # torch has no infinity norm of nothing. Of a part of a table every rank takes the norm, be it empty here.
-    values = [(name, part) for name, part in gradients if part.numel() or isinstance(part, ShardGradient)]
-    if not values:
-        return torch.tensor(0.0)
+    found = [(name, p, part) for name, p, part in gradients if part.numel() or isinstance(part, ShardGradient)]
+    values = [(name, part) for name, _, part in found]
     parts = [part for _, part in values]
-    total = get_total_norm(parts, float(norm_type))
+    spread = next((spread for _, p in named if (spread := spread_of(p)) is not None), None)
+    if spread is None and not values:
+        return torch.tensor(0.0)
+    if spread is None:
+        total = get_total_norm(parts, float(norm_type))
+    else:
+        counted = [part for _, p, part in found if (own := spread_of(p)) is None or own.counts]
+        uncounted = [part for part in parts if isinstance(part, ShardGradient) and all(part is not c for c in counted)]
+        if uncounted:  # ranks of axis `data` take these together
+            get_total_norm(uncounted, float(norm_type))
+        total = norm_over_ranks(counted, spread, float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
         to_blame = next((name for name, part in values if not part.isfinite().all()), "all")
         raise GradientError(
@@ -73,7 +87,7 @@ def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> Iterable[tuple[
 def _values(gradient: Tensor) -> Tensor:
     """The numbers of a gradient, each row of a sparse one once; scaling them in place scales the gradient."""
     if gradient.layout == torch.strided:
-        return gradient
+        return plain(gradient)
     if not gradient.is_coalesced():
         rows = RowSparse.from_tensor(gradient).coalesce().to_sparse_coo()
         gradient.copy_(rows)

@@ -1,0 +1,86 @@
+"""`Standing`: what this rank has of a model, under plain names, and what of it is this rank's to write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from tulle.checkpoint.placed import Part, Share, memory_of
+from tulle.checkpoint.ranks import Ranks
+from tulle.distribute.adopted import axes_of
+from tulle.tables.split import split_of
+from tulle.tensor_parallel import placements, state_of_parts
+
+
+class Standing:
+    """What this rank has of a model. Every rank of the model's mesh must make one.
+
+    Args:
+        model: Distributed or plain.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.axes = axes_of(model)
+        self.ranks = Ranks.of(model)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.parts: dict[str, Part] = {n: split for n, p in parameters.items() if (split := split_of(p)) is not None}
+        if self.axes is not None:
+            self.parts |= placements(model)
+        self._names = {id(parameter): name for name, parameter in reversed([*parameters.items()])}
+        tensors = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+        self._held = {name for name, tensor in tensors.items() if not tensor.is_meta}
+        pipe = self.axes.pipe if self.axes else None
+        everywhere = Ranks(pipe).gather(self._held)
+        self.holders = {n: rank for rank in reversed(range(len(everywhere))) for n in everywhere[rank]}
+        self._place = pipe.rank if pipe else 0
+        self.is_staged = pipe is not None
+        """Whether other ranks have other tensors."""
+
+    def state(self) -> Mapping[str, Any]:
+        """The model's `state_dict`, with this rank's parts of what is split by `distribute`."""
+        if self.axes is None:
+            return self._model.state_dict()
+        with state_of_parts():
+            return self._model.state_dict()
+
+    def first_names(self, state: Mapping[str, Any]) -> dict[str, str]:
+        """Of each tensor of the model's state the first of its names. Every rank of the mesh must call it."""
+        by_memory: dict[object, str] = {}
+        mine = {
+            name: by_memory.setdefault(memory_of(value) or name, name)
+            for name, value in state.items()
+            if isinstance(value, Tensor) and not self.is_elsewhere(name)
+        }
+        pipe = self.axes.pipe if self.axes else None
+        return {name: first for theirs in Ranks(pipe).gather(mine) for name, first in theirs.items()}
+
+    def share(self, name: str) -> Share:
+        """What this rank has of a tensor of the model's state."""
+        part, holder = self.parts.get(name), self.holders.get(name, 0)
+        if self.axes is None:
+            is_writer = self.ranks.is_first
+            return Share(part, writes_whole=is_writer, writes_sections=is_writer)
+        is_here = holder == self._place
+        is_first_replica, is_first_part = self.axes.data.rank == 0, self.axes.model is None or self.axes.model.rank == 0
+        return Share(
+            part,
+            holder,
+            writes_whole=is_here and is_first_replica and is_first_part,
+            writes_sections=is_here and is_first_replica,
+            writes_rows=is_here and is_first_part,
+        )
+
+    def share_of(self, parameter: Tensor) -> Share:
+        """What this rank has of a parameter, and so of its optimizer's state."""
+        return self.share(self._names.get(id(parameter), ""))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the wholes of what is split, by name."""
+        return {name: tuple(part.shape) for name, part in self.parts.items()}
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether a tensor lives at other stages only."""
+        return name in self.holders and name not in self._held

@@ -1,0 +1,110 @@
+"""`Distributed`: what a model's class gains by `distribute`, and the hooks by which its tables are fed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from tulle.distribute.axes import Axes
+from tulle.engine import ENGINE, DataParallel, TableModule, adopt, engine_of
+from tulle.plan import Plan
+from tulle.tables import split_of
+
+_CLASS = "_tulle_class"
+"""Where a distributed model keeps the class that it was given with."""
+_PLAN, _AXES = "_tulle_plan", "_tulle_axes"
+
+
+class Distributed:
+    """What `distribute` adds to a model's class, as `fully_shard` does."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let gradients add up on each rank within this context, without communication, as DDP's `no_sync`.
+
+        The first backward outside sends the sums. For gradient accumulation: all micro-batches but the last within.
+        """
+        with self.__dict__[ENGINE].no_sync():
+            yield
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        """A copy, or a pickle, is the plain model that was given to `distribute`."""
+        given = super().__getstate__()
+        state = given if isinstance(given, dict) else self.__dict__
+        kept = {name: value for name, value in state.items() if name not in (ENGINE, _PLAN, _AXES, _CLASS)}
+        return _empty, (self.__dict__[_CLASS],), kept
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The plan that a model was distributed by."""
+    return model.__dict__[_PLAN]
+
+
+def axes_of(model: nn.Module) -> Axes | None:
+    """The axes along which a model was distributed, or None if it was not."""
+    return model.__dict__.get(_AXES)
+
+
+def adopt_model(model: nn.Module, engine: DataParallel, plan: Plan, axes: Axes) -> None:
+    """Have a model belong to an engine: its class gains `no_sync`, its split tables look up over the ranks.
+
+    Args:
+        model: The model.
+        engine: Keeps it in step.
+        plan: That was put on it.
+        axes: Along which.
+    """
+    if engine.split_tables is not None:
+        for module in model.modules():
+            if isinstance(module, TableModule) and split_of(module.weight) is not None:
+                adopt(module, engine.split_tables)
+        if axes.pipe is None:  # calls of several micro-batches are under way at once
+            model.register_forward_pre_hook(cast("Any", _begin_call), with_kwargs=True)
+            model.register_forward_hook(cast("Any", _end_call), always_call=True)
+    plain = type(model)
+    # Past Module.__setattr__, which is for parameters, buffers and submodules.
+    model.__dict__.update({ENGINE: engine, _PLAN: plan, _AXES: axes, _CLASS: plain})
+    adopted: type[nn.Module] = type(plain.__name__, (Distributed, plain), {"__module__": plain.__module__})
+    object.__setattr__(model, "__class__", adopted)
+
+
+def fetch_after_steps(optimizers: Sequence[Optimizer], engine: DataParallel) -> None:
+    """Have the rows of the next step fetched when the last optimizer of split tables has stepped."""
+    tables = engine.split_tables
+    assert tables is not None, "called for models with split tables"
+    parted = {id(table.parameter) for table in tables.tables.values()}
+    stepping = [one for one in optimizers if parted & {id(p) for group in one.param_groups for p in group["params"]}]
+    waiting = {id(one) for one in stepping}
+
+    def stepped(optimizer: Optimizer, *_: object) -> None:
+        waiting.discard(id(optimizer))
+        if not waiting:
+            waiting.update(id(one) for one in stepping)
+            tables.after_step()
+
+    for one in stepping:
+        one.register_step_post_hook(stepped)
+
+
+# Functions of the model, not bound methods: a model that is copied takes its hooks along, but not its engine.
+@torch.compiler.disable
+def _begin_call(model: nn.Module, arguments: tuple[object, ...], keywords: dict[str, object]) -> None:
+    engine = engine_of(model)
+    if engine is not None and engine.split_tables is not None and model.training and torch.is_grad_enabled():
+        engine.split_tables.begin_call((arguments, keywords))
+
+
+@torch.compiler.disable
+def _end_call(model: nn.Module, *_: object) -> None:
+    engine = engine_of(model)
+    if engine is not None and engine.split_tables is not None:
+        engine.split_tables.end_call()
+
+
+def _empty(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)

@@ -1,0 +1,34 @@
+"""`Held`: what this rank has of a model, under the names that it has in the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Held(nn.Module):
+    """A model without the parameters and buffers that live at other stages, which are on device meta here.
+
+    Args:
+        model: The whole model, whose modules stay where they are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["whole"] = model  # past Module.__setattr__: its names must not change
+
+    def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that this rank has."""
+        named = self.__dict__["whole"].named_parameters(*arguments, **keywords)
+        return ((name, parameter) for name, parameter in named if not parameter.is_meta)
+
+    def named_buffers(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, Tensor]]:
+        """Those that this rank has."""
+        named = self.__dict__["whole"].named_buffers(*arguments, **keywords)
+        return ((name, buffer) for name, buffer in named if not buffer.is_meta)
+
+    def modules(self, *arguments: Any, **keywords: Any) -> Iterator[nn.Module]:
+        """All of the model's."""
+        return self.__dict__["whole"].modules(*arguments, **keywords)

@@ -1,0 +1,95 @@
+"""Splits layers over axis `model`, and what an optimizer knows of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tulle.clip import Spread, spread_over
+from tulle.comm import gather_values
+from tulle.distribute.axes import Axes
+from tulle.mesh import Axis
+from tulle.pipeline import placement_of
+from tulle.placing import tables_of
+from tulle.plan import Plan
+from tulle.tensor_parallel import Placement, apply, known, placements
+
+logger = logging.getLogger("tulle")
+
+
+def split_layers(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, axes: Axes) -> None:
+    """Split layers over axis `model`, if there is one, and note of which gradients this rank has what part.
+
+    Every rank of the mesh must call it, with the same values on all ranks of axis `model`.
+
+    Args:
+        model: On its stages already.
+        optimizers: Over its parameters; of state that they have, each rank keeps its part.
+        plan: What is to be split.
+        axes: Of the mesh.
+    """
+    if axes.model is not None:
+        _share_randomness(axes.model)
+        _apply(model, plan, axes.model)
+    split = {id(model.get_parameter(name)): placement for name, placement in placements(model).items()}
+    for optimizer in optimizers if axes.splitting else ():
+        _keep_parts(optimizer, split)
+    stages = placement_of(model)
+    for name, parameter in model.named_parameters() if axes.splitting else ():
+        is_whole = id(parameter) not in split
+        is_first = stages is None or axes.pipe is None or axes.pipe.rank == min(stages.owners[name])
+        counts = is_first and not (is_whole and axes.model is not None and axes.model.rank > 0)
+        spread_over(parameter, Spread(tuple(axes.splitting), counts=counts))
+
+
+def _apply(model: nn.Module, plan: Plan, axis: Axis) -> None:
+    leave = _whole_modules(model, plan)
+    if plan.tensor_parallel:
+        apply(model, axis, select=plan.tensor_parallel, leave=leave)
+    elif any(name not in leave for name in known(model, ranks=axis.size)):
+        apply(model, axis, leave=leave)
+    elif any(name not in leave for name in known(model, smallest_bytes=0, ranks=axis.size)):
+        apply(model, axis, leave=leave, smallest_bytes=0)  # small as they are: nothing else is there
+    else:
+        logger.warning(
+            "axis %s=%d splits nothing of %s, so that its ranks do the same work: register a factory for its classes "
+            "by tulle.tensor_parallel.register, or use the ranks for another axis",
+            axis.name,
+            axis.size,
+            type(model).__name__,
+        )
+
+
+def _whole_modules(model: nn.Module, plan: Plan) -> set[str]:
+    """Names of the modules of tables that the plan keeps in step by rows, as they are or split over axis `data`."""
+    tables = {name for name in tables_of(model) if name in plan.schemes}
+    parameters = {id(model.get_parameter(name)) for name in tables}
+    return {
+        name
+        for name, module in model.named_modules()
+        if any(id(parameter) in parameters for parameter in module._parameters.values())
+    }
+
+
+def _share_randomness(axis: Axis) -> None:
+    """Have ranks of axis `model`, which hold the same activations, drop the same of them: those of its first rank."""
+    state = gather_values(torch.get_rng_state(), axis, label="random state")[0]
+    torch.set_rng_state(state)
+    if axis.device.type == "cuda":
+        torch.cuda.set_rng_state(gather_values(torch.cuda.get_rng_state(), axis, label="random state")[0])
+
+
+def _keep_parts(optimizer: Optimizer, split: dict[int, Placement]) -> None:
+    """Of an optimizer's state, keep what belongs to what this rank has."""
+    for parameter in [key for key in optimizer.state if isinstance(key, Tensor)]:
+        if parameter.is_meta:
+            del optimizer.state[parameter]
+        elif (placement := split.get(id(parameter))) is not None:
+            state = optimizer.state[parameter]
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.shape == placement.shape:
+                    state[name] = placement.part(value)

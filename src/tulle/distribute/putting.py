@@ -1,0 +1,206 @@
+"""`distribute`: puts a plan on a model, so that the user's own training loop trains it on all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tulle.admission import as_optimizers, check_model, check_replicated_tables
+from tulle.deferred import is_deferred
+from tulle.distribute.adopted import adopt_model, fetch_after_steps
+from tulle.distribute.axes import Axes, alike
+from tulle.distribute.choosing import choose, in_force
+from tulle.distribute.held import Held
+from tulle.distribute.lateness import with_schedule
+from tulle.distribute.layers import split_layers
+from tulle.distribute.replicas import Replicas
+from tulle.distribute.savings import check_savings, save_activations, shard_states
+from tulle.distribute.stages import follow_stages, put_on_stages
+from tulle.engine import DataParallel, TableModule, TableSettings, broadcast_tensors, check_alike, check_reads
+from tulle.errors import PlanError
+from tulle.lookups import explain_lookups
+from tulle.mesh import Mesh
+from tulle.pipeline import Usual, make_usual
+from tulle.pipeline.schedule import checked
+from tulle.placing import ELEMENTWISE, check_placements, materialize_parts, place
+from tulle.plan import AT_READ, Plan, PlanLike, replayed
+from tulle.profiling import profile_later, sparse_tables
+from tulle.record import current as current_recorder
+from tulle.sync import AUTO, WireDtype, as_wire_dtype
+
+OBSERVE_EVERY = "TULLE_OBSERVE_EVERY"
+"""Set by `tulle profile`: measure the gradients of tables in every one of so many steps."""
+CHECK_FINITE = "TULLE_CHECK_FINITE"
+"""Set by `tulle run --check-finite`."""
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=Optimizer | Sequence[Optimizer])  # noqa: E741
+
+
+def distribute(
+    model: M,
+    optimizer: O,
+    mesh: Mesh,
+    *,
+    plan: PlanLike = AUTO,
+    sample: object = None,
+    check_finite: bool = False,
+    wire_dtype: WireDtype = None,
+) -> tuple[M, O]:
+    """Make a model train on all ranks of a mesh, with the numbers of one process. Every rank must call it, alike.
+
+    Afterwards every rank runs the same loop on its share of each batch; after `loss.backward()` gradients are the
+    mean over axis `data`, so a loss that is a mean over its batch, with shares of one size, gives what one process
+    would compute on the whole batch. Parameters and buffers start from rank 0's; buffers that were written since the
+    last backward (batch norm's statistics) follow rank 0's from its end on.
+
+    Args:
+        model: On `mesh.device`, or built within `tulle.deferred_init`. The same object comes back: its class gains
+            `no_sync()`; names stay. Of a table that is split, parameter and `state_dict` hold this rank's part.
+        optimizer: Over parameters of the model, or a list of several (`SparseAdam` for tables, `Adam` for the rest).
+        mesh: From `tulle.init`, with an axis `data`.
+        plan: `"auto"`, a scheme for all tables, a mapping from table to scheme, a `Plan`, or the path of a saved one.
+        sample: One batch as the model is called with it: a mapping is passed as keywords, a tuple as positional
+            arguments, anything else as the one argument. With it `"auto"` chooses now, else after the first backward.
+        check_finite: Whether to raise on every rank, naming parameter, rank and step, when a gradient is not finite.
+            It reads every gradient back.
+        wire_dtype: In which the values of sparse gradients travel, `"bf16"` say, which loses what it does not hold.
+            None is what the plan says, and loses nothing unless that plan was asked to.
+
+    Returns:
+        The model and the optimizer that were given.
+
+    Raises:
+        MeshError: If the mesh has no axis `data`.
+        PlanError: If the plan is none of the above, or is for another model or mesh.
+        ModelError: If optimizer and model do not belong together, the ranks' models differ (naming the parameter), the
+            model is not on the mesh's device, or a table needs what is not there (`max_norm` with dense gradients).
+
+    Example:
+        >>> import torch, tulle
+        >>> mesh = tulle.init(data=-1)
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = tulle.distribute(model, optimizer, mesh)
+        >>> model(torch.ones(2, 4)).mean().backward()
+        >>> optimizer.step()
+    """
+    axes = Axes.of(mesh)
+    with alike(axes, "the model"):
+        check_model(model, optimizer, mesh)
+    check_alike(model, axes.whole)
+    optimizers = as_optimizers(optimizer)
+    profile_later(model, optimizers, mesh)
+    plan = replayed(plan)
+    decided = choose(model, optimizers, mesh, plan=plan, sample=sample, lossy=wire_dtype)
+    decided = with_schedule(decided, model, optimizers, axes)
+    placements = decided.placements if axes.data.size > 1 else {}
+    with alike(axes, "the plan"):
+        _check(decided, placements, model, optimizers, axes)
+    tables = {name: module for name, module in sparse_tables(model).items() if name not in placements}
+    shards = _give_values(model, decided, placements, axes)
+    split_layers(model, optimizers, decided, axes)
+    here = {name: how for name, how in placements.items() if name in shards or not model.get_parameter(name).is_meta}
+    splits = place(model, optimizers, here, axes.data, shards)
+    save_activations(model, decided)
+    engine = Replicas(
+        Held(model),
+        axes,
+        optimizers,
+        tables=[name for name in tables if not model.get_parameter(name).is_meta],
+        settings=_settings(tables, decided, is_chosen_later=plan == AUTO),
+        splits=splits,
+        bucket_bytes=decided.bucket_bytes,
+        check_finite=check_finite or bool(os.environ.get(CHECK_FINITE)),
+    )
+    adopt_model(model, engine, decided, axes)
+    make_usual(model, Usual(decided.micro_batches, checked(decided.pipeline_schedule)))
+    if axes.pipe is not None:
+        follow_stages(model, engine)
+    _attach(optimizers, engine, decided, axes)
+    shard_states(model, optimizers, decided.memory, decided.schemes, axes)
+    explain_lookups(model, axes.whole.rank)
+    recorder = current_recorder()
+    if recorder is not None:
+        recorder.attach(model, optimizers, mesh, plan=lambda: in_force(decided, engine), engine=engine)
+    return model, optimizer
+
+
+def _check(
+    plan: Plan, placements: dict[str, str], model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes
+) -> None:
+    """Refuse what a plan asks for and a model or mesh cannot have."""
+    check_placements(placements, model, optimizers, axes.data.size)
+    if plan.schedule == AT_READ:
+        if axes.splitting:
+            raise PlanError(
+                f"the plan has the schedule {AT_READ!r}, which is for replicas of whole models, and the mesh splits "
+                f"the model over axis {axes.splitting[0].name!r}: use the schedule 'step'"
+            )
+        check_reads(model)
+    if axes.data.size > 1:
+        check_replicated_tables(model, placements)
+    check_savings(plan.memory, model, optimizers, plan.schemes, axes)
+
+
+def _give_values(model: nn.Module, plan: Plan, placements: dict[str, str], axes: Axes) -> dict[str, Tensor]:
+    """Put a model on its stages, and start all replicas from the same values.
+
+    Returns:
+        This rank's part of each table that is split, by name, if the model was built without memory.
+    """
+    parts: dict[str, Tensor] = {}
+    if axes.pipe is not None:
+        within = [axis for axis in (axes.data if placements else None, axes.model) if axis is not None]
+        put_on_stages(model, plan, axes, in_order_of=within)
+    elif is_deferred(model):
+        parts = materialize_parts(model, placements, axes.data, axes.whole)
+    held = Held(model)
+    whole = [parameter for name, parameter in held.named_parameters() if name not in parts]
+    for axis in (axes.data, axes.model):
+        if axis is not None:
+            broadcast_tensors([*whole, *held.buffers()], axis, label="initial parameters")
+    return parts
+
+
+def _settings(tables: dict[str, TableModule], plan: Plan, *, is_chosen_later: bool) -> TableSettings:
+    bounded = {name: module for name, module in tables.items() if module.max_norm is not None}
+    return TableSettings(
+        # What auto chose from a sample is chosen anew from gradients, and again when they drift.
+        schemes={} if is_chosen_later else {name: plan.schemes[name] for name in tables},
+        renormalize={name: _renormalizer(module) for name, module in bounded.items()},
+        wire_dtype=as_wire_dtype(plan.wire_dtype),
+        observe_every=int(os.environ.get(OBSERVE_EVERY, "0")),
+    )
+
+
+def _attach(optimizers: Sequence[Optimizer], engine: DataParallel, plan: Plan, axes: Axes) -> None:
+    """Have optimizers step what is kept in step, when it is there."""
+    for one in optimizers if axes.data.size > 1 else ():
+        one.register_step_pre_hook(
+            lambda stepped, *_: engine.check_covered(p for group in stepped.param_groups for p in group["params"])
+        )
+    if engine.split_tables is not None:
+        fetch_after_steps(optimizers, engine)
+    if plan.schedule == AT_READ and axes.data.size > 1:
+        late = engine.update_late()
+        for one in optimizers:
+            late.attach(one, is_elementwise=type(one) in ELEMENTWISE)
+
+
+def _renormalizer(module: TableModule) -> Callable[[Tensor], None]:
+    """What the lookup of an embedding with `max_norm` does to its rows, for the rows that other ranks looked up.
+
+    A row that was renormalized already is within the norm and stays as it is.
+    """
+
+    @torch.no_grad()
+    def renormalize(rows: Tensor) -> None:
+        assert module.max_norm is not None, "only embeddings with max_norm renormalize"
+        torch.embedding_renorm_(module.weight, rows, module.max_norm, module.norm_type)
+
+    return renormalize

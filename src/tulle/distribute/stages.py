@@ -1,0 +1,163 @@
+"""Puts the stages of a plan on ranks, and keeps replicas of a stage in step once a step of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tulle.comm import gather_values
+from tulle.distribute.axes import Axes
+from tulle.distribute.in_order import PostInOrder
+from tulle.engine import DataParallel, engine_of
+from tulle.errors import PlanError
+from tulle.mesh import Axis, axis_of
+from tulle.pipeline import deal, pins_of, place, placement_of
+from tulle.pipeline.post import Post
+from tulle.pipeline.randomness import seed_of
+from tulle.pipeline.run import Runtime, Step
+from tulle.plan import Plan
+from tulle.tensor_parallel import known
+
+
+class ReplicatedStages(Runtime):
+    """A pipeline whose stages are replicated along axis `data`: gradients add up, and travel once a step.
+
+    Args:
+        axis: Whose ranks hold the stages.
+        seed: Of all random numbers that programs draw.
+    """
+
+    def __init__(self, axis: Axis, seed: int) -> None:
+        super().__init__(axis, seed)
+        self.engines: WeakValueDictionary[int, DataParallel] = WeakValueDictionary()
+        """By number of the model that is placed."""
+
+    def run_step(self, step: Step) -> list[Any]:
+        """Run a step function for each micro-batch, and then sum gradients over axis `data`."""
+        args, kwargs = step.calls[0]
+        models = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
+        engines = {id(engine): engine for model in models if (engine := engine_of(model)) is not None}
+        with _added_up([*engines.values()]):
+            return super().run_step(step)
+
+    @contextmanager
+    def _backward_outside_of_steps(self) -> Iterator[None]:
+        engines = [engine for number, engine in self.engines.items() if number in self._models_called()]
+        with _added_up(engines), super()._backward_outside_of_steps():
+            yield
+
+    def _models_called(self) -> set[int]:
+        return self._current.models if self._current is not None else set()
+
+
+@contextmanager
+def _added_up(engines: Sequence[DataParallel]) -> Iterator[None]:
+    """Let gradients add up on each rank within this context, and sum them over ranks at its end."""
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(engine.no_sync())
+        yield
+    for engine in sorted(engines, key=lambda engine: engine.number):
+        if engine.is_syncing:
+            engine.synchronize()
+
+
+def dealt_stages(plan: Plan, model: nn.Module, axes: Axes, sample: object) -> Plan:
+    """The plan with the stage of each module that is to be placed. Every rank of the mesh must call it.
+
+    Args:
+        plan: With stages, or without.
+        model: Not placed yet.
+        axes: Of the mesh.
+        sample: This rank's; None if any rank has none.
+
+    Raises:
+        PlanError: If there is nothing to go by, or the plan cuts a module that is split over axis `model` as one.
+    """
+    pipe = axes.pipe
+    if pipe is None:
+        return plan
+    stages = dict(plan.stages)
+    if not stages and sample is not None:
+        # Rank 0 of the mesh measures, and all hear of it.
+        stages = dict(deal(model, sample, axes.whole, stages=pipe.size * plan.stages_per_rank).assignment)
+        stages = _uncut(stages, known(model) if axes.model else ())
+    stages = stages or pins_of(model)
+    if not stages:
+        raise PlanError(
+            f"the mesh has axis {pipe.name}={pipe.size}, and nothing says which module lives where: give sample= one "
+            "batch to measure on, or a plan with stages, or pin modules with tulle.stage"
+        )
+    for name in known(model) if axes.model else ():
+        at = {stage for other, stage in stages.items() if other.startswith(f"{name}.")}
+        if len(at) > 1:
+            raise PlanError(
+                f"the plan cuts {name!r} into stages {sorted(at)}, but it is split over axis {axes.model!r} as one: "
+                "place it as a whole"
+            )
+    return replace(plan, stages=stages)
+
+
+def put_on_stages(model: nn.Module, plan: Plan, axes: Axes, *, in_order_of: Sequence[Axis]) -> None:
+    """Have each rank of axis `pipe` keep its own stages of a model, in place. Every rank of the mesh must call it.
+
+    Args:
+        model: Built alike on all ranks.
+        plan: With stages.
+        axes: Of the mesh.
+        in_order_of: The axes over which layers of a stage exchange something while they run.
+
+    Raises:
+        PlanError: If the pipeline was begun by a model whose layers exchange nothing.
+    """
+    pipe = axes.pipe
+    assert pipe is not None, "called for a mesh with stages"
+    axes.make_lanes()
+    seed = gather_values(torch.initial_seed(), axes.whole, label="the seed")[0]
+    if Runtime not in pipe.kept:
+        if in_order_of:
+            pipe.kept[Post] = PostInOrder(pipe, _together(in_order_of, axes.whole))
+        pipe.kept[Runtime] = ReplicatedStages(pipe, seed_of(seed, axes.data.rank))
+    elif in_order_of and not isinstance(pipe.kept[Post], PostInOrder):
+        raise PlanError(
+            "the plan splits tables over replicas on a pipeline on which a model without them was placed before: "
+            "distribute the model with split tables first"
+        )
+    place(model, pipe, plan.stages)
+
+
+def follow_stages(model: nn.Module, engine: DataParallel) -> None:
+    """Have the gradients of a model that was put on stages travel once a step."""
+    placement = placement_of(model)
+    assert placement is not None, "called for a model that was put on stages"
+    if isinstance(placement.runtime, ReplicatedStages):
+        placement.runtime.engines[placement.runtime.placed] = engine
+
+
+def _uncut(stages: dict[str, int], names: Collection[str]) -> dict[str, int]:
+    """Stages that cut none of some modules: each is where most of what is within it was."""
+    uncut: dict[str, int] = {}
+    for other, stage in stages.items():
+        around = next((name for name in names if other.startswith(f"{name}.")), None)
+        within = [at for one, at in stages.items() if one.startswith(f"{around}.")]
+        uncut[around or other] = max(sorted(set(within)), key=within.count) if around else stage
+    return uncut
+
+
+def _together(axes: Sequence[Axis], whole: Axis) -> Axis:
+    """The ranks that differ from this one along some axes only, as one axis. Every rank must call it."""
+    if len(axes) == 1:
+        return axes[0]
+    first, second = axes
+    lines = gather_values(second.ranks, first, label="ranks of a stage")
+    ranks = sorted(rank for line in lines for rank in line)
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
+    return replace(axis_of(group, name="stage"), device=whole.device)

@@ -1,0 +1,91 @@
+"""A checkpoint that was saved on some axes loads on any others, with the optimizers' state; and is a plain one."""
+
+import pytest
+import torch
+from axes_models import build, distributed, optimizers, train, worst_difference
+
+import tulle
+from ranks import run_on_ranks
+
+STEPS, MORE = range(2), range(2, 4)
+SHAPES = {"pipe": 2, "model": 2}, {"data": 2, "pipe": 2}, {"data": 2, "model": 2}, {"data": 4}, {"pipe": 2}, {"data": 1}
+
+
+def save_on_ranks(kind, shape, path, plan="auto", asynchronous=False):
+    model, several, place = distributed(kind, shape, plan=plan)
+    train(model, several, *place, steps=STEPS)
+    saved = tulle.save(path / "checkpoint", model, several, step=len(STEPS), asynchronous=asynchronous)
+    if saved is not None:
+        saved.result()
+    tulle.save_safetensors(path / "model.safetensors", model)
+    state = tulle.full_state_dict(model)
+    if torch.distributed.get_rank() == 0:
+        torch.save(state, path / "model.pt")
+
+
+def go_on_on_ranks(kind, shape, path, plan="auto"):
+    model, several, place = distributed(kind, shape, plan=plan)
+    assert tulle.load(path / "checkpoint", model, several) == {"step": len(STEPS)}
+    train(model, several, *place, steps=MORE)
+    return tulle.full_state_dict(model)
+
+
+def ranks_of(shape):
+    return torch.tensor([*shape.values()]).prod().item()
+
+
+def check(kind, path, saved_on, loaded_on, **plans):
+    reference = build(kind)
+    several = optimizers(reference)
+    train(reference, several, steps=STEPS)
+    run_on_ranks(ranks_of(saved_on), save_on_ranks, deadline_s=240.0, kind=kind, shape=saved_on, path=path, **plans)
+    plain = torch.load(path / "model.pt")
+    assert worst_difference(plain, reference.state_dict()) < 1e-12
+    assert {name: value.shape for name, value in plain.items()} == {
+        name: value.shape for name, value in reference.state_dict().items()
+    }
+    build(kind).load_state_dict(plain)
+    check_safetensors(path / "model.safetensors", plain)
+    train(reference, several, steps=MORE)
+    for shape in loaded_on:
+        found = run_on_ranks(
+            ranks_of(shape), go_on_on_ranks, deadline_s=240.0, kind=kind, shape=shape, path=path, **plans
+        )
+        assert worst_difference(found[0], reference.state_dict()) < 1e-12, shape
+
+
+def check_safetensors(path, plain):
+    from safetensors.torch import load_file
+
+    saved = load_file(path)
+    assert set(saved) <= set(plain)
+    assert all(torch.equal(value, plain[name]) for name, value in saved.items())
+
+
+def test_what_two_axes_saved_others_load(tmp_path):
+    check("stack", tmp_path, {"pipe": 2, "model": 2}, [{"data": 2, "pipe": 2}])
+
+
+def test_a_split_table_is_saved_by_its_stage(tmp_path):
+    check("words", tmp_path, {"data": 2, "pipe": 2}, [{"data": 2}], plan={"words.weight": "rows"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["words", "stack", "gpt2"])
+def test_what_three_axes_saved_any_others_load(kind, tmp_path):
+    check(kind, tmp_path, {"data": 2, "pipe": 2, "model": 2}, SHAPES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saved_on", SHAPES, ids=str)
+def test_what_any_axes_saved_three_load(saved_on, tmp_path):
+    check("stack", tmp_path, saved_on, [{"data": 2, "pipe": 2, "model": 2}])
+
+
+@pytest.mark.slow
+def test_stages_are_saved_while_training_goes_on(tmp_path):
+    run_on_ranks(4, save_on_ranks, kind="stack", shape={"data": 2, "pipe": 2}, path=tmp_path, asynchronous=True)
+    [found] = run_on_ranks(1, go_on_on_ranks, kind="stack", shape={"data": 1}, path=tmp_path)
+    reference = build("stack")
+    train(reference, optimizers(reference), steps=range(MORE.stop))
+    assert worst_difference(found, reference.state_dict()) < 1e-12

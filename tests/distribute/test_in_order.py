@@ -1,0 +1,42 @@
+"""Ranks of one stage look at their letters when the first of them does, and see what it sees."""
+
+import pytest
+
+import tulle
+from ranks import on_ranks
+from tulle.distribute.in_order import PostInOrder
+from tulle.errors import CommunicationError
+from tulle.pipeline.post import Kind, Post
+
+
+def opened(kind, mesh):
+    post = PostInOrder(mesh["pipe"], mesh["model"]) if kind is PostInOrder else Post(mesh["pipe"])
+    post.open()
+    return post
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("kind", [PostInOrder, Post])
+def test_a_letter_is_there_when_it_is_there_for_the_first(kind):
+    mesh = tulle.init(pipe=1, model=-1)
+    post, key = opened(kind, mesh), (Kind.VALUE, 1, 1)
+    if mesh.rank > 0:
+        post._mailbox[key] = "early"
+    is_there = post.has(key)
+    assert not is_there or kind is Post, "the twin goes by itself"
+    post._mailbox[key] = "there"
+    assert post.has(key)
+    post.await_any({0: [key]}, lambda: "a letter")
+
+
+@on_ranks(2)
+def test_ranks_that_wait_for_different_letters_are_told():
+    mesh = tulle.init(pipe=1, model=2)
+    post = opened(PostInOrder, mesh)
+    if mesh.rank == 0:
+        assert not post.has((Kind.VALUE, 1, 1))
+    else:
+        with pytest.raises(
+            CommunicationError, match=r"waits for another value than rank 0.*batches of the same shapes"
+        ):
+            post.has((Kind.VALUE, 1, 2))

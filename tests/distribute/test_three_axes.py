@@ -1,0 +1,81 @@
+"""Along axes data, pipe and model at once a model trains as in one process."""
+
+import pytest
+import torch
+from axes_models import batch_of, build, distributed, optimizers, train, worst_difference
+from torch import nn
+
+import tulle
+from ranks import on_ranks
+
+CUBE = {"data": 2, "pipe": 2, "model": 2}
+
+
+def compare(kind, shape, clip=None, **options):
+    reference = build(kind)
+    wanted = train(reference, optimizers(reference), clip=clip)
+    model, several, place = distributed(kind, shape, **options)
+    found = train(model, several, *place, clip=clip)
+    assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+    if place == (0, 1):
+        assert found == pytest.approx(wanted, rel=1e-12)
+    return model
+
+
+def clip(model):
+    return tulle.clip_grad_norm_(model, 0.1).item()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("words", {"data": 2, "pipe": 2}), ("stack", {"pipe": 2, "model": 2})], ids=str
+)
+def test_two_axes_are_one_process(kind, shape):
+    compare(kind, shape, clip)
+
+
+@on_ranks(4)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["words", "stack", "gpt2"])
+@pytest.mark.parametrize("shape", [{"data": 2, "model": 2}, {"data": 2, "pipe": 2}, {"pipe": 2, "model": 2}], ids=str)
+def test_any_two_axes_are_one_process(kind, shape):
+    compare(kind, shape, clip)
+
+
+@on_ranks(8, deadline_s=240.0)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["words", "stack", "gpt2"])
+def test_three_axes_are_one_process(kind):
+    compare(kind, CUBE, clip)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("how", "shape"),
+    [
+        ("rows", {"data": 2, "pipe": 2}),
+        pytest.param("columns", {"data": 2, "pipe": 2}, marks=pytest.mark.slow),
+        pytest.param("rows", {"data": 2, "model": 2}, marks=pytest.mark.slow),
+        pytest.param("columns", {"data": 2, "model": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_table_is_split_over_the_replicas_of_its_stage(how, shape):
+    compare("words", shape, clip, plan={"words.weight": how})
+
+
+@on_ranks(8, deadline_s=240.0)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["rows", "columns"])
+def test_a_split_table_among_three_axes_is_one_process(how):
+    compare("words", CUBE, clip, plan={"words.weight": how})
+
+
+@on_ranks(4)
+def test_norms_of_one_stage_alone_would_be_others():
+    model, several, place = distributed("stack", {"data": 2, "pipe": 2})
+    train(model, several, *place, steps=[0], clip=lambda model: 0.0)  # the twin: gradients are gone by then
+    loss = model(batch_of(1, *place))
+    loss.backward()
+    mine = [p.grad.as_subclass(torch.Tensor) for p in model.parameters() if p.grad is not None]
+    alone = nn.utils.get_total_norm(mine)
+    assert abs(alone.item() / clip(model) - 1) > 1e-3

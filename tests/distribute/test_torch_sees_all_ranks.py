@@ -1,0 +1,98 @@
+"""torch's own clipping, gradient scaler and schedules work on models that are split over ranks."""
+
+import math
+
+import pytest
+import torch
+from axes_models import MICRO_BATCHES, batch_of, build, distributed, optimizers, train, train_step, worst_difference
+from torch import nn
+
+import tulle
+from ranks import on_ranks
+
+SHAPES = [
+    {"pipe": 2, "model": 2},
+    pytest.param({"data": 2, "pipe": 2}, marks=pytest.mark.slow),
+    pytest.param({"data": 2, "model": 2}, marks=pytest.mark.slow),
+]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_torchs_own_clipping_is_that_of_one_process(shape):
+    def clip(model):
+        return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+
+    reference = build("stack")
+    wanted = train(reference, optimizers(reference), clip=clip)
+    model, several, place = distributed("stack", shape)
+    found = train(model, several, *place, clip=clip)
+    assert found[1::2] == pytest.approx(wanted[1::2], rel=1e-12), "norms"
+    assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+
+
+@on_ranks(4)
+@pytest.mark.slow
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("ours", [True, False])
+def test_norms_of_any_order_are_those_of_one_process(norm_type, ours):
+    reference = build("gpt2")
+    train_step(reference, batch_of(0))
+    wanted = nn.utils.clip_grad_norm_(reference.parameters(), 1.0, norm_type)
+    model, _, place = distributed("gpt2", {"pipe": 2, "model": 2})
+    train_step(model, batch_of(0, *place))
+    if ours:
+        assert tulle.clip_grad_norm_(model, 1.0, norm_type).item() == pytest.approx(wanted.item(), rel=1e-6)
+    else:
+        found = nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type)
+        assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_scaler_skips_on_all_ranks_or_none(shape):
+    def scaled(model, several, place):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in several]
+
+        @tulle.step(micro_batches=MICRO_BATCHES)
+        def step(model, batch):
+            loss = model(batch)
+            scaler.scale(loss).backward()
+            return loss
+
+        scales = []
+        for number in range(4):
+            step(model, batch_of(number, *place))
+            if number == 1 and torch.distributed.get_rank() % (4 // place[1]) == 0:  # on one rank of each replica
+                broken = next(p for p in reversed([*model.parameters()]) if p.grad is not None)
+                broken.grad.view(-1)[0] = float("inf")
+            for one in several:
+                scaler.step(one)
+                one.zero_grad()
+            scaler.update()
+            for schedule in schedules:
+                schedule.step()
+            scales.append(scaler.get_scale())
+        return scales
+
+    reference = build("stack")
+    wanted = scaled_alone(reference)
+    model, several, place = distributed("stack", shape)
+    assert scaled(model, several, place) == wanted
+    if shape.get("data", 1) == 1:
+        plain = tulle.full_state_dict(model, everywhere=True)
+        assert worst_difference(plain, reference.state_dict()) < 1e-12
+
+
+def scaled_alone(reference):
+    """What one process does that skips the second step."""
+    [optimizer] = optimizers(reference)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for number in range(4):
+        train_step(reference, batch_of(number))
+        if number != 1:
+            optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return [16.0, 8.0, 16.0, 32.0]

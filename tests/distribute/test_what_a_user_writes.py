@@ -1,0 +1,140 @@
+"""The loops of the README run on any mesh, as they stand."""
+
+import pytest
+import torch
+from axes_models import worst_difference
+from torch import nn
+
+import tulle
+from gigabit import give_network
+from ranks import on_ranks
+
+
+class Translator(nn.Module):
+    """Takes a batch as one tensor, and gives the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(30, 8)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.0)) for _ in range(4)))
+        self.out = nn.Linear(8, 30)
+
+    def forward(self, batch):
+        return nn.functional.cross_entropy(self.out(self.layers(self.words(batch))).flatten(0, 1), batch.flatten())
+
+
+def batches(rank, size, count=3):
+    for step in range(count):
+        yield torch.randint(30, (8, 4), generator=torch.Generator().manual_seed(step)).chunk(size)[rank]
+
+
+def make():
+    torch.manual_seed(0)
+    model = Translator().double()
+    return model, torch.optim.Adam(model.parameters(), lr=3e-3, eps=1e-3)
+
+
+def plain_loop(model, optimizer, loader):
+    losses = []
+    for batch in loader:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@tulle.step(micro_batches=2)
+def train_step(model, batch):
+    loss = model(batch)
+    loss.backward()
+    return loss
+
+
+def step_loop(model, optimizer, loader):
+    losses = []
+    for batch in loader:
+        losses.append(train_step(model, batch).mean().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def on_mesh(shape, plan="auto"):
+    mesh = tulle.init(**shape)
+    rank, size = 0, 1
+    if "data" in mesh:
+        give_network(mesh["data"])
+        rank, size = mesh["data"].rank, mesh["data"].size
+    model, optimizer = make()
+    sample = next(batches(rank, size))
+    model, optimizer = tulle.distribute(model, optimizer, mesh, plan=plan, sample=sample)
+    return mesh, model, optimizer, rank, size
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("loop", [plain_loop, step_loop], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"data": 2, "pipe": 2},
+        pytest.param({"data": 4}, marks=pytest.mark.slow),
+        pytest.param({"pipe": 2, "model": 2}, marks=pytest.mark.slow),
+        pytest.param({"pipe": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_loop_gives_the_numbers_of_one_process(loop, shape):
+    reference, expected = make()
+    wanted = plain_loop(reference, expected, batches(0, 1))
+    _, model, optimizer, rank, size = on_mesh(shape)
+    found = loop(model, optimizer, tulle.lookahead(batches(rank, size)))
+    assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+    assert size > 1 or found == pytest.approx(wanted, rel=1e-12)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shape", [{"data": 2}, {"data": 1, "pipe": 2}], ids=str)
+def test_a_step_that_does_not_say_runs_as_the_plan_says(shape):
+    plan = tulle.Plan(shape, micro_batches=4, pipeline_schedule="gpipe")
+    _, model, _, rank, size = on_mesh(shape, plan)
+    step = tulle.step()(train_step.__wrapped__)
+    assert len(step(model, next(batches(rank, size))).outputs) == 4
+    assert len(train_step(model, next(batches(rank, size))).outputs) == 2
+
+
+@on_ranks(4)
+def test_a_plan_with_stages_comes_back_from_its_file(tmp_path):
+    mesh, model, optimizer, rank, size = on_mesh({"data": 2, "pipe": 2})
+    plan = tulle.plan(model, optimizer, mesh)
+    path = tmp_path / f"plan-{mesh.rank}.json"
+    plan.save(path)
+    assert set(plan.stages.values()) == {0, 1}
+    plain = make()
+    assert tulle.plan(*plain, mesh, sample=next(batches(rank, size))).stages, "a plan can be made without putting it on"
+    again, other = tulle.distribute(*plain, mesh, plan=str(path))
+    assert plan.diff(tulle.plan(again, other, mesh)) == []
+
+
+@on_ranks(4)
+def test_dropout_of_replicas_differs_and_that_of_parts_does_not():
+    mesh = tulle.init(data=2, model=1, pipe=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 64), nn.Dropout(0.5)).double()
+    stages = {"0": 0, "1": 0, "2": 1, "3": 1}
+    tulle.distribute(model, torch.optim.SGD(model.parameters(), 0.1), mesh, plan=tulle.Plan(mesh.shape, stages=stages))
+
+    @tulle.step(micro_batches=1)
+    def dropped(model, batch):
+        result = model(batch)
+        result.sum().backward()
+        return (result == 0).double()
+
+    mask = dropped(model, torch.ones(2, 4).double()).concat()
+    masks = [torch.empty_like(mask) for _ in range(4)]
+    torch.distributed.all_gather(masks, mask)
+    by_data = {rank: masks[rank] for rank in range(4)}
+    data, pipe = mesh["data"], mesh["pipe"]
+    assert torch.equal(by_data[pipe.ranks[0]], by_data[pipe.ranks[1]])
+    assert not torch.equal(by_data[data.ranks[0]], by_data[data.ranks[1]])

@@ -1,0 +1,63 @@
+"""The benchmark of forecasts picks plans that are legal, and tells errors as they are."""
+
+import importlib.util
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tulle.cost import Network
+from tulle.workload import Cluster, Machine, ModuleProfile, OptimizerProfile, Profile, TableProfile
+
+FOLDER = Path(__file__).parents[1] / "benchmarks" / "forecast"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"forecast_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def profile(*tables: TableProfile) -> Profile:
+    cluster = Cluster(4, 1, Machine(1e11, 1e10), Network(1e-4, 1e9))
+    pieces = tuple(ModuleProfile(name, 1e-3, 2e-3, parameters_bytes=1000) for name in "abcd")
+    return Profile("Net", 8, pieces, tables, OptimizerProfile(2.0, 1e-9), cluster, 0.012)
+
+
+TABLE = TableProfile("words.weight", 100, 8, 4, True, ("rows", "columns"), "a")
+
+
+@pytest.mark.parametrize("found", [profile(TABLE), profile()])
+def test_all_rivals_fit_the_mesh_and_the_model(found):
+    plans = load("plans")
+    names = [piece.name for piece in found.modules]
+    chosen = plans.rivals(found, 4, 14, pipes=not found.tables)
+    assert len(chosen) == 14
+    for plan in [*chosen.values(), *(plan for _, plan in islice(plans.at_random(found, 4, pipes=True), 30))]:
+        tables = {table.name: (table.rows, table.width) for table in found.tables}
+        plan.check(plan.mesh, tables, names)
+        assert plan.mesh.get("pipe", 1) * plan.mesh.get("data", 1) == 4
+
+
+def test_errors_are_told_by_setting_and_in_all(tmp_path):
+    def told(name, predicted_s, measured_s):
+        return {
+            "name": name, "predicted_s": predicted_s, "measured_s": measured_s, "predicted_bytes": 90,
+            "measured_bytes": 100, "plain_s": [0.1],
+        }  # fmt: skip
+
+    plans = [told("planner", 0.10, [0.11, 0.125, 0.2]), told("rows", 0.12, [0.1]), told("late", 0.1, [])]
+    setting = {"hosts": 4, "rate": "1gbit", "jobs": {"recommend": {"step_s": 0.08, "plans": plans}}}
+    (tmp_path / "4x1gbit.json").write_text(json.dumps(setting))
+    found = load("tables").as_json(tmp_path)
+    assert found["steps"] == pytest.approx({"median": 0.2, "worst": 0.2})
+    assert found["memory"] == pytest.approx({"median": 0.1, "worst": 0.1})
+    assert found["drift"]["worst"] == pytest.approx(0.25)
+    (choice,) = found["choices"]["of"]
+    assert (choice["fastest"], choice["slower"]) == ("rows", pytest.approx(0.25))
+    assert "| recommend | 4 | 1gbit | 2 | 100.0 / 125.0 ms | 20% | 20% | 10% |" in load("tables").tables(tmp_path)
