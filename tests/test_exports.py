@@ -3,6 +3,8 @@
 import importlib
 import inspect
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 
@@ -80,3 +82,12 @@ def test_every_module_of_the_library_opens_with_a_sentence():
         if not module.name.startswith(("tulle.cli", "tulle.report", "tulle.__main__")):  # those need extras
             documented = importlib.import_module(module.name).__doc__ or ""
             assert documented.strip(), module.name
+
+
+HEAVY = ["torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers"]
+
+
+def test_importing_it_does_not_import_what_few_use():
+    code = f"import sys, tulle; print([name for name in {HEAVY!r} if name in sys.modules])"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"

@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam, SparseAdam
 import tulle
 from models import batches
 from ranks import on_ranks
-from tulle.errors import ModelError, PlanError
+from tulle.errors import CommunicationError, ModelError, PlanError
 from tulle.tables import ShardGradient, split_of
 
 ROWS, WIDTH = 40, 6
@@ -203,6 +203,23 @@ def test_a_compiled_model_gives_the_numbers_of_one_process(placement):
         step(reference, [expected], [reference(ids)])
     torch.compiler.reset()
     assert worst(model, reference) < TOLERANCE
+
+
+@pytest.mark.slow  # a time-out
+@on_ranks(2)
+def test_a_rank_that_evaluates_alone_is_told_that_all_must():
+    mesh = tulle.init(data=-1)
+    model = build("embedding", seed=9)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    tulle.distribute(model, optimizer, mesh, plan="rows")
+    ids = torch.arange(12)
+    step(model, [optimizer], [model(ids)])
+    if mesh["data"].rank == 0:
+        with torch.no_grad(), pytest.raises(CommunicationError, match="in evaluation too"):
+            model(ids)
+    else:
+        with pytest.raises(CommunicationError, match=r"table\.weight in step 1 failed on rank 1"):
+            model(ids)
 
 
 @on_ranks(2)

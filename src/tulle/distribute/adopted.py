@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tulle.distribute.axes import Axes
-from tulle.engine import ENGINE, DataParallel, TableModule, adopt, engine_of
+from tulle.engine import ENGINE, DataParallel, TableModule, adopt, eager, engine_of
 from tulle.plan import Plan
 from tulle.tables import split_of
 
@@ -92,14 +92,14 @@ def fetch_after_steps(optimizers: Sequence[Optimizer], engine: DataParallel) -> 
 
 
 # Functions of the model, not bound methods: a model that is copied takes its hooks along, but not its engine.
-@torch.compiler.disable
+@eager
 def _begin_call(model: nn.Module, arguments: tuple[object, ...], keywords: dict[str, object]) -> None:
     engine = engine_of(model)
     if engine is not None and engine.split_tables is not None and model.training and torch.is_grad_enabled():
         engine.split_tables.begin_call((arguments, keywords))
 
 
-@torch.compiler.disable
+@eager
 def _end_call(model: nn.Module, *_: object) -> None:
     engine = engine_of(model)
     if engine is not None and engine.split_tables is not None:

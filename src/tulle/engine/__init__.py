@@ -1,6 +1,7 @@
 """The run-time of data parallelism: buckets of dense gradients, tables of sparse ones, split tables, replicas."""
 
 from tulle.engine.data_parallel import ENGINE, DataParallel, engine_of, living_split_tables
+from tulle.engine.eager import eager
 from tulle.engine.late_updates import check_reads
 from tulle.engine.replicas import broadcast_tensors, check_alike
 from tulle.engine.split_modules import adopt
@@ -18,6 +19,7 @@ __all__ = [
     "broadcast_tensors",
     "check_alike",
     "check_reads",
+    "eager",
     "engine_of",
     "living_split_tables",
 ]

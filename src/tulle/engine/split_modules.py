@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tulle.engine.eager import eager
 from tulle.engine.split_tables import SplitTables
 from tulle.errors import ModelError
 
@@ -63,7 +63,7 @@ def adopt(module: nn.Embedding | nn.EmbeddingBag, tables: SplitTables) -> None:
     object.__setattr__(module, "__class__", adopted)
 
 
-@torch.compiler.disable()
+@eager
 def _look_up(module: SplitEmbedding | SplitEmbeddingBag, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
     """The rows, and where they go: collectives, which no compiler is to trace."""
     tables: SplitTables = module.__dict__[_RUN_TIME]

@@ -27,7 +27,7 @@ from tulle.engine.feed import Feed, IdsOf
 from tulle.engine.late_tables import LateTable, MeanRows
 from tulle.engine.late_updates import LateUpdates
 from tulle.engine.trips import Pushes, SplitTable, TableModule, Trip, Way
-from tulle.errors import ModelError
+from tulle.errors import CommunicationError, ModelError
 from tulle.mesh import Axis
 from tulle.tables import ShardGradient, placement_of
 
@@ -52,6 +52,8 @@ class SplitTables:
         self._axis = axis
         self._report = came
         self._way = Way(lane(axis, "split tables"), Courier("tulle split tables", axis.device))
+        # A rank that evaluates alone waits in vain; on the others' way its messages would be taken for theirs.
+        self._evaluating = Way(lane(axis, "lookups without gradients"), Courier("tulle evaluation", axis.device))
         self._agreement = lane(axis, "agreement on split tables")
         self._later: Way | None = None
         self._late: LateUpdates | None = None
@@ -89,6 +91,13 @@ class SplitTables:
                 "now its ids were a part of the batch as it was; for ids that are computed, give tulle.lookahead "
                 "ids=..., a function from the batch to the ids of each table"
             ) from None
+        except CommunicationError as error:
+            if torch.is_grad_enabled():
+                raise
+            raise CommunicationError(
+                f"{error}. This was a lookup without gradients: of a split table every rank must look up, alike, in "
+                "evaluation too"
+            ) from error
 
     def update_late(self, late: LateUpdates, network: Callable[[], Network]) -> None:
         """Let gradients of rows that the next batch does not want come later, if it pays. Every rank must call it.
@@ -151,7 +160,8 @@ class SplitTables:
     def _trip(self, tables: Sequence[SplitTable], ids: Sequence[Tensor], module: TableModule | None = None) -> Trip:
         """Rows of some tables, to be fetched together. Every rank must call it, with its own ids."""
         self._trips += 1
-        made = Trip(self._trips, tables, ids, self._way, read=self._read, came=self._gradient_came, module=module)
+        way = self._way if torch.is_grad_enabled() else self._evaluating
+        made = Trip(self._trips, tables, ids, way, read=self._read, came=self._gradient_came, module=module)
         self._alive[made.number] = made
         self._rows |= made.rows()
         return made

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from tulle.errors import ModelError
 from tulle.memory.recompute import repeated
@@ -44,6 +42,8 @@ def shard_fully(
         >>> mesh = tulle.init(data=-1)
         >>> model = shard_fully(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), mesh)
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # half a second that others need not wait
+
     named = dict(model.named_modules())
     chosen = list(repeated(model)) if modules is None else list(modules)
     if missing := [name for name in chosen if name not in named]:
@@ -68,9 +68,8 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
         >>> whole_state_dict(torch.nn.Linear(1, 1, bias=False)).keys()
         dict_keys(['weight'])
     """
-    return {
-        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
-    }
+    state = model.state_dict()
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
 
 
 def _check_tied(model: nn.Module, chosen: Sequence[str]) -> None:

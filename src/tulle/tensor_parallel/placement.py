@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from tulle.comm import gather
 from tulle.mesh import Axis
@@ -160,7 +159,7 @@ def _give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, _: objec
     for name, placement in placements_of(module).items() if not _gives_parts.get() else ():
         key = prefix + name
         if key in state:
-            part = state[key].full_tensor() if isinstance(state[key], DTensor) else state[key]
+            part = state[key].full_tensor() if hasattr(state[key], "full_tensor") else state[key]
             if part.is_meta:  # lives at another stage of a pipeline
                 state[key] = part.new_empty(placement.shape)
             else:
