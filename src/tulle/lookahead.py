@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Generic, TypeVar, cast
 
@@ -27,6 +28,7 @@ class Lookahead(Generic[T]):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[T]:
+        gc.collect()  # a model that was dropped, circles and all, is gone on all ranks now, not on some of them
         models = living_split_tables()
         feeds = [tables.begin_lookahead(self._ids) for tables in models]
         batches = iter(self._loader)

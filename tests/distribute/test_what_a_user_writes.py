@@ -1,5 +1,7 @@
 """The loops of the README run on any mesh, as they stand."""
 
+import weakref
+
 import pytest
 import torch
 from axes_models import worst_difference
@@ -138,3 +140,13 @@ def test_dropout_of_replicas_differs_and_that_of_parts_does_not():
     data, pipe = mesh["data"], mesh["pipe"]
     assert torch.equal(by_data[pipe.ranks[0]], by_data[pipe.ranks[1]])
     assert not torch.equal(by_data[data.ranks[0]], by_data[data.ranks[1]])
+
+
+@on_ranks(4)
+def test_a_model_that_was_dropped_takes_no_part_in_the_lookahead_of_the_next():
+    _, model, optimizer, rank, size = on_mesh({"data": 2, "pipe": 2}, {"words.weight": "rows"})
+    plain_loop(model, optimizer, tulle.lookahead(batches(rank, size)))
+    dropped = weakref.ref(model)
+    del model, optimizer
+    for _ in tulle.lookahead([torch.zeros(1)]):
+        assert dropped() is None

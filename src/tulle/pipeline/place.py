@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +49,21 @@ class Placement:
         return self.runtime.axis.rank in self.owners[name]
 
 
-_placements: WeakKeyDictionary[nn.Module, Placement] = WeakKeyDictionary()
+class PlacedCall:
+    """How a placed model is called; its placement lies here, which a copy of the model does not take along.
+
+    Args:
+        placement: Of the model.
+        root: The model's own call.
+    """
+
+    def __init__(self, placement: Placement, root: Callable[..., Any]) -> None:
+        self.placement = placement
+        self._root = root
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model on all ranks."""
+        return self.placement.runtime.call_model(self._root, args, kwargs)
 
 
 def place(
@@ -135,19 +148,19 @@ def place(
         if unit.name:
             unit.module._compiled_call_impl = _as_unit(runtime, unit)
     root = next((_as_unit(runtime, unit) for unit in units if not unit.name), model._call_impl)
-    model._compiled_call_impl = _as_model(runtime, root)
-    _placements[model] = Placement(runtime, placed, owners, found, resident)
+    model._compiled_call_impl = PlacedCall(Placement(runtime, placed, owners, found, resident), root)
     return model
 
 
 def placement_of(model: nn.Module) -> Placement | None:
     """Where a model's modules live, or None if it was not placed."""
-    return _placements.get(model)
+    called = model._compiled_call_impl
+    return called.placement if isinstance(called, PlacedCall) else None
 
 
 def pipeline_of(models: Sequence[nn.Module]) -> Runtime | None:
     """What runs the placed ones among some models, or None."""
-    return next((_placements[model].runtime for model in models if model in _placements), None)
+    return next((placement.runtime for model in models if (placement := placement_of(model))), None)
 
 
 def outermost(model: nn.Module, assignment: Assignment) -> dict[str, int]:
@@ -196,7 +209,7 @@ def _is_within(name: str, other: str) -> bool:
 def _check_alike(model: nn.Module, stages: Assignment, axis: Axis) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     heard = gather_values(
-        (dict(stages), shapes, model in _placements), axis, label="the assignment of modules to stages"
+        (dict(stages), shapes, placement_of(model) is not None), axis, label="the assignment of modules to stages"
     )
     for rank, (theirs, other_shapes, is_placed) in enumerate(heard):
         if is_placed:
@@ -296,12 +309,5 @@ def let_go(tensor: Tensor, name: str) -> None:
 def _as_unit(runtime: Runtime, unit: Unit) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return runtime.call_unit(unit, args, kwargs)
-
-    return call
-
-
-def _as_model(runtime: Runtime, root: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return runtime.call_model(root, args, kwargs)
 
     return call
