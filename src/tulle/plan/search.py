@@ -37,8 +37,8 @@ from tulle.plan.work import DATA, Share, on_machine, share_of, total_s, work_of
 from tulle.simulate import Forecast, run
 from tulle.workload import Cluster, Profile
 
-MOST_EVALUATIONS = 20_000
-"""After so many plans the search ends with the best so far; all ranks after as many, so that they decide alike."""
+MOST_WORK = 1_000_000
+"""After so many tasks and pieces, half a minute or so, the search ends with the best so far; all ranks after as many."""
 LATE_HANDICAP = 1.05
 """Updates that wait for reads are lost on loops that look at gradients, clipping say: they must gain more than this."""
 
@@ -116,7 +116,8 @@ class Search:
     batch: int
     space: Space
     memory_bytes: int | None
-    evaluated: int = field(init=False, default=0)
+    worked: int = field(init=False, default=0)
+    """Tasks that were lowered, and pieces whose memory was weighed."""
     _tariff: Tariff = field(init=False)
     _bound: Bound = field(init=False)
     _best: dict[object, Found] = field(init=False, default_factory=dict)
@@ -132,7 +133,7 @@ class Search:
     def run(self) -> Plan:
         """The best plan, with its prediction."""
         for bound_s, plan in self._frames():
-            if bound_s >= self.cutoff_s or self.evaluated >= MOST_EVALUATIONS:
+            if bound_s >= self.cutoff_s or self.worked >= MOST_WORK:
                 self._left_out_s = min(self._left_out_s, bound_s)
                 break
             self._branch(plan)
@@ -223,6 +224,7 @@ class Search:
 
         def peaks(memory: Memory) -> list[int]:
             tried = replace(plan, memory=memory)
+            self.worked += len(self.profile.modules)
             works = work_of(tried, self.profile, share, network)
             return [one.peak_bytes for one in footprints_of(tried, self.profile, share, works, self._tariff)]
 
@@ -245,7 +247,7 @@ class Search:
                 tried = replace(plan, schedule=schedule, bucket_bytes=bucket_bytes)
                 step = lower(tried, self.profile, self.cluster, batch=self.batch, tariff=self._tariff)
                 forecast = run(step)
-                self.evaluated += 1
+                self.worked += len(step.tasks)
                 found = Found(handicap(schedule) * forecast.step_s, tried, forecast, memory_bytes)
                 key = decided(tried)
                 if key not in self._best or found.score_s < self._best[key].score_s:
