@@ -38,7 +38,7 @@ from tulle.simulate import Forecast, run
 from tulle.workload import Cluster, Profile
 
 MOST_WORK = 1_000_000
-"""After so many tasks and pieces, half a minute or so, the search ends with the best so far; all ranks after as many."""
+"""After so many tasks and pieces, half a minute or so, the search ends with the best so far, on all ranks alike."""
 LATE_HANDICAP = 1.05
 """Updates that wait for reads are lost on loops that look at gradients, clipping say: they must gain more than this."""
 
