@@ -23,6 +23,7 @@ from typing import Any
 from weakref import WeakSet, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
@@ -356,8 +357,17 @@ _joined: dict[int, WeakSet[DataParallel]] = {}
 
 
 def living_split_tables() -> list[SplitTables]:
-    """The run-times of all models with split tables, in the order that all ranks have."""
-    return [one.split_tables for one in sorted(_alive, key=lambda one: one.number) if one.split_tables is not None]
+    """The run-times of all models with split tables whose ranks are joined, in the order that all ranks have."""
+    engines = sorted((one for one in _alive if _is_joined(one.home)), key=lambda one: one.number)
+    return [one.split_tables for one in engines if one.split_tables is not None]
+
+
+def _is_joined(axis: Axis) -> bool:
+    """Whether its process group is there: something may hold a model longer than that, a compiler's cache say."""
+    try:
+        return axis.size == 1 or bool(dist.get_backend(axis.group))
+    except ValueError:
+        return False
 
 
 def engine_of(owner: nn.Module | Tensor) -> DataParallel | None:

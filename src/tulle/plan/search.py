@@ -37,8 +37,10 @@ from tulle.plan.work import DATA, Share, on_machine, share_of, total_s, work_of
 from tulle.simulate import Forecast, run
 from tulle.workload import Cluster, Profile
 
-MOST_WORK = 1_000_000
-"""After so many tasks and pieces, half a minute or so, the search ends with the best so far, on all ranks alike."""
+MOST_WORK = 60_000
+"""After so many tasks and pieces, some seconds, the search ends with the best so far, on all ranks alike."""
+STEP_WORK = 40
+"""What lowering and simulating a step takes besides its tasks."""
 LATE_HANDICAP = 1.05
 """Updates that wait for reads are lost on loops that look at gradients, clipping say: they must gain more than this."""
 
@@ -196,6 +198,9 @@ class Search:
             if not tables.is_complete(dealt):
                 self._left_out_s = min(self._left_out_s, frame_s)
             for planned in tables.all(dealt, is_whole=not self._may_split(frame)):
+                if self._best and self.worked >= MOST_WORK:
+                    self._left_out_s = min(self._left_out_s, frame_s)
+                    return
                 self._fit(planned, share, frame_s)
 
     def _may_split(self, frame: Plan) -> bool:
@@ -247,7 +252,7 @@ class Search:
                 tried = replace(plan, schedule=schedule, bucket_bytes=bucket_bytes)
                 step = lower(tried, self.profile, self.cluster, batch=self.batch, tariff=self._tariff)
                 forecast = run(step)
-                self.worked += len(step.tasks)
+                self.worked += STEP_WORK + len(step.tasks)
                 found = Found(handicap(schedule) * forecast.step_s, tried, forecast, memory_bytes)
                 key = decided(tried)
                 if key not in self._best or found.score_s < self._best[key].score_s:
