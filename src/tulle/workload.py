@@ -8,7 +8,7 @@ import os
 import zlib
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tulle.cost import Network
 from tulle.errors import PlanError
+from tulle.whole_file import write_whole
 
 FORMAT = 1
 
@@ -208,10 +209,7 @@ class Profile:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON; the file is complete or absent."""
-        target = Path(path)
-        aside = target.with_name(f".{target.name}.{os.getpid()}")
-        aside.write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
-        aside.replace(target)
+        write_whole(Path(path), json.dumps(self.to_json()) + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Profile:
@@ -261,13 +259,17 @@ def cluster_from_json(parsed: Mapping[str, Any]) -> Cluster:
 
 def network_to_json(network: Network) -> dict[str, Any]:
     """As plain values; what costs nothing is left out, since JSON has no infinity."""
-    return {name: value for name, value in _plain(network).items() if value != float("inf")}
+    nested = {"inside": network.inside, "across": network.across}
+    values = asdict(network) | {name: network_to_json(part) if part else None for name, part in nested.items()}
+    return {name: value for name, value in values.items() if value != float("inf")}
 
 
 def network_from_json(parsed: Mapping[str, Any]) -> Network:
-    """From what `network_to_json` gave."""
+    """From what `network_to_json` gave; what an older version did not measure costs nothing."""
     nested = {name: network_from_json(parsed[name]) for name in ("inside", "across") if parsed.get(name)}
-    values: dict[str, Any] = {**parsed, **nested}
+    numbers = {name: float(value) for name, value in parsed.items() if isinstance(value, int | float | str)}
+    local_ranks = int(parsed.get("local_ranks", 1))
+    values: dict[str, Any] = numbers | nested | {"local_ranks": local_ranks}
     return Network(**values)
 
 
@@ -301,8 +303,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return _packed(value)
     if isinstance(value, Network):
-        named = {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
-        return {name: one for name, one in named.items() if one != float("inf")}
+        return network_to_json(value)
     if hasattr(value, "__dataclass_fields__"):
         return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
     if isinstance(value, tuple | list):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -160,18 +160,21 @@ class Turns:
         """Who goes on, as soon as anybody can; None if all are done."""
         try:
             while self._error is None and (self._waiting or self._begun):
-                best = self._best()
+                # The youngest is looked at first: a letter that comes meanwhile must not let it pass an older one,
+                # whose letter came before, for a module's buffers are to see micro-batches in their order.
+                arrived = {turn for turn in reversed(self._begun) if turn.key is not None and self._post.has(turn.key)}
+                best = self._best(arrived)
                 if best is not None:
                     return best
-                self._await_letters()
+                self._await_letters(but=arrived)
         except Exception as error:
             self._error = self._error or error
         return self._begun[0] if self._begun else None  # after an error, to unwind
 
-    def _best(self) -> Turn | None:
+    def _best(self, arrived: Collection[Turn]) -> Turn | None:
         """Of those that can go on the one that should; None if none can."""
         is_full = sum(max(1, turn.program.held) for turn in self._begun) >= self._most_held
-        ready = [turn for turn in self._begun if self._is_ready(turn, is_full=is_full)]
+        ready = [turn for turn in self._begun if self._is_ready(turn, arrived, is_full=is_full)]
         if self._waiting and not is_full and self._may_begin(self._waiting[0]):
             ready.append(self._waiting[0])
         best = min(ready, key=lambda turn: self._preference(turn, is_full=is_full), default=None)
@@ -187,12 +190,12 @@ class Turns:
             other.in_backward or other.is_at_backward or other.program.held == self._stages_here for other in earlier
         )
 
-    def _is_ready(self, turn: Turn, *, is_full: bool) -> bool:
+    def _is_ready(self, turn: Turn, arrived: Collection[Turn], *, is_full: bool) -> bool:
         if turn.is_at_backward:
             return self._schedule != "gpipe" or not (
                 self._waiting or any(not (other.is_at_backward or other.in_backward) for other in self._begun)
             )
-        if turn.key is None or not self._post.has(turn.key):
+        if turn.key is None or turn not in arrived:
             return turn.key is None
         # The oldest may always go on, for somebody must be able to.
         may_hold_more = not is_full or turn is self._begun[0]
@@ -203,13 +206,15 @@ class Turns:
         stage = turn.program.stage_in_backward if in_backward else turn.program.stage
         return preference(self._schedule, turn.micro_batch, ranks, stage, in_backward=in_backward, is_full=is_full)
 
-    def _await_letters(self) -> None:
+    def _await_letters(self, *, but: Collection[Turn]) -> None:
+        """Wait until one comes that was not there; what is there already is of no use yet."""
         begin_s = now_s()
+        waiting = [turn for turn in self._begun if turn.key is not None and turn not in but]
         wanted: dict[int, list[Key]] = {}
-        for turn in self._begun:
+        for turn in waiting:
             if turn.key is not None:
                 wanted.setdefault(turn.source, []).append(turn.key)
-        self._post.await_any(wanted, lambda: "; ".join(turn.purpose for turn in self._begun if turn.key is not None))
+        self._post.await_any(wanted, lambda: "; ".join(turn.purpose for turn in waiting))
         self._since_s = now_s()
         self._idle_s += self._since_s - begin_s
 

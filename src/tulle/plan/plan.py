@@ -13,10 +13,11 @@ from tulle.cost import Network
 from tulle.errors import PlanError
 from tulle.plan.memory import Memory
 from tulle.plan.prediction import Prediction
-from tulle.plan.saved_network import network_from_json, network_to_json
 from tulle.plan.table_plan import TablePlan
 from tulle.sync import AUTO
 from tulle.tables import PLACEMENTS
+from tulle.whole_file import write_whole
+from tulle.workload import network_from_json, network_to_json
 
 FORMAT = 1
 PIPE, MODEL = "pipe", "model"
@@ -135,10 +136,8 @@ class Plan:
             profile: That of what it was made from, so that `tulle simulate` finds it.
         """
         target = Path(path)
-        aside = target.with_name(f".{target.name}.{os.getpid()}")
         named = {} if profile is None else {"profile": os.path.relpath(profile, target.parent)}
-        aside.write_text(json.dumps(self.to_json() | named, indent=2) + "\n", encoding="utf-8")
-        aside.replace(target)
+        write_whole(target, json.dumps(self.to_json() | named, indent=2) + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -11,6 +10,7 @@ from typing import Any
 
 import tulle.report.quantity as quantity
 from tulle.errors import DataError
+from tulle.whole_file import write_whole
 
 COLOURS = {
     "computes": "blue",
@@ -79,10 +79,7 @@ def write_forecast(found: Mapping[str, Any], timeline: Mapping[str, Any], output
     Raises:
         DataError: If the packages that draw (`tulle[report]`) are not installed.
     """
-    page = render(found, timeline)
-    aside = output.with_name(f".{output.name}.{os.getpid()}")
-    aside.write_text(page, encoding="utf-8")
-    aside.replace(output)
+    write_whole(output, render(found, timeline))
     return output
 
 

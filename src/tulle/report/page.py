@@ -1,6 +1,5 @@
 """Draws the page: values of a run into `page.html`, with `page.css` inside: one file that needs no other."""
 
-import os
 from importlib.resources import files
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import tulle.report.quantity as quantity
 from tulle.errors import DataError
 from tulle.report.folder import read
 from tulle.report.records import Run
+from tulle.whole_file import write_whole
 
 TABLES_SHOWN = 8  # the others are folded away
 ROWS_SHOWN = 12
@@ -32,10 +32,8 @@ def write(run: Path, *, compare: Path | None = None, output: Path | None = None)
     run = Path(run)
     page = render(read(run), None if compare is None else read(Path(compare)))
     output = run / "report.html" if output is None else Path(output)
-    aside = output.with_name(f".{output.name}.{os.getpid()}")
     try:
-        aside.write_text(page, encoding="utf-8")
-        aside.replace(output)
+        write_whole(output, page)
     except OSError as error:
         raise DataError(
             f"the report cannot be written to {output}: {error.strerror}. Give a file in a folder that exists."
