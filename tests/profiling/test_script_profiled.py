@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tulle
 from tulle.profiling import PROFILE, timing
@@ -33,6 +33,27 @@ def test_three_steps_make_a_profile(asked):
     (table,) = Profile.load(asked).tables
     assert [[rows.tolist() for rows in step] for step in table.stream] == [[[0, 1]], [[1, 2]], [[2, 3]]]
     assert table.tokens == 3
+
+
+class Labelled(nn.Module):
+    """Called as Hugging Face's models are: rows by position, labels by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(40, 4, sparse=True), nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return (self.head(self.words(ids)) - labels).pow(2).mean()
+
+
+def test_a_call_by_position_and_by_name_is_profiled_with_both(asked):
+    model, mesh = Labelled(), tulle.init(data=-1)
+    model, optimizer = tulle.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh)
+    for _ in range(3):
+        model(torch.tensor([1, 2]), labels=torch.zeros(2, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [module.name for module in Profile.load(asked).modules] == ["words", "head"]
 
 
 def test_fewer_make_none(asked):

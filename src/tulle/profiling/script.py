@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class _Recording:
 
     def see(self, model: nn.Module, arguments: tuple[object, ...], keywords: Mapping[str, object]) -> None:
         if not self.is_over and model.training and len(self.samples) < SAMPLES:
-            self.samples.append(_kept(dict(keywords) if keywords and not arguments else arguments))
+            self.samples.append(_kept(_as_sample(model, arguments, keywords)))
 
     def count(self, *_: object) -> None:
         if self.is_over or len(self.samples) < SAMPLES:
@@ -66,6 +67,13 @@ class _Recording:
             found.save(self.path)
         self.samples.clear()
         self.twin = None
+
+
+def _as_sample(model: nn.Module, arguments: tuple[object, ...], keywords: Mapping[str, object]) -> object:
+    """A call as `profile` takes it: all by position or, if anything was given by name, all by name."""
+    if not keywords:
+        return arguments
+    return {**dict(zip(signature(model.forward).parameters, arguments, strict=False)), **keywords}
 
 
 def _kept(sample: object) -> object:
