@@ -1,5 +1,7 @@
 """What all tests share: the processes of the warm teams end with the session."""
 
+import os
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -8,6 +10,8 @@ import torch
 
 from ranks import end_all_workers
 
+if "TULLE_CACHE" not in os.environ:  # plans that tests make are kept there; ranks, which run this too, share it
+    os.environ["TULLE_CACHE"] = tempfile.mkdtemp(prefix="tulle-cache-")
 torch.set_num_threads(1)  # of this process, beside which the ranks of the teams run
 # The first example of a test may wait for its team's processes to start.
 hypothesis.settings.register_profile("tulle", deadline=None)

@@ -538,3 +538,21 @@ def test_models_of_two_contexts_are_refused():
     )
     with pytest.raises(ModelError, match=r"come from 2 tulle.deferred_init: build all of it within one"):
         materialize(model)
+
+
+def test_a_seed_within_is_that_of_the_numbers_drawn_after_it():
+    with deferred_init():
+        torch.manual_seed(5)
+        model = nn.Linear(4, 3)
+    torch.manual_seed(6)
+    materialize(model)
+    torch.manual_seed(5)
+    assert torch.equal(model.weight, nn.Linear(4, 3).weight)
+
+
+def test_a_seed_between_two_draws_is_refused():
+    with deferred_init():
+        nn.Linear(4, 3)
+        torch.manual_seed(5)
+        with pytest.raises(ModelError, match="seed before the model draws its first"):
+            nn.Linear(4, 3)

@@ -127,16 +127,6 @@ def test_steps_that_are_timed_stand_between_two_barriers_and_no_other(monkeypatc
     assert len(timing.seconds) == 1
 
 
-def test_time_under_way_counts_once_where_exchanges_overlap():
-    from train_tulle import covered_s
-
-    from tulle.comm.traffic import Span
-
-    spans = [Span("waiting", "a", 1.0, 3.0), Span("waiting", "b", 2.0, 2.5), Span("waiting", "c", 5.0, 6.0)]
-    assert covered_s(reversed(spans)) == 3.0
-    assert covered_s([]) == 0.0
-
-
 # What is made of the results
 
 

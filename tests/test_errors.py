@@ -98,6 +98,14 @@ def test_something_else_than_a_mesh():
         tulle.distribute(model, sgd(model), {"data": 2})
 
 
+@on_ranks(1, 2)
+def test_a_mesh_where_an_axis_is_expected():
+    mesh = tulle.init(data=-1)
+    for by in (tulle.sync.all_reduce, tulle.sync.characteristics):
+        with pytest.raises(MeshError, match=r"was given a Mesh as axis, expected one of a mesh: mesh\['data'\], say"):
+            by(torch.ones(3, 2), mesh)
+
+
 # The plan.
 
 
@@ -250,6 +258,18 @@ def test_ranks_whose_models_differ_are_told_where(change, text):
     whole = f"the models of rank 0 and rank {last()} of axis 'data' differ: {text}: build the same model on every rank"
     with every_rank_raises(ModelError, whole):
         distribute(model, sgd(model))
+
+
+@on_ranks(2)
+def test_ranks_whose_lookups_or_optimizers_differ_are_told_where():
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Embedding(9, 2, sparse=rank == 1))
+    text = "differ: lookup 0 Embedding(9, 2) against lookup 0 Embedding(9, 2, sparse=True): build the same"
+    with every_rank_raises(ModelError, text):
+        distribute(model, sgd(model))
+    model = nn.Sequential(nn.Embedding(9, 2))
+    with every_rank_raises(ModelError, "differ: optimizer SGD lr=0.1 "):
+        distribute(model, SGD(model.parameters(), lr=0.1 + rank))
 
 
 @on_ranks(1, 2)

@@ -61,3 +61,24 @@ def test_errors_are_told_by_setting_and_in_all(tmp_path):
     (choice,) = found["choices"]["of"]
     assert (choice["fastest"], choice["slower"]) == ("rows", pytest.approx(0.25))
     assert "| recommend | 4 | 1gbit | 2 | 100.0 / 125.0 ms | 20% | 20% | 10% |" in load("tables").tables(tmp_path)
+
+
+def test_what_was_measured_with_as_much_effort_is_not_measured_again(tmp_path):
+    agenda = load("agenda")
+    effort = agenda.Effort(plans=12, steps=5, rounds=1)
+    items = [*agenda.agenda([1, 2], ["1gbit", "10gbit"], ["recommend", "named"])]
+    assert [(item.hosts, item.rate) for item in items[::2]] == [(1, "1gbit"), (2, "1gbit"), (2, "10gbit")]
+    first, second = items[:2]
+    agenda.keep(first.path(tmp_path), first.job, {"effort": vars(effort)}, {"cores": 4})
+    agenda.keep(second.path(tmp_path), second.job, {"effort": vars(agenda.Effort(3, 5, 1))}, {"cores": 4})
+    assert [item.is_done(tmp_path, effort) for item in items] == [True, *[False] * 5]
+    assert [path.name for path in tmp_path.iterdir()] == ["1x1gbit.json"]
+
+
+def test_no_more_is_begun_than_ends_in_time():
+    agenda = load("agenda")
+    effort = agenda.Effort(plans=12, steps=5, rounds=1)
+    items = [*agenda.agenda([2, 8], ["1gbit"], ["recommend", "named"])]
+    seconds = sum(item.expected_s(effort) for item in items[:3])
+    assert agenda.within(items, effort, seconds + 1) == items[:3]
+    assert agenda.told(items, effort).startswith("4 jobs, about ")

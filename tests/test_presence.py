@@ -106,7 +106,7 @@ def test_a_model_of_a_large_table_is_a_sample_that_stands_for_the_whole():
     num_rows = 2**22
     model = presence_like(num_rows, (4000, 2**21), exponent=0.0)
     assert model.share == 0.25
-    assert model.counts().tolist() == [4000, 2**21]
+    assert model.counts().tolist() == pytest.approx([4000, 2**21], rel=1e-3)
     assert model.rows.max() < num_rows
     blocks = model.in_blocks(16)
     assert blocks.rows.max() < num_rows // 16
@@ -118,3 +118,48 @@ def test_ranks_of_a_model_share_more_rows_the_steeper_the_law():
     flat, steep = (presence_like(5000, (400, 400), exponent).overlap_ratio() for exponent in (0.0, 1.5))
     assert flat == pytest.approx(400 / 5000, abs=0.04)
     assert steep > 3 * flat
+
+
+def batches_of(ranks, lookups, exponent, num_rows=100_000):
+    """Distinct rows of independent lookups by Zipf's law."""
+    generator = torch.Generator().manual_seed(0)
+    chances = torch.arange(1, num_rows + 1, dtype=torch.float64).pow(-exponent).cumsum(0)
+    drawn = (torch.rand(lookups, generator=generator, dtype=torch.float64) * chances[-1] for _ in range(ranks))
+    return [torch.searchsorted(chances, one).unique() for one in drawn]
+
+
+def sample_of(batches, one_of, num_rows=100_000):
+    """As of a table too large to be looked at whole: every so many-th row."""
+    kept = Presence.of([batch[batch % one_of == one_of // 2] for batch in batches])
+    assert len(kept.rows) < num_rows
+    return Presence(kept.rows, kept.held, 1 / one_of)
+
+
+def fullest(presence, num_rows=100_000, ranks=256):
+    """Rows that are looked up at the fullest owner, distinct rows there, and rows of the rank that has most."""
+    by_owner, owned = presence.owned(Hashed(num_rows, ranks))
+    return [by_owner.sum(0).max().item(), owned.max().item(), by_owner.sum(1).max().item()]
+
+
+@pytest.mark.parametrize("exponent", [0.7, 1.0])
+@pytest.mark.parametrize("one_of", [4, 16])
+def test_the_fullest_owner_of_a_sample_is_that_of_the_whole(exponent, one_of):
+    batches = batches_of(256, 1000, exponent)
+    sampled = sample_of(batches, one_of)
+    assert fullest(sampled) == pytest.approx(fullest(Presence.of(batches)), rel=0.12)
+
+
+def test_chance_makes_an_owner_of_a_sample_much_fuller():
+    """The twin: counted as they are, and taken so many times."""
+    batches = batches_of(256, 1000, 1.0)
+    sampled = sample_of(batches, 16)
+    raw = [16 * found for found in fullest(Presence(sampled.rows, sampled.held))]
+    assert raw[0] > 1.5 * fullest(Presence.of(batches))[0]
+    assert raw[1] > 1.2 * fullest(Presence.of(batches))[1]
+
+
+def test_what_is_uneven_by_more_than_chance_stays_so_in_a_sample():
+    batches = batches_of(16, 20_000, 1.0)
+    whole, sampled = (one.skewness_ratio(100_000) for one in (Presence.of(batches), sample_of(batches, 4)))
+    assert whole > 3
+    assert sampled == pytest.approx(whole, rel=0.05)

@@ -3,7 +3,6 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from statistics import mean
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 import tulle
 from tulle.comm import barrier, traffic
-from tulle.comm.traffic import Span
+from tulle.comm.traffic import under_way_and_waited_s
 from tulle.engine import ENGINE, DataParallel
 
 OURS = "tulle-"
@@ -37,8 +36,6 @@ ABOUT = {
     "tulle-columns-lookahead": "tables split by columns; ids are told a step ahead",
 }
 """The ways of tulle, in the order of the ablation: each adds to, or stands beside, the one above."""
-_COMPUTATION = "computation"
-_WAITING = "waiting"
 
 
 def make(workload: job.Workload, mesh: tulle.Mesh, way: str) -> Course:
@@ -99,7 +96,7 @@ class Observed:
 
     def more(self) -> dict[str, object]:
         """How the tables are kept, and how much of the communication was hidden."""
-        spans = traffic.take_spans()
+        under_way_s, waited_s = under_way_and_waited_s(traffic.take_spans())
         traffic.is_tracing = False
         steps = self._steps - self.SETTLED
         placements = self._engine.split_tables.placements() if self._engine.split_tables is not None else {}
@@ -107,18 +104,9 @@ class Observed:
         return {
             "schemes": kept | {name: placement for name, (placement, _) in placements.items()},
             "payload_bytes_per_step": mean(self._sent_bytes[self.SETTLED :]),
-            "under_way_s": covered_s(span for span in spans if span.track != _COMPUTATION) / steps,
-            "waited_s": covered_s(span for span in spans if span.track == _WAITING) / steps,
+            "under_way_s": under_way_s / steps,
+            "waited_s": waited_s / steps,
         }
-
-
-def covered_s(spans: Iterable[Span]) -> float:
-    """Seconds in which at least one of the spans was going on."""
-    total_s, end_s = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda span: span.begin_s):
-        total_s += max(0.0, span.end_s - max(end_s, span.begin_s))
-        end_s = max(end_s, span.end_s)
-    return total_s
 
 
 def main() -> None:

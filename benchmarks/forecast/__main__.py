@@ -1,6 +1,7 @@
 """Predicted against measured steps on emulated hosts: `python benchmarks/forecast` (as root), and `report`.
 
-Writes `results/HOSTSxRATE.json` beside this file; `report` draws the tables of README.md from them.
+Writes `results/HOSTSxRATE.json` beside this file, job by job, and goes on where it was stopped; `report` draws the
+tables of README.md from them.
 """
 
 # pyright: reportMissingImports=false
@@ -8,18 +9,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE.parent / "cluster")]
 # ruff: noqa: E402
-from cluster import Cluster  # pyright: ignore[reportAttributeAccessIssue]
+from agenda import Effort, Item, agenda, keep, told, within
+from cluster import Cluster, RankError  # pyright: ignore[reportAttributeAccessIssue]
 from jobs import JOBS, NAMED
+from machine import machine
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tables import as_json, write_tables
@@ -37,18 +41,37 @@ def main() -> None:
         else:
             write_tables(options.results, HERE)
         return
-    settings = [(hosts, rate) for hosts in options.hosts for rate in options.rates]
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
-    with Progress(*columns, TimeRemainingColumn(), disable=options.json) as progress:
-        task = progress.add_task("", total=len(settings) * len(options.jobs))
-        for hosts, rate in settings:
-            with Cluster(hosts, rate) as cluster:
-                for job in options.jobs:
-                    progress.update(task, description=f"{hosts} hosts at {rate}: {job}")
-                    keep(options.results / f"{hosts}x{rate}.json", job, measure(cluster, job, options))
-                    progress.advance(task)
+    effort = Effort(options.plans, options.steps, options.rounds)
+    items = [*agenda(options.hosts, options.rates, options.jobs)]
+    if not options.anew:
+        items = [item for item in items if not item.is_done(options.results, effort)]
+    if options.minutes is not None:
+        items = within(items, effort, 60 * options.minutes)
+    print(told(items, effort), file=sys.stderr, flush=True)
+    if not options.dry:
+        measure_all(items, effort, options)
     if options.json:
         print(json.dumps(as_json(options.results)))
+
+
+def measure_all(items: Sequence[Item], effort: Effort, options: argparse.Namespace) -> None:
+    """Measure one job after the other and keep each at once; one that fails is told, and left for the next time."""
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+    with Progress(*columns, TimeRemainingColumn(), disable=options.json) as progress:
+        task = progress.add_task("", total=len(items))
+        for (hosts, rate), some in groupby(items, lambda item: (item.hosts, item.rate)):
+            with Cluster(hosts, rate) as cluster:
+                for item in some:
+                    progress.update(task, description=f"{hosts} hosts at {rate}: {item.job}")
+                    begin_s = time.monotonic()
+                    try:
+                        result = measure(cluster, item.job, effort)
+                    except RankError as error:
+                        print(f"{item}: {error}", file=sys.stderr, flush=True)
+                    else:
+                        result |= {"effort": vars(effort), "took_s": round(time.monotonic() - begin_s, 1)}
+                        keep(item.path(options.results), item.job, result, machine("python benchmarks/forecast"))
+                    progress.advance(task)
 
 
 def parse() -> argparse.Namespace:
@@ -62,40 +85,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="timed of a plan in a round (%(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
+    parser.add_argument("--minutes", type=float, help="begin only what is expected to end in so many minutes")
+    parser.add_argument("--anew", action="store_true", help="measure also what was measured with as much effort")
+    parser.add_argument("--dry", action="store_true", help="say how long it takes, and measure nothing")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     return parser.parse_args()
 
 
-def measure(cluster: Cluster, job: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(cluster: Cluster, job: str, effort: Effort) -> dict[str, Any]:
     """One job on all hosts of a cluster."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, str(HERE / "rank.py"), "--jobs", job, "--output", folder]
-        for name in ("plans", "steps", "rounds"):
-            command += [f"--{name}", str(getattr(options, name))]
+        command = [sys.executable, "-X", "faulthandler", str(HERE / "rank.py"), "--jobs", job, "--output", folder]
+        for name, number in vars(effort).items():
+            command += [f"--{name}", str(number)]
         cluster.run(command, timeout_s=TIMEOUT_S)
         return json.loads((Path(folder) / f"{job}.json").read_text())
-
-
-def keep(path: Path, job: str, result: dict[str, Any]) -> None:
-    """Add a job to what is known of a setting; others stay as they are."""
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"jobs": {}}
-    hosts, _, rate = path.stem.partition("x")
-    whole = {"hosts": int(hosts), "rate": rate, "machine": machine(), "jobs": {**known["jobs"], job: result}}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(whole, indent=1) + "\n")
-
-
-def machine() -> dict[str, Any]:
-    """What all this ran on."""
-    information = Path("/proc/cpuinfo")
-    lines = information.read_text().splitlines() if information.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-    }
 
 
 if __name__ == "__main__":

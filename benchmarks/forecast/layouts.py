@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from agenda import PLAIN_STEPS, WARMUP
 from jobs import load, subwords
 
 from tulle import named as tn
@@ -27,7 +28,6 @@ from tulle.named.explain import seconds_of
 from tulle.named.rates import Rates, measured
 
 BY_HAND = ("batch:data", "heads:data, d_ff:data, vocab:data", "d_ff:data, vocab:data", "vocab:data", "d_ff:data")
-WARMUP = 3
 _SENTENCES = 64
 _LABEL = "the forecast"
 
@@ -61,7 +61,7 @@ def forecast(mesh: Mesh, plans: int, rounds: int, steps: int) -> dict[str, Any]:
     alone: dict[str, Any] = {}
     plain_s = timed(share, mesh, "", steps, alone)
     base, one = measured(mesh), explained(share, {}, "")
-    scale = (one.flops / base.flops_per_s + one.written_bytes / base.written_bytes_per_s) / plain_s
+    scale = one.seconds(base) / plain_s
     rates = replace(base, flops_per_s=base.flops_per_s * scale, written_bytes_per_s=base.written_bytes_per_s * scale)
     transient_share = (alone["measured_bytes"] - one.memory_bytes) / one.kept_bytes
     with tn.use(mesh, ""):
@@ -105,8 +105,9 @@ def measure(entry: dict[str, Any], whole: Translation, share: Translation, mesh:
     """Time a layout, and what computes the same without it."""
     if entry["refusal"]:
         return
-    entry["plain_s"].append(timed(share, mesh, "", steps))
-    entry["measured_s"].append(timed(whole, mesh, entry["plan"]["layout"], steps, entry))
+    entry["plain_s"].append(timed(share, mesh, "", PLAIN_STEPS))
+    kept = None if "measured_bytes" in entry else entry
+    entry["measured_s"].append(timed(whole, mesh, entry["plan"]["layout"], steps, kept))
 
 
 def timed(job: Translation, mesh: Mesh, layout: str, steps: int, entry: dict[str, Any] | None = None) -> float:

@@ -20,6 +20,7 @@ from typing import Any
 
 import layouts
 import torch
+from agenda import PLAIN_STEPS, WARMUP
 from jobs import JOBS, NAMED, Job
 from plans import rivals
 from torch import Tensor, nn
@@ -40,7 +41,6 @@ from tulle.workload import Profile
 
 SAMPLES = 3
 """Batches that a profile sees."""
-WARMUP = 3
 _LABEL = "the forecast"
 
 
@@ -115,8 +115,6 @@ def compare(job: Job, mesh: Mesh, options: argparse.Namespace) -> dict[str, Any]
 class Plain:
     """A model that each rank trains for itself: tells how fast the machine is just now."""
 
-    STEPS = 4
-
     step: Callable[[object], None]
     batches: Sequence[object]
     axis: Axis
@@ -130,12 +128,12 @@ class Plain:
     def seconds(self) -> float:
         """Of one step; of the slowest rank in each."""
         spent: list[list[float]] = []
-        for number in range(self.STEPS + 1):
+        for number in range(PLAIN_STEPS + 1):
             barrier(self.axis)
             begin_s = time.perf_counter()
             self.step(self.batches[number % len(self.batches)])
             spent.append(gather_values(time.perf_counter() - begin_s, self.axis, label=_LABEL))
-        return sum(map(max, spent[1:])) / self.STEPS
+        return sum(map(max, spent[1:])) / PLAIN_STEPS
 
 
 def profiled(job: Job, mesh: Mesh) -> Profile:
@@ -180,11 +178,26 @@ def measure(job: Job, contender: Contender, whole: Mesh, steps: int) -> None:
     step = stepping(job, model, optimizers, contender.plan)
     batches = [replica_batch(job, mesh, number) for number in range(WARMUP + steps + 1)]
     contender.measured_s.append(max(gather_values(seconds(step, batches, axis), axis, label=_LABEL)))
-    if "pipe" not in mesh:  # whose work is done in threads that torch's profiler does not see
-        peak_bytes = held_bytes(model, optimizers) + measure_peak_bytes(lambda: step(batches[-1]), mesh.device)
+    if (
+        not contender.measured_bytes and "pipe" not in mesh
+    ):  # whose work is done in threads that torch's profiler does not see
+        peak_bytes = held_bytes(model, optimizers)
+        peak_bytes += measure_peak_bytes(lambda: to_the_end(step, batches[-1], model), mesh.device)
         contender.measured_bytes = max(gather_values(peak_bytes, axis, label=_LABEL))
     barrier(axis)
     gc.collect()
+
+
+def to_the_end(step: Callable[[object], None], batch: object, model: nn.Module) -> None:
+    """A step after which nothing is on the way, as who reads all parameters has it.
+
+    A collective notes its end with the profiler that saw it begin: one that is still running when that profiler has
+    ended writes to memory that is no longer its own.
+    """
+    step(batch)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.flatten()[:1].sum()
 
 
 def seconds(step: Callable[[object], None], batches: Sequence[object], axis: Axis) -> float:

@@ -1,19 +1,31 @@
-"""Estimated against allocated peak of a training step, model by model: `python benchmarks/memory/estimates.py`."""
+"""Estimated against allocated peak of a training step, model by model: `python benchmarks/memory/estimates.py`.
+
+Of twelve models by configuration, and of the zoo of `benchmarks/pipeline`; writes `estimates.json` beside this file.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from tulle.memory import estimate, measure_peak_bytes
 from tulle.memory.estimate import default_loss, tensor_bytes
 from tulle.memory.recompute import call
 
-WORDS = 500
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "pipeline"))
+from models import ZOO, first_tensor  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+WORDS, SAMPLES = 500, 8
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": WORDS, "num_hidden_layers": 3}
 GATED = SMALL | {"intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16, "use_cache": False}
 GPT2 = {"n_layer": 3, "n_embd": 64, "n_head": 4, "vocab_size": WORDS, "n_positions": 64, "use_cache": False}
@@ -53,23 +65,42 @@ def cases() -> Iterator[tuple[str, Callable[[], nn.Module], object]]:
     layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
     yield "nn.TransformerEncoder", lambda: nn.TransformerEncoder(layer, 4), torch.randn(8, 64, 64)
     yield "nn.LSTM", lambda: nn.LSTM(64, 128, 2, batch_first=True), torch.randn(8, 64, 64)
+    for name, entry in ZOO.items():
+        yield f"zoo: {name}", entry.build, entry.inputs(SAMPLES)
+
+
+def loss_of(name: str, output: object) -> Tensor:
+    """What is minimized."""
+    return first_tensor(output).pow(2).mean() if name.startswith("zoo") else default_loss(output)
 
 
 def main() -> None:
-    """Estimate, measure, print."""
+    """Estimate, measure, print, save."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="*", help="parts of names; all if none is given")
+    options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()
     fallbacks = Fallbacks()
     logging.getLogger("tulle").addHandler(fallbacks)
     logging.getLogger("tulle").setLevel(logging.INFO)
+    rows: list[dict[str, object]] = []
+    ratios: list[float] = []
     print("| model | estimate, MB | allocated, MB | ratio | counted |\n|---|---|---|---|---|")
     for name, make, sample in cases():
+        if options.models and not any(part in name for part in options.models):
+            continue
         torch.manual_seed(0)
         model, before = make(), fallbacks.count
         optimizer = torch.optim.AdamW(model.parameters())
-        found = estimate(model, optimizer, sample)
+        found = estimate(model, optimizer, sample, loss=lambda output, name=name: loss_of(name, output))
 
-        def step(model: nn.Module = model, optimizer: torch.optim.AdamW = optimizer, sample: object = sample) -> None:
-            default_loss(call(model, sample)).backward()
+        def step(
+            model: nn.Module = model,
+            optimizer: torch.optim.AdamW = optimizer,
+            sample: object = sample,
+            name: str = name,
+        ) -> None:
+            loss_of(name, call(model, sample)).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -78,7 +109,15 @@ def main() -> None:
         standing = tensor_bytes([*model.parameters(), *model.buffers(), *state])
         peak = standing + measure_peak_bytes(step, torch.device("cpu"))
         how = "for real" if fallbacks.count > before else "without memory"
-        print(f"| {name} | {found.peak_bytes / 1e6:.1f} | {peak / 1e6:.1f} | {found.peak_bytes / peak:.3f} | {how} |")
+        ratios.append(found.peak_bytes / peak)
+        rows.append({"model": name, "estimate_bytes": found.peak_bytes, "measured_bytes": peak, "counted": how})
+        print(f"| {name} | {found.peak_bytes / 1e6:.1f} | {peak / 1e6:.1f} | {ratios[-1]:.3f} | {how} |", flush=True)
+    within = sum(abs(ratio - 1) <= 0.15 for ratio in ratios)
+    spread = f"ratio from {min(ratios):.3f} to {max(ratios):.3f}, median {median(ratios):.3f}"
+    print(f"{within} of {len(ratios)} within 15%; {spread}")
+    if not options.models:
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        (HERE / "estimates.json").write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

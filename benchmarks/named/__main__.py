@@ -1,6 +1,7 @@
 """Measures named dimensions beside plain torch and DTensor, and the layout search: `python benchmarks/named`.
 
-Writes `results.json` beside this file and prints the tables of the README.
+Writes `results.json` beside this file and prints the tables of the README; as root, `--only wide` measures training on
+emulated hosts and writes `results-wide.json`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 
 import torch
 
-HERE = Path(__file__).parent
-RANKS = {"operations": 1, "model": 4, "layouts": 4}
+HERE = Path(__file__).resolve().parent
+RANKS = {"operations": 1, "model": 4, "layouts": 4, "wide": 4}
+ON_HOSTS, RATE = "wide", "1gbit"
+"""What is measured on emulated hosts, one a rank: needs root, as `benchmarks/cluster` does."""
 
 
 def main() -> None:
@@ -25,17 +28,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each (%(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help="rounds in a run (%(default)s)")
-    parser.add_argument("--only", choices=list(RANKS), help="measure this alone, and save nothing")
+    parser.add_argument("--only", choices=list(RANKS), help="this alone; saved only if it is 'wide', which needs root")
     options = parser.parse_args()
-    wanted = [options.only] if options.only else list(RANKS)
-    results = {what: [measure(what, options.rounds) for _ in range(options.repeats)] for what in wanted}
-    for what, runs in results.items():
-        for run in runs:
+    wanted = [options.only] if options.only else [what for what in RANKS if what != ON_HOSTS]
+    results = measure_on_hosts(options) if wanted == [ON_HOSTS] else {what: measure(what, options) for what in wanted}
+    for what in wanted:
+        for run in results[what]:
             for row in run["rows"] if isinstance(run, dict) else run:
-                print(what, " ".join(f"{key}={shown(value)}" for key, value in row.items()))
+                print(what, " ".join(f"{key}={shown(value)}" for key, value in row.items() if is_cell(value)))
             if isinstance(run, dict):
                 print("first choice over fastest:", shown(run["first_over_fastest"]))
-    if not options.only:
+    if not options.only or options.only == ON_HOSTS:
         machine = {
             "processor": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
@@ -43,21 +46,40 @@ def main() -> None:
             "torch": torch.__version__,
             "command": " ".join(["python", *sys.argv]),
         }
-        (HERE / "results.json").write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
+        name = "results-wide.json" if options.only else "results.json"
+        (HERE / name).write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
 
 
-def measure(what: str, rounds: int) -> Any:
-    """Run the ranks of one measurement, and give what the first prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS[what]}"]
+def measure(what: str, options: argparse.Namespace) -> list[Any]:
+    """Run the ranks of one measurement as often as wanted, and give what the first prints each time."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS[what]}"]
+    command = [sys.executable, *ranks, str(HERE / "rank.py"), what, "--rounds", str(options.rounds)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*command, str(HERE / "rank.py"), what, "--rounds", str(rounds)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return [
+        last_line(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        for _ in range(options.repeats)
+    ]
+
+
+def measure_on_hosts(options: argparse.Namespace) -> dict[str, Any]:
+    """The same on emulated hosts, with what their links carry."""
+    sys.path.append(str(HERE.parent / "cluster"))
+    from cluster import Cluster  # pyright: ignore[reportAttributeAccessIssue]
+
+    command = [sys.executable, str(HERE / "rank.py"), ON_HOSTS, "--rounds", str(options.rounds)]
+    with Cluster(hosts=RANKS[ON_HOSTS], rate=RATE) as cluster:
+        runs = [last_line(cluster.run(command, timeout_s=600)[0]) for _ in range(options.repeats)]
+        return {ON_HOSTS: runs, "links": [cluster.measured_rate().as_dict()]}
+
+
+def last_line(printed: str) -> Any:
+    """What a rank has measured."""
+    return json.loads(printed.strip().splitlines()[-1])
+
+
+def is_cell(value: object) -> bool:
+    """Whether it is short enough to be shown."""
+    return not isinstance(value, dict | list)
 
 
 def shown(value: object) -> str:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import twolayer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
+from wide import wide
 
 import tulle
 from tulle import named as tn
@@ -78,7 +79,8 @@ def operations(rounds: int) -> list[dict[str, object]]:
             times = in_turn(calls, 10 * rounds)
             row = {way: 1e6 * median(several) for way, several in times.items()}
             ratio = median(b / a for a, b in zip(times["plain"], times["named"], strict=True))
-            rows.append({"operation": name, "megabytes": x.nbytes / 2**20, **row, "ratio": ratio})
+            least = min(times["named"]) / min(times["plain"])
+            rows.append({"operation": name, "megabytes": x.nbytes / 2**20, **row, "ratio": ratio, "least": least})
     return rows
 
 
@@ -128,7 +130,7 @@ def layouts(rounds: int) -> dict[str, object]:
     mesh = tulle.init(data=2, model=2)
     rates = measured(mesh)
     sample = tuple(tn.from_torch(one, (twolayer.batch, twolayer.length)) for one in twolayer.tokens())
-    told = tn.best_layout(twolayer.Named(), sample, mesh, best=40, rates=rates)
+    told = tn.best_layout(twolayer.Named(), sample, mesh, best=40, rates=rates, state_slots=0)
     chosen = [*told[:10], *told[10::6]]
     steps = [(one, twolayer.named_step(mesh, str(one.layout))[0]) for one in chosen]
     times: list[list[float]] = [[] for _ in steps]
@@ -147,46 +149,6 @@ def layouts(rounds: int) -> dict[str, object]:
         for (one, _), seconds in zip(steps, measured_s, strict=True)
     ]
     return {"rows": rows, "first_over_fastest": measured_s[0] / min(measured_s)}
-
-
-def wide(rounds: int) -> list[dict[str, object]]:
-    """Seconds of a step of two wide layers, split by the batch and as the search has found, in turn."""
-    mesh = tulle.init(ranks=-1)
-    batch, d, f = tn.dims(batch=256, d_model=512, d_ff=16384)
-    model = tn.Module()
-    model.up, model.down = tn.param(d, f), tn.param(f, d)
-    model.forward = lambda x: tn.mean(tn.square(tn.relu(x.dot(model.up, d)).dot(model.down, f)))
-    numbers = torch.randn(batch.size, d.size, generator=torch.Generator().manual_seed(0))
-    sample, rates = tn.from_torch(numbers, (batch, d)), measured(mesh)
-    told = {
-        "found": tn.best_layout(model, sample, mesh, rates=rates, best=1)[0],
-        "data parallel": tn.explain(model, sample, mesh, "batch:ranks"),
-    }
-    times: dict[str, list[float]] = {way: [] for way in told}
-    for number in range(rounds + 1):
-        for way, one in told.items():
-            with tn.use(mesh, one.layout):
-                model.init()
-                x = tn.from_torch(numbers, (batch, d))
-                for repeat in range(3):
-                    dist.barrier()
-                    begin = time.perf_counter()
-                    model(x).backward()
-                    if number and repeat:
-                        times[way].append(time.perf_counter() - begin)
-    seconds = {way: median(several) for way, several in times.items()}
-    predicted = {way: one.seconds(rates) for way, one in told.items()}
-    return [
-        {
-            "layout": str(told["found"].layout),
-            "ms": 1e3 * seconds["found"],
-            "data_parallel_ms": 1e3 * seconds["data parallel"],
-            "factor": seconds["data parallel"] / seconds["found"],
-            "predicted_factor": predicted["data parallel"] / predicted["found"],
-            "predicted_ms": 1e3 * predicted["found"],
-            "predicted_data_parallel_ms": 1e3 * predicted["data parallel"],
-        }
-    ]
 
 
 if __name__ == "__main__":

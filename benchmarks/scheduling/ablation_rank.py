@@ -6,27 +6,27 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from rank import Sleep
 from torch import Tensor, nn
 from torch.optim import SGD
 
 import tulle
-from tulle.comm import barrier, traffic
-from tulle.comm.traffic import Span
+from tulle.comm import barrier, gather_values, traffic
+from tulle.comm.traffic import under_way_and_waited_s
 from tulle.engine import engine_of, split_tables
 
 LINE = 32
 """Tokens of a sample."""
-SETTLED = 6
-"""Steps before those that are timed: after four the order of pieces is fixed, after three ids are told ahead."""
-_COMPUTATION, _WAITING = "computation", "waiting"
+COMPARED = 3
+"""The step, from 0, whose loss all ways must have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +38,28 @@ class Way:
         ahead: Whether ids are told a step ahead.
         horizontal: Whether dense parameters are updated when they are read.
         vertical: Whether rows that the next batch does not want come later.
+        settled: Steps before those that are timed: ids are told ahead after three, pieces have their order after four.
+        most_steps: That are timed, where each takes long and they are alike.
     """
 
     scheme: str
     ahead: bool = False
     horizontal: bool = False
     vertical: bool = False
+    settled: int = 3
+    most_steps: int = 1000
 
 
 WAYS = {
-    "dense": Way("dense"),
+    "dense": Way("dense", settled=2, most_steps=2),
     "allgather": Way("allgather"),
     "balanced": Way("balanced"),
     "rows": Way("rows"),
-    "+ lookahead": Way("rows", ahead=True),
-    "+ horizontal": Way("rows", ahead=True, horizontal=True),
-    "+ vertical": Way("rows", ahead=True, horizontal=True, vertical=True),
+    "+ lookahead": Way("rows", ahead=True, settled=4),
+    "+ horizontal": Way("rows", ahead=True, horizontal=True, settled=6),
+    "+ vertical": Way("rows", ahead=True, horizontal=True, vertical=True, settled=6),
     "columns": Way("columns"),
-    "columns + lookahead": Way("columns", ahead=True),
+    "columns + lookahead": Way("columns", ahead=True, settled=4),
 }
 
 
@@ -90,7 +94,7 @@ def distribute(way: Way, job: argparse.Namespace, mesh: tulle.Mesh) -> tuple[nn.
     """The model, made anew: several that live at once would all be told what one looks up."""
     torch.manual_seed(0)
     model = Model(way, job)
-    optimizer = SGD(model.parameters(), lr=0.01)
+    optimizer = SGD(model.parameters(), lr=1.0)
     if way.scheme == "dense":
         return tulle.distribute(model, optimizer, mesh)
     plan = tulle.plan(model, optimizer, mesh).with_rows_split({"words.weight": (job.rows, job.width)}, "given")
@@ -100,61 +104,44 @@ def distribute(way: Way, job: argparse.Namespace, mesh: tulle.Mesh) -> tuple[nn.
 
 
 def batches(job: argparse.Namespace, rank: int) -> list[Tensor]:
-    """Enough for a turn, and one more, of which a look ahead tells the rows in the last step."""
+    """Enough for any way, and one more, of which a look ahead tells the rows in the last step."""
     weights = torch.arange(1, job.rows + 1, dtype=torch.float64) ** -1.1
     generator = torch.Generator().manual_seed(rank)
-    count = SETTLED + job.steps + 1
+    count = max(way.settled for way in WAYS.values()) + job.steps + 1
     ids = torch.multinomial(weights, count * job.tokens, replacement=True, generator=generator)
     return [*ids.view(count, -1, LINE)]
 
 
-def turn(way: Way, job: argparse.Namespace, mesh: tulle.Mesh, data: list[Tensor]) -> dict[str, float]:
-    """Seconds of a step, of it those with communication under way and those spent waiting, and bytes sent."""
-    with delayed(way):
-        return timed(way, job, mesh, data)
-
-
 def timed(way: Way, job: argparse.Namespace, mesh: tulle.Mesh, data: list[Tensor]) -> dict[str, float]:
-    """The same, where what the way leaves out is left out."""
+    """Seconds of a step, of it those with communication under way and those spent waiting, bytes sent, and a loss."""
     model, optimizer = distribute(way, job, mesh)
     engine = engine_of(model)
     assert engine is not None, "just distributed"
-    begin_s, sent_bytes, loss = 0.0, 0, torch.zeros(())
+    steps = min(job.steps, way.most_steps)
+    begin_s, sent_bytes, compared = 0.0, 0, 0.0
     for number, ids in enumerate(tulle.lookahead(data) if way.ahead else data):
-        if number == SETTLED:
+        if number == way.settled:
             barrier(mesh["data"])
             traffic.is_tracing = True
             traffic.take_spans()
             begin_s, sent_bytes = time.perf_counter(), traffic.total.bytes_sent
         loss = model(ids)
+        compared = loss.item() if number == COMPARED else compared
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if number == SETTLED + job.steps - 1:
+        if number == way.settled + steps - 1:
             break
     model.state_dict()
     if engine.split_tables is not None:
         engine.split_tables.wait()
     barrier(mesh["data"])
     seconds = time.perf_counter() - begin_s
-    spans = traffic.take_spans()
+    under_way_s, waited_s = under_way_and_waited_s(traffic.take_spans())
     traffic.is_tracing = False
-    found = {
-        "step_s": seconds,
-        "under_way_s": covered_s(span for span in spans if span.track != _COMPUTATION),
-        "waited_s": covered_s(span for span in spans if span.track == _WAITING),
-        "sent_bytes": traffic.total.bytes_sent - sent_bytes,
-    }
-    return {name: value / job.steps for name, value in found.items()} | {"loss": loss.item()}
-
-
-def covered_s(spans: Iterable[Span]) -> float:
-    """Seconds in which at least one of the spans was going on."""
-    total_s, end_s = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda span: span.begin_s):
-        total_s += max(0.0, span.end_s - max(end_s, span.begin_s))
-        end_s = max(end_s, span.end_s)
-    return total_s
+    sent_bytes = traffic.total.bytes_sent - sent_bytes
+    found = {"step_s": seconds, "under_way_s": under_way_s, "waited_s": waited_s, "sent_bytes": sent_bytes}
+    return {name: value / steps for name, value in found.items()} | {"loss": compared}
 
 
 def parse() -> argparse.Namespace:
@@ -164,32 +151,36 @@ def parse() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--layer-ms", type=float, required=True)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
+    parser.add_argument("--found", type=Path, required=True, help="JSON by turn and way: what is there is not measured")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Take turns; rank 0 prints what each way took in each turn, on the slowest rank."""
+    """Take turns; rank 0 writes what each way took on the slowest rank as soon as it is known."""
     job = parse()
-    mesh = tulle.init(data=-1)
+    turns: list[dict[str, dict[str, float]]] = json.loads(job.found.read_text()) if job.found.exists() else []
+    mesh = tulle.init(data=-1)  # which all ranks have come to, and have read the file, before anything is written
     data = batches(job, mesh.rank)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in job.ways}
     for number in range(job.turns):
+        if number == len(turns):
+            turns.append({})
         for name in job.ways if number % 2 == 0 else reversed(job.ways):
-            found[name].append(turn(WAYS[name], job, mesh, data))
+            if name in turns[number]:
+                continue
+            with delayed(WAYS[name]):
+                mine = timed(WAYS[name], job, mesh, data)
             gc.collect()
-    heard: list[dict[str, list[dict[str, float]]]] = [{} for _ in range(mesh.size)]
-    dist.all_gather_object(heard, found)
-    if mesh.rank == 0:
-        ways = {
-            name: {
-                what: [max(rank[name][turn][what] for rank in heard) for turn in range(job.turns)]
-                for what in found[name][0]
-            }
-            for name in job.ways
-        }
-        losses = [loss for way in ways.values() for loss in way.pop("loss")]
-        difference = (max(losses) - min(losses)) / min(losses)
-        print(json.dumps({"ways": ways, "largest relative difference of a loss": difference}), flush=True)
+            heard = gather_values(mine, mesh["data"], label=name)
+            turns[number] |= {name: {what: max(of_rank[what] for of_rank in heard) for what in mine}}
+            if mesh.rank == 0:
+                write(job.found, turns)
+
+
+def write(path: Path, turns: list[dict[str, dict[str, float]]]) -> None:
+    """The file is complete or as it was."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(json.dumps(turns))
+    aside.replace(path)
 
 
 if __name__ == "__main__":

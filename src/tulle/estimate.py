@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from tulle.errors import PlanError
-from tulle.memory.estimate import Estimate, Loss, Options, count_on_a_copy, default_loss, on_a_rank, tensor_bytes
+from tulle.memory.estimate import Estimate, Loss, Options, count_on_a_copy, default_loss, on_a_rank
 from tulle.memory.recompute import repeated
 from tulle.memory.stages import Stages, count_stages
 from tulle.mesh import Mesh
@@ -120,7 +120,8 @@ def estimate(
         parts = [
             on_a_rank(whole[stage], sizes.get(DATA, 1), options, _gathered(model, stages, stage)) for stage in here
         ]
-        found.append(_together(parts, [whole[stage].activations_bytes for stage in here], held))
+        together = _together(parts, [whole[stage].activations_bytes for stage in here], held)
+        found.append(replace(together, peak_bytes=together.peak_bytes + _buckets(chosen, sizes, together)))
     return StepEstimate(sizes, tuple(found))
 
 
@@ -180,9 +181,29 @@ def _held(plan: Plan, rank: int, ranks: int, stages: int) -> float:
 
 
 def _gathered(model: nn.Module, stages: Stages, stage: int) -> int:
-    """Bytes of parameters that are whole at a time under full sharding: two of the modules that repeat."""
-    names = [name for name in repeated(model) if stages.parameters.get(f"{name}.weight", (stage,))[0] == stage]
-    return 2 * max([tensor_bytes(model.get_submodule(name).parameters()) for name in names], default=0)
+    """Half of what full sharding has whole at a time: wholes, their gradients, and what of these leaves and comes."""
+
+    def size(name: str) -> int:
+        within = [(n, p) for n, p in model.named_parameters() if not name or n.startswith(f"{name}.")]
+        is_split = {n: any(n.startswith(f"{split}.") for split in stages.split) for n, _ in within}
+        return sum(p.nbytes // (stages.ranks if is_split[n] else 1) for n, p in within)
+
+    placed = [name for name, at in stages.modules.items() if at == stage] or [""]
+    inner = {name: size(name) for name in repeated(model) if any(_is_within(name, other) for other in placed)}
+    rest = [size(name) - sum(inner[other] for other in inner if _is_within(other, name)) for name in placed]
+    if stages.modules:
+        return 3 * max([*inner.values(), *rest]) // 2
+    return sum(rest) + 3 * max(inner.values(), default=0) // 2  # the rest is whole as long as the model runs
+
+
+def _is_within(name: str, other: str) -> bool:
+    return not other or f"{name}.".startswith(f"{other}.")
+
+
+def _buckets(plan: Plan, sizes: Mapping[str, int], needed: Estimate) -> int:
+    """Bytes in which gradients travel over axis `data`, beside those that add up over micro-batches."""
+    adds_up = plan.micro_batches > 1 or sizes.get(PIPE, 1) > 1
+    return needed.gradients_bytes if adds_up and sizes.get(DATA, 1) > 1 and not plan.memory.full_shard else 0
 
 
 def _together(parts: Sequence[Estimate], activations: Sequence[int], held: float) -> Estimate:

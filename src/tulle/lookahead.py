@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar, cast
 from torch import Tensor
 
 from tulle.engine import living_split_tables
+from tulle.errors import ModelError
 
 T = TypeVar("T")
 Ids = Callable[[Any], Mapping[str, Tensor]] | Mapping[str, Any]
@@ -28,8 +29,7 @@ class Lookahead(Generic[T]):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[T]:
-        if living_split_tables():
-            gc.collect()  # a model that was dropped, circles and all, is gone on all ranks now, not on some of them
+        gc.collect()  # a model that was dropped, circles and all, is gone on all ranks now, not on some of them
         models = living_split_tables()
         feeds = [tables.begin_lookahead(self._ids) for tables in models]
         batches = iter(self._loader)
@@ -67,7 +67,8 @@ def lookahead(loader: Iterable[T], *, ids: Ids | None = None) -> Lookahead[T]:
             the model's lookups are given, if these are tensors of the batch or parts of them.
 
     Raises:
-        ModelError: In the loop, if `ids` names no table, or a lookup asks for a row that was not told.
+        ModelError: In the loop, if `ids` names no table, or no key of the batch, or a lookup asks for a row that was
+            not told.
 
     Example:
         >>> import torch, tulle
@@ -81,4 +82,15 @@ def lookahead(loader: Iterable[T], *, ids: Ids | None = None) -> Lookahead[T]:
 
 
 def _by_key(keys: Mapping[str, Any]) -> Callable[[Any], Mapping[str, Tensor]]:
-    return lambda batch: {table: batch[key] for table, key in keys.items()}
+    return lambda batch: {table: _under(key, batch, table) for table, key in keys.items()}
+
+
+def _under(key: Any, batch: Any, table: str) -> Tensor:
+    try:
+        return batch[key]
+    except (LookupError, TypeError) as error:
+        found = f"has {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"is a {type(batch).__name__}"
+        raise ModelError(
+            f"tulle.lookahead was given {key!r} as the key of the ids of {table!r}, and the batch {found}: give its "
+            "key, or a function from the batch to the ids of each table"
+        ) from error

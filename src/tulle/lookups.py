@@ -10,15 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from tulle.profiling import TableModule
+from tulle.tables import split_of
 
 
 def explain_lookups(model: nn.Module, rank: int) -> None:
     """Have the error of each embedding name its table, the row, what was expected and the mend.
 
-    The note is made when the error is there: a lookup that goes well costs a call and looks at no id.
+    The note is made when the error is there: a lookup that goes well costs a call and looks at no id. Tables that are
+    split say it by themselves.
     """
     for name, module in model.named_modules():
-        if isinstance(module, TableModule):
+        if isinstance(module, TableModule) and split_of(module.weight) is None:
             hook = partial(_explain, name or "(the model)", rank)
             module.register_forward_hook(hook, with_kwargs=True, always_call=True)
 

@@ -167,6 +167,16 @@ def resolve(axes: Mapping[str, int], size: int) -> dict[str, int]:
     return dict(axes)
 
 
+def check_axis(given: object, *, by: str) -> None:
+    """Raise if somebody was given something else than an axis.
+
+    Raises:
+        MeshError: Naming it.
+    """
+    if not isinstance(given, Axis):
+        raise MeshError(f"{by} was given a {type(given).__name__} as axis, expected one of a mesh: mesh['data'], say")
+
+
 def axis_of(group: dist.ProcessGroup | None = None, *, name: str = "data") -> Axis:
     """A process group that the caller made (all processes, if None), as an axis. Costs no communication.
 

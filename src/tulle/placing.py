@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -32,6 +33,7 @@ from tulle.tables import mark, split_as
 
 ELEMENTWISE = (*(SGD, ASGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, SparseAdam),)
 """Optimizers that treat every element by itself, so that a part of a table is updated as in the whole."""
+logger = logging.getLogger("tulle")
 
 
 def tables_of(model: nn.Module) -> dict[str, list[TableModule]]:
@@ -132,6 +134,7 @@ def place(
         axis: Whose ranks hold the parts.
         parts: What `materialize_parts` gave, for a model that was deferred.
     """
+    _doubt(optimizers if placements and axis.rank == 0 else ())
     tables, outputs = tables_of(model), outputs_of(model)
     placed: list[SplitTable] = []
     for number, (name, placement) in enumerate(sorted(placements.items())):
@@ -160,9 +163,21 @@ def place(
     return placed
 
 
+def _doubt(optimizers: Sequence[Optimizer]) -> None:
+    for kind in {type(optimizer) for optimizer in optimizers} - {*ELEMENTWISE}:
+        logger.warning(
+            "%s is not known to treat every element by itself; if it looks at whole tensors (at their norm, say), it "
+            "sees this rank's part only of tables that are split",
+            kind.__name__,
+        )
+
+
 def _refused_by_optimizer(parameter: Tensor, optimizers: Sequence[Optimizer]) -> str | None:
     for optimizer in optimizers:
         is_its = any(parameter is other for group in optimizer.param_groups for other in group["params"])
         if is_its and type(optimizer) not in ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim"):
-            return f"{type(optimizer).__name__} does not treat every element by itself"
+            return (
+                f"{type(optimizer).__name__} does not treat every element by itself: keep the table whole, or use one "
+                f"of {', '.join(kind.__name__ for kind in ELEMENTWISE)}"
+            )
     return None

@@ -15,6 +15,8 @@ TEXT_EXPONENT = 1.0
 """Zipf exponent of rows of which only the number is known: that of the first thousands of words of real text."""
 _ROWS_DRAWN = 2**20
 """A model of a larger table is drawn for a sample of so many of its rows."""
+_MOST_COPIES = 128
+"""Of a row of a sample, when owners are counted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,7 +49,7 @@ class Presence:
 
     def counts(self) -> Tensor:
         """`[ranks]` float64: rows that each rank holds."""
-        return self.held.sum(1).double() / self.share
+        return _of_whole(self.held.sum(1), self.share)
 
     def growth(self) -> list[float]:
         """Distinct rows of the first 1, 2, ... n ranks together."""
@@ -60,14 +62,32 @@ class Presence:
         return int(self.held[list(ranks)].any(0).sum()) / self.share
 
     def owned(self, partition: Partition) -> tuple[Tensor, Tensor]:
-        """Rows by owner: `[ranks, owners]` of each rank's, and `[owners]` of all ranks' together; float64."""
-        return self.dealt(partition.place(self.rows)[0], partition.ranks)
+        """Rows by owner: `[ranks, owners]` of each rank's, and `[owners]` of all ranks' together; float64.
+
+        A row of a sample stands for several that are held alike, each with an owner of its own where a hash deals them
+        out: the fullest owner is that of a table in which each of them is there so many times.
+        """
+        by_owner, together = self.dealt(partition.place(self.rows)[0], partition.ranks)
+        copies = min(_MOST_COPIES, round(1 / self.share))
+        if copies == 1 or isinstance(partition, Contiguous):
+            return by_owner, together
+        holders, first = self.held.sum(0).double(), copies * torch.arange(len(self.rows))
+        looked_up, together = torch.zeros_like(together), torch.zeros_like(together)
+        for copy in range(copies):
+            owner = partition.place((first + copy) % partition.num_rows)[0]
+            looked_up += torch.bincount(owner, holders, minlength=partition.ranks)
+            together += torch.bincount(owner, minlength=partition.ranks)
+        counted = self.share * copies
+        by_owner *= looked_up / counted / by_owner.sum(0).clamp(min=1e-30)
+        return by_owner, together / counted
 
     def dealt(self, owner: Tensor, owners: int) -> tuple[Tensor, Tensor]:
         """As `owned`, where row i of `rows` has the owner `owner[i]`."""
         each = [torch.bincount(owner[held], minlength=owners) for held in self.held]
         together = torch.bincount(owner, minlength=owners)
-        return torch.stack([*each, together])[:-1].double() / self.share, together.double() / self.share
+        by_owner = _of_whole(torch.stack([*each, together])[:-1], self.share)
+        by_owner *= (self.counts() / by_owner.sum(1).clamp(min=1e-30))[:, None]
+        return by_owner, _of_whole(together, self.share)
 
     def in_blocks(self, block_rows: int) -> Presence:
         """Which ranks hold anything of each block of consecutive rows: the blocks are the rows of the result.
@@ -140,6 +160,26 @@ def presence_like(num_rows: int, rows_per_rank: tuple[int, ...], exponent: float
         indices.append(keys.topk(min(drawn, round(count * share))).indices)
     found = Presence.of(indices) if indices else Presence(torch.empty(0, dtype=torch.long), torch.empty(0, 0) > 0)
     return Presence((found.rows / share).long(), found.held, share)
+
+
+def _of_whole(counts: Tensor, share: float) -> Tensor:
+    """`[..., places]` float64: how many there are at each place, from how many of a sample are there.
+
+    Numbers in a sample differ by chance, and the largest of many most of all: it is no measure of the fullest place.
+    What chance makes of their variance, `1 - share` of their mean, is taken off. If it is all of it, because rows are
+    dealt out by a hash, so much is left as the whole would have by chance itself: `share`.
+
+    Source: Efron and Morris, *Data Analysis Using Stein's Estimator and Its Generalizations* (1975), for estimates that
+    are to spread as the truth does.
+    """
+    counts = counts.double()
+    if share == 1:
+        return counts
+    mean = counts.mean(-1, keepdim=True)
+    off = counts - mean
+    by_chance = (1 - share) * counts.sum()
+    kept = (1 - by_chance / off.square().sum().clamp(min=1e-30)).clamp(share, 1.0)
+    return (mean + kept.sqrt() * off) / share
 
 
 def _exponent(measured: Presence, num_rows: int) -> float:

@@ -36,6 +36,12 @@ def test_a_plan_is_made_for_the_cluster_that_is_asked_for(profile, capsys):
     assert max(plan.prediction.memory_bytes) <= 10**9
 
 
+def test_a_mesh_that_is_given_is_no_want_of_memory(profile, capsys):
+    profile_of(layers=2).save(profile)  # which a pipeline would run faster
+    assert execute(["plan", str(profile), "--mesh", "data=2", "--memory", "1TB"]) == 0
+    assert "binding: memory" not in capsys.readouterr().out
+
+
 def test_a_plan_that_was_made_is_taken_again(profile, tmp_path, capsys):
     command = ["plan", str(profile), "--mesh", "data=2"]
     assert execute(command) == 0

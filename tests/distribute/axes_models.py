@@ -1,11 +1,13 @@
 """Models and loops for tests of several axes at once: the same on one process and on a mesh."""
 
+from types import MappingProxyType
+
 import torch
 from torch import nn
 from torch.nn import functional
 
 import tulle
-from gigabit import give_network
+from gigabit import give_cluster
 
 STEPS, MICRO_BATCHES, BATCH = 3, 2, 8
 
@@ -26,6 +28,14 @@ class Words(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return functional.cross_entropy(self.out(x), batch["targets"])
+
+
+class DenseWords(Words):
+    """The same with dense gradients, which torch's own clipping asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words.sparse = False
 
 
 class Stack(nn.Module):
@@ -61,7 +71,7 @@ def gpt2():
     return Language()
 
 
-KINDS = {"words": Words, "stack": Stack, "gpt2": gpt2}
+KINDS = {"words": Words, "dense words": DenseWords, "stack": Stack, "gpt2": gpt2}
 
 
 def build(kind):
@@ -105,16 +115,16 @@ def train(model, several, rank=0, size=1, steps=range(STEPS), clip=None):
     return losses
 
 
-def distributed(kind, shape, **options):
-    """A model on a mesh, its optimizers, and this rank's place among the replicas."""
+def distributed(kind, shape, plan=MappingProxyType({}), **options):
+    """A model on a mesh, its optimizers, and this rank's place among the replicas; without a plan stages are dealt."""
     mesh = tulle.init(**shape)
     rank, size = 0, 1
     if "data" in mesh:
-        give_network(mesh["data"])
         rank, size = mesh["data"].rank, mesh["data"].size
     model = build(kind)
     several = optimizers(model)
-    tulle.distribute(model, several, mesh, sample=(batch_of(0, rank, size),), **options)
+    with give_cluster(mesh):
+        tulle.distribute(model, several, mesh, plan=plan, sample=(batch_of(0, rank, size),), **options)
     return model, several, (rank, size)
 
 

@@ -55,14 +55,15 @@ def test_all_savings_on_three_axes_are_one_process():
 
 @on_ranks(4)
 @pytest.mark.slow
+@pytest.mark.parametrize("shared", [{"shard_optimizer": True}, {"full_shard": True}], ids=str)
 @pytest.mark.parametrize("shape", [{"data": 2, "pipe": 2}, {"data": 2, "model": 2}], ids=str)
-def test_narrow_parameters_with_masters_come_near(shape):
+def test_narrow_parameters_with_masters_come_near(shape, shared):
     reference = build("stack").float()
     train(reference, optimizers(reference))
     mesh = tulle.init(**shape)
     model = build("stack").float()
     several = optimizers(model)
-    plan = Plan(shape, memory=Memory(shard_optimizer=True, precision="bf16"))
+    plan = Plan(shape, memory=Memory(**shared, precision="bf16"))
     place = mesh["data"].rank, mesh["data"].size
     tulle.distribute(model, several, mesh, plan=plan, sample=(batch_of(0, *place),))
     train(model, several, *place)
@@ -74,10 +75,7 @@ def test_narrow_parameters_with_masters_come_near(shape):
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("memory", "kind", "text"),
-    [
-        (Memory(full_shard=True), "stack", "the plan has full_shard, which tulle.distribute does not put on yet"),
-        (Memory(recompute=("encoder.layers.9",)), "stack", "the plan's memory names 'encoder.layers.9'"),
-    ],
+    [(Memory(recompute=("encoder.layers.9",)), "stack", "the plan's memory names 'encoder.layers.9'")],
 )
 def test_what_cannot_be_done_is_refused(memory, kind, text):
     with pytest.raises(PlanError, match=text):

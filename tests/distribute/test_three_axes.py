@@ -35,6 +35,27 @@ def test_two_axes_are_one_process(kind, shape):
 
 
 @on_ranks(4)
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("stack", {"pipe": 2, "model": 2}),
+        pytest.param("words", {"data": 2, "pipe": 2}, marks=pytest.mark.slow),
+        pytest.param("gpt2", {"data": 2, "model": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_what_the_planner_chooses_on_two_axes_is_one_process(kind, shape):
+    compare(kind, shape, clip, plan="auto")
+
+
+@on_ranks(4)
+def test_a_rank_that_counts_no_gradient_clips_by_the_same_factor():
+    first_alone = {"words": 0, "encoder.layers.0": 1, "encoder.layers.1": 1, "out": 1}
+    shape = {"pipe": 2, "model": 2}
+    compare("stack", shape, clip, plan=tulle.Plan(shape, stages=first_alone))
+
+
+@on_ranks(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["words", "stack", "gpt2"])
 @pytest.mark.parametrize("shape", [{"data": 2, "model": 2}, {"data": 2, "pipe": 2}, {"pipe": 2, "model": 2}], ids=str)

@@ -1,6 +1,7 @@
 """torch's own clipping, gradient scaler and schedules work on models that are split over ranks."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 import tulle
 from ranks import on_ranks
+from tulle.plan import plan_for_later
 
 SHAPES = [
     {"pipe": 2, "model": 2},
@@ -29,6 +31,19 @@ def test_torchs_own_clipping_is_that_of_one_process(shape):
     found = train(model, several, *place, clip=clip)
     assert found[1::2] == pytest.approx(wanted[1::2], rel=1e-12), "norms"
     assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("how", ["rows", pytest.param("columns", marks=pytest.mark.slow)])
+def test_torchs_own_clipping_knows_the_other_parts_of_a_split_table(how):
+    def clip(model):
+        return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+
+    reference = build("dense words")
+    wanted = train(reference, optimizers(reference), clip=clip)
+    model, several, place = distributed("dense words", {"data": 2, "pipe": 2}, plan={"words.weight": how})
+    found = train(model, several, *place, clip=clip)
+    assert found[1::2] == pytest.approx(wanted[1::2], rel=1e-12), "norms"
 
 
 @on_ranks(4)
@@ -96,3 +111,47 @@ def scaled_alone(reference):
         optimizer.zero_grad()
         schedule.step()
     return [16.0, 8.0, 16.0, 32.0]
+
+
+def scaled_with_a_broken_step(model, several, place):
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    @tulle.step(micro_batches=MICRO_BATCHES)
+    def step(model, batch):
+        loss = model(batch)
+        scaler.scale(loss).backward()
+        return loss
+
+    for number in range(3):
+        step(model, batch_of(number, *place))
+        if number == 1 and model.out.bias.grad is not None:  # at the last stage only
+            model.out.bias.grad[0] = float("inf")
+        for one in several:
+            scaler.step(one)
+            one.zero_grad()
+        scaler.update()
+
+
+@on_ranks(2)
+def test_a_scaler_takes_optimizers_without_parameters_at_a_stage():
+    reference = build("words")
+    of_table, of_output = reference.words.weight, reference.out.bias  # each at one stage only, and all others
+    others = [p for p in reference.parameters() if all(p is not own for own in (of_table, of_output))]
+    scaled_with_a_broken_step(reference, by_stage(reference), (0, 1))
+    mesh = tulle.init(pipe=2)
+    model = build("words")
+    several = by_stage(model)
+    stages = {"words": 0, "tags": 0, "layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1, "out": 1}
+    tulle.distribute(
+        model, several, mesh, plan=replace(plan_for_later(mesh.shape, {"words.weight": (40, 8)}), stages=stages)
+    )
+    scaled_with_a_broken_step(model, several, (0, 1))
+    assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+    assert len(others) == len(several[2].param_groups[0]["params"])
+
+
+def by_stage(model):
+    """Optimizers of a table, of the last layer's bias, and of all else."""
+    table, bias = model.words.weight, model.out.bias
+    others = [p for p in model.parameters() if p is not table and p is not bias]
+    return [torch.optim.SGD([table], lr=0.1), torch.optim.Adam([bias], lr=0.1), torch.optim.AdamW(others, lr=0.1)]

@@ -8,7 +8,7 @@ from axes_models import worst_difference
 from torch import nn
 
 import tulle
-from gigabit import give_network
+from gigabit import give_cluster
 from ranks import on_ranks
 
 
@@ -67,11 +67,11 @@ def on_mesh(shape, plan="auto"):
     mesh = tulle.init(**shape)
     rank, size = 0, 1
     if "data" in mesh:
-        give_network(mesh["data"])
         rank, size = mesh["data"].rank, mesh["data"].size
     model, optimizer = make()
     sample = next(batches(rank, size))
-    model, optimizer = tulle.distribute(model, optimizer, mesh, plan=plan, sample=sample)
+    with give_cluster(mesh):
+        model, optimizer = tulle.distribute(model, optimizer, mesh, plan=plan, sample=sample)
     return mesh, model, optimizer, rank, size
 
 

@@ -1,6 +1,8 @@
 """Everything that an embedding can do, on tables that are split, beside one process on the whole batch."""
 
+import re
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.optim import SGD, Adam, SparseAdam
 import tulle
 from models import batches
 from ranks import on_ranks
+from tulle import placing
 from tulle.errors import CommunicationError, ModelError, PlanError
 from tulle.tables import ShardGradient, split_of
 
@@ -229,7 +232,7 @@ def test_rows_that_were_not_told_are_named_with_the_mend():
     pair, _ = tulle.distribute(pair, SGD(pair.parameters(), lr=0.1), mesh, plan="rows")
     ids = torch.arange(8).view(2, 4)
     batches_ahead = iter(tulle.lookahead([ids] * 3, ids=lambda batch: {"first": batch[:1], "second": batch}))
-    with pytest.raises(ModelError, match=r"'first.weight' on rank \d asks for rows that were not told ahead"):
+    with pytest.raises(ModelError, match=r"'first.weight' on rank \d asks for rows that were not told ahead: let the"):
         pair(next(batches_ahead))
     with pytest.raises(ModelError, match=r"ids of 'third', the tables .* are: first.weight, second.weight"):
         next(iter(tulle.lookahead([ids], ids={"third": 0})))
@@ -264,3 +267,57 @@ def test_optimizer_state_of_before_is_split_too():
         step(reference, [theirs], [reference(ids)])
         step(model, [ours], [model(ids.chunk(mesh.size)[mesh.rank])])
     assert worst(model, reference) < TOLERANCE
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (
+            torch.tensor([[1, ROWS]]),
+            "'table.weight' was asked for row 40 on rank 1, expected rows 0..39: check the",
+        ),
+        (torch.tensor([[-1, 2]]), "'table.weight' was asked for row -1 on rank 1, expected rows 0..39"),
+        (
+            torch.tensor([[1.0, 2.0]]),
+            "ids of the table 'table.weight' are torch.float32, expected int32 or int64",
+        ),
+    ],
+)
+def test_ids_that_are_no_rows_are_told_to_all_ranks(wrong, named, is_known):
+    mesh = tulle.init(data=-1)
+    model = build("sum", 0)
+    model, optimizer = tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan="rows")
+    for ids in batches(3, 4) if is_known else []:
+        step(model, [optimizer], [model(ids)])
+    if mesh.rank == 1:
+        with pytest.raises((IndexError, TypeError), match=re.escape(named)):
+            model(wrong)
+    else:
+        with pytest.raises(CommunicationError, match=r"rank 1 of axis 'data' looked up, in step \d, what is no row of"):
+            model(torch.tensor([[1, 2]]))
+
+
+@on_ranks(2)
+def test_a_key_that_the_batch_has_not_is_named():
+    mesh = tulle.init(data=-1)
+    model = build("sum", 0)
+    tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan="rows")
+    with pytest.raises(
+        ModelError, match="given 'user' as the key of the ids of 'table', and the batch has users, items"
+    ):
+        next(iter(tulle.lookahead([{"users": torch.tensor([1]), "items": torch.tensor([2])}], ids={"table": "user"})))
+
+
+class Scaled(SGD):
+    """An optimizer that tulle does not know."""
+
+
+@on_ranks(2)
+def test_an_optimizer_that_is_not_known_is_doubted_in_the_log():
+    mesh = tulle.init(data=-1)
+    model = build("sum", 0)
+    with patch.object(placing.logger, "warning") as warn:
+        tulle.distribute(model, Scaled(model.parameters(), lr=0.1), mesh, plan="rows")
+    assert [call.args[1] for call in warn.call_args_list] == (["Scaled"] if mesh.rank == 0 else [])

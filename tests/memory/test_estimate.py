@@ -1,5 +1,7 @@
 """What `estimate` says against what the allocator hands out."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -135,3 +137,9 @@ def test_a_model_that_gives_nothing_trainable_is_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ModelError, match="nothing that the model gives depends on its parameters"):
         estimate(nn.Identity(), optimizer, torch.ones(2))
+
+
+def test_nothing_refers_to_the_model_afterwards():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    estimate(model, torch.optim.AdamW(model.parameters()), torch.ones(2, 4))
+    assert not any(weakref.getweakrefs(parameter) for parameter in model.parameters())

@@ -155,12 +155,27 @@ def test_a_parameter_must_be_initialized_where_it_is_used():
         (lambda: tn.top_k(ones(heads), heads, d), "there are not so many"),
         (lambda: tn.sample(ones(heads), heads, temperature=-1), "expected 0 or more"),
         (lambda: tn.serialize(tn.mean, batch, 3, ones(batch)), "serialize was asked for 3 pieces of batch=4"),
+        (lambda: tn.serialize(tn.mean, "batch", 2, ones(batch)), "'batch' was given as a dimension"),
+        (lambda: tn.concat([ones(d), ones(d)], ["d_model", d], batch), "'d_model' was given as a dimension"),
+        (lambda: tn.top_k(ones(heads), heads, 2), "2 was given as a dimension"),
+        (lambda: tn.range("heads"), "'heads' was given as a dimension"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(action, text):
     with pytest.raises((ModelError, PlanError)) as caught:
         action()
     assert text in str(caught.value)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["", "d_model:model"])
+def test_indices_beyond_a_dimension_are_refused_whether_it_is_split_or_not(layout):
+    with tn.use(tulle.init(model=2), layout):
+        index = tn.from_torch(torch.tensor([0, -100, 8, 2]), batch)  # torch's cross entropy would leave -100 out
+        text, table, logits = "over d_model=8 was given indices from -100 to 8", ones(d, heads), ones(batch, d)
+        refused(ModelError, f"gather {text}, expected 0 to 7", lambda: tn.gather(table, index, d))
+        refused(ModelError, f"cross_entropy {text}", lambda: tn.cross_entropy(logits, index, d))
+        refused(ModelError, "with tn.where", lambda: tn.cross_entropy(logits, index, d, label_smoothing=0.1))
 
 
 @on_ranks(4)

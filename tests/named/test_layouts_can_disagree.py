@@ -110,3 +110,30 @@ def test_a_parameter_whose_uses_are_split_differently_gets_its_whole_gradient(us
             results.append(model.weight.grad.local)
     torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-12)
     assert (results[2] - results[0]).norm() > 1e-3
+
+
+def next_to_each_other(tensor, batch, pieces, piece):
+    small = batch.resized(batch.size // pieces)
+    length = tensor.scope.local_size(small)
+    return tn.from_local(tensor.local.narrow(0, piece * length, length), (small, *tensor.dims[1:]))
+
+
+def loss_in_pieces(mesh, layout):
+    batch, d = tn.dims(batch=8, d=3)
+    with tn.use(mesh, layout):
+        x = tn.from_torch(torch.arange(24.0, dtype=torch.float64).view(8, 3), (batch, d))
+        weight = tn.Module()
+        weight.one = tn.ones(d, dtype=torch.float64)
+        weight.init()
+        tn.manual_seed(0)
+        return tn.serialize(lambda piece: tn.mean(tn.dropout(piece * weight.one, 0.5)) ** 2, batch, 2, x).item()
+
+
+@on_ranks(2)
+def test_pieces_of_what_each_rank_has_in_a_row_would_show():
+    mesh = tulle.init(data=2)
+    whole = loss_in_pieces(mesh, "")
+    assert loss_in_pieces(mesh, "batch:data") == pytest.approx(whole, rel=1e-12)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tulle.named.repeat._piece", next_to_each_other)
+        assert loss_in_pieces(mesh, "batch:data") != pytest.approx(loss_in_pieces(mesh, ""), rel=1e-3)

@@ -80,6 +80,80 @@ class Contrastive(tn.Module):
         return [tn.from_torch(images, (self.batch, self.pixels)), tn.from_torch(texts, (self.batch, self.words))]
 
 
+class Ring(tn.Module):
+    """Keys and values go round the blocks of a sequence; then attention to the neighbours' borders."""
+
+    batch, length, blocks, within, inside, d, h, k = tn.dims(
+        batch=2, length=16, blocks=4, within=4, inside=4, d_model=8, heads=2, d_kv=4
+    )
+    window = tn.Dim("window", 6)
+
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wk, self.wv = (tn.param(self.d, self.h, self.k) for _ in range(3))
+        self.wo = tn.param(self.h, self.k, self.d, inputs=(self.h, self.k))
+
+    def forward(self, x):
+        y = x + self.back(self.ring(tn.rms_norm(x, self.d)))
+        m = tn.halo(y, self.length, (self.blocks, self.window), before=1)
+        query = tn.split(y, self.length, (self.blocks, self.within)).dot(self.wq, self.d)
+        weights = tn.softmax(query.dot(m.dot(self.wk, self.d), self.k), self.window)
+        return tn.square(y + self.back(weights.dot(m.dot(self.wv, self.d), self.window))).mean()
+
+    def back(self, mixed):
+        return tn.merge(mixed.dot(self.wo, (self.h, self.k)), (self.blocks, self.within), self.length)
+
+    def ring(self, x):
+        x = tn.split(x, self.length, (self.blocks, self.within))
+        query, m = x.dot(self.wq, self.d), x.rename(within=self.inside)
+        begin = tn.range(self.blocks) * self.within.size
+        moving = m.dot(self.wk, self.d), m.dot(self.wv, self.d), begin + tn.range(self.inside)
+        here, top, norm, total = begin + tn.range(self.within), None, 0.0, 0.0
+        for _ in range(self.blocks.size):
+            key, value, there = moving
+            scores = tn.where(there <= here, query.dot(key, self.k), -1e30)
+            most = tn.max(scores, self.inside)
+            now = tn.stop_gradient(most if top is None else tn.maximum(top, most))
+            weights, old = tn.exp(scores - now), 0.0 if top is None else tn.exp(top - now)
+            total, norm = weights.dot(value, self.inside) + total * old, tn.sum(weights, self.inside) + norm * old
+            top, moving = now, tuple(tn.shift(one, self.blocks, 1, wrap=True) for one in moving)
+        return total / norm
+
+    def sample(self, draw):
+        return [tn.from_torch(torch.randn(2, 16, 8, generator=draw), (self.batch, self.length, self.d))]
+
+
+class Perceiver(tn.Module):
+    """A few latents look at inputs of different lengths, padded so that they can be split."""
+
+    batch, raw, tokens, latents, others, d, h, k, classes = tn.dims(
+        batch=4, raw=10, tokens=12, latents=4, others=4, d_model=8, heads=2, d_kv=4, classes=6
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.latent, self.place = tn.param(self.latents, self.d, std=1.0), tn.param(self.tokens, self.d, std=0.3)
+        self.cross, self.own = (layers.Attention(self.d, self.h, self.k) for _ in range(2))
+        self.out = tn.param(self.d, self.classes)
+
+    def forward(self, x, lengths, labels):
+        x = tn.layer_norm(tn.pad(x, self.raw, self.tokens) + self.place, self.d)
+        there = (tn.range(self.tokens) < lengths) & tn.mask(self.tokens, self.raw.size)
+        bias = tn.where(there, 0.0, tn.full((), float("-inf")))
+        z = tn.broadcast_to(self.latent, (self.batch, self.latents, self.d))
+        z = z + self.cross(tn.rms_norm(z, self.d), self.cross.keys_values(x), self.tokens, self.latents, bias)
+        y = tn.rms_norm(z, self.d)
+        z = z + self.own(y, self.own.keys_values(y.rename(latents=self.others)), self.others, self.latents)
+        spread = tn.logsumexp(tn.where(there, tn.mean(x, self.d), float("-inf")), self.tokens)
+        logits = tn.mean(z, self.latents).dot(self.out, self.d)
+        return tn.cross_entropy(logits, labels, self.classes).mean() + 0.1 * spread.mean()
+
+    def sample(self, draw):
+        images, labels = torch.randn(4, 10, 8, generator=draw), torch.randint(6, (4,), generator=draw)
+        lengths = tn.from_torch(torch.tensor([10, 4, 1, 7]), self.batch)
+        return [tn.from_torch(images, (self.batch, self.raw, self.d)), lengths, tn.from_torch(labels, self.batch)]
+
+
 PROGRAMS = {
     Denoiser: [
         "height:data, half_height:data, width:model, half_width:model",
@@ -88,6 +162,8 @@ PROGRAMS = {
     ],
     Recurrent: ["batch:data, h_next:model", "time:data, h:model", "vocab:data+model"],
     Contrastive: ["batch:data, other:model", "embed:data, batch:model", "batch:data+model"],
+    Ring: ["length:data+model, blocks:data+model", "batch:data, heads:model", "blocks:model, d_kv:data"],
+    Perceiver: ["tokens:data+model", "batch:data, heads:model, classes:model", "latents:data, others:model"],
 }
 
 
@@ -131,6 +207,8 @@ def test_what_programs_send_is_what_is_explained(program):
             model(*sample).backward()
         sent = {label: (one.bytes_sent, one.messages) for label, one in traffic.take_labels().items()}
         for label in {*sent, *told}:
-            has_borders = "shift" in label or "convolution" in label  # of which inner ranks send more than the first
+            has_borders = any(
+                what in label for what in ("shift", "convolution", "halo")
+            )  # of which inner ranks send more than the first
             if mesh.rank == 0 or not has_borders:
                 assert sent.get(label, (0, 0)) == told.get(label, (0, 0)), (layout, label)

@@ -1,5 +1,6 @@
 """The planner finds what trying everything finds, keeps to the memory, and says how sure it is."""
 
+import re
 from dataclasses import replace
 from itertools import combinations, product
 
@@ -9,6 +10,7 @@ from profiles import cluster_of, profile_of
 from tulle.errors import PlanError
 from tulle.plan import AT_READ, Memory, Plan, Space, TablePlan, best_plan, footprints, lower
 from tulle.plan.bound import Bound
+from tulle.plan.exchange import Tariff
 from tulle.plan.search import LATE_HANDICAP, MOST_WORK, Search
 from tulle.plan.space import BUCKETS_BYTES
 from tulle.simulate import run
@@ -126,7 +128,7 @@ def test_a_bound_that_is_too_high_is_found_out(monkeypatch):
 @pytest.mark.parametrize("seed", [4, 5])
 def test_no_plan_is_faster_than_its_bound(seed):
     profile, cluster = profile_of(seed), cluster_of(4)
-    search = Search(profile, cluster, 32, Space(), None)
+    search = Search(profile, cluster, 32, Space(), None, Tariff(profile))
     search.run()
     for found in search.found():
         assert found.score_s >= search.least_s(found.plan) * (1 - 1e-12)
@@ -152,6 +154,19 @@ def test_more_memory_is_never_slower():
     limits = [int(share * whole) for share in (0.6, 0.7, 0.9, 1.0)]
     steps_s = [best_plan(profile, cluster, memory_bytes=limit).prediction.step_s for limit in limits]
     assert steps_s == sorted(steps_s, reverse=True)
+
+
+def test_parameters_are_shared_out_where_nothing_else_fits():
+    profile, cluster = profile_of(tables=0), cluster_of(4)
+    space = Space(mesh={"pipe": 1, "model": 1}, recomputes=False)
+    assert not best_plan(profile, cluster, space=space).memory.full_shard
+    others = replace(space, memories=(Memory(), Memory(shard_optimizer=True)))
+    with pytest.raises(PlanError, match="no plan fits") as refused:
+        best_plan(profile, cluster, space=others, memory_bytes=1)
+    least_bytes = int(re.search(r"the least needs ([\d,]+)", str(refused.value))[1].replace(",", ""))
+    assert best_plan(profile, cluster, space=space, memory_bytes=least_bytes - 1).memory == Memory(full_shard=True)
+    with_tables = profile_of(tables=1)
+    assert all(not one.full_shard for one in space.memories_for(with_tables, 4)), "it shares out no tables"
 
 
 def test_what_is_fixed_stays():

@@ -2,12 +2,13 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from profiles import network, stream_of
-from tulle.plan import best_plan, lower
+from tulle.plan import best_plan, explained, lower
 from tulle.simulate import run
 from tulle.workload import Cluster, Machine, ModuleProfile, OptimizerProfile, Profile, Split, TableProfile
 
@@ -63,3 +64,30 @@ def test_a_few_hosts_are_planned_within_ten_seconds(hosts):
     began_s = time.process_time()
     best_plan(profile, cluster)
     assert time.process_time() - began_s < 10
+
+
+def recommender(tables=26):
+    """Many tables, from a few rows to very many, each looked up by a piece of its own."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [int(10 ** (1 + 4.7 * number / tables)) for number in range(tables)]
+    pieces = [ModuleProfile(f"tables.{number}", 1e-4, 2e-4, activations_bytes=2**20) for number in range(tables)]
+    reads = {piece.name: 2**17 for piece in pieces}
+    pieces.append(ModuleProfile("tower", 5e-3, 10e-3, parameters_bytes=2**22, activations_bytes=2**22, reads=reads))
+    streams = [stream_of(generator, rows, 2048, ranks=2) for rows in sizes]
+    found = tuple(
+        TableProfile(f"{piece.name}.weight", rows, 16, 4, True, ("rows", "columns"), piece.name, stream)
+        for piece, rows, stream in zip(pieces, sizes, streams, strict=False)
+    )
+    cluster = Cluster(8, 1, Machine(1e11, 1e10, 2**33), network(1.25e9))
+    return Profile("DeepFM", 2048, tuple(pieces), found, OptimizerProfile(2.0, 1e-9), cluster, 0.03)
+
+
+@pytest.mark.slow
+def test_many_tables_are_planned_and_explained_within_ten_seconds():
+    profile = recommender()
+    began_s = time.process_time()
+    plan = best_plan(profile, profile.cluster)
+    told = explained(plan, profile.cluster, partial(best_plan, profile), memory_bytes=2**33)
+    assert time.process_time() - began_s < 10
+    assert told.prediction.is_exact
+    assert told.prediction.changes

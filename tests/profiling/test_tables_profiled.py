@@ -176,3 +176,37 @@ def test_no_hook_stays_behind_even_if_the_forward_fails():
     assert not model.words._forward_pre_hooks
     assert model.words.max_norm == 0.5
     assert model.calls.item() == 0
+
+
+class Positions(nn.Embedding):
+    """A table whose own `forward` takes a shape, as BART's positions do."""
+
+    def forward(self, shape: torch.Size) -> torch.Tensor:
+        return super().forward(torch.arange(shape[-1]) + 2)
+
+
+class Positioned(nn.Module):
+    """Calls such a table, and reads the other one past its module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = table(), Positions(ROWS, WIDTH, sparse=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(ids, self.words.weight) + self.positions(ids.shape)
+
+
+def test_lookups_are_seen_where_they_are_made():
+    touched = rows_touched(Positioned(), torch.tensor([[7, 7, 9]]))
+    assert {name: rows.tolist() for name, rows in touched.items()} == {
+        "words.weight": [7, 9],
+        "positions.weight": [2, 3, 4],
+    }
+
+
+def test_what_a_forward_writes_in_a_parameter_is_undone():
+    model = Pair(table(), table())
+    model.register_forward_pre_hook(lambda pair, _: setattr(pair, "seen", pair.first.weight.data.mul_(2)))
+    before = model.first.weight.detach().clone()
+    rows_touched(model, (torch.tensor([1, 2]), torch.tensor([2, 3])))
+    assert torch.equal(model.first.weight, before)

@@ -147,6 +147,8 @@ def test_what_is_no_gradient_of_a_table_is_refused_on_all_ranks_alike():
     ]:
         with pytest.raises(GradientError, match=text):
             tulle.sync.characteristics(bad if last else [good] * len(bad), axis)
+    with pytest.raises(GradientError, match="was given a int, expected a RowSparse"):
+        tulle.sync.characteristics(3 if last else good, axis)
     tables_differ = rf"on rank {1 if axis.size == 2 else 2} of axis 'data' and of .* on rank 0: give the same tables"
     for other in ([good, good], [torch.ones(V, WIDTH + 1)], [torch.ones(V, WIDTH).half()], []):
         with pytest.raises(GradientError, match=tables_differ):

@@ -215,3 +215,17 @@ def test_only_sums_of_activations_travel():
     before = tulle.comm.traffic.sent_for("0").bytes_sent
     model(x).sum().backward()
     assert tulle.comm.traffic.sent_for("0").bytes_sent - before == 4 * x.nbytes
+
+
+class Scaled(nn.Embedding):
+    """A table of a class of its own, as BART's."""
+
+    def forward(self, input):
+        return super().forward(input) * 2.0
+
+
+def test_a_layer_that_is_tied_to_a_module_of_an_unknown_class_stays_whole_unless_asked_for():
+    model = nn.Sequential(Scaled(8, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 8, bias=False))
+    assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["1", "2"]
+    model[2].weight = model[0].weight
+    assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["1"]

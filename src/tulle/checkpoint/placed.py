@@ -14,14 +14,45 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tulle.memory import Shard
 from tulle.tables.natural import RowOrder, block_rows_of, blocks_of_chunks
 from tulle.tables.split import ColumnSplit, RowSplit, Split
 from tulle.tensor_parallel import Placement
 
 Path = tuple[str | int, ...]
 """Keys and positions that lead to a tensor in a state of dictionaries and lists."""
-Part = Split | Placement
-"""Which part of a tensor a rank has: of a table over axis `data`, or of a layer over axis `model`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """A part over axis `data` of a parameter that is shared out.
+
+    Args:
+        shard: Which part it is, of what this rank computes with.
+        within: Which part that is over axis `model`, None for the whole.
+    """
+
+    shard: Shard
+    within: Placement | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return tuple(self.within.shape if self.within is not None else self.shard.shape)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of this rank's part."""
+        return self.shard.local_shape
+
+    def whole(self, part: Tensor, *, label: str) -> Tensor:
+        """The whole, from all ranks' parts. Every rank of both axes must call it."""
+        gathered = self.shard.whole(part, label=label)
+        return self.within.whole(gathered, label=label) if self.within is not None else gathered
+
+
+Part = Split | Placement | Sharded
+"""Which part of a tensor a rank has: of a table over axis `data`, of a layer over axis `model`, or of any over both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +65,7 @@ class Share:
         writes_whole: Whether this rank writes what all ranks of its stage have.
         writes_sections: Whether this rank writes its part of what is split over axis `model`.
         writes_rows: Whether it does of what is split over axis `data`.
+        writes_both: Whether it does of what is split over both.
     """
 
     part: Part | None = None
@@ -41,6 +73,7 @@ class Share:
     writes_whole: bool = True
     writes_sections: bool = True
     writes_rows: bool = True
+    writes_both: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,26 +228,24 @@ class ByRows(Placed):
 
 
 class BySections(Placed):
-    """Every rank of axis `model` has, reads and writes its part of each section of a parameter.
+    """Every rank has, reads and writes its part of each section of a parameter: over axis `model`, `data` or both.
 
     Args:
         path: See `Placed`.
         tensor: This rank's parts of the sections, end to end.
-        placement: How it is cut.
+        part: How it is cut.
         is_writer: Whether this rank writes its own.
     """
 
-    def __init__(self, path: Path, tensor: Tensor, placement: Placement, *, is_writer: bool) -> None:
+    def __init__(self, path: Path, tensor: Tensor, part: Placement | Sharded, *, is_writer: bool) -> None:
         boxes: list[Box] = []
         self._rooms: list[Tensor] = []
-        for in_whole, in_part, length in placement.stretches():
-            stretch = tensor.detach().narrow(placement.dim, in_part, length)
-            offsets = tuple(in_whole if dim == placement.dim else 0 for dim in range(tensor.ndim))
-            for box in _row_blocks(stretch, offsets) if length else ():
+        for offsets, stretch in _stretches(tensor.detach(), part):
+            for box in _row_blocks(stretch, offsets) if stretch.numel() else ():
                 boxes.append(box)
                 self._rooms.append(stretch.narrow(0, box.offsets[0] - offsets[0], box.sizes[0]))
         self._is_writer = is_writer
-        super().__init__(path, tensor, placement.shape, boxes)
+        super().__init__(path, tensor, part.shape, boxes)
 
     @property
     def written(self) -> Sequence[Box]:
@@ -259,10 +290,30 @@ class Places:
             return Replicated(path, tensor, is_writer=share.writes_whole)
         if isinstance(part, Placement):
             return BySections(path, tensor, part, is_writer=share.writes_sections)
+        if isinstance(part, Sharded):
+            is_writer = share.writes_rows if part.within is None else share.writes_both
+            return BySections(path, tensor, part, is_writer=is_writer)
         if isinstance(part, ColumnSplit):
             return ByColumns(path, tensor, part, is_writer=share.writes_rows)
         order = self._orders.setdefault(part, RowOrder(part))
         return ByRows(path, tensor, order, is_writer=share.writes_rows)
+
+
+def _stretches(tensor: Tensor, part: Placement | Sharded) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Of what lies together in the whole, where it begins there, and this rank's."""
+    shard, within = (part.shard, part.within) if isinstance(part, Sharded) else (None, part)
+    offsets = [0] * tensor.ndim
+    if shard is not None:
+        offsets[shard.dim] = shard.begin_on(shard.axis.rank)
+    if within is None:
+        yield tuple(offsets), tensor
+        return
+    begin = offsets[within.dim]  # of this rank's part of what ranks of axis `model` have
+    for in_whole, in_part, length in within.stretches():
+        first, last = max(in_part, begin), min(in_part + length, begin + tensor.shape[within.dim])
+        if first < last:
+            offsets[within.dim] = in_whole + first - in_part
+            yield tuple(offsets), tensor.narrow(within.dim, first - begin, last - first)
 
 
 def _row_blocks(tensor: Tensor, offsets: tuple[int, ...]) -> list[Box]:

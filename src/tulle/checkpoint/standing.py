@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tulle.checkpoint.placed import Part, Share, memory_of
+from tulle.checkpoint.placed import Part, Sharded, Share, memory_of
 from tulle.checkpoint.ranks import Ranks
 from tulle.distribute.adopted import axes_of
+from tulle.memory import named_shards, state_of_shards
 from tulle.tables.split import split_of
 from tulle.tensor_parallel import placements, state_of_parts
 
@@ -28,7 +29,9 @@ class Standing:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self.parts: dict[str, Part] = {n: split for n, p in parameters.items() if (split := split_of(p)) is not None}
         if self.axes is not None:
-            self.parts |= placements(model)
+            over_model = placements(model)
+            self.parts |= over_model
+            self.parts |= {name: Sharded(shard, over_model.get(name)) for name, shard in named_shards(model).items()}
         self._names = {id(parameter): name for name, parameter in reversed([*parameters.items()])}
         tensors = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
         self._held = {name for name, tensor in tensors.items() if not tensor.is_meta}
@@ -43,7 +46,7 @@ class Standing:
         """The model's `state_dict`, with this rank's parts of what is split by `distribute`."""
         if self.axes is None:
             return self._model.state_dict()
-        with state_of_parts():
+        with state_of_parts(), state_of_shards():
             return self._model.state_dict()
 
     def first_names(self, state: Mapping[str, Any]) -> dict[str, str]:
@@ -71,6 +74,7 @@ class Standing:
             writes_whole=is_here and is_first_replica and is_first_part,
             writes_sections=is_here and is_first_replica,
             writes_rows=is_here and is_first_part,
+            writes_both=is_here,
         )
 
     def share_of(self, parameter: Tensor) -> Share:

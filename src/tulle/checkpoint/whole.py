@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tulle.checkpoint.placed import Part
+from tulle.checkpoint.placed import Part, Sharded
 from tulle.checkpoint.standing import Standing
 from tulle.checkpoint.state import versions_of, with_versions
 from tulle.comm import broadcast, lane, receive, send
@@ -107,7 +107,7 @@ def _blocks_here(value: Tensor, part: Part | None, *, everywhere: bool) -> Itera
             wanted = [rows if everywhere or rank == 0 else range(0) for rank in range(part.axis.size)]
             yield rows, order.collect(value, wanted)
     else:
-        whole = part.whole(value, label=SAVING) if isinstance(part, Placement) else value
+        whole = part.whole(value, label=SAVING) if isinstance(part, Placement | Sharded) else value
         yield _ranges(value, part)[0], whole
 
 

@@ -13,7 +13,7 @@ from typer.core import TyperCommand, TyperOption
 
 from tulle import __version__
 from tulle.cli.doctor import SCRIPT, doctor
-from tulle.cli.explain import explain
+from tulle.cli.explain import explain, explain_script
 from tulle.cli.options import HelpAsked, Split, split
 from tulle.cli.plan import plan
 from tulle.cli.profile import profile
@@ -21,6 +21,7 @@ from tulle.cli.run import RunOptions
 from tulle.cli.run import run as run_command
 from tulle.cli.simulate import simulate
 from tulle.cli.usage import UsageError
+from tulle.distribute import MAKE_ANEW
 from tulle.errors import TulleError
 from tulle.plan import PLAN, Plan
 from tulle.report import summarize, write
@@ -76,6 +77,19 @@ class LauncherCommand(TyperCommand):
         if script and ctx.obj.torchrun.training_script != script[0]:
             raise UsageError(f"{ctx.obj.torchrun.training_script!r} is too much: the command takes options only")
         return super().parse_args(ctx, ctx.obj.ours)
+
+
+class ExplainCommand(LauncherCommand):
+    """`tulle explain`, whose options may also follow the plan: a plan has none of its own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put a plan where a script would be, behind all options."""
+        valued = {name for one in self.params if isinstance(one, TyperOption) and not one.is_flag for name in one.opts}
+        words = (n for n, word in enumerate(args) if not word.startswith("-") and (n == 0 or args[n - 1] not in valued))
+        first = next(words, None)
+        if first is not None and args[first].endswith(".json"):
+            args = [*args[:first], *args[first + 1 :], args[first]]
+        return super().parse_args(ctx, args)
 
 
 class DoctorCommand(LauncherCommand):
@@ -145,6 +159,9 @@ def _run(  # noqa: PLR0913 - typer makes each argument an option
     plan_: Annotated[
         Path | None, typer.Option("--plan", metavar="FILE", help='Train with this plan where the script says "auto".')
     ] = None,
+    anew: Annotated[
+        bool, typer.Option("--anew", metavar="", help='Where the script says "auto", take no plan of an earlier run.')
+    ] = False,
     as_json: AsJson = False,
     plain: Plain = False,
 ) -> None:
@@ -167,7 +184,8 @@ def _run(  # noqa: PLR0913 - typer makes each argument an option
         as_json=as_json,
         plain=plain,
     )
-    settings = {} if plan_ is None else {PLAN: str(_readable(plan_))}
+    settings = {MAKE_ANEW: "1"} if anew else {}
+    settings |= {} if plan_ is None else {PLAN: str(_readable(plan_))}
     raise typer.Exit(run_command(_split_of(ctx), options, settings=settings))
 
 
@@ -201,8 +219,42 @@ def _profile(  # noqa: PLR0913 - typer makes each argument an option
 
 
 app.command("plan", epilog=_CODES)(plan)
-app.command("explain", epilog=_CODES)(explain)
 app.command("simulate", epilog=_CODES)(simulate)
+
+
+@app.command(
+    "explain",
+    cls=ExplainCommand,
+    options_metavar="[OPTIONS] [TORCHRUN OPTIONS] PLAN|SCRIPT [ARGUMENTS]...",
+    epilog=_CODES,
+)
+def _explain(  # noqa: PLR0913 - typer makes each argument an option
+    ctx: typer.Context,
+    measured: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Folder of a run under this plan, to compare with.")
+    ] = None,
+    against: Annotated[Path | None, typer.Option(metavar="PLAN", help="Say what this other plan does instead.")] = None,
+    processes: Processes = None,
+    hosts: Hosts = None,
+    run_dir: RunDir = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Of a script, end it after N steps.")] = 50,
+    as_json: AsJson = False,
+    plain: Plain = False,
+) -> None:
+    """Say what a plan decides, why, and what would change it; and whether a run went as predicted.
+
+    Example: tulle explain plan.json --measured runs/demo
+
+    Example: tulle explain --processes 4 train.py --epochs 3
+
+    Of a script, some steps are run and profiled as by tulle profile, and the best plan for them is explained; it and
+    the profile are kept in the run folder.
+    """
+    split_ = _split_of(ctx)
+    if Path(split_.torchrun.training_script).suffix != ".json":
+        options = RunOptions(processes=processes, hosts=hosts, run_dir=run_dir, as_json=as_json, plain=plain)
+        raise typer.Exit(explain_script(split_, options, steps=steps, against=against))
+    explain(Path(split_.torchrun.training_script), measured=measured, against=against, as_json=as_json)
 
 
 @app.command("report", epilog=_CODES)

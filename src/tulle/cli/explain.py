@@ -3,65 +3,41 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import numpy as np
-import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
+from tulle.cli.finish import Finished
+from tulle.cli.folder import short
+from tulle.cli.options import Split
+from tulle.cli.plan import Wish
+from tulle.cli.profile import NAME, NO_PROFILE
+from tulle.cli.run import RunOptions, run
 from tulle.errors import PlanError
 from tulle.plan import Plan, Prediction
+from tulle.profiling import PROFILE
+from tulle.record import STOP_AFTER
 from tulle.report import quantity, read
-from tulle.report.records import Run
-from tulle.report.series import median, over_ranks, parts_of_step, warmed_up
+from tulle.report.predicted import Compared, compared
+from tulle.simulate import Change
+from tulle.workload import Profile
+
+BEST = "best-plan.json"
+"""In the run folder: `plan.json` there is the plan of the run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """A part of a step, seconds; None where it was not predicted."""
-
-    part: str
-    predicted_s: float | None
-    measured_s: float
-
-    @property
-    def error(self) -> float | None:
-        """By how much the prediction is off, of what was measured."""
-        if self.predicted_s is None or not self.measured_s > 0:
-            return None
-        return self.predicted_s / self.measured_s - 1
-
-
-def compared(prediction: Prediction, run: Run) -> list[Compared]:
-    """The parts of a step, predicted and measured: medians over the steps of means over the ranks.
+def explain(plan: Path, *, measured: Path | None, against: Path | None, as_json: bool) -> None:
+    """Print what a plan decides, beside what a run under it measured, and another plan.
 
     Args:
-        prediction: Of the plan.
-        run: Of a training under it.
-    """
-    step = over_ranks(run, lambda log: log.step_s)
-    parts = dict(parts_of_step(run).items())
-    measured = {name: _typical_s(matrix) for name, matrix in parts.items()}
-    found = [Compared(name, prediction.parts_s.get(name), seconds) for name, seconds in measured.items()]
-    return [*found, Compared("step", prediction.step_s, _typical_s(step))]
-
-
-def explain(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="As tulle plan or Plan.save wrote it.")],
-    measured: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Folder of a run under this plan, to compare with.")
-    ] = None,
-    against: Annotated[Path | None, typer.Option(metavar="PLAN", help="Say what this other plan does instead.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", metavar="", help="Print one JSON object and nothing else.")
-    ] = False,
-) -> None:
-    """Say what a plan decides, why, and what would change it; and whether a run went as predicted.
-
-    Example: tulle explain plan.json --measured runs/demo
+        plan: As `tulle plan` or `Plan.save` wrote it.
+        measured: Folder of a run under it.
+        against: The other plan.
+        as_json: Print one JSON object and nothing else.
     """
     loaded = Plan.load(plan)
     differences = loaded.diff(Plan.load(against)) if against else []
@@ -77,6 +53,46 @@ def explain(
         console.print(comparison(found))
     for line in differences:
         console.print(f"differs: {line}", markup=False)
+
+
+def explain_script(split: Split, options: RunOptions, *, steps: int, against: Path | None) -> int:
+    """Run some steps of a script, plan by its profile, say what was chosen, and return the exit code of the command.
+
+    Args:
+        split: The command line.
+        options: Those that it shares with `tulle run`.
+        steps: End the script after so many.
+        against: A plan to compare with.
+    """
+    other = Plan.load(against) if against else None
+    settings = {STOP_AFTER: str(steps), PROFILE: NAME}
+    return run(split, options, settings=settings, show=partial(_shown, other), more=partial(_told, other))
+
+
+def _planned(folder: Path) -> Plan | None:
+    """The best plan for the profile in a run folder; it is kept there too."""
+    path = folder / NAME
+    if not path.exists():
+        return None
+    found = Wish(Change()).plan(Profile.load(path), is_anew=True)
+    found.save(folder / BEST, profile=path)
+    return found
+
+
+def _shown(against: Plan | None, finished: Finished) -> RenderableType:
+    found = _planned(finished.run)
+    if found is None:
+        return Text(NO_PROFILE)
+    lines = [f"differs: {line}" for line in (found.diff(against) if against else [])]
+    return Text("\n".join([found.explain(), *lines, f"kept: {short(finished.run / BEST)}"]))
+
+
+def _told(against: Plan | None, folder: Path) -> dict[str, object]:
+    """For `--json`."""
+    found = _planned(folder)
+    if found is None:
+        return {"plan": None}
+    return {"plan": found.to_json(), "differences": found.diff(against) if against else []}
 
 
 def comparison(found: list[Compared]) -> Table:
@@ -101,8 +117,3 @@ def _prediction(plan: Plan, path: Path) -> Prediction:
             f"{str(path)!r} has no prediction to compare with: only a plan made of a profile has one, by tulle plan"
         )
     return plan.prediction
-
-
-def _typical_s(matrix: np.ndarray) -> float:
-    recorded = warmed_up(matrix)
-    return median(np.nanmean(recorded, axis=0)) if recorded.size else float("nan")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,17 +12,19 @@ from typing import Annotated
 
 import typer
 
-from tulle.cli.units import bandwidth, duration
+from tulle.cli.units import Bandwidth, Hosts, Latency, ProcessesPerHost, changed
 from tulle.cli.usage import UsageError
 from tulle.errors import PlanError
 from tulle.plan import Plan, Space, best_plan, explained
+from tulle.plan.exchange import Tariff
 from tulle.plan.shelf import Shelf, key_of
 from tulle.simulate import Change, another
 from tulle.workload import Cluster, Profile
 
 EXPLAINED_RANKS = 64
 """Of a larger cluster it is not looked into what would change the choice: each look is another plan."""
-_PREFIXES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_PREFIXES = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_PREFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +60,31 @@ class Wish:
         limit_bytes = cluster.machine.memory_bytes if self.memory_bytes is None else self.memory_bytes
         limited = replace(cluster, machine=replace(cluster.machine, memory_bytes=limit_bytes))
         a_rank = None if self.batch is None else self.batch / cluster.ranks
-        found = best_plan(profile, limited, batch=self.batch, space=space)
+        tariff = Tariff(profile)
+        found = best_plan(profile, limited, batch=self.batch, space=space, tariff=tariff)
         if cluster.ranks <= EXPLAINED_RANKS:
-            again = partial(_again, profile, a_rank, Space(mesh={name: n for name, n in self.mesh if name != "data"}))
+            again = partial(_again, profile, a_rank, space, {cluster.ranks: tariff})
             found = explained(found, limited, again, memory_bytes=limit_bytes)
         shelf.put(key, found)
         return found
 
 
-def _again(profile: Profile, a_rank: float | None, space: Space, cluster: Cluster) -> Plan:
+def _again(
+    profile: Profile, a_rank: float | None, space: Space, tariffs: Mapping[int, Tariff], cluster: Cluster
+) -> Plan:
+    """The best plan for another cluster: of as many ranks gradients look the same, of others replicas are free."""
+    if cluster.ranks not in tariffs:
+        space = replace(space, mesh={name: size for name, size in space.mesh.items() if name != "data"})
     batch = None if a_rank is None else max(1, round(a_rank * cluster.ranks))
-    return best_plan(profile, cluster, batch=batch, space=space)
+    return best_plan(profile, cluster, batch=batch, space=space, tariff=tariffs.get(cluster.ranks))
 
 
 def plan(  # noqa: PLR0913 - typer makes each argument an option
     profile: Annotated[Path, typer.Argument(metavar="PROFILE", help="As tulle profile or Profile.save wrote it.")],
-    hosts: Annotated[int | None, typer.Option(metavar="N", min=1, help="Default: as profiled.")] = None,
-    processes_per_host: Annotated[int | None, typer.Option(metavar="N", min=1, help="Default: as profiled.")] = None,
-    bandwidth_: Annotated[
-        str | None, typer.Option("--bandwidth", metavar="RATE", help="Of a host's link: 100Gbit, 12.5GB/s.")
-    ] = None,
-    latency: Annotated[str | None, typer.Option(metavar="TIME", help="Of one message between hosts: 2us.")] = None,
+    hosts: Hosts = None,
+    processes_per_host: ProcessesPerHost = None,
+    bandwidth: Bandwidth = None,
+    latency: Latency = None,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="That a rank may use: 16GB.")] = None,
     batch: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Samples of a step. Default: as many a rank as profiled.")
@@ -100,12 +107,7 @@ def plan(  # noqa: PLR0913 - typer makes each argument an option
     It says what was chosen, what the runner-up would take, what keeps the step from being faster, and what would
     change the choice. What is not given is as it was profiled. tulle run --plan FILE trains with it.
     """
-    change = Change(
-        hosts=hosts,
-        processes_per_host=processes_per_host,
-        bandwidth_bytes_per_s=None if bandwidth_ is None else bandwidth(bandwidth_),
-        latency_s=None if latency is None else duration(latency),
-    )
+    change = changed(hosts, processes_per_host, bandwidth, latency)
     wish = Wish(change, None if memory is None else size(memory), batch, axes(mesh) if mesh else ())
     found = wish.plan(Profile.load(profile), is_anew=anew)
     if output is not None:
@@ -123,10 +125,10 @@ def size(text: str, option: str = "--memory") -> int:
         UsageError: If there is no unit, or it is none of a size.
 
     Example:
-        >>> size("16GB"), size("1.5 GiB")
-        (16000000000, 1610612736)
+        >>> size("16GB"), size("1.5 GiB"), size("64 KB")
+        (16000000000, 1610612736, 64000)
     """
-    found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([kMGT]i?|)B", text.strip())
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([kKMGT]|[KMGT]i|)B", text.strip())
     if not found or not float(found[1]):
         raise UsageError(f"{option} {text!r} is no size, expected a number with its unit: 16GB, 512MiB")
     return round(float(found[1]) * _PREFIXES[found[2]])

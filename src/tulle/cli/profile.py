@@ -28,7 +28,7 @@ _NO_TABLES = (
     "nn.Embedding(..., sparse=True), on several processes, and it has trained a step."
 )
 _ONE_PROCESS = "One process has nobody to synchronize with, so there was nothing to observe: add --processes 4."
-_NO_PROFILE = (
+NO_PROFILE = (
     "No profile was made. It is when tulle.distribute was given a model that is then called in training mode, and "
     "its optimizer has stepped a few times."
 )
@@ -55,7 +55,7 @@ def profile(split: Split, options: RunOptions, *, every: int, steps: int) -> int
 
 def _show(finished: Finished) -> RenderableType:
     path = finished.run / NAME
-    shown: list[RenderableType] = [modules_table(Profile.load(path)) if path.exists() else Text(_NO_PROFILE), Text()]
+    shown: list[RenderableType] = [modules_table(Profile.load(path)) if path.exists() else Text(NO_PROFILE), Text()]
     tables = observed_tables(read(finished.run))
     if not tables:
         return Group(*shown, Text(_ONE_PROCESS if finished.summary.get("processes") == 1 else _NO_TABLES))

@@ -10,18 +10,19 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+import tulle.cli.units as units
 from tulle.cli.rank import write_json
 from tulle.cli.scaling import Job, describe, describe_tables, load, points_table, tables_table
-from tulle.cli.units import bandwidth, duration, share_and_factor, whole
+from tulle.cli.units import Bandwidth, Hosts, Latency, ProcessesPerHost, changed
 from tulle.cli.usage import UsageError
 from tulle.report.forecast import write_forecast
-from tulle.simulate import Change, Noise, Stragglers, Weather, changes, telling_ranks, trace
+from tulle.simulate import Noise, Stragglers, Weather, changes, telling_ranks, trace
 
 _SWEPT: dict[str, tuple[str, Callable[[str], float]]] = {
-    "hosts": ("hosts", lambda text: whole(text, "--sweep hosts")),
-    "processes-per-host": ("processes_per_host", lambda text: whole(text, "--sweep processes-per-host")),
-    "bandwidth": ("bandwidth_bytes_per_s", lambda text: bandwidth(text, "--sweep bandwidth")),
-    "latency": ("latency_s", lambda text: duration(text, "--sweep latency")),
+    "hosts": ("hosts", lambda text: units.whole(text, "--sweep hosts")),
+    "processes-per-host": ("processes_per_host", lambda text: units.whole(text, "--sweep processes-per-host")),
+    "bandwidth": ("bandwidth_bytes_per_s", lambda text: units.bandwidth(text, "--sweep bandwidth")),
+    "latency": ("latency_s", lambda text: units.duration(text, "--sweep latency")),
 }
 """By the name on the command line: the field of a `Change`, and how its values are read."""
 
@@ -32,12 +33,10 @@ def simulate(  # noqa: PLR0913 - typer makes each argument an option
         Path | None,
         typer.Option(metavar="FILE", help="Default: the one that PLAN names, or profile.json beside it."),
     ] = None,
-    hosts: Annotated[int | None, typer.Option(metavar="N", min=1, help="Default: as profiled.")] = None,
-    processes_per_host: Annotated[int | None, typer.Option(metavar="N", min=1, help="Default: as profiled.")] = None,
-    bandwidth_: Annotated[
-        str | None, typer.Option("--bandwidth", metavar="RATE", help="Of a host's link: 100Gbit, 12.5GB/s.")
-    ] = None,
-    latency: Annotated[str | None, typer.Option(metavar="TIME", help="Of one message between hosts: 2us.")] = None,
+    hosts: Hosts = None,
+    processes_per_host: ProcessesPerHost = None,
+    bandwidth: Bandwidth = None,
+    latency: Latency = None,
     inside_bandwidth: Annotated[
         str | None, typer.Option(metavar="RATE", help="From one rank to others of its host.")
     ] = None,
@@ -80,14 +79,8 @@ def simulate(  # noqa: PLR0913 - typer makes each argument an option
     profiled. timeline.json is for ui.perfetto.dev.
     """
     job = Job(*load(plan, profile), strong, batch, replan, not no_lookahead)
-    change = Change(
-        hosts=hosts,
-        processes_per_host=processes_per_host,
-        bandwidth_bytes_per_s=None if bandwidth_ is None else bandwidth(bandwidth_),
-        latency_s=None if latency is None else duration(latency),
-        inside_bandwidth_bytes_per_s=None if inside_bandwidth is None else bandwidth(inside_bandwidth),
-    )
-    slow = None if stragglers is None else Stragglers(*share_and_factor(stragglers, "--stragglers"))
+    change = changed(hosts, processes_per_host, bandwidth, latency, inside_bandwidth)
+    slow = None if stragglers is None else Stragglers(*units.share_and_factor(stragglers, "--stragglers"))
     weather = Weather(Noise(noise) if noise else None, slow, steps, seed)
     points = job.over(changes(change, dict(_swept(one) for one in sweep or ())), weather)
     found = {

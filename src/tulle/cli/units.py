@@ -1,10 +1,21 @@
-"""Quantities as people write them on a command line: `100Gbit`, `12.5GB/s`, `2us`."""
+"""Quantities as people write them on a command line, `100Gbit`, `12.5GB/s`, `2us`, and options that take them."""
 
 from __future__ import annotations
 
 import re
+from typing import Annotated
+
+import typer
 
 from tulle.cli.usage import UsageError
+from tulle.simulate import Change
+
+Hosts = Annotated[int | None, typer.Option(metavar="N", min=1, help="Default: as profiled.")]
+ProcessesPerHost = Annotated[int | None, typer.Option(metavar="N", min=1, help="Default: as profiled.")]
+Bandwidth = Annotated[
+    str | None, typer.Option("--bandwidth", metavar="RATE", help="Of a host's link: 100Gbit, 12.5GB/s.")
+]
+Latency = Annotated[str | None, typer.Option(metavar="TIME", help="Of one message between hosts: 2us.")]
 
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BYTES = {"bit": 1 / 8, "bps": 1 / 8, "B": 1.0, "Byte": 1.0, "byte": 1.0}
@@ -44,6 +55,27 @@ def duration(text: str, option: str = "--latency") -> float:
     if not found or not float(found[1]):
         raise UsageError(f"{option} {text!r} is no time, expected a number with its unit: 2us, 0.5ms, 500ns")
     return float(found[1]) * _SECONDS[found[2]]
+
+
+def changed(
+    hosts: int | None, processes_per_host: int | None, rate: str | None, latency: str | None, inside: str | None = None
+) -> Change:
+    """How a cluster differs from the one that was profiled, from the options that say so.
+
+    Raises:
+        UsageError: If one is no quantity.
+
+    Example:
+        >>> changed(8, None, "10Gbit", None) == Change(hosts=8, bandwidth_bytes_per_s=1.25e9)
+        True
+    """
+    return Change(
+        hosts=hosts,
+        processes_per_host=processes_per_host,
+        bandwidth_bytes_per_s=None if rate is None else bandwidth(rate),
+        latency_s=None if latency is None else duration(latency),
+        inside_bandwidth_bytes_per_s=None if inside is None else bandwidth(inside, "--inside-bandwidth"),
+    )
 
 
 def whole(text: str, option: str) -> int:

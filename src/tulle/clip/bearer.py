@@ -22,9 +22,7 @@ from tulle.clip.spread import Spread, spread_of
 from tulle.clip.total import norm_over_ranks
 from tulle.comm import all_reduce
 from tulle.tables import ShardGradient
-
-_FOREACH_NORM = vars(torch)["_foreach_norm"]
-_UNSCALE = vars(torch)["_amp_foreach_non_finite_check_and_unscale_"]
+from tulle.tables.gradient import FOREACH_NORM, UNSCALE, order_of_norms
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,13 +80,14 @@ class Bearer(torch.Tensor):
         keywords = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **keywords)
-        if func is _UNSCALE:
+        if func is UNSCALE:
             _agree_on_infinities(args[0], args[1])
-        elif func is _FOREACH_NORM:
-            order = _order(args, keywords)
-            return [_norm(gradient, norm, order) for gradient, norm in zip(args[0], result, strict=True)]
-        elif func is torch.linalg.vector_norm and len(args) + len(keywords) <= 2:  # of the whole tensor
-            return _norm(args[0], result, _order(args, keywords))
+        elif func is Tensor._values:  # of a sparse one, which is what a scaler looks at
+            return cls.of(result, args[0].burden)
+        elif (order := order_of_norms(func, args, keywords)) is not None:
+            if func is FOREACH_NORM:
+                return [_norm(gradient, norm, order) for gradient, norm in zip(args[0], result, strict=True)]
+            return _norm(args[0], result, order)
         return result
 
 
@@ -108,7 +107,3 @@ def _agree_on_infinities(gradients: Sequence[Tensor], found: Tensor) -> None:
     shards = [gradient.axis for gradient in gradients if isinstance(gradient, ShardGradient)]
     for axis in (*shards[:1], *bearer.burden.spread.axes):
         all_reduce(found, axis, label="gradient norm", op="max").wait()
-
-
-def _order(args: Sequence[Any], keywords: Mapping[str, Any]) -> float:
-    return float(args[1] if len(args) > 1 else keywords.get("ord", 2))

@@ -62,7 +62,8 @@ def clip_grad_norm_(
         uncounted = [part for part in parts if isinstance(part, ShardGradient) and all(part is not c for c in counted)]
         if uncounted:  # ranks of axis `data` take these together
             get_total_norm(uncounted, float(norm_type))
-        total = norm_over_ranks(counted, spread, float(norm_type))
+        dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize, default=torch.get_default_dtype())
+        total = norm_over_ranks(counted, spread, float(norm_type)).to(dtype)
     if error_if_nonfinite and not torch.isfinite(total):
         to_blame = next((name for name, part in values if not part.isfinite().all()), "all")
         raise GradientError(
@@ -91,7 +92,7 @@ def _values(gradient: Tensor) -> Tensor:
     if not gradient.is_coalesced():
         rows = RowSparse.from_tensor(gradient).coalesce().to_sparse_coo()
         gradient.copy_(rows)
-    values = gradient._values()
+    values = plain(gradient._values())
     if isinstance(gradient, ShardGradient):
         return ShardGradient.of(values if values.numel() else values.new_zeros(1), gradient.axis)
     return values

@@ -20,15 +20,16 @@ def norm_over_ranks(counted: Sequence[Tensor], spread: Spread, norm_type: float)
         counted: This rank's gradients that are to be counted; each gradient is on one rank only.
         spread: Says over which axes.
         norm_type: Order of the norm.
+
+    Returns:
+        In the precision in which it was summed (float64 on CPUs), since a rank that counts nothing knows no other.
     """
     is_max = math.isinf(norm_type)
     device = spread.axes[0].device
     power = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
-    dtype = max((part.dtype for part in counted), key=lambda dtype: dtype.itemsize, default=torch.float32)
     if counted:
         norm = get_total_norm(counted, norm_type).to(power)
         power = norm if is_max else norm**norm_type
     for axis in spread.axes:
         power = all_reduce(power, axis, label="gradient norm", op="max" if is_max else "sum").wait()
-    total = power if is_max else power ** (1 / norm_type)
-    return total.to(dtype)
+    return power if is_max else power ** (1 / norm_type)

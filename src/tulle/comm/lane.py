@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from tulle.comm.pending import Exchange, translated
 from tulle.mesh import Axis
 
 
@@ -19,9 +20,7 @@ def lane(axis: Axis, purpose: str) -> Axis:
     if axis.size == 1:
         return axis
     if purpose not in axis.lanes:
-        timeout = timedelta(seconds=axis.timeout_s)
-        group = dist.new_group(list(axis.ranks), timeout=timeout, use_local_synchronization=True)
-        assert group is not None, "this rank is one of the group's"
+        group = _group(axis, purpose, axis.ranks)
         axis.lanes[purpose] = replace(axis, group=group, lanes={}, measured=[], kept={})
     return axis.lanes[purpose]
 
@@ -37,14 +36,19 @@ def _part(axis: Axis, purpose: str, members: Sequence[int]) -> Axis:
     key = f"{purpose} {list(members)}"
     if key not in axis.lanes:
         ranks = tuple(axis.ranks[r] for r in members)
-        timeout = timedelta(seconds=axis.timeout_s)
-        group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup), "this rank is one of the members"
+        group = _group(axis, purpose, ranks)
         hosts = tuple(axis.hosts[r] for r in members) if axis.hosts else ()
         axis.lanes[key] = Axis(
             axis.name, list(members).index(axis.rank), len(ranks), ranks, group, axis.device, axis.timeout_s, hosts
         )
     return axis.lanes[key]
+
+
+def _group(axis: Axis, purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    with translated(Exchange("connecting", axis, purpose, 0, 0)):
+        group = dist.new_group(list(ranks), timeout=timedelta(seconds=axis.timeout_s), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), "this rank is one of the group's"
+    return group
 
 
 def hosts_of(axis: Axis) -> tuple[Axis | None, Axis | None]:

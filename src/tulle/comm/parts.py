@@ -3,8 +3,9 @@
 What they give may be handed back (`tulle.comm.release`) once it was read, for the next one to receive into.
 Lengths are known on every rank's CPU before (a fixed-size all-gather told them), so nothing here waits for a size.
 
-All are made of sends and receives in rounds: in round k, rank r sends to r + k and receives from r - k. Started all at
-once, large messages collide at the receivers and lose a seventh to a third of the link; with two rounds under way
+What all ranks know to be small is left to the backend's own all-to-all, which takes two thirds of the processor time.
+All else is made of sends and receives in rounds: in round k, rank r sends to r + k and receives from r - k. Started all
+at once, large messages collide at the receivers and lose a seventh to a third of the link; with two rounds under way
 they do not. Small ones go at once, because a round costs a latency (`docs/design.md`, 2026-11-21).
 
     ranks 4         round 1      round 2      round 3
@@ -14,10 +15,12 @@ they do not. Small ones go at once, because a round costs a latency (`docs/desig
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,6 +33,9 @@ AT_ONCE_BYTES = 512 * 1024
 """An exchange in which this rank sends at most this much is started in all rounds at once."""
 ROUNDS_UNDER_WAY = 2
 """Rounds under way at a time in a larger one."""
+
+BACKEND_BYTES = 1024 * 1024
+"""An all-to-all in which ranks send no more is left to the backend: it takes as long as rounds, and less of a core."""
 
 Arrived = Callable[[int, Tensor], None]
 """Called with a rank and its part as soon as that is there, while others are still under way."""
@@ -55,7 +61,9 @@ def all_gather_parts(
     return _exchange("all-gather", [part] * axis.size, lengths, axis, label, arrived)
 
 
-def all_to_all_parts(parts: Sequence[Tensor], lengths: Sequence[int], axis: Axis, *, label: Label) -> Pending[Tensor]:
+def all_to_all_parts(
+    parts: Sequence[Tensor], lengths: Sequence[int], axis: Axis, *, label: Label, most_bytes: int | None = None
+) -> Pending[Tensor]:
     """Send `parts[r]` to rank r and receive `lengths[r]` entries from it. Every rank of the axis must call it.
 
     Args:
@@ -63,11 +71,39 @@ def all_to_all_parts(parts: Sequence[Tensor], lengths: Sequence[int], axis: Axis
         lengths: Length of the part that comes from each rank.
         axis: Whose ranks take part.
         label: What it is for.
+        most_bytes: About what the fullest rank sends, the same number on all ranks; None if they do not know.
 
     Returns:
         What came from each rank and this rank's own part, end to end in the order of ranks: `[sum(lengths), ...]`.
     """
+    if most_bytes is not None and is_for_backend(most_bytes, axis):
+        return exchange_by_backend("all-to-all", parts, lengths, axis, label)
     return _exchange("all-to-all", parts, lengths, axis, label)
+
+
+def is_for_backend(most_bytes: int, axis: Axis) -> bool:
+    """Whether an exchange in which the fullest rank sends so much is left to the backend's own all-to-all."""
+    is_gloo = axis.size > 1 and axis.device.type == "cpu" and dist.get_backend(axis.group) == "gloo"
+    return is_gloo and most_bytes <= BACKEND_BYTES
+
+
+def exchange_by_backend(
+    operation: str, parts: Sequence[Tensor], lengths: Sequence[int], axis: Axis, label: Label
+) -> Pending[Tensor]:
+    """As `all_to_all_parts`, by the backend's own; all ranks must have decided alike."""
+    own = parts[axis.rank]
+    leaving = [part for r, part in enumerate(parts) if r != axis.rank and part.numel()]
+    exchange = Exchange(operation, axis, label, sum(part.nbytes for part in leaving), len(leaving))
+    received = own.new_empty((sum(lengths), *own.shape[1:]))
+    row_bytes = math.prod(own.shape[1:]) * own.element_size()
+    flat = [part.reshape(-1).view(torch.uint8) for part in parts]
+    sizes = [length * row_bytes for length in lengths], [len(part) for part in flat]
+    with translated(exchange):
+        work = dist.all_to_all_single(
+            received.view(-1).view(torch.uint8), torch.cat(flat), *sizes, group=axis.group, async_op=True
+        )
+    assert work is not None, "an asynchronous collective returns its work on every rank of its group"
+    return Pending(exchange, [work], lambda: received)
 
 
 def send(tensor: Tensor, axis: Axis, *, to: int, label: Label) -> Pending[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 
@@ -94,6 +94,26 @@ class Traffic:
 
 traffic = Traffic()
 """This process's counters."""
+
+
+def covered_s(spans: Iterable[Span]) -> float:
+    """Seconds in which at least one of the spans was going on.
+
+    Example:
+        >>> covered_s([Span("waiting", "a", 1.0, 3.0), Span("waiting", "b", 2.0, 2.5), Span("waiting", "c", 5.0, 6.0)])
+        3.0
+    """
+    total_s, end_s = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda span: span.begin_s):
+        total_s += max(0.0, span.end_s - max(end_s, span.begin_s))
+        end_s = max(end_s, span.end_s)
+    return total_s
+
+
+def under_way_and_waited_s(spans: Iterable[Span]) -> tuple[float, float]:
+    """Of a timeline, seconds with communication under way, and those in which the training loop stood still for it."""
+    spans = [span for span in spans if span.track != "computation"]
+    return covered_s(spans), covered_s(span for span in spans if span.track == "waiting")
 
 
 def now_s() -> float:

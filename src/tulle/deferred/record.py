@@ -112,6 +112,8 @@ class Record(TorchDispatchMode):
         """What was there for real when the first operation touched it."""
         self.sizes_bytes: dict[int, int] = {}
         self.random_state = torch.get_rng_state()
+        """With which the first number is drawn."""
+        self._has_drawn = False
         self._seeming = _Seeming()
         self._given: list[Function] = []
 
@@ -179,8 +181,20 @@ class Record(TorchDispatchMode):
         made = frozenset(view.memory for view in results if view is not None)
         changes = frozenset(self.view_of(tensor).memory for tensor in changed)
         words = {name: _CPU if value == _META else value for name, value in words.items()}
-        self.calls.append(Call(func, arguments, words, results, made, changes, is_random))
+        self._note(Call(func, arguments, words, results, made, changes, is_random))
         return changed[0] if len(changed) == 1 and isinstance(given, Tensor) else given
+
+    def _note(self, call: Call) -> None:
+        if call.is_random and call.generator is None:
+            # What is written down draws nothing, so the state moves only if somebody seeds, or draws for real.
+            state = torch.get_rng_state()
+            if self._has_drawn and not torch.equal(state, self.random_state):
+                raise ModelError(
+                    "torch was seeded, or drew numbers for real, between two random numbers of tulle.deferred_init, "
+                    "which are drawn later, one after the other: seed before the model draws its first"
+                )
+            self.random_state, self._has_drawn = state, True
+        self.calls.append(call)
 
     def _argument(self, value: object) -> object:
         if not isinstance(value, Tensor):
@@ -197,9 +211,7 @@ class Record(TorchDispatchMode):
             if tensor.untyped_storage() is None or not _is_deferred(tensor):
                 return function(tensor, *arguments, **keywords)
             view = self.view_of(tensor)
-            self.calls.append(
-                Call(function, (view, *arguments), keywords, (), frozenset(), frozenset({view.memory}), True)
-            )
+            self._note(Call(function, (view, *arguments), keywords, (), frozenset(), frozenset({view.memory}), True))
             return tensor
 
         return opaque

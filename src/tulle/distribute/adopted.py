@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from tulle.distribute.axes import Axes
 from tulle.engine import ENGINE, DataParallel, TableModule, adopt, eager, engine_of
+from tulle.errors import MeshError
+from tulle.mesh import Mesh
 from tulle.plan import Plan
 from tulle.tables import split_of
 
@@ -48,6 +50,19 @@ def plan_of(model: nn.Module) -> Plan:
 def axes_of(model: nn.Module) -> Axes | None:
     """The axes along which a model was distributed, or None if it was not."""
     return model.__dict__.get(_AXES)
+
+
+def mesh_of(model: nn.Module) -> Mesh:
+    """The mesh on which a model was distributed, as where `tulle.distribute` chose it.
+
+    Raises:
+        MeshError: If it was not.
+    """
+    axes = axes_of(model)
+    if axes is None:
+        raise MeshError(f"the {type(model).__name__} is on no mesh yet: give it to tulle.distribute")
+    found = [axis for axis in (axes.pipe, axes.data, axes.model) if axis is not None]
+    return Mesh(tuple(found), axes.whole.rank, axes.whole.size, axes.whole.device)
 
 
 def adopt_model(model: nn.Module, engine: DataParallel, plan: Plan, axes: Axes) -> None:

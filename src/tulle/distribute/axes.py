@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tulle.comm import lane, raise_together
 from tulle.errors import MeshError, TulleError
 from tulle.mesh import Axis, Mesh, axis_of
+from tulle.plan import Memory
 
 DATA, PIPE, MODEL = "data", "pipe", "model"
 """Replicas are kept in step along the first; along the others each rank has a part of the model."""
@@ -65,6 +66,10 @@ class Axes:
         for axis in (self.pipe, self.whole):
             if axis is not None:
                 lane(axis, SAVING)
+
+    def spreading(self, memory: Memory) -> list[Axis]:
+        """Along which ranks have different gradients, or parts of one."""
+        return [*([self.data] if memory.full_shard and self.data.size > 1 else []), *self.splitting]
 
     @property
     def splitting(self) -> list[Axis]:

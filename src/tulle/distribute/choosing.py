@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,30 +17,39 @@ from tulle.comm import gather_values, probe
 from tulle.deferred import is_deferred
 from tulle.distribute.adopted import plan_of
 from tulle.distribute.axes import Axes, alike
+from tulle.distribute.planned import Planned, Wanted, planned, split_anyway
 from tulle.distribute.stages import dealt_stages
 from tulle.engine import DataParallel, engine_of
 from tulle.errors import PlanError
-from tulle.mesh import Axis, Mesh
-from tulle.placing import outputs_of, tables_of, why_whole
+from tulle.mesh import Axis, Mesh, init
+from tulle.placing import tables_of, why_whole
 from tulle.plan import Candidate, Plan, PlanLike, plan_as_given, plan_by_cost, plan_for_later
 from tulle.profiling import rows_touched, sparse_tables, trained_tables
 from tulle.softmax import offers
 from tulle.sync import AUTO, Table, WireDtype, as_wire_dtype, gather_presence
 from tulle.tables import PLACEMENTS
 
+ANEW = "anew"
+"""As a plan: `"auto"`, but what was kept of an earlier run does not count."""
+MAKE_ANEW = "TULLE_ANEW"
+"""Set by `tulle run --anew`: `"auto"` is `"anew"`."""
+_OFFER = "everything is chosen, from a profile that takes seconds, if sample= is a batch that the model trains on"
+logger = logging.getLogger("tulle")
+
 
 def make_plan(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     *,
     sample: object = None,
     wire_dtype: WireDtype = None,
 ) -> Plan:
     """Measure and choose, as `distribute` would with `plan="auto"`, without touching the model: `tulle.plan`.
 
-    Every rank must call it, with its own sample. Arguments and errors are those of `distribute`. Of a model that was
-    distributed it gives the plan in force, with what each choice was seen to take.
+    Every rank must call it, with its own sample. Arguments and errors are those of `distribute`; without a mesh the
+    plan's is chosen too, for `tulle.init(**plan.mesh)`: a step is then taken to be of what all ranks gave as samples.
+    Of a model that was distributed it gives the plan in force, with what each choice was seen to take.
 
     Example:
         >>> import torch, tulle
@@ -50,10 +62,55 @@ def make_plan(
     engine = engine_of(model)
     if engine is not None:
         return in_force(plan_of(model), engine)
-    axes = Axes.of(mesh)
-    with alike(axes, "the model"):
-        check_model(model, optimizer, mesh)
-    return choose(model, as_optimizers(optimizer), mesh, plan=AUTO, sample=sample, lossy=wire_dtype)
+    whole = init() if mesh is None else mesh
+    with alike(Axes.of(whole), "the model"):
+        check_model(model, optimizer, whole)
+    asked = Asked(AUTO, sample, wire_dtype, is_free=mesh is None)
+    return choose(model, as_optimizers(optimizer), whole, asked).plan
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the arguments of `distribute` ask for.
+
+    Args:
+        plan: As it was given.
+        sample: This rank's, None if it has none.
+        lossy: In which the values of sparse gradients are to travel.
+        is_free: Whether the mesh is to be chosen.
+    """
+
+    plan: PlanLike
+    sample: object = None
+    lossy: WireDtype = None
+    is_free: bool = False
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether everything is to be chosen."""
+        return isinstance(self.plan, str) and self.plan in (AUTO, ANEW)
+
+    @property
+    def is_anew(self) -> bool:
+        """Whether what was kept of earlier runs does not count."""
+        return self.plan == ANEW or (self.is_auto and bool(os.environ.get(MAKE_ANEW)))
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The plan that was chosen, and the key under which it is kept, if the planner made it."""
+
+    plan: Plan
+    key: str = ""
+
+
+def _beside(plan: object, other: object) -> object:
+    """Of a plan as JSON, what is not alike in another."""
+    if isinstance(plan, dict) and isinstance(other, dict):
+        return {key: _beside(value, other.get(key)) for key, value in plan.items() if value != other.get(key)}
+    if isinstance(plan, list) and isinstance(other, list):
+        return [value for value in plan if value not in other]
+    return plan
 
 
 def in_force(plan: Plan, engine: DataParallel) -> Plan:
@@ -63,63 +120,82 @@ def in_force(plan: Plan, engine: DataParallel) -> Plan:
     return replace(plan, tables=tuple(tables), network=plan.network or engine.network)
 
 
-def choose(
-    model: nn.Module,
-    optimizers: Sequence[Optimizer],
-    mesh: Mesh,
-    *,
-    plan: PlanLike,
-    sample: object,
-    lossy: WireDtype,
-) -> Plan:
+def choose(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, asked: Asked) -> Chosen:
     """The plan that the arguments stand for, the same on all ranks, each of which must call it."""
     axes = Axes.of(mesh)
     tables = sparse_tables(model)
     shapes = {name: (module.num_embeddings, module.embedding_dim) for name, module in tables.items()}
     others = {name: _shape(model, name) for name in tables_of(model) if name not in tables}
+    decided: Plan | None = None
     with alike(axes, "the plan"):
-        decided = plan_as_given(plan, mesh.shape, shapes, others)
+        if not asked.is_auto:
+            decided = plan_as_given(asked.plan, mesh.shape, shapes, others)
         if decided is not None:
             decided.check(mesh.shape, {**shapes, **others}, {name for name, _ in model.named_modules()})
-        wire_dtype = as_wire_dtype(lossy or (decided.wire_dtype if decided else None))
+        wire_dtype = as_wire_dtype(asked.lossy or (decided.wire_dtype if decided else None))
     wire_name = str(wire_dtype).removeprefix("torch.") if wire_dtype else None
     if decided is not None:
         decided = replace(decided, wire_dtype=wire_name)
+    word = ANEW if asked.is_anew else AUTO
     heard = gather_values(
-        (decided.to_json() if decided else (AUTO, wire_name), sample is not None), axes.whole, label="the plan"
+        (decided.to_json() if decided else (word, wire_name), asked.sample is not None), axes.whole, label="the plan"
     )
     for rank, (other, _) in enumerate(heard):
         if other != heard[0][0]:
-            raise PlanError(f"rank {rank} was given the plan {other}, rank 0 {heard[0][0]}: give all ranks the same")
-    have_samples = all(has_sample for _, has_sample in heard)
+            first = heard[0][0]
+            raise PlanError(
+                f"rank {rank} was given the plan {_beside(other, first)}, rank 0 {_beside(first, other)}: "
+                "give all ranks the same"
+            )
+    sample = asked.sample if all(has_sample for _, has_sample in heard) else None
+    chosen = Chosen(decided) if decided else _chosen(model, optimizers, mesh, replace(asked, sample=sample))
+    plan = replace(chosen.plan, wire_dtype=wire_name)
     if decided is None:
-        decided = _chosen(model, optimizers, mesh, sample if have_samples else None, wire_dtype)
-        decided = replace(decided, wire_dtype=wire_name)
-        decided = gather_values(decided, axes.whole, label="the plan")[0]  # each line along axis data has measured
-    return dealt_stages(decided, model, axes, sample if have_samples else None)
+        plan = gather_values(plan, axes.whole, label="the plan")[0]  # each line along axis data has measured
+    return replace(chosen, plan=dealt_stages(plan, model, axes, sample))
 
 
-def _chosen(
-    model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, sample: object, wire_dtype: torch.dtype | None
-) -> Plan:
+def mesh_for(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], asked: Asked) -> tuple[Mesh, PlanLike]:
+    """The mesh of a plan that was given, or a mesh that is chosen with its plan. Every rank must call it."""
+    whole = init()
+    plan = asked.plan
+    with alike(Axes.of(whole), "the model"):
+        check_model(model, optimizer, whole)
+        if isinstance(plan, os.PathLike) or (isinstance(plan, str) and plan.endswith(".json")):
+            plan = Plan.load(plan)
+    if asked.is_auto and asked.sample is not None:
+        plan = choose(model, as_optimizers(optimizer), whole, replace(asked, is_free=True)).plan
+    if not isinstance(plan, Plan) or dict(plan.mesh) == whole.shape:
+        return whole, plan
+    sizes: dict[str, Any] = dict(plan.mesh)
+    return init(**sizes), plan
+
+
+def _chosen(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, asked: Asked) -> Chosen:
+    """By the planner if there is a sample, and others to share the work with; else tables only."""
     axes = Axes.of(mesh)
-    axis = axes.data
-    split = {name: "a softmax is computed where its rows lie" for name in outputs_of(model)}
-    if is_deferred(model) and axes.pipe is None:  # stages need not be built whole either
-        splittable = [
-            name for name in tables_of(model) if why_whole(name, model, optimizers, "rows", axis.size) is None
-        ]
-        split = dict.fromkeys(splittable, "the model was built without memory") | split
-    if sample is not None and trained_tables(model) and not is_deferred(model):
-        candidates = _measure(model, optimizers, axis, sample, wire_dtype)
-        decided = plan_by_cost(mesh.shape, candidates, probe(axis), axis.size)
-    else:
-        tables = sparse_tables(model)
-        shapes = {name: (module.num_embeddings, module.embedding_dim) for name, module in tables.items()}
-        decided = plan_for_later(mesh.shape, shapes)
-    for name, reason in split.items():
-        decided = decided.with_rows_split({name: _shape(model, name)}, reason)
-    return replace(decided, offers=tuple(offers(model, axis.size)) if axis.size > 1 else ())
+    found = Planned(None)
+    if asked.sample is not None and axes.whole.size > 1:
+        found = planned(Wanted(model, optimizers, mesh, asked.sample, asked.is_anew, asked.is_free))
+        if found.plan is None:
+            logger.warning("only what happens to tables is chosen, because %s", found.reason)
+    decided = found.plan or _by_tables(model, optimizers, axes.data, mesh, asked)
+    split = split_anyway(model, optimizers, axes)
+    for name in (name for name in split if decided.placements.get(name) != "rows"):
+        decided = decided.with_rows_split({name: _shape(model, name)}, split[name])
+    offered = offers(model, axes.data.size) if axes.data.size > 1 else []
+    if axes.whole.size > 1 and found.plan is None:
+        offered = [*offered, _OFFER if asked.sample is None else f"{_OFFER}; with this one {found.reason}"]
+    return Chosen(replace(decided, offers=tuple(offered)), found.key if found.plan else "")
+
+
+def _by_tables(model: nn.Module, optimizers: Sequence[Optimizer], axis: Axis, mesh: Mesh, asked: Asked) -> Plan:
+    """What happens to tables: by what the sample looks up, or left to their first gradients."""
+    if asked.sample is not None and trained_tables(model) and not is_deferred(model):
+        candidates = _measure(model, optimizers, axis, asked.sample, as_wire_dtype(asked.lossy))
+        return plan_by_cost(mesh.shape, candidates, probe(axis), axis.size)
+    shapes = {name: (one.num_embeddings, one.embedding_dim) for name, one in sparse_tables(model).items()}
+    return plan_for_later(mesh.shape, shapes)
 
 
 def _shape(model: nn.Module, name: str) -> tuple[int, int]:

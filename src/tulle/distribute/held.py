@@ -7,22 +7,30 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from tulle.memory import shard_of
+
 
 class Held(nn.Module):
     """A model without the parameters and buffers that live at other stages, which are on device meta here.
 
     Args:
         model: The whole model, whose modules stay where they are.
+        only_replicas: Whether to leave out parameters that are shared out over axis `data`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, only_replicas: bool = False) -> None:
         super().__init__()
         self.__dict__["whole"] = model  # past Module.__setattr__: its names must not change
+        self._only_replicas = only_replicas
 
     def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Those that this rank has."""
         named = self.__dict__["whole"].named_parameters(*arguments, **keywords)
-        return ((name, parameter) for name, parameter in named if not parameter.is_meta)
+        return (
+            (name, parameter)
+            for name, parameter in named
+            if not parameter.is_meta and not (self._only_replicas and shard_of(parameter) is not None)
+        )
 
     def named_buffers(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, Tensor]]:
         """Those that this rank has."""

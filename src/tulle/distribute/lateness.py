@@ -21,7 +21,7 @@ def with_schedule(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer],
     """The plan with a schedule that is in force. Every rank must call it, alike: the network may be measured."""
     if plan.schedule != AUTO:
         return plan
-    if not _can_wait(plan, model, optimizers, axes):
+    if not can_wait(plan, model, optimizers, axes):
         return replace(plan, schedule=AT_STEP)
     tables = {table.name for table in plan.tables}
     dense_bytes = sum(p.nbytes for name, p in model.named_parameters() if p.requires_grad and name not in tables)
@@ -29,7 +29,7 @@ def with_schedule(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer],
     return replace(plan, schedule=schedule_by_cost(plan, dense_bytes, network, axes.data.size), network=network)
 
 
-def _can_wait(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) -> bool:
+def can_wait(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) -> bool:
     """Whether there is something to wait for, and whoever reads a parameter is seen."""
     is_whole = not (axes.splitting or plan.memory.shard_optimizer or plan.memory.full_shard or plan.memory.precision)
     is_seen = not any(isinstance(module, torch.jit.ScriptModule) for module in model.modules())

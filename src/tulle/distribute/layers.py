@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tulle.clip import Spread, spread_over
 from tulle.comm import gather_values
 from tulle.distribute.axes import Axes
 from tulle.mesh import Axis
-from tulle.pipeline import placement_of
 from tulle.placing import tables_of
 from tulle.plan import Plan
 from tulle.tensor_parallel import Placement, apply, known, placements
@@ -22,7 +20,7 @@ logger = logging.getLogger("tulle")
 
 
 def split_layers(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, axes: Axes) -> None:
-    """Split layers over axis `model`, if there is one, and note of which gradients this rank has what part.
+    """Split layers over axis `model`, if there is one.
 
     Every rank of the mesh must call it, with the same values on all ranks of axis `model`.
 
@@ -38,16 +36,10 @@ def split_layers(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, 
     split = {id(model.get_parameter(name)): placement for name, placement in placements(model).items()}
     for optimizer in optimizers if axes.splitting else ():
         _keep_parts(optimizer, split)
-    stages = placement_of(model)
-    for name, parameter in model.named_parameters() if axes.splitting else ():
-        is_whole = id(parameter) not in split
-        is_first = stages is None or axes.pipe is None or axes.pipe.rank == min(stages.owners[name])
-        counts = is_first and not (is_whole and axes.model is not None and axes.model.rank > 0)
-        spread_over(parameter, Spread(tuple(axes.splitting), counts=counts))
 
 
 def _apply(model: nn.Module, plan: Plan, axis: Axis) -> None:
-    leave = _whole_modules(model, plan)
+    leave = whole_modules(model, plan)
     if plan.tensor_parallel:
         apply(model, axis, select=plan.tensor_parallel, leave=leave)
     elif any(name not in leave for name in known(model, ranks=axis.size)):
@@ -64,7 +56,7 @@ def _apply(model: nn.Module, plan: Plan, axis: Axis) -> None:
         )
 
 
-def _whole_modules(model: nn.Module, plan: Plan) -> set[str]:
+def whole_modules(model: nn.Module, plan: Plan) -> set[str]:
     """Names of the modules of tables that the plan keeps in step by rows, as they are or split over axis `data`."""
     tables = {name for name in tables_of(model) if name in plan.schemes}
     parameters = {id(model.get_parameter(name)) for name in tables}

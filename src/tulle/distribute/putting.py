@@ -14,13 +14,16 @@ from tulle.admission import as_optimizers, check_model, check_replicated_tables
 from tulle.deferred import is_deferred
 from tulle.distribute.adopted import adopt_model, fetch_after_steps
 from tulle.distribute.axes import Axes, alike
-from tulle.distribute.choosing import choose, in_force
+from tulle.distribute.choosing import Asked, choose, in_force, mesh_for
+from tulle.distribute.closures import share_losses
 from tulle.distribute.held import Held
 from tulle.distribute.lateness import with_schedule
 from tulle.distribute.layers import split_layers
 from tulle.distribute.replicas import Replicas
-from tulle.distribute.savings import check_savings, save_activations, shard_states
+from tulle.distribute.savings import check_savings, save_activations, shard_states, share_parameters
+from tulle.distribute.spreading import note_spread
 from tulle.distribute.stages import follow_stages, put_on_stages
+from tulle.distribute.watching import watch
 from tulle.engine import DataParallel, TableModule, TableSettings, broadcast_tensors, check_alike, check_reads
 from tulle.errors import PlanError
 from tulle.lookups import explain_lookups
@@ -44,7 +47,7 @@ O = TypeVar("O", bound=Optimizer | Sequence[Optimizer])  # noqa: E741
 def distribute(
     model: M,
     optimizer: O,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     *,
     plan: PlanLike = AUTO,
     sample: object = None,
@@ -62,10 +65,13 @@ def distribute(
         model: On `mesh.device`, or built within `tulle.deferred_init`. The same object comes back: its class gains
             `no_sync()`; names stay. Of a table that is split, parameter and `state_dict` hold this rank's part.
         optimizer: Over parameters of the model, or a list of several (`SparseAdam` for tables, `Adam` for the rest).
-        mesh: From `tulle.init`, with an axis `data`.
+        mesh: From `tulle.init`; None for the plan's own, which `"auto"` chooses by the sample (`mesh_of` tells it).
         plan: `"auto"`, a scheme for all tables, a mapping from table to scheme, a `Plan`, or the path of a saved one.
+            `"anew"` is `"auto"` without what earlier runs have kept.
         sample: One batch as the model is called with it: a mapping is passed as keywords, a tuple as positional
-            arguments, anything else as the one argument. With it `"auto"` chooses now, else after the first backward.
+            arguments, anything else as the one argument. With it `"auto"` profiles a copy of the model for some
+            seconds, or takes what an earlier run has kept, and chooses all that a plan has; without it schemes only,
+            after the first backward.
         check_finite: Whether to raise on every rank, naming parameter, rank and step, when a gradient is not finite.
             It reads every gradient back.
         wire_dtype: In which the values of sparse gradients travel, `"bf16"` say, which loses what it does not hold.
@@ -89,15 +95,17 @@ def distribute(
         >>> model(torch.ones(2, 4)).mean().backward()
         >>> optimizer.step()
     """
+    if mesh is None:
+        mesh, plan = mesh_for(model, optimizer, Asked(replayed(plan), sample, wire_dtype))
     axes = Axes.of(mesh)
     with alike(axes, "the model"):
         check_model(model, optimizer, mesh)
-    check_alike(model, axes.whole)
     optimizers = as_optimizers(optimizer)
+    check_alike(model, axes.whole, optimizers)
     profile_later(model, optimizers, mesh)
-    plan = replayed(plan)
-    decided = choose(model, optimizers, mesh, plan=plan, sample=sample, lossy=wire_dtype)
-    decided = with_schedule(decided, model, optimizers, axes)
+    asked = Asked(replayed(plan), sample, wire_dtype)
+    chosen = choose(model, optimizers, mesh, asked)
+    decided = with_schedule(chosen.plan, model, optimizers, axes)
     placements = decided.placements if axes.data.size > 1 else {}
     with alike(axes, "the plan"):
         _check(decided, placements, model, optimizers, axes)
@@ -106,13 +114,16 @@ def distribute(
     split_layers(model, optimizers, decided, axes)
     here = {name: how for name, how in placements.items() if name in shards or not model.get_parameter(name).is_meta}
     splits = place(model, optimizers, here, axes.data, shards)
+    share_parameters(model, optimizers, decided, axes)
+    note_spread(model, decided.memory, axes)
     save_activations(model, decided)
     engine = Replicas(
-        Held(model),
+        model,
         axes,
         optimizers,
+        decided.memory,
         tables=[name for name in tables if not model.get_parameter(name).is_meta],
-        settings=_settings(tables, decided, is_chosen_later=plan == AUTO),
+        settings=_settings(tables, decided, is_chosen_later=asked.is_auto and not decided.prediction),
         splits=splits,
         bucket_bytes=decided.bucket_bytes,
         check_finite=check_finite or bool(os.environ.get(CHECK_FINITE)),
@@ -125,6 +136,8 @@ def distribute(
     shard_states(model, optimizers, decided.memory, decided.schemes, axes)
     explain_lookups(model, axes.whole.rank)
     recorder = current_recorder()
+    if axes.whole.rank == 0:
+        watch(decided, optimizers[-1], key=chosen.key, is_told=recorder is not None)
     if recorder is not None:
         recorder.attach(model, optimizers, mesh, plan=lambda: in_force(decided, engine), engine=engine)
     return model, optimizer
@@ -144,7 +157,7 @@ def _check(
         check_reads(model)
     if axes.data.size > 1:
         check_replicated_tables(model, placements)
-    check_savings(plan.memory, model, optimizers, plan.schemes, axes)
+    check_savings(plan, placements, model, optimizers, axes)
 
 
 def _give_values(model: nn.Module, plan: Plan, placements: dict[str, str], axes: Axes) -> dict[str, Tensor]:
@@ -155,7 +168,8 @@ def _give_values(model: nn.Module, plan: Plan, placements: dict[str, str], axes:
     """
     parts: dict[str, Tensor] = {}
     if axes.pipe is not None:
-        within = [axis for axis in (axes.data if placements else None, axes.model) if axis is not None]
+        sends = placements or (plan.memory.full_shard and axes.data.size > 1)
+        within = [axis for axis in (axes.data if sends else None, axes.model) if axis is not None]
         put_on_stages(model, plan, axes, in_order_of=within)
     elif is_deferred(model):
         parts = materialize_parts(model, placements, axes.data, axes.whole)
@@ -184,6 +198,8 @@ def _attach(optimizers: Sequence[Optimizer], engine: DataParallel, plan: Plan, a
         one.register_step_pre_hook(
             lambda stepped, *_: engine.check_covered(p for group in stepped.param_groups for p in group["params"])
         )
+        if type(one) not in ELEMENTWISE:
+            share_losses(one, axes.data)
     if engine.split_tables is not None:
         fetch_after_steps(optimizers, engine)
     if plan.schedule == AT_READ and axes.data.size > 1:

@@ -2,36 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tulle.clip import Bearer, Burden, spread_of
+from tulle.clip import Bearer, Burden, Spokesman, Spread
 from tulle.comm import gather_values
 from tulle.distribute.axes import Axes
-from tulle.engine import DataParallel
+from tulle.distribute.held import Held
+from tulle.engine import ENGINE, DataParallel
+from tulle.memory import shard_of
+from tulle.plan import Memory
+from tulle.tables import split_of
 
 
 class Replicas(DataParallel):
     """Keeps replicas in step, and has one gradient of each optimizer speak for those of all ranks.
 
     Args:
-        model: What this rank has of it.
+        model: The model.
         axes: Of the mesh.
         optimizers: Over its parameters.
+        memory: What is done to save some.
         options: Of `DataParallel`.
     """
 
-    def __init__(self, model: nn.Module, axes: Axes, optimizers: Sequence[Optimizer], **options: Any) -> None:
-        super().__init__(model, axes.data, **options)
-        self._bearing = _bearing(model, axes, optimizers) if axes.splitting else []
+    def __init__(
+        self, model: nn.Module, axes: Axes, optimizers: Sequence[Optimizer], memory: Memory, **options: Any
+    ) -> None:
+        super().__init__(Held(model, only_replicas=True), axes.data, **options)
+        held = Held(model)
+        spread = Spread(tuple(axes.spreading(memory)), counts=False)
+        self._voices = _voices(held, options["tables"], axes, spread, optimizers) if spread.axes else []
+        for name, parameter in held.named_parameters():
+            if shard_of(parameter) is not None:
+                setattr(parameter, ENGINE, self)
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(_shard_arrived(ref(self), name))
         if axes.data.size == 1 and axes.pipe is None:  # no backward is followed to its end
-            for parameters, _ in self._bearing:
-                for parameter in parameters:
+            for voice in self._voices:
+                for parameter in voice.parameters:
                     parameter.register_post_accumulate_grad_hook(_arrived(ref(self)))
+
+    def came(self, name: str, gradient: Tensor) -> None:
+        """A gradient that others have kept in step is complete."""
+        self._split_came(name, gradient)
+
+    def _fix_order(self) -> None:
+        if self._slots or len(self._buffers):  # else all is shared out, and nothing travels at the end
+            super()._fix_order()
 
     def end_backward(self) -> None:
         """All gradients are there."""
@@ -42,29 +66,64 @@ class Replicas(DataParallel):
     def appoint(self) -> None:
         """Have one gradient of each optimizer speak for all ranks'."""
         takes_norms = True
-        for parameters, burden in self._bearing:
-            gradients = [p.grad for p in parameters if p.grad is not None and type(p.grad) in (Tensor, Bearer)]
-            bearer = next((g for g in gradients if isinstance(g, Bearer)), gradients[0] if gradients else None)
-            if bearer is not None:
-                Bearer.of(bearer, Burden(burden.spread, burden.parameters, takes_norms))
-                takes_norms = False
+        for voice in self._voices:
+            burden = replace(voice.burden, takes_norms=takes_norms and voice.burden.takes_norms)
+            if voice.spokesman is not None:
+                voice.spokesman.speak(torch.zeros(1, dtype=voice.parameters[0].dtype, device=self.home.device), burden)
+            else:
+                gradients = [p.grad for p in voice.parameters if type(p.grad) in (Tensor, Bearer)]
+                bearer = next((g for g in gradients if isinstance(g, Bearer)), gradients[0] if gradients else None)
+                if bearer is None:
+                    continue
+                Bearer.of(bearer, burden)
+            takes_norms = takes_norms and not burden.takes_norms
 
 
-def _bearing(
-    model: nn.Module, axes: Axes, optimizers: Sequence[Optimizer]
-) -> list[tuple[Sequence[nn.Parameter], Burden]]:
-    """The parameters of each optimizer that has some on every rank, and what their gradients speak for."""
+@dataclass(frozen=True, slots=True)
+class _Voice:
+    """What speaks for one optimizer on this rank: the first gradient of some parameters, or a spokesman."""
+
+    parameters: Sequence[nn.Parameter]
+    spokesman: Spokesman | None
+    burden: Burden
+
+
+def _voices(
+    model: nn.Module, tables: Collection[str], axes: Axes, spread: Spread, optimizers: Sequence[Optimizer]
+) -> list[_Voice]:
+    """What speaks for each optimizer that something can speak for on every rank. Every rank must call it."""
     held = [parameter for parameter in model.parameters() if parameter.requires_grad]
     known = {id(parameter) for parameter in held}
-    mine = [[p for group in one.param_groups for p in group["params"] if id(p) in known] for one in optimizers]
-    heard = gather_values([bool(parameters) for parameters in mine], axes.whole, label="optimizers")
-    found: list[tuple[Sequence[nn.Parameter], Burden]] = []
-    for number, parameters in enumerate(mine):
-        if all(has_some[number] for has_some in heard):
-            spread = spread_of(parameters[0])
-            assert spread is not None, "the model is split"
-            found.append((parameters, Burden(spread, held, takes_norms=False)))
-    return found
+    sparse = {id(parameter) for name, parameter in model.named_parameters() if name in tables}
+    found: list[tuple[str, Sequence[nn.Parameter]]] = []
+    for optimizer in optimizers:
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        mine = [p for p in stepped if id(p) in known and split_of(p) is None]
+        kinds = {
+            "dense": [p for p in mine if id(p) not in sparse],
+            "absent": [p for p in stepped if p.is_meta],
+            "sparse": [p for p in mine if id(p) in sparse],
+        }
+        found.append(next(((kind, parameters) for kind, parameters in kinds.items() if parameters), ("none", [])))
+    everywhere = gather_values([kind for kind, _ in found], axes.whole, label="optimizers")
+    voices: list[_Voice] = []
+    for (kind, parameters), optimizer, heard in zip(found, optimizers, zip(*everywhere, strict=True), strict=True):
+        if "none" not in heard and set(heard) != {"absent"}:
+            spokesman = Spokesman.of(parameters[0], optimizer) if kind == "absent" else None
+            burden = Burden(spread, held, takes_norms="dense" in heard and "sparse" not in heard)
+            voices.append(_Voice(parameters, spokesman, burden))
+    return voices
+
+
+def _shard_arrived(engine: ref[Replicas], name: str) -> Any:
+    """The mean of all ranks' gradients is there; other gradients, and buffers, are at the end of this backward."""
+
+    def begin_backward(parameter: Tensor) -> None:
+        alive = engine()
+        if alive is not None and parameter.grad is not None:
+            alive.came(name, parameter.grad)
+
+    return begin_backward
 
 
 def _arrived(engine: ref[Replicas]) -> Any:

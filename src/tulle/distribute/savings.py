@@ -2,45 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tulle.distribute.axes import Axes
 from tulle.errors import PlanError
-from tulle.memory import compute_in, offload, recompute, shard_optimizer
+from tulle.memory import Shard, compute_in, offload, recompute, repeated, shard_optimizer, share_out
 from tulle.memory.shards import ELEMENTWISE
+from tulle.pipeline import placement_of
 from tulle.plan import Memory, Plan
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_savings(
-    memory: Memory, model: nn.Module, optimizers: Sequence[Optimizer], tables: Collection[str], axes: Axes
+    plan: Plan, placements: Mapping[str, str], model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes
 ) -> None:
     """Refuse what cannot be done to this model with these optimizers.
 
     Args:
-        memory: What is asked for.
+        plan: What is asked for.
+        placements: Of tables that are split over axis `data`.
         model: Not put on ranks yet.
         optimizers: Over its parameters.
-        tables: Names of its tables that are kept in step by rows.
         axes: Of the mesh.
 
     Raises:
         PlanError: Naming the option and the mend.
     """
-    if memory.full_shard:
+    memory = plan.memory
+    if memory.full_shard and placements:
         raise PlanError(
-            "the plan has full_shard, which tulle.distribute does not put on yet: use shard_optimizer, or "
-            "tulle.memory.shard_fully by itself"
+            f"the plan has full_shard, and splits {min(placements)!r} by {placements[min(placements)]}, another way to "
+            "keep a part on each rank: give that table a scheme for replicas, or leave it out of the plan"
         )
-    if not (memory.shard_optimizer or memory.precision):
+    what = next((option for option in ("full_shard", "shard_optimizer") if getattr(memory, option)), None)
+    what = what or (f"precision={memory.precision!r}" if memory.precision else None)
+    if what is None:
         return
-    what = "shard_optimizer" if memory.shard_optimizer else f"precision={memory.precision!r}"
-    of_tables = {id(model.get_parameter(name)) for name in tables}
+    of_tables = {id(model.get_parameter(name)) for name in plan.schemes}
     for optimizer in optimizers:
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if all(id(parameter) in of_tables for parameter in stepped):
@@ -50,13 +54,45 @@ def check_savings(
                 f"the plan has {what}, but {type(optimizer).__name__} does not treat every number of a parameter by "
                 f"itself: use one of {', '.join(sorted(ELEMENTWISE))}"
             )
-        if any(id(parameter) in of_tables for parameter in stepped):
+        has_pieces = memory.shard_optimizer or memory.precision
+        if has_pieces and any(id(parameter) in of_tables for parameter in stepped):
             raise PlanError(
                 f"the plan has {what}, and {type(optimizer).__name__} steps tables with sparse gradients, or split "
                 "ones, together with others: give the tables an optimizer of their own"
             )
     if memory.precision and axes.data.device.type == "cpu" and memory.precision == "fp16":
         raise PlanError("the plan has precision='fp16', which the CPU computes hardly anything in: use 'bf16'")
+
+
+def share_parameters(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, axes: Axes) -> None:
+    """Share parameters out over axis `data`, if the plan says so. Every rank of it must call it.
+
+    What repeats is gathered one by one, and the rest of a model, or of a placed module, when that runs.
+
+    Args:
+        model: On its stages, its layers split.
+        optimizers: Over its parameters; of state that they have, each rank keeps its part.
+        plan: What is to be done.
+        axes: Of the mesh.
+    """
+    if not plan.memory.full_shard or axes.data.size == 1:
+        return
+    stages = placement_of(model)
+    placed = {""} if stages is None else set(stages.stages)
+    within = {*repeated(model), *_on_one_rank(plan.memory.recompute, plan.stages)}
+    units = placed | {name for name in within if any(not other or name.startswith(f"{other}.") for other in placed)}
+    tables = {id(model.get_parameter(name)) for name in plan.schemes}
+    cut = share_out(model, axes.data, units, leave=tables)
+    shards = {id(model.get_parameter(name)): shard for name, shard in cut.items()}
+    for optimizer in optimizers:
+        for parameter in [key for key in optimizer.state if id(key) in shards]:
+            _keep_part(optimizer.state[parameter], shards[id(parameter)])
+
+
+def _keep_part(state: dict[str, Any], shard: Shard) -> None:
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.shape == shard.shape:
+            state[name] = shard.part(value)
 
 
 def save_activations(model: nn.Module, plan: Plan) -> None:

@@ -25,6 +25,9 @@ from tulle.pipeline.run import Runtime, Step
 from tulle.plan import Plan
 from tulle.tensor_parallel import known
 
+_IN_ORDER = "tulle in order"
+"""Where axis `pipe` keeps the names of the axes whose ranks take micro-batches in one order."""
+
 
 class ReplicatedStages(Runtime):
     """A pipeline whose stages are replicated along axis `data`: gradients add up, and travel once a step.
@@ -88,7 +91,7 @@ def dealt_stages(plan: Plan, model: nn.Module, axes: Axes, sample: object) -> Pl
     if not stages and sample is not None:
         # Rank 0 of the mesh measures, and all hear of it.
         stages = dict(deal(model, sample, axes.whole, stages=pipe.size * plan.stages_per_rank).assignment)
-        stages = _uncut(stages, known(model) if axes.model else ())
+        stages = uncut(stages, known(model) if axes.model else ())
     stages = stages or pins_of(model)
     if not stages:
         raise PlanError(
@@ -125,10 +128,11 @@ def put_on_stages(model: nn.Module, plan: Plan, axes: Axes, *, in_order_of: Sequ
         if in_order_of:
             pipe.kept[Post] = PostInOrder(pipe, _together(in_order_of, axes.whole))
         pipe.kept[Runtime] = ReplicatedStages(pipe, seed_of(seed, axes.data.rank))
-    elif in_order_of and not isinstance(pipe.kept[Post], PostInOrder):
+        pipe.kept[_IN_ORDER] = [axis.name for axis in in_order_of]
+    elif not {axis.name for axis in in_order_of} <= set(pipe.kept.get(_IN_ORDER, ())):
         raise PlanError(
-            "the plan splits tables over replicas on a pipeline on which a model without them was placed before: "
-            "distribute the model with split tables first"
+            "layers of this model exchange something between replicas (split tables, or full_shard), on a pipeline on "
+            "which a model whose layers do not was placed before: distribute this one first"
         )
     place(model, pipe, plan.stages)
 
@@ -141,7 +145,7 @@ def follow_stages(model: nn.Module, engine: DataParallel) -> None:
         placement.runtime.engines[placement.runtime.placed] = engine
 
 
-def _uncut(stages: dict[str, int], names: Collection[str]) -> dict[str, int]:
+def uncut(stages: dict[str, int], names: Collection[str]) -> dict[str, int]:
     """Stages that cut none of some modules: each is where most of what is within it was."""
     uncut: dict[str, int] = {}
     for other, stage in stages.items():

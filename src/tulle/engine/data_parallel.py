@@ -93,7 +93,8 @@ class DataParallel:
         self._slots = {
             name: Slot(name, p) for name, p in model.named_parameters() if p.requires_grad and name not in split
         }
-        self.split_tables = SplitTables(splits, self.axis, came=self._split_came) if splits else None
+        network = partial(probe, axis)
+        self.split_tables = SplitTables(splits, self.axis, came=self._split_came, network=network) if splits else None
         """The run-time of the tables of which each rank has a part."""
         self._tables = set(tables)
         self._is_syncing = True
@@ -146,7 +147,7 @@ class DataParallel:
         for slot in self._slots.values():
             slot.parameter.register_hook(partial(_gradient_comes, ref(self.late)))
         if self.split_tables is not None:
-            self.split_tables.update_late(self.late, partial(probe, self.home))
+            self.split_tables.update_late(self.late)
             for table in self.split_tables.tables.values():
                 if table.parameter.requires_grad:
                     table.parameter.register_hook(partial(_part_gradient_comes, ref(self.late)))

@@ -1,4 +1,4 @@
-"""`Feed`: tells the rows of a batch's lookups all at once, as soon as the batch is known, in one trip.
+"""`Feed`: tells the rows of a batch's lookups all at once, as soon as the batch is known; they travel in a few trips.
 
     its ids found in the batch  ->  told  ->  (optimizer.step)  ->  values fetched  ->  lookups find them there
 
@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from tulle.engine.departures import Departures
 from tulle.engine.sources import Sources
 from tulle.engine.trips import SplitTable, Trip
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 
+Load = tuple[Sequence[SplitTable], Sequence[Tensor]]
+"""Tables that share a trip, and the ids of each."""
 IdsOf = Callable[[object], Mapping[str, Tensor]]
 """From a batch to the ids that the model will look up in each table, by its name."""
 
@@ -25,8 +28,9 @@ class Feed:
 
     Args:
         tables: All split tables.
-        make: Makes a trip of some tables and the ids of each.
-        divide: Called with the trip under way and the next one, when that is told.
+        make: Makes trips, each of some tables and the ids of each, and tells them together.
+        divide: Called with the trips under way and the next ones, when these are told.
+        departures: Which tables share a trip.
         axis: Whose ranks must agree.
         ids_of: Given by the user in place of what would be learned.
     """
@@ -34,55 +38,69 @@ class Feed:
     def __init__(
         self,
         tables: Sequence[SplitTable],
-        make: Callable[[Sequence[SplitTable], Sequence[Tensor]], Trip],
-        divide: Callable[[Trip, Trip], None],
+        make: Callable[[Sequence[Load]], list[Trip]],
+        divide: Callable[[Sequence[Trip], Sequence[Trip]], None],
+        departures: Departures,
         axis: Axis,
         ids_of: IdsOf | None = None,
     ) -> None:
         self._tables = {table.number: table for table in tables if table.is_foreseeable}
         self._make = make
         self._divide = divide
+        self._departures = departures
         self._sources = Sources(axis)
         self._ids_of = ids_of
-        self.trip: Trip | None = None
-        """That of the step that is under way."""
-        self.upcoming: Trip | None = None
-        """That of the next, if it has been told."""
+        self.trips: list[Trip] = []
+        """Those of the step that is under way."""
+        self.upcoming: list[Trip] = []
+        """Those of the next, if they have been told, in the order in which their values are to be fetched."""
         self._lookups: dict[int, int] = {}
 
     def tell(self, batch: object) -> None:
         """Tell the rows of the next step, as far as they are known. Every rank must call it, with its own batch."""
         ids = self._sources.ids(batch) if self._ids_of is None else self._given(self._ids_of, batch)
-        known = [self._tables[number] for number in ids if number in self._tables]
-        self.upcoming = self._make(known, [ids[table.number] for table in known]) if known else None
-        if self.trip is not None and self.upcoming is not None:
-            self._divide(self.trip, self.upcoming)
+        groups = self._departures.groups(number for number in ids if number in self._tables)
+        loads = [([self._tables[number] for number in group], [ids[number] for number in group]) for group in groups]
+        self.upcoming = self._make(loads) if loads else []
+        if self.trips and self.upcoming:
+            self._divide(self.trips, self.upcoming)
 
     def begin(self, batch: object) -> None:
         """The step of a batch begins, with what was told of it. Every rank must call it."""
         if self._ids_of is None:
             self._sources.watch(batch)
-        self.trip, self.upcoming = self.upcoming, None
+        self._departures.begin()
+        self.trips, self.upcoming = self.upcoming, []
         self._lookups.clear()
 
     def end(self) -> None:
         """The step is over."""
         self._sources.end()
-        self.trip = None
+        self.trips = []
 
     def drop(self) -> None:
         """There will be no next step."""
         self.end()
-        self.upcoming = None
+        self.upcoming = []
 
     def find(self, table: SplitTable, ids: Tensor) -> Trip | None:
         """The trip that has the rows of a lookup whose gradient will be wanted, if there is one."""
         self._sources.note(table.number, ids)
         lookup = self._lookups.get(table.number, 0)
         self._lookups[table.number] = lookup + 1
-        if self.trip is None or table.number not in self.trip.tables:
+        if self._ids_of is None and not self._sources.holds(table.number, lookup):
             return None
-        return self.trip if self._ids_of is not None or self._sources.holds(table.number, lookup) else None
+        return next((trip for trip in self.trips if table.number in trip.tables), None)
+
+    @property
+    def mend(self) -> str:
+        """What to do if a lookup asks for more than was told."""
+        if self._ids_of is not None:
+            return "let the ids= of tulle.lookahead give all ids that the model looks up in a table, or none of it"
+        return (
+            "until now its ids were a part of the batch as it was; for ids that are computed, give tulle.lookahead "
+            "ids=..., a function from the batch to the ids of each table"
+        )
 
     def _given(self, ids_of: IdsOf, batch: object) -> dict[int, Tensor]:
         """What the user says that the step will look up, by number of the table."""

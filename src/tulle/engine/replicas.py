@@ -7,6 +7,7 @@ from hashlib import sha256
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tulle.comm import broadcast, gather_values
 from tulle.errors import ModelError
@@ -16,12 +17,13 @@ CHUNK_BYTES = 25 * 1024 * 1024
 """Small tensors travel together in chunks of this size; a larger one travels alone, without a copy."""
 
 
-def check_alike(model: nn.Module, axis: Axis) -> None:
-    """Raise on every rank, naming the parameter or buffer, if the ranks' models differ in names, shapes or dtypes.
+def check_alike(model: nn.Module, axis: Axis, optimizers: Sequence[Optimizer] = ()) -> None:
+    """Raise on every rank, saying what differs, if the ranks' models or optimizers do not agree.
 
-    Every rank of the axis must call it.
+    Models agree in the names, shapes and dtypes of parameters and buffers and in how tables are looked up, optimizers
+    in kind and options. Every rank of the axis must call it.
     """
-    mine = _describe(model)
+    mine = [*_describe_optimizers(optimizers), *_describe(model)]
     digests = gather_values(sha256("\n".join(mine).encode()).hexdigest(), axis, label="the model")
     if len(set(digests)) == 1:
         return
@@ -66,9 +68,37 @@ def _describe(model: nn.Module) -> list[str]:
         f"parameter {name} {str(p.dtype).removeprefix('torch.')} {list(p.shape)}{'' if p.requires_grad else ' frozen'}"
         for name, p in model.named_parameters()
     ]
+    described += [
+        f"lookup {name} {type(module).__name__}({_describe_lookup(module)})"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    ]
     return described + [
         f"buffer {name} {str(b.dtype).removeprefix('torch.')} {list(b.shape)}" for name, b in model.named_buffers()
     ]
+
+
+def _describe_lookup(module: nn.Embedding | nn.EmbeddingBag) -> str:
+    """As the plain class has it: a class that derives from it may say what is not alike on all ranks."""
+    return nn.Embedding.extra_repr(module) if isinstance(module, nn.Embedding) else nn.EmbeddingBag.extra_repr(module)
+
+
+def _describe_optimizers(optimizers: Sequence[Optimizer]) -> list[str]:
+    return [
+        f"optimizer {type(optimizer).__name__} "
+        + " ".join(f"{option}={_plain(value)}" for option, value in group.items() if not option.startswith("param"))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+def _plain(option: object) -> object:
+    """What says the same on all ranks that have the same: no device, no address."""
+    if isinstance(option, Tensor):
+        return option.tolist()
+    if isinstance(option, list | tuple):
+        return [_plain(one) for one in option]
+    return option if isinstance(option, int | float | str | None) else type(option).__name__
 
 
 def _first_difference(ours: Sequence[str], theirs: Sequence[str]) -> str | None:

@@ -73,5 +73,5 @@ def _look_up(module: SplitEmbedding | SplitEmbeddingBag, ids: Tensor) -> tuple[T
 def _no_copy() -> ModelError:
     return ModelError(
         "a model with split tables was to be copied or pickled, which would take this rank's part only: "
-        "take tulle.full_state_dict(model), or tulle.save"
+        "take tulle.full_state_dict(model), or tulle.save; for a moving average, average model.parameters() in place"
     )

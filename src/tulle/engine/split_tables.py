@@ -14,8 +14,10 @@ process group of its own beside those pushes, says what follows.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -23,13 +25,14 @@ from torch import Tensor
 
 from tulle.comm import Courier, all_gather, all_gather_parts, gather_values, lane
 from tulle.cost import Network, exchange_cost
-from tulle.engine.feed import Feed, IdsOf
+from tulle.engine.departures import Departures
+from tulle.engine.feed import Feed, IdsOf, Load
 from tulle.engine.late_tables import LateTable, MeanRows
 from tulle.engine.late_updates import LateUpdates
-from tulle.engine.trips import Pushes, SplitTable, TableModule, Trip, Way
+from tulle.engine.trips import Pushes, SplitTable, TableModule, Trip, Way, tell_together
 from tulle.errors import CommunicationError, ModelError
 from tulle.mesh import Axis
-from tulle.tables import ShardGradient, placement_of
+from tulle.tables import ShardGradient, placement_of, refuse
 
 _AGREED_AT_ONCE = 63
 _LABEL = "gradients of split tables"
@@ -44,9 +47,17 @@ class SplitTables:
         tables: The tables.
         axis: Whose ranks hold them.
         came: Called with a table's name and a gradient when it comes; it sees to it that `end_backward` is called.
+        network: Gives what the axis gives; it is called on all ranks or on none.
     """
 
-    def __init__(self, tables: Sequence[SplitTable], axis: Axis, *, came: Callable[[str, Tensor], None]) -> None:
+    def __init__(
+        self,
+        tables: Sequence[SplitTable],
+        axis: Axis,
+        *,
+        came: Callable[[str, Tensor], None],
+        network: Callable[[], Network],
+    ) -> None:
         self.tables = {table.name: table for table in tables}
         self._by_parameter = {id(table.parameter): table for table in tables}
         self._axis = axis
@@ -57,7 +68,7 @@ class SplitTables:
         self._agreement = lane(axis, "agreement on split tables")
         self._later: Way | None = None
         self._late: LateUpdates | None = None
-        self._network: Callable[[], Network] | None = None
+        self._network = network
         self._delays_rows: bool | None = None
         """Whether it pays to let rows come later; None as long as none were told ahead."""
         self._late_tables: dict[int, LateTable] = {}
@@ -70,6 +81,7 @@ class SplitTables:
         self._came: set[tuple[int, int]] = set()
         """Numbers of trip and table of each gradient that came in this backward."""
         self._pushes: list[tuple[Trip, tuple[Pushes, Pushes | None]]] = []
+        self._departures = Departures(axis, rows_bytes=self._rows_bytes, network=network)
         self._calls = self.feed()
         """Begins with each call of the model."""
         self._learned = self.feed()
@@ -80,16 +92,16 @@ class SplitTables:
     def look_up(self, module: TableModule, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Rows, where in them the ids lie, and where the padding does. Every rank must call it, with its own ids."""
         table = self._by_parameter[id(module.weight)]
-        trip = self._told(table, ids) or self._trip([table], [ids], module)
+        self._departures.comes(table.number)
+        trip = self._told(table, ids) or self._trips_of([([table], [ids])], module)[0]
         if torch.is_grad_enabled() and table.parameter.requires_grad:
             self._expect(trip)
         try:
             return trip.look_up(table, ids, module.padding_idx)
         except KeyError:
             raise ModelError(
-                f"a lookup in {table.name!r} on rank {self._axis.rank} asks for rows that were not told ahead: until "
-                "now its ids were a part of the batch as it was; for ids that are computed, give tulle.lookahead "
-                "ids=..., a function from the batch to the ids of each table"
+                f"a lookup in {table.name!r} on rank {self._axis.rank} asks for rows that were not told ahead: "
+                + (self._ahead or self._calls).mend
             ) from None
         except CommunicationError as error:
             if torch.is_grad_enabled():
@@ -98,16 +110,16 @@ class SplitTables:
                 f"{error}. This was a lookup without gradients: of a split table every rank must look up, alike, in "
                 "evaluation too"
             ) from error
+        finally:
+            self._departures.over()
 
-    def update_late(self, late: LateUpdates, network: Callable[[], Network]) -> None:
+    def update_late(self, late: LateUpdates) -> None:
         """Let gradients of rows that the next batch does not want come later, if it pays. Every rank must call it.
 
         Args:
             late: Where their updates wait.
-            network: What the axis gives.
         """
         self._late = late
-        self._network = network
         self._later = Way(lane(self._axis, "delayed rows"), Courier("tulle delayed rows", self._axis.device))
 
     def placements(self) -> dict[str, tuple[str, int]]:
@@ -118,7 +130,7 @@ class SplitTables:
 
     def feed(self, ids_of: IdsOf | None = None) -> Feed:
         """Something that tells rows of steps ahead."""
-        return Feed([*self.tables.values()], self._trip, self._divide, self._axis, ids_of)
+        return Feed([*self.tables.values()], self._trips_of, self._divide, self._departures, self._axis, ids_of)
 
     def begin_lookahead(self, ids_of: IdsOf | None) -> Feed:
         """A loop begins that tells the rows of each step a step earlier than the calls of the model."""
@@ -135,8 +147,8 @@ class SplitTables:
         """The model is called for training: tell the rows of its lookups, as far as they are known, and fetch them."""
         if self._ahead is None:
             self._calls.tell(arguments)
-            if self._calls.upcoming is not None:
-                self._calls.upcoming.begin_fetch()
+            for trip in self._calls.upcoming:
+                trip.begin_fetch()
             self._calls.begin(arguments)
 
     def end_call(self) -> None:
@@ -145,8 +157,8 @@ class SplitTables:
 
     def after_step(self) -> None:
         """The optimizers have stepped: fetch what the next step looks up. Every rank must call it."""
-        if self._ahead is not None and self._ahead.upcoming is not None:
-            self._ahead.upcoming.begin_fetch()
+        for trip in self._ahead.upcoming if self._ahead is not None else ():
+            trip.begin_fetch()
 
     def wait(self) -> None:
         """Return when no exchange is under way: for those who time them."""
@@ -157,21 +169,40 @@ class SplitTables:
             return None
         return (self._ahead or self._calls).find(table, ids)
 
-    def _trip(self, tables: Sequence[SplitTable], ids: Sequence[Tensor], module: TableModule | None = None) -> Trip:
-        """Rows of some tables, to be fetched together. Every rank must call it, with its own ids."""
-        self._trips += 1
+    def _trips_of(self, loads: Sequence[Load], module: TableModule | None = None) -> list[Trip]:
+        """Trips, each of some tables and the ids of each, told together. Every rank must call it, with its own ids."""
         way = self._way if torch.is_grad_enabled() else self._evaluating
-        made = Trip(self._trips, tables, ids, way, read=self._read, came=self._gradient_came, module=module)
-        self._alive[made.number] = made
-        self._rows |= made.rows()
+        first, self._trips = self._trips + 1, self._trips + len(loads)
+        try:
+            made = [
+                Trip(number, tables, ids, way, read=self._read, came=self._gradient_came, module=module)
+                for number, (tables, ids) in enumerate(loads, start=first)
+            ]
+        except (IndexError, TypeError):
+            names = [table.name for tables, _ in loads for table in tables]
+            way.courier.submit(partial(refuse, names, way.axis)).result()
+            raise
+        for trip in made:
+            self._alive[trip.number] = trip
+            self._rows |= trip.rows()
+        tell_together(made)
         return made
 
-    def _divide(self, trip: Trip, following: Trip) -> None:
-        if self._delays_rows is None and self._network is not None:
-            heard = gather_values(trip.gradients_bytes, self._axis, label=_LABEL)
+    def _rows_bytes(self, number: int) -> int:
+        """Of the rows that this rank last wanted of a table."""
+        table = next(table for table in self.tables.values() if table.number == number)
+        return self._rows.get(number, 0) * table.split.width * table.parameter.dtype.itemsize
+
+    def _divide(self, trips: Sequence[Trip], following: Sequence[Trip]) -> None:
+        """Of each trip of which the next step has the like, find out which rows that wants."""
+        if self._later is None:
+            return
+        if self._delays_rows is None:
+            heard = gather_values(sum(trip.gradients_bytes for trip in trips), self._axis, label=_LABEL)
             self._delays_rows = exchange_cost(max(heard), 0, self._network()).seconds >= WORTH_S
-        if self._delays_rows and self._later is not None:
-            trip.divide(following, self._later)
+        for trip, after in zip(trips, following, strict=False):
+            if self._delays_rows and trip.tables.keys() == after.tables.keys():
+                trip.divide(after, self._later)
 
     def _read(self, trip: Trip, table: SplitTable, places: Tensor) -> Tensor:
         """Rows of this rank's part, for a trip."""
@@ -220,8 +251,8 @@ class SplitTables:
         self._late_tables[late.table.number] = late
 
     def _expect(self, trip: Trip) -> None:
-        if trip.number not in self._expected[-1:]:
-            self._expected.append(trip.number)
+        if trip.number not in self._expected:
+            insort(self._expected, trip.number)
 
     def _gradient_came(self, trip: Trip, table: SplitTable, gradient: Tensor) -> None:
         self._report(table.name, gradient)

@@ -103,13 +103,16 @@ class Trip:
         self._came = came
         self._bound = (module.max_norm, module.norm_type) if module is not None and module.max_norm else None
         self.is_scaled = module is not None and module.scale_grad_by_freq
-        self._told: Job[list[Route]] = way.courier.submit(partial(tell, self._wishes, way.axis))
+        self._told: Job[list[Route]] | None = None
+        """The routes of all trips that were told with this one."""
+        self._first_route = 0
         self._divided: Job[list[Division]] | None = None
         self._later: Way | None = None
         self.following: Trip | None = None
         """The trip that begins before the delayed rows of this one go, if these are known."""
         self.may_pass = threading.Event()
-        """Set when others need not wait for this trip's values any more."""
+        """Set when others need not wait for the values of this trip, and of those told with it, any more."""
+        self._is_last = True
         self._values: Job[list[Tensor]] | None = None
         self._versions: list[int] = []
         self._lookups: dict[int, Tensor] = {}
@@ -140,7 +143,7 @@ class Trip:
         self.following, self._later = following, later
 
         def work() -> list[Division]:
-            return divide(self._told.result(), following._told.result(), self._way.axis)
+            return divide(self._routes(), following._routes(), self._way.axis)
 
         self._divided = self._way.courier.submit(work)
 
@@ -148,7 +151,7 @@ class Trip:
         """Have the values under way, as they are now, unless these are already. Every rank must call it."""
         if self._values is not None and self._current_versions() == self._versions:
             return
-        routes = self._told.result()
+        routes = self._routes()
         if self._bound is not None and routes[0].places.numel():
             [table] = self.tables.values()
             with torch.no_grad():
@@ -163,7 +166,8 @@ class Trip:
             try:
                 return fetch(routes, served, self._way.axis)
             finally:
-                self.may_pass.set()
+                if self._is_last:
+                    self.may_pass.set()
 
         self._values = self._way.courier.submit(work)
 
@@ -234,7 +238,7 @@ class Trip:
         lookups = [self._bundle_lookups(b) for b in chosen]
         tables = [[table.number if table.number in numbers else None for table in self._bundles[b]] for b in chosen]
         if self._divided is None or self._later is None or self.following is None:
-            told = self._told.result()
+            told = self._routes()
             load = _Load(tables, [told[b] for b in chosen], gradients, lookups)
             return self._way.courier.submit(partial(load.push, self._way.axis, "rows")), None
         found = self._divided.result()
@@ -247,6 +251,11 @@ class Trip:
             self._way.courier.submit(partial(first.push, self._way.axis, "prior rows")),
             self._later.courier.submit(partial(second.push_after, self.following.may_pass, self._later.axis)),
         )
+
+    def _routes(self) -> list[Route]:
+        """One a bundle; waits until they are known."""
+        assert self._told is not None, "trips are told as soon as they are made"
+        return self._told.result()[self._first_route : self._first_route + len(self._wishes)]
 
     def _current_versions(self) -> list[int]:
         return [table.parameter._version for table in self.tables.values()]
@@ -284,6 +293,21 @@ class Trip:
             if counts is not None:
                 whole[self._order(table).to(whole.device)] = counts.to(whole.device)
         return whole
+
+
+def tell_together(trips: Sequence[Trip]) -> None:
+    """Tell the owners the rows of some trips, in one exchange. Every rank must call it, alike.
+
+    Args:
+        trips: Just made, in the order in which their values will be fetched, on one way.
+    """
+    way = trips[0]._way
+    told = way.courier.submit(partial(tell, [one for trip in trips for one in trip._wishes], way.axis))
+    first_route = 0
+    for trip in trips:
+        trip._told, trip._first_route = told, first_route
+        trip._is_last, trip.may_pass = trip is trips[-1], trips[-1].may_pass
+        first_route += len(trip._wishes)
 
 
 @dataclass(frozen=True, slots=True)

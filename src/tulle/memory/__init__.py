@@ -14,7 +14,9 @@ from tulle.memory.recompute import (
     recompute_by_cost,
     repeated,
 )
+from tulle.memory.shard import Shard, shard_of
 from tulle.memory.shards import OptimizerShards, shard_optimizer
+from tulle.memory.shared_out import named_shards, share_out, state_of_shards
 
 __all__ = [
     "Activation",
@@ -24,17 +26,22 @@ __all__ = [
     "Offloading",
     "OptimizerShards",
     "Options",
+    "Shard",
     "choose_recomputed",
     "compute_in",
     "estimate",
     "lines",
     "measure_peak_bytes",
+    "named_shards",
     "offload",
     "profile_activations",
     "recompute",
     "recompute_by_cost",
     "repeated",
     "shard_fully",
+    "shard_of",
     "shard_optimizer",
+    "share_out",
+    "state_of_shards",
     "whole_state_dict",
 ]

@@ -7,6 +7,7 @@ kernels' own outputs and everything that autograd saves. What then differs betwe
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -182,6 +183,9 @@ def count_on_a_copy(
             return count(*twins, inputs, options, loss)
     except Exception as problem:  # whatever an operator without values raises
         logger.info("a step of a %s is counted for real: %s", type(model).__name__, str(problem).split("\n", 1)[0])
+    finally:
+        twins = fake = None
+        gc.collect()  # in circles they refer to the model's own parameters, which a pipeline could not place then
     try:
         return count(*copy.deepcopy((model, optimizer)), sample, options, loss)
     finally:

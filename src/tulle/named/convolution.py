@@ -177,7 +177,7 @@ def _slid(
     label = label_of(what, dims)
     axes = [tuple(sorted(axis for axis in split if split[axis] not in one.dims)) for one in (image, weight)]
     local = aligned(image.entered(axes[0], label), image.dims, (*walked, incoming, *moved))
-    kernel = aligned(weight.entered(axes[1], label), weight.dims, (outgoing, incoming, *kernels))
+    kernel = aligned(weight.entered(axes[1], label), weight.dims, (outgoing, incoming, *kernels)).contiguous()
     sizes = local.shape[: len(walked)]
     result = slide(local.reshape(math.prod(sizes), *local.shape[len(walked) :]), kernel, windows, scope, label)
     result = result.reshape(*sizes, *result.shape[1:]).movedim(len(walked), -1)
@@ -210,7 +210,7 @@ def _spread(local: Local, kernel: Local, windows: Sequence[Window], scope: Scope
         local = bordered(scope, local, scope.axes_of(window.over), place, borders, label)
         cuts.append((borders[0] * window.stride + window.before, results))
     options = [tuple(getattr(window, name) for window in windows) for name in ("stride", "dilation")]
-    kernel = kernel.transpose(0, 1)
+    kernel = kernel.transpose(0, 1).contiguous()
     spread = _SPREAD[len(windows)](local, kernel, stride=options[0], dilation=options[1])
     for place, (begin, length) in enumerate(cuts, start=2):
         missing = max(0, begin + length - spread.shape[place])  # where a stride is wider than the kernel

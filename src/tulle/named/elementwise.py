@@ -27,6 +27,12 @@ class Plan:
         entered = [tuple(sorted(axis for axis in split if split[axis] not in dims)) for dims in inputs]
         self.inputs = [(axes, view_to(dims, self.dims)) for axes, dims in zip(entered, inputs, strict=True)]
 
+    def entered(self, place: int, tensor: Placed) -> Local:
+        """An input's part as it enters, in the operation's order of dimensions."""
+        axes, view = self.inputs[place]
+        local = tensor.entered(axes, self.label) if axes else tensor.local
+        return local if view is None else viewed(local, view)
+
 
 def broadcast(function: Callable[..., Local], inputs: Sequence[Placed | Scalar], **options: Any) -> tuple[Local, Dims]:
     """Apply an elementwise function of plain tensors to parts that are brought to one order of dimensions.
@@ -47,10 +53,7 @@ def broadcast(function: Callable[..., Local], inputs: Sequence[Placed | Scalar],
         plan = scope.plans[key] = Plan(scope, key[1:], operation)
     if scope.trace is not None:
         record("pointwise", placed, plan.dims, plan.dims)
-    parts: list[Any] = []
-    for one, (axes, view) in zip(placed, plan.inputs, strict=True):
-        local = one.entered(axes, plan.label) if axes else one.local
-        parts.append(local if view is None else viewed(local, view))
+    parts: list[Any] = [plan.entered(place, one) for place, one in enumerate(placed)]
     if len(parts) < len(inputs):
         _check_scalars(operation, inputs)
         own = iter(parts)

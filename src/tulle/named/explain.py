@@ -87,8 +87,9 @@ class Explanation:
         return counts
 
     def seconds(self, rates: Rates) -> float:
-        """Predicted time of a step, computation and exchanges one after the other."""
-        local_s = self.flops / rates.flops_per_s + self.written_bytes / rates.written_bytes_per_s
+        """Predicted time of a step: computation, exchanges and the optimizer's update, one after the other."""
+        updated_bytes = self.parameter_bytes + self.state_bytes
+        local_s = self.flops / rates.flops_per_s + (self.written_bytes + updated_bytes) / rates.written_bytes_per_s
         return local_s + sum(seconds_of(one, self.sizes, rates) for one in self.collectives)
 
     def __str__(self) -> str:

@@ -26,7 +26,8 @@ def gather(table: Tensor, index: Tensor, over: Dim, *, label: str = "gather") ->
         label: What its exchanges are counted under.
 
     Raises:
-        ModelError: If the index is not of integers, or has the dimension itself.
+        ModelError: If the index is not of integers, or has the dimension itself, or counts beyond it (on a CPU, where
+            that can be seen at once; by the rank that holds such an index).
         PlanError: If the operation is not legal in the layout.
 
     Example:
@@ -42,6 +43,7 @@ def gather(table: Tensor, index: Tensor, over: Dim, *, label: str = "gather") ->
         raise ModelError(
             f"gather over {over!r} was given {index!r} as its index, expected integers without that dimension"
         )
+    check_indices(index.local, over, label)
     scope = shared_scope([table, index], "gather")
     dims = united((over,), index.dims, table.dims)
     split = scope.axes(dims, "gather over")
@@ -65,6 +67,22 @@ def gather(table: Tensor, index: Tensor, over: Dim, *, label: str = "gather") ->
     found = (*shared, *own, *rest)
     out = (*index.dims, *rest)
     return Tensor(_in_order(picked, found, out), out, pending)
+
+
+def check_indices(index: Local, over: Dim, what: str) -> None:
+    """Refuse indices beyond a dimension, of which each layout would make something else.
+
+    Raises:
+        ModelError: Naming the dimension.
+    """
+    if index.device.type != "cpu" or torch.compiler.is_compiling() or not index.numel():
+        return
+    least, most = (int(bound) for bound in index.aminmax())
+    if least < 0 or most >= over.size:
+        raise ModelError(
+            f"{what} over {over!r} was given indices from {least} to {most}, expected 0 to {over.size - 1}: clamp what "
+            "does not count, and leave out what it gives with tn.where"
+        )
 
 
 def _picked(rows: Local, wanted: Local, shared: int) -> Local:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tulle.named.dims import Dim
-from tulle.named.lookup import gather
+from tulle.named.lookup import check_indices, gather
 from tulle.named.reduction import logsumexp, mean
 from tulle.named.tensor import Tensor
 
@@ -23,10 +23,14 @@ def cross_entropy(
         label_smoothing: Probability that is spread evenly over all words.
         z_loss: Weight of the square of the log of the softmax' denominator, which keeps it near 0.
 
+    Raises:
+        ModelError: If a target is beyond the vocabulary, as torch's -100 is: leave such out with `tn.where`.
+
     Source: Shazeer et al., *Mesh-TensorFlow* (2018), layers.softmax_cross_entropy_with_logits; Shoeybi et al.,
     *Megatron-LM* (2019), section 3.
     """
     place = logits.place(over, "cross_entropy")
+    check_indices(targets.local, over, "cross_entropy")
     others = tuple(dim for dim in logits.dims if dim != over)
     if logits.scope.is_whole(over) and not z_loss and targets.dims == others:
         local = logits.local.movedim(place, -1)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tulle.errors import ModelError
-from tulle.named.dims import Dim, Dims, as_dims
+from tulle.named.dims import Dim, Dims, as_dims, check_dim
 from tulle.named.elementwise import Scalar
 from tulle.named.placed import Local, aligned
 from tulle.named.randomness import next_key, uniform
@@ -121,6 +121,7 @@ def dropout(tensor: Tensor, share: float) -> Tensor:
 
 def range(dim: Dim, *, dtype: torch.dtype = torch.int64) -> Tensor:
     """The positions 0, 1, 2, ... along a dimension."""
+    check_dim(dim)
     scope = current()
     scope.axes((dim,), "range")
     begin = scope.offset(dim)

@@ -119,8 +119,10 @@ class Pricing:
         return Price(seconds, out_bytes)
 
     def parameter(self, dims: Dims, value_bytes: int, choice: Choice) -> Price:
-        """Memory of a parameter, its gradient and the optimizer's state."""
-        return Price(0.0, (2 + self.state_slots) * self.local(dims, choice) * value_bytes)
+        """Memory of a parameter, its gradient and the optimizer's state; and the time to update it."""
+        own_bytes = self.local(dims, choice) * value_bytes
+        updated_s = (1 + self.state_slots) * own_bytes / self.rates.written_bytes_per_s
+        return Price(updated_s, (2 + self.state_slots) * own_bytes)
 
     def local(self, dims: Iterable[Dim], choice: Choice) -> float:
         """Entries that each rank holds."""

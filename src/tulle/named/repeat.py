@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tulle.errors import ModelError
-from tulle.named.dims import Dim, Dims
+from tulle.named.dims import Dim, Dims, check_dim
 from tulle.named.placed import Local
 from tulle.named.randomness import drawn_again, mark
 from tulle.named.scope import current, entered
@@ -43,8 +43,9 @@ def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 def serialize(loss_of: Callable[..., Tensor], batch: Dim, pieces: int, *inputs: Tensor) -> Tensor:
     """Forward and backward of one piece of the batch after the other; gradients add up and are summed over ranks once.
 
-    Each rank cuts the part that it holds, so nothing travels for it. Inside, the batch is a dimension of the same name
-    and smaller size. Every rank must call it.
+    A piece is every `pieces`-th entry of the batch: each rank cuts it from the part that it holds, nothing travels, and
+    yet it is the same piece in every layout, as what its entries share (a capacity, a mean over words, dropout) asks
+    for. Inside, the batch is a dimension of the same name and smaller size. Every rank must call it.
 
     Args:
         loss_of: Gives the mean loss of what it is called with, a tensor without dimensions.
@@ -58,16 +59,16 @@ def serialize(loss_of: Callable[..., Tensor], batch: Dim, pieces: int, *inputs: 
     Raises:
         ModelError: If the pieces would not be of one size on every rank.
     """
+    check_dim(batch)
     scope = current()
     if scope.local_size(batch) % pieces:
         raise ModelError(
             f"serialize was asked for {pieces} pieces of {batch!r}, of which each rank has {scope.local_size(batch)}: "
             "choose a number that divides it"
         )
-    small = batch.resized(batch.size // pieces)
     total: Tensor | None = None
     for piece in range(pieces):
-        loss = loss_of(*[_piece(one, batch, small, piece) for one in inputs]) * (1 / pieces)
+        loss = loss_of(*[_piece(one, batch, pieces, piece) for one in inputs]) * (1 / pieces)
         if piece < pieces - 1:
             with scope.gradients.held():
                 loss.backward()
@@ -78,9 +79,9 @@ def serialize(loss_of: Callable[..., Tensor], batch: Dim, pieces: int, *inputs: 
     return total
 
 
-def _piece(tensor: Tensor, batch: Dim, small: Dim, piece: int) -> Tensor:
+def _piece(tensor: Tensor, batch: Dim, pieces: int, piece: int) -> Tensor:
     if batch not in tensor.dims:
         return tensor
-    place, length = tensor.place(batch, "serialize"), tensor.scope.local_size(small)
+    place, small = tensor.place(batch, "serialize"), batch.resized(batch.size // pieces)
     dims = tuple(small if dim == batch else dim for dim in tensor.dims)
-    return Tensor(tensor.local.narrow(place, piece * length, length), dims)
+    return Tensor(tensor.local.unflatten(place, (-1, pieces)).select(place + 1, piece), dims)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tulle.errors import ModelError
-from tulle.named.dims import Dim, Dims, spelled, volume
+from tulle.named.dims import Dim, Dims, as_dims, check_dim, spelled, volume
 from tulle.named.placed import Local, aligned, label_of, record, shared_scope
 from tulle.named.relayout import Mover, check_once, fitting, splits_of
 from tulle.named.tensor import Tensor
@@ -27,7 +27,7 @@ def split(tensor: Tensor, dim: Dim, into: Sequence[Dim]) -> Tensor:
         >>> tn.split(tn.from_torch(torch.arange(6), d), d, (heads, d_kv)).local.tolist()
         [[0, 1, 2], [3, 4, 5]]
     """
-    place, into = tensor.place(dim, "split"), tuple(into)
+    place, into = tensor.place(dim, "split"), as_dims(into)
     _check_product(dim, into, "split")
     scope = shared_scope([tensor], "split")
     dims = (*tensor.dims[:place], *into, *tensor.dims[place + 1 :])
@@ -57,7 +57,7 @@ def merge(tensor: Tensor, dims: Sequence[Dim], into: Dim) -> Tensor:
         >>> tn.merge(tn.from_torch(torch.arange(6).view(2, 3), (heads, d_kv)), (heads, d_kv), d).local.tolist()
         [0, 1, 2, 3, 4, 5]
     """
-    merged = tuple(dims)
+    merged = as_dims(dims)
     places = [tensor.place(dim, "merge") for dim in merged]
     _check_product(into, merged, "merge")
     scope = shared_scope([tensor], "merge")
@@ -114,6 +114,7 @@ def concat(tensors: Sequence[Tensor], dims: Sequence[Dim], out: Dim) -> Tensor:
     Raises:
         ModelError: If sizes do not add up, or other dimensions differ.
     """
+    dims = as_dims(dims)
     if sum(dim.size for dim in dims) != out.size or len(dims) != len(tensors):
         raise ModelError(f"concat along {spelled(dims)} cannot give {out!r}: name a dimension of each, adding up to it")
     scope = shared_scope(tensors, "concat")
@@ -136,6 +137,7 @@ def stack(tensors: Sequence[Tensor], dim: Dim) -> Tensor:
     Raises:
         ModelError: If their number is not the dimension's size.
     """
+    check_dim(dim)
     if dim.size != len(tensors):
         raise ModelError(f"stack was given {len(tensors)} tensors for {dim!r}: give as many as its size")
     scope = shared_scope(tensors, "stack")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tulle.errors import ModelError
-from tulle.named.dims import Dim
+from tulle.named.dims import Dim, check_dim
 from tulle.named.lookup import gather
 from tulle.named.placed import Local, label_of
 from tulle.named.pointwise import equal, range, where
@@ -34,6 +34,7 @@ def top_k(tensor: Tensor, over: Dim, k: Dim) -> tuple[Tensor, Tensor]:
         ModelError: If there are not so many entries.
     """
     place = tensor.place(over, "top_k")
+    check_dim(k)
     if k.size > over.size:
         raise ModelError(f"top_k was asked for {k!r} of {over!r}: there are not so many")
     scope = tensor.scope

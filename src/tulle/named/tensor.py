@@ -245,10 +245,14 @@ def _added(function: Callable[..., Local], left: Tensor, right: Tensor | Scalar)
 
 
 def _alike(function: Callable[..., Local], left: Tensor, right: Tensor) -> Tensor:
-    """The short way for two tensors of the same dimensions, which enter as they are."""
+    """The short ways for two tensors: of the same dimensions, which enter as they are; or that have met before."""
     scope = left.scope
-    if left.dims == right.dims and scope is right.scope and scope is current() and scope.trace is None:
-        return Tensor(function(left.local, right.local), left.dims, (), scope)
+    if scope is right.scope and scope is current() and scope.trace is None:
+        if left.dims == right.dims:
+            return Tensor(function(left.local, right.local), left.dims, (), scope)
+        plan = scope.plans.get((function.__name__, left.dims, right.dims))
+        if plan is not None:
+            return Tensor(function(plan.entered(0, left), plan.entered(1, right)), plan.dims, (), scope)
     return Tensor(*broadcast(function, (left, right)))
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from tulle.pipeline.placeholder import is_about_shape
+from tulle.pipeline.recompute import intercept_functions, is_within_function
 
 
 @dataclass(slots=True)
@@ -18,6 +22,8 @@ class Calls:
     """Of each call of a module, the names of the modules that it was called from, the outermost first."""
     time_s: dict[str, float] = field(default_factory=dict)
     """Of all calls of a module, with what is called within."""
+    borrowers: set[str] = field(default_factory=set)
+    """Modules in whose calls parameters were read that are none of theirs, such as a table that a decoder is handed."""
 
     def children(self, name: str) -> list[str]:
         """Modules whose first call came directly from within a module's call."""
@@ -30,26 +36,60 @@ def watch(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Call
     names = {module: name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, _: object) -> None:
+        if is_within_function():  # its backward may call the module again, on one rank: who applies it stays whole
+            return
         calls.chains.setdefault(names[module], []).append(tuple(stack))
         stack.append(names[module])
         begins_s.append(time.perf_counter())
 
     def leave(module: nn.Module, _: object, __: object) -> None:
+        if is_within_function():
+            return
         name = stack.pop()
         calls.time_s[name] = calls.time_s.get(name, 0.0) + time.perf_counter() - begins_s.pop()
 
+    own = {module: {id(parameter) for parameter in module.parameters()} for module in names}
+
+    def read(parameter: nn.Parameter) -> None:
+        for module in map(model.get_submodule, stack):
+            is_own = id(parameter) in own[module] or any(one is parameter for one in module.parameters())  # lent by now
+            if not is_own:
+                calls.borrowers.add(names[module])
+
+    intercept_functions()
     hooks = [module.register_forward_pre_hook(enter) for module in names]
     hooks += [module.register_forward_hook(leave) for module in names]
     try:
-        model(*args, **kwargs)
+        with _Reads(read):
+            model(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()
     return calls
 
 
+class _Reads(TorchFunctionMode):
+    """Tells of each parameter that an operation reads."""
+
+    def __init__(self, read: Callable[[nn.Parameter], None]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look, and let through."""
+        if not is_about_shape(func):
+            for leaf in (*args, *(kwargs or {}).values()):
+                if isinstance(leaf, nn.Parameter):
+                    self._read(leaf)
+        return func(*args, **(kwargs or {}))
+
+
 def pieces_of(model: nn.Module, calls: Calls, weights: dict[str, float], largest: float) -> list[str]:
     """Modules that stay whole: as large as can be, but for those that weigh more than `largest` and can be cut.
+
+    One that reads parameters of others is none: what it does itself runs between modules, where all can be read.
 
     Args:
         model: The model.
@@ -59,13 +99,19 @@ def pieces_of(model: nn.Module, calls: Calls, weights: dict[str, float], largest
     """
 
     def within(name: str) -> list[str]:
-        children = calls.children(name)
+        children = [] if _hears_gradients(model.get_submodule(name)) else calls.children(name)
         has_own = next(model.get_submodule(name).parameters(recurse=False), None) is not None
-        if name and (not children or weights[name] <= largest or (has_own and weights[name] <= 4 * largest)):
+        is_small = weights[name] <= (4 * largest if has_own else largest)
+        if name and name not in calls.borrowers and (is_small or not children):
             return [name]
         return [piece for child in children for piece in within(child)]
 
     return within("") or [""]
+
+
+def _hears_gradients(module: nn.Module) -> bool:
+    """Whether hooks of backward are there, which torch puts on what goes in and comes out: on one rank, then."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def coarsened(assignment: dict[str, int], calls: Calls) -> dict[str, int]:
@@ -81,7 +127,7 @@ def coarsened(assignment: dict[str, int], calls: Calls) -> dict[str, int]:
                 stages.setdefault(around, set()).add(stage)
                 others = all(around in other for other in calls.chains[name])
                 is_always_around[around] = is_always_around.get(around, True) and others
-    whole = {name for name, found in stages.items() if len(found) == 1 and is_always_around[name]}
+    whole = {name for name, found in stages.items() if len(found) == 1 and is_always_around[name]} - calls.borrowers
     result: dict[str, int] = {}
     for name, stage in assignment.items():
         chain = calls.chains.get(name, [()])[0]

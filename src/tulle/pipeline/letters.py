@@ -91,13 +91,13 @@ def _packed(content: object) -> tuple[Tensor, _About]:
     if not isinstance(content, Tensor):
         return torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8), True
     content = content.detach().cpu()
-    if not _is_dense(content):
+    if not is_dense(content):
         content = content.contiguous()
     flat = content.as_strided((content.numel(),), (1,))
     return flat.view(torch.uint8), (tuple(content.shape), content.stride(), content.dtype)
 
 
-def _is_dense(tensor: Tensor) -> bool:
+def is_dense(tensor: Tensor) -> bool:
     """Whether its elements fill a stretch of memory, in whatever order of dimensions: then that order is kept."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

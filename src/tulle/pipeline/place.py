@@ -15,6 +15,7 @@ from tulle.deferred import give, is_deferred, materialize, swappable, values_of
 from tulle.errors import ModelError, PlanError, TulleError
 from tulle.mesh import Axis
 from tulle.pipeline.automatic import deal
+from tulle.pipeline.carried import Carried
 from tulle.pipeline.holdings import Unit
 from tulle.pipeline.lent import is_lacking
 from tulle.pipeline.partition import Partition
@@ -140,7 +141,8 @@ def place(
         elif was_deferred:
             materialize(model, device=axis.device, only=held, axis=axis)
     tied = _made_equal(model, owners, runtime)
-    resident = Resident(list(model.parameters()), tied, 1 + max(placed.values(), default=0))
+    stages, carried = 1 + max(placed.values(), default=0), Carried(model, placed)
+    resident = Resident(list(model.parameters()), tied, stages, carried)
     for name, tensor in _tensors(model):
         runtime.holdings.note(tensor, min(homes[name], default=None))
     runtime.models[runtime.placed] = resident

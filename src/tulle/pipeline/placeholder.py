@@ -28,6 +28,10 @@ class Operator(Protocol):
         """Run an operation where it belongs; every rank comes here."""
         ...
 
+    def apply(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that torch shows to no mode; every rank comes here."""
+        ...
+
     def backward(self, loss: Placeholder, *args: Any, **kwargs: Any) -> None:
         """Run backward from a loss; every rank comes here."""
         ...
@@ -129,11 +133,18 @@ class Placeholder(Tensor):
     def __torch_dispatch__(
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Reached only past `__torch_function__`: by compiled code."""
+        """Reached only past `__torch_function__`: by compiled code, and by transforms such as `torch.vmap`."""
         raise ModelError(
-            f"the operation {func} was given a tensor of another pipeline stage by compiled code, which cannot run "
-            "between modules: compile the modules that are placed, not what calls them"
+            f"the operation {func} was given a tensor of another pipeline stage by compiled code or a transform of "
+            "torch.func, which cannot run between modules: do both inside the modules that are placed, not around them"
         )
+
+
+def is_about_shape(function: Callable[..., Any]) -> bool:
+    """Whether a function of torch asks a tensor for something that can be told without its values."""
+    if getattr(function, "__name__", "") != "__get__":
+        return function in _METADATA
+    return getattr(function, "__self__", None).__name__ not in _TENSOR_PROPERTIES  # type: ignore[union-attr]
 
 
 def intercept(

@@ -30,6 +30,7 @@ from tulle.pipeline.randomness import forked
 from tulle.pipeline.structure import flatten, rebuild
 from tulle.pipeline.tape import Entry
 from tulle.pipeline.values import Values
+from tulle.pipeline.written import written_back
 
 PIECES_PER_STAGE = 8
 """A module that takes more than this part of a stage's share is cut further, if it can be."""
@@ -50,7 +51,7 @@ def profile(model: nn.Module, sample: object, axis: Axis, stages: int) -> tuple[
         The pieces in the order in which they run, and the calls that were seen.
     """
     args, kwargs = as_call(sample, axis.device)
-    with _left_as_it_is(model), lent(model, axis.device), forked(0):
+    with _left_as_it_is(model), written_back(model), lent(model, axis.device), forked(0):
         with torch.no_grad():
             calls = watch(model, args, kwargs)
         largest = (calls.time_s.get("") or sum(calls.time_s.values())) / (stages * PIECES_PER_STAGE)
@@ -158,7 +159,8 @@ class _Scale(nn.Module):
 def _apart(leaf: Any) -> Any:
     """A tensor of its own, so that what a module does with it does not count for others."""
     if isinstance(leaf, Tensor):
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        copied = leaf.detach().clone()
+        return Entry(copied).tensor() if leaf.requires_grad else copied  # no leaf of autograd: modules write in it
     with _TensorsApart():
         return copy.deepcopy(leaf)  # such as a cache of keys and values, to which modules add
 

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from tulle.errors import ModelError
 from tulle.pipeline.adopted import Adopted
 from tulle.pipeline.holdings import Holdings, Known, Unit
+from tulle.pipeline.hooks import changed_by, hooks_for_all, without
+from tulle.pipeline.letters import is_dense
 from tulle.pipeline.outcome import Constant, Described, Outcome, Same, describe, versions_of
 from tulle.pipeline.placeholder import Placeholder, intercept, running
 from tulle.pipeline.randomness import Others, forked_torch, seed_of
@@ -94,6 +96,7 @@ class Program:
         self._turns: dict[str, int] = {}
         self._adopted = Adopted(holdings, self)
         self._inside: str | None = None
+        self._is_applying = False
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation between modules. Every rank comes here."""
@@ -115,19 +118,37 @@ class Program:
             self._check_family(leaves[target], call)
         return self._run(call, stage, outcome)
 
+    def apply(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that torch shows to no mode, so that ours still watches. Every rank comes here."""
+        self._is_applying = True
+        try:
+            with _interception_aside():
+                return self.operate(function, args, kwargs)
+        finally:
+            self._is_applying = False
+
     def call_unit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a placed module. Every rank comes here."""
         if self._inside is not None:  # one unit calls another directly: they run as one
+            if self.values.rank_of(unit.stage) != self._axis.rank:
+                raise ModelError(
+                    f"module {unit.name!r} of stage {unit.stage} is called from within {self._inside!r}, which runs at "
+                    "another stage as a whole: place both at one"
+                )
             return unit.module._call_impl(*args, **kwargs)
+        if self._is_applying:  # shapes are being found out, on all ranks: whoever has the module will tell
+            raise ModelError(f"what calls the placed module {unit.name!r} gives cannot be told by its shapes")
         self.models.add(unit.model)
+        hooks = hooks_for_all(unit.module)
         with _interception_aside():
             leaves, spec = flatten((args, kwargs))
             leaves = [self._adopted.placed(leaf) for leaf in leaves]
-            call = Call(_caller(unit.module), leaves, spec, unit.name, unit)
+            call = Call(_caller(without(hooks, unit.module)), leaves, spec, unit.name, unit)
             frozen = self.holdings.frozen.get(unit.model)
             what = unit.model, unit.name, unit.module.training, frozen
             known = self.holdings.known(signature(what, leaves, spec))
-            return self._run(call, unit.stage, known.outcome, known)
+            result = self._run(call, unit.stage, known.outcome, known)
+        return changed_by(hooks, unit.module, args, kwargs, result)
 
     def backward(
         self,
@@ -199,6 +220,8 @@ class Program:
             if self._read is not None:
                 self._read(placeholder, stage)
             self.values.bring(placeholder, rank, call.name)
+            if known is None and self.values.rank_of(placeholder.stage) != rank and not is_dense(placeholder):
+                outcome = None  # it comes with other strides than it has at home: who runs the operation tells of it
         turn = self._turn(call.name)
         if rank != self._axis.rank:
             outcome = self.values.hear(call.name, rank, outcome, known)
@@ -304,11 +327,11 @@ def _written_in(call: Call, outcome: Outcome | None) -> int | None:
     return 0 if is_in_place and isinstance(call.leaves[0], Tensor) else None
 
 
-def _caller(module: nn.Module) -> Callable[..., Any]:
-    """What runs a placed module, with its hooks; again during backward, if the program is within a checkpoint."""
+def _caller(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs a placed module; again during backward, if the program is within a checkpoint."""
     if is_checkpointed() and torch.is_grad_enabled():
-        return lambda *args, **kwargs: checkpointed(module._call_impl, args, kwargs)
-    return module._call_impl
+        return lambda *args, **kwargs: checkpointed(function, args, kwargs)
+    return function
 
 
 class Interception(TorchFunctionMode):

@@ -3,16 +3,18 @@
 `torch.utils.checkpoint` runs a function again during backward. Of a function that calls placed modules only one rank
 would do that, and it would meet placeholders; so within it each placed module is checkpointed by itself on its owner,
 and operations between modules keep what they save. The reentrant variant, and every other `autograd.Function` that is
-applied to placeholders, is met at `Function.apply`, which no other hook of torch sees.
+applied to placeholders or parameters, is met at `Function.apply`, which no other hook of torch sees.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import Function
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
@@ -20,6 +22,7 @@ from tulle.pipeline.placeholder import Placeholder, running
 
 _is_asked: ContextVar[bool] = ContextVar("_is_asked", default=False)
 """Whether the reentrant variant is around us."""
+_is_within_function: ContextVar[bool] = ContextVar("_is_within_function", default=False)
 _apply = Function.apply
 _autograd: Any = vars(torch._C)["_autograd"]
 
@@ -27,6 +30,11 @@ _autograd: Any = vars(torch._C)["_autograd"]
 def is_checkpointed() -> bool:
     """Whether the program is within a checkpointed function."""
     return _is_asked.get() or _hooks_of_checkpoint() is not None
+
+
+def is_within_function() -> bool:
+    """Whether the forward of an `autograd.Function` runs, whose backward may run again what it calls."""
+    return _is_within_function.get()
 
 
 class outside_of_checkpoint:  # noqa: N801 - used like a function; a class costs half as much as a generator
@@ -55,9 +63,9 @@ def intercept_functions() -> None:
 
 
 def _apply_where_it_belongs(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
-    native = _apply.__func__
     program = running.get()
-    if kind is CheckpointFunction and program is not None and program.is_between_modules:
+    is_between_modules = program is not None and program.is_between_modules
+    if kind is CheckpointFunction and is_between_modules:
         function, _, *rest = args
         token = _is_asked.set(True)
         try:
@@ -65,13 +73,24 @@ def _apply_where_it_belongs(kind: type[Function], *args: Any, **kwargs: Any) -> 
         finally:
             _is_asked.reset(token)
     placeholder = next((leaf for leaf in args if isinstance(leaf, Placeholder)), None)
-    if placeholder is None:
-        return native(kind, *args, **kwargs)
+    if placeholder is not None:
+        return placeholder.program.apply(_application(kind), args, kwargs)
+    if program is not None and is_between_modules and any(isinstance(leaf, nn.Parameter) for leaf in args):
+        return program.apply(_application(kind), args, kwargs)
+    return _application(kind)(*args, **kwargs)
 
+
+@lru_cache(maxsize=256)  # one for each kind, since outcomes are looked up by what ran
+def _application(kind: type[Function]) -> Callable[..., Any]:
     def apply(*args: Any, **kwargs: Any) -> Any:
-        return native(kind, *args, **kwargs)
+        token = _is_within_function.set(kind is not CheckpointFunction)
+        try:
+            return _apply.__func__(kind, *args, **kwargs)
+        finally:
+            _is_within_function.reset(token)
 
-    return placeholder.program.operate(apply, args, kwargs)
+    apply.__name__ = kind.__name__
+    return apply
 
 
 def _hooks_of_checkpoint() -> tuple[Any, Any] | None:

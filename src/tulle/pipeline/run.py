@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from tulle.comm import now_s, traffic
 from tulle.mesh import Axis
+from tulle.pipeline.carried import Carried
 from tulle.pipeline.holdings import Holdings, Unit
 from tulle.pipeline.letters import Key, Kind
 from tulle.pipeline.placeholder import running
@@ -57,11 +58,13 @@ class Resident:
         parameters: All of them.
         tied: Those that several ranks hold.
         stages: How many there are.
+        carried: What its forward may leave for the next.
     """
 
     parameters: Sequence[nn.Parameter]
     tied: Sequence[Tied]
     stages: int
+    carried: Carried
 
 
 class Runtime:
@@ -118,11 +121,16 @@ class Runtime:
         post, begin_s = self.holdings.post, now_s()
         self._note_frozen()
         self._current = None
-        aside = self._set_aside_tied()
+        aside, carried = self._set_aside_tied(), [model.carried for model in self.models.values()]
         post.open()
         try:
             turns = [self._turn(step, index) for index in range(len(step))]
-            idle_s = Turns(turns, post, step.schedule, self.stages).run()
+            for one in carried:
+                one.begin()
+            in_order = any(one.is_likely for one in carried)
+            idle_s = Turns(turns, post, step.schedule, self.stages, in_order=in_order).run()
+            for one in carried:
+                one.end()
             self._add_up_tied(aside, [turn.program for turn in turns])
         except BaseException as error:
             post.close(error)

@@ -77,6 +77,8 @@ def _about(leaf: Any) -> Hashable:
 
 
 def _infer(function: Callable[..., Any], leaves: Sequence[Any], spec: Spec) -> Outcome | None:
+    if function is Tensor.__format__:  # which a fake tensor answers too, but not with its number
+        return None
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with fake_mode:
@@ -101,6 +103,11 @@ def _stand_in(leaf: Any) -> Any:
 
 
 def _fake(known: Described, device: torch.device) -> Tensor:
-    made = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=device)
-    # Not a leaf, so that it may be written in.
-    return made.requires_grad_().clone(memory_format=torch.preserve_format) if known.needs_grad else made
+    if not known.needs_grad:
+        return torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=device)
+    reach = sum(stride * max(length - 1, 0) for length, stride in zip(known.shape, known.stride, strict=True)) + 1
+    memory = torch.empty(reach, dtype=known.dtype, device=device, requires_grad=True)
+    # Not a leaf, so that it may be written in; its strides are as told, with gaps where a slice has some; it needs a
+    # gradient under `no_grad` too, where views of it still say so.
+    with torch.enable_grad():
+        return memory.clone().as_strided(known.shape, known.stride)

@@ -1,7 +1,7 @@
 """Takes the arguments and results of calls apart into leaves, and puts them together again.
 
-Tuples, dictionaries and whatever else is registered with `torch.utils._pytree` (Hugging Face's `ModelOutput` is), plain
-dataclasses and slices are taken apart; everything else is a leaf.
+Tuples, named ones too, dictionaries and whatever else is registered with `torch.utils._pytree` (Hugging Face's
+`ModelOutput` is), plain dataclasses and slices are taken apart; everything else is a leaf.
 """
 
 from __future__ import annotations
@@ -84,6 +84,8 @@ def _flatten(value: Any, leaves: list[Any]) -> Spec:
         if kind in pytree.SUPPORTED_NODES:
             children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
             return _node(kind, _frozen(context), tuple([_flatten(child, leaves) for child in children]))
+        if issubclass(kind, tuple) and hasattr(kind, "_fields"):  # named, and what is derived of such (PackedSequence)
+            return _node(kind, None, tuple([_flatten(child, leaves) for child in value]))
         if kind is slice:
             ends = (value.start, value.stop, value.step)
             # A bound that is a tensor is asked for its number here, on every rank.
@@ -110,6 +112,8 @@ def _rebuild(spec: Spec, leaves: Any) -> Any:
         return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, _thawed(spec.context))
     if kind is slice:
         return slice(*children)
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, children)  # past a constructor that checks what it is given
     made = object.__new__(kind)
     for name, child in zip(spec.context, children, strict=True):
         object.__setattr__(made, name, child)  # frozen dataclasses too

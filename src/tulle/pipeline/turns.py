@@ -88,11 +88,15 @@ class Turns:
         post: Where letters arrive.
         schedule: Which of those that are ready comes next.
         stages: Of the whole pipeline.
+        in_order: Whether each forward is to end, on this rank, before the next begins.
     """
 
-    def __init__(self, turns: Sequence[Turn], post: Post, schedule: Schedule, stages: int) -> None:
+    def __init__(
+        self, turns: Sequence[Turn], post: Post, schedule: Schedule, stages: int, *, in_order: bool = False
+    ) -> None:
         self._post, (rank, ranks) = post, (post.axis.rank, post.axis.size)
         self._schedule: Schedule = schedule
+        self._in_order = in_order
         self._most_held = held_at_once(schedule, rank, ranks, stages, len(turns))
         self._stages_here = stages_here(rank, ranks, stages)
         self._waiting, self._begun = list(turns), list[Turn]()
@@ -184,6 +188,8 @@ class Turns:
 
     def _may_begin(self, turn: Turn) -> bool:
         """Not before those of earlier groups have come to this rank's last stage, or they would have no room there."""
+        if self._in_order and not all(other.in_backward or other.is_at_backward for other in self._begun):
+            return False
         ranks = self._post.axis.size
         earlier = (other for other in self._begun if other.micro_batch // ranks < turn.micro_batch // ranks)
         return self._stages_here == 1 or all(

@@ -2,12 +2,14 @@
 
 A device works on its share of all pieces, at best split where that is faster, and updates them; a link reduces their
 dense gradients, and, if updates do not wait for reads, not before the last backward has begun. Of stages the busiest
-has at least as much to do as that of the best cut.
+has at least as much to do as that of the best cut; and if each piece reads the one before, a stage begins when those
+before it have had a micro-batch, and they end after it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from tulle.plan.memory import Memory
 from tulle.plan.plan import AT_READ, MODEL, Plan
@@ -59,8 +61,16 @@ class Bound:
                 for piece, reduced, updated in zip(pieces, reduced_s, updates_s, strict=True)
             ]
         busiest_s = max(_least_maximum(seconds, share.pipe, is_sharp=is_sharp) for seconds in (device_s, link_s))
-        through_s = sum(map(total_s, pieces))  # of one micro-batch
+        turns_s = [total_s(piece) for piece in pieces]
+        through_s = sum(turns_s)  # of one micro-batch
+        if self._is_chain:
+            through_s = _least_passage(turns_s, share.pipe, count, is_sharp=is_sharp)
         return max(busiest_s, through_s) + rest_s(self.profile, share)
+
+    @property
+    def _is_chain(self) -> bool:
+        """Whether each stage needs the one before, wherever the model is cut."""
+        return all(before.name in piece.reads for before, piece in pairwise(self.profile.modules))
 
     def _updates(self, share: Share, memory: Memory) -> list[float]:
         """Seconds of the optimizer for each piece."""
@@ -98,6 +108,35 @@ def _least_maximum(seconds: list[float], stages: int, *, is_sharp: bool) -> floa
         middle = (low + high) / 2
         low, high = (middle, high) if _stages_of(seconds, middle) > stages else (low, middle)
     return low
+
+
+def _least_passage(turns_s: list[float], stages: int, count: int, *, is_sharp: bool) -> float:
+    """What micro-batches take at least through stages that follow each other, whatever is cut where.
+
+    Stage s begins after one turn of each stage before it, and they end after it: with t_s seconds a turn it takes
+    `t_1 + .. + t_(s-1) + count t_s`. If none may take more than X, and pieces could be cut anywhere, s stages would get
+    through `X (1 - (1 - 1 / count)^s)` of a turn at most.
+    """
+    low = sum(turns_s) / (1 - (1 - 1 / count) ** stages)
+    if stages == 1 or not is_sharp:
+        return low
+    high = low + count * max(turns_s)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _is_passage(turns_s, stages, count, middle) else (middle, high)
+    return low
+
+
+def _is_passage(turns_s: list[float], stages: int, count: int, most_s: float) -> bool:
+    """Whether pieces can be cut so that no stage takes longer than that, as each takes as many as it may."""
+    stage, before_s, passed_s = 1, 0.0, 0.0
+    for turn_s in turns_s:
+        if before_s + count * (passed_s + turn_s - before_s) > most_s:
+            stage, before_s = stage + 1, passed_s
+            if before_s + count * turn_s > most_s:  # not even one piece
+                return False
+        passed_s += turn_s
+    return stage <= stages
 
 
 def _stages_of(seconds: list[float], most_s: float) -> int:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from tulle.cost import NOTHING, Characteristics, Cost, Network, all_reduce_cost
 from tulle.errors import PlanError
-from tulle.simulate import looks
+from tulle.simulate import law_of, looks
 from tulle.sync import AUTO, FLAT, choose_together, scheme_named
 from tulle.tables import PLACEMENTS
 from tulle.workload import Profile, TableProfile
@@ -112,12 +112,12 @@ class Tariff:
             batches: Measured micro-batches that each rank works on.
             part: Of them.
         """
-        rows, whole = (sum(self.looks(name, 1, n).union_rows for name in names) for n in (part * batches, batches))
+        rows, whole = (sum(self._distinct(name, n) for name in names) for n in (part * batches, batches))
         told_s, values_s = min(2 * network.latency_s, exchange.told.seconds), network.latency_s
         return replace(
             exchange,
-            told=_shrunk(exchange.told, told_s, rows / max(1, whole)),
-            values=_shrunk(exchange.values, min(values_s, exchange.values.seconds), rows / max(1, whole)),
+            told=_shrunk(exchange.told, told_s, rows / max(1.0, whole)),
+            values=_shrunk(exchange.values, min(values_s, exchange.values.seconds), rows / max(1.0, whole)),
         )
 
     def options(self, names: Sequence[str], network: Network, *, ranks: int, batches: float) -> list[Exchange]:
@@ -170,6 +170,11 @@ class Tariff:
         return self._remembered(
             key, lambda: Characteristics.end_to_end([self.looks(name, ranks, batches) for name in names])
         )
+
+    def _distinct(self, name: str, batches: float) -> float:
+        """Rows that a rank is expected to look up in some of the measured micro-batches."""
+        table = self.table(name)
+        return self._remembered(("distinct", name, batches), lambda: law_of(table).distinct(batches))
 
     def _remembered(self, key: object, make: Callable[[], T]) -> T:
         if key not in self._kept:

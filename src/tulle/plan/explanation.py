@@ -105,11 +105,14 @@ def differences(before: Plan, after: Plan, *, has_other_ranks: bool = False) -> 
     if used[0] != used[1] if has_other_ranks else dict(before.mesh) != dict(after.mesh):
         found.append(f"mesh {_axes(after.mesh)} instead of {_axes(before.mesh)}")
     if before.micro_batches != after.micro_batches and not has_other_ranks:
-        found.append(f"{after.micro_batches} micro-batches instead of {before.micro_batches}")
+        several = "micro-batch" if after.micro_batches == 1 else "micro-batches"
+        found.append(f"{after.micro_batches} {several} instead of {before.micro_batches}")
     if before.schedule != after.schedule:
         found.append(f"updates {'when read' if after.schedule == AT_READ else 'in the step'}")
     if before.memory.shard_optimizer != after.memory.shard_optimizer:
         found.append(f"optimizer state {'shared out' if after.memory.shard_optimizer else 'whole on every rank'}")
+    if before.memory.full_shard != after.memory.full_shard:
+        found.append(f"parameters {'shared out' if after.memory.full_shard else 'whole on every rank'}")
     if bool(before.memory.recompute) != bool(after.memory.recompute):
         found.append("activations recomputed" if after.memory.recompute else "activations kept")
     return found + _rerouted(before, after)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tulle.pipeline.schedule import checked, held_at_once
+from tulle.pipeline.schedule import checked, held_at_once, stages_here
 from tulle.plan.exchange import Tariff
 from tulle.plan.memory import Memory
 from tulle.plan.plan import MODEL, Plan
@@ -82,7 +82,7 @@ def footprints_of(plan: Plan, profile: Profile, share: Share, works: Sequence[Wo
     for work in works:
         rank = work.stage % share.pipe
         found[rank] += dense(work.parameters_bytes, plan.memory, share.data, state_share)
-        found[rank] += Footprint(activations_bytes=held[rank] * work.activations_bytes)
+        found[rank] += Footprint(activations_bytes=round(held[rank] * work.activations_bytes))
     if plan.memory.full_shard and share.data > 1:  # one piece is whole at a time, and its gradient
         found = [one + Footprint(transient_bytes=2 * largest_bytes) for one in found]
     stage_of = {work.name: work.stage for work in works}
@@ -112,12 +112,13 @@ def _table(table: TableProfile, share: Share, tariff: Tariff, state_share: float
     return Footprint(kept_bytes, round(rows_bytes), round(state_share * kept_bytes))
 
 
-def _held(plan: Plan, share: Share, works: Sequence[Work], rank: int) -> int:
-    """Micro-batches of which a rank has activations at a time."""
+def _held(plan: Plan, share: Share, works: Sequence[Work], rank: int) -> float:
+    """Micro-batches of which a rank has activations at a time, of all of its stages together."""
     if share.pipe == 1:
-        return 1
+        return 1.0
     stages = max(work.stage for work in works) + 1
-    return held_at_once(checked(plan.pipeline_schedule), rank, share.pipe, stages, share.micro_batches)
+    pairs = held_at_once(checked(plan.pipeline_schedule), rank, share.pipe, stages, share.micro_batches)
+    return pairs / stages_here(rank, share.pipe, stages)
 
 
 def _transient_bytes(profile: Profile, share: Share) -> int:

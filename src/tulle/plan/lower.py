@@ -12,21 +12,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from tulle.cost import Cost, Network, all_reduce_cost, exchange_cost
-from tulle.engine.turns import best_piece_bytes
-from tulle.errors import PlanError
+from tulle.cost import Cost, all_reduce_cost
 from tulle.pipeline.schedule import checked
-from tulle.plan.bucket import Bucket, buckets_of, by_urgency
+from tulle.plan.bucket import Bucket
 from tulle.plan.contention import contended
-from tulle.plan.convoy import Convoy, convoys_of
+from tulle.plan.convoy import Convoy
+from tulle.plan.deal import Deal, half
 from tulle.plan.exchange import Tariff
-from tulle.plan.plan import AT_READ, MODEL, PIPE, Plan
+from tulle.plan.plan import PIPE, Plan
 from tulle.plan.tasks import Run, Tasks
 from tulle.plan.turns import Turn, turns
-from tulle.plan.update import Update, rest_s
-from tulle.plan.work import AXES, DATA, Share, Work, on_machine, share_of, work_of
+from tulle.plan.update import rest_s
+from tulle.plan.work import DATA, Share, Work
 from tulle.simulate import Step
 from tulle.workload import Cluster, Profile
 
@@ -53,34 +52,19 @@ def lower(
     Raises:
         PlanError: If the plan does not fit the profile.
     """
-    profile = on_machine(profile, cluster.machine)
-    share = share_of(plan, profile, batch)
-    if plan.schedule == AT_READ and share.pipe > 1:
-        raise PlanError("the plan has updates wait for reads, and stages: in a pipeline give schedule='step'")
-    networks = {axis: share.network(axis, cluster, profile) for axis in AXES}
-    works = work_of(plan, profile, share, networks[MODEL])
-    tariff = tariff or Tariff(profile)
-    convoys = convoys_of(plan, works, share, networks[DATA], tariff)
-    flows = flows_of(works, share, networks[PIPE])
-    update = Update(plan, profile, share, tariff)
-    step = _Lowering(plan, profile, share, networks[DATA], works, convoys, flows, update, lookahead).step()
-    return contended(step, cluster.machine)
+    return lowered(Deal.of(plan, profile, cluster, batch=batch, tariff=tariff), lookahead=lookahead)
+
+
+def lowered(deal: Deal, *, lookahead: bool = True) -> Step:
+    """The same of what is dealt already."""
+    return contended(_Lowering(deal, lookahead).step(), deal.machine)
 
 
 @dataclass(slots=True)
 class _Lowering:
     """Writes one step."""
 
-    plan: Plan
-    profile: Profile
-    share: Share
-    network: Network
-    """Of axis `data`."""
-    works: Sequence[Work]
-    convoys: Sequence[Convoy]
-    flows: dict[tuple[int, int], Cost]
-    """What one stage sends another of one micro-batch."""
-    update: Update
+    deal: Deal
     lookahead: bool
     tasks: Tasks = field(init=False)
     buckets: dict[int, Bucket] = field(init=False)
@@ -100,25 +84,15 @@ class _Lowering:
 
     def __post_init__(self) -> None:
         self.tasks = Tasks(self.share.pipe)
-        found: list[Bucket] = []
-        if self.share.data > 1 and not self.plan.memory.full_shard:
-            limit_bytes = self.plan.bucket_bytes
-            if self.is_late:  # smaller, so that they can be waited for one by one
-                limit_bytes = min(limit_bytes, best_piece_bytes(self.network, self.share.data))
-            for stage in range(self.stages):
-                found += buckets_of(self._pieces(stage), limit_bytes, self.network, self.share.data)
-        if self.is_late:
-            found = by_urgency(found, sum(work.backward_s + work.all_reduced_again.seconds for work in self.works))
-        self.buckets = {bucket.number: bucket for bucket in found}
+        self.buckets = {bucket.number: bucket for bucket in self.deal.buckets()}
 
     @property
-    def is_late(self) -> bool:
-        """Whether parameters are updated when the next step reads them."""
-        return self.plan.schedule == AT_READ and self.share.data > 1
+    def plan(self) -> Plan:
+        return self.deal.plan
 
     @property
-    def stages(self) -> int:
-        return max(work.stage for work in self.works) + 1
+    def share(self) -> Share:
+        return self.deal.share
 
     def step(self) -> Step:
         """Write it."""
@@ -127,13 +101,13 @@ class _Lowering:
                 self._backward(turn)
             else:
                 self._forward(turn)
-        for stage in range(self.stages):
+        for stage in range(self.deal.stages):
             self._end(stage)
         return Step(dict(self.plan.mesh), tuple(self.tasks.tasks))
 
     def _turns(self) -> Sequence[Turn]:
-        forward_s, backward_s = [0.0] * self.stages, [0.0] * self.stages
-        for work in self.works:
+        forward_s, backward_s = [0.0] * self.deal.stages, [0.0] * self.deal.stages
+        for work in self.deal.works:
             forward_s[work.stage] += work.forward_s + work.all_reduced.seconds
             backward_s[work.stage] += work.backward_s + work.all_reduced_again.seconds
         schedule = checked(self.plan.pipeline_schedule)
@@ -141,10 +115,10 @@ class _Lowering:
 
     def _run(self, turn: Turn) -> Run:
         """The turn's pieces, which wait for what other stages send; where nothing is known of that, for their turns."""
-        keys = [(other, turn.stage, turn.micro_batch, turn.is_backward) for other in range(self.stages)]
+        keys = [(other, turn.stage, turn.micro_batch, turn.is_backward) for other in range(self.deal.stages)]
         waits = [self.sent[key] for key in keys if key in self.sent]
         before = turn.stage + 1 if turn.is_backward else turn.stage - 1
-        if not waits and 0 <= before < self.stages:
+        if not waits and 0 <= before < self.deal.stages:
             waits = [self.ends[Turn(before, turn.micro_batch, turn.is_backward)]]
         rank = turn.stage % self.share.pipe
         if rank in self.over:  # sums over axis `model` are waited for before the next turn
@@ -156,13 +130,17 @@ class _Lowering:
 
     def _forward(self, turn: Turn) -> None:
         run = self._run(turn)
-        fetched = {convoy.first: self._fetch(convoy) for convoy in self.convoys if convoy.stage == turn.stage}
         is_first = turn.micro_batch == 0
+        fetched = {
+            convoy.first: self._fetch(convoy)
+            for convoy in self.deal.convoys
+            if convoy.stage == turn.stage and (is_first or convoy.exchange.is_split)
+        }
         for bucket in self.buckets.values() if is_first else ():
             if bucket.is_carried and bucket.stage == turn.stage:
                 self.reduced[bucket.number] = self._all_reduce(bucket, ())
-        for work in self._pieces(turn.stage):
-            if is_first and self.is_late and work.number in self.buckets:
+        for work in self.deal.pieces(turn.stage):
+            if is_first and self.deal.is_late and work.number in self.buckets:
                 self._update_late(run, self.buckets[work.number])
             self._gather(run, work)
             run.add(work.name, work.forward_s, fetched.get(work.number, ()))
@@ -172,9 +150,9 @@ class _Lowering:
     def _backward(self, turn: Turn) -> None:
         run = self._run(turn)
         is_last = turn.micro_batch == self.share.micro_batches - 1
-        is_awaited = any(self._is_sent(turn, *flow) for flow in self.flows)
+        is_awaited = any(self._is_sent(turn, *flow) for flow in self.deal.flows)
         waiting: list[tuple[Work, list[int]]] = []
-        for work in reversed(self._pieces(turn.stage)):
+        for work in reversed(self.deal.pieces(turn.stage)):
             self._gather(run, work)
             run.add(work.name, work.backward_s)
             run.sum_up(f"all-reduce gradient of {work.name}", work.all_reduced_again)
@@ -189,7 +167,7 @@ class _Lowering:
     def _over(self, turn: Turn, run: Run) -> None:
         """The turn's last task, and what is sent to other stages."""
         self.ends[turn] = self.over[turn.stage % self.share.pipe] = run.end()[0]
-        for (source, target), cost in self.flows.items():
+        for (source, target), cost in self.deal.flows.items():
             if self._is_sent(turn, source, target):
                 here, there = (target, source) if turn.is_backward else (source, target)
                 name = f"send {'gradient of ' if turn.is_backward else ''}{turn.micro_batch} to stage {there}"
@@ -217,19 +195,19 @@ class _Lowering:
 
     def _is_complete(self, work: Work, *, is_last: bool) -> bool:
         """Whether something can be sent when this piece's backward is over."""
-        tables = (convoy.exchange.is_split or is_last for convoy in self.convoys if convoy.first == work.number)
+        tables = (convoy.exchange.is_split or is_last for convoy in self.deal.convoys if convoy.first == work.number)
         return any(tables) or self._is_gathered(work) or (is_last and work.number in self.buckets)
 
     def _synchronize(self, work: Work, after: list[int], *, is_last: bool) -> None:
         """Send the gradients that are complete with a piece's backward."""
         stage = work.stage
         if self._is_gathered(work):
-            cost = half(all_reduce_cost(work.parameters_bytes, self.network, self.share.data))
+            cost = half(all_reduce_cost(work.parameters_bytes, self.deal.network, self.share.data))
             name = f"reduce-scatter {work.name}"
             self.synchronized[stage].append(self._sent_along_data(name, cost, after, stage, "dense"))
         if is_last and work.number in self.buckets:
             self._fill(self.buckets[work.number], after)
-        for convoy in self.convoys:
+        for convoy in self.deal.convoys:
             if convoy.first == work.number and (is_last or convoy.exchange.is_split):
                 is_split = convoy.exchange.is_split
                 name = f"{'push' if is_split else convoy.exchange.scheme} {', '.join(convoy.names)}"
@@ -240,7 +218,7 @@ class _Lowering:
     def _gather(self, run: Run, work: Work) -> None:
         """Parameters that are shared out are whole while a piece runs."""
         if self._is_gathered(work):
-            cost = half(all_reduce_cost(work.parameters_bytes, self.network, self.share.data))
+            cost = half(all_reduce_cost(work.parameters_bytes, self.deal.network, self.share.data))
             run.interrupt(f"gather {work.name}", cost, axis=DATA, kind="dense")
 
     def _is_gathered(self, work: Work) -> bool:
@@ -254,7 +232,7 @@ class _Lowering:
         run.write()
         after = [self.reduced[bucket.number]] if bucket.is_carried else []
         self.updated[bucket.number] = self.tasks.compute(
-            f"update {bucket.name}", self.update.dense_s(bucket.pieces), after, stage=run.stage, kind="update"
+            f"update {bucket.name}", self.deal.update.dense_s(bucket.pieces), after, stage=run.stage, kind="update"
         )
 
     def _fill(self, bucket: Bucket, after: list[int]) -> None:
@@ -263,48 +241,24 @@ class _Lowering:
             self.tasks.wait_for_last(self.reduced[bucket.number], after)
             return
         index = self._all_reduce(bucket, after)
-        if self.is_late:
+        if self.deal.is_late:
             self.tasks.wait_for_last(self.updated[bucket.number], [index])
         else:
             self.synchronized[bucket.stage].append(index)
 
     def _end(self, stage: int) -> None:
         """The optimizer's step, and what follows it."""
-        pieces = self._pieces(stage)
+        pieces = self.deal.pieces(stage)
         memory = self.plan.memory
-        seconds = self.update.tables_s([convoy for convoy in self.convoys if convoy.stage == stage])
-        seconds += 0.0 if self.is_late else self.update.dense_s(pieces)
-        index = self.tasks.compute("update", seconds, self.synchronized[stage], stage=stage, kind="update")
+        seconds = self.deal.update.tables_s([convoy for convoy in self.deal.convoys if convoy.stage == stage])
+        seconds += 0.0 if self.deal.is_late else self.deal.update.dense_s(pieces)
+        after = [*self.synchronized[stage], self.over[stage % self.share.pipe]]
+        index = self.tasks.compute("update", seconds, after, stage=stage, kind="update")
         if memory.shard_optimizer or (memory.precision and not memory.full_shard):
-            cost = half(all_reduce_cost(sum(w.parameters_bytes for w in pieces), self.network, self.share.data))
+            cost = half(all_reduce_cost(sum(w.parameters_bytes for w in pieces), self.deal.network, self.share.data))
             index = self._sent_along_data("gather stepped", cost, [index], stage, "dense")
         if stage < self.share.pipe:
-            self.tasks.compute("rest of the step", rest_s(self.profile, self.share), [index], stage=stage)
+            self.tasks.compute("rest of the step", rest_s(self.deal.profile, self.share), [index], stage=stage)
 
     def _sent_along_data(self, name: str, cost: Cost, after: Iterable[int], stage: int, kind: str) -> int:
         return self.tasks.send(name, cost, after, stage=stage, axis=DATA, kind=kind)
-
-    def _pieces(self, stage: int) -> list[Work]:
-        return [work for work in self.works if work.stage == stage]
-
-
-def half(cost: Cost) -> Cost:
-    """A gather, or a reduce-scatter: one of the two phases of a ring all-reduce."""
-    return Cost(cost.bytes // 2, cost.messages // 2, cost.seconds / 2)
-
-
-def flows_of(works: Sequence[Work], share: Share, network: Network) -> dict[tuple[int, int], Cost]:
-    """What each stage sends to others of one micro-batch: each value once, as large as it is read."""
-    if share.pipe == 1:
-        return {}
-    stage_of = {work.name: work.stage for work in works}
-    largest: dict[tuple[int, int], dict[str, int]] = {}
-    for work in works:
-        for name, size_bytes in work.reads.items():
-            source = stage_of.get(name, work.stage)
-            if source != work.stage:
-                values = largest.setdefault((source, work.stage), {})
-                values[name] = max(size_bytes, values.get(name, 0))
-    pair_s = network.latency_s if network.pair_latency_s is None else network.pair_latency_s
-    network = replace(network, latency_s=pair_s)
-    return {pair: exchange_cost(sum(sizes.values()), 1, network) for pair, sizes in largest.items()}

@@ -24,10 +24,12 @@ from tulle.errors import PlanError
 from tulle.pipeline.partition import Piece, partition
 from tulle.plan.bound import Bound
 from tulle.plan.choices import Tables, splits
+from tulle.plan.deal import Deal
 from tulle.plan.exchange import Tariff
 from tulle.plan.explanation import binding, differences, links_of, parts_of
 from tulle.plan.footprint import footprints_of
-from tulle.plan.lower import lower
+from tulle.plan.limit import least_seconds
+from tulle.plan.lower import lowered
 from tulle.plan.memory import Memory
 from tulle.plan.plan import AT_READ, MODEL, Plan
 from tulle.plan.prediction import Prediction
@@ -69,6 +71,7 @@ def best_plan(
     memory_bytes: int | None = None,
     batch: int | None = None,
     space: Space | None = None,
+    tariff: Tariff | None = None,
 ) -> Plan:
     """The plan of least predicted seconds for a model on a cluster. Pure: ranks that know the same choose the same.
 
@@ -78,6 +81,7 @@ def best_plan(
         memory_bytes: What a rank may use; None for what the cluster's machines have.
         batch: Samples of a step, of all replicas; None for as many a rank as were measured.
         space: What may be chosen; None for everything that `tulle.distribute` can put on.
+        tariff: What is known of the tables' gradients from another search for the same profile.
 
     Returns:
         With `Plan.prediction`, which says how sure it is that there is none faster, and the runner-up.
@@ -98,7 +102,7 @@ def best_plan(
     limit_bytes = cluster.machine.memory_bytes if memory_bytes is None else memory_bytes
     samples = profile.batch * cluster.ranks if batch is None else batch
     moved = on_machine(profile, cluster.machine)
-    return Search(moved, cluster, samples, space or Space(), limit_bytes).run()
+    return Search(moved, cluster, samples, space or Space(), limit_bytes, tariff or Tariff(profile)).run()
 
 
 @dataclass(slots=True)
@@ -111,6 +115,7 @@ class Search:
         batch: Samples of a step, of all replicas.
         space: What may be chosen.
         memory_bytes: What a rank may use, None for any.
+        tariff: What exchanges cost.
     """
 
     profile: Profile
@@ -118,9 +123,9 @@ class Search:
     batch: int
     space: Space
     memory_bytes: int | None
+    tariff: Tariff
     worked: int = field(init=False, default=0)
     """Tasks that were lowered, and pieces whose memory was weighed."""
-    _tariff: Tariff = field(init=False)
     _bound: Bound = field(init=False)
     _best: dict[object, Found] = field(init=False, default_factory=dict)
     """By what was decided, buckets apart."""
@@ -129,13 +134,12 @@ class Search:
     _least_bytes: float = field(init=False, default=math.inf)
 
     def __post_init__(self) -> None:
-        self._tariff = Tariff(self.profile)
         self._bound = Bound(self.profile, self.cluster)
 
     def run(self) -> Plan:
         """The best plan, with its prediction."""
         for bound_s, plan in self._frames():
-            if bound_s >= self.cutoff_s or self.worked >= MOST_WORK:
+            if bound_s >= self.cutoff_s or self.is_spent:
                 self._left_out_s = min(self._left_out_s, bound_s)
                 break
             self._branch(plan)
@@ -150,6 +154,11 @@ class Search:
     def found(self) -> list[Found]:
         """The best of each kind of plan that was evaluated, the best first."""
         return sorted(self._best.values(), key=lambda found: found.score_s)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether it has looked at as much as it may."""
+        return self.worked >= MOST_WORK
 
     @property
     def cutoff_s(self) -> float:
@@ -188,20 +197,43 @@ class Search:
     def _branch(self, frame: Plan) -> None:
         share = share_of(frame, self.profile, self.batch)
         frame_s = self.least_s(frame)
-        tables = Tables(self.profile, self.cluster, share, self._tariff, self.space.schemes)
-        for cut, split in product(self._cuts(frame, share), splits(self.profile, self.cluster, share)):
-            dealt = replace(cut, tensor_parallel=split)
-            works = work_of(dealt, self.profile, share, share.network(MODEL, self.cluster, self.profile))
-            slowest_s = max(sum(total_s(work) for work in works if work.stage == stage) for stage in range(share.pipe))
-            if share.micro_batches * slowest_s >= self.cutoff_s:
-                continue
+        tables = Tables(self.profile, self.cluster, share, self.tariff, self.space.schemes)
+        for least_s, dealt in self._dealt(frame, share):
+            if least_s >= self.cutoff_s:
+                break
             if not tables.is_complete(dealt):
                 self._left_out_s = min(self._left_out_s, frame_s)
-            for planned in tables.all(dealt, is_whole=not self._may_split(frame)):
-                if self._best and self.worked >= MOST_WORK:
+            deals = [self._deal(planned) for planned in tables.all(dealt, is_whole=not self._may_split(frame))]
+            for deal in sorted(deals, key=self._least_of):
+                if self._best and self.is_spent:
                     self._left_out_s = min(self._left_out_s, frame_s)
                     return
-                self._fit(planned, share, frame_s)
+                if self._least_of(deal) < self.cutoff_s:
+                    self._fit(deal, frame_s)
+
+    def _dealt(self, frame: Plan, share: Share) -> list[tuple[float, Plan]]:
+        """Ways to cut and to split, each with the seconds of its slowest stage, the least first."""
+        network = share.network(MODEL, self.cluster, self.profile)
+        found: list[tuple[float, Plan]] = []
+        for cut, split in product(self._cuts(frame, share), splits(self.profile, self.cluster, share)):
+            dealt = replace(cut, tensor_parallel=split)
+            by_stage = [0.0] * share.pipe
+            for work in work_of(dealt, self.profile, share, network):
+                by_stage[work.stage] += share.micro_batches * total_s(work)
+            found.append((max(by_stage), dealt))
+        return sorted(found, key=lambda one: one[0])
+
+    def _deal(self, plan: Plan) -> Deal:
+        self.worked += len(self.profile.modules)
+        return Deal.of(plan, self.profile, self.cluster, batch=self.batch, tariff=self.tariff)
+
+    def _least_of(self, deal: Deal) -> float:
+        """What no plan takes less than that differs in its schedule and buckets, or recomputes more."""
+        schedules = self.space.schedules_for(deal.plan.mesh, deal.plan.memory)
+        return min(self._scored(deal, schedule) for schedule in schedules)
+
+    def _scored(self, deal: Deal, schedule: str) -> float:
+        return handicap(schedule) * least_seconds(deal.under(replace(deal.plan, schedule=schedule)))
 
     def _may_split(self, frame: Plan) -> bool:
         """Whether tables may be split beside what is saved on memory."""
@@ -223,47 +255,60 @@ class Search:
             for stages in found:
                 yield replace(frame, stages=dict(zip(names, stages, strict=True)), pipeline_schedule=schedule)
 
-    def _fit(self, plan: Plan, share: Share, frame_s: float) -> None:
+    def _fit(self, deal: Deal, frame_s: float) -> None:
         """Evaluate a plan, with as much recomputed as it takes to fit."""
-        network = share.network(MODEL, self.cluster, self.profile)
-
-        def peaks(memory: Memory) -> list[int]:
-            tried = replace(plan, memory=memory)
-            self.worked += len(self.profile.modules)
-            works = work_of(tried, self.profile, share, network)
-            return [one.peak_bytes for one in footprints_of(tried, self.profile, share, works, self._tariff)]
-
-        whole = peaks(plan.memory)
+        plan = deal.plan
+        whole = self._peaks(deal)
         if self.memory_bytes is None or max(whole) <= self.memory_bytes:
-            self._evaluate(plan, tuple(whole))
+            self._evaluate(deal, whole)
             return
         self._least_bytes = min(self._least_bytes, max(whole))
+
+        def peaks(memory: Memory) -> tuple[int, ...]:
+            return self._peaks(self._deal(replace(plan, memory=memory)))
+
         found = with_recomputed(plan, self.profile, peaks, self.memory_bytes) if self.space.recomputes else None
         for memory in found.memories if found else ():
-            self._evaluate(replace(plan, memory=memory), tuple(peaks(memory)))
+            recomputing = self._deal(replace(plan, memory=memory))
+            self._evaluate(recomputing, self._peaks(recomputing))
         if found and not found.is_exact:
             self._left_out_s = min(self._left_out_s, frame_s)
         if found:
             self._least_bytes = min(self._least_bytes, found.least_bytes)
 
-    def _evaluate(self, plan: Plan, memory_bytes: tuple[int, ...]) -> None:
-        for schedule in self.space.schedules_for(plan.mesh, plan.memory):
+    def _peaks(self, deal: Deal) -> tuple[int, ...]:
+        """Bytes that each rank of axis `pipe` needs."""
+        needed = footprints_of(deal.plan, self.profile, deal.share, deal.works, self.tariff)
+        return tuple(one.peak_bytes for one in needed)
+
+    def _evaluate(self, deal: Deal, memory_bytes: tuple[int, ...]) -> None:
+        for schedule in self.space.schedules_for(deal.plan.mesh, deal.plan.memory):
+            if self._scored(deal, schedule) >= self.cutoff_s:
+                continue
+            layouts: set[object] = set()
             for bucket_bytes in self.space.buckets_bytes:
-                tried = replace(plan, schedule=schedule, bucket_bytes=bucket_bytes)
-                step = lower(tried, self.profile, self.cluster, batch=self.batch, tariff=self._tariff)
-                forecast = run(step)
-                self.worked += STEP_WORK + len(step.tasks)
-                found = Found(handicap(schedule) * forecast.step_s, tried, forecast, memory_bytes)
-                key = decided(tried)
-                if key not in self._best or found.score_s < self._best[key].score_s:
-                    self._best[key] = found
+                tried = deal.under(replace(deal.plan, schedule=schedule, bucket_bytes=bucket_bytes))
+                layout = tuple((bucket.number, bucket.is_carried) for bucket in tried.buckets())
+                if layout not in layouts:
+                    layouts.add(layout)
+                    self._keep(tried, memory_bytes)
+
+    def _keep(self, deal: Deal, memory_bytes: tuple[int, ...]) -> None:
+        """Simulate a plan, and keep it if none of its kind is faster."""
+        step = lowered(deal)
+        forecast = run(step)
+        self.worked += STEP_WORK + len(step.tasks)
+        found = Found(handicap(deal.plan.schedule) * forecast.step_s, deal.plan, forecast, memory_bytes)
+        key = decided(deal.plan)
+        if key not in self._best or found.score_s < self._best[key].score_s:
+            self._best[key] = found
 
     def _told(self, ordered: Sequence[Found], bound_s: float) -> Plan:
         """The best with all that is known of it."""
         best = ordered[0]
         share = share_of(best.plan, self.profile, self.batch)
         network = share.network(DATA, self.cluster, self.profile)
-        tables = Tables(self.profile, self.cluster, share, self._tariff, self.space.schemes)
+        tables = Tables(self.profile, self.cluster, share, self.tariff, self.space.schemes)
         plan = tables.told(best.plan)
         second = ordered[1] if len(ordered) > 1 else None
         prediction = Prediction(

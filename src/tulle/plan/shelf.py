@@ -1,4 +1,4 @@
-"""`Shelf`: plans that were made before, by model, cluster and limits, in the user's cache."""
+"""`Shelf`: plans that were made before, by model, cluster and limits, in the user's cache; and what became of them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tulle.errors import PlanError
 from tulle.plan.plan import Plan
+from tulle.whole_file import write_whole
 from tulle.workload import Cluster, Profile
 
 CACHE = "TULLE_CACHE"
@@ -52,16 +53,33 @@ class Shelf:
             return None
 
     def put(self, key: str, plan: Plan) -> None:
-        """Keep a plan; the file is complete or absent."""
+        """Keep a plan; the file is complete or absent. What was noted of an earlier one goes with that."""
         self.folder.mkdir(parents=True, exist_ok=True)
         plan.save(self._path(key))
+        self._note(key).unlink(missing_ok=True)
 
     def forget(self, key: str) -> None:
         """Have the plan made anew next time."""
-        self._path(key).unlink(missing_ok=True)
+        for path in (self._path(key), self._note(key)):
+            path.unlink(missing_ok=True)
+
+    def note(self, key: str, words: str) -> None:
+        """Keep with a plan that steps did not take what it predicts."""
+        if self._path(key).exists():
+            write_whole(self._note(key), words + "\n")
+
+    def noted(self, key: str) -> str | None:
+        """What was noted of a plan, or None."""
+        try:
+            return self._note(key).read_text(encoding="utf-8").strip()
+        except OSError:
+            return None
 
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.json"
+
+    def _note(self, key: str) -> Path:
+        return self.folder / f"{key}.off.txt"
 
 
 def key_of(profile: Profile, cluster: Cluster, **limits: object) -> str:
@@ -80,6 +98,11 @@ def key_of(profile: Profile, cluster: Cluster, **limits: object) -> str:
         "network": {name: _rounded(value) for name, value in asdict(cluster.across).items()},
         "limits": {name: str(value) for name, value in sorted(limits.items())},
     }
+    return digest(told)
+
+
+def digest(told: Mapping[str, object]) -> str:
+    """A short name for plain values."""
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:24]
 
 

@@ -42,7 +42,7 @@ class Space:
 
     mesh: Mapping[str, int] = field(default_factory=dict)
     schemes: Mapping[str, str] = field(default_factory=dict)
-    memories: tuple[Memory, ...] = (Memory(), Memory(shard_optimizer=True))
+    memories: tuple[Memory, ...] = (Memory(), Memory(shard_optimizer=True), Memory(full_shard=True))
     recomputes: bool = True
     schedules: tuple[str, ...] = (AT_STEP, AT_READ)
     pipeline_schedules: tuple[str, ...] = ("1f1b",)
@@ -94,13 +94,14 @@ class Space:
         return [2**power for power in range(most.bit_length())]
 
     def memories_for(self, profile: Profile, data: int) -> list[Memory]:
-        """Ways of saving memory that an axis `data` of such a size can use."""
+        """Ways of saving memory that an axis `data` of such a size can use; what may be split is not shared out."""
         has_tables = any(table.is_sparse for table in profile.tables)
         return [
             memory
             for memory in self.memories
             if (data > 1 or not (memory.shard_optimizer or memory.full_shard))
             and (not memory.shard_optimizer or self.shares_with_tables or not has_tables)
+            and not (memory.full_shard and profile.tables)
         ]
 
     def schedules_for(self, mesh: Mapping[str, int], memory: Memory) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from tulle.pipeline.schedule import Schedule, held_at_once, preference
+from tulle.pipeline.schedule import Schedule, held_at_once, preference, stages_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,21 @@ class _Play:
     seconds: tuple[Sequence[float], Sequence[float]]
     ranks: int
     micro_batches: int
-    _ready: list[list[tuple[tuple[int, ...], Turn]]] = field(init=False)
-    _begun: list[int] = field(init=False)
-    _forward_left: list[int] = field(init=False)
+    _places: list[_Place] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._ready = [[] for _ in range(self.ranks)]
-        self._begun = [0] * self.ranks
-        self._forward_left = [0] * self.ranks
-        for stage in range(self._stages):
-            self._forward_left[stage % self.ranks] += self.micro_batches
+        stages = len(self.seconds[0])
+        self._places = [
+            _Place(
+                self.schedule,
+                rank,
+                self.ranks,
+                stages_here(rank, self.ranks, stages),
+                held_at_once(self.schedule, rank, self.ranks, stages, self.micro_batches),
+                forward_left=self.micro_batches * len(range(rank, stages, self.ranks)),
+            )
+            for rank in range(self.ranks)
+        ]
 
     @property
     def _stages(self) -> int:
@@ -69,19 +74,20 @@ class _Play:
 
     def order(self) -> list[Turn]:
         """Play it to the end."""
-        for micro_batch in range(self.micro_batches):
-            self._add(Turn(0, micro_batch, is_backward=False))
+        self._add(Turn(0, 0, is_backward=False))
         ends: list[tuple[float, int, Turn]] = []
         played: list[Turn] = []
         is_free = [True] * self.ranks
         now_s = 0.0
         while True:
-            for rank in range(self.ranks):
-                turn = self._take(rank) if is_free[rank] else None
+            for rank, place in enumerate(self._places):
+                turn = place.take() if is_free[rank] else None
                 if turn is not None:
                     is_free[rank] = False
                     played.append(turn)
                     heapq.heappush(ends, (now_s + self.seconds[turn.is_backward][turn.stage], len(played), turn))
+                    if not (turn.stage or turn.is_backward) and turn.micro_batch + 1 < self.micro_batches:
+                        self._add(Turn(0, turn.micro_batch + 1, is_backward=False))
             if not ends:
                 assert len(played) == 2 * self._stages * self.micro_batches, "every micro-batch comes through"
                 return played
@@ -91,44 +97,80 @@ class _Play:
                 is_free[turn.stage % self.ranks] = True
                 self._end(turn)
 
-    def _take(self, rank: int) -> Turn | None:
-        """What the rank prefers of what it may do."""
-        ready, aside = self._ready[rank], []
-        while ready:
-            found = heapq.heappop(ready)
-            if self._may_begin(rank, found[1]):
-                for one in aside:
-                    heapq.heappush(ready, one)
-                return self._begin(rank, found[1])
-            aside.append(found)
-            if found[1].stage == rank and not found[1].is_backward and self.schedule != "gpipe":
-                break  # the first of those that are not begun; the others may not either
-        for one in aside:
-            heapq.heappush(ready, one)
-        return None
-
-    def _may_begin(self, rank: int, turn: Turn) -> bool:
-        if turn.is_backward:
-            return self.schedule != "gpipe" or not self._forward_left[rank]
-        held = held_at_once(self.schedule, rank, self.ranks, self._stages, self.micro_batches)
-        return turn.stage != rank or self._begun[rank] < held
-
-    def _begin(self, rank: int, turn: Turn) -> Turn:
-        if not turn.is_backward:
-            self._forward_left[rank] -= 1
-            self._begun[rank] += turn.stage == rank
-        return turn
-
     def _end(self, turn: Turn) -> None:
-        rank = turn.stage % self.ranks
+        self._places[turn.stage % self.ranks].end(turn)
         if not turn.is_backward:
             is_last = turn.stage == self._stages - 1
             self._add(Turn(turn.stage + (not is_last), turn.micro_batch, is_backward=is_last))
-            return
-        self._begun[rank] -= turn.stage == rank
-        if turn.stage:
+        elif turn.stage:
             self._add(Turn(turn.stage - 1, turn.micro_batch, is_backward=True))
 
     def _add(self, turn: Turn) -> None:
-        wish = preference(self.schedule, turn.micro_batch, self.ranks, turn.stage, in_backward=turn.is_backward)
-        heapq.heappush(self._ready[turn.stage % self.ranks], ((*wish, turn.stage), turn))
+        self._places[turn.stage % self.ranks].ready.append(turn)
+
+
+@dataclass(slots=True)
+class _Place:
+    """One rank: what is ready for it, and what it holds; the rules are those of `tulle.pipeline.turns`.
+
+    Args:
+        schedule: The rule of preference.
+        rank: Its number.
+        ranks: Of the axis.
+        stages_here: How many stages it has.
+        most_held: How many pairs of micro-batch and stage it may hold.
+        forward_left: How many forward turns have not begun.
+    """
+
+    schedule: Schedule
+    rank: int
+    ranks: int
+    stages_here: int
+    most_held: int
+    forward_left: int
+    ready: list[Turn] = field(default_factory=list)
+    _held: dict[int, int] = field(default_factory=dict)
+    """Of each micro-batch that has begun, the oldest first, how many stages have run forward and not yet backward."""
+    _in_backward: set[int] = field(default_factory=set)
+
+    def take(self) -> Turn | None:
+        """What the rank prefers of what it may do."""
+        is_full = sum(max(1, pairs) for pairs in self._held.values()) >= self.most_held
+        allowed = [turn for turn in self.ready if self._may_run(turn, is_full=is_full)]
+        if not allowed:
+            return None
+        best = min(allowed, key=lambda turn: self._preference(turn, is_full=is_full))
+        self.ready.remove(best)
+        if best.is_backward:
+            self._in_backward.add(best.micro_batch)
+        else:
+            self.forward_left -= 1
+            self._held.setdefault(best.micro_batch, 0)
+        return best
+
+    def end(self, turn: Turn) -> None:
+        """A turn that was taken is over."""
+        self._held[turn.micro_batch] += -1 if turn.is_backward else 1
+        if turn.is_backward and turn.stage == self.rank:  # the first of its stages comes last
+            del self._held[turn.micro_batch]
+            self._in_backward.discard(turn.micro_batch)
+
+    def _may_run(self, turn: Turn, *, is_full: bool) -> bool:
+        if turn.is_backward:
+            return self.schedule != "gpipe" or not self.forward_left
+        if turn.micro_batch not in self._held:
+            return not is_full and self._may_begin(turn)
+        return not is_full or turn.micro_batch == next(iter(self._held))
+
+    def _may_begin(self, turn: Turn) -> bool:
+        """Not before those of earlier groups have come to this rank's last stage."""
+        earlier = [other for other in self._held if other // self.ranks < turn.micro_batch // self.ranks]
+        return self.stages_here == 1 or all(
+            other in self._in_backward or self._held[other] == self.stages_here for other in earlier
+        )
+
+    def _preference(self, turn: Turn, *, is_full: bool) -> tuple[int, ...]:
+        wish = preference(
+            self.schedule, turn.micro_batch, self.ranks, turn.stage, in_backward=turn.is_backward, is_full=is_full
+        )
+        return (*wish, turn.stage)

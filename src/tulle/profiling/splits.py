@@ -33,7 +33,7 @@ def splits(model: nn.Module, names: Sequence[str], made_bytes: Mapping[str, int]
         names: Of the pieces.
         made_bytes: Of what each module returns, by name.
     """
-    twin = _without_memory(model)
+    twin = without_memory(model)
     nobody = cast("dist.ProcessGroup", None)  # cutting sends nothing
     axis = Axis("model", 0, 2, (0, 1), nobody, torch.device("meta"), 0.0)
     _visit(twin, Splitter(axis))
@@ -73,7 +73,8 @@ def _made(path: str, made_bytes: Mapping[str, int]) -> int:
     return made_bytes.get(path, 0)
 
 
-def _without_memory(model: nn.Module) -> nn.Module:
+def without_memory(model: nn.Module) -> nn.Module:
+    """A copy of a model on device meta."""
     tensors = [*model.parameters(), *model.buffers()]
     memo: dict[int, object] = {}
     for tensor in tensors:

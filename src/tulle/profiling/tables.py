@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import random
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from tulle.pipeline.written import written_back
 
 TableModule = nn.Embedding | nn.EmbeddingBag
 
@@ -63,26 +68,37 @@ def looked_up(model: nn.Module, sample: object) -> dict[str, Lookups]:
     """What one batch looks up in each trained table, by parameter name; leaves no trace, as `rows_touched`."""
     tables = trained_tables(model)
     seen: dict[int, list[Tensor]] = {id(module.weight): [] for module in tables.values()}
-
-    def note(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        assert isinstance(module, TableModule), "only tables are hooked"
-        ids: Tensor = (arguments[0] if arguments else keywords["input"]).reshape(-1)
-        if module.padding_idx is not None:
-            ids = ids[ids != module.padding_idx]
-        seen[id(module.weight)].append(ids.long())
-
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(untouched(model))
-        for module in model.modules():
-            if isinstance(module, TableModule) and id(module.weight) in seen:
-                stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+    with torch.no_grad(), untouched(model), written_back(model), _Watch(seen):
         call(model, sample)
     found = {
         name: torch.cat([module.weight.new_empty(0, dtype=torch.long), *seen[id(module.weight)]])
         for name, module in tables.items()
     }
     return {name: Lookups(torch.unique(ids), len(ids)) for name, ids in found.items()}
+
+
+class _Watch(TorchFunctionMode):
+    """Notes the ids of each lookup where it is made: a table's own `forward` may be given something else than ids.
+
+    Args:
+        seen: Where to put them, by the identity of the table.
+    """
+
+    def __init__(self, seen: Mapping[int, list[Tensor]]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look at lookups, and let everything through."""
+        if func is functional.embedding or func is functional.embedding_bag:
+            given = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
+            if (noted := self._seen.get(id(given["weight"]))) is not None:
+                ids = given["input"].reshape(-1).long()
+                padding = given.get("padding_idx")
+                noted.append(ids if padding is None else ids[ids != padding % len(given["weight"])])
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 import tulle.report.quantity as quantity
-from tulle.report.panels import PART_COLOURS, PART_LABELS, traffic_colours
+from tulle.report.marks import Bar, Segment
+from tulle.report.panels import traffic_colours
+from tulle.report.predicted import PART_COLOURS, PART_LABELS
 from tulle.report.records import Run, Text
 from tulle.report.series import (
     mean_over_ranks,
@@ -23,25 +25,6 @@ RANKS_SHOWN = 12
 EARLIER_TEXTS = 4
 TEXT_ROWS = 40
 TEXT_CHARACTERS = 20_000
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A piece of a bar: `percent` of the longest bar's length."""
-
-    colour: str
-    label: str
-    percent: float
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A horizontal bar: what it stands for, its pieces, and its value in words."""
-
-    name: str
-    detail: str
-    value: str
-    segments: tuple[Segment, ...]
 
 
 def rank_bars(run: Run) -> tuple[Bar, ...]:

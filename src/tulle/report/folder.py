@@ -7,7 +7,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tulle.errors import DataError
+from tulle.errors import DataError, PlanError
+from tulle.plan import Plan
 from tulle.report.observation import or_nan, read_candidates, read_characteristics
 from tulle.report.ranklog import read_rank_log
 from tulle.report.records import (
@@ -51,6 +52,7 @@ def read(run: Path) -> Run:
         plan=_read_optional(run / "plan.json", _plan),
         ranks=tuple(read_rank_log(path, rank) for rank, path in _numbered(run, r"rank-(\d+)\.jsonl")),
         failures=_failures(run),
+        pieces=_read_optional(run / "profile.json", _pieces) or {},
     )
 
 
@@ -127,7 +129,19 @@ def _plan(recorded: Mapping[str, Any]) -> PlanChoices:
         tables=tuple(_table(table) for table in recorded["tables"]),
         bucket_bytes=None if bucket_bytes is None else float(bucket_bytes),
         network=_link(recorded["network"]) if recorded.get("network") else None,
+        whole=_whole(recorded),
     )
+
+
+def _whole(recorded: Mapping[str, Any]) -> Plan | None:
+    try:
+        return Plan.from_json(recorded)
+    except (PlanError, KeyError, TypeError, ValueError, AttributeError):  # of another version, or cut short
+        return None
+
+
+def _pieces(recorded: Mapping[str, Any]) -> dict[str, float]:
+    return {str(one["name"]): float(one["forward_s"]) + float(one["backward_s"]) for one in recorded["modules"]}
 
 
 def _table(recorded: Mapping[str, Any]) -> TableChoice:

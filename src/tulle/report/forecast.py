@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import tulle.report.quantity as quantity
 from tulle.errors import DataError
+from tulle.report.marks import Bar, Key, Segment
 from tulle.whole_file import write_whole
 
 COLOURS = {
@@ -41,22 +41,12 @@ LEAST_PERCENT = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A coloured piece of a bar or of a lane, in per cent of its length."""
+    """A coloured piece of a lane, in per cent of its length."""
 
     left: float
     percent: float
     colour: str
     label: str
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """What a step's time went into on one cluster."""
-
-    name: str
-    detail: str
-    value: str
-    segments: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,34 +76,32 @@ def write_forecast(found: Mapping[str, Any], timeline: Mapping[str, Any], output
 def render(found: Mapping[str, Any], timeline: Mapping[str, Any]) -> str:
     """The page of a forecast."""
     try:
-        import jinja2
-        from markupsafe import Markup
-
         import tulle.report.scaling_chart as scaling_chart
+        from tulle.report.template import fill
     except ImportError as error:
         raise DataError(
             f"a page is drawn with matplotlib and jinja2, but {error.name} is not installed. "
             "Install them: pip install 'tulle[report]'."
         ) from error
-    here = files("tulle.report")
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     points = found["points"]
-    shown_lanes = lanes(timeline)
-    return environment.from_string(here.joinpath("forecast.html").read_text(encoding="utf-8")).render(
-        style=Markup(here.joinpath("page.css").read_text(encoding="utf-8")),
+    return fill(
+        "forecast.html",
         found=found,
         last=points[-1],
-        bars=bars(points),
-        keys=[(COLOURS.get(kind, "grey"), LABELS.get(kind, kind)) for kind in _waited_kinds(points)],
+        shown_bars=bars(points),
+        keys=_keys(_waited_kinds(points)),
         chart=scaling_chart.draw(points),
-        lanes=shown_lanes,
-        lane_keys=[(COLOURS.get(kind, "grey"), LABELS.get(kind, kind)) for kind in _kinds(timeline)],
+        chart_keys=(Key("blue", f"{found['scaling']} scaling", "line"), Key("muted", "perfect", "guide")),
+        lanes=lanes(timeline),
+        lane_keys=_keys(_kinds(timeline)),
         step=milliseconds(points[-1]["step_s"]),
         link=bits(points[-1]["bandwidth_bytes_per_s"]),
         quantity=quantity,
     )
+
+
+def _keys(kinds: Iterable[str]) -> list[Key]:
+    return [Key(COLOURS.get(kind, "grey"), LABELS.get(kind, kind)) for kind in kinds]
 
 
 def bars(points: Sequence[Mapping[str, Any]]) -> list[Bar]:
@@ -139,12 +127,12 @@ def _detail(point: Mapping[str, Any], points: Sequence[Mapping[str, Any]]) -> st
     return ", ".join(words)
 
 
-def _segments(point: Mapping[str, Any], longest_s: float) -> list[Piece]:
+def _segments(point: Mapping[str, Any], longest_s: float) -> list[Segment]:
     standing: Mapping[str, float] = point["standing_by_kind_s"]
     parts = {"computes": point["computing_s"]} | {kind: standing[kind] for kind in standing if kind != "idle"}
     parts["idle"] = standing.get("idle", 0.0)
     return [
-        Piece(0.0, 100 * taken_s / longest_s, COLOURS.get(kind, "grey"), _told(LABELS.get(kind, kind), taken_s))
+        Segment(COLOURS.get(kind, "grey"), _told(LABELS.get(kind, kind), taken_s), 100 * taken_s / longest_s)
         for kind, taken_s in parts.items()
         if taken_s > 0
     ]

@@ -1,6 +1,5 @@
 """Draws the page: values of a run into `page.html`, with `page.css` inside: one file that needs no other."""
 
-from importlib.resources import files
 from pathlib import Path
 
 import tulle.report.characteristics as characteristics
@@ -44,25 +43,21 @@ def write(run: Path, *, compare: Path | None = None, output: Path | None = None)
 def render(run: Run, baseline: Run | None = None) -> str:
     """Return the page of a run that was read already."""
     try:
-        import jinja2
-        from markupsafe import Markup
-
         import tulle.report.breakdown as breakdown
         import tulle.report.choice as choice
         import tulle.report.headline as headline
         import tulle.report.panels as panels
+        import tulle.report.predicted as predicted
         import tulle.report.sparsity as sparsity
+        from tulle.report.template import fill
     except ImportError as error:
         raise DataError(
             f"a report is drawn with matplotlib and jinja2, but {error.name} is not installed. "
             "Install them: pip install 'tulle[report]'."
         ) from error
-    here, tables = files("tulle.report"), characteristics.observed_tables(run)
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    return environment.from_string(here.joinpath("page.html").read_text(encoding="utf-8")).render(
-        style=Markup(here.joinpath("page.css").read_text(encoding="utf-8")),
+    tables = characteristics.observed_tables(run)
+    return fill(
+        "page.html",
         run=run,
         baseline=baseline,
         head=headline.headline(run),
@@ -78,6 +73,7 @@ def render(run: Run, baseline: Run | None = None) -> str:
         missing_traffic=panels.missing_traffic(run),
         sparsity=sparsity.sparsity(run, tables),
         choices=choice.choices(run, tables),
+        planned=predicted.planned(run),
         texts=breakdown.logged_texts(run),
         values=breakdown.logged_values(run),
         tables_shown=TABLES_SHOWN,

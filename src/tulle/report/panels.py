@@ -9,6 +9,8 @@ from markupsafe import Markup
 
 import tulle.report.quantity as quantity
 from tulle.report.chart import SERIES, Chart, Curve, Frame, Layer, draw_curves, draw_stack
+from tulle.report.marks import Key
+from tulle.report.predicted import PART_COLOURS, PART_LABELS
 from tulle.report.records import FloatArray, IntArray, Run
 from tulle.report.series import (
     Thinned,
@@ -26,20 +28,9 @@ from tulle.report.series import (
     warmed_up,
 )
 
-PART_COLOURS = {"forward": "sky", "backward": "blue", "waiting": "orange", "optimizer": "teal", "other": "grey"}
-PART_LABELS = {"backward": "backward, without waiting", "waiting": "waiting for communication"}
 VALIDATION_NAMES = ("valid_loss", "validation_loss", "val_loss")
 SMOOTH_FROM = 90
 COLOURED_TABLES = len(SERIES) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """An entry of a legend; `kind` says how the colour is drawn in the chart: line, wide, points or area."""
-
-    colour: str
-    label: str
-    kind: str = "area"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tulle.plan import Plan
+
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
@@ -110,11 +112,15 @@ class TableChoice:
 
 @dataclass(frozen=True, slots=True)
 class PlanChoices:
-    """The plan that the run followed (`plan.json`), and the network by which it chose, if it measured one."""
+    """The plan that the run followed (`plan.json`), and the network by which it chose, if it measured one.
+
+    `whole` is the plan itself, None if this version cannot read it.
+    """
 
     tables: tuple[TableChoice, ...]
     bucket_bytes: float | None
     network: Link | None
+    whole: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +180,10 @@ class RankLog:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run's folder, read. `mesh` and `plan` are None if the run ended before they were written."""
+    """A run's folder, read. `mesh` and `plan` are None if the run ended before they were written.
+
+    `pieces` are the seconds of forward and backward of each piece of the model, if a profile lies in the folder.
+    """
 
     folder: Path
     launch: Launch
@@ -182,6 +191,7 @@ class Run:
     plan: PlanChoices | None
     ranks: tuple[RankLog, ...]
     failures: tuple[Failure, ...]
+    pieces: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def processes(self) -> int:

@@ -22,7 +22,7 @@ from tulle.presence import TEXT_EXPONENT, Presence
 from tulle.simulate.law import Array, Law, drawn, fitted
 from tulle.workload import TableProfile
 
-_CELLS = 2**26
+_CELLS = 2**24
 """Ranks times rows that are kept at most of who holds what; of more rows a sample is drawn, as large as that."""
 _CANDIDATES = 2**22
 """So many rows are drawn from at most; a larger table is sampled."""
@@ -50,7 +50,7 @@ def looks(table: TableProfile, ranks: int, *, batches: float = 1.0) -> Character
         >>> looks(table, 4).rows_per_rank, looks(table, 4).union_rows
         ((20, 14, 14, 11), 28)
         >>> looks(table, 1200).union_rows
-        335
+        333
     """
     return _looks(_Same(table), ranks, batches)
 
@@ -85,12 +85,14 @@ class Recorded:
         batches: Distinct rows of each batch; those of one step stand together.
         rows: `[distinct rows]` of all batches, the most frequent ones first.
         law: That they follow.
+        sizes: Of batches that are drawn, in turn, so that they have as many rows as the recorded ones.
         is_ordered: Whether the table's rows seem to be numbered by frequency.
     """
 
     batches: tuple[Tensor, ...]
     rows: Tensor
     law: Law
+    sizes: Array
     is_ordered: bool = True
 
 
@@ -101,17 +103,17 @@ def _recorded(same: _Same) -> Recorded:
     steps = sorted(table.stream, key=lambda step: abs(_rows_of(step) - typical))  # the most typical first
     batches = tuple(rows for step in steps for rows in step)
     if not batches:
-        return Recorded((), torch.empty(0, dtype=torch.int64), _law_of_words(table))
+        return Recorded((), torch.empty(0, dtype=torch.int64), _law_of_words(table), np.ones(1))
     rows, times_held = torch.unique(torch.cat(batches), return_counts=True)
     if not len(rows):
-        return Recorded(batches, rows, Law(table.rows, 0.0, TEXT_EXPONENT, table.rows))
+        return Recorded(batches, rows, Law(table.rows, 0.0, TEXT_EXPONENT, table.rows), np.zeros(1))
     law = fitted(times_held.numpy(), len(batches), table.rows)
     is_ordered = float(rows.double().mean()) < _ORDERED * table.rows
     order = (
         torch.arange(len(rows)) if is_ordered else scatter(rows, _SHUFFLING_KEY).argsort()
     )  # of equally frequent ones
     order = order[times_held[order].argsort(descending=True, stable=True)]
-    return Recorded(batches, rows[order], law, is_ordered)
+    return Recorded(batches, rows[order], law, _sizes(batches, law), is_ordered)
 
 
 def _rows_of(step: Sequence[Tensor]) -> int:
@@ -127,12 +129,12 @@ def _law_of_words(table: TableProfile) -> Law:
     return Law(table.rows, table.tokens / (np.log(table.rows) + np.euler_gamma), TEXT_EXPONENT, np.inf)
 
 
-@lru_cache(maxsize=16)  # each may take 2^26 bytes
+@lru_cache(maxsize=16)  # each may take 2^24 bytes
 def _looks(same: _Same, ranks: int, batches: float) -> Characteristics:
     table, recorded = same.table, _recorded(same)
     known = _together(recorded.batches, int(batches)) if batches == int(batches) else []
     is_known = ranks <= len(known)
-    presence = Presence.of(known[:ranks]) if is_known else _beyond(recorded, known, ranks, batches)
+    presence = Presence.of(known[:ranks]) if is_known else _beyond(same, known, ranks, batches)
     rows_per_rank = tuple(round(rows) for rows in presence.counts().tolist())
     return Characteristics(table.rows, table.width, table.value_bytes, rows_per_rank, presence)
 
@@ -145,25 +147,21 @@ def _together(batches: tuple[Tensor, ...], count: int) -> list[Tensor]:
     return [torch.unique(torch.cat(batches[first : first + count])) for first in firsts]
 
 
-def _beyond(recorded: Recorded, known: Sequence[Tensor], ranks: int, batches: float) -> Presence:
+def _beyond(same: _Same, known: Sequence[Tensor], ranks: int, batches: float) -> Presence:
     """What ranks hold that are known, and drawn batches for all further ranks."""
+    recorded = _recorded(same)
     law = replace(recorded.law, scale=batches * recorded.law.scale)
     share = min(1.0, _CELLS / (ranks * max(1.0, law.distinct(ranks))), _CANDIDATES / law.rows)
-    generator = np.random.default_rng(law.rows)
-    places = _places(law.rows, share)
-    rows = _rows_at(places, recorded, share, generator)
-    found = drawn(law, places, _sizes(recorded, ranks - len(known)), generator)
+    generator = np.random.default_rng((law.rows, ranks))
+    rows = _rows_at(same, share)
+    found = drawn(law, _places(law.rows, share), np.resize(recorded.sizes, ranks - len(known)), generator)
     held = [_sampled(rows_held, share) for rows_held in known] + [rows[torch.from_numpy(which)] for which in found]
     return replace(Presence.of(held), share=share)
 
 
-def _sizes(recorded: Recorded, ranks: int) -> Array:
-    """How large the drawn batches are, so that they have as many rows as the recorded ones in turn."""
-    counts = np.array([len(batch) for batch in recorded.batches], dtype=np.float64)
-    if not len(counts):
-        return np.ones(ranks)
-    sizes = np.where(counts > 0, recorded.law.batches(counts), 0.0)
-    return np.resize(sizes, ranks)
+def _sizes(batches: Sequence[Tensor], law: Law) -> Array:
+    counts = np.array([len(batch) for batch in batches], dtype=np.float64)
+    return np.where(counts > 0, law.batches(counts), 0.0)
 
 
 def _places(rows: int, share: float) -> Array:
@@ -171,15 +169,19 @@ def _places(rows: int, share: float) -> Array:
     return 1 + ((np.arange(round(rows * share)) + 0.5) / share).astype(np.int64).astype(np.float64)
 
 
-def _rows_at(places: Array, recorded: Recorded, share: float, generator: np.random.Generator) -> Tensor:
-    """Which row is at each place.
+@lru_cache(maxsize=32)  # each may take 2^25 bytes
+def _rows_at(same: _Same, share: float) -> Tensor:
+    """`[places]` which row is at each place.
 
     A row that was recorded once may be at many places, and others that were not recorded are as frequent. So as many
     batches are drawn as were recorded: rows that were recorded take the places that came out, by how often they did.
     """
+    recorded = _recorded(same)
+    generator = np.random.default_rng(recorded.law.rows)
+    places = _places(recorded.law.rows, share)
     known = _sampled(recorded.rows, share)[: len(places)]
     times = np.zeros(len(places), dtype=np.int64)
-    for held in drawn(recorded.law, places, _sizes(recorded, len(recorded.batches)), generator):
+    for held in drawn(recorded.law, places, np.resize(recorded.sizes, len(recorded.batches)), generator):
         times[held] += 1
     by_times = torch.from_numpy((-times).argsort(kind="stable"))
     others = _not_among(recorded.rows, recorded.law.rows, len(places) - len(known))

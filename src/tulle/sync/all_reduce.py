@@ -14,7 +14,7 @@ from torch import Tensor
 from tulle.comm import all_gather, probe, raise_together
 from tulle.comm import all_reduce as reduce_dense
 from tulle.errors import GradientError, PlanError
-from tulle.mesh import Axis
+from tulle.mesh import Axis, check_axis
 from tulle.rows import RowSparse
 from tulle.sync.characteristics import gather_presence
 from tulle.sync.chooser import Chooser
@@ -60,6 +60,7 @@ def all_reduce(
         The reduced gradient, of the kind that was given; rows are coalesced. Bitwise the same on all ranks.
 
     Raises:
+        MeshError: If `axis` is none.
         PlanError: If scheme, operation or dtype is unknown, or not the same on all ranks.
         GradientError: On every rank, if a gradient is of another kind, or shapes or dtypes differ between ranks.
 
@@ -72,6 +73,7 @@ def all_reduce(
         >>> tulle.sync.all_reduce(grad, mesh["data"], op="sum").values.tolist()
         [[2.0, 2.0, 2.0]]
     """
+    check_axis(axis, by="tulle.sync.all_reduce")
     check_scheme(scheme)
     if op not in _OPERATIONS:
         raise PlanError(f"unknown operation {op!r}, expected one of {', '.join(_OPERATIONS)}")

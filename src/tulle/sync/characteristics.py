@@ -12,7 +12,7 @@ from torch import Tensor
 from tulle.comm import all_gather, gather_values, raise_together
 from tulle.cost import Characteristics
 from tulle.errors import GradientError
-from tulle.mesh import Axis
+from tulle.mesh import Axis, check_axis
 from tulle.partition import Hashed
 from tulle.presence import Presence
 from tulle.rows import RowSparse
@@ -55,6 +55,7 @@ def characteristics(
         `Characteristics`, or as many in a list or under the same names.
 
     Raises:
+        MeshError: If `axis` is none.
         GradientError: On every rank, if a gradient is of another kind or the tables differ between ranks.
 
     Example:
@@ -65,11 +66,12 @@ def characteristics(
         >>> looks.density, looks.densification_ratio, looks.skewness_ratio
         (0.2, 1.0, 1.0)
     """
+    check_axis(axis, by="tulle.sync.characteristics")
     if isinstance(grads, Mapping):
         return dict(zip(grads, _measure([*grads.values()], axis, [*grads]), strict=True))
-    if isinstance(grads, RowSparse | Tensor):
-        return _measure([grads], axis)[0]
-    return _measure(grads, axis)
+    if isinstance(grads, Sequence):
+        return _measure(grads, axis)
+    return _measure([grads], axis)[0]
 
 
 def gather_presence(

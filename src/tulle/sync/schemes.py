@@ -131,7 +131,7 @@ def check_scheme(name: str, *, extra: Iterable[str] = (AUTO,)) -> str:
     known = [*extra, *SCHEMES]
     if name in known:
         return name
-    if name.startswith(f"{HIERARCHICAL}:"):
+    if isinstance(name, str) and name.startswith(f"{HIERARCHICAL}:"):  # whatever a user's mapping holds
         scheme_named(name)
         return name
     raise PlanError(f"unknown scheme {name!r}, expected one of {', '.join(known)}")

@@ -2,7 +2,7 @@
 
 from tulle.tables.bundle import Route, Wish
 from tulle.tables.division import Division, divide
-from tulle.tables.exchange import Pushed, bundles, fetch, push, tell, wish
+from tulle.tables.exchange import Pushed, bundles, fetch, push, refuse, tell, wish
 from tulle.tables.gradient import ShardGradient
 from tulle.tables.placements import PLACEMENTS, placement_of, split_as
 from tulle.tables.split import ColumnSplit, RowSplit, Split, mark, split_of
@@ -23,6 +23,7 @@ __all__ = [
     "mark",
     "placement_of",
     "push",
+    "refuse",
     "split_as",
     "split_of",
     "tell",

@@ -14,7 +14,12 @@ Shape = tuple[int, int]
 
 
 def exchange_blocks(
-    parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]], axis: Axis, *, names: Sequence[Sequence[str]]
+    parts: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[Shape]],
+    axis: Axis,
+    *,
+    names: Sequence[Sequence[str]],
+    most_bytes: Sequence[int],
 ) -> Deferred[list[Blocks]]:
     """Send `parts[b][r]` of each bundle b to rank r, and receive blocks of `shapes[b][r]` from it.
 
@@ -25,6 +30,7 @@ def exchange_blocks(
         shapes: Of what comes, by bundle and rank; of one dtype with what goes.
         axis: Whose ranks take part.
         names: Of the tables of each bundle, for the counters.
+        most_bytes: Of each bundle, about what the fullest rank sends: the same numbers on all ranks.
 
     Returns:
         What came for each bundle.
@@ -33,7 +39,13 @@ def exchange_blocks(
     for bundle, blocks in enumerate(parts):
         groups.setdefault(blocks[0].dtype, []).append(bundle)
     under_way = [
-        _exchange([parts[t] for t in group], [shapes[t] for t in group], axis, [names[t] for t in group])
+        _exchange(
+            [parts[t] for t in group],
+            [shapes[t] for t in group],
+            axis,
+            [names[t] for t in group],
+            sum(most_bytes[t] for t in group),
+        )
         for group in groups.values()
     ]
 
@@ -65,18 +77,23 @@ class Blocks:
 
 
 def _exchange(
-    parts: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[Shape]], axis: Axis, names: Sequence[Sequence[str]]
+    parts: Sequence[Sequence[Tensor]],
+    shapes: Sequence[Sequence[Shape]],
+    axis: Axis,
+    names: Sequence[Sequence[str]],
+    most_bytes: int,
 ) -> Deferred[list[Blocks]]:
     """All bundles have one dtype."""
     label = _label(parts, names)
     widths = {columns for _, columns in shapes[0]} | {part.shape[1] for part in parts[0]}
     if len(parts) == 1 and len(widths) == 1:  # nothing to be laid end to end
         lengths = [rows for rows, _ in shapes[0]]
-        whole = all_to_all_parts([part.contiguous() for part in parts[0]], lengths, axis, label=label)
+        contiguous = [part.contiguous() for part in parts[0]]
+        whole = all_to_all_parts(contiguous, lengths, axis, label=label, most_bytes=most_bytes)
         return Deferred(lambda: [Blocks([*whole.wait().split(lengths)], whole.wait())])
     sends = [torch.cat([table[rank].reshape(-1) for table in parts]) for rank in range(axis.size)]
     sizes = [[rows * columns for rows, columns in (table[rank] for table in shapes)] for rank in range(axis.size)]
-    flat = all_to_all_parts(sends, [sum(of_rank) for of_rank in sizes], axis, label=label)
+    flat = all_to_all_parts(sends, [sum(of_rank) for of_rank in sizes], axis, label=label, most_bytes=most_bytes)
 
     def finish() -> list[Blocks]:
         pieces = flat.wait().split([size for of_rank in sizes for size in of_rank])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Self
 
 import torch
@@ -44,7 +44,11 @@ class Distinct:
 
         Raises:
             IndexError: If a table has no such row.
+            TypeError: If ids are no whole numbers.
         """
+        for one, split in zip(ids, splits, strict=True):
+            if one.dtype not in (torch.int32, torch.int64):
+                raise TypeError(f"ids of the table {split.name!r} are {one.dtype}, expected int32 or int64")
         bases = [0, *accumulate(split.num_rows for split in splits)]
         if len(ids) == 1:
             rows = torch.unique(ids[0]).long()
@@ -63,7 +67,11 @@ class Distinct:
             if one.numel():
                 low, high = (int(bound) for bound in one.aminmax()) if len(splits) > 1 else self.rows[[0, -1]].tolist()
                 if low < 0 or high >= split.num_rows:
-                    raise IndexError("index out of range in self")  # as torch says; a hook names table and row
+                    raise IndexError(
+                        f"index out of range: the table {split.name!r} was asked for row {low if low < 0 else high} on "
+                        f"rank {split.axis.rank}, expected rows 0..{split.num_rows - 1}: check the vocabulary that "
+                        "made the ids, or make the table larger"
+                    )
 
     def of_table(self, table: int) -> Tensor:
         """The rows of one table, as they are numbered here."""
@@ -102,6 +110,10 @@ class Wish:
     def __len__(self) -> int:
         return len(self.distinct.rows)
 
+    def lengths(self) -> list[int]:
+        """Rows of each table."""
+        return [end - start for start, end in pairwise(self.distinct.starts)]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
@@ -136,6 +148,7 @@ class Route(ABC):
         wanted: How many of each table it has told every rank.
         served: How many of each table every rank wants here.
         places: `[sum(served)]` where in this rank's parts those lie, by rank, then by table.
+        most_rows: What the fullest rank wants, the same number on all ranks.
     """
 
     splits: Sequence[Split]
@@ -143,11 +156,16 @@ class Route(ABC):
     wanted: Counts
     served: Counts
     places: Tensor
+    most_rows: int
 
     @property
     def names(self) -> list[str]:
         """Of the tables."""
         return [split.name for split in self.splits]
+
+    def values_bytes(self, dtype: torch.dtype) -> int:
+        """About what the fullest rank sends of values, or of gradients."""
+        return self.most_rows * self.splits[0].width * dtype.itemsize
 
     def serve(self, reads: Sequence[Callable[[Tensor], Tensor]]) -> tuple[Tensor, ...]:
         """Values for each rank, from what gives, for each table, the rows that lie at places of this rank's part."""

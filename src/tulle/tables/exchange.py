@@ -5,7 +5,7 @@ All are blocking; a courier does them beside forward and backward. Every rank of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +13,15 @@ from torch import Tensor
 
 import tulle.tables.columns as columns
 import tulle.tables.rows as rows
-from tulle.comm import all_to_all_parts
+from tulle.comm import all_to_all_parts, traffic
+from tulle.errors import CommunicationError
 from tulle.mesh import Axis
 from tulle.tables.blocks import exchange_blocks
 from tulle.tables.bundle import Route, Wish
 from tulle.tables.split import ColumnSplit, RowSplit, Split
+
+_REFUSED = -1
+"""A count of rows of a rank whose ids are no rows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +56,7 @@ def wish(ids: Sequence[Tensor], splits: Sequence[Split]) -> Wish:
 
     Raises:
         IndexError: If a table has no such row.
+        TypeError: If ids are no whole numbers.
     """
     by_columns = [split for split in splits if isinstance(split, ColumnSplit)]
     if by_columns:
@@ -60,23 +65,52 @@ def wish(ids: Sequence[Tensor], splits: Sequence[Split]) -> Wish:
 
 
 def tell(wishes: Sequence[Wish], axis: Axis) -> list[Route]:
-    """Tell the owners which rows are wanted, and hear which the others want here: counts, then numbers."""
+    """Tell the owners which rows are wanted, and hear which the others want here: counts, then numbers.
+
+    Raises:
+        CommunicationError: If another rank had to `refuse`.
+    """
     names = [[split.name for split in one.splits] for one in wishes]
     label = dict.fromkeys((name for tables in names for name in tables), 1)
     tables = [len(one.splits) for one in wishes]
-    counts = [[count for one in wishes for count in one.counts[rank]] for rank in range(axis.size)]
-    parts = [*torch.tensor(counts, device=axis.device)]
-    came = all_to_all_parts(parts, [sum(tables)] * axis.size, axis, label=label).wait().view(axis.size, -1)
-    served = [part.tolist() for part in came.split(tables, dim=1)]
+    lengths = [length for one in wishes for length in one.lengths()]
+    counts = [[count for one in wishes for count in one.counts[rank]] + lengths for rank in range(axis.size)]
+    came = _exchange_counts([*torch.tensor(counts, device=axis.device)], axis, label)
+    _check_told(came, axis, label)
+    served, wanted = (heard.split(tables, dim=1) for heard in came.chunk(2, dim=1))
+    most_rows = [int(by_rank.sum(1).max()) for by_rank in wanted]
     numbers = [[part.to(axis.device).view(-1, 1) for part in one.told] for one in wishes]
-    shapes = [[(sum(of_rank), 1) for of_rank in of_bundle] for of_bundle in served]
-    heard = exchange_blocks(numbers, shapes, axis, names=names).wait()
+    shapes = [[(rows, 1) for rows in of_bundle.sum(1).tolist()] for of_bundle in served]
+    number_bytes = [most * parts[0].itemsize for most, parts in zip(most_rows, numbers, strict=True)]
+    heard = exchange_blocks(numbers, shapes, axis, names=names, most_bytes=number_bytes).wait()
     return [
         (columns.ColumnRoute if isinstance(one.splits[0], ColumnSplit) else rows.RowRoute)(
-            one.splits, len(one), one.counts, of_bundle, blocks.stacked().view(-1)
+            one.splits, len(one), one.counts, of_bundle.tolist(), blocks.stacked().view(-1), most
         )
-        for one, of_bundle, blocks in zip(wishes, served, heard, strict=True)
+        for one, of_bundle, blocks, most in zip(wishes, served, heard, most_rows, strict=True)
     ]
+
+
+def refuse(tables: Sequence[str], axis: Axis) -> None:
+    """What a rank does in place of `tell` if its ids are no rows of the tables, so that the others need not wait."""
+    counts = torch.full((2 * len(tables),), _REFUSED, device=axis.device)
+    _exchange_counts([counts] * axis.size, axis, dict.fromkeys(tables, 1))
+
+
+def _exchange_counts(parts: Sequence[Tensor], axis: Axis, label: Mapping[str, int]) -> Tensor:
+    """`[ranks, 2 tables]`: of each rank what it wants here of each table, and what it wants of that anywhere."""
+    lengths = [len(parts[0])] * axis.size
+    most_bytes = axis.size * parts[0].nbytes
+    return all_to_all_parts(parts, lengths, axis, label=label, most_bytes=most_bytes).wait().view(axis.size, -1)
+
+
+def _check_told(came: Tensor, axis: Axis, tables: Iterable[str]) -> None:
+    for rank, counts in enumerate(came.tolist()):
+        if _REFUSED in counts:
+            raise CommunicationError(
+                f"rank {rank} of axis {axis.name!r} looked up, in step {traffic.step}, what is no row of "
+                f"{', '.join(tables)}: its own error says what"
+            )
 
 
 def fetch(routes: Sequence[Route], served: Sequence[Sequence[Tensor]], axis: Axis) -> list[Tensor]:
@@ -91,7 +125,9 @@ def fetch(routes: Sequence[Route], served: Sequence[Sequence[Tensor]], axis: Axi
         `[rows, width]` a bundle, in the order in which its rows travel.
     """
     names = [route.names for route in routes]
-    came = exchange_blocks(served, [route.fetched_shapes() for route in routes], axis, names=names).wait()
+    shapes = [route.fetched_shapes() for route in routes]
+    most_bytes = [route.values_bytes(parts[0].dtype) for route, parts in zip(routes, served, strict=True)]
+    came = exchange_blocks(served, shapes, axis, names=names, most_bytes=most_bytes).wait()
     return [route.assemble(blocks) for route, blocks in zip(routes, came, strict=True)]
 
 
@@ -116,12 +152,14 @@ def push(
         [[(length, 1) for length, _ in routes[b].pushed_shapes()] for b, _ in counted],
         axis,
         names=[names[b] for b, _ in counted],
+        most_bytes=[routes[b].most_rows * counts.itemsize for b, counts in counted],
     )
     values_under_way = exchange_blocks(
         [route.push(gradient) for route, gradient in zip(routes, gradients, strict=True)],
         [route.pushed_shapes() for route in routes],
         axis,
         names=names,
+        most_bytes=[route.values_bytes(one.dtype) for route, one in zip(routes, gradients, strict=True)],
     )
     sums = [route.sums() for route in routes]
     heard = dict(zip([b for b, _ in counted], counts_under_way.wait(), strict=True))

@@ -15,8 +15,8 @@ from torch import Tensor
 from tulle.comm import all_reduce
 from tulle.mesh import Axis
 
-_FOREACH_NORM = vars(torch)["_foreach_norm"]
-_UNSCALE = vars(torch)["_amp_foreach_non_finite_check_and_unscale_"]
+FOREACH_NORM = vars(torch)["_foreach_norm"]
+UNSCALE = vars(torch)["_amp_foreach_non_finite_check_and_unscale_"]
 _LABEL = "gradient norm"
 
 
@@ -51,17 +51,20 @@ class ShardGradient(torch.Tensor):
         keywords = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **keywords)
-        if func is _FOREACH_NORM:
-            return _norms_over_ranks(args[0], result, _order(args, keywords))
-        if func is torch.linalg.vector_norm and len(args) + len(keywords) <= 2:  # of the whole tensor
-            return _norms_over_ranks([args[0]], [result], _order(args, keywords))[0]
-        if func is _UNSCALE:
+        if (order := order_of_norms(func, args, keywords)) is not None:
+            if func is FOREACH_NORM:
+                return _norms_over_ranks(args[0], result, order)
+            return _norms_over_ranks([args[0]], [result], order)[0]
+        if func is UNSCALE:
             shard = next(gradient for gradient in args[0] if isinstance(gradient, ShardGradient))
             all_reduce(args[1], shard.axis, label=_LABEL, op="max").wait()
         return result
 
 
-def _order(args: Sequence[Any], keywords: Mapping[str, Any]) -> float:
+def order_of_norms(func: object, args: Sequence[Any], keywords: Mapping[str, Any]) -> float | None:
+    """The order, if a call takes norms of whole tensors (`_foreach_norm`, `vector_norm`); else None."""
+    if func is not FOREACH_NORM and not (func is torch.linalg.vector_norm and len(args) + len(keywords) <= 2):
+        return None
     return float(args[1] if len(args) > 1 else keywords.get("ord", 2))
 
 

@@ -14,7 +14,7 @@ from tulle.mesh import Axis
 from tulle.tensor_parallel.check import check_equal
 from tulle.tensor_parallel.loss import CausalLoss
 from tulle.tensor_parallel.registry import factory_of
-from tulle.tensor_parallel.walk import Select, Walk, is_small, moves_of
+from tulle.tensor_parallel.walk import Select, Walk, held_by_unknown, is_small, moves_of
 
 SMALLEST_BYTES = 1024 * 1024
 """A layer that stands alone is split from this size on: below, what travels costs more than it saves."""
@@ -91,10 +91,10 @@ def known(model: nn.Module, *, smallest_bytes: int = SMALLEST_BYTES, ranks: int 
         >>> known(torch.nn.Sequential(torch.nn.TransformerEncoderLayer(8, 2, 16), torch.nn.ReLU()))
         ['0']
     """
-    found: list[str] = []
+    found, unknown = list[str](), held_by_unknown(model)
     for name, module in model.named_modules():
         is_within = any(not other or name.startswith(f"{other}.") for other in found)
-        if not is_within and factory_of(module) is not None and not is_small(module, smallest_bytes, ranks):
+        if not is_within and factory_of(module) is not None and not is_small(module, smallest_bytes, ranks, unknown):
             found.append(name)
     return found
 

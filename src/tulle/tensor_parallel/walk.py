@@ -46,6 +46,7 @@ class Walk:
     split: list[str] = field(default_factory=list)
     split_scores: list[str] = field(default_factory=list)
     stacks: list[str] = field(default_factory=list)
+    unknown: set[int] = field(default_factory=set)
     to: Splitter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,6 +81,7 @@ class Walk:
                 f"{split[0] or type(model).__name__} was split before: call tensor_parallel.apply once, with all "
                 "that is to be split"
             )
+        self.unknown = held_by_unknown(model)
         self.visit(model, "", UNTOUCHED if self.moves else AUTO)
 
     def finish(self, models: Sequence[nn.Module]) -> None:
@@ -181,7 +183,7 @@ class Walk:
 
     def _is_small(self, module: nn.Module) -> bool:
         """Whether a layer that stands alone is left whole, unless a pattern says otherwise."""
-        return not self.moves and is_small(module, self.smallest_bytes, self.axis.size)
+        return not self.moves and is_small(module, self.smallest_bytes, self.axis.size, self.unknown)
 
     def _check_tied(self, model: nn.Module) -> None:
         for path, module in model.named_modules():
@@ -193,10 +195,21 @@ class Walk:
                     )
 
 
-def is_small(module: nn.Module, smallest_bytes: int, ranks: int) -> bool:
-    """Whether a module is a layer that stands alone and is not worth splitting over so many ranks."""
+def held_by_unknown(model: nn.Module) -> set[int]:
+    """Identities of the matrices of modules that no factory answers for; a layer tied to one can not be split.
+
+    A bias that a head of BERT has beside its layer, say, is not read there.
+    """
+    unknown = (module for module in model.modules() if factory_of(module) is None)
+    return {id(matrix) for module in unknown for matrix in module.parameters(recurse=False) if matrix.dim() > 1}
+
+
+def is_small(module: nn.Module, smallest_bytes: int, ranks: int, unknown: Collection[int]) -> bool:
+    """Whether a module is a layer that stands alone and is not to be split over so many ranks without being asked."""
     if not is_alone(module):
         return False
+    if any(id(parameter) in unknown for parameter in module.parameters()):
+        return True
     largest = max(module.parameters(), key=lambda parameter: parameter.nbytes)
     return largest.nbytes < smallest_bytes or largest.shape[0] < ranks
 

@@ -1,0 +1,106 @@
+"""What is still to be measured, in which order, and how long it will take."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PLAIN_STEPS = 3
+"""Of the step without communication, before each plan."""
+WARMUP = 3
+STEP_S = {"translate": 0.15, "language-model": 0.045, "recommend": 0.05, "large-model": 0.045, "named": 0.3}
+"""Of a step on two hosts, about; only to tell how long all will take."""
+_START_S, _MAKE_S = 15.0, 0.6
+"""To start and profile a job; to make a model and put a plan on it."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much of a job is measured.
+
+    Args:
+        plans: Beside the planner's own.
+        steps: Timed of a plan in a round.
+        rounds: In which plans take turns.
+    """
+
+    plans: int
+    steps: int
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Item:
+    """A job in a setting.
+
+    Args:
+        hosts: Of the cluster.
+        rate: Of its links.
+        job: Its name.
+    """
+
+    hosts: int
+    rate: str
+    job: str
+
+    def path(self, results: Path) -> Path:
+        """Where its result lies, with those of other jobs in the same setting."""
+        return results / f"{self.hosts}x{self.rate}.json"
+
+    def is_done(self, results: Path, effort: Effort) -> bool:
+        """Whether it was measured with as much effort."""
+        path = self.path(results)
+        known = json.loads(path.read_text())["jobs"].get(self.job, {}) if path.exists() else {}
+        return known.get("effort") == vars(effort)
+
+    def expected_s(self, effort: Effort) -> float:
+        """How long it takes, about: hosts beyond the cores take turns on them, and on one host there is one plan."""
+        cores = os.cpu_count() or 1
+        timed = effort.rounds * (effort.plans + 1 if self.hosts > 1 else 1)
+        steps = PLAIN_STEPS + 1 + WARMUP + effort.steps + 1
+        crowded = max(1.0, self.hosts / cores)
+        return crowded * (_START_S + timed * (_MAKE_S + steps * STEP_S[self.job]))
+
+
+def agenda(hosts: Sequence[int], rates: Sequence[str], jobs: Sequence[str]) -> Iterator[Item]:
+    """All jobs in all settings, so that what was measured when time is up tells most: a job of each kind first.
+
+    On one host there is nothing to send, so that one rate is all rates.
+    """
+    for rate in rates:
+        for number in hosts:
+            if number > 1 or rate == rates[0]:
+                for job in jobs:
+                    yield Item(number, rate, job)
+
+
+def within(items: Sequence[Item], effort: Effort, seconds: float) -> list[Item]:
+    """As many of the first items as are expected to end in time."""
+    found: list[Item] = []
+    for item in items:
+        seconds -= item.expected_s(effort)
+        if seconds < 0:
+            break
+        found.append(item)
+    return found
+
+
+def told(items: Sequence[Item], effort: Effort) -> str:
+    """What is to come, for people."""
+    minutes = sum(item.expected_s(effort) for item in items) / 60
+    return f"{len(items)} jobs, about {minutes:.0f} minutes on a machine that does nothing else"
+
+
+def keep(path: Path, job: str, result: dict[str, Any], machine: dict[str, Any]) -> None:
+    """Add a job to what is known of a setting; others stay as they are, and a file is complete or as it was."""
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"jobs": {}}
+    hosts, _, rate = path.stem.partition("x")
+    whole = {"hosts": int(hosts), "rate": rate, "machine": machine, "jobs": {**known["jobs"], job: result}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(json.dumps(whole, indent=1) + "\n")
+    aside.replace(path)

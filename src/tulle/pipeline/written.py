@@ -1,0 +1,51 @@
+"""`written_back`: undoes what a trial run writes in parameters, such as those of a teacher that follows in forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from tulle.pipeline.structure import flatten
+
+_WRITES = {"__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__"}
+
+
+class written_back(TorchFunctionMode):  # noqa: N801 - used like a function
+    """Within it a parameter is copied before anything is written in it, and given its values back at the end.
+
+    Args:
+        model: Of whose parameters those that are only read take no memory.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._parameters: dict[int, list[nn.Parameter]] = {}
+        for parameter in model.parameters():
+            self._parameters.setdefault(_memory_of(parameter), []).append(parameter)
+        self._before: list[tuple[nn.Parameter, Tensor]] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Look at operations that write, and let everything through."""
+        name = getattr(func, "__name__", "")
+        if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
+            for leaf in flatten((args, kwargs))[0]:
+                if type(leaf) is Tensor or type(leaf) is nn.Parameter:
+                    written = self._parameters.pop(_memory_of(leaf), ())
+                    self._before += [(parameter, parameter.detach().clone()) for parameter in written]
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        with torch.no_grad():
+            for parameter, before in self._before:
+                parameter.copy_(before)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)

@@ -1,0 +1,131 @@
+"""`Deal`: how a plan deals a step to ranks: what each computes, what tables exchange and stages send each other.
+
+It is the same whenever replicas are updated and whatever the size of buckets, so that a search works it out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tulle.cost import Cost, Network, exchange_cost
+from tulle.engine.turns import best_piece_bytes
+from tulle.errors import PlanError
+from tulle.plan.bucket import Bucket, buckets_of, by_urgency
+from tulle.plan.convoy import Convoy, convoys_of
+from tulle.plan.exchange import Tariff
+from tulle.plan.plan import AT_READ, MODEL, PIPE, Plan
+from tulle.plan.update import Update
+from tulle.plan.work import AXES, DATA, Share, Work, on_machine, share_of, work_of
+from tulle.workload import Cluster, Machine, Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """A plan for a profiled model on a cluster, in numbers.
+
+    Args:
+        plan: The plan.
+        profile: On the cluster's machines.
+        machine: Of the cluster.
+        share: How the step is dealt.
+        network: Of axis `data`.
+        works: Pieces in the order in which they run.
+        convoys: Tables that travel as one.
+        flows: What one stage sends another of one micro-batch.
+        tariff: What exchanges cost.
+    """
+
+    plan: Plan
+    profile: Profile
+    machine: Machine
+    share: Share
+    network: Network
+    works: Sequence[Work]
+    convoys: Sequence[Convoy]
+    flows: Mapping[tuple[int, int], Cost]
+    tariff: Tariff
+
+    @staticmethod
+    def of(
+        plan: Plan, profile: Profile, cluster: Cluster, *, batch: int | None = None, tariff: Tariff | None = None
+    ) -> Deal:
+        """Arguments as for `tulle.plan.lower`.
+
+        Raises:
+            PlanError: If the plan does not fit the profile.
+        """
+        profile = on_machine(profile, cluster.machine)
+        share = share_of(plan, profile, batch)
+        networks = {axis: share.network(axis, cluster, profile) for axis in AXES}
+        works = work_of(plan, profile, share, networks[MODEL])
+        tariff = tariff or Tariff(profile)
+        convoys = convoys_of(plan, works, share, networks[DATA], tariff)
+        flows = flows_of(works, share, networks[PIPE])
+        deal = Deal(plan, profile, cluster.machine, share, networks[DATA], works, convoys, flows, tariff)
+        return deal.under(plan)
+
+    def under(self, plan: Plan) -> Deal:
+        """The same under a plan that differs in its schedule and the size of its buckets only.
+
+        Raises:
+            PlanError: If its schedule is none for stages.
+        """
+        if plan.schedule == AT_READ and self.share.pipe > 1:
+            raise PlanError("the plan has updates wait for reads, and stages: in a pipeline give schedule='step'")
+        return replace(self, plan=plan)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether parameters are updated when the next step reads them."""
+        return self.plan.schedule == AT_READ and self.share.data > 1
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return max(work.stage for work in self.works) + 1
+
+    @property
+    def update(self) -> Update:
+        """What the optimizer takes."""
+        return Update(self.plan, self.profile, self.share, self.tariff)
+
+    def pieces(self, stage: int) -> list[Work]:
+        """Those of a stage."""
+        return [work for work in self.works if work.stage == stage]
+
+    def buckets(self) -> list[Bucket]:
+        """Dense gradients that travel together, in the order in which they are sent."""
+        if self.share.data == 1 or self.plan.memory.full_shard:
+            return []
+        limit_bytes = self.plan.bucket_bytes
+        if self.is_late:  # smaller, so that they can be waited for one by one
+            limit_bytes = min(limit_bytes, best_piece_bytes(self.network, self.share.data))
+        found: list[Bucket] = []
+        for stage in range(self.stages):
+            found += buckets_of(self.pieces(stage), limit_bytes, self.network, self.share.data)
+        if self.is_late:
+            found = by_urgency(found, sum(work.backward_s + work.all_reduced_again.seconds for work in self.works))
+        return found
+
+
+def flows_of(works: Sequence[Work], share: Share, network: Network) -> dict[tuple[int, int], Cost]:
+    """What each stage sends to others of one micro-batch: each value once, as large as it is read."""
+    if share.pipe == 1:
+        return {}
+    stage_of = {work.name: work.stage for work in works}
+    largest: dict[tuple[int, int], dict[str, int]] = {}
+    for work in works:
+        for name, size_bytes in work.reads.items():
+            source = stage_of.get(name, work.stage)
+            if source != work.stage:
+                values = largest.setdefault((source, work.stage), {})
+                values[name] = max(size_bytes, values.get(name, 0))
+    pair_s = network.latency_s if network.pair_latency_s is None else network.pair_latency_s
+    network = replace(network, latency_s=pair_s)
+    return {pair: exchange_cost(sum(sizes.values()), 1, network) for pair, sizes in largest.items()}
+
+
+def half(cost: Cost) -> Cost:
+    """A gather, or a reduce-scatter: one of the two phases of a ring all-reduce."""
+    return Cost(cost.bytes // 2, cost.messages // 2, cost.seconds / 2)

@@ -1,0 +1,140 @@
+"""With a sample `plan="auto"` is the planner's choice within the mesh, exact, and kept for the next run."""
+
+from unittest import mock
+
+import pytest
+import torch
+from axes_models import batch_of, build, distributed, optimizers, train, worst_difference
+from torch import nn
+
+import tulle
+from gigabit import give_cluster
+from ranks import on_ranks
+from tulle.distribute import mesh_of, planned
+from tulle.distribute.watching import watch
+from tulle.errors import MeshError
+from tulle.plan import Shelf
+
+PROFILE = "tulle.distribute.planned.profile"
+LOGGER = "tulle.distribute.watching.logger"
+
+
+def of_one_process(kind):
+    model = build(kind)
+    return model, train(model, optimizers(model))
+
+
+def first_plan(mesh, kind="words", **options):
+    model = build(kind)
+    data = mesh["data"]
+    with give_cluster(mesh):
+        return tulle.plan(model, optimizers(model), mesh, sample=(batch_of(0, data.rank, data.size),), **options)
+
+
+@on_ranks(2)
+def test_a_sample_has_everything_chosen_and_the_numbers_stay():
+    model, several, place = distributed("words", {"data": 2}, plan="anew")
+    train(model, several, *place)
+    reference, _ = of_one_process("words")
+    assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+    plan = tulle.plan(model, several)
+    assert plan.prediction.ranks == 2
+    assert plan.prediction.batch == 8
+    assert plan.schemes["words.weight"] != "auto"
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", ["words", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_without_a_mesh_one_is_chosen_and_the_numbers_stay(kind):
+    model, whole = build(kind), tulle.init()
+    several = optimizers(model)
+    sample = (batch_of(0, whole.rank, whole.size),)
+    with give_cluster(whole):
+        tulle.distribute(model, several, sample=sample)
+    mesh = mesh_of(model)
+    assert tulle.plan(model, several).prediction.ranks == mesh.size == 4
+    train(model, several, mesh["data"].rank, mesh["data"].size)
+    reference, _ = of_one_process(kind)
+    assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+
+
+@on_ranks(2)
+def test_a_plan_brings_its_mesh():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    plan = tulle.Plan({"pipe": 2}, stages={"0": 0, "1": 1})
+    with pytest.raises(MeshError, match="is on no mesh yet"):
+        mesh_of(model)
+    tulle.distribute(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
+    assert mesh_of(model)["pipe"].size == 2
+
+
+@on_ranks(2)
+def test_a_plan_is_made_once_and_anew_on_request():
+    mesh = tulle.init(data=2)
+    made = first_plan(mesh, "stack")
+    with mock.patch(PROFILE, side_effect=AssertionError("it was kept")):
+        assert first_plan(mesh, "stack").diff(made) == []
+    with mock.patch(PROFILE, wraps=planned.profile) as profiled, mock.patch.dict("os.environ", {"TULLE_ANEW": "1"}):
+        first_plan(mesh, "stack")
+    assert profiled.called
+    with mock.patch(PROFILE, wraps=planned.profile) as profiled:
+        first_plan(mesh, "words")  # the twin: another model is another key
+        first_plan(tulle.init(data=1, pipe=2), "stack")
+    assert profiled.called
+
+
+@on_ranks(2)
+def test_a_kept_plan_that_was_off_is_told_of():
+    mesh = tulle.init(data=2)
+    plan = first_plan(mesh)
+    shelf = Shelf.of()
+    key = next(path.stem for path in shelf.folder.glob("*.json") if shelf.find(path.stem).diff(plan) == [])
+    stepping = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+    with mock.patch(LOGGER) as logger, mock.patch("tulle.distribute.watching.now_s", side_effect=range(10**6)):
+        watch(plan, stepping, key=key if mesh.rank == 0 else "", is_told=False)
+        for _ in range(60):
+            stepping.step()
+    assert logger.warning.call_count == 1
+    torch.distributed.barrier()
+    assert "the last 50 took 1 s" in shelf.noted(key)
+    with mock.patch("tulle.distribute.planned.logger") as logger:
+        first_plan(mesh)
+    assert logger.warning.call_count == (mesh.rank == 0)
+    torch.distributed.barrier()
+    if mesh.rank == 0:
+        shelf.put(key, plan)
+        assert shelf.noted(key) is None, "what was said of the earlier one goes with it"
+
+
+@on_ranks(2)
+def test_without_a_sample_tables_only_are_chosen_and_the_plan_says_so():
+    mesh = tulle.init(data=2)
+    model = build("words")
+    plan = tulle.plan(model, optimizers(model), mesh)
+    assert plan.prediction is None
+    assert "if sample= is a batch that the model trains on" in plan.explain()
+
+
+class Odd(nn.Module):
+    """Trains, but cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(30, 4, sparse=True)
+
+    def forward(self, words):
+        return self.table(words)
+
+    def __deepcopy__(self, _):
+        raise RuntimeError("there is one of me")
+
+
+@on_ranks(2)
+def test_what_cannot_be_profiled_is_planned_by_its_tables():
+    mesh = tulle.init(data=2)
+    model = Odd()
+    with give_cluster(mesh):
+        plan = tulle.plan(model, torch.optim.SGD(model.parameters(), 0.1), mesh, sample=torch.tensor([[1, 2]]))
+    assert plan.prediction is None
+    assert plan.tables[0].density is not None
+    assert "there is one of me" in plan.explain()

@@ -1,0 +1,173 @@
+"""Parameters that are shared out over axis `data` train to the numbers of one process, along any other axes."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from axes_models import build, distributed, optimizers, train, worst_difference
+from torch import nn
+
+import tulle
+from ranks import on_ranks, run_on_ranks
+from tulle.errors import PlanError
+from tulle.memory import named_shards, shared_out
+from tulle.plan import Memory, Plan, plan_for_later
+
+LAYERS = ("encoder.layers.0", "encoder.layers.1")
+FULL = Memory(full_shard=True)
+STEPS, MORE = range(2), range(2, 4)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.unused = nn.LSTM(3, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.layer(x)[0].sum()
+
+
+def ours(model):
+    return tulle.clip_grad_norm_(model, 0.1).item()
+
+
+def torchs(model):
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+
+
+def planned(kind, shape, memory):
+    tables = {"words.weight": (40, 8)} if kind == "words" else {}
+    return replace(plan_for_later(shape, tables), memory=memory)
+
+
+def compare(kind, shape, memory, clip=None):
+    reference = build(kind)
+    wanted = train(reference, optimizers(reference), clip=clip)
+    model, several, place = distributed(kind, shape, plan=planned(kind, shape, memory))
+    found = train(model, several, *place, clip=clip)
+    assert found[1::2] == pytest.approx(wanted[1::2], rel=1e-12) or clip is None
+    assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+    return model
+
+
+@on_ranks(4)
+def test_it_is_one_process_with_a_pipeline_and_holds_half():
+    model = compare("stack", {"data": 2, "pipe": 2}, FULL, clip=ours)
+    held = {name: p for name, p in model.named_parameters() if not p.is_meta}
+    shards = named_shards(model)
+    assert sorted(shards) == sorted(held), "nothing of this model is too small"
+    assert sum(p.numel() for p in held.values()) == sum(shards[name].shape.numel() for name in held) / 2
+
+
+@on_ranks(4)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "clip"), [("words", ours), ("stack", torchs), ("gpt2", None), ("gpt2", torchs)])
+@pytest.mark.parametrize("shape", [{"data": 4}, {"data": 2, "pipe": 2}, {"data": 2, "model": 2}], ids=str)
+def test_it_is_one_process_on_other_axes(kind, shape, clip):
+    compare(kind, shape, FULL, clip)
+
+
+@on_ranks(8, deadline_s=240.0)
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", [Memory(full_shard=True, recompute=LAYERS[:1], offload=LAYERS[1:]), FULL], ids=str)
+def test_it_is_one_process_on_three_axes(saved):
+    compare("stack", {"data": 2, "pipe": 2, "model": 2}, saved, torchs)
+
+
+@on_ranks(3)
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputed", [(), ("network.transformer",), ("network.transformer.h.0.mlp",)], ids=str)
+def test_what_is_recomputed_around_or_within_what_is_gathered_is_one_process(recomputed):
+    reference = build("gpt2")
+    train(reference, optimizers(reference), steps=STEPS)
+    mesh = tulle.init(data=-1)
+    model = build("gpt2")
+    several = optimizers(model)
+    plan = Plan(mesh.shape, memory=Memory(full_shard=True, recompute=recomputed))
+    tulle.distribute(model, several, mesh, plan=plan)
+    train(model, several, steps=STEPS)  # all ranks have the whole batch, which is what three of them cannot share
+    assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+
+
+def save(path, kind, shape):
+    model, several, place = distributed(kind, shape, plan=planned(kind, shape, FULL))
+    train(model, several, *place, steps=STEPS)
+    tulle.save(path / "checkpoint", model, several)
+    tulle.save_safetensors(path / "model.safetensors", model)
+
+
+def go_on(path, kind, shape, memory):
+    model, several, place = distributed(kind, shape, plan=planned(kind, shape, memory))
+    tulle.load(path / "checkpoint", model, several)
+    train(model, several, *place, steps=MORE)
+    return tulle.full_state_dict(model)
+
+
+def check_checkpoints(path, kind, saved_on, loaded_on):
+    reference = build(kind)
+    train(reference, optimizers(reference), steps=range(MORE.stop))
+    run_on_ranks(math.prod(saved_on.values()), save, deadline_s=240.0, path=path, kind=kind, shape=saved_on)
+    for shape, memory in loaded_on:
+        found = run_on_ranks(
+            math.prod(shape.values()), go_on, deadline_s=240.0, path=path, kind=kind, shape=shape, memory=memory
+        )
+        assert worst_difference(found[0], reference.state_dict()) < 1e-12, shape
+
+
+def test_a_checkpoint_of_shards_loads_whole_and_on_other_axes(tmp_path):
+    whole = {"data": 1}, Memory()
+    check_checkpoints(tmp_path, "stack", {"data": 2, "model": 2}, [whole])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stack", "gpt2", "words"])
+def test_a_checkpoint_of_shards_on_three_axes_loads_on_any(kind, tmp_path):
+    three = {"data": 2, "pipe": 2, "model": 2}
+    loaded_on = [({"data": 1}, Memory()), ({"pipe": 2, "model": 2}, Memory()), (three, FULL), ({"data": 4}, FULL)]
+    check_checkpoints(tmp_path, kind, three, loaded_on)
+
+
+@on_ranks(2)
+def test_states_are_whole_and_an_unused_parameter_has_no_gradient():
+    mesh = tulle.init(data=-1)
+    torch.manual_seed(0)
+    model = Recurrent()
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters())
+    tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, memory=FULL))
+    model(torch.ones(2, 3)).backward()
+    assert model.unused.weight.grad is None
+    assert model.layer.weight_ih_l0.grad.shape == model.layer.weight_ih_l0.shape == (12, 3)
+    assert worst_difference(model.state_dict(), whole) == 0.0
+    model.load_state_dict({name: value + 1 for name, value in whole.items()})
+    assert worst_difference(model.state_dict(), {name: value + 1 for name, value in whole.items()}) == 0.0
+
+
+@on_ranks(2)
+def test_the_twin_that_adds_up_nothing_is_found(monkeypatch):
+    def only_mine(self, gradients, parts):
+        return [None if g is None else shard.part(g) for g, shard in zip(gradients, self.shards, strict=True)]
+
+    monkeypatch.setattr(shared_out.Unit, "reduce", only_mine)
+    with pytest.raises(AssertionError):
+        compare("stack", {"data": 2}, FULL)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("words", "full_shard, and splits 'words.weight' by rows"),
+        ("stack", "full_shard, but LBFGS does not treat every number of a parameter by itself"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(kind, text):
+    mesh = tulle.init(data=-1)
+    model = build(kind)
+    optimizer = torch.optim.LBFGS(model.parameters()) if kind == "stack" else torch.optim.SGD(model.parameters())
+    shared = Plan(mesh.shape, memory=FULL)
+    if kind == "words":
+        shared = shared.with_rows_split({"words.weight": (40, 8)}, "asked for")
+    with pytest.raises(PlanError, match=text):
+        tulle.distribute(model, optimizer, mesh, plan=shared)

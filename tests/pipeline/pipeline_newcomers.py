@@ -1,0 +1,228 @@
+"""More models as strangers write them: those that the run-time once got wrong or refused."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from pipeline_networks import WIDTH
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+
+class Sliced(nn.Module):
+    """Answers to questions as in BERT: slices with gaps in memory, made contiguous, on their own and other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.ends, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2), nn.Linear(WIDTH // 2, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        begin, end = (part.squeeze(-1).contiguous() for part in self.ends(hidden).split(1, dim=-1))
+        with torch.no_grad():
+            scale = hidden.view(-1).abs().max()
+        every_other = self.head(hidden[:, ::2].contiguous()) + hidden.t()[1:3].flatten().mean()
+        return (begin * end).unsqueeze(-1) + every_other / scale
+
+
+class Written(nn.Module):
+    """Builds names from numbers of other ranks, as routers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleDict({f"expert_{n}": nn.Linear(WIDTH, WIDTH) for n in range(3)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        best = self.gate(x).sum(0).argsort()
+        return self.experts[f"expert_{best[0]}"](x) + self.experts[f"expert_{best[1]}"](x)
+
+
+class Sign(torch.autograd.Function):
+    """The sign, with a gradient as if it were not there."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.sign() * weight.abs().mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Binary(nn.Module):
+    """Applies functions of its own to a parameter of a placed module, and to one beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.threshold = nn.Parameter(torch.tensor(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(self.first(x), Sign.apply(self.second.weight), self.second.bias)
+        return Sign.apply(y) + self.threshold
+
+
+class Pair(NamedTuple):
+    """A tuple with names, within which there are others."""
+
+    one: Tensor
+    rest: Any
+
+
+class Maker(nn.Module):
+    """Gives and takes such pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: Tensor | Pair) -> Pair:
+        made = self.layer(given.one if isinstance(given, Pair) else given)
+        return Pair(made, (made.sin(), {"pair": Pair(made.cos(), None)}))
+
+
+class Packed(nn.Module):
+    """Named tuples into and out of modules, and sequences packed for a recurrent layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.recurrent = Maker(), Maker(), nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        pair = self.second(self.first(x).rest[1]["pair"])
+        steps = torch.stack([pair.one, pair.rest[0]], 1)
+        lengths = torch.arange(len(x)) % 2 + 1
+        packed = nn.utils.rnn.pack_padded_sequence(steps, lengths, batch_first=True, enforce_sorted=False)
+        result, _ = self.recurrent(packed)
+        assert isinstance(result, PackedSequence)
+        return nn.utils.rnn.pad_packed_sequence(result, batch_first=True)[0]
+
+
+def _remember(module: nn.Module, args: tuple[Tensor], result: Tensor) -> None:
+    module.last = args[0], result
+
+
+class Remembering(nn.Module):
+    """Hooks that remember what modules were given and gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        for layer in (self.first, self.second):
+            layer.register_forward_hook(_remember)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.third(self.second(self.first(x)).tanh())
+        return y + self.first.last[1].mean() * self.second.last[0].pow(2).mean()
+
+
+class Averaging(nn.Module):
+    """A moving average that the next forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        z = self.second((y + self.average).tanh())
+        with torch.no_grad():
+            self.average.mul_(0.5).add_(y.mean(0) * z.mean())
+        return z
+
+
+NEWCOMERS = [Sliced, Written, Binary, Packed, Remembering, Averaging]
+
+
+class Follower(nn.Module):
+    """A teacher that follows its student in forward, whose parameters a trial run must not move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for mine, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                mine.mul_(0.9).add_(new, alpha=0.1)
+        return self.student(x) - self.teacher(x).detach()
+
+
+class Decoder(nn.Module):
+    """Is handed a module, and reads its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, table: nn.Linear) -> Tensor:
+        return x @ table.weight + self.bias
+
+
+class Lender(nn.Module):
+    """Hands one module to another, as Perceiver does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.middle, self.decoder = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Decoder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.middle(self.table(x)).relu(), self.table)
+
+
+class Again(torch.autograd.Function):
+    """Runs modules, and runs them again in backward, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(x)
+        return layers[1](layers[0](x))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.layers[1](ctx.layers[0](x)).backward(gradient)
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    """Has a part that only runs as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.body = Body()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(self.first(x)))
+
+
+class Body(nn.Module):
+    """That part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Again.apply(x, self.layers)
+
+
+class Watched(nn.Module):
+    """Hooks of backward on a module with parts, and a layer that writes in its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
+        self.block.register_full_backward_hook(lambda _, grad_in, grad_out: (grad_in[0] * 0.5,))
+        self.first, self.act, self.last = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.block(self.act(self.first(x))))
+
+
+PROFILED = [Follower, Lender, Reversible, Watched]
