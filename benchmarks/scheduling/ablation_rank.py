@@ -94,7 +94,7 @@ def distribute(way: Way, job: argparse.Namespace, mesh: tulle.Mesh) -> tuple[nn.
     """The model, made anew: several that live at once would all be told what one looks up."""
     torch.manual_seed(0)
     model = Model(way, job)
-    optimizer = SGD(model.parameters(), lr=1.0)
+    optimizer = SGD(model.parameters(), lr=0.1)
     if way.scheme == "dense":
         return tulle.distribute(model, optimizer, mesh)
     plan = tulle.plan(model, optimizer, mesh).with_rows_split({"words.weight": (job.rows, job.width)}, "given")

@@ -195,6 +195,7 @@ class Profile:
         step_s: Seconds of a whole step on one process without communication; pieces may leave some of it out.
         peak_bytes: The most memory that this step needed.
         networks: What each axis of the mesh gave on which it was measured.
+        fixed_share: Of forward and backward, that part which fewer samples do not make shorter.
     """
 
     model: str
@@ -206,6 +207,7 @@ class Profile:
     step_s: float
     peak_bytes: int = 0
     networks: Mapping[str, Network] = field(default_factory=dict)
+    fixed_share: float = 0.0
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON; the file is complete or absent."""
@@ -245,6 +247,7 @@ class Profile:
             step_s=float(parsed["step_s"]),
             peak_bytes=int(parsed["peak_bytes"]),
             networks={name: network_from_json(one) for name, one in parsed.get("networks", {}).items()},
+            fixed_share=float(parsed.get("fixed_share", 0.0)),
         )
 
 

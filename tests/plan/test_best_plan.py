@@ -113,8 +113,7 @@ def test_it_is_the_best_of_those_that_fit(share):
 def test_a_bound_that_is_too_high_is_found_out(monkeypatch):
     """The twin: with bounds that promise too much the best is cut off, and the comparison above sees it."""
     real = Bound.seconds
-    profile = profile_of(0)
-    cluster = cluster_of(2, bandwidth_bytes_per_s=1e7)
+    profile, cluster = profile_of(0), cluster_of(2)
     best_s = best_of_all(profile, cluster)
 
     def too_high(self, share, memory, schedule, *, is_sharp=True):

@@ -8,8 +8,10 @@ from profiles import cluster_of, profile_of
 from tulle.cost import all_reduce_cost
 from tulle.errors import PlanError
 from tulle.pipeline.schedule import held_at_once
-from tulle.plan import Memory, Plan, Prediction, TablePlan, footprints, lower
+from tulle.plan import Memory, Plan, Prediction, TablePlan, footprints, lower, work
 from tulle.plan.turns import turns
+from tulle.plan.work import share_of, work_of
+from tulle.profiling.machine import NOMINAL
 from tulle.simulate import run
 from tulle.workload import Machine
 
@@ -99,6 +101,24 @@ def test_a_stage_of_a_module_holds_for_what_is_within():
     by_prefix = replace(in_two(profile), stages={"embed": 0, "layers": 1})
     step = lower(by_prefix, profile, CLUSTER)
     assert {task.stage for task in step.tasks if "layers" in task.name and task.resource == "device"} == {1}
+
+
+def test_what_fewer_samples_do_not_make_shorter_is_paid_for_each_micro_batch():
+    profile, cluster = profile_of(tables=0), cluster_of(1)
+    plan = Plan({"data": 1}, micro_batches=4)
+    plain, fixed = (run(lower(plan, one, cluster)).step_s for one in (profile, replace(profile, fixed_share=0.4)))
+    computed_s = sum(piece.forward_s + piece.backward_s for piece in profile.modules)
+    assert 0 < fixed - plain <= 3 * 0.4 * computed_s
+
+
+def test_every_rank_of_a_pipeline_pays_for_the_modules_of_all(monkeypatch):
+    profile = profile_of(tables=0, layers=3)
+    plan = Plan({"pipe": 2, "data": 1}, stages={piece.name: n // 2 for n, piece in enumerate(profile.modules)})
+    share = replace(share_of(plan, profile), micro_batches=2)
+    told_s = sum(piece.forward_s for piece in work_of(plan, profile, share, NOMINAL))
+    monkeypatch.setattr(work, "CALL_S", 0.0)
+    free_s = sum(piece.forward_s for piece in work_of(plan, profile, share, NOMINAL))
+    assert told_s - free_s == pytest.approx(2 * len(profile.modules) * 0.2e-3)
 
 
 def test_more_micro_batches_leave_a_smaller_bubble():

@@ -1,6 +1,7 @@
 """A profile says what a training step does, and leaves what it measured as it was."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -162,3 +163,23 @@ def test_a_rank_whose_sample_does_not_fit_stops_all():
     sample = ids(ROWS) if mesh.rank else ids(1, 2)
     with pytest.raises(ModelError, match="could not be profiled on the sample, because IndexError"):
         tulle.profile(model, optimizers, sample, mesh)
+
+
+class Sleepy(nn.Module):
+    """Takes 8 ms, and 1 ms for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(8e-3 + 1e-3 * len(x))
+        return (self.weight * x).sum()
+
+
+@pytest.mark.parametrize(("samples", "expected"), [(16, 1 / 3), (1, 0.0)])
+def test_what_fewer_samples_do_not_make_shorter_is_measured(samples, expected):
+    model = Sleepy()
+    found = tulle.profile(model, torch.optim.SGD(model.parameters()), torch.ones(samples, 2))
+    assert found.fixed_share == pytest.approx(expected, abs=0.15)
+    assert Profile.from_json(found.to_json()).fixed_share == found.fixed_share

@@ -36,7 +36,7 @@ from tulle.profiling.optimizer import optimizer_profile, tried
 from tulle.profiling.splits import splits
 from tulle.profiling.steps import Loss, Twin
 from tulle.profiling.table_profiles import Looks, looks, table_profiles
-from tulle.profiling.timing import timed
+from tulle.profiling.timing import fixed_share, timed
 from tulle.workload import Cluster, Machine, ModuleProfile, Profile
 
 STAGES = 8
@@ -157,6 +157,7 @@ def _in_steps(
     assert pieces is not None, "rank 0 has cut the model"
     counts = _together(lambda: _count(twin, pieces.names), model, axis)
     times = timed(twin, pieces.names, axis)
+    fixed = fixed_share(twin, axis)
     optimizer = optimizer_profile(twin, times.update_s)
     owners = _owners(model, pieces.names)
     tables = table_profiles(model, optimizers, prepared.looks, owners, axis)
@@ -175,7 +176,7 @@ def _in_steps(
         )
         for number, name in enumerate(pieces.names)
     )
-    return Profile("", 0, modules, tables, optimizer, NOWHERE, times.step_s, counts.peak_bytes)
+    return Profile("", 0, modules, tables, optimizer, NOWHERE, times.step_s, counts.peak_bytes, fixed_share=fixed)
 
 
 def _prepare(
