@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,6 +142,7 @@ def place(
         elif was_deferred:
             materialize(model, device=axis.device, only=held, axis=axis)
     tied = _made_equal(model, owners, runtime)
+    gc.collect()  # the order of micro-batches goes by the models there are: one that was dropped is gone on all ranks
     stages, carried = 1 + max(placed.values(), default=0), Carried(model, placed)
     resident = Resident(list(model.parameters()), tied, stages, carried)
     for name, tensor in _tensors(model):

@@ -121,16 +121,16 @@ class Runtime:
         post, begin_s = self.holdings.post, now_s()
         self._note_frozen()
         self._current = None
-        aside, carried = self._set_aside_tied(), [model.carried for model in self.models.values()]
+        aside, carried = self._set_aside_tied(), {number: model.carried for number, model in self.models.items()}
         post.open()
         try:
             turns = [self._turn(step, index) for index in range(len(step))]
-            for one in carried:
+            for one in carried.values():
                 one.begin()
-            in_order = any(one.is_likely for one in carried)
+            in_order = any(one.is_likely for one in carried.values())
             idle_s = Turns(turns, post, step.schedule, self.stages, in_order=in_order).run()
-            for one in carried:
-                one.end()
+            for number in set[int]().union(*(turn.program.models for turn in turns)):
+                carried[number].end()
             self._add_up_tied(aside, [turn.program for turn in turns])
         except BaseException as error:
             post.close(error)
