@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -131,7 +131,17 @@ def _run_body(assignment: Assignment) -> object:
             world_size=assignment.size,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
-        return _find(module, name)(**arguments)
+        try:
+            return _find(module, name)(**arguments)
+        finally:
+            _undo(arguments.values())
+
+
+def _undo(arguments: Iterable[object]) -> None:
+    """What a body patched goes with the body: this process runs other tests afterwards."""
+    for argument in arguments:
+        if isinstance(argument, pytest.MonkeyPatch):
+            argument.undo()
 
 
 @contextlib.contextmanager

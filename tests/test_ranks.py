@@ -157,6 +157,17 @@ def default_dtype() -> torch.dtype:
     return torch.get_default_dtype()
 
 
+def patches_and_tells(name: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+    is_patched = name in os.environ
+    monkeypatch.setenv(name, "set by an earlier body")
+    return is_patched
+
+
+def test_what_one_body_patches_is_undone_before_the_next(monkeypatch):
+    for _ in range(2):
+        assert run_on_ranks(2, patches_and_tells, name="TULLE_PATCHED", monkeypatch=monkeypatch) == [False, False]
+
+
 def raises_in_a_thread() -> None:
     thread = threading.Thread(target=square_of_rank, args=("not a number",), name="lane")
     thread.start()

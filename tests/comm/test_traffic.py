@@ -7,6 +7,7 @@ import tulle
 from ranks import on_ranks
 from tulle import comm
 from tulle.comm import Traffic
+from tulle.comm.traffic import Span, covered_s
 
 
 def test_the_total_and_each_label_add_up():
@@ -71,3 +72,9 @@ def test_a_collective_is_drawn_from_its_start_to_its_end_with_its_wait():
     wait, reduce = spans["waiting", "wait: layers"], spans["all-reduce", "layers"]
     assert reduce.bytes_sent == 4000
     assert begin_s <= reduce.begin_s <= wait.begin_s <= wait.end_s <= end_s
+
+
+def test_time_under_way_counts_once_where_exchanges_overlap():
+    spans = [Span("waiting", "a", 1.0, 3.0), Span("waiting", "b", 2.0, 2.5), Span("waiting", "c", 5.0, 6.0)]
+    assert covered_s(reversed(spans)) == 3.0
+    assert covered_s([]) == 0.0
