@@ -1,9 +1,12 @@
 """Exchanges of unequal parts: what was sent arrives whole, whatever the lengths, at once or in staged rounds."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import tulle
+from gigabit import GIGABIT, give_network
 from ranks import on_ranks
 from tulle import comm
 from tulle.comm import parts, traffic
@@ -128,3 +131,18 @@ def test_parts_stay_within_their_axis():
         comm.send(torch.tensor([mesh.rank]), axis, to=1, label="here").wait()
     else:
         assert comm.receive(torch.tensor([-1]), axis, source=0, label="here").wait().item() == axis.ranks[0]
+
+
+@on_ranks(2)
+def test_a_fast_network_leaves_more_to_the_backend_alike_on_lanes_made_since():
+    axis = tulle.init(data=-1)["data"]
+    before = comm.lane(axis, "made before")
+    assert parts.is_for_backend(parts.BACKEND_BYTES, axis)
+    assert not parts.is_for_backend(parts.BACKEND_BYTES + 1, axis)
+    give_network(axis, replace(GIGABIT, bandwidth_bytes_per_s=1.2e9))
+    assert parts.is_for_backend(9 * parts.BACKEND_BYTES, axis)
+    assert parts.is_for_backend(9 * parts.BACKEND_BYTES, comm.lane(axis, "made since"))
+    assert not parts.is_for_backend(9 * parts.BACKEND_BYTES, before), "its exchanges may be under way on another thread"
+    leaving = [torch.full((300_000,), float(10 * axis.rank + to)) for to in range(2)]
+    came = comm.all_to_all_parts(leaving, [300_000] * 2, axis, label="large", most_bytes=3_000_000).wait()
+    assert came.view(2, -1)[:, 0].tolist() == [axis.rank, 10 + axis.rank]

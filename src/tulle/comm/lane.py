@@ -21,7 +21,9 @@ def lane(axis: Axis, purpose: str) -> Axis:
         return axis
     if purpose not in axis.lanes:
         group = _group(axis, purpose, axis.ranks)
-        axis.lanes[purpose] = replace(axis, group=group, lanes={}, measured=[], kept={})
+        # What is known of the axis now is known on all ranks, and holds here; what is measured later may come to some
+        # ranks while an exchange of this lane is under way on another thread.
+        axis.lanes[purpose] = replace(axis, group=group, lanes={}, measured=[*axis.measured], kept={})
     return axis.lanes[purpose]
 
 

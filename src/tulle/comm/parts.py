@@ -36,6 +36,8 @@ ROUNDS_UNDER_WAY = 2
 
 BACKEND_BYTES = 1024 * 1024
 """An all-to-all in which ranks send no more is left to the backend: it takes as long as rounds, and less of a core."""
+BACKEND_S = 0.008
+"""The same in seconds on the wire, where the network was measured: at 1 Gbit/s as many bytes, at 10 ten times more."""
 
 Arrived = Callable[[int, Tensor], None]
 """Called with a rank and its part as soon as that is there, while others are still under way."""
@@ -84,7 +86,8 @@ def all_to_all_parts(
 def is_for_backend(most_bytes: int, axis: Axis) -> bool:
     """Whether an exchange in which the fullest rank sends so much is left to the backend's own all-to-all."""
     is_gloo = axis.size > 1 and axis.device.type == "cpu" and dist.get_backend(axis.group) == "gloo"
-    return is_gloo and most_bytes <= BACKEND_BYTES
+    limit = BACKEND_S * axis.measured[0].bandwidth_bytes_per_s if axis.measured else BACKEND_BYTES
+    return is_gloo and most_bytes <= limit
 
 
 def exchange_by_backend(
@@ -94,13 +97,13 @@ def exchange_by_backend(
     own = parts[axis.rank]
     leaving = [part for r, part in enumerate(parts) if r != axis.rank and part.numel()]
     exchange = Exchange(operation, axis, label, sum(part.nbytes for part in leaving), len(leaving))
-    received = own.new_empty((sum(lengths), *own.shape[1:]))
+    received = scratch((sum(lengths), *own.shape[1:]), own, axis)
     row_bytes = math.prod(own.shape[1:]) * own.element_size()
     flat = [part.reshape(-1).view(torch.uint8) for part in parts]
     sizes = [length * row_bytes for length in lengths], [len(part) for part in flat]
     with translated(exchange):
         work = dist.all_to_all_single(
-            received.view(-1).view(torch.uint8), torch.cat(flat), *sizes, group=axis.group, async_op=True
+            received.view(-1).view(torch.uint8), _end_to_end(flat), *sizes, group=axis.group, async_op=True
         )
     assert work is not None, "an asynchronous collective returns its work on every rank of its group"
     return Pending(exchange, [work], lambda: received)
@@ -167,6 +170,16 @@ def _exchange(
         return received
 
     return Pending(exchange, (), finish)
+
+
+def _end_to_end(parts: Sequence[Tensor]) -> Tensor:
+    """Flat parts as one tensor: where they lie in memory if that is one after the other, as splits do, else copied."""
+    full = [part for part in parts if len(part)]
+    starts = [part.data_ptr() for part in full]
+    ends = [start + part.nbytes for start, part in zip(starts, full, strict=True)]
+    if not full or starts[1:] != ends[:-1] or len({part.untyped_storage().data_ptr() for part in full}) > 1:
+        return torch.cat(list(parts))
+    return full[0].as_strided((sum(map(len, full)),), (1,))
 
 
 def _others(axis: Axis) -> list[int]:

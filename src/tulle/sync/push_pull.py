@@ -83,6 +83,7 @@ class Route:
         order: `[rows]` this rank's rows by owner; None where they lie so.
         leaving: Rows that go to each owner.
         coming: Rows that come from each rank.
+        most_rows: What the fullest rank holds, the same number on all ranks.
         merge: How those that come add up.
         owned: Distinct rows at each owner.
         rows: `[union]` the rows of the sum, ascending.
@@ -94,6 +95,7 @@ class Route:
     order: Tensor | None
     leaving: Sequence[int]
     coming: Sequence[int]
+    most_rows: int
     merge: Merge
     owned: Sequence[int]
     rows: Tensor
@@ -103,7 +105,8 @@ class Route:
         """`[rows, width]` of this rank to `[union, width]`, bitwise the same on all ranks. Every rank must call it."""
         table = self.table
         by_owner = table.to_wire(values if self.order is None else values[self.order])
-        pushed = all_to_all_parts(by_owner.split(list(self.leaving)), self.coming, self.axis, label=table.label)
+        parts, most_bytes = by_owner.split(list(self.leaving)), self.most_rows * by_owner.shape[1] * by_owner.itemsize
+        pushed = all_to_all_parts(parts, self.coming, self.axis, label=table.label, most_bytes=most_bytes)
 
         def finish() -> Tensor:
             received = pushed.wait()
@@ -169,6 +172,7 @@ def settle(held: Sequence[Tensor], table: Table, axis: Axis, owners: Owners, *, 
         order=None if is_ordered else torch.argsort(mine, stable=True),
         leaving=torch.bincount(mine, minlength=axis.size).tolist(),
         coming=torch.bincount(all_held.ranks[to_me], minlength=axis.size).tolist(),
+        most_rows=max(map(len, held)),
         merge=Merge.of(all_held.places[to_me]),
         owned=torch.bincount(owner, minlength=axis.size).tolist(),
         rows=all_held.rows,
@@ -207,7 +211,8 @@ def _route_by_owners(indices: Tensor, table: Table, axis: Axis, partition: Parti
             rows, came = torch.sort(rows)
             places = torch.empty_like(came)
             places[came] = torch.arange(len(came), device=came.device)
-        return Route(table, axis, order, leaving, coming, merge, owned, rows, places)
+        most_rows = max(map(sum, sizes))
+        return Route(table, axis, order, leaving, coming, most_rows, merge, owned, rows, places)
 
     return Deferred(finish)
 
