@@ -140,8 +140,9 @@ def test_another_number_of_ranks_loads_all_but_the_random_states_and_says_so(sav
     [ours, *_] = run_on_ranks(saved_by, save_on_ranks, path=tmp_path / "checkpoint")
     for theirs, messages in run_on_ranks(loaded_by, load_on_ranks, path=tmp_path / "checkpoint"):
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+        saved = "1 rank" if saved_by == 1 else f"{saved_by} ranks"
         assert messages == [
-            f"the checkpoint was saved by {saved_by} ranks and is loaded by {loaded_by}: random states are not restored"
+            f"the checkpoint was saved by {saved} and is loaded by {loaded_by}: random states are not restored"
         ]
 
 

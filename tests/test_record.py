@@ -88,6 +88,17 @@ def test_a_step_has_its_fields_and_they_fit_together(tmp_path):
 
 
 @on_ranks(2)
+def test_what_was_waited_for_before_the_record_began_is_no_part_of_its_first_step(tmp_path):
+    traffic.wait_s += 1e6
+    try:
+        with recording(tmp_path):
+            train(1)
+    finally:
+        traffic.wait_s -= 1e6
+    assert lines(tmp_path)[0]["wait_s"] < 1e3
+
+
+@on_ranks(2)
 def test_traffic_is_by_table_and_adds_up(tmp_path):
     with recording(tmp_path):
         train(3)

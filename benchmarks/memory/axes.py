@@ -15,15 +15,16 @@ import os
 import platform
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import tulle
-from tulle.comm import gather_values
+from tulle.comm import Courier, Job, gather_values
 from tulle.estimate import estimate
 from tulle.memory import LiveBytes
 from tulle.memory.estimate import tensor_bytes
@@ -31,6 +32,7 @@ from tulle.mesh import axis_of
 from tulle.plan import Memory, Plan
 
 HERE = Path(__file__).parent
+_SUBMIT = Courier.submit
 WORDS, WIDTH, HEADS, LAYERS, LENGTH, SAMPLES, MICRO_BATCHES = 2_048, 256, 8, 8, 64, 16, 4
 """Samples of a step, over all replicas."""
 MESH = {"data": 2, "pipe": 2, "model": 2}
@@ -138,6 +140,7 @@ def one(way: str, shape: dict[str, int]) -> Row:
     estimated = [rank.peak_bytes for rank in estimate(model, batch, shape, plan).ranks]
     tulle.distribute(model, optimizer, mesh, plan=plan)
     live = LiveBytes("cpu")
+    count_couriers(live)
 
     @tulle.step(micro_batches=MICRO_BATCHES)
     def train(model: nn.Module, batch: Tensor) -> Tensor:
@@ -167,6 +170,19 @@ def one(way: str, shape: dict[str, int]) -> Row:
         estimate_bytes=estimated,
         losses=[loss for _, _, loss in heard],
     )
+
+
+def count_couriers(live: LiveBytes) -> None:
+    """Count what threads that send make, too: an operation is counted in the thread that asks for it."""
+
+    def submit(courier: Courier, work: Callable[[], Any]) -> Job[Any]:
+        def counted() -> Any:
+            with live:
+                return work()
+
+        return _SUBMIT(courier, counted)
+
+    Courier.submit = submit  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def parts(shape: dict[str, int]) -> tuple[str, ...]:

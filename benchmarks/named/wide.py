@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import median
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 import tulle
 from tulle import named as tn
 from tulle.mesh import Mesh
-from tulle.named.rates import Rates, measured
+from tulle.named.rates import Rates, speeds
 
 batch, d, f = tn.dims(batch=256, d_model=512, d_ff=16384)
 NUMBERS = torch.randn(batch.size, d.size, generator=torch.Generator().manual_seed(0))
@@ -60,29 +60,33 @@ class Training:
     def predicted(self, rates: Rates) -> dict[str, float]:
         """Milliseconds of a step by what takes them."""
         told = self.told
-        written_bytes = told.written_bytes + told.parameter_bytes + told.state_bytes
+        written_bytes = told.written_bytes + told.gradient_bytes + told.state_bytes
         products_s, written_s = told.flops / rates.flops_per_s, written_bytes / rates.written_bytes_per_s
         exchanges_s = told.seconds(rates) - products_s - written_s
         return {"products": 1e3 * products_s, "memory": 1e3 * written_s, "exchanges": 1e3 * exchanges_s}
 
 
 def wide(rounds: int) -> list[dict[str, object]]:
-    """A training step split by the batch and as the search has found, in turn, measured and predicted."""
+    """A training step split by the batch and as the search has found, in turn, measured and predicted.
+
+    What ranks give is measured again before each round, as a machine's speed drifts; medians predict.
+    """
     mesh = tulle.init(ranks=-1)
-    rates = measured(mesh)
     sample = tn.from_torch(NUMBERS, (batch, d))
-    told = [
-        tn.best_layout(Wide(), sample, mesh, rates=rates, best=1)[0],
-        tn.explain(Wide(), sample, mesh, "batch:ranks"),
-    ]
+    found = tn.best_layout(Wide(), sample, mesh, best=1)
+    told = [found[0], tn.explain(Wide(), sample, mesh, "batch:ranks")]
     trainings = [Training(mesh, one) for one in told]
     times: list[list[float]] = [[], []]
+    probed: list[tuple[float, float]] = []
     for number in range(rounds + 1):
+        probed.append(speeds(mesh, (batch.size, d.size, f.size // mesh.size)))
         for training, several in zip(trainings, times, strict=True):
             seconds = [training.step() for _ in range(3)]
             if number:  # the first round allocates
                 several.extend(seconds[1:])
     found_s, plain_s = map(median, times)
+    flops, written = (median(several) for several in zip(*probed, strict=True))
+    rates = replace(found.rates, flops_per_s=flops, written_bytes_per_s=written)
     parts = [training.predicted(rates) for training in trainings]
     found_ms, plain_ms = (math.fsum(one.values()) for one in parts)
     return [
@@ -97,5 +101,6 @@ def wide(rounds: int) -> list[dict[str, object]]:
             "predicted_parts_ms": dict(zip(("found", "data parallel"), parts, strict=True)),
             "steps_s": dict(zip(("found", "data parallel"), times, strict=True)),
             "rates": asdict(rates),
+            "probed_per_s": probed,
         }
     ]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
 
-from tulle.engine import living_split_tables
+from tulle.engine import Feed, living_split_tables
 from tulle.errors import ModelError
 
 T = TypeVar("T")
@@ -35,21 +35,27 @@ class Lookahead(Generic[T]):
         batches = iter(self._loader)
         try:
             upcoming = next(batches, _OVER)
-            for feed in feeds if upcoming is not _OVER else ():
-                feed.tell(upcoming)
+            _tell(feeds, upcoming)
             while upcoming is not _OVER:
                 batch = cast("T", upcoming)
                 for feed in feeds:
                     feed.begin(batch)
                 upcoming = next(batches, _OVER)
-                for feed in feeds if upcoming is not _OVER else ():
-                    feed.tell(upcoming)
+                _tell(feeds, upcoming)
                 yield batch
                 for feed in feeds:
                     feed.end()
         finally:
             for tables in models:
                 tables.end_lookahead()
+
+
+def _tell(feeds: Sequence[Feed], upcoming: object) -> None:
+    for feed in feeds:
+        if upcoming is _OVER:
+            feed.tell_the_end()
+        else:
+            feed.tell(upcoming)
 
 
 def lookahead(loader: Iterable[T], *, ids: Ids | None = None) -> Lookahead[T]:
@@ -67,6 +73,7 @@ def lookahead(loader: Iterable[T], *, ids: Ids | None = None) -> Lookahead[T]:
             the model's lookups are given, if these are tensors of the batch or parts of them.
 
     Raises:
+        DataError: Before a rank's last batch, if another has more, and rows are told ahead by then.
         ModelError: In the loop, if `ids` names no table, or no key of the batch, or a lookup asks for a row that was
             not told.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from tulle.engine import SplitTable, TableModule
 from tulle.errors import PlanError
 from tulle.mesh import Axis
 from tulle.softmax import SoftmaxLayer
-from tulle.tables import mark, split_as
+from tulle.tables import Split, mark, split_as
 
 ELEMENTWISE = (*(SGD, ASGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, SparseAdam),)
 """Optimizers that treat every element by itself, so that a part of a table is updated as in the whole."""
@@ -67,6 +68,8 @@ def why_whole(name: str, model: nn.Module, optimizers: Sequence[Optimizer], plac
                 f"{owner_name or 'the model'} ({type(owner).__name__}) reads the whole of it: for an output layer, "
                 "take tulle.ShardedSoftmax"
             )
+    if parameter._backward_hooks:
+        return "a hook is registered on it, which would see no gradient: those of split tables go to their owners"
     for module in modules:
         plain = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
         if type(module).forward is not plain.forward:
@@ -151,6 +154,9 @@ def place(
         else:
             parameter.data = split.take(parameter)
         mark(parameter, split)
+        for owner in model.modules():
+            for key in [key for key, other in owner._parameters.items() if other is parameter]:
+                owner.register_load_state_dict_pre_hook(partial(_take_part, split, key))
         placed.append(
             SplitTable(
                 number,
@@ -161,6 +167,13 @@ def place(
             )
         )
     return placed
+
+
+def _take_part(split: Split, key: str, _: nn.Module, state: dict[str, Any], prefix: str, *others: object) -> None:
+    """Load this rank's part where a state has the whole table, as that of a plain model does."""
+    value = state.get(prefix + key)
+    if isinstance(value, Tensor) and tuple(value.shape) == split.shape:
+        state[prefix + key] = split.take(value)
 
 
 def _doubt(optimizers: Sequence[Optimizer]) -> None:

@@ -105,7 +105,8 @@ class Recorder:
         self._open: dict[str, Any] = {}
         self._texts: dict[str, str] = {}
         self._forward_began_s = self._ended_s = now_s()
-        self._forward_s = self._optimizer_s = self._waited_before_s = 0.0
+        self._forward_s = self._optimizer_s = 0.0
+        self._waited_before_s = traffic.wait_s  # what was waited for before is no part of a step
         self._backward_began_s = self._ended_s
         self._bytes_before = self._messages_before = 0
         self._depth = 0

@@ -32,6 +32,9 @@ class Machine:
         memory_bytes: Memory that one process may use; None is no limit.
         slowdown: Factor by which computation takes longer while the process communicates; 1 is full overlap.
         link_slowdown: Factor by which an exchange takes longer while the processes compute.
+        call_s: Seconds that the run-time of a pipeline takes for each placed module and micro-batch, there and back, on
+            every rank: all run the program. The default is
+            that of GPT-2 on a CPU.
     """
 
     flop_per_s: float
@@ -39,6 +42,7 @@ class Machine:
     memory_bytes: int | None = None
     slowdown: float = 1.0
     link_slowdown: float = 1.0
+    call_s: float = 0.2e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,7 @@ class ModuleProfile:
         activations_bytes: What forward leaves for backward.
         reads: Bytes that it reads of what other pieces made, by their name; backward sends as much the other way.
         split: What tensor parallelism would do; None where nothing splits it.
+        around: Modules that always call it, the outermost first: what a stage has all of is placed as one.
     """
 
     name: str
@@ -133,6 +138,7 @@ class ModuleProfile:
     activations_bytes: int = 0
     reads: Mapping[str, int] = field(default_factory=dict)
     split: Split | None = None
+    around: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +178,7 @@ class OptimizerProfile:
         updates_all_rows: Whether it moves rows whose gradient is zero, as dense Adam does.
         row_s_per_byte: Of a row-sparse gradient for one more byte of its rows; None means as many.
         table_s: What each row-sparse gradient takes besides, however few its rows are.
+        fixed_share: Of the seconds for dense parameters, that part which smaller ones do not make shorter.
     """
 
     state_share: float
@@ -179,6 +186,7 @@ class OptimizerProfile:
     updates_all_rows: bool = True
     row_s_per_byte: float | None = None
     table_s: float = 0.0
+    fixed_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +231,11 @@ class Profile:
         try:
             return Profile.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+            if is_plan(path):
+                raise PlanError(
+                    f"{os.fspath(path)!r} is a plan, expected a profile: make one with tulle profile SCRIPT, or give "
+                    "the one that the plan was made of"
+                ) from error
             raise PlanError(
                 f"cannot read a profile from {os.fspath(path)!r} ({type(error).__name__}: {error}): "
                 "write it with Profile.save or tulle profile"
@@ -249,6 +262,20 @@ class Profile:
             networks={name: network_from_json(one) for name, one in parsed.get("networks", {}).items()},
             fixed_share=float(parsed.get("fixed_share", 0.0)),
         )
+
+
+def is_profile(parsed: object) -> bool:
+    """Whether JSON looks like a profile's."""
+    return isinstance(parsed, Mapping) and {"modules", "optimizer", "cluster"} <= parsed.keys()
+
+
+def is_plan(path: str | os.PathLike[str]) -> bool:
+    """Whether a file looks like a plan's."""
+    try:
+        parsed = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(parsed, Mapping) and {"mesh", "tables", "bucket_bytes"} <= parsed.keys()
 
 
 def cluster_from_json(parsed: Mapping[str, Any]) -> Cluster:
@@ -315,7 +342,8 @@ def _plain(value: Any) -> Any:
 
 
 def _module(parsed: Mapping[str, Any]) -> ModuleProfile:
-    values: dict[str, Any] = {**parsed, "split": Split(**parsed["split"]) if parsed["split"] else None}
+    split = Split(**parsed["split"]) if parsed["split"] else None
+    values: dict[str, Any] = {**parsed, "split": split, "around": tuple(parsed.get("around", ()))}
     return ModuleProfile(**values)
 
 

@@ -76,7 +76,7 @@ def test_what_cannot_be_done_is_refused_with_code_2_and_leaves_nothing(words, me
 
 def test_an_unknown_command_is_refused(capsys):
     assert main(["trian"]) == 2
-    assert "No such command 'trian'" in capsys.readouterr().err
+    assert "no such command 'trian'" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_no_run_has_no_report(tmp_path, capsys):
@@ -110,3 +110,19 @@ def test_without_its_packages_the_command_says_how_to_get_them(monkeypatch, caps
     monkeypatch.setitem(sys.modules, "typer", None)
     assert main(["--help"]) == 2
     assert capsys.readouterr().err == 'The command needs two more packages: pip install "tulle[cli]"\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["plan", "profile.json", "--hosts", "0"], "tulle: invalid value for '--hosts': "),
+        (["report"], "tulle: missing argument 'RUN'\nSee tulle report --help.\n"),
+        (["plam"], "tulle: no such command 'plam'"),
+    ],
+)
+def test_a_command_line_that_does_not_parse_is_told_in_a_line(arguments, said, capsys):
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(said)
+    assert shown.err.count("\n") == 2
+    assert not shown.out

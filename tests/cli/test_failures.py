@@ -49,6 +49,13 @@ def test_a_rank_that_was_killed_explains_the_peers_that_lost_it(tmp_path):
     ]
 
 
+def test_a_peer_that_ended_without_an_error_is_told_of_as_ranks_take_as_many_steps(tmp_path):
+    leave_word(tmp_path, 1, 11.0, GONE)
+    logs = {rank: tmp_path / f"rank-{rank}.log" for rank in range(3)}
+    told = describe(collect(tmp_path, {}, since_s=5.0), logs).splitlines()[-1]
+    assert told.startswith("ranks 0, 2 ended without an error: every rank must take as many steps")
+
+
 def test_the_first_failure_is_told_in_full_and_the_same_error_elsewhere_in_a_line(tmp_path):
     leave_word(tmp_path, 1, 11.0, "ValueError: bad\nbatch")
     leave_word(tmp_path, 0, 12.0, "ValueError: bad\nbatch")

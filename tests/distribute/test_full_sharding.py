@@ -11,7 +11,8 @@ from torch import nn
 import tulle
 from ranks import on_ranks, run_on_ranks
 from tulle.errors import PlanError
-from tulle.memory import named_shards, shared_out
+from tulle.memory import named_shards
+from tulle.memory.unit import Unit
 from tulle.plan import Memory, Plan, plan_for_later
 
 LAYERS = ("encoder.layers.0", "encoder.layers.1")
@@ -149,25 +150,15 @@ def test_the_twin_that_adds_up_nothing_is_found(monkeypatch):
     def only_mine(self, gradients, parts):
         return [None if g is None else shard.part(g) for g, shard in zip(gradients, self.shards, strict=True)]
 
-    monkeypatch.setattr(shared_out.Unit, "reduce", only_mine)
+    monkeypatch.setattr(Unit, "reduce", only_mine)
     with pytest.raises(AssertionError):
         compare("stack", {"data": 2}, FULL)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("words", "full_shard, and splits 'words.weight' by rows"),
-        ("stack", "full_shard, but LBFGS does not treat every number of a parameter by itself"),
-    ],
-)
-def test_what_cannot_be_shared_out_is_refused(kind, text):
+def test_what_cannot_be_shared_out_is_refused():
     mesh = tulle.init(data=-1)
-    model = build(kind)
-    optimizer = torch.optim.LBFGS(model.parameters()) if kind == "stack" else torch.optim.SGD(model.parameters())
-    shared = Plan(mesh.shape, memory=FULL)
-    if kind == "words":
-        shared = shared.with_rows_split({"words.weight": (40, 8)}, "asked for")
-    with pytest.raises(PlanError, match=text):
-        tulle.distribute(model, optimizer, mesh, plan=shared)
+    model = build("stack")
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(PlanError, match="full_shard, but LBFGS does not treat every number of a parameter by itself"):
+        tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, memory=FULL))

@@ -52,6 +52,32 @@ def test_counters_of_the_run_agree_exactly(model):
     assert len(layouts) > 4
 
 
+def adapted():
+    """A frozen map with a trained one beside it, behind a plain module."""
+    model = tn.Module()
+    model.frozen, model.trained = tn.param(d, ff, dtype=torch.float64), tn.param(d, ff, dtype=torch.float64)
+    model.frozen.parameter.requires_grad_(False)
+    model.plain = tn.wrap(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).double(), d, d)
+    model.forward = lambda x: tn.mean(model.plain(x).dot(model.frozen, d) + x.dot(model.trained, d))
+    return model
+
+
+@on_ranks(2)
+def test_frozen_parameters_and_plain_modules_are_told_as_they_run():
+    mesh, numbers = tulle.init(data=2), torch.ones(4, 8, dtype=torch.float64)
+    model, sample = adapted(), tn.from_torch(numbers, (batch, d))
+    told = explain(model, sample, mesh, "batch:data")
+    with tn.use(mesh, "batch:data"):
+        model.init()
+        traffic.take_labels()
+        model(tn.from_torch(numbers, (batch, d))).backward()
+    sent = {name: (one.bytes_sent, one.messages) for name, one in traffic.take_labels().items()}
+    assert sent == told.by_label()
+    assert told.parameter_bytes - told.gradient_bytes == model.frozen.local.nbytes
+    assert told.gradient_bytes == sum(one.nbytes for one in model.parameters() if one.grad is not None)
+    assert tn.best_layout(model, sample, {"data": 2}, best=1)[0].gradient_bytes <= told.gradient_bytes
+
+
 def test_an_explanation_reads_line_by_line():
     told = explain(LanguageModel(), sample_of("language model"), {"data": 4, "model": 2}, "batch:data, d_ff:model")
     text = str(told)

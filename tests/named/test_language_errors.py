@@ -8,6 +8,7 @@ from ranks import on_ranks
 from tulle import named as tn
 from tulle.comm import traffic
 from tulle.errors import ModelError, PlanError
+from tulle.named import layers
 
 batch, length, memory, d, heads, d_kv = tn.dims(batch=4, length=6, memory_length=6, d_model=8, heads=4, d_kv=2)
 
@@ -122,7 +123,7 @@ def test_a_parameter_must_be_initialized_where_it_is_used():
         (lambda: ones(batch).dot(ones(d), d), "dot was given dimension d_model=8, but the tensor has (batch=4)"),
         (lambda: ones(batch, length).rename(lenght=memory), "none is called 'lenght'"),
         (lambda: ones(batch, length).rename(length=d), "rename of length=6 to d_model=8 changes the size"),
-        (lambda: ones(length, memory).rename(length=memory), "with one name twice"),
+        (lambda: ones(length, memory).rename(length=memory), "has one name twice"),
         (lambda: tn.einsum(ones(batch), out=(batch, d)), "einsum is to give dimension d_model=8, which no input has"),
         (lambda: tn.from_torch(torch.ones(4, 5), (batch, d)), "of shape (4, 5) for dimensions (batch=4, d_model=8)"),
         (lambda: tn.from_local(torch.ones(3), batch), "a part of shape (3,) of dimensions (batch=4), expected (4,)"),
@@ -140,8 +141,8 @@ def test_a_parameter_must_be_initialized_where_it_is_used():
         (lambda: tn.from_torch([1.0], d), "from_torch was given list, expected a plain tensor, then its dimensions"),
         (lambda: torch.relu(ones(d)), "torch's relu was given a named tensor"),
         (lambda: torch.ones(8) + ones(d), "torch's add was given a named tensor"),
-        (lambda: ones(d) + torch.ones(8), "add was given a plain tensor of shape (8,) beside named ones"),
-        (lambda: ones(d) * torch.ones(()), "mul was given a plain tensor of shape () beside named ones"),
+        (lambda: ones(d) + torch.ones(8), "add was given a plain tensor of shape (8,) beside named tensors"),
+        (lambda: ones(d) * torch.ones(()), "mul was given a plain tensor of shape () beside named tensors"),
         (lambda: bool(ones(d) > 0), "which has dimensions: reduce them first"),
         (lambda: tn.Layout(None), "a layout was made of None, expected text such as"),
         (lambda: tn.Adafactor(Declared()), "parameter weight (d_model=8, heads=4) lives elsewhere: call init(seed)"),
@@ -159,12 +160,62 @@ def test_a_parameter_must_be_initialized_where_it_is_used():
         (lambda: tn.concat([ones(d), ones(d)], ["d_model", d], batch), "'d_model' was given as a dimension"),
         (lambda: tn.top_k(ones(heads), heads, 2), "2 was given as a dimension"),
         (lambda: tn.range("heads"), "'heads' was given as a dimension"),
+        (lambda: tn.sum(ones(d), (d, d)), "sum over (d_model=8, d_model=8) has one name twice"),
+        (lambda: tn.softmax(ones(batch, d), (d, d)), "softmax over (d_model=8, d_model=8) has one name twice"),
+        (lambda: tn.merge(ones(batch, d), (d, d), length), "merge of (d_model=8, d_model=8) has one name twice"),
+        (
+            lambda: tn.concat([ones(batch, d)] * 2, [d, d], batch.resized(16)),
+            "concat to (batch=4, batch=16) has one name",
+        ),
+        (lambda: tn.zeros((d, d)), "full (d_model=8, d_model=8) has one name twice"),
+        (lambda: tn.zeros(8), "8 was given as a dimension"),
+        (lambda: tn.one_hot(ones(batch), batch), "one_hot to (batch=4, batch=4) has one name twice"),
+        (lambda: tn.causal_bias(length, length), "causal_bias of (length=6, length=6) has one name twice"),
+        (
+            lambda: tn.attention(ones(length, d), ones(length, d), ones(memory, d), (length, memory, d)),
+            "attention's key was given dimension memory_length=6, but the tensor has (length=6, d_model=8)",
+        ),
+        (
+            lambda: tn.attention(ones(length, memory, d), ones(memory, d), ones(memory, d), (length, memory, d)),
+            "has memory_length=6: rename the memory's length before its product",
+        ),
+        (lambda: tn.Layout("batch:data:model"), "rule 'batch:data:model' is not of the form"),
+        (lambda: ones(d).dot(torch.ones(8), d), "dot was given a plain tensor of shape (8,) beside named tensors"),
+        (lambda: tn.einsum(ones(d), 3, out=d), "einsum was given 3 beside named tensors"),
+        (lambda: tn.gather(ones(d), torch.ones(8), d), "gather was given a plain tensor of shape (8,)"),
+        (lambda: tn.elementwise(torch.sum, ones(d)), "sum makes shape () of what has (8,), so it is not elementwise"),
+        (lambda: ones(d).map(torch.sum), "a function that makes shape () of (8,)"),
+        (
+            lambda: tn.cross_entropy(ones(batch, d), ones(batch), d),
+            "expected integers without that dimension and a",
+        ),
+        (lambda: tn.serialize(tn.mean, batch, 0, ones(batch)), "serialize was asked for 0 pieces of batch=4"),
+        (lambda: tn.serialize(lambda x: 3, batch, 2, ones(batch)), "serialize, as its loss, was given 3"),
+        (lambda: tn.recompute(lambda x: 3, ones(batch)), "recompute, as what its function gives, was given 3"),
+        (lambda: tn.clip_grad_norm(Declared(), -1.0), "clip_grad_norm was given max_norm=-1.0, expected 0 or more"),
+        (lambda: layers.Experts(d, heads, d_kv, gating="top"), "gating='top', expected 'switch' or 'top-2'"),
+        (
+            lambda: tn.convolution(ones(length, d), ones(d_kv, d, heads), [(length, d_kv)], (d, heads), stride=0),
+            "convolution was given stride=0 and dilation=1, expected 1 or more",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(action, text):
     with pytest.raises((ModelError, PlanError)) as caught:
         action()
     assert text in str(caught.value)
+
+
+@on_ranks(2)
+def test_what_comes_late_in_an_operation_is_refused_before_its_first_exchange():
+    with tn.use(tulle.init(model=2), "d_model:model"):
+        x, twice = ones(batch, d), d.resized(16)
+        refused(ModelError, "among tensors of (batch=4, d_model=8)", lambda: tn.concat([x, ones(d)], [d, d], twice))
+        refused(ModelError, "rms_norm was given a plain tensor", lambda: tn.rms_norm(x, d, torch.ones(8)))
+        refused(ModelError, "and 16 in another", lambda: tn.layer_norm(x, d, None, ones(twice)))
+        refused(ModelError, "top_k of (d_model=8, d_model=8) has one name twice", lambda: tn.top_k(x, d, d))
+        targets = tn.from_torch(torch.zeros(4, 8, dtype=torch.int64), (batch, d))
+        refused(ModelError, "expected integers without that dimension", lambda: tn.cross_entropy(x, targets, d))
 
 
 @on_ranks(2)

@@ -17,7 +17,7 @@ from tulle.cost import Network
 from tulle.errors import PlanError
 from tulle.named import layers as layers_of
 from tulle.named.price import Pricing, dims_of, record
-from tulle.named.rates import Rates, measured
+from tulle.named.rates import TYPICAL, Rates, measured
 from tulle.named.search import Search, arrangements, best_layout, search_shapes
 
 RATES = Rates(2e13, 5e11, Network(latency_s=2e-6, bandwidth_bytes_per_s=2e10))
@@ -226,6 +226,14 @@ def test_all_ranks_go_by_the_same_measurements():
         ("data", "model", "data+model"), 1e-5
     )
     assert all(0 < network.all_reduce_bytes_per_s < math.inf for network in first.network.values())
+
+
+def test_the_product_that_is_measured_is_the_largest_as_a_rank_has_it():
+    model, ids = decoder(batch=4, length=4, d_model=512, heads=2, d_kv=8, d_ff=16384, vocab=64)
+    assert record(model, ids).product(4) == (16, 512, 4096)
+    number = tn.Module()
+    number.forward = lambda x: tn.sum(x)
+    assert record(number, ids).product(4) == TYPICAL
 
 
 def test_axes_that_were_measured_together_are_priced_so():

@@ -10,7 +10,7 @@ from torch import nn
 import tulle
 from ranks import on_ranks
 from tulle import named as tn
-from tulle.errors import CheckpointError, ModelError
+from tulle.errors import CheckpointError, GradientError, ModelError
 from tulle.named.module import named_parameters
 
 LAYOUTS = [
@@ -80,6 +80,20 @@ def test_clipping_is_that_of_torch():
     torch.testing.assert_close(tn.clip_grad_norm(model, 0.3), expected)
     for name, one in model.named_parameters():
         torch.testing.assert_close(one.grad, clipped[name])
+
+
+@on_ranks(2)
+def test_clipping_that_does_not_know_parts_is_refused_where_there_are_some():
+    mesh = tulle.init(model=2)
+    with tn.use(mesh, "d_ff:model"):
+        split = LanguageModel().init(seed=0)
+    with pytest.raises(GradientError, match=r"only tulle\.named\.clip_grad_norm knows how it is laid out"):
+        tulle.clip_grad_norm_(split, 1.0)
+    with pytest.raises(GradientError, match="has a part"):
+        tulle.clip_grad_norm_(split.parameters(), 1.0)
+    with tn.use(mesh, ""):
+        whole = LanguageModel().init(seed=0)
+    tulle.clip_grad_norm_(whole, 1.0)
 
 
 @on_ranks(4)
@@ -175,3 +189,20 @@ def test_an_optimizer_may_be_made_before_the_parameters_are_drawn_and_copies_tra
         *_, got = train("AdamW", 1, copied)
         *_, expected = train("AdamW", 1, model)
         assert worst_difference(got, expected) == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["", "d_ff:model"])
+def test_tulle_save_refuses_parts_of_which_it_does_not_know(layout, tmp_path):
+    model = nn.Sequential(LanguageModel())
+    with tn.use(tulle.init(model=2), layout):
+        model[0].init()
+        optimizer = torch.optim.SGD(model.parameters())
+        for action in (
+            lambda: tulle.save(tmp_path / "here", model, optimizer),
+            lambda: tulle.load(tmp_path / "here", model, optimizer),
+            lambda: tulle.full_state_dict(model),
+            lambda: tulle.save_safetensors(tmp_path / "here.safetensors", model),
+        ):
+            with pytest.raises(CheckpointError, match=r"module '0' \(LanguageModel\) .* only tulle.named.save knows"):
+                action()

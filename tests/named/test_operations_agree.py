@@ -62,6 +62,10 @@ CASES = {
     "logsumexp": (lambda x: tn.logsumexp(x, c), X),
     "softmax": (lambda x: tn.softmax(x, b), X),
     "log_softmax": (lambda x: tn.log_softmax(x, c), X),
+    "softmaxes over two": (
+        lambda x: tn.softmax(x, (c, a)) * tn.log_softmax(x, (a, b)) + tn.logsumexp(x, (b, c)),
+        X,
+    ),
     "softmax of what is masked": (
         lambda x: tn.softmax(x + tn.causal_bias(c, c2, dtype=torch.float64), c2),
         number(a, c, c2),
@@ -71,6 +75,7 @@ CASES = {
     "rms_norm": (lambda x, y: tn.rms_norm(x, c, y), X, number(c)),
     "layer_norm": (lambda x, y, z: tn.layer_norm(x, c, y, z), X, number(c), number(c, seed=2)),
     "layer_norm inside": (lambda x: tn.layer_norm(x, b), X),
+    "norms over two": (lambda x, y: tn.layer_norm(x, (b, c), y) + tn.rms_norm(x, (c, b)), X, number(c)),
     "rename": (lambda x: x.rename(c=c2), X),
     "rename two": (lambda x: tn.tanh(x.rename(c=c2, a=e)), X),
     "rename to swap": (lambda x: x.rename(c=c2, c2=c), number(a, c, c2)),
@@ -137,6 +142,11 @@ CASES = {
     ),
     "recompute": (
         lambda x, y: tn.recompute(lambda z: tn.dropout(tn.tanh(z.dot(y, c)), 0.5), x * 2),
+        X,
+        Y,
+    ),
+    "recompute of two": (
+        lambda x, y: tn.einsum(*tn.recompute(lambda z: (z.dot(y, c), tn.dropout(z, 0.5)), x * 2), out=(a, c)),
         X,
         Y,
     ),
@@ -249,3 +259,20 @@ def test_every_layout_of_an_operation_agrees(case):
 @pytest.mark.parametrize("case", CASES)
 def test_layouts_of_an_operation_over_two_axes_agree(case):
     agree_under_layouts(case, tulle.init(data=2, model=2), at_most=64)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "over", "out"),
+    [
+        ((a, b, c), (c, e), c, "abc,ce->abe"),
+        ((a, b, c), (c, e, f), c, "abc,cef->abef"),
+        ((a, b, c), (b, c, e, f), (b, c), "abc,bcef->aef"),
+        ((a, b, c), (c, b, e), (b, c), "abc,cbe->ae"),  # turned: no matrix from the right
+        ((a, b, c), (b, c, e), c, "abc,bce->abe"),  # walked through together: neither
+        ((b, c), (b, c), (b, c), "bc,bc->"),
+    ],
+)
+def test_products_are_those_of_torch(left, right, over, out):
+    (x, _), (y, _) = number(*left), number(*right, seed=1)
+    product = tn.from_torch(x, left).dot(tn.from_torch(y, right), over)
+    torch.testing.assert_close(product.local, torch.einsum(out, x, y), rtol=1e-12, atol=1e-12)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from pipeline_networks import WIDTH
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils.checkpoint import checkpoint
 
 
 class Sliced(nn.Module):
@@ -133,7 +134,112 @@ class Averaging(nn.Module):
         return z
 
 
-NEWCOMERS = [Sliced, Written, Binary, Packed, Remembering, Averaging]
+class Gathered(nn.Module):
+    """Writes what comes from another stage in a tensor without gradients, of which there is a view, and goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        out = torch.zeros_like(x)
+        half = out[:, :1]
+        out.index_add_(0, torch.arange(len(x)), self.second(x))
+        return self.third(out + half + 1)
+
+
+class Within(nn.Module):
+    """A checkpoint within another, around several modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.second, self.first(x).tanh(), use_reentrant=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.third(checkpoint(self.inner, x, use_reentrant=False))
+
+
+class Moving(nn.Module):
+    """A layer with a buffer that it writes and reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.average.mul_(0.5).add_(x.mean())
+        return x + self.average
+
+
+class Revisited(nn.Module):
+    """Calls such a layer before and after another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.moving, self.second = nn.Linear(WIDTH, WIDTH), Moving(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.moving(self.second(self.moving(self.first(x))))
+
+
+def _double(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+    module.given = args[0]
+    return (args[0] * 2,)
+
+
+class Doubling(nn.Module):
+    """A hook that remembers and changes what a module is given, and one with keywords that sees what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.second.register_forward_pre_hook(_double)
+        self.second.register_forward_hook(lambda _, args, kwargs, out: out + args[0] + len(kwargs), with_kwargs=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.third(self.second(self.first(x)))
+        return y + self.second.given.pow(2).mean()
+
+
+class Counting(nn.Module):
+    """A moving average that is a plain number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.average = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        self.average = 0.5 * self.average + x.abs().mean().item()
+        return self.third(x / (1 + self.average))
+
+
+class Codebook(nn.Module):
+    """Moves the rows of a buffer of its own to where another stage's values are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("codes", torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        nearest = torch.cdist(x, self.codes).argmin(-1)
+        with torch.no_grad():
+            self.codes.index_add_(0, nearest, x, alpha=0.1)
+        return x - self.codes[nearest]
+
+
+NEWCOMERS = [
+    *(Sliced, Written, Binary, Packed, Remembering, Averaging),
+    *(Gathered, Within, Revisited, Doubling, Counting, Codebook),
+]
 
 
 class Follower(nn.Module):

@@ -100,6 +100,29 @@ def test_a_profile_deals_all_modules(is_deferred):
     assert pinned.partition.assignment["layers.0"] == mesh.size - 1
 
 
+class BothEnds(torch.nn.Module):
+    """One dropout before and after the layers, as encoders and decoders have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.layers = torch.nn.Dropout(), torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.dropout(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.dropout(x)
+
+
+@on_ranks(1)
+def test_what_has_no_state_and_is_called_twice_has_no_stage():
+    """It runs where its arguments live: at a stage of its own, values would go there and back."""
+    mesh = tulle.init(pipe=1)
+    dealt = pipeline.deal(BothEnds(), torch.ones(32, 64), mesh["pipe"], stages=2)
+    assert [piece.name for piece in dealt.partition.pieces] == [f"layers.{number}" for number in range(4)]
+    assert set(dealt.assignment) == {f"layers.{number}" for number in range(4)}
+
+
 @on_ranks(2)
 def test_a_model_that_is_dealt_by_profile_trains_as_on_one_process():
     mesh = tulle.init(pipe=-1)

@@ -20,12 +20,14 @@ class Breaks(Chain):
 
     def __init__(self) -> None:
         super().__init__(4)
-        self.layers[2].register_forward_pre_hook(fails_on_large)
+        self.layers[2] = FailsOnLarge(WIDTH, WIDTH)
 
 
-def fails_on_large(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-    if arguments[0].abs().max() > 100:
-        raise ValueError("too large")
+class FailsOnLarge(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > 100:
+            raise ValueError("too large")
+        return super().forward(x)
 
 
 def two(kind):
@@ -181,3 +183,18 @@ def test_bad_arguments_are_refused_on_every_rank():
         pipeline.step(micro_batches=0)
     with pytest.raises(PlanError, match="use 'gpipe' or '1f1b'"):
         pipeline.step(micro_batches=1, schedule="zero bubble")
+
+
+class Converts(Chain):
+    """Makes one of its layers another dtype's, as routers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers[1].to(x.dtype).to(torch.float32)
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_a_forward_that_changes_the_dtype_of_a_parameter_is_refused():
+    _, model = two(Converts)
+    with pytest.raises(tulle.TulleError, match=r"makes a parameter of torch\.float64 one of torch\.float32"):
+        pipeline.step(micro_batches=1)(train_on)(model, torch.ones(2, WIDTH, dtype=torch.float64))

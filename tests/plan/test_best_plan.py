@@ -8,10 +8,10 @@ import pytest
 
 from profiles import cluster_of, profile_of
 from tulle.errors import PlanError
-from tulle.plan import AT_READ, Memory, Plan, Space, TablePlan, best_plan, footprints, lower
+from tulle.plan import Memory, Plan, Space, TablePlan, best_plan, footprints, lower, search
 from tulle.plan.bound import Bound
 from tulle.plan.exchange import Tariff
-from tulle.plan.search import LATE_HANDICAP, MOST_WORK, Search
+from tulle.plan.search import MOST_WORK, Search, handicap
 from tulle.plan.space import BUCKETS_BYTES
 from tulle.simulate import run
 from tulle.sync import FLAT
@@ -20,8 +20,7 @@ WAYS = (*FLAT, "rows", "columns")
 
 
 def seconds_of(plan, profile, cluster, batch):
-    handicap = LATE_HANDICAP if plan.schedule == AT_READ else 1
-    return handicap * run(lower(plan, profile, cluster, batch=batch)).step_s
+    return handicap(plan.schedule, plan.memory) * run(lower(plan, profile, cluster, batch=batch)).step_s
 
 
 def every_plan(profile, ranks, samples, *, with_recomputed):
@@ -194,6 +193,51 @@ def test_the_runner_up_does_something_else_and_is_no_faster():
     plan = best_plan(profile_of(1), cluster_of(4))
     assert plan.prediction.runner_up
     assert plan.prediction.runner_up_s >= plan.prediction.step_s
+
+
+def test_replicas_are_looked_at_however_little_the_search_may_do(monkeypatch):
+    profile, cluster = profile_of(2, tables=0, layers=6), cluster_of(4)
+    monkeypatch.setattr(search, "MOST_WORK", 0)
+    plan = best_plan(profile, cluster, space=Space(mesh={"model": 1}, memories=(Memory(),), schedules=("step",)))
+    assert dict(plan.mesh) == {"data": 4}
+    assert not plan.prediction.is_exact
+    assert plan.prediction.step_s == run(lower(plan, profile, cluster)).step_s
+
+
+def test_parameters_are_not_shared_out_for_next_to_nothing():
+    space = Space(mesh={"pipe": 1, "model": 1}, memories=(Memory(), Memory(full_shard=True)), schedules=("step",))
+    profile, cluster = profile_of(tables=0), cluster_of(2, bandwidth_bytes_per_s=1e12)
+    chosen: list[bool] = []
+    for step_s_per_byte in (1e-11, 1e-8):  # what can be gained is half of the update
+        optimizer = replace(profile.optimizer, step_s_per_byte=step_s_per_byte)
+        plan = best_plan(replace(profile, optimizer=optimizer), cluster, space=space)
+        chosen.append(plan.memory.full_shard)
+    assert chosen == [False, True]
+
+
+def test_what_each_call_of_the_optimizer_takes_is_not_shared_out():
+    profile, cluster = profile_of(tables=0), cluster_of(4)
+    plan = Plan({"data": 4}, memory=Memory(shard_optimizer=True))
+    updates = []
+    for fixed_share in (0.0, 0.5, 1.0):
+        optimizer = replace(profile.optimizer, fixed_share=fixed_share)
+        tasks = lower(plan, replace(profile, optimizer=optimizer), cluster).tasks
+        updates.append(sum(task.seconds for task in tasks if task.kind == "update"))
+    whole_s = sum(piece.parameters_bytes for piece in profile.modules) * profile.optimizer.step_s_per_byte
+    assert updates == pytest.approx([whole_s / 4, whole_s * 5 / 8, whole_s])
+
+
+def test_what_a_stage_has_all_of_is_placed_as_one():
+    profile, cluster = profile_of(tables=0, layers=4), cluster_of(2)
+    embed, *layers = profile.modules
+    modules = (
+        replace(embed, forward_s=1.0, around=("",)),
+        *(replace(layer, around=("", "layers")) for layer in layers),
+    )
+    profile = replace(profile, modules=modules)
+    plan = best_plan(profile, cluster, space=Space(mesh={"pipe": 2, "data": 1}))
+    assert dict(plan.stages) == {"embed": 0, "layers": 1}
+    run(lower(plan, profile, cluster))  # which finds each piece in what is around it
 
 
 def test_the_search_ends_alike_on_all_ranks():

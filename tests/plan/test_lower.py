@@ -8,10 +8,8 @@ from profiles import cluster_of, profile_of
 from tulle.cost import all_reduce_cost
 from tulle.errors import PlanError
 from tulle.pipeline.schedule import held_at_once
-from tulle.plan import Memory, Plan, Prediction, TablePlan, footprints, lower, work
+from tulle.plan import Memory, Plan, Prediction, TablePlan, footprints, lower
 from tulle.plan.turns import turns
-from tulle.plan.work import share_of, work_of
-from tulle.profiling.machine import NOMINAL
 from tulle.simulate import run
 from tulle.workload import Machine
 
@@ -111,14 +109,30 @@ def test_what_fewer_samples_do_not_make_shorter_is_paid_for_each_micro_batch():
     assert 0 < fixed - plain <= 3 * 0.4 * computed_s
 
 
-def test_every_rank_of_a_pipeline_pays_for_the_modules_of_all(monkeypatch):
+def with_calls(cluster, call_s):
+    return replace(cluster, machine=replace(cluster.machine, call_s=call_s))
+
+
+def test_every_rank_of_a_pipeline_runs_the_program_past_the_modules_of_all():
+    profile, micro_batches = profile_of(tables=0, layers=3), 4
+    plan = in_two(profile, micro_batches)
+    dear, free = (lower(plan, profile, with_calls(CLUSTER, call_s)) for call_s in (1e-3, 0.0))
+    for stage in (0, 1):
+        spent = [sum(t.seconds for t in s.tasks if (t.stage, t.resource) == (stage, "device")) for s in (dear, free)]
+        assert spent[0] - spent[1] == pytest.approx(micro_batches * len(profile.modules) * 1e-3)
+
+
+def test_a_stage_that_waits_runs_the_program_meanwhile():
     profile = profile_of(tables=0, layers=3)
-    plan = Plan({"pipe": 2, "data": 1}, stages={piece.name: n // 2 for n, piece in enumerate(profile.modules)})
-    share = replace(share_of(plan, profile), micro_batches=2)
-    told_s = sum(piece.forward_s for piece in work_of(plan, profile, share, NOMINAL))
-    monkeypatch.setattr(work, "CALL_S", 0.0)
-    free_s = sum(piece.forward_s for piece in work_of(plan, profile, share, NOMINAL))
-    assert told_s - free_s == pytest.approx(2 * len(profile.modules) * 0.2e-3)
+    plan = in_two(profile, micro_batches=1)
+    dear, free = (run(lower(plan, profile, with_calls(CLUSTER, call_s))).step_s for call_s in (1e-4, 0.0))
+    assert dear - free <= 1.5 * len(profile.modules) * 1e-4  # what a micro-batch passes, not as much on each rank
+
+
+def test_a_model_on_one_stage_needs_no_calls():
+    profile = profile_of(tables=0)
+    steps = [lower(plan_of(profile), profile, with_calls(CLUSTER, call_s)) for call_s in (1e-3, 0.0)]
+    assert steps[0] == steps[1]
 
 
 def test_more_micro_batches_leave_a_smaller_bubble():

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from profiles import profile_of
 from tulle import Plan
 from tulle.cost import Cost, Network
 from tulle.errors import PlanError
 from tulle.plan import BUCKET_BYTES, Memory, TablePlan
 from tulle.sync import SCHEMES
+from tulle.workload import Profile
 
 WORDS = TablePlan(
     "words.weight",
@@ -179,6 +181,19 @@ def test_json_that_is_no_plan_is_refused_with_the_cause(parsed, cause, tmp_path)
     (tmp_path / "plan.json").write_text(json.dumps(parsed))
     with pytest.raises(PlanError, match=rf"plan.json' is not a plan .*{cause}.*: write it with Plan.save"):
         Plan.load(tmp_path / "plan.json")
+
+
+def test_a_profile_in_a_plans_place_is_named_and_a_plan_in_a_profiles(tmp_path):
+    profile_of().save(tmp_path / "profile.json")
+    with pytest.raises(PlanError, match=r"profile.json' is a profile, expected a plan: make one of it with tulle plan"):
+        Plan.load(tmp_path / "profile.json")
+    PLAN.save(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match=r"plan.json' is a plan, expected a profile: make one with tulle profile"):
+        Profile.load(tmp_path / "plan.json")
+
+
+def test_an_axis_of_one_rank_need_not_be_there():
+    replace(PLAN, mesh={"data": 4, "model": 1}).check({"data": 4}, TABLES)
 
 
 def test_a_plan_for_this_model_and_mesh_passes():

@@ -68,6 +68,16 @@ def test_a_profile_has_pieces_tables_and_the_optimizer():
     assert table.tokens == 5
 
 
+def test_what_the_run_time_of_a_pipeline_takes_is_measured_and_kept(tmp_path):
+    model, optimizers = made()
+    tulle.profile(model, optimizers, ids(3, 1, 3, 7)).save(tmp_path / "profile.json")
+    found = Profile.load(tmp_path / "profile.json")
+    assert 1e-6 < found.cluster.machine.call_s < 1e-1
+    assert found.modules[-1].name == "head"
+    assert {module.around for module in found.modules if module.name.startswith("body.")} <= {("", "body")}
+    assert 0 <= found.optimizer.fixed_share <= 1
+
+
 def test_pieces_and_update_are_most_of_the_step():
     model = nn.Sequential(nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 400))
     found = tulle.profile(model, torch.optim.SGD(model.parameters()), torch.randn(256, 400))

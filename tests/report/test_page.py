@@ -5,11 +5,14 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fake_run import Fake, fail, make_run, write_json, write_lines
 
 from tulle.errors import DataError
 from tulle.report import write
+from tulle.report.breakdown import traffic_bars
+from tulle.report.folder import read
 
 HOSTILE = '<script>alert("tulle")</script>'
 
@@ -275,3 +278,14 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         DataError, match=r"the report cannot be written to .*nowhere.*Give a file in a folder that exists"
     ):
         write(folder, output=tmp_path / "nowhere" / "report.html")
+
+
+def test_small_traffic_shares_one_bar(tmp_path):
+    run = read(make_run(tmp_path))
+    for log in run.ranks:
+        small = np.full(len(log.steps), 8.0)
+        log.traffic.update({("row counts", ""): small, ("agreement", ""): small})
+        log.traffic_messages.update({("row counts", ""): small, ("agreement", ""): small})
+    *others, last = traffic_bars(run)
+    assert (last.name, last.detail, last.value) == ("others", "agreement, row counts", "16 B")
+    assert all(bar.name not in ("row counts", "agreement") for bar in others)

@@ -40,7 +40,7 @@ def test_chosen_runner_up_and_measured_are_drawn_to_one_scale(run):
 def test_parts_stand_predicted_beside_measured(run):
     folder, _, _ = run
     rows = {row.part: row for row in planned(read(folder)).rows}
-    assert rows["step"].error.endswith("%")
+    assert all(float(row.ratio) > 0 for row in rows.values() if row.ratio != "–")
     assert set(rows) == {
         "forward",
         "backward, without waiting",
@@ -78,3 +78,13 @@ def test_a_plan_without_a_prediction_or_of_another_version_is_not_explained(run)
     assert planned(read(folder)) is None
     (folder / "plan.json").write_text(json.dumps({"tables": []}))
     assert planned(read(folder)) is None
+
+
+def test_a_plan_that_was_off_is_told_where_it_is_explained(run):
+    folder, _, _ = run
+    told = {"kind": "text", "step": 50, "name": "plan", "text": "steps take longer"}
+    with (folder / "rank-0.jsonl").open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(told) + "\n")
+    page = write(folder).read_text(encoding="utf-8")
+    assert "After step 50: steps take longer." in page
+    assert page.count("steps take longer") == 1

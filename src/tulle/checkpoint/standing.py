@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tulle.checkpoint.placed import Part, Sharded, Share, memory_of
 from tulle.checkpoint.ranks import Ranks
 from tulle.distribute.adopted import axes_of
+from tulle.errors import CheckpointError
 from tulle.memory import named_shards, state_of_shards
 from tulle.tables.split import split_of
 from tulle.tensor_parallel import placements, state_of_parts
@@ -20,9 +21,13 @@ class Standing:
 
     Args:
         model: Distributed or plain.
+
+    Raises:
+        CheckpointError: On every rank, if parts of it are saved in a way of their own.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        _check_savers(model)
         self._model = model
         self.axes = axes_of(model)
         self.ranks = Ranks.of(model)
@@ -88,3 +93,14 @@ class Standing:
     def is_elsewhere(self, name: str) -> bool:
         """Whether a tensor lives at other stages only."""
         return name in self.holders and name not in self._held
+
+
+def _check_savers(model: nn.Module) -> None:
+    """Refuse modules of which this rank has parts that `distribute` did not make, as those of named dimensions."""
+    for name, module in model.named_modules():
+        saver = getattr(module, "saved_with", None)
+        if isinstance(saver, str):
+            raise CheckpointError(
+                f"the module {name!r} ({type(module).__name__}) has parts of its parameters on each rank, of which "
+                f"only {saver} knows: save and load the model with that"
+            )

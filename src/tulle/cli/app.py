@@ -28,6 +28,9 @@ from tulle.report import summarize, write
 
 _CODES = "Exit codes: 0 all went well, 1 it failed, 2 the command line is wrong, 130 ended with Ctrl-C."
 
+_Mistake: Any = typer.BadParameter.__mro__[1]
+"""What typer raises of a command line that does not parse: click's, under a name of typer's own in some versions."""
+
 app = typer.Typer(
     name="tulle",
     help="Train PyTorch models on many processes.\n\nTry: tulle run --processes 4 train.py",
@@ -43,16 +46,21 @@ app = typer.Typer(
 def execute(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
     try:
-        app(list(arguments), prog_name="tulle")
+        code = app(list(arguments) or ["--help"], prog_name="tulle", standalone_mode=False)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except UsageError as error:
         print(f"tulle: {error}\nSee tulle --help.", file=sys.stderr)
         return 2
+    except _Mistake as error:
+        said = error.format_message()
+        command = error.ctx.command_path if error.ctx else "tulle"
+        print(f"tulle: {said[:1].lower()}{said[1:].rstrip('.')}\nSee {command} --help.", file=sys.stderr)
+        return 2
     except TulleError as error:
         print(f"tulle: {error}", file=sys.stderr)
         return 1
-    return 0
+    return code if isinstance(code, int) else 0
 
 
 class LauncherCommand(TyperCommand):

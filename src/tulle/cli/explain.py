@@ -43,7 +43,7 @@ def explain(plan: Path, *, measured: Path | None, against: Path | None, as_json:
     differences = loaded.diff(Plan.load(against)) if against else []
     found = compared(_prediction(loaded, plan), read(measured)) if measured else []
     if as_json:
-        told = [asdict(one) | {"error": one.error} for one in found]
+        told = [asdict(one) | {"ratio": one.ratio} for one in found]
         print(json.dumps({"plan": loaded.to_json(), "measured": told, "differences": differences}))
         return
     console = Console(highlight=False, soft_wrap=True)
@@ -99,14 +99,14 @@ def comparison(found: list[Compared]) -> Table:
     """One row a part."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("part of a step")
-    for heading in ("predicted", "measured", "error"):
+    for heading in ("predicted", "measured", "ratio"):
         table.add_column(heading, justify="right")
     for one in found:
         table.add_row(
             one.part,
             quantity.MISSING if one.predicted_s is None else quantity.duration(one.predicted_s),
             quantity.duration(one.measured_s),
-            quantity.MISSING if one.error is None else f"{one.error:+.0%}",
+            quantity.MISSING if one.ratio is None else quantity.ratio(one.ratio),
         )
     return table
 

@@ -126,6 +126,10 @@ def describe(failures: list[Failure], logs: Mapping[int, Path]) -> str:
     elif (log := logs.get(first.rank)) and (last := last_lines(log)):
         lines += [f"The last lines that rank {first.rank} wrote:", *(f"  {line}" for line in last), ""]
     lines += [_also(other, first) for other in others]
+    left = sorted({*logs} - {failure.rank for failure in failures})
+    if first.cause is Cause.PEER_GONE and left:
+        ranks = f"rank {left[0]}" if len(left) == 1 else f"ranks {', '.join(map(str, left))}"
+        lines.append(f"{ranks} ended without an error: every rank must take as many steps (give all as many batches)")
     return "\n".join(lines)
 
 

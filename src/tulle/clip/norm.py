@@ -37,7 +37,8 @@ def clip_grad_norm_(
         error_if_nonfinite: Whether to raise, rather than scale, when the norm is NaN or infinite.
 
     Raises:
-        GradientError: If asked for and the norm is not finite, naming the first parameter that is to blame.
+        GradientError: If a parameter is a part of which only named dimensions know how it is laid out; or, if asked
+            for, if the norm is not finite, naming the first parameter that is to blame.
 
     Example:
         >>> import torch, tulle
@@ -47,6 +48,7 @@ def clip_grad_norm_(
         2.8284
     """
     named = list(_named(parameters))
+    _check_clippers(named)
     gradients = [(name, p, _values(p.grad)) for name, p in named if p.grad is not None]
     # torch has no infinity norm of nothing. Of a part of a table every rank takes the norm, be it empty here.
     found = [(name, p, part) for name, p, part in gradients if part.numel() or isinstance(part, ShardGradient)]
@@ -83,6 +85,15 @@ def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> Iterable[tuple[
         return parameters.named_parameters()
     several = [parameters] if isinstance(parameters, Tensor) else parameters
     return ((f"number {number}", parameter) for number, parameter in enumerate(several))
+
+
+def _check_clippers(named: Iterable[tuple[str, Tensor]]) -> None:
+    for name, parameter in named:
+        clipper = getattr(parameter, "clipped_with", None)
+        if isinstance(clipper, str):
+            raise GradientError(
+                f"of the parameter {name!r} this rank has a part; only {clipper} knows how it is laid out: call that"
+            )
 
 
 def _values(gradient: Tensor) -> Tensor:

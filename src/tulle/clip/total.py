@@ -11,6 +11,7 @@ from torch.nn.utils import get_total_norm
 
 from tulle.clip.spread import Spread
 from tulle.comm import all_reduce
+from tulle.tables import ShardGradient
 
 
 def norm_over_ranks(counted: Sequence[Tensor], spread: Spread, norm_type: float) -> Tensor:
@@ -28,8 +29,14 @@ def norm_over_ranks(counted: Sequence[Tensor], spread: Spread, norm_type: float)
     device = spread.axes[0].device
     power = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
     if counted:
-        norm = get_total_norm(counted, norm_type).to(power)
+        norm = get_total_norm([_own(gradient, spread) for gradient in counted], norm_type).to(power)
         power = norm if is_max else norm**norm_type
     for axis in spread.axes:
         power = all_reduce(power, axis, label="gradient norm", op="max" if is_max else "sum").wait()
     return power if is_max else power ** (1 / norm_type)
+
+
+def _own(gradient: Tensor, spread: Spread) -> Tensor:
+    """A gradient that speaks for itself, if it would speak for an axis over which norms are summed anyway."""
+    is_summed = isinstance(gradient, ShardGradient) and any(axis.ranks == gradient.axis.ranks for axis in spread.axes)
+    return gradient.as_subclass(Tensor) if is_summed else gradient

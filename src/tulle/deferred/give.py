@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -27,7 +27,13 @@ def give(tensor: Tensor, values: Tensor) -> None:
 
 @contextmanager
 def swappable(model: nn.Module) -> Iterator[None]:
-    """Have nothing refer to a model's tensors: recurrent modules keep weak references, which `swap_tensors` refuses."""
+    """Have nothing refer to a model's tensors, which `swap_tensors` refuses.
+
+    Recurrent modules keep weak references. What hooks make of parameters before each forward (`torch.nn.utils`'
+    `weight_norm` and `prune`) is an attribute that keeps a graph; it is made anew at the next call.
+    """
+    for module in model.modules():
+        vars(module).update(_without_graph(vars(module)) if module._forward_pre_hooks else {})
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     for module in recurrent:
         module._flat_weight_refs = []
@@ -36,3 +42,7 @@ def swappable(model: nn.Module) -> Iterator[None]:
     finally:
         for module in recurrent:
             module._init_flat_weights()
+
+
+def _without_graph(attributes: Mapping[str, object]) -> dict[str, Tensor]:
+    return {name: value.detach() for name, value in attributes.items() if isinstance(value, Tensor) and value.grad_fn}

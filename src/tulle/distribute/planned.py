@@ -202,7 +202,7 @@ def _can_save(memory: Memory, wanted: Wanted, names: Sequence[str], axes: Axes) 
     """Whether memory can be saved so, if these tables are kept in step by rows."""
     tables = tuple(TablePlan(name, *_shape(wanted.model, name), AUTO) for name in names)
     try:
-        check_savings(Plan(wanted.mesh.shape, tables, memory=memory), {}, wanted.model, wanted.optimizers, axes)
+        check_savings(Plan(wanted.mesh.shape, tables, memory=memory), wanted.model, wanted.optimizers, axes)
     except TulleError:
         return False
     return True

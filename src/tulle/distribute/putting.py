@@ -133,7 +133,7 @@ def distribute(
     if axes.pipe is not None:
         follow_stages(model, engine)
     _attach(optimizers, engine, decided, axes)
-    shard_states(model, optimizers, decided.memory, decided.schemes, axes)
+    shard_states(model, optimizers, decided, axes)
     explain_lookups(model, axes.whole.rank)
     recorder = current_recorder()
     if axes.whole.rank == 0:
@@ -157,7 +157,7 @@ def _check(
         check_reads(model)
     if axes.data.size > 1:
         check_replicated_tables(model, placements)
-    check_savings(plan, placements, model, optimizers, axes)
+    check_savings(plan, model, optimizers, axes)
 
 
 def _give_values(model: nn.Module, plan: Plan, placements: dict[str, str], axes: Axes) -> dict[str, Tensor]:
@@ -184,8 +184,9 @@ def _give_values(model: nn.Module, plan: Plan, placements: dict[str, str], axes:
 def _settings(tables: dict[str, TableModule], plan: Plan, *, is_chosen_later: bool) -> TableSettings:
     bounded = {name: module for name, module in tables.items() if module.max_norm is not None}
     return TableSettings(
-        # What auto chose from a sample is chosen anew from gradients, and again when they drift.
-        schemes={} if is_chosen_later else {name: plan.schemes[name] for name in tables},
+        # What auto chose from a sample is chosen anew from gradients, and again when they drift; so is what a plan
+        # does not name.
+        schemes={} if is_chosen_later else {name: plan.schemes[name] for name in tables if name in plan.schemes},
         renormalize={name: _renormalizer(module) for name, module in bounded.items()},
         wire_dtype=as_wire_dtype(plan.wire_dtype),
         observe_every=int(os.environ.get(OBSERVE_EVERY, "0")),

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from tulle.distribute.axes import Axes
 from tulle.errors import PlanError
-from tulle.memory import Shard, compute_in, offload, recompute, repeated, shard_optimizer, share_out
+from tulle.memory import compute_in, offload, recompute, repeated, shard_optimizer, share_out
 from tulle.memory.shards import ELEMENTWISE
 from tulle.pipeline import placement_of
-from tulle.plan import Memory, Plan
+from tulle.plan import Plan
+from tulle.profiling import sparse_tables
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def check_savings(
-    plan: Plan, placements: Mapping[str, str], model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes
-) -> None:
+def check_savings(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) -> None:
     """Refuse what cannot be done to this model with these optimizers.
 
     Args:
         plan: What is asked for.
-        placements: Of tables that are split over axis `data`.
         model: Not put on ranks yet.
         optimizers: Over its parameters.
         axes: Of the mesh.
@@ -35,16 +32,11 @@ def check_savings(
         PlanError: Naming the option and the mend.
     """
     memory = plan.memory
-    if memory.full_shard and placements:
-        raise PlanError(
-            f"the plan has full_shard, and splits {min(placements)!r} by {placements[min(placements)]}, another way to "
-            "keep a part on each rank: give that table a scheme for replicas, or leave it out of the plan"
-        )
     what = next((option for option in ("full_shard", "shard_optimizer") if getattr(memory, option)), None)
     what = what or (f"precision={memory.precision!r}" if memory.precision else None)
     if what is None:
         return
-    of_tables = {id(model.get_parameter(name)) for name in plan.schemes}
+    of_tables = tables_beside(model, plan)
     for optimizer in optimizers:
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if all(id(parameter) in of_tables for parameter in stepped):
@@ -67,7 +59,8 @@ def check_savings(
 def share_parameters(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, axes: Axes) -> None:
     """Share parameters out over axis `data`, if the plan says so. Every rank of it must call it.
 
-    What repeats is gathered one by one, and the rest of a model, or of a placed module, when that runs.
+    What repeats is gathered one by one, and the rest of a model, or of a placed module, when that runs. Tables stay
+    replicas, or split in their own way.
 
     Args:
         model: On its stages, its layers split.
@@ -81,18 +74,14 @@ def share_parameters(model: nn.Module, optimizers: Sequence[Optimizer], plan: Pl
     placed = {""} if stages is None else set(stages.stages)
     within = {*repeated(model), *_on_one_rank(plan.memory.recompute, plan.stages)}
     units = placed | {name for name in within if any(not other or name.startswith(f"{other}.") for other in placed)}
-    tables = {id(model.get_parameter(name)) for name in plan.schemes}
-    cut = share_out(model, axes.data, units, leave=tables)
-    shards = {id(model.get_parameter(name)): shard for name, shard in cut.items()}
-    for optimizer in optimizers:
-        for parameter in [key for key in optimizer.state if id(key) in shards]:
-            _keep_part(optimizer.state[parameter], shards[id(parameter)])
+    tables = tables_beside(model, plan)
+    stay = [""] if stages is None else []  # of stages several micro-batches are between forward and backward
+    share_out(model, axes.data, units, leave=tables, stay=stay, optimizers=optimizers)
 
 
-def _keep_part(state: dict[str, Any], shard: Shard) -> None:
-    for name, value in state.items():
-        if isinstance(value, Tensor) and value.shape == shard.shape:
-            state[name] = shard.part(value)
+def tables_beside(model: nn.Module, plan: Plan) -> set[int]:
+    """Identities of the tables that a plan, or the run-time, keeps in step or split in a way of their own."""
+    return {id(model.get_parameter(name)) for name in {*plan.schemes, *sparse_tables(model)}}
 
 
 def save_activations(model: nn.Module, plan: Plan) -> None:
@@ -117,11 +106,10 @@ def _on_one_rank(names: Sequence[str], stages: Collection[str]) -> list[str]:
     return found
 
 
-def shard_states(
-    model: nn.Module, optimizers: Sequence[Optimizer], memory: Memory, tables: Collection[str], axes: Axes
-) -> None:
+def shard_states(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, axes: Axes) -> None:
     """Have optimizers keep their share of the state, and masters of narrow parameters. After data parallelism."""
-    of_tables = {id(model.get_parameter(name)) for name in tables}
+    memory = plan.memory
+    of_tables = tables_beside(model, plan)
     narrow = _DTYPES[memory.precision] if memory.precision else None
     if not (memory.shard_optimizer or narrow):
         return

@@ -9,6 +9,7 @@ from tulle.distribute.axes import Axes
 from tulle.memory import shard_of
 from tulle.pipeline import placement_of
 from tulle.plan import Memory
+from tulle.tables import split_of
 from tulle.tensor_parallel import placements
 
 
@@ -26,6 +27,7 @@ def note_spread(model: nn.Module, memory: Memory, axes: Axes) -> None:
     for name, parameter in model.named_parameters() if spreading else ():
         is_first = stages is None or axes.pipe is None or axes.pipe.rank == min(stages.owners[name])
         is_first_part = id(parameter) in split or axes.model is None or axes.model.rank == 0
-        is_first_replica = shard_of(parameter) is not None or axes.data not in spreading or axes.data.rank == 0
+        has_part = shard_of(parameter) is not None or split_of(parameter) is not None
+        is_first_replica = has_part or axes.data not in spreading or axes.data.rank == 0
         counts = is_first and is_first_part and is_first_replica
         spread_over(parameter, Spread(tuple(spreading), counts=counts))

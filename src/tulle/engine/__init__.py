@@ -2,6 +2,7 @@
 
 from tulle.engine.data_parallel import ENGINE, DataParallel, engine_of, living_split_tables
 from tulle.engine.eager import eager
+from tulle.engine.feed import Feed
 from tulle.engine.late_updates import check_reads
 from tulle.engine.replicas import broadcast_tensors, check_alike
 from tulle.engine.split_modules import adopt
@@ -11,6 +12,7 @@ from tulle.engine.trips import SplitTable, TableModule
 __all__ = [
     "ENGINE",
     "DataParallel",
+    "Feed",
     "Observation",
     "SplitTable",
     "TableModule",

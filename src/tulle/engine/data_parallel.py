@@ -189,7 +189,7 @@ class DataParallel:
                 raise ModelError(
                     f"a parameter of shape {list(parameter.shape)} has a gradient that is not kept in step: it was "
                     "frozen, or not part of the model, when tulle.distribute was called: unfreeze and complete the "
-                    "model before"
+                    "model before; what is frozen after it may be unfrozen later"
                 )
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:

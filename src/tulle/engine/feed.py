@@ -29,6 +29,7 @@ class Feed:
     Args:
         tables: All split tables.
         make: Makes trips, each of some tables and the ids of each, and tells them together.
+        make_end: Tells in place of trips, which would have been of some tables, that there are none.
         divide: Called with the trips under way and the next ones, when these are told.
         departures: Which tables share a trip.
         axis: Whose ranks must agree.
@@ -39,6 +40,7 @@ class Feed:
         self,
         tables: Sequence[SplitTable],
         make: Callable[[Sequence[Load]], list[Trip]],
+        make_end: Callable[[Sequence[str]], None],
         divide: Callable[[Sequence[Trip], Sequence[Trip]], None],
         departures: Departures,
         axis: Axis,
@@ -46,6 +48,7 @@ class Feed:
     ) -> None:
         self._tables = {table.number: table for table in tables if table.is_foreseeable}
         self._make = make
+        self._make_end = make_end
         self._divide = divide
         self._departures = departures
         self._sources = Sources(axis)
@@ -55,6 +58,8 @@ class Feed:
         self.upcoming: list[Trip] = []
         """Those of the next, if they have been told, in the order in which their values are to be fetched."""
         self._lookups: dict[int, int] = {}
+        self._given_tables: list[int] = []
+        """Of which the user's function gave ids of the last batch."""
 
     def tell(self, batch: object) -> None:
         """Tell the rows of the next step, as far as they are known. Every rank must call it, with its own batch."""
@@ -64,6 +69,13 @@ class Feed:
         self.upcoming = self._make(loads) if loads else []
         if self.trips and self.upcoming:
             self._divide(self.trips, self.upcoming)
+
+    def tell_the_end(self) -> None:
+        """Tell that there is no next step. Every rank must call it; if one tells a step instead, all raise."""
+        numbers = self._sources.tables() if self._ids_of is None else self._given_tables
+        names = [self._tables[number].name for number in numbers if number in self._tables]
+        if names:
+            self._make_end(names)
 
     def begin(self, batch: object) -> None:
         """The step of a batch begins, with what was told of it. Every rank must call it."""
@@ -113,6 +125,7 @@ class Feed:
                 raise ModelError(
                     f"tulle.lookahead was given ids of {name!r}, the tables whose rows can travel ahead are: {known}"
                 )
+        self._given_tables = sorted(numbers[name] for name in given)
         return {
             numbers[name]: ids.reshape(-1) for name, ids in sorted(given.items(), key=lambda pair: numbers[pair[0]])
         }

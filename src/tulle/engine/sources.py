@@ -143,6 +143,10 @@ class Sources:
                 found[number] = parts[0] if len(parts) == 1 else torch.cat(parts)
         return found
 
+    def tables(self) -> list[int]:
+        """Numbers of the tables of which `ids` knows something."""
+        return [number for number, sources in sorted((self.pattern or {}).items()) if any(sources)]
+
     def holds(self, table: int, lookup: int) -> bool:
         """Whether the ids of a lookup, counted from the beginning of the step, are among those of `ids`."""
         sources = (self.pattern or {}).get(table, [])

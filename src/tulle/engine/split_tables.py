@@ -32,7 +32,7 @@ from tulle.engine.late_updates import LateUpdates
 from tulle.engine.trips import Pushes, SplitTable, TableModule, Trip, Way, tell_together
 from tulle.errors import CommunicationError, ModelError
 from tulle.mesh import Axis
-from tulle.tables import ShardGradient, placement_of, refuse
+from tulle.tables import ShardGradient, placement_of, refuse, tell_the_end
 
 _AGREED_AT_ONCE = 63
 _LABEL = "gradients of split tables"
@@ -130,7 +130,8 @@ class SplitTables:
 
     def feed(self, ids_of: IdsOf | None = None) -> Feed:
         """Something that tells rows of steps ahead."""
-        return Feed([*self.tables.values()], self._trips_of, self._divide, self._departures, self._axis, ids_of)
+        tables = [*self.tables.values()]
+        return Feed(tables, self._trips_of, self._no_trips, self._divide, self._departures, self._axis, ids_of)
 
     def begin_lookahead(self, ids_of: IdsOf | None) -> Feed:
         """A loop begins that tells the rows of each step a step earlier than the calls of the model."""
@@ -187,6 +188,11 @@ class SplitTables:
             self._rows |= trip.rows()
         tell_together(made)
         return made
+
+    def _no_trips(self, names: Sequence[str]) -> None:
+        """Tell the others that this rank has no further step, in place of trips of these tables."""
+        way = self._way if torch.is_grad_enabled() else self._evaluating
+        way.courier.submit(partial(tell_the_end, names, way.axis)).result()
 
     def _rows_bytes(self, number: int) -> int:
         """Of the rows that this rank last wanted of a table."""

@@ -16,7 +16,8 @@ from tulle.memory.recompute import (
 )
 from tulle.memory.shard import Shard, shard_of
 from tulle.memory.shards import OptimizerShards, shard_optimizer
-from tulle.memory.shared_out import named_shards, share_out, state_of_shards
+from tulle.memory.shared_out import share_out
+from tulle.memory.whole_states import named_shards, state_of_shards
 
 __all__ = [
     "Activation",

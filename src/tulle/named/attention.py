@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tulle.errors import ModelError
 from tulle.named.dims import Dim, united
 from tulle.named.placed import aligned, label_of, shared_scope
 from tulle.named.pointwise import causal_bias, dropout
@@ -36,10 +37,23 @@ def attention(
     Returns:
         The query's dimensions, d_kv last.
 
+    Raises:
+        ModelError: If one of the three lacks a dimension of `over` that it must have, or has one that it must not.
+
     Source: Vaswani et al., *Attention Is All You Need* (2017), section 3.2; Shazeer, *Fast Transformer Decoding: One
     Write-Head is All You Need* (2019).
     """
     length, memory, d_kv = over
+    shared_scope([query, key, value, *([] if bias is None else [bias])], "attention")
+    for what, one, seen, other in (
+        ("query", query, length, memory),
+        ("key", key, memory, length),
+        ("value", value, memory, length),
+    ):
+        one.place(seen, f"attention's {what}")
+        one.place(d_kv, f"attention's {what}")
+        if other in one.dims:
+            raise ModelError(f"attention's {what} {one!r} has {other!r}: rename the memory's length before its product")
     if dropout_share or not query.scope.is_whole(*over):
         scores = query.dot(key, d_kv) * d_kv.size**-0.5
         scores = scores if bias is None else scores + bias

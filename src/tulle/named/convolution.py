@@ -17,7 +17,7 @@ from tulle.errors import ModelError, PlanError
 from tulle.named.dims import Dim, united
 from tulle.named.neighbours import bordered
 from tulle.named.placed import Local, aligned, label_of, record, shared_scope
-from tulle.named.relayout import Mover, check_once
+from tulle.named.relayout import Mover
 from tulle.named.scope import Scope
 from tulle.named.tensor import Tensor
 
@@ -97,6 +97,7 @@ def convolution(
         >>> tn.convolution(image, kernel, [(width, offset)], (c, e)).local.flatten().tolist()
         [1.0, 3.0, 6.0, 5.0]
     """
+    _check_steps("convolution", stride, dilation)
     windows: list[Window] = []
     for dim, kernel, *out in over:
         span = (kernel.size - 1) * dilation + 1
@@ -131,6 +132,7 @@ def transposed_convolution(
         >>> tn.transposed_convolution(image, kernel, [(width, offset, wide)], (c, e), stride=2).local.flatten().tolist()
         [1.0, 1.0, 5.0, 5.0]
     """
+    _check_steps("transposed_convolution", stride, dilation)
     windows: list[Window] = []
     for dim, kernel, *out in over:
         span = (kernel.size - 1) * dilation + 1
@@ -140,6 +142,11 @@ def transposed_convolution(
         before = max(0, (dim.size - 1) * stride + span - made.size) // 2 if padding == "same" else 0
         windows.append(Window(dim, kernel, made, stride, dilation, before))
     return _slid("transposed_convolution", image, weight, windows, channels, _spread)
+
+
+def _check_steps(what: str, stride: int, dilation: int) -> None:
+    if stride < 1 or dilation < 1:
+        raise ModelError(f"{what} was given stride={stride} and dilation={dilation}, expected 1 or more")
 
 
 def _made(what: str, over: Dim, out: Sequence[Dim], usual: int, most: int, *, least: int | None = None) -> Dim:
@@ -157,7 +164,7 @@ Slide = Callable[[Local, Local, Sequence[Window], Scope, str], Local]
 def _slid(
     what: str, image: Tensor, weight: Tensor, windows: Sequence[Window], channels: tuple[Dim, Dim], slide: Slide
 ) -> Tensor:
-    incoming, outgoing = channels
+    scope, (incoming, outgoing) = shared_scope([image, weight], what), channels
     kernels, moved = tuple(window.kernel for window in windows), tuple(window.over for window in windows)
     for dim in (*moved, incoming):
         image.place(dim, what)
@@ -166,10 +173,8 @@ def _slid(
             f"{what} was given the weight {weight!r} for kernels {kernels!r} and channels {channels!r}: it must have "
             "just these dimensions, one to three of them the kernel's"
         )
-    scope = shared_scope([image, weight], what)
     walked = tuple(dim for dim in image.dims if dim not in (*moved, incoming))
     dims = (*walked, *(window.out for window in windows), outgoing)
-    check_once(dims, what)
     split = scope.axes(united(image.dims, weight.dims), f"{what} over")
     scope.axes(dims, f"{what} to")
     _check_parts(what, windows, scope)

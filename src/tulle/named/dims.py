@@ -5,7 +5,7 @@ Source: Shazeer et al., *Mesh-TensorFlow* (NeurIPS 2018), section 3: a layout is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import NamedTuple, Protocol
 
@@ -64,7 +64,7 @@ def as_dims(given: Dim | Iterable[Dim]) -> Dims:
     """
     if isinstance(given, Dim):
         return (given,)
-    if isinstance(given, str):
+    if isinstance(given, str) or not isinstance(given, Iterable):
         check_dim(given)
     several = tuple(given)
     for one in several:
@@ -80,6 +80,17 @@ def check_dim(given: object) -> None:
     """
     if not isinstance(given, Dim):
         raise ModelError(f"{given!r} was given as a dimension, expected the dimension itself, as tn.dims gives it")
+
+
+def check_once(dims: Sequence[Dim], what: str) -> None:
+    """Refuse dimensions of which one name comes twice.
+
+    Raises:
+        ModelError: Naming all of them.
+    """
+    names = [dim.name for dim in dims]
+    if len(set(names)) < len(names):
+        raise ModelError(f"{what} {spelled(dims)} has one name twice: rename one of the two first")
 
 
 def volume(dims: Iterable[Dim]) -> int:
@@ -212,7 +223,7 @@ def _parsed(rules: str) -> list[tuple[str, str]]:
     pairs: list[tuple[str, str]] = []
     for rule in filter(None, (rule.strip() for rule in rules.replace(";", ",").split(","))):
         name, colon, axis = (word.strip() for word in rule.partition(":"))
-        if not (name and colon and axis):
+        if not (name and colon and axis) or ":" in axis:
             raise PlanError(f"the layout's rule {rule!r} is not of the form 'dimension:axis'")
         pairs.append((name, axis))
     return pairs

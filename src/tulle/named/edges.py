@@ -9,7 +9,6 @@ import torch
 from tulle.errors import ModelError
 from tulle.named.dims import Dim, as_dims, spelled
 from tulle.named.placed import Placed
-from tulle.named.relayout import check_once
 from tulle.named.scope import current
 from tulle.named.tensor import Tensor
 
@@ -33,7 +32,6 @@ def from_torch(tensor: torch.Tensor, dims: Dim | Sequence[Dim]) -> Tensor:
             f"from_torch was given a tensor of shape {tuple(tensor.shape)} for dimensions {spelled(dims)}: "
             "name each dimension of the tensor, in order and with its size"
         )
-    check_once(dims, "from_torch")
     scope = current()
     for axis, dim in scope.axes(dims, "from_torch of").items():
         tensor = scope.wire.scatter(tensor, axis, dims.index(dim), f"from_torch {dim.name}")

@@ -9,7 +9,7 @@ import torch
 
 from tulle.errors import ModelError
 from tulle.named.dims import Dims, united
-from tulle.named.placed import Local, Placed, label_of, record, shared_scope, view_to, viewed
+from tulle.named.placed import Local, Placed, check_named, label_of, record, shared_scope, view_to, viewed
 from tulle.named.scope import Scope
 
 Scalar = int | float | bool
@@ -18,12 +18,13 @@ Scalar = int | float | bool
 class Plan:
     """How inputs of given dimensions enter an elementwise operation; worked out once, and kept by the scope."""
 
-    __slots__ = ("dims", "inputs", "label")
+    __slots__ = ("dims", "inputs", "label", "shape")
 
     def __init__(self, scope: Scope, inputs: Sequence[Dims], operation: str) -> None:
         self.dims = united(max(inputs, key=len), *inputs)
         self.label = label_of(operation, self.dims)
         split = scope.axes(self.dims, f"{operation} of")
+        self.shape = scope.local_shape(self.dims)
         entered = [tuple(sorted(axis for axis in split if split[axis] not in dims)) for dims in inputs]
         self.inputs = [(axes, view_to(dims, self.dims)) for axes, dims in zip(entered, inputs, strict=True)]
 
@@ -42,10 +43,13 @@ def broadcast(function: Callable[..., Local], inputs: Sequence[Placed | Scalar],
 
     Raises:
         PlanError: If the operation is not legal in the layout.
-        ModelError: If one dimension name comes with two sizes, or an input lives under another layout.
+        ModelError: If one dimension name comes with two sizes, an input lives under another layout, none is named, or
+            the function is not elementwise.
     """
     placed = [one for one in inputs if isinstance(one, Placed)]
-    operation = function.__name__
+    operation = getattr(function, "__name__", "elementwise")
+    if not placed:
+        check_named(inputs, operation)
     scope = shared_scope(placed, operation)
     key = (operation, *[one.dims for one in placed])
     plan: Plan | None = scope.plans.get(key)
@@ -55,17 +59,15 @@ def broadcast(function: Callable[..., Local], inputs: Sequence[Placed | Scalar],
         record("pointwise", placed, plan.dims, plan.dims)
     parts: list[Any] = [plan.entered(place, one) for place, one in enumerate(placed)]
     if len(parts) < len(inputs):
-        _check_scalars(operation, inputs)
+        for one in inputs:
+            if isinstance(one, torch.Tensor):
+                check_named(one, operation)
         own = iter(parts)
         parts = [next(own) if isinstance(one, Placed) else one for one in inputs]
-    return function(*parts, **options), plan.dims
-
-
-def _check_scalars(operation: str, inputs: Sequence[Placed | Scalar]) -> None:
-    """Refuse plain tensors, of which nobody can tell how they are laid out."""
-    for one in inputs:
-        if isinstance(one, torch.Tensor):
-            raise ModelError(
-                f"{operation} was given a plain tensor of shape {tuple(one.shape)} beside named ones: say what its "
-                "dimensions are with tn.from_torch(tensor, dims)"
-            )
+    result = function(*parts, **options)
+    if result.shape != plan.shape:
+        raise ModelError(
+            f"{operation} makes shape {tuple(result.shape)} of what has {plan.shape}, so it is not elementwise: sums "
+            "and reshapes are in tulle.named"
+        )
+    return result, plan.dims

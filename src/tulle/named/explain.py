@@ -6,9 +6,11 @@ counted is what would happen, because it is the same program.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -16,9 +18,9 @@ from torch import nn
 from tulle.cost import all_reduce_cost, exchange_cost
 from tulle.errors import ModelError
 from tulle.mesh import Mesh
-from tulle.named.dims import Chosen, Layout
+from tulle.named.dims import Chosen, Dims, Layout
 from tulle.named.ledger import GRADIENTS, Ledger, Line, memory_of
-from tulle.named.module import Parameter, named_parameters
+from tulle.named.module import named_parameters
 from tulle.named.planned import Collective, PlannedWire
 from tulle.named.rates import Rates
 from tulle.named.reduction import mean
@@ -37,7 +39,8 @@ class Explanation:
         layout: The rules.
         lines: By the line of the program, in the order in which they run; the parameters' gradients last.
         collectives: All exchanges, in order.
-        parameter_bytes: This rank's parts of the parameters; their gradients take as much again.
+        parameter_bytes: This rank's parts of the parameters.
+        gradient_bytes: Of those that are trained.
         state_bytes: What the optimizer keeps.
     """
 
@@ -46,6 +49,7 @@ class Explanation:
     lines: tuple[Line, ...]
     collectives: tuple[Collective, ...]
     parameter_bytes: int
+    gradient_bytes: int
     state_bytes: int
 
     @property
@@ -76,7 +80,7 @@ class Explanation:
     @property
     def memory_bytes(self) -> int:
         """Parameters, their gradients, the optimizer's state and the activations kept."""
-        return 2 * self.parameter_bytes + self.state_bytes + self.kept_bytes
+        return self.parameter_bytes + self.gradient_bytes + self.state_bytes + self.kept_bytes
 
     def by_label(self) -> dict[str, tuple[int, int]]:
         """Bytes and messages by operation, as `tulle.comm.traffic` counts them."""
@@ -88,7 +92,7 @@ class Explanation:
 
     def seconds(self, rates: Rates) -> float:
         """Predicted time of a step: computation, exchanges and the optimizer's update, one after the other."""
-        updated_bytes = self.parameter_bytes + self.state_bytes
+        updated_bytes = self.gradient_bytes + self.state_bytes
         local_s = self.flops / rates.flops_per_s + (self.written_bytes + updated_bytes) / rates.written_bytes_per_s
         return local_s + sum(seconds_of(one, self.sizes, rates) for one in self.collectives)
 
@@ -98,8 +102,8 @@ class Explanation:
         total = _cells("in all", self.flops, self.bytes_sent, self.messages, self.kept_bytes)
         memory = (
             f"memory of each rank: {self.memory_bytes / 1e6:.1f} MB "
-            f"({self.parameter_bytes / 1e6:.1f} parameters, as much gradients, {self.state_bytes / 1e6:.1f} optimizer, "
-            f"{self.kept_bytes / 1e6:.1f} activations)"
+            f"({self.parameter_bytes / 1e6:.1f} parameters, {self.gradient_bytes / 1e6:.1f} gradients, "
+            f"{self.state_bytes / 1e6:.1f} optimizer, {self.kept_bytes / 1e6:.1f} activations)"
         )
         mesh = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         return "\n".join([f"mesh ({mesh}), layout '{self.layout}'", head, *rows, total, memory])
@@ -131,10 +135,17 @@ def explain(
         parameters = [one.parameter for one in held]
         step(model, sample, ledger, parameters)
     parameter_bytes = sum(parameter.nbytes for parameter in parameters)
+    trained_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     lines = sorted(ledger.lines.values(), key=lambda line: line.place == GRADIENTS)
     kept = tuple(line for line in lines if line.flops or line.messages or line.kept_bytes)
     return Explanation(
-        wire.sizes, scope.layout, kept, tuple(wire.collectives), parameter_bytes, state_slots * parameter_bytes
+        wire.sizes,
+        scope.layout,
+        kept,
+        tuple(wire.collectives),
+        parameter_bytes,
+        trained_bytes,
+        state_slots * trained_bytes,
     )
 
 
@@ -166,29 +177,65 @@ def call(model: nn.Module, sample: object) -> Tensor:
     return loss
 
 
+class Part(NamedTuple):
+    """A parameter on paper.
+
+    Args:
+        dims: Its dimensions; none of a plain module's, which is whole.
+        parameter: This rank's part, without numbers.
+    """
+
+    dims: Dims
+    parameter: nn.Parameter
+
+
 @contextmanager
-def on_paper(model: nn.Module, scope: Scope) -> Iterator[list[Parameter]]:
+def on_paper(model: nn.Module, scope: Scope) -> Iterator[list[Part]]:
     """Let a model's parameters be parts without numbers, laid out for a scope, within the block."""
     held = []
+    parts: list[Part] = []
     try:
         for name, parameter in named_parameters(model):
             scope.axes(parameter.dims, f"parameter {name}")
             part = torch.empty(scope.local_shape(parameter.dims), dtype=parameter.dtype, device="meta")
-            before = parameter.scope, parameter.place_under(scope, nn.Parameter(part))
-            held.append((parameter, before))
-        yield [parameter for parameter, _ in held]
+            parts.append(Part(parameter.dims, nn.Parameter(part, requires_grad=parameter.requires_grad)))
+            held.append((parameter, parameter.scope, parameter.place_under(scope, parts[-1].parameter)))
+        with _plain_on_paper(model) as plain:
+            yield [*parts, *plain]
     finally:
-        for parameter, before in held:
+        for parameter, *before in held:
             parameter.put_back(*before)
+
+
+@contextmanager
+def _plain_on_paper(model: nn.Module) -> Iterator[list[Part]]:
+    """Let parameters and buffers of the plain modules inside be without numbers within the block."""
+    twins: dict[int, torch.Tensor] = {}
+    kept: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    try:
+        for module in model.modules():
+            named = vars(module).get("_named", {})
+            for register in cast("tuple[dict[str, Any], ...]", (module._parameters, module._buffers)):
+                for name, tensor in register.items():
+                    if tensor is not None and name not in named:
+                        kept.append((register, name, tensor))
+                        register[name] = twins.setdefault(id(tensor), _without_numbers(tensor))
+        yield [Part((), twin) for twin in twins.values() if isinstance(twin, nn.Parameter)]
+    finally:
+        for register, name, tensor in kept:
+            register[name] = tensor
+
+
+def _without_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    twin = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(twin, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
 
 
 def seconds_of(collective: Collective, sizes: Mapping[str, int], rates: Rates) -> float:
     """Predicted time of one exchange."""
     network = rates.of(collective.axes)
     if collective.kind == "all-reduce":
-        ranks = 1
-        for axis in collective.axes:
-            ranks *= sizes[axis]
+        ranks = math.prod(sizes[axis] for axis in collective.axes)
         return all_reduce_cost(collective.tensor_bytes, network, ranks).seconds
     return exchange_cost(collective.bytes_sent, collective.messages, network, rounds=1).seconds
 

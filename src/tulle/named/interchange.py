@@ -165,9 +165,10 @@ def _as_dtensor(local: torch.Tensor, dims: Dims, scope: Scope) -> DTensor:
     wire = scope.wire_or_none
     if not isinstance(wire, ProcessWire):
         raise ModelError(f"a tensor of dimensions {spelled(dims)} lives on no mesh: make it inside tn.use")
-    device_mesh = wire.mesh.axes[0].kept.setdefault(_as_dtensor, None) or wire.mesh.device_mesh()
-    wire.mesh.axes[0].kept[_as_dtensor] = device_mesh
-    return DTensor.from_local(local, device_mesh, _placements(dims, scope, wire), run_check=False)
+    kept = wire.mesh.axes[0].kept
+    if _as_dtensor not in kept:
+        kept[_as_dtensor] = wire.mesh.device_mesh()
+    return DTensor.from_local(local, kept[_as_dtensor], _placements(dims, scope, wire), run_check=False)
 
 
 def _placements(dims: Dims, scope: Scope, wire: ProcessWire) -> list[Placement]:

@@ -38,13 +38,13 @@ def gather(table: Tensor, index: Tensor, over: Dim, *, label: str = "gather") ->
         >>> tn.gather(table, tn.from_torch(torch.tensor([4, 0, 4]), length), vocab).local.flatten().tolist()
         [4.0, 0.0, 4.0]
     """
+    scope = shared_scope([table, index], "gather")
     table.place(over, "gather")
     if index.dtype not in (torch.int64, torch.int32) or over in index.dims:
         raise ModelError(
             f"gather over {over!r} was given {index!r} as its index, expected integers without that dimension"
         )
     check_indices(index.local, over, label)
-    scope = shared_scope([table, index], "gather")
     dims = united((over,), index.dims, table.dims)
     split = scope.axes(dims, "gather over")
     record("lookup", [table, index], dims, tuple(dim for dim in dims if dim != over))

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from tulle.errors import ModelError
-from tulle.named.dims import Dim, Dims, Layout, as_dims, spelled, volume
+from tulle.named.dims import Dim, Dims, Layout, as_dims, check_once, spelled, volume
 from tulle.named.gradients import Leaf
 from tulle.named.placed import Axes, Local
 from tulle.named.randomness import key_of, normal
-from tulle.named.relayout import check_once
 from tulle.named.scope import Scope, current
 from tulle.named.tensor import Tensor
 
@@ -161,6 +160,12 @@ class Module(nn.Module):
         named = vars(self).get("_named", {})
         return named[name] if name in named else super().__getattr__(name)
 
+    @property
+    def saved_with(self) -> str | None:
+        """What makes whole tensors of its parameters, where a rank has parts of them; `tulle.save` does not."""
+        scopes = [parameter.scope for parameter in vars(self).get("_named", {}).values()]
+        return "tulle.named.save" if any(scope.wire_or_none is not None for scope in scopes) else None
+
     def init(self, seed: int = 0) -> Module:
         """Allocate all named parameters under the layout in force, and draw them by seed, name and global index.
 
@@ -180,6 +185,8 @@ class Module(nn.Module):
             if parameter.scope is _DECLARED:
                 torch.utils.swap_tensors(drawn, parameter.parameter)  # an optimizer may hold the latter already
                 drawn = parameter.parameter
+            if scope.local_shape(parameter.dims) != tuple(dim.size for dim in parameter.dims):
+                drawn.clipped_with = "tulle.named.clip_grad_norm"  # pyright: ignore[reportAttributeAccessIssue]
             parameter.place_under(scope, drawn).close()
         show_parts(self)
         return self

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch.nn.functional as F
 
 from tulle.errors import ModelError
-from tulle.named.dims import Dim
+from tulle.named.dims import Dim, as_dims
 from tulle.named.placed import Axes, Local, label_of, record, shared_scope
-from tulle.named.relayout import Mover, check_once, fitting, splits_of
+from tulle.named.relayout import Mover, fitting, splits_of
 from tulle.named.reshape import resized
 from tulle.named.scope import Scope
 from tulle.named.tensor import Tensor
@@ -47,7 +47,7 @@ def halo(tensor: Tensor, dim: Dim, into: tuple[Dim, Dim], *, before: int = 0) ->
         >>> tn.halo(x, length, (blocks, window), before=1).local.tolist()
         [[0, 1, 2], [2, 3, 4]]
     """
-    place, (blocks, window) = tensor.place(dim, "halo"), into
+    place, (blocks, window) = tensor.place(dim, "halo"), as_dims(into)
     own = dim.size // blocks.size
     after = window.size - own - before
     if dim.size % blocks.size or before < 0 or after < 0:
@@ -57,7 +57,6 @@ def halo(tensor: Tensor, dim: Dim, into: tuple[Dim, Dim], *, before: int = 0) ->
         )
     scope = shared_scope([tensor], "halo")
     dims = (*tensor.dims[:place], blocks, window, *tensor.dims[place + 1 :])
-    check_once(dims, "halo")
     scope.axes(dims, "halo to")
     unmoved = [(other, other) for other in tensor.dims if other != dim]
     record("move", [tensor], tensor.dims, dims, ((dim, blocks), (None, window), *unmoved))

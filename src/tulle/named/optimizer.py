@@ -20,7 +20,7 @@ from tulle.named.placed import Axes
 from tulle.named.reduction import mean
 from tulle.named.reduction import sum as named_sum
 from tulle.named.scope import Scope, current, entered
-from tulle.named.tensor import Tensor, elementwise
+from tulle.named.tensor import Tensor
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -120,6 +120,9 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
 
     Every rank must call it, after `backward`. One small all-reduce for each set of axes that splits parameters.
 
+    Raises:
+        ModelError: If `max_norm` is negative.
+
     Example:
         >>> from tulle import named as tn
         >>> d, = tn.dims(d=4)
@@ -130,6 +133,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
         >>> tn.clip_grad_norm(model, max_norm=1.0).item()
         6.0
     """
+    if not max_norm >= 0:
+        raise ModelError(f"clip_grad_norm was given max_norm={max_norm!r}, expected 0 or more")
     sums: dict[Axes, Tensor] = {}
     gradients: list[torch.Tensor] = []
     for parameter, (dims, scope) in dimensions(model):
@@ -156,4 +161,4 @@ def _averaged(state: dict[str, Any], name: str, new: Tensor, forget: float) -> T
 
 
 def _root_mean_square(tensor: Tensor) -> float:
-    return math.sqrt(mean(elementwise(torch.mul, tensor, tensor)).item())
+    return math.sqrt(mean(tensor * tensor).item())

@@ -184,7 +184,7 @@ def record(kind: Kind, inputs: Sequence[Placed], dims: Dims, out: Dims, moves: M
 
 
 def _as_input(tensor: Placed) -> Input:
-    role = "parameter" if tensor.is_parameter else "trained" if tensor.requires_grad else "fixed"
+    role = "fixed" if not tensor.requires_grad else "parameter" if tensor.is_parameter else "trained"
     return Input(tensor.dims, role, tensor.dtype.itemsize)
 
 
@@ -197,15 +197,30 @@ def shared_scope(inputs: Sequence[Placed], operation: str) -> Scope:
     """The scope of an operation's inputs, which is the one in force.
 
     Raises:
-        ModelError: If an input lives under another mesh or layout.
+        ModelError: If an input lives under another mesh or layout, or is a plain tensor.
     """
     scope = current()
     for one in inputs:
-        if one.scope is not scope:
+        if not isinstance(one, Placed) or one.scope is not scope:
+            check_named(one, operation)
             raise ModelError(
                 f"{operation} was given {one!r}, which lives under {one.scope!r}, but in force is {scope!r}: {one.mend}"
             )
     return scope
+
+
+def check_named(given: object, operation: str) -> None:
+    """Refuse plain tensors beside named ones: nobody can tell how they are laid out.
+
+    Raises:
+        ModelError: Saying what was given.
+    """
+    if not isinstance(given, Placed):
+        shape = f"a plain tensor of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
+        raise ModelError(
+            f"{operation} was given {shape} beside named tensors: say what the dimensions of a plain one are with "
+            "tn.from_torch(tensor, dims)"
+        )
 
 
 View = tuple[list[int] | None, list[int]] | None

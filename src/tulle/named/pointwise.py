@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from tulle.errors import ModelError
-from tulle.named.dims import Dim, Dims, as_dims, check_dim
+from tulle.named.dims import Dim, as_dims, check_dim, check_once
 from tulle.named.elementwise import Scalar
-from tulle.named.placed import Local, aligned
+from tulle.named.placed import aligned, check_named
 from tulle.named.randomness import next_key, uniform
-from tulle.named.relayout import check_once
 from tulle.named.scope import current
 from tulle.named.tensor import Tensor, elementwise
 
@@ -146,12 +146,23 @@ def mask(dim: Dim, length: int) -> Tensor:
 
 
 def one_hot(index: Tensor, dim: Dim, *, dtype: torch.dtype | None = None) -> Tensor:
-    """1 along `dim` at each index, 0 elsewhere: `(*index.dims, dim)`. To look rows up use `tn.gather`."""
+    """1 along `dim` at each index, 0 elsewhere: `(*index.dims, dim)`. To look rows up use `tn.gather`.
+
+    Raises:
+        ModelError: If the index has that dimension itself.
+    """
+    check_named(index, "one_hot")
+    check_once((*index.dims, *as_dims(dim)), "one_hot to")
     return elementwise(torch.eq, index, range(dim)).to(dtype or torch.get_default_dtype())
 
 
 def causal_bias(length: Dim, memory: Dim, *, dtype: torch.dtype | None = None) -> Tensor:
-    """0 where a memory position is not after the one that looks, else minus infinity: `(length, memory)`."""
+    """0 where a memory position is not after the one that looks, else minus infinity: `(length, memory)`.
+
+    Raises:
+        ModelError: If the two are one dimension.
+    """
+    check_once((length, memory), "causal_bias of")
     after = elementwise(torch.lt, range(length), range(memory))
     values = torch.zeros((), dtype=dtype, device=after.device)
     return after.map(lambda later: torch.where(later, float("-inf"), values))
@@ -162,21 +173,20 @@ def stop_gradient(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def _like(tensor: Tensor, value: Tensor | Scalar) -> Tensor:
-    return value if isinstance(value, Tensor) else Tensor(torch.full_like(_scalar(tensor), value), ())
+def _like(tensor: Tensor, value: Tensor | Scalar) -> Any:
+    """A number as a tensor beside another; a plain tensor as it is, to be refused."""
+    if isinstance(value, Tensor | torch.Tensor):
+        return value
+    return Tensor(torch.full((), value, dtype=tensor.dtype, device=tensor.device), ())
 
 
-def _scalar(tensor: Tensor) -> Local:
-    return torch.empty((), dtype=tensor.dtype, device=tensor.device)
-
-
-def broadcast_to(tensor: Tensor, dims: Dims) -> Tensor:
+def broadcast_to(tensor: Tensor, dims: Dim | Sequence[Dim]) -> Tensor:
     """The tensor repeated along the dimensions that it lacks, in the order of `dims`. Its gradient is summed over them.
 
     Raises:
         ModelError: If `dims` lacks one of the tensor's.
     """
-    check_once(dims, "broadcast_to")
+    dims = as_dims(dims)
     missing = [dim for dim in tensor.dims if dim not in dims]
     if missing:
         raise ModelError(f"broadcast_to {dims!r} lacks dimensions of the tensor, {missing!r}: name all of them")

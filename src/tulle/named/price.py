@@ -19,15 +19,31 @@ from tulle.cost import all_reduce_cost
 from tulle.named.dims import Dim, Dims, Layout, volume
 from tulle.named.explain import call, on_paper
 from tulle.named.planned import PlannedWire
-from tulle.named.rates import Rates
+from tulle.named.rates import TYPICAL, Product, Rates
 from tulle.named.scope import Scope, entered
 from tulle.named.trace import Input, Step
 
 Axes = tuple[str, ...]
 Choice = Mapping[Dim, Axes]
 """The axes that split each dimension."""
-Held = tuple[Dims, int]
-"""A parameter's dimensions, and the bytes of one value."""
+
+
+class Held(NamedTuple):
+    """A parameter, as the layout search sees it.
+
+    Args:
+        dims: Its dimensions; none of a plain module's.
+        value_bytes: Bytes of one value; of a plain module's all of them.
+        is_trained: Whether it has a gradient and an optimizer's state.
+    """
+
+    dims: Dims
+    value_bytes: int
+    is_trained: bool
+
+
+_LONGEST = 4096
+"""Of a product that is measured: beyond it, the rate hardly changes."""
 _PASSES = 3
 """An elementwise operation writes once forward and about twice backward."""
 
@@ -45,7 +61,7 @@ class Problem:
 
     Args:
         steps: Operations, each with how often it happens.
-        parameters: Dimensions and bytes of a value of each parameter, with how many there are.
+        parameters: Parameters, with how many there are of each kind.
         conflicts: Pairs of dimensions that meet, so that no axis can split both.
         whole: Dimensions that some operation must see whole.
     """
@@ -65,6 +81,20 @@ class Problem:
             weights.update(dict.fromkeys(dims_of(item), 0))
         return [dim for dim, _ in weights.most_common()]
 
+    def product(self, ranks: int) -> Product:
+        """Rows, inner entries and columns of the product that takes most work, the largest of them cut by the ranks."""
+        products = {step: n * volume(step.dims) for step, n in self.steps.items() if step.kind == "product"}
+        if not products:
+            return TYPICAL
+        step = max(products, key=lambda one: products[one])
+        left = set(step.inputs[0].dims)
+        kept = left.intersection(step.out)
+        sizes = [volume(kept), volume(left - kept), volume(set(step.out) - kept)]
+        largest = sizes.index(max(sizes))
+        sizes[largest] = max(1, sizes[largest] // ranks)
+        rows, inner, columns = (min(size, _LONGEST) for size in sizes)
+        return rows, inner, columns
+
 
 def record(model: nn.Module, sample: object) -> Problem:
     """A model's step, written down by running it once on paper on a single rank.
@@ -77,9 +107,13 @@ def record(model: nn.Module, sample: object) -> Problem:
     with entered(scope), on_paper(model, scope) as held:
         call(model, sample)
         dims = [one for one in scope.seen if one]
-        sizes = Counter((parameter.dims, parameter.dtype.itemsize) for parameter in held)
+        kinds = Counter(_held(dims, parameter) for dims, parameter in held)
     conflicts = {frozenset(pair) for one in dims for pair in combinations(one, 2)}
-    return Problem(Counter(scope.trace), sizes, conflicts, scope.whole)
+    return Problem(Counter(scope.trace), kinds, conflicts, scope.whole)
+
+
+def _held(dims: Dims, parameter: nn.Parameter) -> Held:
+    return Held(dims, parameter.nbytes // volume(dims), parameter.requires_grad)
 
 
 @dataclass(slots=True)
@@ -99,7 +133,7 @@ class Pricing:
 
     def of(self, item: Step | Held, choice: Choice) -> Price:
         """An operation, or a parameter."""
-        return self.step(item, choice) if isinstance(item, Step) else self.parameter(*item, choice)
+        return self.step(item, choice) if isinstance(item, Step) else self.parameter(item, choice)
 
     def step(self, step: Step, choice: Choice) -> Price:
         """One operation, forward and backward."""
@@ -118,9 +152,11 @@ class Pricing:
         seconds += _PASSES * out_bytes / self.rates.written_bytes_per_s
         return Price(seconds, out_bytes)
 
-    def parameter(self, dims: Dims, value_bytes: int, choice: Choice) -> Price:
+    def parameter(self, held: Held, choice: Choice) -> Price:
         """Memory of a parameter, its gradient and the optimizer's state; and the time to update it."""
-        own_bytes = self.local(dims, choice) * value_bytes
+        own_bytes = self.local(held.dims, choice) * held.value_bytes
+        if not held.is_trained:
+            return Price(0.0, own_bytes)
         updated_s = (1 + self.state_slots) * own_bytes / self.rates.written_bytes_per_s
         return Price(updated_s, (2 + self.state_slots) * own_bytes)
 
@@ -177,4 +213,4 @@ class Pricing:
 
 def dims_of(item: Step | Held) -> Dims:
     """The dimensions whose axes the price of an operation or of a parameter depends on."""
-    return tuple(dict.fromkeys((*item.dims, *item.out))) if isinstance(item, Step) else item[0]
+    return tuple(dict.fromkeys((*item.dims, *item.out))) if isinstance(item, Step) else item.dims

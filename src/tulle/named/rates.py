@@ -18,8 +18,11 @@ from tulle.named.wire import joint
 
 FREE = Network(0.0, float("inf"))
 """A network that costs nothing."""
+Product = tuple[int, int, int]
+"""Rows, inner entries and columns of two matrices."""
+TYPICAL: Product = (512, 512, 512)
 _TRIALS = 15
-_MATRIX = 512
+_TRIAL_FLOPS = 500_000_000
 _WRITTEN = 4 * 1024 * 1024
 """Numbers that an operation fills, more than a cache holds."""
 _BUCKETS = 3
@@ -52,54 +55,67 @@ ASSUMED = Rates(1e14, 1e12, Network(latency_s=1e-5, bandwidth_bytes_per_s=1e11))
 """Rates of an accelerator and its interconnect, where nothing is measured or said."""
 
 
-def measured(mesh: Mesh) -> Rates:
+def measured(mesh: Mesh, product: Product = TYPICAL) -> Rates:
     """What the ranks of a mesh and its networks give: one answer on all ranks. Every rank must call it.
 
     Takes a few seconds at 1 Gbit/s: buckets of gradients are summed, because these are what makes a step long.
+
+    Args:
+        mesh: The mesh.
+        product: Rows, inner entries and columns of the products that matter.
     """
     names = sorted(axis.name for axis in mesh.axes if axis.size > 1)
     several = [some for count in range(1, len(names) + 1) for some in combinations(names, count)]
     networks = {"+".join(some): _with_buckets(joint(mesh, some)) for some in several}
+    for axis in mesh.axes:  # lines of one axis are measured apart: the first rank's
+        networks = gather_values(networks, axis, label="rates")[0]
+    return Rates(*speeds(mesh, product), networks)
+
+
+def speeds(mesh: Mesh, product: Product = TYPICAL) -> tuple[float, float]:
+    """Flops of products and bytes written, each per second, of one rank while all are busy. Every rank must call it.
+
+    Products and writes are timed in turn, and a trial lasts until the slowest rank is done, as a step does. A product
+    comes with the two that undo it, as in training.
+    """
+    rows, inner, columns = product
+    left, right = torch.ones(rows, inner, device=mesh.device), torch.ones(inner, columns, device=mesh.device)
+    tensor = torch.ones(_WRITTEN, device=mesh.device)
+
+    def multiply() -> None:
+        made = left @ right
+        _ = left.T @ made, made @ right.T
+
+    flops = 6 * rows * inner * columns
+    repeats = max(1, _TRIAL_FLOPS // flops)
+    trials: list[list[float]] = []
+    for _ in range(_TRIALS):
+        for axis in mesh.axes:
+            barrier(axis)  # all ranks shall be busy at once
+        trials.append([_seconds(multiply, mesh.device, repeats), _seconds(lambda: tensor * tensor, mesh.device)])
+    slowest = torch.tensor(trials, dtype=torch.float64, device=mesh.device)
     for axis in mesh.axes:
-        barrier(axis)  # all ranks shall be busy at once
-    speeds = _flops_per_s(mesh.device), _written_bytes_per_s(mesh.device)
-    # Lines of one axis are measured apart, and speeds by each rank: networks are the first rank's, speeds the slowest.
-    for axis in mesh.axes:
-        heard = gather_values((networks, speeds), axis, label="rates")
-        networks = heard[0][0]
-        speeds = min(flops for _, (flops, _) in heard), min(written for _, (_, written) in heard)
-    return Rates(*speeds, networks)
+        slowest = all_reduce(slowest, axis, op="max", label="rates").wait()
+    product_s, write_s = slowest.median(0).values.tolist()
+    return flops * repeats / product_s, tensor.nbytes / write_s
 
 
 def _with_buckets(axis: Axis) -> Network:
     """The axis' network, its all-reduce as fast as whole buckets get through: slower than what fits into buffers."""
     network = probe(axis)
     bucket = torch.zeros(BUCKET_BYTES, dtype=torch.uint8, device=axis.device)
-
-    def summed() -> None:
-        barrier(axis)
-        all_reduce(bucket, axis, label="rates").wait()
-
-    sent_bytes = 2 * (axis.size - 1) / axis.size * BUCKET_BYTES
-    return replace(network, all_reduce_bytes_per_s=sent_bytes / _typical_s(summed, axis.device, _BUCKETS))
-
-
-def _flops_per_s(device: torch.device) -> float:
-    matrix = torch.ones(_MATRIX, _MATRIX, device=device)
-    return 2 * _MATRIX**3 / _typical_s(lambda: matrix @ matrix, device)
-
-
-def _written_bytes_per_s(device: torch.device) -> float:
-    tensor = torch.ones(_WRITTEN, device=device)
-    return tensor.nbytes / _typical_s(lambda: tensor * tensor, device)
-
-
-def _typical_s(work: Callable[[], object], device: torch.device, trials: int = _TRIALS) -> float:
     times: list[float] = []
-    for _ in range(trials):
-        begin_s = now_s()
+    for _ in range(_BUCKETS):
+        barrier(axis)
+        times.append(_seconds(lambda: all_reduce(bucket, axis, label="rates").wait(), axis.device))
+    sent_bytes = 2 * (axis.size - 1) / axis.size * BUCKET_BYTES
+    return replace(network, all_reduce_bytes_per_s=sent_bytes / median(times))
+
+
+def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 1) -> float:
+    begin_s = now_s()
+    for _ in range(repeats):
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(now_s() - begin_s)
-    return median(times)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return now_s() - begin_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -51,30 +51,39 @@ def logsumexp(tensor: Tensor, over: Over = None) -> Tensor:
     return total.map(torch.log) + largest
 
 
-def softmax(tensor: Tensor, over: Dim) -> Tensor:
-    """Exponentials over a dimension, scaled to add up to 1.
+def softmax(tensor: Tensor, over: Dim | Sequence[Dim]) -> Tensor:
+    """Exponentials over a dimension, or over several together, scaled to add up to 1.
 
     Example:
         >>> import torch
         >>> from tulle import named as tn
-        >>> d, = tn.dims(d=2)
-        >>> tn.softmax(tn.from_torch(torch.zeros(2), d), d).local.tolist()
-        [0.5, 0.5]
+        >>> height, width = tn.dims(height=2, width=2)
+        >>> tn.softmax(tn.from_torch(torch.zeros(2, 2), (height, width)), (height, width)).local.tolist()
+        [[0.25, 0.25], [0.25, 0.25]]
     """
-    place = tensor.place(over, "softmax")
-    if tensor.scope.is_whole(over):
-        return tensor.map(lambda local: torch.softmax(local, place))
+    places, _, axes = reduced(tensor, over, "softmax")
+    if places and not axes and tensor.scope.trace is None:
+        return tensor.with_part(_along(torch.softmax, places, tensor.local))
     largest = _finite(max(tensor.detach(), over))
     exponentials = elementwise(torch.sub, tensor, largest).map(torch.exp)
     return exponentials / sum(exponentials, over)
 
 
-def log_softmax(tensor: Tensor, over: Dim) -> Tensor:
+def log_softmax(tensor: Tensor, over: Dim | Sequence[Dim]) -> Tensor:
     """Logarithm of the softmax."""
-    place = tensor.place(over, "log_softmax")
-    if tensor.scope.is_whole(over):
-        return tensor.map(lambda local: torch.log_softmax(local, place))
+    places, _, axes = reduced(tensor, over, "log_softmax")
+    if places and not axes and tensor.scope.trace is None:
+        return tensor.with_part(_along(torch.log_softmax, places, tensor.local))
     return tensor - logsumexp(tensor, over)
+
+
+def _along(function: Callable[[Local, int], Local], places: Sequence[int], local: Local) -> Local:
+    """Apply a function along one dimension, or along several as if they were one."""
+    if len(places) == 1:
+        return function(local, places[0])
+    last = range(local.dim() - len(places), local.dim())
+    turned = local.movedim(tuple(places), tuple(last))
+    return function(turned.flatten(last.start), -1).view(turned.shape).movedim(tuple(last), tuple(places))
 
 
 def cumsum(tensor: Tensor, over: Dim) -> Tensor:

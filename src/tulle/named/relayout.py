@@ -11,10 +11,10 @@ Of several axes that split one dimension, the innermost leaves it first: its par
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from tulle.errors import ModelError
-from tulle.named.dims import Dim, Dims, check_dim, spelled
+from tulle.named.dims import Dim, Dims, check_dim
 from tulle.named.placed import Axes, Gathering, Local, Placed, label_of, record, shared_scope
 from tulle.named.scope import Scope
 
@@ -52,7 +52,6 @@ def _checked(tensor: Placed, names: Mapping[str, Dim]) -> Dims:
                 "or use tn.slice or tn.pad"
             )
     dims = tuple(names.get(dim.name, dim) for dim in tensor.dims)
-    check_once(dims, "rename")
     return dims
 
 
@@ -149,10 +148,3 @@ def fitting(scope: Scope, axes: Axes, size: int) -> Axes:
     while size % math.prod(scope.sizes[axis] for axis in axes):
         axes = axes[:-1]
     return axes
-
-
-def check_once(dims: Sequence[Dim], what: str) -> None:
-    """Refuse dimensions of which one name comes twice."""
-    names = [dim.name for dim in dims]
-    if len(set(names)) < len(names):
-        raise ModelError(f"{what} is to give {spelled(dims)}, with one name twice: take another name")

@@ -3,41 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TypeVar, cast
 
-import torch
 from torch.utils.checkpoint import checkpoint
 
 from tulle.errors import ModelError
 from tulle.named.dims import Dim, Dims, check_dim
-from tulle.named.placed import Local
+from tulle.named.placed import Local, check_named, shared_scope
 from tulle.named.randomness import drawn_again, mark
 from tulle.named.scope import current, entered
 from tulle.named.tensor import Tensor
 
+Given = TypeVar("Given", Tensor, tuple[Tensor, ...])
 
-def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """`function(*inputs)`, of which only the inputs are kept for backward, which computes the rest again.
+
+def recompute(function: Callable[..., Given], *inputs: Tensor) -> Given:
+    """`function(*inputs)`, a tensor or a tuple of them; only the inputs are kept for backward, which does it again.
 
     Exchanges inside are done again too, in the same order on every rank; dropout drops the same.
 
+    Raises:
+        ModelError: If an input, or what the function gives, is no named tensor.
+
     Source: Chen et al., *Training Deep Nets with Sublinear Memory Cost* (2016).
     """
-    scope, before = current(), mark()
+    scope, before = shared_scope(inputs, "recompute"), mark()
     dims: list[Dims] = []
+    is_tuple = False
 
-    def run(*locals_: Local) -> Local:
+    def run(*locals_: Local) -> tuple[Local, ...]:
+        nonlocal is_tuple
         named = [Tensor(local, one.dims, (), scope) for local, one in zip(locals_, inputs, strict=True)]
-        with entered(scope):
-            if dims:
-                with drawn_again(before):
-                    return function(*named).local
-            out = function(*named)
-        dims.append(out.dims)
-        return out.local
+        with entered(scope), drawn_again(before) if dims else nullcontext():
+            given = function(*named)
+            is_tuple = isinstance(given, tuple)
+            results = given if isinstance(given, tuple) else (given,)
+            for one in results:
+                check_named(one, "recompute, as what its function gives,")
+            dims[:] = [one.dims for one in results]
+            return tuple(one.local for one in results)
 
-    local = checkpoint(run, *[one.local for one in inputs], use_reentrant=False, preserve_rng_state=False)
-    assert isinstance(local, torch.Tensor), "what a named function gives is one tensor"
-    return Tensor(local, dims[0])
+    parts = checkpoint(run, *[one.local for one in inputs], use_reentrant=False, preserve_rng_state=False)
+    assert isinstance(parts, tuple), "this is what run gives"
+    made = tuple(Tensor(part, several) for part, several in zip(parts, dims, strict=True))
+    return cast("Given", made if is_tuple else made[0])
 
 
 def serialize(loss_of: Callable[..., Tensor], batch: Dim, pieces: int, *inputs: Tensor) -> Tensor:
@@ -57,18 +67,20 @@ def serialize(loss_of: Callable[..., Tensor], batch: Dim, pieces: int, *inputs: 
         The mean loss, without gradient.
 
     Raises:
-        ModelError: If the pieces would not be of one size on every rank.
+        ModelError: If the pieces would not be of one size on every rank, or the loss is no named number.
     """
     check_dim(batch)
     scope = current()
-    if scope.local_size(batch) % pieces:
+    if pieces < 1 or scope.local_size(batch) % pieces:
         raise ModelError(
             f"serialize was asked for {pieces} pieces of {batch!r}, of which each rank has {scope.local_size(batch)}: "
             "choose a number that divides it"
         )
     total: Tensor | None = None
     for piece in range(pieces):
-        loss = loss_of(*[_piece(one, batch, pieces, piece) for one in inputs]) * (1 / pieces)
+        loss = loss_of(*[_piece(one, batch, pieces, piece) for one in inputs])
+        check_named(loss, "serialize, as its loss,")
+        loss = loss * (1 / pieces)
         if piece < pieces - 1:
             with scope.gradients.held():
                 loss.backward()
@@ -80,6 +92,7 @@ def serialize(loss_of: Callable[..., Tensor], batch: Dim, pieces: int, *inputs: 
 
 
 def _piece(tensor: Tensor, batch: Dim, pieces: int, piece: int) -> Tensor:
+    check_named(tensor, "serialize")
     if batch not in tensor.dims:
         return tensor
     place, small = tensor.place(batch, "serialize"), batch.resized(batch.size // pieces)

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from tulle.errors import ModelError
-from tulle.named.dims import Dim, Dims, as_dims, check_dim, spelled, volume
+from tulle.named.dims import Dim, Dims, as_dims, check_dim, check_once, spelled, volume
 from tulle.named.placed import Local, aligned, label_of, record, shared_scope
-from tulle.named.relayout import Mover, check_once, fitting, splits_of
+from tulle.named.relayout import Mover, fitting, splits_of
 from tulle.named.tensor import Tensor
 
 
@@ -31,7 +31,6 @@ def split(tensor: Tensor, dim: Dim, into: Sequence[Dim]) -> Tensor:
     _check_product(dim, into, "split")
     scope = shared_scope([tensor], "split")
     dims = (*tensor.dims[:place], *into, *tensor.dims[place + 1 :])
-    check_once(dims, "split")
     scope.axes(dims, "split to")
     moves = [(dim, into[0]), *[(None, one) for one in into[1:]], *_unmoved(tensor, dims)]
     record("move", [tensor], tensor.dims, dims, tuple(moves))
@@ -58,6 +57,8 @@ def merge(tensor: Tensor, dims: Sequence[Dim], into: Dim) -> Tensor:
         [0, 1, 2, 3, 4, 5]
     """
     merged = as_dims(dims)
+    check_dim(into)
+    check_once(merged, "merge of")
     places = [tensor.place(dim, "merge") for dim in merged]
     _check_product(into, merged, "merge")
     scope = shared_scope([tensor], "merge")
@@ -65,7 +66,6 @@ def merge(tensor: Tensor, dims: Sequence[Dim], into: Dim) -> Tensor:
     begin = sum(place < places[0] for place in rest)
     order = [*rest[:begin], *places, *rest[begin:]]
     out = (*[tensor.dims[place] for place in rest[:begin]], into, *[tensor.dims[place] for place in rest[begin:]])
-    check_once(out, "merge")
     scope.axes(out, "merge to")
     moves = [(merged[0], into), *[(one, None) for one in merged[1:]], *_unmoved(tensor, out)]
     record("move", [tensor], tensor.dims, out, tuple(moves))
@@ -86,6 +86,7 @@ def slice(tensor: Tensor, dim: Dim, out: Dim, *, start: int = 0) -> Tensor:
     Raises:
         ModelError: If there are not so many.
     """
+    check_dim(out)
     if start < 0 or start + out.size > dim.size:
         raise ModelError(f"slice of {dim!r} from {start} to {start + out.size} goes beyond it: take fewer entries")
     place = tensor.place(dim, "slice")
@@ -100,10 +101,10 @@ def pad(tensor: Tensor, dim: Dim, out: Dim, *, before: int = 0, value: float = 0
     Raises:
         ModelError: If `out` is not long enough.
     """
-    after = out.size - dim.size - before
+    check_dim(out)
+    place, after = tensor.place(dim, "pad"), out.size - dim.size - before
     if before < 0 or after < 0:
         raise ModelError(f"pad of {dim!r} by {before} in front gives more than {out!r}: make that longer")
-    place = tensor.place(dim, "pad")
     width = [0, 0] * (len(tensor.dims) - 1 - place) + [before, after]
     return resized(tensor, place, out, lambda whole: F.pad(whole, width, value=value))
 
@@ -115,18 +116,21 @@ def concat(tensors: Sequence[Tensor], dims: Sequence[Dim], out: Dim) -> Tensor:
         ModelError: If sizes do not add up, or other dimensions differ.
     """
     dims = as_dims(dims)
+    check_dim(out)
     if sum(dim.size for dim in dims) != out.size or len(dims) != len(tensors):
         raise ModelError(f"concat along {spelled(dims)} cannot give {out!r}: name a dimension of each, adding up to it")
     scope = shared_scope(tensors, "concat")
     place = tensors[0].place(dims[0], "concat")
     result = _replaced(tensors[0].dims, place, out)
-    parts: list[Local] = []
-    for tensor, dim in zip(tensors, dims, strict=True):
-        wanted = _replaced(result, place, dim)
-        if set(wanted) != set(tensor.dims):
-            raise ModelError(f"concat was given {tensor!r} among tensors of {spelled(wanted)}: others must agree")
-        parts.append(aligned(_whole(tensor, tensor.place(dim, "concat")), tensor.dims, wanted))
     scope.axes(result, "concat to")
+    wanted = [_replaced(result, place, dim) for dim in dims]
+    for tensor, own in zip(tensors, wanted, strict=True):
+        if set(own) != set(tensor.dims):
+            raise ModelError(f"concat was given {tensor!r} among tensors of {spelled(own)}: others must agree")
+    parts = [
+        aligned(_whole(tensor, tensor.place(dim, "concat")), tensor.dims, own)
+        for tensor, dim, own in zip(tensors, dims, wanted, strict=True)
+    ]
     mover = Mover(scope, torch.cat(parts, place), label_of("concat", result), splits_of(scope, result, whole=place))
     return Tensor(*mover.laid_out_as(result))
 
@@ -142,7 +146,6 @@ def stack(tensors: Sequence[Tensor], dim: Dim) -> Tensor:
         raise ModelError(f"stack was given {len(tensors)} tensors for {dim!r}: give as many as its size")
     scope = shared_scope(tensors, "stack")
     result = (dim, *tensors[0].dims)
-    check_once(result, "stack")
     for tensor in tensors:
         if set(tensor.dims) != set(result[1:]):
             raise ModelError(f"stack was given {tensor!r} among tensors of {spelled(result[1:])}: all must agree")
@@ -163,7 +166,6 @@ def resized(tensor: Tensor, place: int, out: Dim, change: Callable[[Local], Loca
     """A tensor of which one dimension is changed by a function of the part where it is whole."""
     scope = shared_scope([tensor], "slice or pad")
     dims = _replaced(tensor.dims, place, out)
-    check_once(dims, "slice or pad")
     scope.axes(dims, "slice or pad to")
     part = change(_whole(tensor, place))
     mover = Mover(scope, part, label_of("slice", dims), splits_of(scope, dims, whole=place))

@@ -11,7 +11,7 @@ import torch
 
 from tulle.errors import MeshError, PlanError
 from tulle.mesh import Mesh
-from tulle.named.dims import Chosen, Dim, Dims, Layout, spelled
+from tulle.named.dims import Chosen, Dim, Dims, Layout, check_once, spelled
 from tulle.named.gradients import Gradients
 from tulle.named.trace import Step
 from tulle.named.wire import ProcessWire, Wire
@@ -90,6 +90,7 @@ class Scope:
 
         Raises:
             PlanError: If two of them are split over one axis, or a size does not divide evenly.
+            ModelError: If one name comes twice.
         """
         found = self._splits.get(dims)
         if found is None:
@@ -97,6 +98,7 @@ class Scope:
         return found
 
     def _split(self, dims: Dims, what: str) -> dict[str, Dim]:
+        check_once(dims, what)
         found: dict[str, Dim] = {}
         for dim in dims:
             for axis in self.axes_of(dim):

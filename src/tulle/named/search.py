@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import combinations
 
 from torch import nn
@@ -118,9 +117,10 @@ def best_layout(
         >>> best_layout(model, x, 8).layout
         Layout('d_ff:a')
     """
-    if rates is None:
-        rates = measured(mesh_or_ranks) if isinstance(mesh_or_ranks, Mesh) else ASSUMED
     problem = record(model, sample)
+    if rates is None:
+        is_mesh = isinstance(mesh_or_ranks, Mesh)
+        rates = measured(mesh_or_ranks, problem.product(mesh_or_ranks.size)) if is_mesh else ASSUMED
     found = search_shapes(problem, mesh_or_ranks, rates, memory_bytes, max(best, _REPRICED), state_slots)
     told: list[Explanation] = []
     for one in found:
@@ -132,7 +132,7 @@ def best_layout(
             f"no layout of the model fits in {memory_bytes / 1e9:.3g} GB on {mesh_or_ranks!r}: give it more ranks, or "
             "keep less with tn.recompute"
         )
-    return Ranking(sorted(fitting, key=partial(_seconds, rates))[:best], rates)
+    return Ranking(sorted(fitting, key=lambda one: one.seconds(rates))[:best], rates)
 
 
 def search_shapes(
@@ -297,10 +297,6 @@ class Search:
         ranks = math.prod(self.pricing.sizes.values())
         whole = self.pricing.of(item, dict.fromkeys(dims_of(item), ()))
         return Price(whole.seconds * count / ranks, whole.memory_bytes * count / ranks)
-
-
-def _seconds(rates: Rates, told: Explanation) -> float:
-    return told.seconds(rates)
 
 
 def _sum(prices: Iterable[Price]) -> Price:

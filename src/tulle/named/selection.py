@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from tulle.errors import ModelError
-from tulle.named.dims import Dim, check_dim
+from tulle.named.dims import Dim, check_dim, check_once
 from tulle.named.lookup import gather
 from tulle.named.placed import Local, label_of
 from tulle.named.pointwise import equal, range, where
 from tulle.named.randomness import next_key, uniform
 from tulle.named.reduction import max, min
-from tulle.named.relayout import Mover, check_once, splits_of
+from tulle.named.relayout import Mover, splits_of
 from tulle.named.tensor import Tensor
 
 
@@ -35,12 +35,12 @@ def top_k(tensor: Tensor, over: Dim, k: Dim) -> tuple[Tensor, Tensor]:
     """
     place = tensor.place(over, "top_k")
     check_dim(k)
+    check_once((over, k), "top_k of")
     if k.size > over.size:
         raise ModelError(f"top_k was asked for {k!r} of {over!r}: there are not so many")
     scope = tensor.scope
     rest = tuple(dim for dim in tensor.dims if dim != over)
     dims = (*rest, k)
-    check_once(dims, "top_k")
     scope.axes(dims, "top_k to")
     values, places = _largest(tensor.local.detach().movedim(place, -1), k.size)
     places = places + scope.offset(over)

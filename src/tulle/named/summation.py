@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tulle.named.dims import Dim, Dims, as_dims, volume
+from tulle.named.dims import Dim, Dims, as_dims, check_once, volume
 from tulle.named.placed import Axes, Local, Placed, record, shared_scope
 
 Over = Dim | Sequence[Dim] | None
@@ -16,7 +16,7 @@ def reduced(tensor: Placed, over: Over, what: str) -> Reduced:
     """What a reduction over some dimensions, by default all, takes away and leaves.
 
     Raises:
-        ModelError: If the tensor does not have one of them.
+        ModelError: If the tensor does not have one of them, or one is named twice.
     """
     scope = shared_scope([tensor], what)
     over = over if over is None or isinstance(over, Dim) else as_dims(over)
@@ -25,6 +25,7 @@ def reduced(tensor: Placed, over: Over, what: str) -> Reduced:
     if found is None:
         dims = tensor.dims if over is None else as_dims(over)
         places = [tensor.place(dim, what) for dim in dims]
+        check_once(dims, f"{what} over")
         axes = {axis for dim in dims for axis in scope.axes_of(dim)}
         kept = tuple(dim for dim in tensor.dims if dim not in dims)
         found = scope.plans[key] = places, kept, tuple(sorted(axes))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from tulle.errors import ModelError
-from tulle.named.contraction import contract
-from tulle.named.dims import Dim, as_dims, spelled, united
+from tulle.named.contraction import contract, multiply
+from tulle.named.dims import Dim, as_dims, spelled
 from tulle.named.elementwise import Scalar, broadcast
 from tulle.named.placed import Local, Placed
 from tulle.named.relayout import renamed
@@ -41,8 +41,19 @@ class Tensor(Placed):
         return None if gradient is None else Tensor(gradient, self.dims, (), self.scope)
 
     def map(self, function: Callable[[Local], Local]) -> Tensor:
-        """Apply an elementwise function of plain tensors."""
-        return Tensor(function(self.local), self.dims, (), self.scope)
+        """Apply an elementwise function of plain tensors.
+
+        Raises:
+            ModelError: If it gives another shape, and so is none.
+        """
+        local = self.local
+        result = function(local)
+        if result.shape != local.shape:
+            raise ModelError(
+                f"map was given a function that makes shape {tuple(result.shape)} of {tuple(local.shape)}: one that "
+                "treats each number by itself leaves the shape as it is; sums and reshapes are in tulle.named"
+            )
+        return Tensor(result, self.dims, (), self.scope)
 
     def with_part(self, part: Local) -> Tensor:
         """Another part of the same dimensions."""
@@ -112,12 +123,7 @@ class Tensor(Placed):
             >>> x.dot(w, d)
             Tensor(batch=2, ff=4; float32)
         """
-        over = as_dims(over)
-        for dim in over:
-            self.place(dim, "dot")
-            other.place(dim, "dot")
-        out = tuple(dim for dim in united(self.dims, other.dims) if dim not in over)
-        return Tensor(*contract((self, other), out))
+        return Tensor(*multiply(self, other, over), self.scope)
 
     def sum(self, over: Over = None) -> Tensor:
         """Sum over some dimensions, by default all; `tn.sum` is the same."""
@@ -176,22 +182,22 @@ class Tensor(Placed):
         return self.map(lambda local: local**exponent)
 
     def __lt__(self, other: Tensor | Scalar) -> Tensor:
-        return elementwise(torch.lt, self, other)
+        return _beside(torch.lt, self, other)
 
     def __le__(self, other: Tensor | Scalar) -> Tensor:
-        return elementwise(torch.le, self, other)
+        return _beside(torch.le, self, other)
 
     def __gt__(self, other: Tensor | Scalar) -> Tensor:
-        return elementwise(torch.gt, self, other)
+        return _beside(torch.gt, self, other)
 
     def __ge__(self, other: Tensor | Scalar) -> Tensor:
-        return elementwise(torch.ge, self, other)
+        return _beside(torch.ge, self, other)
 
     def __and__(self, other: Tensor) -> Tensor:
-        return elementwise(torch.logical_and, self, other)
+        return _beside(torch.logical_and, self, other)
 
     def __or__(self, other: Tensor) -> Tensor:
-        return elementwise(torch.logical_or, self, other)
+        return _beside(torch.logical_or, self, other)
 
     def __invert__(self) -> Tensor:
         return self.map(torch.logical_not)
@@ -237,11 +243,18 @@ def einsum(*inputs: Tensor, out: Dim | Sequence[Dim]) -> Tensor:
 
 def _added(function: Callable[..., Local], left: Tensor, right: Tensor | Scalar) -> Tensor:
     """Two sums that are pending over the same axes stay so, as one."""
-    if not isinstance(right, Tensor):
-        return elementwise(function, left, right)
-    if left.pending and left.pending == right.pending and left.dims == right.dims:
+    if isinstance(right, Tensor) and left.pending and left.pending == right.pending and left.dims == right.dims:
         return Tensor(function(left.part, right.part), left.dims, left.pending, left.scope)
-    return _alike(function, left, right)
+    return _beside(function, left, right)
+
+
+def _beside(function: Callable[..., Local], left: Tensor, right: Tensor | Scalar) -> Tensor:
+    """The short way for a number; `elementwise` refuses what is neither."""
+    if isinstance(right, Tensor):
+        return _alike(function, left, right)
+    if isinstance(right, torch.Tensor):
+        return elementwise(function, left, right)
+    return Tensor(function(left.local, right), left.dims, (), left.scope)
 
 
 def _alike(function: Callable[..., Local], left: Tensor, right: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tulle.errors import ModelError
 from tulle.pipeline.holdings import Holdings
 from tulle.pipeline.outcome import Described
 from tulle.pipeline.placeholder import Operator, Placeholder
@@ -42,7 +43,13 @@ class Adopted:
                 made.local = leaf  # a leaf of autograd: no phase of the tape
             return self._remember(leaf, made)
         if self._known and leaf._base is not None and id(leaf._base) in self._known:
-            return self.adopt(leaf, self._known[id(leaf._base)].stage, None)
+            base = self._known[id(leaf._base)]
+            if base.local is not None and base.local is not leaf._base and base.needs_grad:
+                raise ModelError(
+                    f"a view of {base!r} is read that was made before a value of another stage was written there: "
+                    "gradients could not follow; make the view again (tensor[...]) after what is written"
+                )
+            return self.adopt(leaf, base.stage, base.phase)
         return leaf
 
     def adopt(self, tensor: Tensor, stage: int, phase: object) -> Placeholder:
@@ -56,8 +63,8 @@ class Adopted:
             made.local = tensor
         if base is not None:
             made.share_memory_with(self._known[id(base)])
-        if id(tensor) in self._holdings.buffers:  # in later programs too: the other ranks' are out of date now
-            self._holdings.note(tensor, stage)
+            made.needs_grad |= self._known[id(base)].needs_grad  # which its own rank alone would see
+        self._holdings.settle(tensor, stage)
         return self._remember(tensor, made)
 
     def __bool__(self) -> bool:

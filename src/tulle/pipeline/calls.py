@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +89,9 @@ class _Reads(TorchFunctionMode):
 def pieces_of(model: nn.Module, calls: Calls, weights: dict[str, float], largest: float) -> list[str]:
     """Modules that stay whole: as large as can be, but for those that weigh more than `largest` and can be cut.
 
-    One that reads parameters of others is none: what it does itself runs between modules, where all can be read.
+    One that reads parameters of others is none: what it does itself runs between modules, where all can be read. Nor is
+    one without state that is called in several places, an activation say: it runs at each where its arguments live, or
+    values would go to its stage and back.
 
     Args:
         model: The model.
@@ -100,6 +102,7 @@ def pieces_of(model: nn.Module, calls: Calls, weights: dict[str, float], largest
 
     def within(name: str) -> list[str]:
         children = [] if _hears_gradients(model.get_submodule(name)) else calls.children(name)
+        children = [child for child in children if len(calls.chains[child]) == 1 or _has_state(model, child)]
         has_own = next(model.get_submodule(name).parameters(recurse=False), None) is not None
         is_small = weights[name] <= (4 * largest if has_own else largest)
         if name and name not in calls.borrowers and (is_small or not children):
@@ -107,6 +110,11 @@ def pieces_of(model: nn.Module, calls: Calls, weights: dict[str, float], largest
         return [piece for child in children for piece in within(child)]
 
     return within("") or [""]
+
+
+def _has_state(model: nn.Module, name: str) -> bool:
+    module = model.get_submodule(name)
+    return any(True for _ in (*module.parameters(), *module.buffers()))
 
 
 def _hears_gradients(module: nn.Module) -> bool:
@@ -119,17 +127,36 @@ def coarsened(assignment: dict[str, int], calls: Calls) -> dict[str, int]:
 
     It must be called whenever they are, or another could call them past it.
     """
+    return placed_as_one(assignment, around(list(assignment), calls))
+
+
+def around(names: Sequence[str], calls: Calls) -> dict[str, tuple[str, ...]]:
+    """Of each of some modules those that could be placed in its stead with all else that they call, outermost first."""
+    not_always: set[str] = set()
+    for name in names:
+        chains = calls.chains.get(name, ())
+        not_always |= {outer for chain in chains for outer in chain if not all(outer in other for other in chains)}
+    unfit = not_always | calls.borrowers
+    return {name: tuple(outer for outer in calls.chains.get(name, [()])[0] if outer not in unfit) for name in names}
+
+
+def placed_as_one(assignment: Mapping[str, int], around: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    """The same assignment with each module that has only pieces of one stage in the stead of these.
+
+    Args:
+        assignment: The stage of each piece.
+        around: Of each piece the modules that always call it, the outermost first.
+
+    Example:
+        >>> around = {"a.0": ["a"], "a.1": ["a"], "b.0": ["b"], "b.1": ["b"]}
+        >>> placed_as_one({"a.0": 0, "a.1": 0, "b.0": 0, "b.1": 1}, around)
+        {'a': 0, 'b.0': 0, 'b.1': 1}
+    """
     stages: dict[str, set[int]] = {}
-    is_always_around: dict[str, bool] = {}
     for name, stage in assignment.items():
-        for chain in calls.chains.get(name, ()):
-            for around in chain:
-                stages.setdefault(around, set()).add(stage)
-                others = all(around in other for other in calls.chains[name])
-                is_always_around[around] = is_always_around.get(around, True) and others
-    whole = {name for name, found in stages.items() if len(found) == 1 and is_always_around[name]} - calls.borrowers
+        for outer in around.get(name, ()):
+            stages.setdefault(outer, set()).add(stage)
     result: dict[str, int] = {}
     for name, stage in assignment.items():
-        chain = calls.chains.get(name, [()])[0]
-        result[next((around for around in chain if around in whole), name)] = stage
+        result[next((outer for outer in around.get(name, ()) if len(stages[outer]) == 1), name)] = stage
     return result

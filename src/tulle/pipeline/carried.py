@@ -1,14 +1,16 @@
 """`Carried`: whether what a model computes between its placed modules is kept for later, in buffers or attributes.
 
 Micro-batches pass one another wherever one waits, so the forward of one could read what another has left: a moving
-average, an auxiliary loss that a module remembers. Of such a model each forward ends before the next begins.
+average, an auxiliary loss that a module remembers, or the buffers of a placed module that is called more than once.
+Of such a model each forward ends before the next begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Sequence
+from types import UnionType
 
-from torch import nn
+from torch import Tensor, nn
 
 from tulle.pipeline.placeholder import Placeholder
 
@@ -29,7 +31,10 @@ class Carried:
         between = (module for name, module in model.named_modules() if not is_within(name) and name not in placed)
         buffers = [buffer for module in between for buffer in module.buffers(recurse=False)]
         self._tensors = [*model.parameters(), *buffers]
+        self._buffers = {name: list(model.get_submodule(name).buffers()) for name in placed}
         self._versions: list[int] = []
+        self._versions_within: dict[str, list[int]] = {}
+        self._numbers: list[object] = []
         self._is_seen: bool | None = None
 
     @property
@@ -39,18 +44,34 @@ class Carried:
 
     def begin(self) -> None:
         """A step begins."""
-        self._versions = self._written()
+        self._versions = _written(self._tensors)
+        self._versions_within = {name: _written(buffers) for name, buffers in self._buffers.items()}
+        self._numbers = self._attributes(int | float | complex)
 
-    def end(self) -> None:
-        """A step is over; what it was seen to keep is kept from now on."""
-        is_written = self._versions != self._written()
-        is_remembered = any(isinstance(value, Placeholder) for value in self._remembered())
-        self._is_seen = bool(self._is_seen) or is_written or is_remembered
+    def end(self, most_calls: Callable[[str], int]) -> None:
+        """A step is over; what it was seen to keep is kept from now on.
 
-    def _written(self) -> list[int]:
-        return [tensor._version for tensor in self._tensors if not tensor.is_inference()]
+        Args:
+            most_calls: How often a program called a placed module at most: between two calls, others could write.
+        """
+        is_written = self._versions != _written(self._tensors)
+        is_written_within = any(
+            versions != _written(self._buffers[name]) and most_calls(name) > 1
+            for name, versions in self._versions_within.items()
+        )
+        is_remembered = bool(self._attributes(Placeholder)) or self._numbers != self._attributes(int | float | complex)
+        self._is_seen = bool(self._is_seen) or is_written or is_written_within or is_remembered
 
-    def _remembered(self) -> Iterator[object]:
+    def _attributes(self, kinds: type | UnionType) -> list[object]:
+        """Values of such types that hang on modules, also in lists and tuples."""
+        found: list[object] = []
         for module in self._modules:
             for value in (*vars(module).values(), *module._buffers.values()):
-                yield from value if isinstance(value, list | tuple) else (value,)
+                several = value if isinstance(value, list | tuple) else (value,)
+                found += [one for one in several if isinstance(one, kinds)]
+        return found
+
+
+def _written(tensors: Sequence[Tensor]) -> list[int]:
+    """How often each was written in so far."""
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]

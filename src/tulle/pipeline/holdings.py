@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
@@ -56,8 +57,10 @@ class Holdings:
     post: Post
     stages: dict[int, int] = field(default_factory=dict)
     """Stage of each parameter, and of each buffer of a unit, by its identity."""
-    buffers: set[int] = field(default_factory=set)
-    """Buffers that live on all ranks, because they are in no unit."""
+    buffers: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Buffers that live on all ranks, because they are in no unit: their models' numbers and their names."""
+    settled: WeakValueDictionary[tuple[int, str], Tensor] = field(default_factory=WeakValueDictionary)
+    """Those among them in which something was written that one rank has: they live there now."""
     shapes: Shapes = field(default_factory=Shapes)
     calls: dict[Hashable, Known] = field(default_factory=dict)
     """Of calls of units, by signature. None is ever forgotten, because all ranks must know the same ones."""
@@ -71,11 +74,18 @@ class Holdings:
             known = self.calls[signature] = Known(signature)
         return known
 
-    def note(self, tensor: Tensor, stage: int | None) -> None:
-        """Note that a parameter or buffer lives at a stage, or, if None, on all ranks; until it is gone."""
+    def note(self, tensor: Tensor, stage: int | None, model: int, name: str) -> None:
+        """Note that a parameter or buffer of a model lives at a stage, or, if None, on all ranks; until it is gone."""
         if stage is not None:
             self.stages[id(tensor)] = stage
             weakref.finalize(tensor, self.stages.pop, id(tensor), None)
         else:
-            self.buffers.add(id(tensor))
-            weakref.finalize(tensor, self.buffers.discard, id(tensor))
+            self.buffers[id(tensor)] = model, name
+            weakref.finalize(tensor, self.buffers.pop, id(tensor), None)
+
+    def settle(self, tensor: Tensor, stage: int) -> None:
+        """Note that a tensor lives at a stage from now on, if it is a buffer that lived on all ranks."""
+        known = self.buffers.pop(id(tensor), None)
+        if known is not None:
+            self.note(tensor, stage, *known)
+            self.settled[known] = tensor

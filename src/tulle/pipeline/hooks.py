@@ -1,52 +1,77 @@
-"""Forward hooks of placed modules: the user's run between modules, on every rank, so that what they remember is there.
+"""Hooks of placed modules' forward: the user's run between modules, on every rank, so that what they remember is there.
 
-Hooks of torch and of this library stay with the module, on its owner. So do all of a module that has hooks before its
-forward too, which may change what the others are given.
+Hooks of torch and of this library stay with the module, on its owner, closest to its forward.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 Hook = Callable[..., Any]
+_NO_HOOKS: dict[int, Hook] = {}
 
 
-def hooks_for_all(module: nn.Module) -> dict[int, Hook]:
-    """Those that run between modules, by torch's numbers for them."""
-    if not module._forward_hooks or module._forward_pre_hooks:
-        return {}
-    return {number: hook for number, hook in module._forward_hooks.items() if not _stays(hook)}
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """Those of a module that run between modules, by torch's numbers for them.
 
+    Args:
+        module: Whose.
+        before: Its forward.
+        after: Its forward.
+    """
 
-def without(hooks: Mapping[int, Hook], module: nn.Module) -> Callable[..., Any]:
-    """The module's own call, with all hooks but these."""
+    module: nn.Module
+    before: Mapping[int, Hook]
+    after: Mapping[int, Hook]
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        every = module._forward_hooks
-        module._forward_hooks = OrderedDict((number, hook) for number, hook in every.items() if number not in hooks)
+    @property
+    def caller(self) -> Callable[..., Any]:
+        """The module's own call, with all hooks but these."""
+        return self._call if self.before or self.after else self.module._call_impl
+
+    def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the module is called with, once these hooks have seen it."""
+        for number, hook in self.before.items():
+            if number in self.module._forward_pre_hooks_with_kwargs:
+                args, kwargs = hook(self.module, args, kwargs) or (args, kwargs)
+            elif (changed := hook(self.module, args)) is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+        return args, kwargs
+
+    def changed(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        """What a call gives, once these hooks have seen it."""
+        for number, hook in self.after.items():
+            given = (args, kwargs) if number in self.module._forward_hooks_with_kwargs else (args,)
+            changed = hook(self.module, *given, result)
+            result = result if changed is None else changed
+        return result
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        module, before, after = self.module, self.module._forward_pre_hooks, self.module._forward_hooks
+        module._forward_pre_hooks = OrderedDict((n, hook) for n, hook in before.items() if n not in self.before)
+        module._forward_hooks = OrderedDict((n, hook) for n, hook in after.items() if n not in self.after)
         try:
             return module._call_impl(*args, **kwargs)
         finally:
-            module._forward_hooks = every
-
-    return call if hooks else module._call_impl
+            module._forward_pre_hooks, module._forward_hooks = before, after
 
 
-def changed_by(
-    hooks: Mapping[int, Hook], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Any:
-    """What a call gives after these hooks have seen it."""
-    for number, hook in hooks.items():
-        given = (args, kwargs) if number in module._forward_hooks_with_kwargs else (args,)
-        changed = hook(module, *given, result)
-        result = result if changed is None else changed
-    return result
+def hooks_for_all(module: nn.Module) -> Hooks:
+    """Those that run between modules."""
+    return Hooks(module, _users(module._forward_pre_hooks), _users(module._forward_hooks))
+
+
+def _users(hooks: Mapping[int, Hook]) -> Mapping[int, Hook]:
+    return {number: hook for number, hook in hooks.items() if not _stays(hook)} if hooks else _NO_HOOKS
 
 
 def _stays(hook: Hook) -> bool:
-    made_in = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    function = getattr(hook, "func", hook)
+    made_in = getattr(function, "__module__", None) or type(function).__module__
     return made_in.partition(".")[0] in ("torch", "tulle")

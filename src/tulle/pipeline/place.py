@@ -146,7 +146,7 @@ def place(
     stages, carried = 1 + max(placed.values(), default=0), Carried(model, placed)
     resident = Resident(list(model.parameters()), tied, stages, carried)
     for name, tensor in _tensors(model):
-        runtime.holdings.note(tensor, min(homes[name], default=None))
+        runtime.holdings.note(tensor, min(homes[name], default=None), runtime.placed, name)
     runtime.models[runtime.placed] = resident
     for unit in units:
         if unit.name:

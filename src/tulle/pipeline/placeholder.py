@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Protocol
@@ -32,8 +32,8 @@ class Operator(Protocol):
         """Run an operation that torch shows to no mode; every rank comes here."""
         ...
 
-    def backward(self, loss: Placeholder, *args: Any, **kwargs: Any) -> None:
-        """Run backward from a loss; every rank comes here."""
+    def backward(self, losses: Sequence[Any], gradients: Sequence[Any] | None = None, **options: Any) -> None:
+        """Run backward from losses; every rank comes here."""
         ...
 
 
@@ -54,6 +54,10 @@ class Family:
     def has_others(self) -> bool:
         """Whether more than one of them is left."""
         return self._members is not None and len(self._members) > 1
+
+    def with_all(self, one: Placeholder) -> list[Placeholder]:
+        """One of them and all others."""
+        return [one] if self._members is None else list(self._members)
 
     def add(self, first: Placeholder, other: Placeholder) -> None:
         """Note that another one shares the memory of the first."""
@@ -163,7 +167,7 @@ def intercept(
             if attribute not in _TENSOR_PROPERTIES:
                 return _property(first, attribute, function, args)
         elif name == "backward":
-            return program.backward(*args, **kwargs)
+            return program.backward([first], [kwargs.pop("gradient", None)], **kwargs)
         elif name == "__iter__":
             return iter(torch.unbind(first))
         elif name == "__set__" or name in _REFUSED:
@@ -172,6 +176,8 @@ def intercept(
                 f"{what} of {first!r}, a tensor between modules of a pipeline, is not possible: do it inside a module"
             )
     program = program or next(leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Placeholder)).program
+    if function is torch.autograd.backward and any(isinstance(loss, Placeholder) for loss in args[0]):
+        return program.backward(args[0], kwargs.pop("grad_tensors", None), **kwargs)
     return program.operate(function, args, kwargs)
 
 

@@ -22,13 +22,13 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from tulle.errors import ModelError
 from tulle.pipeline.adopted import Adopted
 from tulle.pipeline.holdings import Holdings, Known, Unit
-from tulle.pipeline.hooks import changed_by, hooks_for_all, without
+from tulle.pipeline.hooks import hooks_for_all
 from tulle.pipeline.letters import is_dense
 from tulle.pipeline.outcome import Constant, Described, Outcome, Same, describe, versions_of
 from tulle.pipeline.placeholder import Placeholder, intercept, running
 from tulle.pipeline.randomness import Others, forked_torch, seed_of
 from tulle.pipeline.recompute import checkpointed, intercept_functions, is_checkpointed, outside_of_checkpoint
-from tulle.pipeline.shapes import signature
+from tulle.pipeline.shapes import GRADIENT, signature
 from tulle.pipeline.structure import Spec, flatten, rebuild
 from tulle.pipeline.values import Values
 
@@ -106,8 +106,18 @@ class Program:
         leaves = [self._adopted.placed(leaf) for leaf in leaves]
         call = Call(function, leaves, spec, getattr(function, "__name__", str(function)))
         placeholders = call.placeholders
+        if self._axis.size > 1 and _asks_for_gradients(function, args, placeholders):
+            raise ModelError(
+                "a step asks between modules for gradients of tensors that are no parameters (torch.autograd.grad, or "
+                ".grad of a tensor of its own): each rank has only a part of them; ask inside one module"
+            )
         if not placeholders:
             return function(*args, **kwargs)
+        if call.name == "__set__" and isinstance(args[1], Tensor) and args[1].dtype != args[0].dtype:
+            raise ModelError(
+                f"a forward makes a parameter of {args[0].dtype} one of {args[1].dtype}, which other stages would not "
+                "see: convert the module (.to(...)) before it is placed"
+            )
         outcome = self.holdings.shapes.outcome(function, leaves, spec)
         stage = max(placeholder.stage for placeholder in placeholders)
         target = _written_in(call, outcome)
@@ -140,40 +150,44 @@ class Program:
             raise ModelError(f"what calls the placed module {unit.name!r} gives cannot be told by its shapes")
         self.models.add(unit.model)
         hooks = hooks_for_all(unit.module)
+        args, kwargs = hooks.given(args, kwargs)
         with _interception_aside():
             leaves, spec = flatten((args, kwargs))
             leaves = [self._adopted.placed(leaf) for leaf in leaves]
-            call = Call(_caller(without(hooks, unit.module)), leaves, spec, unit.name, unit)
+            call = Call(_caller(hooks.caller), leaves, spec, unit.name, unit)
             frozen = self.holdings.frozen.get(unit.model)
             what = unit.model, unit.name, unit.module.training, frozen
             known = self.holdings.known(signature(what, leaves, spec))
             result = self._run(call, unit.stage, known.outcome, known)
-        return changed_by(hooks, unit.module, args, kwargs, result)
+        return hooks.changed(args, kwargs, result)
 
     def backward(
         self,
-        loss: Placeholder,
-        gradient: Tensor | None = None,
-        retain_graph: bool | None = None,  # noqa: FBT001 - torch's own signature
-        create_graph: bool = False,  # noqa: FBT001
-        inputs: object = None,
+        losses: Sequence[Any],
+        gradients: Sequence[Tensor | None] | None = None,
+        **options: Any,
     ) -> None:
-        """Run backward from a loss, as `torch.Tensor.backward`. Every rank comes here."""
-        if create_graph or inputs is not None:
+        """Run backward from losses, as `torch.autograd.backward`. Every rank comes here."""
+        if options.get("create_graph") or options.get("inputs") is not None:
             raise ModelError(
                 "backward through a pipeline was asked for create_graph or inputs; only plain loss.backward() can run "
                 "over stages: compute such gradients inside one module"
             )
-        if not loss.needs_grad:
-            raise ModelError("backward was called on a tensor of a pipeline that needs no gradient: see requires_grad")
-        if gradient is None and loss.numel() != 1:
-            raise ModelError(
-                f"backward was called on a tensor of shape {list(loss.shape)}: give its gradient, or sum it"
-            )
-        self.values.seed(loss, gradient, self.scale)
+        given = gradients if gradients is not None else [None] * len(losses)
+        for loss, gradient in zip(losses, given, strict=True):
+            if not isinstance(loss, Placeholder) or not loss.needs_grad:
+                raise ModelError(
+                    "backward was called on a tensor of a pipeline that needs no gradient: see requires_grad"
+                )
+            if gradient is None and loss.numel() != 1:
+                raise ModelError(
+                    f"backward was called on a tensor of shape {list(loss.shape)}: give its gradient, or sum it"
+                )
+        for loss, gradient in zip(losses, given, strict=True):
+            self.values.seed(loss, gradient, self.scale)
+        self.has_graph = bool(options.get("retain_graph"))
         with self._around_backward():
-            self.values.backward(retain_graph=bool(retain_graph))
-        self.has_graph = bool(retain_graph)
+            self.values.backward(retain_graph=self.has_graph)
 
     def begin_call(self) -> int:
         """Note that the model is called; give the number of the call."""
@@ -197,6 +211,10 @@ class Program:
         """Forget the graph."""
         self.values.end()
         self._adopted.clear()
+
+    def calls_of(self, name: str) -> int:
+        """How often a module or an operation of that name ran."""
+        return self._turns.get(name, 0)
 
     @property
     def held(self) -> int:
@@ -304,7 +322,10 @@ class Program:
         if not isinstance(leaf, Placeholder):
             return
         leaf.family.version += 1
-        leaf.needs_grad |= torch.is_grad_enabled() and any(other.needs_grad for other in call.placeholders)
+        if torch.is_grad_enabled() and any(other.needs_grad for other in call.placeholders):
+            for member in leaf.family.with_all(leaf):  # from now on all of them come from what runs now
+                member.needs_grad = True
+                member.phase = None if member.local is None else self.values.tape.phase
         if (leaf.stage - stage) % self._axis.size:  # a module wrote in what it was sent: that is the tensor now
             if leaf.family.has_others:
                 raise ModelError(
@@ -316,6 +337,13 @@ class Program:
     def _turn(self, name: str) -> int:
         self._turns[name] = self._turns.get(name, 0) + 1
         return self._turns[name]
+
+
+def _asks_for_gradients(function: Callable[..., Any], args: Sequence[Any], placeholders: Sequence[Placeholder]) -> bool:
+    """Whether an operation asks for gradients that may lie on several ranks; those of a parameter are at its own."""
+    if function is torch.autograd.grad:
+        return bool(placeholders)
+    return not placeholders and function == GRADIENT and args[0].is_leaf and args[0].requires_grad
 
 
 def _written_in(call: Call, outcome: Outcome | None) -> int | None:

@@ -43,13 +43,14 @@ class outside_of_checkpoint:  # noqa: N801 - used like a function; a class costs
     __slots__ = ("_hooks",)
 
     def __enter__(self) -> None:
-        self._hooks = _hooks_of_checkpoint()
-        if self._hooks is not None:
+        self._hooks: list[tuple[Any, Any]] = []
+        while (hooks := _hooks_of_checkpoint()) is not None:  # they may be within one another
+            self._hooks.append(hooks)
             _autograd._pop_saved_tensors_default_hooks()
 
     def __exit__(self, *_: object) -> None:
-        if self._hooks is not None:
-            _autograd._push_saved_tensors_default_hooks(*self._hooks)
+        while self._hooks:
+            _autograd._push_saved_tensors_default_hooks(*self._hooks.pop())
 
 
 def checkpointed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -129,9 +130,11 @@ class Runtime:
                 one.begin()
             in_order = any(one.is_likely for one in carried.values())
             idle_s = Turns(turns, post, step.schedule, self.stages, in_order=in_order).run()
-            for number in set[int]().union(*(turn.program.models for turn in turns)):
-                carried[number].end()
-            self._add_up_tied(aside, [turn.program for turn in turns])
+            programs = [turn.program for turn in turns]
+            for number in set[int]().union(*(program.models for program in programs)):
+                carried[number].end(lambda name: max(program.calls_of(name) for program in programs))
+            self._add_up_tied(aside, programs)
+            self._even_out()
         except BaseException as error:
             post.close(error)
             raise
@@ -194,6 +197,13 @@ class Runtime:
         for aside in asides:
             aside.put_back()
 
+    def _even_out(self) -> None:
+        """Have all ranks hold what one of them has written in buffers that are in no unit, for checkpoints."""
+        for (_, name), tensor in sorted(self.holdings.settled.items(), key=lambda item: item[0]):
+            home = self.holdings.stages[id(tensor)] % self.axis.size
+            others = [rank for rank in range(self.axis.size) if rank != home]
+            self.copy_from_first(tensor, [home, *others], (-self._next_program(), 0), name)
+
     def _next_program(self) -> int:
         self.programs += 1
         return self.programs
@@ -251,7 +261,10 @@ class _Scaled(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is Tensor.backward:
+        if func is Tensor.backward or (func is torch.autograd.backward and isinstance(args[0], Tensor)):
             loss, *rest = args
             return func(loss * self._scale, *rest, **(kwargs or {}))
+        if func is torch.autograd.backward:
+            losses, *rest = args
+            return func([loss * self._scale for loss in losses], *rest, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

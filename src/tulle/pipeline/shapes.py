@@ -18,6 +18,9 @@ from tulle.pipeline.structure import Spec, rebuild
 _REMEMBERED = 8192
 _WITH_GRAD, _WITHOUT_GRAD = (True,), (False,)
 _UNKNOWN: Any = object()
+GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
+_OF_VALUES = (Tensor.__format__, GRADIENT)
+"""Which a fake tensor answers too, but not with its own number or gradient."""
 T = TypeVar("T")
 
 
@@ -77,7 +80,7 @@ def _about(leaf: Any) -> Hashable:
 
 
 def _infer(function: Callable[..., Any], leaves: Sequence[Any], spec: Spec) -> Outcome | None:
-    if function is Tensor.__format__:  # which a fake tensor answers too, but not with its number
+    if function in _OF_VALUES:
         return None
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:

@@ -52,6 +52,8 @@ class Turn:
         self.purpose = ""
         self.is_at_backward = False
         self.in_backward = False
+        self.backwards = 0
+        """How many it has come to."""
         self.may_go = threading.Lock()
         self.may_go.acquire()
 
@@ -74,6 +76,7 @@ class Turn:
     def backward(self) -> Iterator[None]:
         """Give way until the schedule has backward begin; entered by the program."""
         self.is_at_backward = True
+        self.backwards += 1
         self.give_way(self)
         self.is_at_backward, self.in_backward = False, True
         yield
@@ -199,7 +202,7 @@ class Turns:
     def _is_ready(self, turn: Turn, arrived: Collection[Turn], *, is_full: bool) -> bool:
         if turn.is_at_backward:
             return self._schedule != "gpipe" or not (
-                self._waiting or any(not (other.is_at_backward or other.in_backward) for other in self._begun)
+                self._waiting or any(other.backwards < turn.backwards for other in self._begun)
             )
         if turn.key is None or turn not in arrived:
             return turn.key is None

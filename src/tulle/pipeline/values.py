@@ -37,7 +37,7 @@ class Values:
     def __init__(self, number: int, holdings: Holdings, wait: Wait, name: str) -> None:
         self._number, self._holdings, self._wait = number, holdings, wait
         self._post, self._rank, self._size = holdings.post, holdings.post.axis.rank, holdings.post.axis.size
-        self._count = 0
+        self._count, self._backwards = 0, 0
         self.tape = Tape()
         self.name = name
 
@@ -92,6 +92,7 @@ class Values:
     def backward(self, *, retain_graph: bool) -> None:
         """Run backward through this rank's phases. Every rank comes here."""
         self.name = f"backward of {self.name}"
+        self._backwards += 1
         with torch.no_grad():
             self.tape.backward(self._gradient_of, self._give_gradient, retain_graph=retain_graph)
         self.name = self.name.removeprefix("backward of ")
@@ -147,10 +148,14 @@ class Values:
         self.tape = Tape()
 
     def _gradient_of(self, number: int, rank: int) -> Tensor | None:
-        return self._await((Kind.GRADIENT, self._number, number), rank, "a gradient")
+        return self._await(self._key_of_gradient(number), rank, "a gradient")
 
     def _give_gradient(self, number: int, rank: int, gradient: Tensor | None) -> None:
-        self._post.send((Kind.GRADIENT, self._number, number), gradient, to=(rank,))
+        self._post.send(self._key_of_gradient(number), gradient, to=(rank,))
+
+    def _key_of_gradient(self, number: int) -> Key:
+        """Another one for each backward: with `retain_graph` several gradients of one value may be under way."""
+        return Kind.GRADIENT, self._number, self._backwards << 32 | number
 
     def _tell_all(self, key: Key, content: object) -> None:
         self._post.send(key, content, to=[rank for rank in range(self._size) if rank != self._rank])

@@ -14,7 +14,7 @@ from itertools import pairwise
 from tulle.plan.memory import Memory
 from tulle.plan.plan import AT_READ, MODEL, Plan
 from tulle.plan.table_plan import TablePlan
-from tulle.plan.update import rest_s
+from tulle.plan.update import rest_s, shared_s_per_byte
 from tulle.plan.work import DATA, NARROW, Share, Work, total_s, work_of
 from tulle.workload import Cluster, Profile
 
@@ -60,12 +60,21 @@ class Bound:
                 count * piece.forward_s + (count - 1) * piece.backward_s + reduced + updated
                 for piece, reduced, updated in zip(pieces, reduced_s, updates_s, strict=True)
             ]
-        busiest_s = max(_least_maximum(seconds, share.pipe, is_sharp=is_sharp) for seconds in (device_s, link_s))
+        working_s, sending_s = (_least_maximum(one, share.pipe, is_sharp=is_sharp) for one in (device_s, link_s))
+        calls_s = self._calls_s(share)
+        busiest_s = max(working_s + count * calls_s, sending_s)
         turns_s = [total_s(piece) for piece in pieces]
         through_s = sum(turns_s)  # of one micro-batch
         if self._is_chain:
             through_s = _least_passage(turns_s, share.pipe, count, is_sharp=is_sharp)
-        return max(busiest_s, through_s) + rest_s(self.profile, share)
+        return max(busiest_s, through_s + calls_s) + rest_s(self.profile, share)
+
+    def _calls_s(self, share: Share) -> float:
+        """What each rank takes to run a micro-batch past all modules that are placed, if they are as few as can be."""
+        if share.pipe == 1:
+            return 0.0
+        placed = {next((outer for outer in one.around if outer), one.name) for one in self.profile.modules}
+        return len(placed) * self.cluster.machine.call_s
 
     @property
     def _is_chain(self) -> bool:
@@ -75,7 +84,7 @@ class Bound:
     def _updates(self, share: Share, memory: Memory) -> list[float]:
         """Seconds of the optimizer for each piece."""
         owners = share.data if memory.shard_optimizer or memory.full_shard or memory.precision else 1
-        step_s = self.profile.optimizer.step_s_per_byte / owners
+        step_s = shared_s_per_byte(self.profile, owners)
         return [piece.parameters_bytes * step_s for piece in self.pieces(share)]
 
     def _reduced(self, share: Share, memory: Memory) -> list[float]:

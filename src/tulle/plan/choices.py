@@ -69,18 +69,20 @@ class Tables:
         if self.share.data == 1:
             reason = f"one rank along {DATA} has all gradients"
             return replace(plan, tables=tuple(replace(table, reason=reason) for table in plan.tables))
-        options = {name: self._ways(names, is_whole=False) for names in self._groups(plan) for name in names}
-        return replace(plan, tables=tuple(self._told(table, options[table.name]) for table in plan.tables))
+        groups = {name: names for names in self._groups(plan) for name in names}
+        return replace(plan, tables=tuple(self._told(table, groups[table.name]) for table in plan.tables))
 
-    def _told(self, table: TablePlan, options: Sequence[Exchange]) -> TablePlan:
+    def _told(self, table: TablePlan, names: Sequence[str]) -> TablePlan:
         looks = self.tariff.looks(table.name, self.share.data, self.share.batches)
-        costs = {one.scheme: one.total for one in sorted(options, key=total_of)}
+        options = sorted(self._ways(names, is_whole=False), key=total_of)
+        costs = {one.scheme: one.total for one in options}
         if REPLICA in costs:  # in the buckets, among other dense gradients
             costs[REPLICA] = all_reduce_cost(looks.dense_bytes, self.network, self.share.data)
         others = ", ".join(f"{name} {ms(cost.seconds)}" for name, cost in costs.items() if name != table.scheme)
         reason = f"{looks.density:.2%} of {looks.num_rows:,} rows touched a rank and step, {self.share.data} ranks"
         if table.scheme in costs:
             reason += f": {table.scheme} {ms(costs[table.scheme].seconds)}" + (f", {others}" if others else "")
+            reason += f", {len(names)} tables together" if len(names) > 1 else ""
         return replace(table, reason=reason, density=looks.density, candidates=costs, characteristics=ratios(looks))
 
     def _groups(self, plan: Plan) -> list[tuple[str, ...]]:

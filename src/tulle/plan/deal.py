@@ -85,6 +85,24 @@ class Deal:
         """How many there are."""
         return max(work.stage for work in self.works) + 1
 
+    def calls_s(self, stage: int) -> tuple[float, float, float]:
+        """What the run-time takes for a micro-batch's placed modules: before a stage, in it, and behind it.
+
+        All ranks run the whole program. Before a stage, that is from the rank's stage before it on; behind it, only if
+        it is the rank's last.
+        """
+        pipe = self.share.pipe
+        if pipe == 1:
+            return 0.0, 0.0, 0.0
+        placed = self.plan.stages.values()
+        before, here = (
+            sum(first < one <= last for one in placed)
+            for first, last in ((stage - pipe, stage - 1), (stage - 1, stage))
+        )
+        behind = sum(one > stage for one in placed) if stage + pipe >= self.stages else 0
+        call_s = self.machine.call_s
+        return before * call_s, here * call_s, behind * call_s
+
     @property
     def update(self) -> Update:
         """What the optimizer takes."""

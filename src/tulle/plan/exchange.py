@@ -24,6 +24,8 @@ HOPELESS = 3.0
 DENSIFY = "densify"
 FALLBACK = "balanced"
 """The scheme of replicas where none is worth a look."""
+LOOK_WORK, PRICING_WORK = 20, 10
+"""What it takes to tell what a table's gradient looks like, and to price an exchange, by lowering a task: measured."""
 REPLICA = "replica"
 """What happens to a table whose gradient is dense, as a replica: it travels in the buckets, and there is no scheme."""
 
@@ -66,6 +68,8 @@ class Tariff:
     """
 
     profile: Profile
+    worked: int = field(init=False, default=0)
+    """What that took, in tasks that could have been lowered instead."""
     _tables: dict[str, TableProfile] = field(init=False)
     _kept: dict[object, Any] = field(init=False, default_factory=dict)
 
@@ -85,8 +89,10 @@ class Tariff:
 
     def looks(self, name: str, ranks: int, batches: float) -> Characteristics:
         """What a table's gradient looks like if each of some ranks works on some of the measured micro-batches."""
-        table = self.table(name)
-        return self._remembered(("looks", name, ranks, batches), lambda: looks(table, ranks, batches=batches))
+        key = ("looks", name, ranks, batches)
+        if key not in self._kept:
+            self.worked += LOOK_WORK
+        return self._remembered(key, lambda: looks(self.table(name), ranks, batches=batches))
 
     def updated_bytes(self, name: str, ranks: int, batches: float) -> float:
         """Bytes of the rows that any rank touched."""
@@ -155,6 +161,7 @@ class Tariff:
 
     def _exchange(self, names: Sequence[str], scheme: str, network: Network, *, ranks: int, batches: float) -> Exchange:
         together = self._together(names, ranks, batches)
+        self.worked += PRICING_WORK
         way = PLACEMENTS[scheme] if scheme in PLACEMENTS else scheme_named(scheme)
         whole = way.cost(together, network, ranks)
         numbers = way.cost(replace(together, value_bytes=0), network, ranks)

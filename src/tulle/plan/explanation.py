@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from tulle.cost import Network
 from tulle.errors import PlanError
 from tulle.plan.plan import AT_READ, Plan
-from tulle.plan.prediction import ms
+from tulle.plan.prediction import ms, some
 from tulle.simulate import Forecast
 from tulle.sync import AUTO
 from tulle.workload import Cluster
@@ -125,7 +125,7 @@ def _rerouted(before: Plan, after: Plan) -> list[str]:
         pair = before.schemes.get(name, "a replica"), after.schemes.get(name, "a replica")
         if pair[0] != pair[1] and AUTO not in pair:
             changed.setdefault(pair, []).append(name)
-    return [f"{new} instead of {old} for {', '.join(names)}" for (old, new), names in changed.items()]
+    return [f"{new} instead of {old} for {some(names)}" for (old, new), names in changed.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +138,8 @@ class _Point:
 
 def _by_ranks(plan: Plan, cluster: Cluster, planner: Planner) -> Iterator[str]:
     """With more and with fewer ranks, the first number at which the choice is another one."""
-    counts = range(cluster.ranks + 1, FURTHEST_RANKS * cluster.ranks + 1)
-    for numbers, word in ((counts, "from {} ranks on"), (range(cluster.ranks - 1, 0, -1), "with {} ranks or fewer")):
+    more, fewer = range(cluster.ranks + 1, FURTHEST_RANKS * cluster.ranks + 1), range(cluster.ranks - 1, 1, -1)
+    for numbers, word in ((more, "from {} ranks on"), (fewer, "with {} ranks or fewer")):
         sizes = [size for number in _thinned(numbers) if (size := with_ranks(cluster, number)) is not None]
         points = [_Point(size, word.format(size.ranks)) for size in sizes]
         yield from _first_change(plan, points, planner)
@@ -153,7 +153,8 @@ def _by_bandwidth(plan: Plan, cluster: Cluster, planner: Planner) -> Iterator[st
         while factor <= FURTHEST_BANDWIDTH:
             other = with_bandwidth(cluster, factor if is_faster else 1 / factor)
             bits = 8 * (other.across.bandwidth_bytes_per_s if other.hosts > 1 else _inside(other).bandwidth_bytes_per_s)
-            points.append(_Point(other, f"at {bits / 1e9:.3g} Gbit/s {'and more' if is_faster else 'and less'}"))
+            rate = f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+            points.append(_Point(other, f"at {rate} {'and more' if is_faster else 'and less'}"))
             factor *= 2
         yield from _first_change(plan, points, planner)
 

@@ -70,7 +70,8 @@ class _Stage:
         """Add it up."""
         works, count = deal.pieces(number), deal.share.micro_batches
         convoys = [convoy for convoy in deal.convoys if convoy.stage == number]
-        forward_s, turn_s = sum(map(forward_of, works)), sum(map(total_s, works))
+        before_s, here_s, behind_s = deal.calls_s(number)
+        forward_s, turn_s = sum(map(forward_of, works)) + here_s, sum(map(total_s, works)) + here_s
         update_s = deal.update.dense_s(works) + deal.update.tables_s(convoys)
         gathered_s, dense_s = _gathered_s(deal, works), _dense_s(deal, works)
         rows_s = sum((count if convoy.exchange.is_split else 1) * convoy.exchange.total.seconds for convoy in convoys)
@@ -78,7 +79,7 @@ class _Stage:
         return _Stage(
             forward_s,
             turn_s,
-            device_s=count * turn_s + update_s,
+            device_s=count * (before_s + turn_s + behind_s) + update_s,
             link_s=sum(dense_s) + rows_s + count * (summed_s + _passed_s(deal, number)) + gathered_s,
             fetched_s=_fetched_s(convoys, works),
             synchronized_s=_synchronized_s(convoys, works, dense_s),

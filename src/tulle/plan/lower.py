@@ -110,6 +110,8 @@ class _Lowering:
         for work in self.deal.works:
             forward_s[work.stage] += work.forward_s + work.all_reduced.seconds
             backward_s[work.stage] += work.backward_s + work.all_reduced_again.seconds
+        for stage in range(self.deal.stages):
+            forward_s[stage] += sum(self.deal.calls_s(stage))
         schedule = checked(self.plan.pipeline_schedule)
         return turns(schedule, tuple(forward_s), tuple(backward_s), self.share.pipe, self.share.micro_batches)
 
@@ -128,7 +130,14 @@ class _Lowering:
         verb = "backward" if turn.is_backward else "forward"
         return Run(self.tasks, turn.stage, verb, label, waits, is_coarse=is_coarse)
 
+    def _pass_by(self, turn: Turn, seconds: float) -> None:
+        """The rank runs the program past modules of others, which need not have come to them: shapes are known."""
+        if seconds:
+            self.tasks.compute(f"forward elsewhere, micro-batch {turn.micro_batch}", seconds, stage=turn.stage)
+
     def _forward(self, turn: Turn) -> None:
+        before_s, here_s, behind_s = self.deal.calls_s(turn.stage)
+        self._pass_by(turn, before_s)
         run = self._run(turn)
         is_first = turn.micro_batch == 0
         fetched = {
@@ -143,9 +152,11 @@ class _Lowering:
             if is_first and self.deal.is_late and work.number in self.buckets:
                 self._update_late(run, self.buckets[work.number])
             self._gather(run, work)
-            run.add(work.name, work.forward_s, fetched.get(work.number, ()))
+            run.add(work.name, work.forward_s + here_s, fetched.get(work.number, ()))
+            here_s = 0.0
             run.sum_up(f"all-reduce {work.name}", work.all_reduced)
         self._over(turn, run)
+        self._pass_by(turn, behind_s)
 
     def _backward(self, turn: Turn) -> None:
         run = self._run(turn)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from typing import Any
 from tulle.cost import Network
 from tulle.errors import PlanError
 from tulle.plan.memory import Memory
-from tulle.plan.prediction import Prediction
+from tulle.plan.prediction import MOST_NAMED, Prediction, some
 from tulle.plan.table_plan import TablePlan
 from tulle.sync import AUTO
 from tulle.tables import PLACEMENTS
 from tulle.whole_file import write_whole
-from tulle.workload import network_from_json, network_to_json
+from tulle.workload import is_profile, network_from_json, network_to_json
 
 FORMAT = 1
 PIPE, MODEL = "pipe", "model"
@@ -153,6 +153,11 @@ class Plan:
         try:
             return Plan.from_json(parsed)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if is_profile(parsed):
+                raise PlanError(
+                    f"{os.fspath(path)!r} is a profile, expected a plan: make one of it with tulle plan "
+                    f"{os.fspath(path)} -o plan.json"
+                ) from error
             raise PlanError(
                 f"{os.fspath(path)!r} is not a plan that this version reads ({type(error).__name__}: {error}): "
                 "write it with Plan.save"
@@ -226,7 +231,7 @@ class Plan:
         _positive(self.micro_batches, "micro_batches")
         _positive(self.stages_per_rank, "stages_per_rank")
         self.memory.checked()
-        if dict(self.mesh) != dict(mesh):
+        if {name: size for name, size in self.mesh.items() if size > 1 or name in mesh} != dict(mesh):
             raise PlanError(f"the plan is for the mesh {dict(self.mesh)}, this one is {dict(mesh)}: make a plan for it")
         self._check_tables(tables)
         self._check_axes()
@@ -278,13 +283,18 @@ class Plan:
             at: dict[int, list[str]] = {}
             for name, stage in self.stages.items():
                 at.setdefault(stage, []).append(name or "the model")
-            cut = "; ".join(f"{stage}: {', '.join(names)}" for stage, names in sorted(at.items()))
+            cut = "; ".join(f"{stage}: {_ends(names)}" for stage, names in sorted(at.items()))
             chosen = f"by profile, {self.stages_per_rank} a rank"
             batches = f", {self.micro_batches} micro-batches" if self.micro_batches > 1 else ""
             lines.append(f"stages ({self.pipeline_schedule}{batches}): {cut or chosen}")
         if self.mesh.get(MODEL, 1) > 1:
-            lines.append(f"split over axis {MODEL}: {', '.join(self.tensor_parallel) or 'all that is registered'}")
+            lines.append(f"split over axis {MODEL}: {some(self.tensor_parallel) or 'all that is registered'}")
         return lines
+
+
+def _ends(names: Sequence[str]) -> str:
+    """Modules of a stage, in the order in which they run."""
+    return ", ".join(names) if len(names) <= MOST_NAMED else f"{names[0]} .. {names[-1]} ({len(names)} modules)"
 
 
 def _one_of(known: tuple[str, ...], given: str, name: str) -> str:

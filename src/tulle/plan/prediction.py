@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+HANDICAP = 1.05
+"""What a loop may notice that looks at gradients or parameters between steps, clipping say, must gain more than this:
+updates that wait for reads are lost on it, and parameters that are shared out are not there."""
+_HANDICAP = f"it must gain {HANDICAP - 1:.0%}, as loops that look at gradients or parameters (clipping, say) notice it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +54,20 @@ class Prediction:
     def explain(self) -> list[str]:
         """The forecast, the runner-up, what binds and what would change the choice, a line each."""
         told = "no plan is faster" if self.is_exact else f"no plan takes less than {ms(self.bound_s)}"
-        memory = ", ".join(f"{size / 2**20:,.0f} MiB" for size in dict.fromkeys(self.memory_bytes))
+        memory = ", ".join(dict.fromkeys(map(_mib, self.memory_bytes)))
+        ranks = "rank" if self.ranks == 1 else "ranks"
         parts, links = (_told(by_name) for by_name in (self.parts_s, self.links_s))
         lines = [
-            f"predicted: {ms(self.step_s)} a step of {self.batch:,} samples on {self.ranks} ranks; {told}",
+            f"predicted: {ms(self.step_s)} a step of {self.batch:,} samples on {self.ranks} {ranks}; {told}",
             f"  of which {parts}",
             f"  links are busy with {links}" if links else "  nothing is sent",
             f"  memory of a rank: {memory}",
         ]
         if self.runner_up_s is not None:
             slower = self.runner_up_s / self.step_s - 1
-            lines.append(f"runner-up: {ms(self.runner_up_s)} ({slower:+.1%}): {'; '.join(self.runner_up)}")
+            passed_over = f"; not taken: {_HANDICAP}" if slower < 0 else ""
+            instead = "; ".join(self.runner_up) or "other buckets or cuts"
+            lines.append(f"runner-up: {ms(self.runner_up_s)} ({slower:+.1%}): {instead}{passed_over}")
         if self.binding:
             lines.append(f"binding: {self.binding}")
         return lines + [f"would change: {change}" for change in self.changes]
@@ -83,6 +91,26 @@ def ms(seconds: float) -> str:
         ('12.3 ms', '2.5 s')
     """
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+MOST_NAMED = 4
+"""Of more names than this the first ones are told, and how many there are besides."""
+
+
+def some(names: Sequence[str]) -> str:
+    """Names, for people.
+
+    Example:
+        >>> some(["a", "b"]), some([f"tables.{number}" for number in range(26)])
+        ('a, b', 'tables.0, tables.1, tables.2 and 23 others')
+    """
+    shown = names if len(names) <= MOST_NAMED else names[: MOST_NAMED - 1]
+    return ", ".join(shown) + (f" and {len(names) - len(shown)} others" if len(shown) < len(names) else "")
+
+
+def _mib(size_bytes: int) -> str:
+    mib = size_bytes / 2**20
+    return f"{mib:,.0f} MiB" if mib >= 10 else f"{mib:.1f} MiB" if mib >= 1 else f"{size_bytes / 2**10:,.1f} KiB"
 
 
 def _told(by_name: Mapping[str, float]) -> str:

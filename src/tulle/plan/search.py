@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from tulle.errors import PlanError
-from tulle.pipeline.partition import Piece, partition
+from tulle.pipeline.calls import placed_as_one
+from tulle.pipeline.partition import Limits, Piece, partition
 from tulle.plan.bound import Bound
 from tulle.plan.choices import Tables, splits
 from tulle.plan.deal import Deal
@@ -31,11 +32,11 @@ from tulle.plan.footprint import footprints_of
 from tulle.plan.limit import least_seconds
 from tulle.plan.lower import lowered
 from tulle.plan.memory import Memory
-from tulle.plan.plan import AT_READ, MODEL, Plan
-from tulle.plan.prediction import Prediction
+from tulle.plan.plan import AT_READ, MODEL, PIPE, Plan
+from tulle.plan.prediction import HANDICAP, Prediction
 from tulle.plan.saving import with_recomputed
 from tulle.plan.space import MOST_CUTS, Space, cuts
-from tulle.plan.work import DATA, Share, on_machine, share_of, total_s, work_of
+from tulle.plan.work import DATA, Share, Work, on_machine, share_of, total_s, work_of
 from tulle.simulate import Forecast, run
 from tulle.workload import Cluster, Profile
 
@@ -43,8 +44,6 @@ MOST_WORK = 60_000
 """After so many tasks and pieces, some seconds, the search ends with the best so far, on all ranks alike."""
 STEP_WORK = 40
 """What lowering and simulating a step takes besides its tasks."""
-LATE_HANDICAP = 1.05
-"""Updates that wait for reads are lost on loops that look at gradients, clipping say: they must gain more than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +126,7 @@ class Search:
     worked: int = field(init=False, default=0)
     """Tasks that were lowered, and pieces whose memory was weighed."""
     _bound: Bound = field(init=False)
+    _around: dict[str, tuple[str, ...]] = field(init=False)
     _best: dict[object, Found] = field(init=False, default_factory=dict)
     """By what was decided, buckets apart."""
     _left_out_s: float = field(init=False, default=math.inf)
@@ -135,14 +135,20 @@ class Search:
 
     def __post_init__(self) -> None:
         self._bound = Bound(self.profile, self.cluster)
+        self._around = {piece.name: piece.around for piece in self.profile.modules}
 
     def run(self) -> Plan:
         """The best plan, with its prediction."""
+        plain = [Plan(mesh) for mesh in self.space.meshes(self.cluster.ranks, self.profile) if set(mesh) == {DATA}]
+        for frame in plain:  # what needs no stages is looked at in any case: other plans must be faster
+            if self.batch >= frame.mesh[DATA]:
+                self._branch(frame)
         for bound_s, plan in self._frames():
             if bound_s >= self.cutoff_s or self.is_spent:
                 self._left_out_s = min(self._left_out_s, bound_s)
                 break
-            self._branch(plan)
+            if plan not in plain:
+                self._branch(plan)
         if not self._best:
             raise PlanError(
                 f"no plan fits in {self.memory_bytes or 0:,} bytes a rank on {self.cluster.ranks} ranks, the least "
@@ -158,7 +164,7 @@ class Search:
     @property
     def is_spent(self) -> bool:
         """Whether it has looked at as much as it may."""
-        return self.worked >= MOST_WORK
+        return self.worked + self.tariff.worked >= MOST_WORK
 
     @property
     def cutoff_s(self) -> float:
@@ -190,7 +196,7 @@ class Search:
         """What no plan on the same mesh, with the same micro-batches and way of saving memory, takes less than."""
         share = share_of(plan, self.profile, self.batch)
         return min(
-            handicap(schedule) * self._bound.seconds(share, plan.memory, schedule, is_sharp=is_sharp)
+            handicap(schedule, plan.memory) * self._bound.seconds(share, plan.memory, schedule, is_sharp=is_sharp)
             for schedule in self.space.schedules_for(plan.mesh, plan.memory)
         )
 
@@ -233,7 +239,7 @@ class Search:
         return min(self._scored(deal, schedule) for schedule in schedules)
 
     def _scored(self, deal: Deal, schedule: str) -> float:
-        return handicap(schedule) * least_seconds(deal.under(replace(deal.plan, schedule=schedule)))
+        return handicap(schedule, deal.plan.memory) * least_seconds(deal.under(replace(deal.plan, schedule=schedule)))
 
     def _may_split(self, frame: Plan) -> bool:
         """Whether tables may be split beside what is saved on memory."""
@@ -250,10 +256,21 @@ class Search:
                 found = [*cuts(len(names), share.pipe)]
             else:
                 self._left_out_s = min(self._left_out_s, self.least_s(frame))
-                works = self._bound.pieces(share)
-                found = [partition([Piece(work.name, total_s(work)) for work in works], share.pipe).stages]
+                found = self._fast_cuts(self._bound.pieces(share), share)
             for stages in found:
-                yield replace(frame, stages=dict(zip(names, stages, strict=True)), pipeline_schedule=schedule)
+                placed = placed_as_one(dict(zip(names, stages, strict=True)), self._around)
+                yield replace(frame, stages=placed, pipeline_schedule=schedule)
+
+    def _fast_cuts(self, works: Sequence[Work], share: Share) -> list[tuple[int, ...]]:
+        """Of which the slowest stage is the fastest, without what comes to it and with it; by dynamic programming."""
+        numbers = {work.name: number for number, work in enumerate(works)}
+        pieces = [
+            Piece(work.name, total_s(work), incoming={numbers[one]: size for one, size in work.reads.items()})
+            for work in works
+        ]
+        network = share.network(PIPE, self.cluster, self.profile)
+        rates = math.inf, network.bandwidth_bytes_per_s
+        return [*dict.fromkeys(tuple(partition(pieces, share.pipe, Limits(bytes_per_s=rate)).stages) for rate in rates)]
 
     def _fit(self, deal: Deal, frame_s: float) -> None:
         """Evaluate a plan, with as much recomputed as it takes to fit."""
@@ -298,7 +315,9 @@ class Search:
         step = lowered(deal)
         forecast = run(step)
         self.worked += STEP_WORK + len(step.tasks)
-        found = Found(handicap(deal.plan.schedule) * forecast.step_s, deal.plan, forecast, memory_bytes)
+        found = Found(
+            handicap(deal.plan.schedule, deal.plan.memory) * forecast.step_s, deal.plan, forecast, memory_bytes
+        )
         key = decided(deal.plan)
         if key not in self._best or found.score_s < self._best[key].score_s:
             self._best[key] = found
@@ -318,7 +337,7 @@ class Search:
             parts_s=parts_of(best.forecast),
             links_s=links_of(best.forecast),
             memory_bytes=best.memory_bytes,
-            bound_s=bound_s / handicap(best.plan.schedule),
+            bound_s=bound_s / handicap(best.plan.schedule, best.plan.memory),
             runner_up=tuple(differences(best.plan, second.plan)) if second else (),
             runner_up_s=second.forecast.step_s if second else None,
             binding=binding(best.forecast),
@@ -326,9 +345,9 @@ class Search:
         return replace(plan, network=network if share.data > 1 else None, prediction=prediction)
 
 
-def handicap(schedule: str) -> float:
-    """By how much a schedule must gain."""
-    return LATE_HANDICAP if schedule == AT_READ else 1.0
+def handicap(schedule: str, memory: Memory) -> float:
+    """By how much a schedule, or a way of saving memory, must gain."""
+    return HANDICAP if schedule == AT_READ or memory.full_shard else 1.0
 
 
 def decided(plan: Plan) -> tuple[object, ...]:

@@ -16,6 +16,8 @@ from tulle.workload import Cluster, Profile
 
 CACHE = "TULLE_CACHE"
 """Names a folder for what is kept; else `$XDG_CACHE_HOME/tulle`, else `~/.cache/tulle`."""
+PLANNER = 2
+"""To be raised when the planner would choose otherwise: plans that an older one made are not taken again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +87,13 @@ class Shelf:
 def key_of(profile: Profile, cluster: Cluster, **limits: object) -> str:
     """A name for what a plan depends on: the model's pieces and tables, the cluster, the batch, and limits if any.
 
-    Times are no part of it: two profiles of one model on one machine differ in them, and mean the same plan.
+    Of times only the step's, to one digit: two profiles of one model on one machine differ in them, and mean the same
+    plan, but one of a busy machine and one of a quiet machine do not.
     """
     told = {
         "model": profile.model,
         "batch": profile.batch,
+        "step_s": _rounded(profile.step_s),
         "pieces": [(piece.name, piece.parameters_bytes) for piece in profile.modules],
         "tables": [(table.name, table.rows, table.width, table.is_sparse) for table in profile.tables],
         "hosts": cluster.hosts,
@@ -102,8 +106,8 @@ def key_of(profile: Profile, cluster: Cluster, **limits: object) -> str:
 
 
 def digest(told: Mapping[str, object]) -> str:
-    """A short name for plain values."""
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:24]
+    """A short name for plain values, another one where plans are made in another way."""
+    return hashlib.sha256(json.dumps([PLANNER, told], sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _rounded(value: object) -> object:

@@ -36,7 +36,7 @@ class Update:
         memory = self.plan.memory
         stepped_bytes = sum(work.parameters_bytes for work in pieces) / (NARROW if memory.precision else 1)
         ranks = self.share.data if memory.shard_optimizer or memory.full_shard or memory.precision else 1
-        return stepped_bytes / ranks * self.profile.optimizer.step_s_per_byte
+        return stepped_bytes * shared_s_per_byte(self.profile, ranks)
 
     def tables_s(self, convoys: Sequence[Convoy]) -> float:
         """Seconds for the tables of some convoys: the rows that gradients touch, of split tables this rank's."""
@@ -53,6 +53,12 @@ class Update:
         rows_s = self.tariff.updated_bytes(name, self.share.data, self.share.batches) / owners * row_s(self.profile)
         is_ahead = self.plan.schedule == AT_READ and owners > 1
         return rows_s + (AHEAD_CALLS * self.profile.optimizer.table_s if is_ahead else 0.0)
+
+
+def shared_s_per_byte(profile: Profile, ranks: int) -> float:
+    """Seconds of the optimizer for a byte of dense parameters that are shared out among some ranks."""
+    optimizer = profile.optimizer
+    return optimizer.step_s_per_byte * (optimizer.fixed_share + (1 - optimizer.fixed_share) / ranks)
 
 
 def rest_s(profile: Profile, share: Share) -> float:

@@ -18,9 +18,6 @@ from tulle.workload import Cluster, Machine, ModuleProfile, Profile, TableProfil
 DATA = "data"
 NARROW = 0.5
 """Bytes of a parameter in 16 bits by one in 32."""
-CALL_S = 0.2e-3
-"""What the run-time of a pipeline takes for each placed module and micro-batch, there and back, on every rank: all run
-the program. Measured with GPT-2 on a CPU: 2.4 ms for 8 modules, 3.0 for 16, 6.5 for 33."""
 AXES = (PIPE, DATA, MODEL)
 """The axes that a plan speaks of, in the order in which ranks are arranged: those that send most lie together."""
 
@@ -165,13 +162,12 @@ def work_of(plan: Plan, profile: Profile, share: Share, network: Network) -> lis
     """
     split, stages, whole_bytes = split_modules(plan, profile), stages_of(plan, profile), dense_tables(plan, profile)
     narrow = NARROW if plan.memory.precision else 1.0
-    call_s = CALL_S * share.pipe if share.pipe > 1 else 0.0  # a stage's own modules stand for those of the others too
     works: list[Work] = []
     for number, piece in enumerate(profile.modules):
         along = network if piece.name in split else None
         work = _work(piece, (number, stages[number]), share, along, profile)
         parameters_bytes = math.ceil(narrow * (work.parameters_bytes + whole_bytes.get(piece.name, 0)))
-        work = replace(work, parameters_bytes=parameters_bytes, forward_s=work.forward_s + call_s)
+        work = replace(work, parameters_bytes=parameters_bytes)
         is_recomputed = any(is_within(piece.name, name) for name in plan.memory.recompute)
         works.append(_recomputed(work) if is_recomputed else work)
     return works
@@ -180,9 +176,9 @@ def work_of(plan: Plan, profile: Profile, share: Share, network: Network) -> lis
 def on_machine(profile: Profile, machine: Machine) -> Profile:
     """The profile as it would be on other machines: computation goes by their flops, updates by their memory."""
     was = profile.cluster.machine
-    pace, memory_pace = was.flop_per_s / machine.flop_per_s, was.memory_bytes_per_s / machine.memory_bytes_per_s
-    if pace == memory_pace == 1:
+    if was == machine:
         return profile
+    pace, memory_pace = was.flop_per_s / machine.flop_per_s, was.memory_bytes_per_s / machine.memory_bytes_per_s
     modules = tuple(
         replace(piece, forward_s=piece.forward_s * pace, backward_s=piece.backward_s * pace)
         for piece in profile.modules

@@ -25,11 +25,12 @@ from tulle.errors import ModelError, TulleError
 from tulle.memory.estimate import default_loss
 from tulle.mesh import Axis, Mesh, axis_of
 from tulle.pipeline import Piece
-from tulle.pipeline.calls import pieces_of, watch
+from tulle.pipeline.calls import Calls, around, pieces_of, watch
 from tulle.pipeline.partition import COPIES
 from tulle.pipeline.profile import PIECES_PER_STAGE, as_call
 from tulle.pipeline.profile import profile as profile_pieces
 from tulle.pipeline.structure import flatten
+from tulle.profiling.calls import call_seconds
 from tulle.profiling.counts import Counts, count
 from tulle.profiling.machine import NOMINAL, measure_cluster, memory_bytes
 from tulle.profiling.optimizer import optimizer_profile, tried
@@ -95,6 +96,7 @@ def profile(
         with torch.random.fork_rng(devices=list(devices)):
             found = measure(model, optimizers, samples, axis, loss or default_loss)
             cluster = measure_cluster(axis)
+            cluster = replace(cluster, machine=replace(cluster.machine, call_s=call_seconds(axis)))
     finally:
         random.setstate(random_state)
         gc.collect()
@@ -127,15 +129,24 @@ def _everyone(mesh: Mesh) -> Axis:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Modules that stay whole, in the order in which they run, and the bytes that each reads of the others."""
+    """Modules that stay whole, in the order in which they run, what each reads of the others, and who calls it."""
 
     names: Sequence[str]
     reads: Sequence[Mapping[str, int]]
+    around: Mapping[str, tuple[str, ...]]
 
     @staticmethod
-    def of(pieces: Sequence[Piece]) -> _Pieces:
+    def of(pieces: Sequence[Piece], calls: Calls) -> _Pieces:
         names = [piece.name for piece in pieces]
-        return _Pieces(names, [{names[at]: size for at, size in (piece.incoming or {}).items()} for piece in pieces])
+        reads = [{names[at]: size for at, size in (piece.incoming or {}).items()} for piece in pieces]
+        return _Pieces(names, reads, _around(names, calls))
+
+
+def _around(names: Sequence[str], calls: Calls) -> dict[str, tuple[str, ...]]:
+    """Of each piece the modules that could be placed in its stead; none that calls what by its name is elsewhere."""
+    callers = around(names, calls)
+    elsewhere = {one for name in names for one in callers[name] if one and not name.startswith(f"{one}.")}
+    return {name: tuple(one for one in callers[name] if one not in elsewhere) for name in names}
 
 
 @dataclass(slots=True)
@@ -173,6 +184,7 @@ def _in_steps(
             counts.activations_bytes[number],
             pieces.reads[number],
             found.get(name),
+            pieces.around[name],
         )
         for number, name in enumerate(pieces.names)
     )
@@ -192,7 +204,7 @@ def _cut(twin: Twin) -> _Pieces:
     """Cut a model into pieces, and see what each reads of the others, if the pipeline can tell."""
     axis = replace(_alone(), device=twin.device)
     try:
-        return _Pieces.of(profile_pieces(twin.model, twin.samples[0], axis, STAGES)[0])
+        return _Pieces.of(*profile_pieces(twin.model, twin.samples[0], axis, STAGES))
     except Exception as problem:  # whatever a model does with a placeholder
         logger.info("what pieces read of each other is not known: %s", str(problem).split("\n", 1)[0])
     args, kwargs = as_call(twin.samples[0], twin.device)
@@ -200,7 +212,7 @@ def _cut(twin: Twin) -> _Pieces:
         calls = watch(twin.model, args, kwargs)
     largest = (calls.time_s.get("") or sum(calls.time_s.values())) / (STAGES * PIECES_PER_STAGE)
     names = pieces_of(twin.model, calls, calls.time_s, largest)
-    return _Pieces(names, [{} for _ in names])
+    return _Pieces(names, [{} for _ in names], _around(names, calls))
 
 
 def _count(twin: Twin, names: Sequence[str]) -> Counts:
@@ -219,11 +231,11 @@ def _without_memory(
 ) -> Profile:
     """Each module alone, lent some memory while it runs; what is computed between modules is not seen."""
     del loss  # of no module
-    pieces = _together(
-        lambda: profile_pieces(model, samples[0], replace(axis, rank=0, size=1, kept={}), STAGES)[0], model, axis
+    measured = _together(
+        lambda: profile_pieces(model, samples[0], replace(axis, rank=0, size=1, kept={}), STAGES), model, axis
     )
-    pieces = gather_values(pieces, axis, label=_LABEL)[0]
-    cut = _Pieces.of(pieces)
+    pieces, calls = gather_values(measured, axis, label=_LABEL)[0]
+    cut = _Pieces.of(pieces, calls)
     owners = _owners(model, cut.names)
     tables = table_profiles(model, optimizers, [{} for _ in samples], owners, axis)
     dense_bytes = _dense_bytes(model, owners, {table.name for table in tables})
@@ -235,6 +247,7 @@ def _without_memory(
             parameters_bytes=dense_bytes.get(piece.name, 0),
             activations_bytes=piece.activation_bytes,
             reads=reads,
+            around=cut.around[piece.name],
         )
         for piece, reads in zip(pieces, cut.reads, strict=True)
     )

@@ -28,6 +28,7 @@ class _Work:
     rows_bytes: int = 0
     tables: int = 0
     dense_s: float = 0.0
+    fixed_s: float = 0.0
     rows_s: float = 0.0
     whole_s: float = 0.0
 
@@ -56,6 +57,7 @@ def optimizer_profile(twin: Twin, step_s: float) -> OptimizerProfile:
         updates_all_rows,
         scale * work.rows_s / work.rows_bytes if work.rows_bytes else None,
         scale * work.table_s if work.tables else 0.0,
+        min(1.0, work.fixed_s / work.dense_s) if work.dense_s else 0.0,
     )
 
 
@@ -90,6 +92,7 @@ def _measured(twin: Twin) -> _Work:
             work.rows_s += min(whole_s, less_s * rows_bytes / max(1, rows_bytes - kept_bytes))
         if dense:
             work.dense_s += _seconds(twin, optimizer, dense) if sparse else whole_s
+            work.fixed_s += _fixed_s(twin, optimizer, len(dense))
         work.rows_bytes += rows_bytes
         work.tables += len(sparse)
         work.dense_bytes += sum(p.nbytes for p in dense)
@@ -100,6 +103,19 @@ def _seconds(twin: Twin, optimizer: Optimizer, gradients: Mapping[Tensor, Tensor
     for parameter in _parameters(optimizer):
         parameter.grad = gradients.get(parameter)
     return median(twin.seconds(optimizer.step) for _ in range(_REPEATS))
+
+
+def _fixed_s(twin: Twin, optimizer: Optimizer, count: int) -> float:
+    """Seconds of one like it for as many parameters that are next to nothing."""
+    parameters = [nn.Parameter(torch.zeros(1, device=twin.device)) for _ in range(count)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        other = _another(optimizer, *parameters)
+        other.step()
+        return min(twin.seconds(other.step) for _ in range(_REPEATS))
+    except (TypeError, ValueError, RuntimeError):  # an optimizer that is made, or steps, in a way of its own
+        return 0.0
 
 
 def _few_rows(grad: Tensor) -> Tensor:
@@ -139,10 +155,10 @@ def _moves_untouched_rows(optimizer: Optimizer) -> bool:
         return True
 
 
-def _another(optimizer: Optimizer, parameter: nn.Parameter) -> Optimizer:
-    """One of the same class and settings over another parameter."""
+def _another(optimizer: Optimizer, *parameters: nn.Parameter) -> Optimizer:
+    """One of the same class and settings over other parameters."""
     known = inspect.signature(type(optimizer)).parameters
-    return type(optimizer)([parameter], **{name: one for name, one in optimizer.defaults.items() if name in known})
+    return type(optimizer)([*parameters], **{name: one for name, one in optimizer.defaults.items() if name in known})
 
 
 def _is_sparse(parameter: Tensor) -> bool:

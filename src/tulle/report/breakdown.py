@@ -25,6 +25,8 @@ RANKS_SHOWN = 12
 EARLIER_TEXTS = 4
 TEXT_ROWS = 40
 TEXT_CHARACTERS = 20_000
+SMALL = 1e-3
+"""Of the most bytes: what sends less shares one bar."""
 
 
 def rank_bars(run: Run) -> tuple[Bar, ...]:
@@ -60,16 +62,30 @@ def traffic_bars(run: Run) -> tuple[Bar, ...]:
     colours = traffic_colours(run)
     sent = {key: float(warmed_up(traffic_of(run, key)).mean()) for key in traffic_keys(run)}
     most_bytes = max(sent.values(), default=0.0)
-    return tuple(
-        Bar(
-            name=name,
-            detail=", ".join(filter(None, (scheme, quantity.plural(_mean_messages(run, (name, scheme)), "message")))),
-            value=quantity.size(bytes_sent),
-            segments=(Segment(colours[name, scheme], quantity.size(bytes_sent), 100 * bytes_sent / most_bytes),),
+    small = {key: bytes_sent for key, bytes_sent in sent.items() if 0 < bytes_sent < SMALL * most_bytes}
+    if len(small) == 1:
+        small.clear()  # one bar for one is no gain
+    bars = [
+        _traffic_bar(
+            name,
+            ", ".join(filter(None, (scheme, quantity.plural(_mean_messages(run, (name, scheme)), "message")))),
+            bytes_sent,
+            colour=colours[name, scheme],
+            percent=100 * bytes_sent / most_bytes,
         )
         for (name, scheme), bytes_sent in sent.items()
-        if bytes_sent > 0
-    )
+        if bytes_sent > 0 and (name, scheme) not in small
+    ]
+    if small:
+        names = ", ".join(dict.fromkeys(name for name, _ in small))
+        together = sum(small.values())
+        bars.append(_traffic_bar("others", names, together, colour="grey", percent=100 * together / most_bytes))
+    return tuple(bars)
+
+
+def _traffic_bar(name: str, detail: str, bytes_sent: float, *, colour: str, percent: float) -> Bar:
+    value = quantity.size(bytes_sent)
+    return Bar(name, detail, value, (Segment(colour, value, percent),))
 
 
 def traffic_at_the_start(run: Run) -> str:

@@ -29,11 +29,11 @@ class Compared:
     measured_s: float
 
     @property
-    def error(self) -> float | None:
-        """By how much the prediction is off, of what was measured."""
-        if self.predicted_s is None or not self.measured_s > 0:
+    def ratio(self) -> float | None:
+        """How many times as long as predicted it took; None where nothing was predicted, or nothing measured."""
+        if not self.predicted_s or math.isnan(self.measured_s):
             return None
-        return self.predicted_s / self.measured_s - 1
+        return self.measured_s / self.predicted_s
 
 
 def compared(prediction: Prediction, run: Run) -> list[Compared]:
@@ -60,7 +60,7 @@ class Row:
     part: str
     predicted: str
     measured: str
-    error: str
+    ratio: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ def _row(one: Compared) -> Row:
         PART_LABELS.get(one.part, one.part),
         quantity.MISSING if one.predicted_s is None else quantity.duration(one.predicted_s),
         quantity.duration(one.measured_s),
-        quantity.MISSING if one.error is None else f"{one.error:+.0%}",
+        quantity.MISSING if one.ratio is None else quantity.ratio(one.ratio),
     )
 
 

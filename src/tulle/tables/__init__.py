@@ -2,7 +2,7 @@
 
 from tulle.tables.bundle import Route, Wish
 from tulle.tables.division import Division, divide
-from tulle.tables.exchange import Pushed, bundles, fetch, push, refuse, tell, wish
+from tulle.tables.exchange import Pushed, bundles, fetch, push, refuse, tell, tell_the_end, wish
 from tulle.tables.gradient import ShardGradient
 from tulle.tables.placements import PLACEMENTS, placement_of, split_as
 from tulle.tables.split import ColumnSplit, RowSplit, Split, mark, split_of
@@ -27,5 +27,6 @@ __all__ = [
     "split_as",
     "split_of",
     "tell",
+    "tell_the_end",
     "wish",
 ]

@@ -14,7 +14,7 @@ from torch import Tensor
 import tulle.tables.columns as columns
 import tulle.tables.rows as rows
 from tulle.comm import all_to_all_parts, traffic
-from tulle.errors import CommunicationError
+from tulle.errors import CommunicationError, DataError
 from tulle.mesh import Axis
 from tulle.tables.blocks import exchange_blocks
 from tulle.tables.bundle import Route, Wish
@@ -22,6 +22,8 @@ from tulle.tables.split import ColumnSplit, RowSplit, Split
 
 _REFUSED = -1
 """A count of rows of a rank whose ids are no rows."""
+_OVER = -2
+"""A count of rows of a rank that has no further batch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,6 +99,26 @@ def refuse(tables: Sequence[str], axis: Axis) -> None:
     _exchange_counts([counts] * axis.size, axis, dict.fromkeys(tables, 1))
 
 
+def tell_the_end(tables: Sequence[str], axis: Axis) -> None:
+    """What a rank does in place of `tell` if it has no further batch.
+
+    Raises:
+        DataError: If another rank has one.
+    """
+    counts = torch.full((2 * len(tables),), _OVER, device=axis.device)
+    label = dict.fromkeys(tables, 1)
+    came = _exchange_counts([counts] * axis.size, axis, label)
+    for rank in came.ne(_OVER).any(1).nonzero().flatten().tolist():
+        raise _uneven(axis.rank, rank, axis)
+
+
+def _uneven(first: int, other: int, axis: Axis) -> DataError:
+    return DataError(
+        f"rank {first} of axis {axis.name!r} has no batch after the one of step {traffic.step + 1}, rank {other} has: "
+        "give all ranks as many, with drop_last=True or a DistributedSampler say; one with nothing in it will do"
+    )
+
+
 def _exchange_counts(parts: Sequence[Tensor], axis: Axis, label: Mapping[str, int]) -> Tensor:
     """`[ranks, 2 tables]`: of each rank what it wants here of each table, and what it wants of that anywhere."""
     lengths = [len(parts[0])] * axis.size
@@ -106,6 +128,8 @@ def _exchange_counts(parts: Sequence[Tensor], axis: Axis, label: Mapping[str, in
 
 def _check_told(came: Tensor, axis: Axis, tables: Iterable[str]) -> None:
     for rank, counts in enumerate(came.tolist()):
+        if _OVER in counts:
+            raise _uneven(rank, axis.rank, axis)
         if _REFUSED in counts:
             raise CommunicationError(
                 f"rank {rank} of axis {axis.name!r} looked up, in step {traffic.step}, what is no row of "

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from tulle.errors import ModelError
 from tulle.named.dims import Dim
 from tulle.named.module import Module, param
 from tulle.named.pointwise import one_hot, relu
@@ -33,6 +34,9 @@ class Experts(Module):
         experts: How many there are.
         gating: `"switch"` sends each position to the best expert, `"top-2"` to the best two.
         capacity_factor: Room of each expert for one batch entry's positions, as a multiple of an even share.
+
+    Raises:
+        ModelError: If the gating is neither.
     """
 
     def __init__(
@@ -45,6 +49,8 @@ class Experts(Module):
         capacity_factor: float = 1.25,
     ) -> None:
         super().__init__()
+        if gating not in ("switch", "top-2"):
+            raise ModelError(f"Experts was given gating={gating!r}, expected 'switch' or 'top-2'")
         self.d_model, self.d_ff, self.experts = d_model, d_ff, experts
         self.choices = 2 if gating == "top-2" else 1
         self.capacity_factor = capacity_factor

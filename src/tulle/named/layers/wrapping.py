@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 from torch.func import functional_call
 
@@ -42,9 +43,11 @@ class Wrapped(Module):
         parameters = {name: leaf.entered(axes, label_of("wrap", others)) for name, leaf in self._held(scope).items()}
         result = functional_call(self.module, parameters, (local,))
         dims = (*others, *self.outputs)
-        if tuple(result.shape) != scope.local_shape(dims):
+        is_tensor = isinstance(result, torch.Tensor)
+        if not is_tensor or tuple(result.shape) != scope.local_shape(dims):
+            gave = f"a tensor of shape {tuple(result.shape)}" if is_tensor else type(result).__name__
             raise ModelError(
-                f"the plain module {type(self.module).__name__} gave a tensor of shape {tuple(result.shape)}, expected "
+                f"the plain module {type(self.module).__name__} gave {gave}, expected "
                 f"{scope.local_shape(dims)} for {spelled(dims)}: tell tn.wrap what dimensions it gives"
             )
         return Tensor(result, dims)

@@ -1,0 +1,148 @@
+"""One rank: the same model shared out in each way, in turns, so that what else the machine does hits all alike."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.optim import AdamW
+
+import tulle
+from tulle import memory
+from tulle.comm import Job, traffic
+from tulle.memory.ahead import Ahead
+from tulle.memory.unit import Unit
+from tulle.plan import Memory, Plan
+
+WAYS = ("one after the other", "beside", "replicas", "torch fully_shard")
+
+
+class Sleep(torch.autograd.Function):
+    """Stands for the work of an accelerator: takes its time, and twice that in backward, without a core."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden: Tensor, seconds: float) -> Tensor:
+        """`hidden`, later."""
+        ctx.seconds = seconds  # type: ignore[attr-defined]
+        time.sleep(seconds)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+        """The gradient, later still."""
+        time.sleep(2 * ctx.seconds)  # type: ignore[attr-defined]
+        return gradients[0], None
+
+
+class Layer(nn.Module):
+    """Two products as in a Transformer's layer, and some work."""
+
+    def __init__(self, width: int, layer_s: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.layer_s = layer_s
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[samples, width]` as given."""
+        return hidden + Sleep.apply(self.second(self.first(hidden).relu()), self.layer_s)
+
+
+class Layers(nn.Module):
+    """Alike layers between two of the model's own."""
+
+    def __init__(self, layers: int, width: int, layer_s: float) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(width, width), nn.Linear(width, width)
+        self.layers = nn.ModuleList([Layer(width, layer_s) for _ in range(layers)])
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """A loss of `[samples, width]`."""
+        hidden = self.before(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.after(hidden).pow(2).mean()
+
+
+class Waiting(Ahead):
+    """As it would be if nothing went beside what computes."""
+
+    def _learn(self, use: Any, call: int) -> None:
+        """Nothing."""
+
+    def reduce(
+        self, unit: Unit, gradients: Sequence[Tensor | None], parts: Sequence[Tensor]
+    ) -> Job[list[Tensor | None]]:
+        """Sums that are there."""
+        job = super().reduce(unit, gradients, parts)
+        job.result()
+        return job
+
+
+class Run:
+    """The model shared out in one way."""
+
+    def __init__(self, way: str, arguments: argparse.Namespace, mesh: tulle.Mesh) -> None:
+        torch.manual_seed(0)
+        self.model = Layers(arguments.layers, arguments.width, arguments.layer_ms / 1e3)
+        if way.startswith("torch"):
+            memory.shard_fully(self.model, mesh)
+        self.optimizer = AdamW(self.model.parameters(), lr=1e-4)
+        if not way.startswith("torch"):
+            plan = Plan(mesh.shape, memory=Memory(full_shard=way != "replicas"))
+            tulle.distribute(self.model, self.optimizer, mesh, plan=plan)
+        if way == WAYS[0]:
+            for module in self.model.modules():
+                ahead = module.__dict__.get("_tulle_ahead")
+                if ahead is not None:
+                    ahead.__class__ = Waiting
+        self.batch = torch.randn(arguments.samples, arguments.width, generator=torch.Generator().manual_seed(mesh.rank))
+        self.steps(4)
+
+    def steps(self, count: int) -> dict[str, float]:
+        """Of a step: seconds, those of them in which this rank's cores worked, and megabytes sent."""
+        dist.barrier()
+        begin_s, cores_s, sent_bytes = time.perf_counter(), time.process_time(), traffic.total.bytes_sent
+        for _ in range(count):
+            self.model(self.batch).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        dist.barrier()
+        return {
+            "step_s": (time.perf_counter() - begin_s) / count,
+            "cores_s": (time.process_time() - cores_s) / count,
+            "sent_bytes": (traffic.total.bytes_sent - sent_bytes) / count,
+        }
+
+    def weight(self) -> Tensor:
+        """One of the weights, whole."""
+        return memory.whole_state_dict(self.model)["layers.0.first.weight"]
+
+
+def main() -> None:
+    """Take turns; rank 0 prints what a step takes, by way and turn."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    kinds: dict[str, Callable[[str], float]] = {name: int for name in ("layers", "width", "samples", "turns", "steps")}
+    for name, kind in {**kinds, "layer-ms": float}.items():
+        parser.add_argument(f"--{name}", type=kind, required=True)
+    arguments = parser.parse_args()
+    mesh = tulle.init(data=-1)
+    runs = {way: Run(way, arguments, mesh) for way in WAYS}
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for _ in range(arguments.turns):
+        for way, run in runs.items():
+            found[way].append(run.steps(arguments.steps))
+    first, *others = [run.weight() for run in runs.values()]
+    difference = max(float((first - other).abs().max()) for other in others)
+    if mesh.rank == 0:
+        print(json.dumps({"ways": found, "largest difference of a weight": difference}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""`Ahead`: gathers what comes next while the current unit computes, and sends gradients while backward goes on.
+
+    forward     compute          u1          u2          u3
+                on the wire  u1  u2          u3
+    backward    compute                      u3          u2          u1
+                on the wire  u3  u2          u1  grads 3     grads 2     grads 1
+
+What comes next is what came next the last two times. Which units run, and in which order, must be alike on all ranks
+anyway, so all predict alike, and a wrong prediction costs its bytes and nothing else: it is dropped by all. What a rank
+sends never hangs on the values that it has. Nothing is predicted from one call of a model to the next, in between which
+its user may write to parameters, nor across a step of an optimizer. At most one unit is gathered ahead, and the
+gradients of at most one are on the way.
+
+Source: Zhao et al., *PyTorch FSDP* (VLDB'23), section 3.3.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from tulle.comm import Courier, Job, lane
+from tulle.memory.unit import Unit, pack
+from tulle.mesh import Axis
+
+FORWARD, EVALUATING, BACKWARD = "forward", "evaluating", "backward"
+"""What a unit is gathered for."""
+_COUNTED = 1000
+"""Later uses of a unit without a step of an optimizer count as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """A unit, what it is gathered for, and for which time since the last step of an optimizer."""
+
+    unit: Unit
+    what: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """Wholes that are being gathered for a use, of these parts."""
+
+    use: _Use
+    parts: Sequence[nn.Parameter]
+    job: Job[list[Tensor]]
+
+
+class Ahead:
+    """What is under way for the units of one model; all that they send goes through it.
+
+    Args:
+        axis: Over which they are shared out. Every rank of it must make one.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = lane(axis, "shared out")
+        self._courier: Courier = self.axis.kept.setdefault(Ahead, Courier("tulle shared out", axis.device))
+        self._parts: dict[Unit, Sequence[nn.Parameter]] = {}
+        self._uses: Counter[tuple[Unit, str]] = Counter()
+        self._followed: dict[_Use, tuple[_Use | None, _Use | None]] = {}
+        """What came after a use, the last time and the time before; None for what was not to be gathered ahead."""
+        self._last: tuple[_Use, int] | None = None
+        self._coming: _Coming | None = None
+        self._leaving: ref[Job[list[Tensor | None]]] | None = None
+
+    def gather(self, unit: Unit, parts: Sequence[nn.Parameter], what: str, *, call: int) -> list[Tensor]:
+        """The wholes of a unit, and the next one's are begun. Every rank of the axis must call it, in the same order.
+
+        Args:
+            unit: The unit.
+            parts: Of its parameters, this rank's.
+            what: It is gathered for.
+            call: The number of the call of a model that it belongs to.
+        """
+        self._parts[unit] = parts
+        use = _Use(unit, what, 0 if what == EVALUATING else min(self._uses[unit, what], _COUNTED))
+        self._uses[unit, what] += 1
+        self._learn(use, call)
+        coming, self._coming = self._coming, None
+        if coming is None or coming.use != use or any(a is not b for a, b in zip(coming.parts, parts, strict=True)):
+            coming = self._begin(use)
+        before, last = self._followed.get(use, (None, None))
+        if last is not None and before == last and last.unit in self._parts:
+            self._coming = self._begin(last)
+        wholes = coming.job.result()
+        for whole in wholes if self.axis.device.type == "cuda" else ():
+            whole.record_stream(torch.cuda.current_stream(whole.device))
+        return wholes
+
+    def reduce(
+        self, unit: Unit, gradients: Sequence[Tensor | None], parts: Sequence[Tensor]
+    ) -> Job[list[Tensor | None]]:
+        """Send gradients to the ranks that keep the parts. Every rank of the axis must call it, in the same order."""
+        leaving = None if self._leaving is None else self._leaving()
+        if leaving is not None:
+            leaving.result()
+        job = self._courier.submit(partial(unit.reduce, gradients, parts))
+        self._leaving = ref(job)
+        return job
+
+    def end_step(self) -> None:
+        """Parameters have changed: what was gathered of them is old."""
+        self._uses.clear()
+        self._last = self._coming = None
+
+    def drop(self) -> None:
+        """A parameter was written to: what is gathered ahead may be old. Every rank must call it, or none."""
+        self._coming = None
+
+    def _begin(self, use: _Use) -> _Coming:
+        parts = self._parts[use.unit]
+        return _Coming(use, parts, self._courier.submit(partial(use.unit.gather, pack(parts))))
+
+    def _learn(self, use: _Use, call: int) -> None:
+        if self._last is not None:
+            last, its_call = self._last
+            may_be_ahead = use.what == BACKWARD or call == its_call or in_backward()
+            _, before = self._followed.get(last, (None, None))
+            self._followed[last] = before, use if may_be_ahead else None
+        self._last = use, call
+
+    def __deepcopy__(self, memo: object) -> Ahead:
+        """A copied model's parts lie where the model's do."""
+        return Ahead(self.axis)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running, as when a module is recomputed."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,108 @@
+"""`noting`: what autograd saves of a whole is a note that says where it was.
+
+The whole is gathered again when the first of a call's notes is read, and goes with the last of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tulle.errors import GradientError
+from tulle.memory.ahead import BACKWARD, Ahead
+from tulle.memory.unit import Unit
+
+_autograd: Any = vars(torch._C)["_autograd"]
+
+
+class Gathered:
+    """The wholes of one call of a unit's module, which come back when backward reads one, and go with its notes.
+
+    Args:
+        unit: Whose module it is.
+        parts: Of its parameters.
+        ahead: Gathers them again.
+        call: The number of the call of a model that this one belongs to.
+        wholes: Those that forward gathered, if they stay.
+    """
+
+    def __init__(
+        self, unit: Unit, parts: Sequence[nn.Parameter], ahead: Ahead, call: int, wholes: Sequence[Tensor]
+    ) -> None:
+        self.dtypes = [part.dtype for part in parts]
+        self._unit, self._parts, self._ahead, self._call, self._wholes = unit, parts, ahead, call, wholes
+        self._versions = [part._version for part in parts]
+
+    @torch.no_grad()
+    def whole(self, number: int) -> Tensor:
+        """One of them.
+
+        Raises:
+            GradientError: If parts are not what they were in forward.
+        """
+        if [part._version for part in self._parts] != self._versions:
+            raise GradientError(
+                f"parameters of {self._unit.name!r} were changed between its forward and its backward: step the "
+                "optimizer after all backwards"
+            )
+        if not self._wholes:
+            self._wholes = self._ahead.gather(self._unit, self._parts, BACKWARD, call=self._call)
+        return self._wholes[number]
+
+
+@contextmanager
+def noting(gathered: Gathered, wholes: Sequence[Tensor]) -> Iterator[None]:
+    """Have autograd save notes instead of wholes, and all else as it would have."""
+    if not torch.is_grad_enabled():
+        yield
+        return
+    outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
+    outer = _autograd._top_saved_tensors_default_hooks(True)
+    numbers = {whole.untyped_storage()._cdata: number for number, whole in enumerate(wholes)}
+
+    def note(tensor: Tensor) -> Any:
+        number = numbers.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+        if number is not None and tensor.dtype == gathered.dtypes[number]:
+            return _Note(gathered, number, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return outer[0](tensor) if outer is not None else _Saved(tensor, tensor._version)
+
+    def read(packed: Any) -> Tensor:
+        return packed.read() if isinstance(packed, _Note | _Saved) or outer is None else outer[1](packed)
+
+    with saved_tensors_hooks(note, read):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What autograd saved instead of a view of a whole."""
+
+    gathered: Gathered
+    number: int
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+
+    def read(self) -> Tensor:
+        return self.gathered.whole(self.number).as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """Another tensor that autograd saved; it does not look for changes of what went through our hands."""
+
+    tensor: Tensor
+    version: int
+
+    def read(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise GradientError(
+                f"a tensor of shape {list(self.tensor.shape)} that backward needs was changed in place after forward"
+            )
+        return self.tensor

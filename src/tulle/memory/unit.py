@@ -1,0 +1,112 @@
+"""`Unit`: parameters that are gathered together when a module runs, and how their gradients go back to the owners."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tulle.comm import all_gather_parts, all_to_all_parts
+from tulle.memory.shard import Shard
+from tulle.mesh import Axis
+
+Packed = Sequence[tuple[Sequence[int], Tensor]]
+"""Of each dtype the numbers of some parts, and a copy of them end to end."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unit:
+    """Parameters that are gathered together when a module runs.
+
+    Args:
+        name: Of the module.
+        axis: Over which they are shared out.
+        shards: How each is cut.
+        places: Where each is: the path of a module from the unit's, the name in it, and the number of the shard. A tied
+            parameter has several.
+        stays: Whether what forward gathered stays for backward.
+        is_apart: Whether its module is inside of another unit's, and gathers for itself where it is called without
+            that, as when it is recomputed. What it gathers stays, too, as far as autograd saves it.
+    """
+
+    name: str
+    axis: Axis
+    shards: Sequence[Shard]
+    places: Sequence[tuple[str, str, int]]
+    stays: bool = False
+    is_apart: bool = False
+
+    def gather(self, packed: Packed) -> list[Tensor]:
+        """The wholes, in memory of their own. Every rank of the axis must call it."""
+        wholes: dict[int, Tensor] = {}
+        for numbers, own in packed:
+            _used_by_courier(own)
+            sizes = [[self.shards[number].size_on(rank) for number in numbers] for rank in range(self.axis.size)]
+            gathered = all_gather_parts(own, [sum(of_rank) for of_rank in sizes], self.axis, label="parameters").wait()
+            pieces = gathered.split([size for of_rank in sizes for size in of_rank])
+            for place, number in enumerate(numbers):
+                shard, of_ranks = self.shards[number], pieces[place :: len(numbers)]
+                shaped = [piece.view(shard.shape_on(rank)) for rank, piece in enumerate(of_ranks)]
+                wholes[number] = torch.cat(shaped, shard.dim)
+        return [wholes[number] for number in range(len(self.shards))]
+
+    def reduce(self, gradients: Sequence[Tensor | None], parts: Sequence[Tensor]) -> list[Tensor | None]:
+        """Of the means of all ranks' gradients this rank's parts; None where no rank has one. Every rank must call it.
+
+        A flag for each parameter travels along, so that one which no rank used keeps none, as in one process.
+        """
+        reduced: list[Tensor | None] = [None] * len(parts)
+        trained = [number for number, part in enumerate(parts) if part.requires_grad]
+        for group in by_dtype([parts[number] for number in trained]):
+            numbers = [trained[place] for place in group]
+            *means, any_used = self._sum(numbers, gradients, parts[numbers[0]])
+            for number, mean, used in zip(numbers, means, any_used.tolist(), strict=True):
+                if used:
+                    reduced[number] = mean.view(self.shards[number].local_shape) / self.axis.size
+        return reduced
+
+    def __deepcopy__(self, memo: object) -> Unit:
+        """A copied model's parts lie where the model's do."""
+        return replace(self)
+
+    def _sum(self, numbers: Sequence[int], gradients: Sequence[Tensor | None], like: Tensor) -> Sequence[Tensor]:
+        """This rank's parts of the sums of some gradients, flat, and by how many ranks each was used."""
+        flags = like.new_tensor([gradients[number] is not None for number in numbers])
+        outgoing = [
+            torch.cat([*(_for_rank(gradients[number], self.shards[number], rank, like) for number in numbers), flags])
+            for rank in range(self.axis.size)
+        ]
+        sizes = [*(self.shards[number].size_on(self.axis.rank) for number in numbers), len(numbers)]
+        lengths = [sum(sizes)] * self.axis.size
+        incoming = all_to_all_parts(outgoing, lengths, self.axis, label="sharded gradients").wait()
+        return incoming.view(self.axis.size, -1).sum(0).split(sizes)
+
+
+def pack(parts: Sequence[Tensor]) -> Packed:
+    """Copies of parts, for `Unit.gather`."""
+    return [(numbers, torch.cat([parts[n].detach().reshape(-1) for n in numbers])) for numbers in by_dtype(parts)]
+
+
+def by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Numbers of tensors that can travel together."""
+    groups: dict[torch.dtype, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        groups.setdefault(tensor.dtype, []).append(number)
+    return list(groups.values())
+
+
+def _used_by_courier(tensor: Tensor) -> None:
+    """Have memory that another stream filled stay until this one is done with it."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def _for_rank(gradient: Tensor | None, shard: Shard, rank: int, like: Tensor) -> Tensor:
+    """Of this rank's gradient of a whole what belongs to a rank, flat."""
+    if gradient is None:
+        return like.new_zeros(shard.size_on(rank))
+    _used_by_courier(gradient)
+    dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
+    return dense.narrow(shard.dim, shard.begin_on(rank), shard.length(rank)).reshape(-1).to(like.dtype)

@@ -1,0 +1,73 @@
+"""The `state_dict` of modules whose parameters are shared out: it gives and takes wholes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from tulle.memory.shard import Shard, mark, shard_of
+
+_SHARDS = "_tulle_shards"
+"""The attribute by which a module holds how its own parameters are cut."""
+_gives_parts: ContextVar[bool] = ContextVar("gives parts", default=False)
+
+
+def named_shards(model: nn.Module) -> dict[str, Shard]:
+    """How each parameter that is shared out is cut, by all its names in the model.
+
+    Example:
+        >>> import torch
+        >>> named_shards(torch.nn.Linear(2, 3))
+        {}
+    """
+    return {
+        f"{path}.{name}" if path else name: shard
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, shard in module.__dict__.get(_SHARDS, {}).items()
+    }
+
+
+@contextmanager
+def state_of_shards() -> Iterator[None]:
+    """Within this context `state_dict()` gives this rank's parts of what is shared out, and sends nothing."""
+    token = _gives_parts.set(True)
+    try:
+        yield
+    finally:
+        _gives_parts.reset(token)
+
+
+def cut_in_place(model: nn.Module, name: str, shard: Shard) -> None:
+    """Have a parameter be this rank's part, and the `state_dict` of the module that has it give and take wholes."""
+    path, _, own = name.rpartition(".")
+    module = model.get_submodule(path)
+    if _SHARDS not in module.__dict__:
+        module.__dict__[_SHARDS] = {}
+        handle = module.register_state_dict_post_hook(_give_wholes)
+        hooks = cast("OrderedDict[int, Any]", module._state_dict_hooks)
+        hooks.move_to_end(handle.id, last=False)  # before they are put together over other axes
+        module.register_load_state_dict_pre_hook(_take_parts)
+    module.__dict__[_SHARDS][own] = shard
+    parameter = model.get_parameter(name)
+    if shard_of(parameter) is None:  # not by another of its names
+        mark(parameter, shard)
+        parameter.grad = None
+        parameter.data = shard.part(parameter)
+
+
+def _give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    for name, shard in module.__dict__[_SHARDS].items() if not _gives_parts.get() else ():
+        if prefix + name in state:
+            state[prefix + name] = shard.whole(state[prefix + name], label=f"state_dict {prefix + name}")
+
+
+def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    for name, shard in module.__dict__[_SHARDS].items():
+        value = state.get(prefix + name)
+        if isinstance(value, Tensor) and value.shape == shard.shape:
+            state[prefix + name] = shard.part(value)

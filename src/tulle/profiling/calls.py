@@ -1,0 +1,48 @@
+"""`call_seconds`: what the run-time of a pipeline takes for each module that it places, beside what the module does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from tulle.comm import barrier, gather_values, now_s
+from tulle.mesh import Axis
+from tulle.pipeline import place, step
+
+_MODULES, _MICRO_BATCHES, _REPEATS = 16, 4, 6
+_LABEL = "the profile"
+
+
+def call_seconds(axis: Axis) -> float:
+    """Seconds for one placed module and one micro-batch, forward and backward. Every rank of the axis must call it.
+
+    All ranks run the whole program, so what one rank takes that holds all modules is what each would take.
+
+    Args:
+        axis: All of whose ranks do it at once.
+    """
+    alone = replace(axis, rank=0, size=1, ranks=(0,), hosts=(), lanes={}, measured=[], kept={})
+    with torch.device(axis.device):
+        plain, placed = (nn.Sequential(*(nn.Linear(1, 1) for _ in range(_MODULES))) for _ in range(2))
+        batch = torch.ones(_MICRO_BATCHES, 1)
+    place(placed, alone, {str(number): 0 for number in range(_MODULES)})
+    seconds = [[_slowest(partial(_train, model, batch), axis) for model in (plain, placed)] for _ in range(_REPEATS)]
+    plain_s, placed_s = map(min, zip(*seconds, strict=True))  # whatever else a machine does only adds to it
+    return max(0.0, placed_s - plain_s) / (_MODULES * _MICRO_BATCHES)
+
+
+@step(micro_batches=_MICRO_BATCHES)
+def _train(model: nn.Module, batch: Tensor) -> None:
+    model(batch).sum().backward()
+
+
+def _slowest(work: Callable[[], object], axis: Axis) -> float:
+    """Seconds of the slowest rank, all at once."""
+    barrier(axis)
+    begin_s = now_s()
+    work()
+    return max(gather_values(now_s() - begin_s, axis, label=_LABEL))

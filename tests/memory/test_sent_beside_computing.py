@@ -1,0 +1,180 @@
+"""Parameters are gathered ahead and gradients arrive behind; whatever runs next, it is as on one process."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tulle
+from ranks import on_ranks
+from tulle.memory import ahead, named_shards, share_out
+from tulle.memory.ahead import Ahead
+
+USUAL = [0, 1, 2, 3]
+
+
+class Chosen(nn.Module):
+    """Layers that run in the order that the batch asks for; two are tied, and there is something around them."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)) for _ in range(4)])
+        self.layers[3][0].weight = self.layers[1][0].weight
+        self.recomputes = False
+
+    def forward(self, x, order=USUAL):
+        x = self.before(x)
+        for number in order:
+            layer = self.layers[number]
+            x = x + (checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x))
+        return self.after(x).pow(2).mean()
+
+
+def build():
+    torch.manual_seed(0)
+    model = Chosen().double()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2)
+
+
+def shared():
+    axis = tulle.init(data=-1)["data"]
+    model, optimizer = build()
+    units = ["", *(f"layers.{n}" for n in range(4))]
+    share_out(model, axis, units, stay=[""], optimizers=[optimizer])
+    return model, optimizer, axis
+
+
+def batch_of(step, axis=None):
+    x = torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    return x if axis is None else x.chunk(axis.size)[axis.rank]
+
+
+def train(model, optimizer, orders, axis=None):
+    for step, of_micro_batches in enumerate(orders):
+        for number, order in enumerate(of_micro_batches):
+            model(batch_of(10 * step + number, axis), order).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def worst_difference(model, reference):
+    found, wanted = model.state_dict(), reference.state_dict()
+    return max((found[name] - wanted[name]).abs().max().item() for name in wanted)
+
+
+SOME = [[USUAL]] * 4
+CHANGING = [[[0, 2]], [USUAL, [3, 3, 3]], [[2, 1, 0]], [[], [1]], [USUAL], [[0, 1, 1, 3], USUAL, [0, 0]], [USUAL]]
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "orders",
+    [
+        pytest.param(SOME, marks=pytest.mark.slow),
+        pytest.param([[USUAL] * 3] * 4, marks=pytest.mark.slow),
+        SOME + CHANGING + SOME + CHANGING,
+    ],
+    ids=["alike", "micro-batches", "changing"],
+)
+def test_whatever_runs_next_it_is_one_process(orders, recomputes):
+    reference, optimizer = build()
+    train(reference, optimizer, orders)
+    model, optimizer, axis = shared()
+    model.recomputes = recomputes
+    train(model, optimizer, orders, axis)
+    assert worst_difference(model, reference) < 1e-12
+
+
+@on_ranks(2)
+def test_from_the_third_step_on_all_but_the_first_are_ahead(monkeypatch):
+    begun, taken, most = [], [], []
+    begin, gather = Ahead._begin, Ahead.gather
+
+    def noted_begin(self, use):
+        begun.append((use.unit.name, use.what))
+        most.append(self._coming)
+        return begin(self, use)
+
+    def noted_gather(self, unit, parts, what, *, call):
+        taken.append(self._coming is not None and (self._coming.use.unit, self._coming.use.what) == (unit, what))
+        return gather(self, unit, parts, what, call=call)
+
+    monkeypatch.setattr(Ahead, "_begin", noted_begin)
+    monkeypatch.setattr(Ahead, "gather", noted_gather)
+    model, optimizer, axis = shared()
+    train(model, optimizer, SOME, axis)
+    names = [f"layers.{n}" for n in range(4)]
+    step = [(name, "forward") for name in ("Chosen", *names)] + [(name, "backward") for name in reversed(names)]
+    assert begun == step * 4, "each once a step, in the order in which they are used"
+    assert taken[-18:] == [False, *[True] * 8] * 2
+    assert most == [None] * len(most), "one unit is gathered ahead, not more"
+
+
+def swap(model, values):
+    """As moving averages are put in the place of parameters: past the counter by which torch sees a change."""
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        parameter.data.copy_(value)
+
+
+def evaluated(model, axis):
+    """Losses of a model whose parameters change between calls, in ways that nobody is told of."""
+    values = [parameter.detach().clone() for parameter in model.parameters()]
+    losses = []
+    for scale in (1.0, 0.5, 2.0, 1.0, 0.25, 3.0):
+        swap(model, [value * scale for value in values])
+        with torch.no_grad():
+            losses += [model(batch_of(0, axis)).item() for _ in range(2)]
+    return losses
+
+
+@on_ranks(2)
+def test_nothing_is_gathered_ahead_from_one_call_to_the_next():
+    model, _, _ = shared()
+    reference, _ = build()
+    assert evaluated(model, None) == pytest.approx(evaluated(reference, None), rel=1e-12)
+
+
+@on_ranks(2)
+def test_the_twin_that_gathers_ahead_from_one_call_to_the_next_is_found(monkeypatch):
+    monkeypatch.setattr(ahead, "in_backward", lambda: True)
+    with pytest.raises(AssertionError):
+        test_nothing_is_gathered_ahead_from_one_call_to_the_next.__wrapped__()
+
+
+@on_ranks(2)
+def test_gradients_are_what_autograd_gives_and_hooks_see_them():
+    reference, _ = build()
+    model, _, axis = shared()
+    wanted = torch.autograd.grad(reference(batch_of(0)), [reference.after.weight, reference.layers[1][2].bias])
+    x = batch_of(0, axis)
+    for _ in range(3):
+        found = torch.autograd.grad(model(x), [model.after.weight, model.layers[1][2].bias])
+    cuts = named_shards(model)
+    shards = [cuts["after.weight"], cuts["layers.1.2.bias"]]
+    for gradient, whole, shard in zip(found, wanted, shards, strict=True):
+        torch.testing.assert_close(gradient, shard.part(whole), rtol=1e-12, atol=1e-14)
+    seen = []
+    model.before.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    model(x).backward()
+    reference(batch_of(0)).backward()
+    torch.testing.assert_close(seen, [cuts["before.weight"].part(reference.before.weight.grad)], rtol=1e-12, atol=1e-14)
+
+
+@on_ranks(2)
+def test_a_copy_has_parts_of_its_own():
+    model, optimizer, axis = shared()
+    average = copy.deepcopy(model)
+    before = average.state_dict()
+    train(model, optimizer, SOME, axis)
+    assert worst_difference(average, model) > 1e-3
+    reference, optimizer = build()
+    reference.load_state_dict(before)
+    x = batch_of(0)
+    assert average(x).item() == pytest.approx(reference(x).item(), rel=1e-12)
+    average(x).backward()
+    assert average.before.weight.grad is not None
+    assert model.before.weight.grad is None

@@ -1,0 +1,131 @@
+"""Step functions that run backward in other ways than once, from one loss: equal to one process, or refused."""
+
+import copy
+import time
+
+import pytest
+import torch
+from pipeline_networks import WIDTH, make, worst_gradient
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import tulle
+from ranks import on_ranks
+from tulle import pipeline
+
+
+class Heads(nn.Module):
+    """Two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.one, self.other = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.body(x).tanh()
+        return self.one(x), self.other(x)
+
+
+def placed() -> tuple[nn.Module, nn.Module, tulle.Mesh]:
+    mesh = tulle.init(pipe=-1)
+    model = make(Heads)
+    reference = copy.deepcopy(model)
+    return pipeline.place(model, mesh["pipe"], {"body": 0, "one": 1, "other": 1}), reference, mesh
+
+
+def in_turn(model: nn.Module, x: Tensor, wait_s: float) -> Tensor:
+    """The first rank comes late to two gradients of one value."""
+    one, other = model(x)
+    time.sleep(wait_s)
+    one.pow(2).mean().backward(retain_graph=True)
+    other.pow(2).mean().backward()
+    return one.sum()
+
+
+def and_forward_again(model: nn.Module, x: Tensor) -> Tensor:
+    model(x)[0].pow(2).mean().backward()
+    loss = model(x * 2)[1].pow(2).mean()
+    loss.backward()
+    return loss
+
+
+def together(model: nn.Module, x: Tensor) -> Tensor:
+    one, other = model(x)
+    torch.autograd.backward([one.pow(2).mean(), other], [None, torch.ones_like(other)])
+    torch.autograd.backward(model.body(x).sum())
+    return one.sum()
+
+
+def checked(function, *args, micro_batches: int = 1, schedule: str = "1f1b") -> float:
+    model, reference, mesh = placed()
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    step = pipeline.step(micro_batches=micro_batches, schedule=schedule)(function)
+    losses = step(model, x, *(arg(mesh.rank) for arg in args))
+    expected = step(reference, x, *(0.0 for _ in args))
+    torch.testing.assert_close(losses.stack(), expected.stack().detach(), rtol=1e-12, atol=0)
+    return worst_gradient(model, reference)
+
+
+def only_the_first_waits(rank: int) -> float:
+    return 0.0 if rank else 0.2
+
+
+@on_ranks(2)
+def test_gradients_of_two_backwards_may_be_under_way_at_once():
+    assert checked(in_turn, only_the_first_waits) < 1e-12
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_forward_and_backward_again_equal_one_process(schedule):
+    assert checked(and_forward_again, micro_batches=4, schedule=schedule) < 1e-12
+
+
+@on_ranks(2)
+def test_backward_of_several_losses_at_once_equals_one_process():
+    assert checked(together, micro_batches=2) < 1e-12
+
+
+def asks_for_a_gradient(model: nn.Module, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    torch.autograd.grad(model(x)[0].sum(), x, create_graph=True)
+
+
+def reads_a_gradient(model: nn.Module, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    model(x)[0].sum().backward()
+    x.grad.sign()
+
+
+def reads_a_parameters_gradient(model: nn.Module, x: Tensor) -> Tensor:
+    model(x)[0].sum().backward()
+    assert model.other.weight.grad is None
+    return model.body.weight.grad.norm() + model.one.bias.grad.sum()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("function", [asks_for_a_gradient, reads_a_gradient])
+def test_gradients_of_which_ranks_have_a_part_are_refused(function):
+    model, _, _ = placed()
+    with pytest.raises(tulle.TulleError, match="asks between modules for gradients"):
+        pipeline.step(micro_batches=1)(function)(model, torch.ones(2, WIDTH, dtype=torch.float64))
+
+
+@on_ranks(2)
+def test_gradients_of_parameters_are_read_in_a_step():
+    assert checked(reads_a_parameters_gradient) < 1e-12
+
+
+@on_ranks(2)
+def test_a_pruned_model_is_placed():
+    models = []
+    for _ in range(2):
+        models.append(make(Heads))
+        for layer in (models[-1].body, models[-1].other):
+            prune.l1_unstructured(layer, "weight", 0.5)
+    model, reference = models
+    pipeline.place(model, tulle.init(pipe=-1)["pipe"], {"body": 0, "one": 1, "other": 1})
+    for one in models:
+        pipeline.step(micro_batches=2)(and_forward_again)(one, torch.ones(4, WIDTH, dtype=torch.float64))
+    assert worst_gradient(model, reference) < 1e-12

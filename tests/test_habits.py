@@ -1,0 +1,111 @@
+"""What people bring along from plain PyTorch and DDP works with split tables, or says what to do instead."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tulle
+from ranks import on_ranks
+from tulle.errors import CommunicationError, DataError, PlanError
+
+WORDS, WIDTH = 20, 6
+
+
+class Tagger(nn.Module):
+    """A table, bags of another, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH, sparse=True)
+        self.tags = nn.EmbeddingBag(WORDS, WIDTH, sparse=True, mode="sum")
+        self.out = nn.Linear(WIDTH, 1)
+
+    def forward(self, ids):
+        return self.out(self.words(ids).sum(1) + self.tags(ids)).pow(2).mean()
+
+
+def split_tagger(placement="rows"):
+    mesh = tulle.init(data=-1)
+    torch.manual_seed(0)
+    model = Tagger().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = {"words.weight": placement, "tags.weight": placement}
+    return (mesh, *tulle.distribute(model, optimizer, mesh, plan=plan))
+
+
+def batches(mesh, count):
+    drawn = torch.Generator().manual_seed(mesh.rank)
+    return [torch.randint(WORDS, (4, 3), generator=drawn) for _ in range(count)]
+
+
+def train(model, optimizer, loader):
+    for batch in loader:
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("placement", ["rows", "columns"])
+def test_a_plain_state_loads_into_split_tables(placement):
+    mesh, model, optimizer = split_tagger(placement)
+    torch.manual_seed(1)
+    plain = Tagger().double()
+    model.load_state_dict(plain.state_dict())
+    whole = tulle.full_state_dict(model, everywhere=True)
+    assert all(torch.equal(whole[name], value) for name, value in plain.state_dict().items())
+    model.load_state_dict(model.state_dict())
+    train(model, optimizer, batches(mesh, 1))
+
+
+@on_ranks(2)
+def test_a_plain_state_loads_into_a_softmax_whose_rows_are_split():
+    mesh = tulle.init(data=-1)
+    layer = nn.ModuleDict({"out": tulle.ShardedSoftmax(WORDS, WIDTH, bias=True)})
+    plain = {name: torch.randn_like(value) for name, value in layer.state_dict().items()}
+    torch.distributed.broadcast_object_list(held := [plain])
+    tulle.distribute(layer, torch.optim.SGD(layer.parameters(), lr=0.1), mesh, plan={"out.weight": "rows"})
+    layer.load_state_dict(held[0])
+    whole = tulle.full_state_dict(layer, everywhere=True)
+    assert all(torch.equal(whole[name], value) for name, value in held[0].items())
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("is_given", [False, True])
+def test_ranks_with_unequal_batches_are_told_where_rows_travel_ahead(is_given):
+    mesh, model, optimizer = split_tagger()
+    ids = (lambda batch: {"words": batch, "tags": batch}) if is_given else None
+    train(model, optimizer, tulle.lookahead(batches(mesh, 5), ids=ids))
+    more = tulle.lookahead(batches(mesh, 4 + (mesh.rank == 1)), ids=ids)
+    if mesh.rank == 1:  # which hears of it where it next waits for the others
+        with pytest.raises((DataError, CommunicationError)):
+            train(model, optimizer, more)
+        return
+    text = f"rank {mesh.rank} of axis 'data' has no batch after the one of step 9, rank 1 has: give all ranks as many"
+    with pytest.raises(DataError, match=text):
+        train(model, optimizer, more)
+    torch.distributed.destroy_process_group()  # as at the end of a process that failed
+
+
+@on_ranks(2)
+def test_a_table_with_a_hook_of_its_gradient_is_not_split():
+    mesh = tulle.init(data=-1)
+    model = Tagger()
+    model.words.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(PlanError, match=r"splits 'words.weight' by rows, but a hook is registered on it"):
+        tulle.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh, plan="rows")
+
+
+GUIDE = (Path(__file__).parents[1] / "docs/training.md").read_text(encoding="utf-8")
+
+
+@on_ranks(3)
+def test_the_loop_of_the_guide_runs(tmp_path):
+    [code] = re.findall(r"^```python\n(.*?)^```", GUIDE, flags=re.MULTILINE | re.DOTALL)
+    place = [str(tmp_path)]
+    torch.distributed.broadcast_object_list(place)
+    exec(code.replace('"checkpoint"', repr(f"{place[0]}/checkpoint")), {})
+    assert (Path(place[0]) / "checkpoint").is_dir()
