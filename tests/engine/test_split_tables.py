@@ -8,6 +8,7 @@ import models
 import tulle
 from models import Words, batches, build
 from ranks import on_ranks
+from tulle.comm import traffic
 from tulle.tables import split_of
 
 STEPS = 10
@@ -129,3 +130,31 @@ def test_a_model_that_is_built_without_memory_has_the_numbers_of_one_process(pla
     for name, parameter in model.named_parameters():
         split = split_of(parameter)
         torch.testing.assert_close(parameter, theirs[name] if split is None else split.take(theirs[name]))
+
+
+class Pair(nn.Module):
+    """Tables whose rows travel as one, but not in equal numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = nn.Embedding(600, 8, sparse=True)
+        self.few = nn.Embedding(600, 8, sparse=True)
+
+    def forward(self, ids):
+        return (self.many(ids).sum() + self.few(ids[::10]).sum()).square()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("placement", ["rows", "columns"])
+def test_bytes_of_tables_that_travel_as_one_count_by_their_rows(placement):
+    model = Pair()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = tulle.distribute(model, optimizer, tulle.init(data=-1), plan=placement)
+    ids = torch.arange(600)
+    for _ in tulle.lookahead([ids] * 4):
+        traffic.take_labels()
+        model(ids).backward()
+        optimizer.step()
+    sent = traffic.take_labels()
+    many, few = sent["many.weight"].bytes_sent, sent["few.weight"].bytes_sent
+    assert 8 < many / few < 12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,7 +19,7 @@ def exchange_blocks(
     shapes: Sequence[Sequence[Shape]],
     axis: Axis,
     *,
-    names: Sequence[Sequence[str]],
+    rows: Sequence[Mapping[str, int]],
     most_bytes: Sequence[int],
 ) -> Deferred[list[Blocks]]:
     """Send `parts[b][r]` of each bundle b to rank r, and receive blocks of `shapes[b][r]` from it.
@@ -29,7 +30,7 @@ def exchange_blocks(
         parts: `[rows, columns]` by bundle and rank.
         shapes: Of what comes, by bundle and rank; of one dtype with what goes.
         axis: Whose ranks take part.
-        names: Of the tables of each bundle, for the counters.
+        rows: Of each bundle how many rows of each of its tables go, by name: for the counters.
         most_bytes: Of each bundle, about what the fullest rank sends: the same numbers on all ranks.
 
     Returns:
@@ -43,7 +44,7 @@ def exchange_blocks(
             [parts[t] for t in group],
             [shapes[t] for t in group],
             axis,
-            [names[t] for t in group],
+            [rows[t] for t in group],
             sum(most_bytes[t] for t in group),
         )
         for group in groups.values()
@@ -80,19 +81,19 @@ def _exchange(
     parts: Sequence[Sequence[Tensor]],
     shapes: Sequence[Sequence[Shape]],
     axis: Axis,
-    names: Sequence[Sequence[str]],
+    rows: Sequence[Mapping[str, int]],
     most_bytes: int,
 ) -> Deferred[list[Blocks]]:
     """All bundles have one dtype."""
-    label = _label(parts, names)
+    label = _label(parts, rows)
     widths = {columns for _, columns in shapes[0]} | {part.shape[1] for part in parts[0]}
     if len(parts) == 1 and len(widths) == 1:  # nothing to be laid end to end
-        lengths = [rows for rows, _ in shapes[0]]
+        lengths = [length for length, _ in shapes[0]]
         contiguous = [part.contiguous() for part in parts[0]]
         whole = all_to_all_parts(contiguous, lengths, axis, label=label, most_bytes=most_bytes)
         return Deferred(lambda: [Blocks([*whole.wait().split(lengths)], whole.wait())])
     sends = [torch.cat([table[rank].reshape(-1) for table in parts]) for rank in range(axis.size)]
-    sizes = [[rows * columns for rows, columns in (table[rank] for table in shapes)] for rank in range(axis.size)]
+    sizes = [[math.prod(table[rank]) for table in shapes] for rank in range(axis.size)]
     flat = all_to_all_parts(sends, [sum(of_rank) for of_rank in sizes], axis, label=label, most_bytes=most_bytes)
 
     def finish() -> list[Blocks]:
@@ -106,10 +107,10 @@ def _exchange(
     return Deferred(finish)
 
 
-def _label(parts: Sequence[Sequence[Tensor]], names: Sequence[Sequence[str]]) -> Mapping[str, int]:
-    """Bytes by table; those of one bundle count for as much as each other."""
+def _label(parts: Sequence[Sequence[Tensor]], rows: Sequence[Mapping[str, int]]) -> Mapping[str, int]:
+    """Bytes by table."""
     return {
-        name: sum(part.nbytes for part in bundle) // len(tables)
-        for tables, bundle in zip(names, parts, strict=True)
-        for name in tables
+        name: sum(part.nbytes for part in bundle) * count // max(1, sum(of_tables.values()))
+        for of_tables, bundle in zip(rows, parts, strict=True)
+        for name, count in of_tables.items()
     }

@@ -158,10 +158,13 @@ class Route(ABC):
     places: Tensor
     most_rows: int
 
-    @property
-    def names(self) -> list[str]:
-        """Of the tables."""
-        return [split.name for split in self.splits]
+    def rows_served(self) -> dict[str, int]:
+        """How many rows of each table go to the other ranks, forward."""
+        return rows_by_table(self.splits, self.served)
+
+    def rows_pushed(self) -> dict[str, int]:
+        """The same of gradients, backward."""
+        return rows_by_table(self.splits, self.wanted)
 
     def values_bytes(self, dtype: torch.dtype) -> int:
         """About what the fullest rank sends of values, or of gradients."""
@@ -230,6 +233,12 @@ class Route(ABC):
     def pushed_shapes(self) -> list[Shape]:
         """Of the blocks of gradients that come: of the rows of `places`."""
         return [(sum(of_rank), self.splits[0].local_shape[1]) for of_rank in self.served]
+
+
+def rows_by_table(splits: Sequence[Split], counts: Counts) -> dict[str, int]:
+    """Rows of each table, by its name, that all ranks but this one have to do with."""
+    others = [of_rank for rank, of_rank in enumerate(counts) if rank != splits[0].axis.rank]
+    return {split.name: sum(of_rank[table] for of_rank in others) for table, split in enumerate(splits)}
 
 
 def count_in(mask: Tensor, counts: Counts) -> Counts:

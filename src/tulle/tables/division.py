@@ -58,7 +58,7 @@ def divide(routes: Sequence[Route], following: Sequence[Route], axis: Axis) -> l
         ],
         [[(rows, 1) for rows, _ in route.fetched_shapes()] for route in routes],
         axis,
-        names=[route.names for route in routes],
+        rows=[route.rows_served() for route in routes],
         most_bytes=[route.most_rows for route in routes],
     ).wait()
     divisions: list[Division] = []

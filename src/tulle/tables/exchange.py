@@ -17,7 +17,7 @@ from tulle.comm import all_to_all_parts, traffic
 from tulle.errors import CommunicationError, DataError
 from tulle.mesh import Axis
 from tulle.tables.blocks import exchange_blocks
-from tulle.tables.bundle import Route, Wish
+from tulle.tables.bundle import Route, Wish, rows_by_table
 from tulle.tables.split import ColumnSplit, RowSplit, Split
 
 _REFUSED = -1
@@ -72,8 +72,8 @@ def tell(wishes: Sequence[Wish], axis: Axis) -> list[Route]:
     Raises:
         CommunicationError: If another rank had to `refuse`.
     """
-    names = [[split.name for split in one.splits] for one in wishes]
-    label = dict.fromkeys((name for tables in names for name in tables), 1)
+    rows_told = [rows_by_table(one.splits, one.counts) for one in wishes]
+    label = dict.fromkeys((name for of_tables in rows_told for name in of_tables), 1)
     tables = [len(one.splits) for one in wishes]
     lengths = [length for one in wishes for length in one.lengths()]
     counts = [[count for one in wishes for count in one.counts[rank]] + lengths for rank in range(axis.size)]
@@ -84,7 +84,7 @@ def tell(wishes: Sequence[Wish], axis: Axis) -> list[Route]:
     numbers = [[part.to(axis.device).view(-1, 1) for part in one.told] for one in wishes]
     shapes = [[(rows, 1) for rows in of_bundle.sum(1).tolist()] for of_bundle in served]
     number_bytes = [most * parts[0].itemsize for most, parts in zip(most_rows, numbers, strict=True)]
-    heard = exchange_blocks(numbers, shapes, axis, names=names, most_bytes=number_bytes).wait()
+    heard = exchange_blocks(numbers, shapes, axis, rows=rows_told, most_bytes=number_bytes).wait()
     return [
         (columns.ColumnRoute if isinstance(one.splits[0], ColumnSplit) else rows.RowRoute)(
             one.splits, len(one), one.counts, of_bundle.tolist(), blocks.stacked().view(-1), most
@@ -148,10 +148,10 @@ def fetch(routes: Sequence[Route], served: Sequence[Sequence[Tensor]], axis: Axi
     Returns:
         `[rows, width]` a bundle, in the order in which its rows travel.
     """
-    names = [route.names for route in routes]
+    rows_served = [route.rows_served() for route in routes]
     shapes = [route.fetched_shapes() for route in routes]
     most_bytes = [route.values_bytes(parts[0].dtype) for route, parts in zip(routes, served, strict=True)]
-    came = exchange_blocks(served, shapes, axis, names=names, most_bytes=most_bytes).wait()
+    came = exchange_blocks(served, shapes, axis, rows=rows_served, most_bytes=most_bytes).wait()
     return [route.assemble(blocks) for route, blocks in zip(routes, came, strict=True)]
 
 
@@ -169,20 +169,20 @@ def push(
     Returns:
         By bundle and table.
     """
-    names = [route.names for route in routes]
+    rows_pushed = [route.rows_pushed() for route in routes]
     counted = [(b, counts.view(-1, 1)) for b, counts in enumerate(lookups) if counts is not None]
     counts_under_way = exchange_blocks(
         [routes[b].push_counts(counts) for b, counts in counted],
         [[(length, 1) for length, _ in routes[b].pushed_shapes()] for b, _ in counted],
         axis,
-        names=[names[b] for b, _ in counted],
+        rows=[rows_pushed[b] for b, _ in counted],
         most_bytes=[routes[b].most_rows * counts.itemsize for b, counts in counted],
     )
     values_under_way = exchange_blocks(
         [route.push(gradient) for route, gradient in zip(routes, gradients, strict=True)],
         [route.pushed_shapes() for route in routes],
         axis,
-        names=names,
+        rows=rows_pushed,
         most_bytes=[route.values_bytes(one.dtype) for route, one in zip(routes, gradients, strict=True)],
     )
     sums = [route.sums() for route in routes]
