@@ -1,5 +1,6 @@
 """A model whose training takes four times what a rank may have is trained, saved, and resumed on another mesh."""
 
+import ctypes
 import resource
 from pathlib import Path
 
@@ -14,11 +15,15 @@ from tulle.checkpoint import storage
 WIDTH, LAYERS, STEPS = 2048, 64, 3
 LIMIT_BYTES = LAYERS * WIDTH * WIDTH * 4
 """Parameters, gradients and Adam's two moments are four times as much. Stacks of threads count, 8 MiB each."""
+_MMAP_THRESHOLD = -3
+"""What `mallopt` of glibc calls by this name."""
 MESH, OTHER = {"pipe": 4, "model": 2}, {"data": 2, "pipe": 2}
 
 
 def limit_memory() -> None:
     assert storage, "what is imported later would count"
+    # Large blocks go back to the system as soon as they are free: how many threads' heaps keep is chance, up to 300 MB.
+    assert ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     has_bytes = int(status["VmData"].split()[0]) * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (has_bytes + LIMIT_BYTES, resource.RLIM_INFINITY))
