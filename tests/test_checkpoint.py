@@ -69,6 +69,7 @@ def saved(state: object) -> Tensor:
 
 
 @on_ranks(1, 2)
+@pytest.mark.slow
 def test_a_run_that_is_resumed_goes_on_as_if_it_had_never_stopped(tmp_path):
     mesh = tulle.init(data=-1)
     torch.manual_seed(mesh.rank)

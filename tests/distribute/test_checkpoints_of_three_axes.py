@@ -62,6 +62,7 @@ def check_safetensors(path, plain):
     assert all(torch.equal(value, plain[name]) for name, value in saved.items())
 
 
+@pytest.mark.slow
 def test_what_two_axes_saved_others_load(tmp_path):
     check("stack", tmp_path, {"pipe": 2, "model": 2}, [{"data": 2, "pipe": 2}])
 

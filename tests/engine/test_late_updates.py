@@ -144,10 +144,13 @@ RECIPES = {
     "fused adam": every(Adam, fused=True),
     "for sparse and dense": models.sparse_adam_and_adam,
 }
+QUICK = {"momentum", "adam by foreach", "others", "for sparse and dense"}
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+)
 def test_parameters_and_state_are_those_of_one_process(recipe):
     mesh = tulle.init(data=-1)
     for kind in (Words,) if recipe == "for sparse and dense" else (Deep, Dense):

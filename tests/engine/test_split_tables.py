@@ -76,7 +76,7 @@ def test_one_rank_splits_nothing():
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("placement", ["rows", "columns"])
+@pytest.mark.parametrize("placement", ["rows", pytest.param("columns", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recipe", [models.adagrad, models.sparse_adam_and_adam], ids=lambda recipe: recipe.__name__)
 def test_lookahead_changes_no_number(recipe, placement):
     check_against_one_process(Words, recipe, dict.fromkeys(["words.weight", "tags.weight"], placement), lookahead=True)

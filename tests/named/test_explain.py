@@ -26,7 +26,7 @@ def sample_of(model):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param("language model", marks=pytest.mark.slow), "encoder-decoder"])
 def test_counters_of_the_run_agree_exactly(model):
     mesh = tulle.init(data=2, model=2)
     layouts = legal_layouts(MODELS[model], mesh.shape, together=2)

@@ -187,6 +187,7 @@ class Sleepy(nn.Module):
         return (self.weight * x).sum()
 
 
+@pytest.mark.slow  # by the clock: half of a step passed for a third of it where others worked
 @pytest.mark.parametrize(("samples", "expected"), [(16, 1 / 3), (1, 0.0)])
 def test_what_fewer_samples_do_not_make_shorter_is_measured(samples, expected):
     model = Sleepy()
