@@ -21,8 +21,16 @@ def whole_on_ranks(plan: str, *, everywhere: bool) -> dict[str, Tensor]:
         return full_state_dict(model, everywhere=everywhere)
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
-@pytest.mark.parametrize(("ranks", "plan"), [(1, "whole"), (2, "whole"), (3, "rows"), (2, "columns"), (4, "mixed")])
+@pytest.mark.parametrize("everywhere", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize(
+    ("ranks", "plan"),
+    [
+        (1, "whole"),
+        (3, "rows"),
+        (2, "columns"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, "whole"), (4, "mixed")]),
+    ],
+)
 def test_the_full_state_is_that_of_one_process_and_loads_without_tulle(ranks, plan, everywhere):
     expected, _ = trained(0)
     for rank, state in enumerate(run_on_ranks(ranks, whole_on_ranks, plan=plan, everywhere=everywhere)):

@@ -130,10 +130,14 @@ WAYS = [
     (2, "whole", 2, "rows"),
     (2, "rows", 2, "whole"),
 ]
+QUICK = WAYS[:2]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "behind"])
-@pytest.mark.parametrize(("saved_by", "saved_as", "loaded_by", "loaded_as"), WAYS)
+@pytest.mark.parametrize(
+    ("saved_by", "saved_as", "loaded_by", "loaded_as"),
+    [way if way in QUICK else pytest.param(*way, marks=pytest.mark.slow) for way in WAYS],
+)
 def test_any_ranks_load_what_any_ranks_saved(saved_by, saved_as, loaded_by, loaded_as, asynchronous, tmp_path):
     run_on_ranks(saved_by, save_on_ranks, path=tmp_path / "a", plan=saved_as, asynchronous=asynchronous)
     run_on_ranks(loaded_by, load_on_ranks, path=tmp_path / "a", plan=loaded_as)

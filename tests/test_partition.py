@@ -116,7 +116,7 @@ def test_every_stride_is_dealt_evenly_and_all_but_one_in_n_within_the_bound_of_t
     assert sum(one > bound(ranks, 1000, ONE_SET) for one in uneven) <= len(uneven) / ranks
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [2, 8, *(pytest.param(r, marks=pytest.mark.slow) for r in RANKS if r not in (2, 8))])
 @pytest.mark.parametrize("count", COUNTS)
 def test_multiples_of_what_the_partition_itself_divides_by_are_dealt_evenly(ranks, count):
     partition = Hashed(NUM_ROWS, ranks)
