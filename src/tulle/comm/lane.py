@@ -53,6 +53,11 @@ def _group(axis: Axis, purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
     return group
 
 
+def alone(axis: Axis) -> Axis:
+    """This rank of an axis as an axis of its own, along which nobody is to be talked to."""
+    return replace(axis, rank=0, size=1, ranks=(axis.ranks[axis.rank],), hosts=(), lanes={}, measured=[], kept={})
+
+
 def hosts_of(axis: Axis) -> tuple[Axis | None, Axis | None]:
     """The ranks on this host, and those of the same place on the other hosts, as axes. Every rank must call it.
 
@@ -72,6 +77,4 @@ def hosts_of(axis: Axis) -> tuple[Axis | None, Axis | None]:
 def _among(axis: Axis, purpose: str, members: Sequence[int]) -> Axis:
     if len(members) == axis.size:
         return axis
-    if len(members) == 1:  # nobody to talk to
-        return replace(axis, rank=0, size=1, ranks=(axis.ranks[axis.rank],), hosts=(), lanes={}, measured=[], kept={})
-    return _part(axis, purpose, members)
+    return alone(axis) if len(members) == 1 else _part(axis, purpose, members)

@@ -172,7 +172,7 @@ class SplitTables:
 
     def _trips_of(self, loads: Sequence[Load], module: TableModule | None = None) -> list[Trip]:
         """Trips, each of some tables and the ids of each, told together. Every rank must call it, with its own ids."""
-        way = self._way if torch.is_grad_enabled() else self._evaluating
+        way = self._way_now()
         first, self._trips = self._trips + 1, self._trips + len(loads)
         try:
             made = [
@@ -191,8 +191,12 @@ class SplitTables:
 
     def _no_trips(self, names: Sequence[str]) -> None:
         """Tell the others that this rank has no further step, in place of trips of these tables."""
-        way = self._way if torch.is_grad_enabled() else self._evaluating
+        way = self._way_now()
         way.courier.submit(partial(tell_the_end, names, way.axis)).result()
+
+    def _way_now(self) -> Way:
+        """On what lookups travel that are made here and now."""
+        return self._way if torch.is_grad_enabled() else self._evaluating
 
     def _rows_bytes(self, number: int) -> int:
         """Of the rows that this rank last wanted of a table."""

@@ -11,13 +11,13 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tulle.comm import alone
 from tulle.mesh import Axis
 from tulle.pipeline.calls import Calls, pieces_of, watch
 from tulle.pipeline.holdings import Holdings, Unit
@@ -56,7 +56,7 @@ def profile(model: nn.Module, sample: object, axis: Axis, stages: int) -> tuple[
             calls = watch(model, args, kwargs)
         largest = (calls.time_s.get("") or sum(calls.time_s.values())) / (stages * PIECES_PER_STAGE)
         names = pieces_of(model, calls, calls.time_s, largest)
-        return _measured(model, names, (args, kwargs), replace(axis, rank=0, size=1, kept={})), calls
+        return _measured(model, names, (args, kwargs), alone(axis)), calls
 
 
 def as_call(sample: object, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:

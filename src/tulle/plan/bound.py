@@ -14,7 +14,7 @@ from itertools import pairwise
 from tulle.plan.memory import Memory
 from tulle.plan.plan import AT_READ, MODEL, Plan
 from tulle.plan.table_plan import TablePlan
-from tulle.plan.update import rest_s, shared_s_per_byte
+from tulle.plan.update import dense_s_per_byte, rest_s
 from tulle.plan.work import DATA, NARROW, Share, Work, total_s, work_of
 from tulle.workload import Cluster, Profile
 
@@ -83,8 +83,7 @@ class Bound:
 
     def _updates(self, share: Share, memory: Memory) -> list[float]:
         """Seconds of the optimizer for each piece."""
-        owners = share.data if memory.shard_optimizer or memory.full_shard or memory.precision else 1
-        step_s = shared_s_per_byte(self.profile, owners)
+        step_s = dense_s_per_byte(self.profile, memory, share.data)
         return [piece.parameters_bytes * step_s for piece in self.pieces(share)]
 
     def _reduced(self, share: Share, memory: Memory) -> list[float]:

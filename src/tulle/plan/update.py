@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tulle.plan.convoy import Convoy
 from tulle.plan.exchange import Tariff
+from tulle.plan.memory import Memory
 from tulle.plan.plan import AT_READ, Plan
 from tulle.plan.work import NARROW, Share, Work, bytes_of
 from tulle.workload import Profile, TableProfile
@@ -35,8 +36,7 @@ class Update:
         """Seconds for the dense parameters of some pieces; a rank that shares them out with others does its part."""
         memory = self.plan.memory
         stepped_bytes = sum(work.parameters_bytes for work in pieces) / (NARROW if memory.precision else 1)
-        ranks = self.share.data if memory.shard_optimizer or memory.full_shard or memory.precision else 1
-        return stepped_bytes * shared_s_per_byte(self.profile, ranks)
+        return stepped_bytes * dense_s_per_byte(self.profile, memory, self.share.data)
 
     def tables_s(self, convoys: Sequence[Convoy]) -> float:
         """Seconds for the tables of some convoys: the rows that gradients touch, of split tables this rank's."""
@@ -55,9 +55,10 @@ class Update:
         return rows_s + (AHEAD_CALLS * self.profile.optimizer.table_s if is_ahead else 0.0)
 
 
-def shared_s_per_byte(profile: Profile, ranks: int) -> float:
-    """Seconds of the optimizer for a byte of dense parameters that are shared out among some ranks."""
+def dense_s_per_byte(profile: Profile, memory: Memory, replicas: int) -> float:
+    """Seconds of the optimizer for a byte of dense parameters, which ways of saving memory share out among replicas."""
     optimizer = profile.optimizer
+    ranks = replicas if memory.shard_optimizer or memory.full_shard or memory.precision else 1
     return optimizer.step_s_per_byte * (optimizer.fixed_share + (1 - optimizer.fixed_share) / ranks)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from tulle.comm import barrier, gather_values, now_s
+from tulle.comm import alone, barrier, gather_values, now_s
 from tulle.mesh import Axis
 from tulle.pipeline import place, step
 
@@ -25,11 +24,10 @@ def call_seconds(axis: Axis) -> float:
     Args:
         axis: All of whose ranks do it at once.
     """
-    alone = replace(axis, rank=0, size=1, ranks=(0,), hosts=(), lanes={}, measured=[], kept={})
     with torch.device(axis.device):
         plain, placed = (nn.Sequential(*(nn.Linear(1, 1) for _ in range(_MODULES))) for _ in range(2))
         batch = torch.ones(_MICRO_BATCHES, 1)
-    place(placed, alone, {str(number): 0 for number in range(_MODULES)})
+    place(placed, alone(axis), {str(number): 0 for number in range(_MODULES)})
     seconds = [[_slowest(partial(_train, model, batch), axis) for model in (plain, placed)] for _ in range(_REPEATS)]
     plain_s, placed_s = map(min, zip(*seconds, strict=True))  # whatever else a machine does only adds to it
     return max(0.0, placed_s - plain_s) / (_MODULES * _MICRO_BATCHES)

@@ -231,9 +231,7 @@ def _without_memory(
 ) -> Profile:
     """Each module alone, lent some memory while it runs; what is computed between modules is not seen."""
     del loss  # of no module
-    measured = _together(
-        lambda: profile_pieces(model, samples[0], replace(axis, rank=0, size=1, kept={}), STAGES), model, axis
-    )
+    measured = _together(lambda: profile_pieces(model, samples[0], axis, STAGES), model, axis)
     pieces, calls = gather_values(measured, axis, label=_LABEL)[0]
     cut = _Pieces.of(pieces, calls)
     owners = _owners(model, cut.names)

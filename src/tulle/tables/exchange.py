@@ -95,8 +95,7 @@ def tell(wishes: Sequence[Wish], axis: Axis) -> list[Route]:
 
 def refuse(tables: Sequence[str], axis: Axis) -> None:
     """What a rank does in place of `tell` if its ids are no rows of the tables, so that the others need not wait."""
-    counts = torch.full((2 * len(tables),), _REFUSED, device=axis.device)
-    _exchange_counts([counts] * axis.size, axis, dict.fromkeys(tables, 1))
+    _say_instead(_REFUSED, tables, axis)
 
 
 def tell_the_end(tables: Sequence[str], axis: Axis) -> None:
@@ -105,11 +104,15 @@ def tell_the_end(tables: Sequence[str], axis: Axis) -> None:
     Raises:
         DataError: If another rank has one.
     """
-    counts = torch.full((2 * len(tables),), _OVER, device=axis.device)
-    label = dict.fromkeys(tables, 1)
-    came = _exchange_counts([counts] * axis.size, axis, label)
+    came = _say_instead(_OVER, tables, axis)
     for rank in came.ne(_OVER).any(1).nonzero().flatten().tolist():
         raise _uneven(axis.rank, rank, axis)
+
+
+def _say_instead(word: int, tables: Sequence[str], axis: Axis) -> Tensor:
+    """Tell all ranks a word in place of each count; gives what they say."""
+    counts = torch.full((2 * len(tables),), word, device=axis.device)
+    return _exchange_counts([counts] * axis.size, axis, dict.fromkeys(tables, 1))
 
 
 def _uneven(first: int, other: int, axis: Axis) -> DataError:
