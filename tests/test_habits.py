@@ -1,5 +1,6 @@
 """What people bring along from plain PyTorch and DDP works with split tables, or says what to do instead."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -9,7 +10,10 @@ from torch import nn
 
 import tulle
 from ranks import on_ranks
+from tulle import comm
 from tulle.errors import CommunicationError, DataError, PlanError
+from tulle.plan import Memory, Plan
+from tulle.plan.table_plan import TablePlan
 
 WORDS, WIDTH = 20, 6
 
@@ -17,10 +21,10 @@ WORDS, WIDTH = 20, 6
 class Tagger(nn.Module):
     """A table, bags of another, and a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sparse: bool = True) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH, sparse=True)
-        self.tags = nn.EmbeddingBag(WORDS, WIDTH, sparse=True, mode="sum")
+        self.words = nn.Embedding(WORDS, WIDTH, sparse=sparse)
+        self.tags = nn.EmbeddingBag(WORDS, WIDTH, sparse=sparse, mode="sum")
         self.out = nn.Linear(WIDTH, 1)
 
     def forward(self, ids):
@@ -59,6 +63,32 @@ def test_a_plain_state_loads_into_split_tables(placement):
     assert all(torch.equal(whole[name], value) for name, value in plain.state_dict().items())
     model.load_state_dict(model.state_dict())
     train(model, optimizer, batches(mesh, 1))
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("placement", ["rows", "columns"])
+@pytest.mark.parametrize("memory", [Memory(), Memory(full_shard=True)], ids=["whole", "sharded"])
+def test_the_state_of_a_plain_optimizer_loads_into_split_tables(placement, memory):
+    mesh = tulle.init(data=-1)
+    [batch] = batches(mesh, 1)
+    everyone = torch.cat(comm.gather_values(batch, mesh["data"], label="batches"))
+    torch.manual_seed(0)
+    plain, model = Tagger(sparse=False).double(), Tagger(sparse=False).double()
+    theirs, ours = (torch.optim.Adam(one.parameters(), lr=0.1) for one in (plain, model))
+    for _ in range(2):
+        train(plain, theirs, [everyone])
+    tables = tuple(TablePlan(name, WORDS, WIDTH, placement, "given") for name in ("words.weight", "tags.weight"))
+    tulle.distribute(model, ours, mesh, plan=Plan(mesh.shape, tables=tables, memory=memory))
+    model.load_state_dict(plain.state_dict())
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    train(model, ours, [batch])
+    ours.load_state_dict(ours.state_dict())  # of this rank's parts
+    train(model, ours, [batch])
+    for _ in range(2):
+        train(plain, theirs, [everyone])
+    whole = tulle.full_state_dict(model, everywhere=True)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(whole[name], value, rtol=1e-12, atol=1e-15)
 
 
 @on_ranks(2)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.optim import AdamW
 
 import tulle
@@ -21,24 +21,11 @@ from tulle.memory.ahead import Ahead
 from tulle.memory.unit import Unit
 from tulle.plan import Memory, Plan
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
+
+from turns import Sleep, take_turns  # pyright: ignore[reportMissingImports]
+
 WAYS = ("one after the other", "beside", "replicas", "torch fully_shard")
-
-
-class Sleep(torch.autograd.Function):
-    """Stands for the work of an accelerator: takes its time, and twice that in backward, without a core."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, seconds: float) -> Tensor:
-        """`hidden`, later."""
-        ctx.seconds = seconds  # type: ignore[attr-defined]
-        time.sleep(seconds)
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
-        """The gradient, later still."""
-        time.sleep(2 * ctx.seconds)  # type: ignore[attr-defined]
-        return gradients[0], None
 
 
 class Layer(nn.Module):
@@ -125,24 +112,5 @@ class Run:
         return memory.whole_state_dict(self.model)["layers.0.first.weight"]
 
 
-def main() -> None:
-    """Take turns; rank 0 prints what a step takes, by way and turn."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    kinds: dict[str, Callable[[str], float]] = {name: int for name in ("layers", "width", "samples", "turns", "steps")}
-    for name, kind in {**kinds, "layer-ms": float}.items():
-        parser.add_argument(f"--{name}", type=kind, required=True)
-    arguments = parser.parse_args()
-    mesh = tulle.init(data=-1)
-    runs = {way: Run(way, arguments, mesh) for way in WAYS}
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    for _ in range(arguments.turns):
-        for way, run in runs.items():
-            found[way].append(run.steps(arguments.steps))
-    first, *others = [run.weight() for run in runs.values()]
-    difference = max(float((first - other).abs().max()) for other in others)
-    if mesh.rank == 0:
-        print(json.dumps({"ways": found, "largest difference of a weight": difference}), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    take_turns(WAYS, Run)

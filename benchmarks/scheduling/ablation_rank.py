@@ -7,6 +7,7 @@ import argparse
 import gc
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from rank import Sleep
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -22,6 +22,10 @@ import tulle
 from tulle.comm import barrier, gather_values, traffic
 from tulle.comm.traffic import under_way_and_waited_s
 from tulle.engine import engine_of, split_tables
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
+
+from turns import Sleep
 
 LINE = 32
 """Tokens of a sample."""

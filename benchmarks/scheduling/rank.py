@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.optim import Adam
 
 import tulle
 from tulle.comm import traffic
 from tulle.engine import data_parallel
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
+
+from turns import Sleep, take_turns  # pyright: ignore[reportMissingImports]
+
 WAYS = {"at the step": "step", "at the read, as they come": "read", "at the read, by urgency": "read"}
-
-
-class Sleep(torch.autograd.Function):
-    """Stands for the work of an accelerator: takes its time, and twice that in backward, without a core."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, seconds: float) -> Tensor:
-        """`hidden`, later."""
-        ctx.seconds = seconds  # type: ignore[attr-defined]
-        time.sleep(seconds)
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
-        """The gradient, later still."""
-        time.sleep(2 * ctx.seconds)  # type: ignore[attr-defined]
-        return gradients[0], None
 
 
 class Layers(nn.Module):
@@ -65,7 +52,7 @@ class Run:
         data_parallel._REORDERED_AFTER = 4 if way.endswith("urgency") else -1
         self.steps(5)
 
-    def steps(self, count: int) -> tuple[float, float]:
+    def steps(self, count: int) -> dict[str, float]:
         """Seconds of a step, the last of which ends when all updates are done, and of it those spent waiting."""
         dist.barrier()
         begin_s, waited_s = time.perf_counter(), traffic.wait_s
@@ -75,30 +62,15 @@ class Run:
             self.optimizer.zero_grad()
         self.model.state_dict()
         dist.barrier()
-        return (time.perf_counter() - begin_s) / count, (traffic.wait_s - waited_s) / count
+        return {
+            "step_s": (time.perf_counter() - begin_s) / count,
+            "waited_s": (traffic.wait_s - waited_s) / count,
+        }
 
-
-def main() -> None:
-    """Take turns; rank 0 prints seconds of a step, and of waiting in it, by way and turn."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, required=True)
-    parser.add_argument("--width", type=int, required=True)
-    parser.add_argument("--layer-ms", type=float, required=True)
-    parser.add_argument("--samples", type=int, required=True)
-    parser.add_argument("--turns", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    arguments = parser.parse_args()
-    mesh = tulle.init(data=-1)
-    runs = {way: Run(way, arguments, mesh) for way in WAYS}
-    found = {way: [] for way in WAYS}
-    for _ in range(arguments.turns):
-        for way, run in runs.items():
-            found[way].append(run.steps(arguments.steps))
-    first, *others = [run.model.state_dict()["layers.0.weight"] for run in runs.values()]
-    difference = max(float((first - other).abs().max()) for other in others)
-    if mesh.rank == 0:
-        print(json.dumps({"ways": found, "largest difference of a weight": difference}), flush=True)
+    def weight(self) -> Tensor:
+        """One of the weights."""
+        return self.model.state_dict()["layers.0.weight"]
 
 
 if __name__ == "__main__":
-    main()
+    take_turns(WAYS, Run)

@@ -1,11 +1,14 @@
 """A checkpoint that was saved on some axes loads on any others, with the optimizers' state; and is a plain one."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from axes_models import build, distributed, optimizers, train, worst_difference
 
 import tulle
-from ranks import run_on_ranks
+from ranks import on_ranks, run_on_ranks
+from tulle.plan import Memory, Plan
 
 STEPS, MORE = range(2), range(2, 4)
 SHAPES = {"pipe": 2, "model": 2}, {"data": 2, "pipe": 2}, {"data": 2, "model": 2}, {"data": 4}, {"pipe": 2}, {"data": 1}
@@ -60,6 +63,24 @@ def check_safetensors(path, plain):
     saved = load_file(path)
     assert set(saved) <= set(plain)
     assert all(torch.equal(value, plain[name]) for name, value in saved.items())
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [{"data": 2, "model": 2}, {"pipe": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize(
+    "memory", [Memory(), Memory(full_shard=True), Memory(shard_optimizer=True)], ids=["", "full", "optimizer"]
+)
+def test_states_of_a_plain_model_and_its_optimizer_load(shape, memory):
+    reference = build("stack")
+    theirs = optimizers(reference)
+    train(reference, theirs, steps=STEPS)
+    model, ours, place = distributed("stack", shape, plan=Plan(shape, memory=memory))
+    model.load_state_dict(reference.state_dict())
+    for one, other in zip(ours, theirs, strict=True):
+        one.load_state_dict(deepcopy(other.state_dict()))
+    train(model, ours, *place, steps=MORE)
+    train(reference, theirs, steps=MORE)
+    assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from tulle.distribute.savings import check_savings, save_activations, shard_stat
 from tulle.distribute.spreading import note_spread
 from tulle.distribute.stages import follow_stages, put_on_stages
 from tulle.distribute.watching import watch
+from tulle.distribute.whole_states import take_wholes
 from tulle.engine import DataParallel, TableModule, TableSettings, broadcast_tensors, check_alike, check_reads
 from tulle.errors import PlanError
 from tulle.lookups import explain_lookups
@@ -133,6 +134,7 @@ def distribute(
     if axes.pipe is not None:
         follow_stages(model, engine)
     _attach(optimizers, engine, decided, axes)
+    take_wholes(model, optimizers)
     shard_states(model, optimizers, decided, axes)
     explain_lookups(model, axes.whole.rank)
     recorder = current_recorder()

@@ -22,7 +22,7 @@ from tulle.pipeline.lent import is_lacking
 from tulle.pipeline.partition import Partition
 from tulle.pipeline.run import Resident, Runtime, runtime_of
 from tulle.pipeline.tied import Tied
-from tulle.pipeline.weights import read_weights
+from tulle.pipeline.weights import pass_over_others, read_weights
 
 M = TypeVar("M", bound=nn.Module)
 Assignment = Mapping[str, int]
@@ -141,6 +141,7 @@ def place(
             raise_together(_read(model, held, axis, weights), axis, label="what lives at this stage")
         elif was_deferred:
             materialize(model, device=axis.device, only=held, axis=axis)
+    pass_over_others(model)
     tied = _made_equal(model, owners, runtime)
     gc.collect()  # the order of micro-batches goes by the models there are: one that was dropped is gone on all ranks
     stages, carried = 1 + max(placed.values(), default=0), Carried(model, placed)

@@ -1,13 +1,15 @@
-"""Reads those weights of a checkpoint that this rank holds, from `safetensors` shards or a file of `torch.save`."""
+"""Takes those weights of a checkpoint that this rank holds: safetensors, files of `torch.save`, `load_state_dict`."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tulle.deferred import give
 from tulle.errors import CheckpointError
@@ -76,3 +78,20 @@ def _read_shard(file: Path, wanted: set[str]) -> Iterator[tuple[str, Tensor]]:
         for name in shard.keys():  # noqa: SIM118 - it is no mapping
             if name in wanted:
                 yield name, shard.get_tensor(name)
+
+
+def pass_over_others(model: nn.Module) -> None:
+    """Have `load_state_dict` pass over what lives at other stages in silence; torch would warn of each tensor."""
+    for module in model.modules():
+        if any(tensor.is_meta for _, tensor in _own(module)):
+            module.register_load_state_dict_pre_hook(_forget_others)
+
+
+def _forget_others(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    for name, tensor in _own(module):
+        if tensor.is_meta and isinstance(value := state.get(prefix + name), Tensor):
+            state[prefix + name] = value.to("meta")
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
