@@ -1,8 +1,8 @@
 """Warm teams of gloo ranks: `@on_ranks(1, 2, 4)` runs a test's body on every rank of a fresh process group.
 
 A cold start of four processes costs seconds, because each imports torch; a warm team costs 0.05 s a test.
-So processes are spawned when a test first needs them and stay for the session; each can be any rank of any
-team. One test goes like this, all messages over one pipe a rank:
+So processes are forked from one that has imported it when a test first needs them, and stay for the session; each
+can be any rank of any team. One test goes like this, all messages over one pipe a rank:
 
     the test (this process)             each rank (rank_process.py)
     assignment ───────────────────────▶ new process group, body(**arguments)
@@ -17,15 +17,17 @@ import contextlib
 import functools
 import inspect
 import multiprocessing
+import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +44,25 @@ GRACE_S = 5.0  # between a rank's own deadline, at which it shows its stack and 
 class Worker:
     """A process that waits to be a rank, and our end of its pipe."""
 
-    process: SpawnProcess
+    process: ForkServerProcess
     connection: Connection
     ready: bool = False
 
 
 QUICK_SIZE = 3  # an odd number of ranks finds the most for the least
-SPAWNED_AT_ONCE = 4  # most tests need up to four; they import torch side by side
+STARTED_AT_ONCE = 4  # most tests need up to four
 WORKERS: list[Worker] = []
 
 Body = Callable[..., object]
 
 
-def on_ranks(*sizes: int, deadline_s: float = DEADLINE_S) -> Callable[[Body], Callable[..., None]]:
+def on_ranks(
+    *sizes: int, deadline_s: float = DEADLINE_S, probes: bool = False
+) -> Callable[[Body], Callable[..., None]]:
     """Run the decorated test's body on every rank of a team, for each of `sizes`.
 
-    The largest size up to `QUICK_SIZE` is in the default run, the others are marked slow.
+    The largest size up to `QUICK_SIZE` is in the default run, the others are marked slow. Networks are taken for
+    gigabit Ethernet unless the body `probes`, as to measure one takes up to a second.
     Fixtures and `parametrize` work as ever; their values must pickle, as each rank gets a copy.
     Inside `@given`, where decorators do not mix, call `run_on_ranks` from the test's body.
     """
@@ -65,7 +70,7 @@ def on_ranks(*sizes: int, deadline_s: float = DEADLINE_S) -> Callable[[Body], Ca
     def decorate(body: Body) -> Callable[..., None]:
         @functools.wraps(body)
         def test(team_size: int, **arguments: Any) -> None:
-            run_on_ranks(team_size, body, deadline_s=deadline_s, **arguments)
+            run_on_ranks(team_size, body, deadline_s=deadline_s, probes=probes, **arguments)
 
         parameters = inspect.signature(body).parameters.values()
         team_size = inspect.Parameter("team_size", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -79,7 +84,9 @@ def on_ranks(*sizes: int, deadline_s: float = DEADLINE_S) -> Callable[[Body], Ca
     return decorate
 
 
-def run_on_ranks(size: int, body: Body, /, *, deadline_s: float = DEADLINE_S, **arguments: Any) -> list[Any]:
+def run_on_ranks(
+    size: int, body: Body, /, *, deadline_s: float = DEADLINE_S, probes: bool = False, **arguments: Any
+) -> list[Any]:
     """Run `body(**arguments)` on `size` ranks and return what each returned, in rank order.
 
     Fails the test with the traceback of the rank that failed first; skips it if all ranks skipped. `body` is
@@ -92,7 +99,7 @@ def run_on_ranks(size: int, body: Body, /, *, deadline_s: float = DEADLINE_S, **
     with tempfile.TemporaryDirectory(prefix="tulle-ranks-") as folder:
         try:
             for rank, worker in enumerate(team):
-                worker.connection.send(Assignment(rank, size, folder, deadline_s, payload))
+                worker.connection.send(Assignment(rank, size, folder, deadline_s, probes, payload))
             outcomes = _collect(team, Path(folder), deadline_s)
         except BaseException:  # Ctrl-C: the ranks are in the middle of the body
             _end(team)
@@ -118,9 +125,9 @@ def _end(workers: Sequence[Worker]) -> None:
 
 
 def _muster(size: int) -> list[Worker]:
-    """Return `size` workers that are ready, spawning those that are missing, all at once."""
+    """Return `size` workers that are ready, starting those that are missing, all at once."""
     if len(WORKERS) < size:
-        _spawn(max(size, SPAWNED_AT_ONCE) - len(WORKERS))
+        _start(max(size, STARTED_AT_ONCE) - len(WORKERS))
     team = WORKERS[:size]
     if not all(_is_ready(worker) for worker in team):
         _end(team)
@@ -128,9 +135,11 @@ def _muster(size: int) -> list[Worker]:
     return team
 
 
-def _spawn(count: int) -> None:
-    context = multiprocessing.get_context("spawn")
+def _start(count: int) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rank_server"])
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the server is not told it otherwise
         patch.setenv("OMP_NUM_THREADS", "1")  # torch reads it on import; ranks share the cores
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")  # do not depend on how the machine resolves its own name
         for _ in range(count):

@@ -11,7 +11,7 @@ from ranks import on_ranks
 from tulle import comm
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3, 4, probes=True)
 def test_all_ranks_get_the_same_plausible_numbers():
     axis = tulle.init(data=-1)["data"]
     network = comm.probe(axis)
@@ -28,7 +28,7 @@ def test_all_ranks_get_the_same_plausible_numbers():
         assert 1e4 < rate < math.inf
 
 
-@on_ranks(2)
+@on_ranks(2, probes=True)
 def test_a_disturbed_measurement_does_not_promise_an_endless_bandwidth():
     module = sys.modules["tulle.comm.probe"]  # the package has the function by this name
     with pytest.MonkeyPatch.context() as patch:
@@ -42,7 +42,7 @@ def test_a_disturbed_measurement_does_not_promise_an_endless_bandwidth():
     assert network.all_reduce_bytes_per_s < 10 * module._LARGE_BYTES / 0.003
 
 
-@on_ranks(2)
+@on_ranks(2, probes=True)
 def test_every_number_is_of_its_own_measurement():
     module = sys.modules["tulle.comm.probe"]
     in_turn = iter([[1e-3], [11e-3], [2e-3], [3e-3], [23e-3], [8.192e-3], [4e-3], [5e-3]])
@@ -60,7 +60,7 @@ def test_every_number_is_of_its_own_measurement():
     assert network.copy_bytes_per_s == pytest.approx(work_bytes / 5e-3)
 
 
-@on_ranks(2)
+@on_ranks(2, probes=True)
 def test_an_axis_is_measured_once():
     axis = tulle.init(data=-1)["data"]
     network = comm.probe(axis)
@@ -69,7 +69,7 @@ def test_an_axis_is_measured_once():
     assert comm.traffic.total.messages == messages
 
 
-@on_ranks(1)
+@on_ranks(1, probes=True)
 def test_alone_nothing_is_sent_and_everything_is_free():
     messages = comm.traffic.total.messages
     network = comm.probe(tulle.init(data=-1)["data"])
