@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -67,7 +66,6 @@ def serve(connection: Connection) -> None:
     gc.freeze()  # what was imported stays: the collection after each body need not look at it
     connection.send(True)  # ready
     while True:
-        imported = len(sys.modules)
         assignment = connection.recv()
         with _stack_on_crash_or_deadline(assignment):
             answer = _answer(assignment)
@@ -76,9 +74,6 @@ def serve(connection: Connection) -> None:
         connection.recv()  # the dismissal
         if dist.is_initialized():
             dist.destroy_process_group()
-        if len(sys.modules) > imported:
-            gc.collect()
-            gc.freeze()
 
 
 def _end_with_the_session() -> None:
