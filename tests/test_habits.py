@@ -11,7 +11,7 @@ from torch import nn
 import tulle
 from ranks import on_ranks
 from tulle import comm
-from tulle.errors import CommunicationError, DataError, PlanError
+from tulle.errors import CommunicationError, DataError, ModelError, PlanError
 from tulle.plan import Memory, Plan
 from tulle.plan.table_plan import TablePlan
 
@@ -127,6 +127,16 @@ def test_a_table_with_a_hook_of_its_gradient_is_not_split():
     model.words.weight.register_hook(lambda gradient: gradient)
     with pytest.raises(PlanError, match=r"splits 'words.weight' by rows, but a hook is registered on it"):
         tulle.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh, plan="rows")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_split_table_refuses_hooks_of_its_gradient(register):
+    mesh, model, optimizer = split_tagger()
+    with pytest.raises(ModelError, match=r"a hook on 'words.weight' would see no gradient"):
+        getattr(model.words.weight, register)(print)
+    getattr(model.out.weight, register)(lambda gradient: None)
+    train(model, optimizer, batches(mesh, 1))
 
 
 GUIDE = (Path(__file__).parents[1] / "docs/training.md").read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """Measures named dimensions beside plain torch and DTensor, and the layout search: `python benchmarks/named`.
 
-Writes `results.json` beside this file and prints the tables of the README; as root, `--only wide` measures training on
-emulated hosts and writes `results-wide.json`.
+Writes `results.json` beside this file, or the part of it that `--only` names, and prints what is measured; as root,
+`--only wide` measures training on emulated hosts and writes `results-wide.json`.
 """
 
 from __future__ import annotations
@@ -28,26 +28,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each (%(default)s)")
     parser.add_argument("--rounds", type=int, default=10, help="rounds in a run (%(default)s)")
-    parser.add_argument("--only", choices=list(RANKS), help="this alone; saved only if it is 'wide', which needs root")
+    parser.add_argument("--only", choices=list(RANKS), help="this alone; 'wide' needs root")
     options = parser.parse_args()
     wanted = [options.only] if options.only else [what for what in RANKS if what != ON_HOSTS]
     results = measure_on_hosts(options) if wanted == [ON_HOSTS] else {what: measure(what, options) for what in wanted}
     for what in wanted:
-        for run in results[what]:
-            for row in run["rows"] if isinstance(run, dict) else run:
-                print(what, " ".join(f"{key}={shown(value)}" for key, value in row.items() if is_cell(value)))
-            if isinstance(run, dict):
-                print("first choice over fastest:", shown(run["first_over_fastest"]))
-    if not options.only or options.only == ON_HOSTS:
-        machine = {
+        for row in (row for run in results[what] for row in run):
+            print(what, " ".join(f"{key}={shown(value)}" for key, value in row.items() if is_cell(value)))
+    path = HERE / ("results-wide.json" if wanted == [ON_HOSTS] else "results.json")
+    kept = json.loads(path.read_text()) if options.only and path.exists() else {}
+    for what in results:
+        kept[what] = results[what]
+        kept.setdefault("machines", {})[what] = {
             "processor": platform.processor() or platform.machine(),
             "cores": os.cpu_count(),
             "python": platform.python_version(),
             "torch": torch.__version__,
             "command": " ".join(["python", *sys.argv]),
         }
-        name = "results-wide.json" if options.only else "results.json"
-        (HERE / name).write_text(json.dumps({"machine": machine, **results}, indent=1) + "\n")
+    path.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def measure(what: str, options: argparse.Namespace) -> list[Any]:

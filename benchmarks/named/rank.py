@@ -12,6 +12,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 import twolayer
+from layouts import layouts
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from wide import wide
@@ -129,37 +130,6 @@ def models(rounds: int) -> list[dict[str, object]]:
         row = {way: 1e3 * median(several) for way, several in times.items()}
         rows.append({"layout": name, **row, "ratio": median(ratios), "least": min(ratios), "most": max(ratios)})
     return rows
-
-
-def layouts(rounds: int) -> dict[str, object]:
-    """Seconds of a step under the found layouts and under others, on four ranks."""
-    mesh = tulle.init(data=2, model=2)
-    sample = tuple(tn.from_torch(one, (twolayer.batch, twolayer.length)) for one in twolayer.tokens())
-    told = tn.best_layout(twolayer.Named(), sample, mesh, best=40, state_slots=0)
-    chosen = [*told[:10], *told[10::6]]
-    steps = [(one, twolayer.named_step(mesh, str(one.layout))[0]) for one in chosen]
-    times: list[list[float]] = [[] for _ in steps]
-    for _, step in steps:
-        step()
-    for _ in range(rounds):
-        for several, (_, step) in zip(times, steps, strict=True):
-            dist.barrier()
-            begin = time.perf_counter()
-            for _ in range(3):
-                step()
-            several.append((time.perf_counter() - begin) / 3)
-    # Of each round what a layout took beside the first choice: what disturbs a round disturbs all of it.
-    ratios = [median(s / first for s, first in zip(several, times[0], strict=True)) for several in times]
-    rows = [
-        {
-            "layout": str(one.layout),
-            "predicted_ms": 1e3 * one.seconds(told.rates),
-            "measured_ms": 1e3 * median(several),
-            "over_first": ratio,
-        }
-        for (one, _), several, ratio in zip(steps, times, ratios, strict=True)
-    ]
-    return {"rows": rows, "first_over_fastest": 1 / min(ratios)}
 
 
 if __name__ == "__main__":

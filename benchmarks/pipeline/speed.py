@@ -21,7 +21,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 import tulle
 from tulle import pipeline
 
-SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+SCHEDULES = {"1f1b": Schedule1F1B, "eager-1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+"""Ours, and torch's that it is held against."""
 
 
 class Block(nn.Module):

@@ -215,16 +215,20 @@ def test_the_layout_of_the_paper_is_found():
 def agreed_rates():
     mesh = tulle.init(data=2, model=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tulle.named.rates.probe", lambda axis: Network(1e-5 * (1 + mesh.rank), 1e9))
+        patch.setattr("tulle.named.rates.probe", lambda axis: Network(1e-5, 1e9 * (1 + mesh.rank)))
+        for name in ("_TRIALS", "_TRIALS_BETWEEN", "_IN_A_ROW", "_BUCKETS"):
+            patch.setattr(f"tulle.named.rates.{name}", 1)
         return measured(mesh)
 
 
 def test_all_ranks_go_by_the_same_measurements():
     first, *others = run_on_ranks(4, agreed_rates)
     assert all(rates == first for rates in others)
-    assert {name: network.latency_s for name, network in first.network.items()} == dict.fromkeys(
-        ("data", "model", "data+model"), 1e-5
+    assert {name: network.bandwidth_bytes_per_s for name, network in first.network.items()} == dict.fromkeys(
+        ("data", "model", "data+model"), 1e9
     )
+    assert all(1e-5 <= network.latency_s < 60 for network in first.network.values())
+    assert all(0 <= network.all_reduce_latency_s < 60 for network in first.network.values())
     assert all(0 < network.all_reduce_bytes_per_s < math.inf for network in first.network.values())
 
 
@@ -260,3 +264,32 @@ def test_what_fits_nowhere_is_refused():
     model, ids = decoder()
     with pytest.raises(PlanError, match=r"no layout of the model fits in 0.001 GB on 4: give it more ranks"):
         best_layout(model, ids, 4, memory_bytes=1e6)
+
+
+def test_what_is_computed_again_takes_no_memory_but_that_of_its_inputs():
+    batch, d, f = tn.dims(batch=4096, d=64, f=1024)
+    model = tn.Module()
+    model.up, model.down = tn.param(d, f), tn.param(f, d)
+
+    def forward(x):
+        for _ in range(6):
+            x = x + tn.recompute(lambda y: tn.gelu(y.dot(model.up, d)).dot(model.down, f), x)
+        return tn.mean(tn.square(x))
+
+    model.forward = forward
+    x = tn.from_torch(torch.empty(4096, 64, device="meta"), (batch, d))
+    told = tn.explain(model, x, {"a": 2}, "batch:a")
+    found = best_layout(model, x, {"a": 2}, memory_bytes=2 * told.memory_bytes, rates=RATES, best=1)[0]
+    assert found.memory_bytes <= 2 * told.memory_bytes
+
+
+def test_a_slice_of_what_is_split_is_not_free():
+    batch, three, d = tn.dims(batch=64, three=3 * 512, d=512)
+    model = tn.Module()
+    model.weight = tn.param(d, three)
+    model.forward = lambda x: tn.mean(tn.slice(x.dot(model.weight, d), three, tn.Dim("one", 512)))
+    problem = record(model, tn.from_torch(torch.empty(64, 512, device="meta"), (batch, d)))
+    (move,) = [step for step in problem.steps if step.kind == "move"]
+    pricing = Pricing({"a": 4}, RATES)
+    whole = dict.fromkeys(problem.dims, ())
+    assert pricing.step(move, whole).seconds == 0 < pricing.step(move, whole | {three: ("a",)}).seconds

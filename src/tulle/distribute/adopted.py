@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from functools import partial
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 
 from tulle.distribute.axes import Axes
 from tulle.engine import ENGINE, DataParallel, TableModule, adopt, eager, engine_of
-from tulle.errors import MeshError
+from tulle.errors import MeshError, ModelError
 from tulle.mesh import Mesh
 from tulle.plan import Plan
 from tulle.tables import split_of
@@ -104,6 +105,22 @@ def fetch_after_steps(optimizers: Sequence[Optimizer], engine: DataParallel) -> 
 
     for one in stepping:
         one.register_step_post_hook(stepped)
+
+
+def refuse_hooks(engine: DataParallel) -> None:
+    """Have split tables refuse what is put on their gradients from now on: in backward there are none."""
+    if engine.split_tables is not None and engine.axis.size > 1:
+        for name, table in engine.split_tables.tables.items():
+            for register in ("register_hook", "register_post_accumulate_grad_hook"):
+                setattr(table.parameter, register, partial(_refuse_hook, name))
+
+
+def _refuse_hook(name: str, *_: object) -> NoReturn:
+    raise ModelError(
+        f"a hook on {name!r} would see no gradient, because the table is split and gradients of its rows go to their "
+        "owners: put it there before tulle.distribute, which then keeps the table whole, or look at .grad after "
+        "backward"
+    )
 
 
 # Functions of the model, not bound methods: a model that is copied takes its hooks along, but not its engine.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from tulle.admission import as_optimizers, check_model, check_replicated_tables
 from tulle.deferred import is_deferred
-from tulle.distribute.adopted import adopt_model, fetch_after_steps
+from tulle.distribute.adopted import adopt_model, fetch_after_steps, refuse_hooks
 from tulle.distribute.axes import Axes, alike
 from tulle.distribute.choosing import Asked, choose, in_force, mesh_for
 from tulle.distribute.closures import share_losses
@@ -25,7 +25,15 @@ from tulle.distribute.spreading import note_spread
 from tulle.distribute.stages import follow_stages, put_on_stages
 from tulle.distribute.watching import watch
 from tulle.distribute.whole_states import take_wholes
-from tulle.engine import DataParallel, TableModule, TableSettings, broadcast_tensors, check_alike, check_reads
+from tulle.engine import (
+    DataParallel,
+    SplitTable,
+    TableModule,
+    TableSettings,
+    broadcast_tensors,
+    check_alike,
+    check_reads,
+)
 from tulle.errors import PlanError
 from tulle.lookups import explain_lookups
 from tulle.mesh import Mesh
@@ -96,28 +104,22 @@ def distribute(
         >>> model(torch.ones(2, 4)).mean().backward()
         >>> optimizer.step()
     """
+    asked = Asked(replayed(plan), sample, wire_dtype)
     if mesh is None:
-        mesh, plan = mesh_for(model, optimizer, Asked(replayed(plan), sample, wire_dtype))
+        mesh, asked = mesh_for(model, optimizer, asked)
     axes = Axes.of(mesh)
     with alike(axes, "the model"):
         check_model(model, optimizer, mesh)
     optimizers = as_optimizers(optimizer)
     check_alike(model, axes.whole, optimizers)
     profile_later(model, optimizers, mesh)
-    asked = Asked(replayed(plan), sample, wire_dtype)
     chosen = choose(model, optimizers, mesh, asked)
     decided = with_schedule(chosen.plan, model, optimizers, axes)
     placements = decided.placements if axes.data.size > 1 else {}
     with alike(axes, "the plan"):
         _check(decided, placements, model, optimizers, axes)
     tables = {name: module for name, module in sparse_tables(model).items() if name not in placements}
-    shards = _give_values(model, decided, placements, axes)
-    split_layers(model, optimizers, decided, axes)
-    here = {name: how for name, how in placements.items() if name in shards or not model.get_parameter(name).is_meta}
-    splits = place(model, optimizers, here, axes.data, shards)
-    share_parameters(model, optimizers, decided, axes)
-    note_spread(model, decided.memory, axes)
-    save_activations(model, decided)
+    splits = _put_on_ranks(model, optimizers, decided, placements, axes)
     engine = Replicas(
         model,
         axes,
@@ -134,6 +136,7 @@ def distribute(
     if axes.pipe is not None:
         follow_stages(model, engine)
     _attach(optimizers, engine, decided, axes)
+    refuse_hooks(engine)
     take_wholes(model, optimizers)
     shard_states(model, optimizers, decided, axes)
     explain_lookups(model, axes.whole.rank)
@@ -160,6 +163,20 @@ def _check(
     if axes.data.size > 1:
         check_replicated_tables(model, placements)
     check_savings(plan, model, optimizers, axes)
+
+
+def _put_on_ranks(
+    model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, placements: dict[str, str], axes: Axes
+) -> list[SplitTable]:
+    """Have each rank keep what is its own of a model and of its optimizers' states; give the tables that are split."""
+    parts = _give_values(model, plan, placements, axes)
+    split_layers(model, optimizers, plan, axes)
+    here = {name: how for name, how in placements.items() if name in parts or not model.get_parameter(name).is_meta}
+    splits = place(model, optimizers, here, axes.data, parts)
+    share_parameters(model, optimizers, plan, axes)
+    note_spread(model, plan.memory, axes)
+    save_activations(model, plan)
+    return splits
 
 
 def _give_values(model: nn.Module, plan: Plan, placements: dict[str, str], axes: Axes) -> dict[str, Tensor]:

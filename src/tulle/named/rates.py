@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from statistics import median
 
 import torch
+from torch import Tensor
 
-from tulle.comm import all_reduce, barrier, gather_values, probe
+from tulle.comm import all_reduce, all_to_all_parts, barrier, gather_values, probe
 from tulle.comm.traffic import now_s
 from tulle.cost import Network
 from tulle.mesh import Axis, Mesh
@@ -27,6 +29,12 @@ _WRITTEN = 4 * 1024 * 1024
 """Numbers that an operation fills, more than a cache holds."""
 _BUCKETS = 3
 """So many buckets are summed to learn how fast that goes."""
+_BETWEEN_FLOPS = 100_000_000
+"""Work between two exchanges: some milliseconds on a core."""
+_SMALL_BYTES, _LARGE_BYTES = 4096, 4 * 1024 * 1024
+_TRIALS_BETWEEN = 9
+_IN_A_ROW = 4
+"""Exchanges in a trial, with work between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +74,15 @@ def measured(mesh: Mesh, product: Product = TYPICAL) -> Rates:
     """
     names = sorted(axis.name for axis in mesh.axes if axis.size > 1)
     several = [some for count in range(1, len(names) + 1) for some in combinations(names, count)]
-    networks = {"+".join(some): _with_buckets(joint(mesh, some)) for some in several}
+    networks: dict[str, Network] = {}
+    spells = [speeds(mesh, product)]  # in between, as the speed of a machine that others use too drifts
+    for some in several:
+        networks["+".join(some)] = _between_work(joint(mesh, some), product)
+        spells.append(speeds(mesh, product))
     for axis in mesh.axes:  # lines of one axis are measured apart: the first rank's
         networks = gather_values(networks, axis, label="rates")[0]
-    return Rates(*speeds(mesh, product), networks)
+    flops_per_s, written_bytes_per_s = (median(values) for values in zip(*spells, strict=True))
+    return Rates(flops_per_s, written_bytes_per_s, networks)
 
 
 def speeds(mesh: Mesh, product: Product = TYPICAL) -> tuple[float, float]:
@@ -78,15 +91,8 @@ def speeds(mesh: Mesh, product: Product = TYPICAL) -> tuple[float, float]:
     Products and writes are timed in turn, and a trial lasts until the slowest rank is done, as a step does. A product
     comes with the two that undo it, as in training.
     """
-    rows, inner, columns = product
-    left, right = torch.ones(rows, inner, device=mesh.device), torch.ones(inner, columns, device=mesh.device)
+    multiply, flops = _multiplication(product, mesh.device)
     tensor = torch.ones(_WRITTEN, device=mesh.device)
-
-    def multiply() -> None:
-        made = left @ right
-        _ = left.T @ made, made @ right.T
-
-    flops = 6 * rows * inner * columns
     repeats = max(1, _TRIAL_FLOPS // flops)
     trials: list[list[float]] = []
     for _ in range(_TRIALS):
@@ -100,16 +106,70 @@ def speeds(mesh: Mesh, product: Product = TYPICAL) -> tuple[float, float]:
     return flops * repeats / product_s, tensor.nbytes / write_s
 
 
-def _with_buckets(axis: Axis) -> Network:
-    """The axis' network, its all-reduce as fast as whole buckets get through: slower than what fits into buffers."""
-    network = probe(axis)
+def _multiplication(product: Product, device: torch.device) -> tuple[Callable[[], None], int]:
+    """A product with the two that undo it, and its flops."""
+    rows, inner, columns = product
+    left, right = torch.ones(rows, inner, device=device), torch.ones(inner, columns, device=device)
+
+    def multiply() -> None:
+        made = left @ right
+        _ = left.T @ made, made @ right.T
+
+    return multiply, 6 * rows * inner * columns
+
+
+def _between_work(axis: Axis, product: Product) -> Network:
+    """The axis' network as a step meets it, rather than ranks that do nothing else.
+
+    Ranks that have worked come to an exchange one after the other, and where they have as many threads as cores those
+    of the network find none free: what an exchange adds to work is several times what it takes by itself. An all-reduce
+    is no faster than whole buckets get through, which do not fit into buffers on the way.
+    """
+    network, bucket_rate = probe(axis), _bucket_rate(axis)
+    multiply, flops = _multiplication(product, axis.device)
+    repeats = max(1, _BETWEEN_FLOPS // flops)
+    small, large = (torch.zeros(size, dtype=torch.uint8, device=axis.device) for size in (_SMALL_BYTES, _LARGE_BYTES))
+    parts = list(small.tensor_split(axis.size))
+    lengths = [len(parts[axis.rank])] * axis.size
+
+    def work() -> None:
+        for _ in range(repeats):
+            multiply()
+
+    def work_and_sum(tensor: Tensor) -> None:
+        work()
+        all_reduce(tensor, axis, label="rates").wait()
+
+    def work_and_exchange() -> None:
+        work()
+        all_to_all_parts(parts, lengths, axis, label="rates").wait()
+
+    ways = work, partial(work_and_sum, small), partial(work_and_sum, large), work_and_exchange
+    trials: list[list[float]] = []
+    for _ in range(_TRIALS_BETWEEN):
+        trials.append([])
+        for way in ways:
+            barrier(axis)
+            trials[-1].append(_seconds(way, axis.device, _IN_A_ROW) / _IN_A_ROW)
+    slowest = all_reduce(torch.tensor(trials, dtype=torch.float64, device=axis.device), axis, op="max", label="rates")
+    work_s, small_s, large_s, exchanged_s = slowest.wait().median(0).values.tolist()
+    sent_bytes = 2 * (axis.size - 1) / axis.size * _LARGE_BYTES
+    return replace(
+        network,
+        latency_s=max(network.latency_s, exchanged_s - work_s),
+        all_reduce_latency_s=max(network.all_reduce_latency_s or 0.0, small_s - work_s),
+        all_reduce_bytes_per_s=min(bucket_rate, sent_bytes / max(large_s - small_s, 1e-9)),
+    )
+
+
+def _bucket_rate(axis: Axis) -> float:
+    """Bytes per second that a rank sends while a bucket of gradients is summed."""
     bucket = torch.zeros(BUCKET_BYTES, dtype=torch.uint8, device=axis.device)
     times: list[float] = []
     for _ in range(_BUCKETS):
         barrier(axis)
         times.append(_seconds(lambda: all_reduce(bucket, axis, label="rates").wait(), axis.device))
-    sent_bytes = 2 * (axis.size - 1) / axis.size * BUCKET_BYTES
-    return replace(network, all_reduce_bytes_per_s=sent_bytes / median(times))
+    return 2 * (axis.size - 1) / axis.size * BUCKET_BYTES / median(times)
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 1) -> float:

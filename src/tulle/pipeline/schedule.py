@@ -1,4 +1,4 @@
-"""The order in which a rank works on micro-batches: GPipe, 1F1B, and 1F1B with several stages a rank.
+"""The order in which a rank works on micro-batches: GPipe, 1F1B, eager 1F1B, and 1F1B with several stages a rank.
 
 Forward and backward of micro-batch *i* on ranks of 4 stages (Huang et al., *GPipe*, NeurIPS'19, figure 2; Narayanan et
 al., *PipeDream-2BW*, ICML'21; *Megatron-LM*, SC'21, section 2.2):
@@ -7,12 +7,16 @@ al., *PipeDream-2BW*, ICML'21; *Megatron-LM*, SC'21, section 2.2):
     1f1b      rank 0   F0 F1 F2 F3 ·  ·  ·  B0 F4 B1 F5 ...                  at most 4 are held, at rank r: 4 - r
               rank 3   ·  ·  ·  F0 B0 F1 B1 F2 B2 ...
 
+In 1F1B a rank waits twice in each round for what travels: its forward could not begin before a backward that is on the
+way. Eager 1F1B (after Zhuang et al., *On Optimizing the Communication of Model Parallelism*, MLSys'23, section 4)
+begins one more micro-batch than 1F1B holds, but only where a rank would have nothing to do.
+
 With two stages a rank (f, b: the second) micro-batches go in groups of as many as there are ranks:
 
     1f1b      rank 0   F0 F1 F2 F3 f0 f1 f2 f3 F4 F5 ·  b0 F6 b1 F7 ...      at most 11 pairs of micro-batch and stage
 
-Both are rules of preference, not lists: a rank takes the best of what is ready, so that models whose values do not just
-go down the stages (encoder-decoder, skips, a loss on the first rank) cannot lock it up.
+These are rules of preference, not lists: a rank takes the best of what is ready, so that models whose values do not
+just go down the stages (encoder-decoder, skips, a loss on the first rank) cannot lock it up.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from typing import Literal, get_args
 
 from tulle.errors import PlanError
 
-Schedule = Literal["gpipe", "1f1b"]
+Schedule = Literal["gpipe", "1f1b", "eager-1f1b"]
 
 
 def checked(schedule: str) -> Schedule:
@@ -33,7 +37,7 @@ def checked(schedule: str) -> Schedule:
     for known in get_args(Schedule):
         if schedule == known:
             return known
-    raise PlanError(f"the schedule {schedule!r} is not known: use {' or '.join(map(repr, get_args(Schedule)))}")
+    raise PlanError(f"the schedule {schedule!r} is not known: use one of {', '.join(map(repr, get_args(Schedule)))}")
 
 
 def held_at_once(schedule: Schedule, rank: int, ranks: int, stages: int, micro_batches: int) -> int:
@@ -44,11 +48,19 @@ def held_at_once(schedule: Schedule, rank: int, ranks: int, stages: int, micro_b
         [4, 3, 2, 1]
         >>> [held_at_once("1f1b", rank, 4, 8, 8) for rank in range(4)]
         [11, 9, 7, 5]
+        >>> [held_at_once("eager-1f1b", rank, 4, 4, 8) for rank in range(4)]
+        [5, 4, 3, 2]
     """
     here = stages_here(rank, ranks, stages)
     if schedule == "gpipe":
         return micro_batches * here
-    return min(micro_batches * here, ranks - rank if here == 1 else 2 * (ranks - rank) - 1 + (here - 1) * ranks)
+    usual = ranks - rank if here == 1 else 2 * (ranks - rank) - 1 + (here - 1) * ranks
+    return min(micro_batches * here, usual + in_idleness(schedule))
+
+
+def in_idleness(schedule: Schedule) -> int:
+    """How many of those that a rank may hold it begins only where it would have nothing to do."""
+    return 1 if schedule == "eager-1f1b" else 0
 
 
 def stages_here(rank: int, ranks: int, stages: int) -> int:
@@ -71,7 +83,7 @@ def preference(
         ranks: On the axis.
         stage: That the micro-batch has come to on this rank.
         in_backward: Whether it is in its backward.
-        is_full: Whether the rank holds as much as it may (`held_at_once`).
+        is_full: Whether the rank holds as much as it may (`held_at_once`), but for what it begins in idleness.
     """
     group = micro_batch // ranks
     return (not is_full, group, -stage, micro_batch) if in_backward else (is_full, group, stage, micro_batch)

@@ -6,12 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec
 
-from torch import nn
-
 from tulle.errors import PlanError
 from tulle.pipeline.micro_batch import Split, cut
 from tulle.pipeline.outputs import collected
-from tulle.pipeline.place import pipeline_of
+from tulle.pipeline.place import placement_of
+from tulle.pipeline.found import models_of
 from tulle.pipeline.run import Step, one_by_one
 from tulle.pipeline.schedule import checked
 from tulle.pipeline.usual import usual_of
@@ -31,8 +30,9 @@ def step(
     Args:
         micro_batches: Into how many the batch is cut; sizes differ by at most one sample. None for what the plan says
             that `tulle.distribute` put on the model, which is 1 if nothing does.
-        schedule: `"1f1b"` (a rank holds at most as many micro-batches as there are stages from it to the last), or
-            `"gpipe"` (all forward, then all backward). None for what the plan says, or `"1f1b"`.
+        schedule: `"1f1b"` (a rank holds at most as many micro-batches as there are stages from it to the last),
+            `"eager-1f1b"` (one more, begun while it would wait), or `"gpipe"` (all forward, then all backward). None
+            for what the plan says, or `"1f1b"`.
         split: Dimension along which an argument is cut, by its name or `"name.key"`, or None for one that is not cut.
             All others are cut along dimension 0.
 
@@ -63,12 +63,13 @@ def step(
     def decorate(function: Callable[P, Any]) -> Callable[P, Any]:
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> Any:
-            models = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
+            models = models_of(function, args, kwargs)
             usual = usual_of(models)
             calls, shares = cut(function, args, kwargs, micro_batches or usual.micro_batches, split or {})
-            runtime = pipeline_of(models)
-            whole = Step(function, calls, shares, order or usual.schedule)
-            results = runtime.run_step(whole) if runtime is not None else one_by_one(whole)
+            placements = [placement for model in models if (placement := placement_of(model))]
+            residents = [placement.resident for placement in placements]
+            whole = Step(function, calls, models, residents, shares, order or usual.schedule)
+            results = placements[0].runtime.run_step(whole) if placements else one_by_one(whole)
             return collected(results, shares)
 
         return run

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from tulle.pipeline.schedule import Schedule, held_at_once, preference, stages_here
+from tulle.pipeline.schedule import Schedule, held_at_once, in_idleness, preference, stages_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,9 @@ class _Place:
 
     def take(self) -> Turn | None:
         """What the rank prefers of what it may do."""
-        is_full = sum(max(1, pairs) for pairs in self._held.values()) >= self.most_held
-        allowed = [turn for turn in self.ready if self._may_run(turn, is_full=is_full)]
+        held = sum(max(1, pairs) for pairs in self._held.values())
+        is_full = held >= self.most_held - in_idleness(self.schedule)
+        allowed = [turn for turn in self.ready if self._may_run(turn, is_full=is_full, has_room=held < self.most_held)]
         if not allowed:
             return None
         best = min(allowed, key=lambda turn: self._preference(turn, is_full=is_full))
@@ -155,11 +156,11 @@ class _Place:
             del self._held[turn.micro_batch]
             self._in_backward.discard(turn.micro_batch)
 
-    def _may_run(self, turn: Turn, *, is_full: bool) -> bool:
+    def _may_run(self, turn: Turn, *, is_full: bool, has_room: bool) -> bool:
         if turn.is_backward:
             return self.schedule != "gpipe" or not self.forward_left
         if turn.micro_batch not in self._held:
-            return not is_full and self._may_begin(turn)
+            return has_room and self._may_begin(turn)
         return not is_full or turn.micro_batch == next(iter(self._held))
 
     def _may_begin(self, turn: Turn) -> bool:
