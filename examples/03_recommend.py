@@ -100,7 +100,7 @@ def main() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        tulle.log(loss=loss.detach(), samples=len(clicked), total_steps=options.steps)
+        tulle.log(loss=loss.detach(), tokens=len(clicked), total_steps=options.steps)
         if step % options.valid_every == 0 or step == options.steps:
             measured, possible = validate(model, clicks, options, mesh)
             tulle.log(valid_auc=measured)

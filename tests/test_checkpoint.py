@@ -573,3 +573,11 @@ def test_what_cannot_be_saved_is_told_on_all_ranks_which_stay_in_step(tmp_path):
             tulle.save(tmp_path / "checkpoint", model, optimizer)
     assert tulle.sync.all_reduce(torch.ones(2), mesh["data"]).tolist() == [1.0, 1.0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_has_a_graph_is_saved_asynchronously(tmp_path):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.ones(1, 2)).sum()
+    tulle.save(tmp_path / "checkpoint", model, optimizer, asynchronous=True, loss=loss).result()
+    assert tulle.load(tmp_path / "checkpoint", model, optimizer)["loss"] == loss

@@ -556,3 +556,11 @@ def test_a_seed_between_two_draws_is_refused():
         torch.manual_seed(5)
         with pytest.raises(ModelError, match="seed before the model draws its first"):
             nn.Linear(4, 3)
+
+
+@pytest.mark.parametrize("change", [nn.Module.double, lambda model: init.zeros_(model.weight)], ids=["dtype", "values"])
+def test_what_is_changed_after_the_context_is_refused(change):
+    model = built(nn.Linear, in_features=3, out_features=3)
+    change(model)
+    with pytest.raises(ModelError, match=r"'weight' was converted, or written to, after tulle.deferred_init"):
+        materialize(model)

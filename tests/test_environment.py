@@ -2,7 +2,7 @@
 
 import pytest
 
-from tulle.environment import Launch, detect, first_host
+from tulle.environment import Launch, check_alone, detect, first_host
 from tulle.errors import MeshError
 
 TORCHRUN = {
@@ -99,3 +99,10 @@ def test_the_first_of_a_slurm_node_list_is_found(nodes, first):
 def test_a_node_list_that_is_none_is_shown(nodes):
     with pytest.raises(MeshError, match=r"SLURM_JOB_NODELIST is '.*', expected a list of hosts .*: set MASTER_ADDR"):
         first_host(nodes)
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_that_mpirun_started_do_not_train_each_for_itself(name):
+    check_alone({name: "1"})
+    with pytest.raises(MeshError, match=f"mpirun started 4 processes \\({name}\\), which tulle does not join"):
+        check_alone({name: "4"})

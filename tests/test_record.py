@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from models import Words, batches, build
 from ranks import on_ranks
 from tulle import record
 from tulle.comm import traffic
+from tulle.errors import DataError
 from tulle.sync import SCHEMES
 
 SECONDS = ("step_s", "forward_s", "backward_s", "optimizer_s", "wait_s")
@@ -277,3 +279,61 @@ def test_a_model_that_was_pickled_under_tulle_run_loads_without_it(tmp_path):
     loaded = pickle.loads(pickled)
     ids = batches(1, 4)[0]
     assert torch.equal(loaded(ids), model(ids))
+
+
+@on_ranks(1, 2)
+def test_without_distribute_a_logged_loss_ends_a_step(tmp_path):
+    with recording(tmp_path):
+        for step in (1, 2, 3):
+            tulle.log(loss=torch.tensor(12.0 / step), tokens=5, total_steps=3)
+            tulle.log(after=step)
+    steps = lines(tmp_path)
+    assert [(line["step"], line["loss"], line["tokens"]) for line in steps] == [(1, 12.0, 5), (2, 6.0, 5), (3, 4.0, 5)]
+    assert [line["values"] for line in steps] == [{"after": 1}, {"after": 2}, {"after": 3}]
+    assert all(line["step_s"] >= 0 for line in steps)
+
+
+@on_ranks(1)
+def test_a_number_is_recorded_as_it_was_when_it_was_logged(tmp_path):
+    def after(step, model):
+        total = torch.tensor(float(step), requires_grad=True)
+        tulle.log(total=total, narrow=np.float32(0.5), absent=None)
+        total.detach().zero_()
+
+    with recording(tmp_path):
+        train(2, after=after)
+    assert [line["values"] for line in lines(tmp_path)] == [{"total": step, "narrow": 0.5} for step in (1.0, 2.0)]
+
+
+@on_ranks(1)
+def test_what_is_no_number_is_refused_where_it_is_logged(tmp_path):
+    with recording(tmp_path):
+        with pytest.raises(DataError, match=r"given loss=a tensor of shape \[3\], expected one number"):
+            tulle.log(loss=torch.ones(3))
+        with pytest.raises(DataError, match=r"given accuracy=\[1\], expected one number"):
+            tulle.log(accuracy=[1])
+
+
+@on_ranks(1)
+def test_a_forward_that_raises_is_not_the_end_of_the_record(tmp_path):
+    def raise_once(step, model):
+        if step == 1:
+            with pytest.raises(Exception, match="range"):
+                model(torch.full((1, 3), 10**6))
+
+    with recording(tmp_path):
+        train(3, after=raise_once)
+    assert all({"loss", "backward_s"} <= line.keys() and line["forward_s"] > 0 for line in lines(tmp_path))
+
+
+@on_ranks(1)
+def test_a_profile_of_a_resumed_run_ends_after_as_many_steps_of_its_own(tmp_path):
+    with pytest.MonkeyPatch.context() as patch, recording(tmp_path):
+        patch.setenv(record.STOP_AFTER, "2")
+        recorder = record.current()
+        assert recorder is not None
+        recorder.resume(100)
+        tulle.log(loss=1.0)
+        with pytest.raises(SystemExit):
+            tulle.log(loss=1.0)
+    assert [line["step"] for line in lines(tmp_path)] == [101, 102]

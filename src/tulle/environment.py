@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from tulle.errors import MeshError
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Of Open MPI; of MPICH and what descends from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,24 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch:
     if "SLURM_PROCID" in environment and _number(environment, "SLURM_NTASKS", default=1) > 1:
         return _slurm(environment)
     return Launch("alone", 0, 1, 0, 1, "", 0)
+
+
+def check_alone(environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse to train alone what mpirun started with others: each process would, and nobody would notice.
+
+    Raises:
+        MeshError: Naming how many there are.
+
+    Example:
+        >>> check_alone({})
+    """
+    for name in _MPI_SIZES:
+        if _number(environment, name, default=1) > 1:
+            raise MeshError(
+                f"mpirun started {environment[name]} processes ({name}), which tulle does not join by itself: "
+                "start them with `tulle run`, torchrun or srun, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in "
+                f"each, or unset {name} to run each of them alone"
+            )
 
 
 def _slurm(environment: Mapping[str, str]) -> Launch:

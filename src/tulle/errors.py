@@ -5,7 +5,7 @@ TulleError
 ├── PlanError            an unknown scheme, or a plan that does not fit model and mesh     (also ValueError)
 ├── ModelError           a model, optimizer or table that cannot be distributed            (also ValueError)
 ├── GradientError        a gradient that cannot be synchronized, or is not finite          (also ValueError)
-├── DataError            a file that cannot be used, or ranks with unequal batches         (also ValueError)
+├── DataError            a file or logged number of no use, or ranks with unequal batches (also ValueError)
 ├── CheckpointError      a checkpoint that is absent, damaged or of another model          (also RuntimeError)
 └── CommunicationError   a collective that failed or timed out, naming who fell first      (also RuntimeError)
 
@@ -34,7 +34,7 @@ class GradientError(TulleError, ValueError):
 
 
 class DataError(TulleError, ValueError):
-    """A file is missing, empty, misaligned or oddly encoded, or the ranks' numbers of batches are unequal."""
+    """A file is missing, empty, misaligned or oddly encoded, a logged number is none, or ranks' batches are unequal."""
 
 
 class CheckpointError(TulleError, RuntimeError):

@@ -17,8 +17,8 @@ from tulle.memory.estimate import Estimate, Loss, Options, count_on_a_copy, defa
 from tulle.memory.recompute import repeated
 from tulle.memory.stages import Stages, count_stages
 from tulle.mesh import Mesh
+from tulle.pipeline.homes import homes_of
 from tulle.pipeline.partition import Partition
-from tulle.pipeline.place import homes_of
 from tulle.pipeline.schedule import checked, held_at_once, stages_here
 from tulle.plan import Plan
 

@@ -46,8 +46,8 @@ class Lookahead(Generic[T]):
                 for feed in feeds:
                     feed.end()
         finally:
-            for tables in models:
-                tables.end_lookahead()
+            for tables, feed in zip(models, feeds, strict=True):
+                tables.end_lookahead(feed)
 
 
 def _tell(feeds: Sequence[Feed], upcoming: object) -> None:
@@ -64,6 +64,7 @@ def lookahead(loader: Iterable[T], *, ids: Ids | None = None) -> Lookahead[T]:
     While the model works on a batch, the rows that the next one looks up in split tables are told to their owners;
     right after `optimizer.step()` their values are on the way. Without it everything works, and rows are told and
     fetched in forward. Tables that are not split take no notice. Every rank must use it alike, with as many batches.
+    Loops may lie within one another: rows travel ahead in the innermost.
 
     Args:
         loader: Any iterable of batches, a `DataLoader` say. One batch more than usual is held.

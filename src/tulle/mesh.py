@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store
 
 from tulle.board import watch
 from tulle.cost import Network
-from tulle.environment import Launch, detect
+from tulle.environment import Launch, check_alone, detect
 from tulle.errors import MeshError
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -211,6 +211,7 @@ def _join(launch: Launch, backend: str, timeout_s: float, device: torch.device) 
     timeout = timedelta(seconds=timeout_s)
     bound = device if device.type == "cuda" else None
     if launch.launcher == "alone":
+        check_alone()
         dist.init_process_group(backend, store=_store_of_one(), rank=0, world_size=1, timeout=timeout, device_id=bound)
     elif launch.launcher == "torchrun":
         dist.init_process_group(backend, timeout=timeout, device_id=bound)

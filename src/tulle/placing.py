@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from tulle.engine import SplitTable, TableModule
 from tulle.errors import PlanError
 from tulle.mesh import Axis
 from tulle.softmax import SoftmaxLayer
-from tulle.tables import Split, mark, split_as
+from tulle.tables import PLACEMENTS, Split, mark, split_as
 
 ELEMENTWISE = (*(SGD, ASGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, SparseAdam),)
 """Optimizers that treat every element by itself, so that a part of a table is updated as in the whole."""
@@ -38,12 +39,18 @@ logger = logging.getLogger("tulle")
 
 
 def tables_of(model: nn.Module) -> dict[str, list[TableModule]]:
-    """The modules that look up in each table, by the name of its parameter; of an output layer there may be none."""
+    """The modules that look up in each table, by the name of its parameter; of an output layer there may be none.
+
+    A weight that is no parameter, but computed by a parametrization or a buffer, is no table.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, list[TableModule]] = {name: [] for name in outputs_of(model)}
     for module in model.modules():
-        if isinstance(module, TableModule):
-            found.setdefault(names[id(module.weight)], []).append(module)
+        if not isinstance(module, TableModule):
+            continue
+        weight = id(module._parameters.get("weight"))  # to ask a parametrization would compute it, and may change it
+        if weight in names:
+            found.setdefault(names[weight], []).append(module)
     return found
 
 
@@ -54,31 +61,63 @@ def outputs_of(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(names[id(layer.table_and_bias()[0])] for layer in layers))
 
 
-def why_whole(name: str, model: nn.Module, optimizers: Sequence[Optimizer], placement: str, ranks: int) -> str | None:
-    """Why a table cannot be split by a placement, in words that end a sentence about it, or None if it can."""
-    modules = tables_of(model).get(name, [])
-    parameter = model.get_parameter(name)
-    for owner_name, owner in model.named_modules():
-        if isinstance(owner, SoftmaxLayer) and owner.table_and_bias()[0] is parameter and placement == "columns":
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """The tables of a model and who reads each: looked up once for all of them, as there may be hundreds.
+
+    Args:
+        model: The model.
+        tables: As `tables_of` finds them.
+        owners: Modules that have a parameter as one of their own, by its identity, with their names.
+        softmaxes: Identities of the tables that are read by a softmax that may be split.
+    """
+
+    model: nn.Module
+    tables: Mapping[str, Sequence[TableModule]]
+    owners: Mapping[int, Sequence[tuple[str, nn.Module]]]
+    softmaxes: Collection[int]
+
+    @staticmethod
+    def of(model: nn.Module) -> Readers:
+        """Look for them."""
+        owners: dict[int, list[tuple[str, nn.Module]]] = {}
+        softmaxes = {id(one.table_and_bias()[0]) for one in model.modules() if isinstance(one, SoftmaxLayer)}
+        for name, owner in model.named_modules():
+            for parameter in owner._parameters.values() if not isinstance(owner, SoftmaxLayer) else ():
+                owners.setdefault(id(parameter), []).append((name, owner))
+        return Readers(model, tables_of(model), owners, softmaxes)
+
+    def why_whole(self, name: str, optimizers: Sequence[Optimizer], placement: str, ranks: int) -> str | None:
+        """Why a table cannot be split by a placement, in words that end a sentence about it, or None if it can."""
+        modules, parameter = self.tables.get(name, ()), self.model.get_parameter(name)
+        if placement == "columns" and id(parameter) in self.softmaxes:
             return "a softmax over it needs whole rows: split it by rows"
-        if owner in modules or isinstance(owner, SoftmaxLayer):
-            continue
-        if any(other is parameter for other in owner._parameters.values()):
-            return (
-                f"{owner_name or 'the model'} ({type(owner).__name__}) reads the whole of it: for an output layer, "
-                "take tulle.ShardedSoftmax"
-            )
-    if parameter._backward_hooks:
-        return "a hook is registered on it, which would see no gradient: those of split tables go to their owners"
-    for module in modules:
-        plain = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
-        if type(module).forward is not plain.forward:
-            return f"{type(module).__name__} has a forward of its own, which reads the whole of it"
-        if module.max_norm is not None and placement == "columns":
-            return "max_norm needs the norms of whole rows: split it by rows"
-    if placement == "columns" and parameter.shape[1] < ranks:
-        return f"it has {parameter.shape[1]} columns for {ranks} ranks: split it by rows"
-    return _refused_by_optimizer(parameter, optimizers)
+        for owner_name, owner in self.owners.get(id(parameter), ()):
+            if owner not in modules:
+                return (
+                    f"{owner_name or 'the model'} ({type(owner).__name__}) reads the whole of it: for an output layer, "
+                    "take tulle.ShardedSoftmax"
+                )
+        if parameter._backward_hooks:
+            return "a hook is registered on it, which would see no gradient: those of split tables go to their owners"
+        for module in modules:
+            plain = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
+            if type(module).forward is not plain.forward:
+                return f"{type(module).__name__} has a forward of its own, which reads the whole of it"
+            if module.max_norm is not None and placement == "columns":
+                return "max_norm needs the norms of whole rows: split it by rows"
+        if placement == "columns" and parameter.shape[1] < ranks:
+            return f"it has {parameter.shape[1]} columns for {ranks} ranks: split it by rows"
+        return _refused_by_optimizer(parameter, optimizers)
+
+
+def placements_of(model: nn.Module, optimizers: Sequence[Optimizer], ranks: int) -> dict[str, tuple[str, ...]]:
+    """How each table of a model can be split over so many ranks, by the name of its parameter."""
+    readers = Readers.of(model)
+    return {
+        name: tuple(how for how in PLACEMENTS if readers.why_whole(name, optimizers, how, ranks) is None)
+        for name in readers.tables
+    }
 
 
 def check_placements(
@@ -89,8 +128,9 @@ def check_placements(
     Raises:
         PlanError: Naming the table, and what stands against it.
     """
+    readers = Readers.of(model)
     for name, placement in placements.items():
-        reason = why_whole(name, model, optimizers, placement, ranks)
+        reason = readers.why_whole(name, optimizers, placement, ranks)
         if reason is not None:
             raise PlanError(f"the plan splits {name!r} by {placement}, but {reason}")
         if model.get_parameter(name).grad is not None:

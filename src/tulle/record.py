@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -29,8 +29,10 @@ from torch.optim import Optimizer
 
 from tulle.comm import now_s, traffic
 from tulle.engine import DataParallel, Observation
+from tulle.errors import DataError
 from tulle.mesh import Mesh
 from tulle.plan import Drift, Plan
+from tulle.whole_file import write_whole
 
 RUN_DIR = "TULLE_RUN_DIR"
 TIMELINE = "TULLE_TIMELINE"
@@ -64,11 +66,16 @@ def log(
 
     What is logged after `optimizer.step()` and before the next forward belongs to the step that ended.
 
+    Where no model was given to `tulle.distribute`, nobody knows of steps: a loss ends one.
+
     Args:
         loss: This rank's loss. A model that returns one scalar is recorded without it.
         tokens: Tokens, or samples, that this rank processed in the step; several calls add up.
         total_steps: How many steps the run will have: for the progress bar.
         **values: Numbers (`valid_loss=2.1`) for curves and the summary, or texts for the report.
+
+    Raises:
+        DataError: If what should be a number is none.
 
     Example:
         >>> import tulle
@@ -110,6 +117,7 @@ class Recorder:
         self._backward_began_s = self._ended_s
         self._bytes_before = self._messages_before = 0
         self._depth = 0
+        self._last: Optimizer | None = None
         self._models: WeakSet[nn.Module] = WeakSet()
         self._is_ended = False
         self._stop_after = int(os.environ.get(STOP_AFTER, "0"))
@@ -140,14 +148,14 @@ class Recorder:
         self._drift = Drift.of(plan())
         self._models.add(model)
         model.register_forward_pre_hook(_forward_begins)
-        model.register_forward_hook(_forward_ends)
+        model.register_forward_hook(_forward_ends, always_call=True)  # also of one that raised
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
             optimizer.register_step_post_hook(self._after_optimizer)
         self._last = optimizers[-1]
         if self._rank == 0:
             axes = {"axes": mesh.shape, "backend": torch.distributed.get_backend(), "device": str(mesh.device)}
-            (self._folder / "mesh.json").write_text(json.dumps(axes) + "\n", encoding="utf-8")
+            write_whole(self._folder / "mesh.json", json.dumps(axes) + "\n")
 
     def log(
         self,
@@ -156,28 +164,36 @@ class Recorder:
         total_steps: int | None,
         values: Mapping[str, float | str | Tensor],
     ) -> None:
-        """Add to the step that is open."""
+        """Add to the step that is open; where no optimizer ends it, a loss does."""
+        ends = loss is not None and self._last is None
+        if ends and self._is_ended:
+            self._write_step()
         if loss is not None:
-            self._open["loss"] = loss
+            self._open["loss"] = _number("loss", loss)
         if tokens is not None:
-            self._open["tokens"] = self._open.get("tokens", 0) + tokens
+            self._open["tokens"] = self._open.get("tokens", 0) + _number("tokens", tokens)
         if total_steps is not None:
             self._open["total_steps"] = total_steps
         for name, value in values.items():
             if isinstance(value, str):
                 self._texts[name] = value
-            else:
-                self._open.setdefault("values", {})[name] = value
+            elif value is not None:
+                self._open.setdefault("values", {})[name] = _number(name, value)
+        if ends:
+            self._end_step(now_s())
 
     def resume(self, step: int) -> None:
         """Count on from a step, after a checkpoint was loaded, and take up the record of the steps before it."""
+        if self._stop_after:
+            self._stop_after += step - self._step
         self._step = step
         earlier = self._folder / f"{PREVIOUS}{Path(self._lines.name).name}"
         if self._lines.tell() == 0 and earlier.is_file():
-            for line in earlier.read_text(encoding="utf-8", errors="replace").splitlines():
-                with suppress(ValueError, KeyError):  # the last line may be torn
-                    if json.loads(line)["step"] <= step:
-                        self._lines.write(line + "\n")
+            with earlier.open(encoding="utf-8", errors="replace") as lines:
+                for line in lines:
+                    with suppress(ValueError, KeyError):  # the last line may be torn
+                        if json.loads(line)["step"] <= step:
+                            self._lines.write(line.rstrip("\n") + "\n")
 
     def close(self) -> None:
         """Write what is open; called when the process ends."""
@@ -218,8 +234,10 @@ class Recorder:
         ended_s = now_s()
         traffic.span("computation", f"{type(optimizer).__name__}.step", self._optimizer_began_s, ended_s)
         self._optimizer_s += ended_s - self._optimizer_began_s
-        if optimizer is not self._last:
-            return
+        if optimizer is self._last:
+            self._end_step(ended_s)
+
+    def _end_step(self, ended_s: float) -> None:
         self._step += 1
         total = traffic.total
         self._open |= {
@@ -301,7 +319,7 @@ class Recorder:
         for span in self._spans:
             span["ts"] += offset_us
         path = self._folder / f"timeline-rank-{self._rank}.json"
-        path.write_text(json.dumps({"traceEvents": self._spans}) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps({"traceEvents": self._spans}) + "\n")
 
 
 def _seen(observation: Observation, step: int) -> dict[str, Any]:
@@ -350,6 +368,17 @@ def _forward_ends(module: nn.Module, arguments: object, output: object) -> None:
     recorder = current()
     if recorder is not None and recorder.watches(module):
         recorder._after_forward(module, arguments, output)
+
+
+def _number(name: str, value: object) -> float | Tensor:
+    """A number as it is now, whatever becomes of its tensor; one on a device is fetched when it is written."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach().clone()
+    if not isinstance(value, Tensor | str):
+        with suppress(TypeError, ValueError):
+            return value if isinstance(value, int) else float(cast("Any", value))
+    shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise DataError(f"tulle.log was given {name}={shown}, expected one number: its mean, say")
 
 
 def _plain(value: Any) -> Any:

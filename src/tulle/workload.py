@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import zlib
 from array import array
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,7 @@ class ModuleProfile:
         reads: Bytes that it reads of what other pieces made, by their name; backward sends as much the other way.
         split: What tensor parallelism would do; None where nothing splits it.
         around: Modules that always call it, the outermost first: what a stage has all of is placed as one.
+        frozen_bytes: Of its parameters that are not trained.
     """
 
     name: str
@@ -139,6 +141,7 @@ class ModuleProfile:
     reads: Mapping[str, int] = field(default_factory=dict)
     split: Split | None = None
     around: tuple[str, ...] = ()
+    frozen_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +233,7 @@ class Profile:
         """
         try:
             return Profile.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError, zlib.error) as error:
             if is_plan(path):
                 raise PlanError(
                     f"{os.fspath(path)!r} is a plan, expected a profile: make one with tulle profile SCRIPT, or give "
@@ -250,14 +253,15 @@ class Profile:
         """From plain values."""
         if parsed["format"] != FORMAT:
             raise ValueError(f"format {parsed['format']!r}, expected {FORMAT}")
+        pieces = {piece["name"] for piece in parsed["modules"]}
         return Profile(
             model=str(parsed["model"]),
-            batch=int(parsed["batch"]),
+            batch=_at_least_one(parsed, "batch"),
             modules=tuple(_module(one) for one in parsed["modules"]),
-            tables=tuple(_table(one) for one in parsed["tables"]),
+            tables=tuple(_table(one, pieces) for one in parsed["tables"]),
             optimizer=OptimizerProfile(**parsed["optimizer"]),
             cluster=cluster_from_json(parsed["cluster"]),
-            step_s=float(parsed["step_s"]),
+            step_s=_seconds(parsed, "step_s"),
             peak_bytes=int(parsed["peak_bytes"]),
             networks={name: network_from_json(one) for name, one in parsed.get("networks", {}).items()},
             fixed_share=float(parsed.get("fixed_share", 0.0)),
@@ -283,7 +287,7 @@ def cluster_from_json(parsed: Mapping[str, Any]) -> Cluster:
     machine = Machine(**parsed["machine"])
     inside = network_from_json(parsed["inside"]) if parsed["inside"] else None
     across = network_from_json(parsed["across"])
-    hosts, processes = int(parsed["hosts"]), int(parsed["processes_per_host"])
+    hosts, processes = _at_least_one(parsed, "hosts"), _at_least_one(parsed, "processes_per_host")
     return Cluster(hosts, processes, machine, across, inside, parsed.get("probed_ranks"))
 
 
@@ -343,14 +347,31 @@ def _plain(value: Any) -> Any:
 
 def _module(parsed: Mapping[str, Any]) -> ModuleProfile:
     split = Split(**parsed["split"]) if parsed["split"] else None
-    values: dict[str, Any] = {**parsed, "split": split, "around": tuple(parsed.get("around", ()))}
+    seconds = {name: _seconds(parsed, name) for name in ("forward_s", "backward_s")}
+    values: dict[str, Any] = {**parsed, **seconds, "split": split, "around": tuple(parsed.get("around", ()))}
     return ModuleProfile(**values)
 
 
-def _table(parsed: Mapping[str, Any]) -> TableProfile:
+def _table(parsed: Mapping[str, Any], pieces: Collection[str]) -> TableProfile:
+    if parsed["module"] not in pieces:
+        raise ValueError(f"table {parsed['name']!r} is of module {parsed['module']!r}, which is none of the modules")
     stream = tuple(tuple(_unpacked(rows) for rows in step) for step in parsed["stream"])
     values: dict[str, Any] = {**parsed, "placements": tuple(parsed["placements"]), "stream": stream}
     return TableProfile(**values)
+
+
+def _at_least_one(parsed: Mapping[str, Any], name: str) -> int:
+    number = int(parsed[name])
+    if number < 1:
+        raise ValueError(f"{name} {number}, expected 1 or more")
+    return number
+
+
+def _seconds(parsed: Mapping[str, Any], name: str) -> float:
+    seconds = float(parsed[name])
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"{name} {seconds}, expected a time")
+    return seconds
 
 
 def _packed(rows: Tensor) -> str:

@@ -1,5 +1,6 @@
 """The commands explain themselves, and refuse what they cannot do before anything is started."""
 
+import io
 import json
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 
 import tulle
 from tulle.cli import main
+from tulle.cli.console import console
 
 
 @pytest.fixture(autouse=True)
@@ -126,3 +128,27 @@ def test_a_command_line_that_does_not_parse_is_told_in_a_line(arguments, said, c
     assert shown.err.startswith(said)
     assert shown.err.count("\n") == 2
     assert not shown.out
+
+
+def test_a_notebook_is_refused_with_what_makes_a_script_of_it(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.ipynb").write_text("{}")
+    assert main(["run", "train.ipynb"]) == 2
+    assert "jupyter nbconvert --to script train.ipynb" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["train.ipynb"]
+
+
+def test_a_sign_that_the_output_lacks_ends_no_command(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main(["--version"]) == 0
+    print("12 µs ✓", flush=True)
+    assert written.getvalue().endswith(b"12 ?s ?\n")
+
+
+def test_a_pipe_does_not_cut_numbers(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert console().width > 200
+    monkeypatch.setenv("COLUMNS", "70")
+    assert console().width == 70

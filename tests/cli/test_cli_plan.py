@@ -58,6 +58,7 @@ def test_a_plan_that_was_made_is_taken_again(profile, tmp_path, capsys):
     ("options", "told"),
     [
         (["--memory", "16"], "--memory '16' is no size"),
+        (["--mesh", "data=2,data=4"], "--mesh 'data=2,data=4' names an axis twice"),
         (["--mesh", "expert=2"], "--mesh 'expert=2': expected AXIS=N"),
         (["--bandwidth", "fast"], "--bandwidth 'fast' is no bandwidth"),
     ],
@@ -83,3 +84,9 @@ def test_two_plans_are_compared(tmp_path, capsys):
         Plan({"data": data}).save(tmp_path / f"{name}.json")
     assert execute(["explain", str(tmp_path / "a.json"), "--against", str(tmp_path / "b.json")]) == 0
     assert "differs: mesh: {'data': 2} against {'data': 4}" in capsys.readouterr().out
+
+
+def test_a_plan_that_cannot_be_saved_is_told_of(profile, tmp_path, capsys):
+    assert execute(["plan", str(profile), "--mesh", "pipe=1,model=1", "-o", str(tmp_path)]) == 1
+    assert "cannot be saved as" in capsys.readouterr().err
+    assert not list(tmp_path.glob(".*"))

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tulle.cli.failures import Cause, collect, describe, last_lines, signal_name
+from tulle.cli.failures import Cause, collect, describe, forget_interrupted, last_lines, signal_name
 from tulle.cli.launch import Ending
 
 
@@ -93,3 +93,17 @@ def test_a_log_that_is_not_there_has_no_last_lines(tmp_path):
 @pytest.mark.parametrize(("number", "name"), [(11, "11 (SIGSEGV)"), (63, "63"), (15, "15 (SIGTERM)")])
 def test_a_signal_has_its_name(number, name):
     assert signal_name(number) == name
+
+
+def test_of_a_progress_bar_only_the_last_state_is_told(tmp_path):
+    log = tmp_path / "rank-0.log"
+    log.write_bytes(b"reads\r\n\n" + b"".join(b"\r%d%%" % percent for percent in range(50)) + b"\nends")
+    assert last_lines(log) == ["reads", "", "49%", "ends"]
+
+
+def test_an_interrupt_is_no_failure_to_report(tmp_path):
+    leave_word(tmp_path, 0, 11.0, "KeyboardInterrupt: ")
+    leave_word(tmp_path, 1, 11.0, GONE)
+    leave_word(tmp_path, 2, 10.0, "ValueError: bad batch")
+    forget_interrupted(tmp_path)
+    assert [failure.rank for failure in collect(tmp_path, {}, since_s=5.0)] == [2]

@@ -63,3 +63,13 @@ def test_before_the_first_step_there_is_nothing(tmp_path):
     progress = RunProgress(tmp_path)
     progress.update()
     assert (progress.step, progress.total_steps, progress.loss, progress.tokens_per_s) == (0, None, None, None)
+
+
+def test_a_run_that_takes_the_place_of_an_earlier_one_is_shown_from_its_first_step(tmp_path):
+    write(tmp_path, 0, *(step(number) for number in range(100)))
+    progress = RunProgress(tmp_path)
+    progress.update()
+    (tmp_path / "rank-0.jsonl").rename(tmp_path / "previous-rank-0.jsonl")  # as the launcher does
+    write(tmp_path, 0, step(1))
+    progress.update()
+    assert progress.step == 1

@@ -174,7 +174,7 @@ def until(condition):
         time.sleep(0.02)
 
 
-def test_ctrl_c_ends_all_ranks_with_code_130(sleeping_run):
+def test_ctrl_c_ends_all_ranks_with_code_130_and_is_no_failure(sleeping_run, tmp_path):
     run, ranks = sleeping_run
     run.send_signal(signal.SIGINT)
     _, err = run.communicate(timeout=DEADLINE_S)
@@ -182,6 +182,7 @@ def test_ctrl_c_ends_all_ranks_with_code_130(sleeping_run):
     assert b"Interrupted by signal 2 (SIGINT): all ranks were ended." in err
     assert b"Traceback" not in err
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    assert not list((tmp_path / "out").glob("failure-rank-*"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the ranks on Linux only")

@@ -49,7 +49,7 @@ def test_the_rest_is_a_last_line_without_end(path):
 
 def test_what_was_there_before_can_be_skipped(path):
     append(path, b"old\n")
-    tail = Tail(path, skip_bytes=4)
+    tail = Tail(path, skip=True)
     append(path, b"new\n")
     assert tail.read() == ["new"]
 
@@ -63,3 +63,25 @@ def test_it_stops_at_the_limit_for_good(path):
     assert tail.read() == ["two"]
     append(path, b"more\n")
     assert tail.read() == []
+
+
+def test_a_file_that_takes_its_place_is_read_from_its_begin(path):
+    append(path, b"of an earlier run, long\nand torn")
+    tail = Tail(path, skip=True)
+    path.rename(path.with_name("previous"))
+    append(path, b"new\n")
+    assert tail.read() == ["new"]
+    append(path, b"newer\n")
+    assert tail.read() == ["newer"]
+
+
+def test_of_a_progress_bar_the_latest_state_is_kept(path):
+    tail = Tail(path)
+    for percent in range(100):
+        append(path, b"\r%3d%%" % percent)
+        assert tail.read() == []
+    assert tail.rest() == [" 99%"]
+    append(path, b"\rdone\r")
+    assert tail.read() == []
+    append(path, b"\nnext\n")
+    assert tail.read() == ["done\r", "next"]

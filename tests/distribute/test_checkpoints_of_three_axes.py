@@ -5,6 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 from axes_models import build, distributed, optimizers, train, worst_difference
+from torch import nn
 
 import tulle
 from ranks import on_ranks, run_on_ranks
@@ -70,7 +71,7 @@ def check_safetensors(path, plain):
 @pytest.mark.parametrize(
     "memory", [Memory(), Memory(full_shard=True), Memory(shard_optimizer=True)], ids=["", "full", "optimizer"]
 )
-def test_states_of_a_plain_model_and_its_optimizer_load(shape, memory):
+def test_states_of_a_plain_model_and_its_optimizer_load(shape, memory, tmp_path):
     reference = build("stack")
     theirs = optimizers(reference)
     train(reference, theirs, steps=STEPS)
@@ -78,6 +79,7 @@ def test_states_of_a_plain_model_and_its_optimizer_load(shape, memory):
     model.load_state_dict(reference.state_dict())
     for one, other in zip(ours, theirs, strict=True):
         one.load_state_dict(deepcopy(other.state_dict()))
+    tulle.save(tmp_path / "checkpoint", model, ours)  # what lives at other stages has no state here
     train(model, ours, *place, steps=MORE)
     train(reference, theirs, steps=MORE)
     assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
@@ -111,3 +113,27 @@ def test_stages_are_saved_while_training_goes_on(tmp_path):
     reference = build("stack")
     train(reference, optimizers(reference), steps=range(MORE.stop))
     assert worst_difference(found, reference.state_dict()) < 1e-12
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("placement", ["rows", "columns"])
+def test_momentum_of_sparse_gradients_loads_into_split_tables(placement):
+    def made():
+        torch.manual_seed(0)
+        model = nn.Embedding(10, 4, sparse=True).double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(model, optimizer):
+        model(torch.tensor([1, 3, 3, 7])).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    reference, theirs = made()
+    step(reference, theirs)
+    model, ours = made()
+    tulle.distribute(model, ours, tulle.init(data=-1), plan={"weight": placement})
+    model.load_state_dict(reference.state_dict())
+    ours.load_state_dict(deepcopy(theirs.state_dict()))
+    step(model, ours)
+    step(reference, theirs)
+    assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12

@@ -11,6 +11,7 @@ import tulle
 from gigabit import give_cluster
 from ranks import on_ranks
 from tulle.distribute import mesh_of, planned
+from tulle.distribute.axes import Axes
 from tulle.distribute.watching import watch
 from tulle.errors import MeshError
 from tulle.plan import Shelf
@@ -49,13 +50,37 @@ def test_without_a_mesh_one_is_chosen_and_the_numbers_stay(kind):
     model, whole = build(kind), tulle.init()
     several = optimizers(model)
     sample = (batch_of(0, whole.rank, whole.size),)
-    with give_cluster(whole):
+    with give_cluster(whole), mock.patch("tulle.distribute.putting.watch") as watched:
         tulle.distribute(model, several, sample=sample)
+    assert whole.rank or watched.call_args.kwargs["key"], "what its steps take is noted with the plan"
     mesh = mesh_of(model)
     assert tulle.plan(model, several).prediction.ranks == mesh.size == 4
     train(model, several, mesh["data"].rank, mesh["data"].size)
     reference, _ = of_one_process(kind)
     assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+
+
+@on_ranks(2)
+def test_without_a_mesh_a_sample_that_one_rank_lacks_counts_as_none():
+    model, whole = build("words"), tulle.init()
+    several = optimizers(model)
+    tulle.distribute(model, several, sample=(batch_of(0, 0, 2),) if whole.rank else None)
+    assert tulle.plan(model, several).prediction is None
+
+
+@on_ranks(2)
+def test_longer_samples_and_tables_that_cannot_be_split_have_plans_of_their_own():
+    mesh, model = tulle.init(data=2), nn.Sequential(nn.Embedding(30, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def key(length):
+        wanted = planned.Wanted(model, [optimizer], mesh, torch.zeros(4, length, dtype=torch.long))
+        return planned._key(wanted, Axes.of(mesh))
+
+    first = key(16)
+    assert key(17) == first
+    model[0].weight.register_hook(lambda grad: grad)
+    assert len({first, key(16), key(64)}) == 3
 
 
 @on_ranks(2)

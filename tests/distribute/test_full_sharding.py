@@ -162,3 +162,24 @@ def test_what_cannot_be_shared_out_is_refused():
     optimizer = torch.optim.LBFGS(model.parameters())
     with pytest.raises(PlanError, match="full_shard, but LBFGS does not treat every number of a parameter by itself"):
         tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, memory=FULL))
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_a_layer_whose_weight_is_made_by_a_hook_is_gathered_with_what_is_around_it():
+    def trained(model, distribute):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        distribute(model, optimizer)
+        model(torch.ones(2, 4).double()).pow(2).mean().backward()
+        optimizer.step()
+        return tulle.full_state_dict(model, everywhere=True)
+
+    def made():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.utils.weight_norm(nn.Linear(4, 4)) for _ in range(2))).double()
+
+    wanted = trained(made(), lambda *_: None)
+    mesh = tulle.init(data=-1)
+    plan = Plan(mesh.shape, memory=FULL)
+    found = trained(made(), lambda model, optimizer: tulle.distribute(model, optimizer, mesh, plan=plan))
+    assert worst_difference(found, wanted) < 1e-12

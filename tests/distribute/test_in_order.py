@@ -11,7 +11,7 @@ from tulle.pipeline.post import Kind, Post
 
 def opened(kind, mesh):
     post = PostInOrder(mesh["pipe"], mesh["model"]) if kind is PostInOrder else Post(mesh["pipe"])
-    post.open()
+    post.open(1)
     return post
 
 

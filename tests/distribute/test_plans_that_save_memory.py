@@ -3,6 +3,7 @@
 import pytest
 import torch
 from axes_models import batch_of, build, distributed, optimizers, train, worst_difference
+from torch import nn
 
 import tulle
 from ranks import on_ranks
@@ -80,3 +81,38 @@ def test_narrow_parameters_with_masters_come_near(shape, shared):
 def test_what_cannot_be_done_is_refused(memory, kind, text):
     with pytest.raises(PlanError, match=text):
         distributed(kind, {"data": 2}, plan=Plan({"data": 2}, memory=memory))
+
+
+class Mixed(nn.Module):
+    """A table with sparse gradients, a layer that is not trained, a norm, and positions that are no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 8, sparse=True)
+        self.register_buffer("positions", torch.linspace(-1, 1, 8))
+        self.frozen, self.hidden, self.out = nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8), nn.Linear(8, 10)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, batch):
+        x = self.hidden(self.frozen(self.words(batch["words"]).mean(1)) + self.positions)
+        return nn.functional.cross_entropy(self.out(self.norm(x)), batch["targets"])
+
+
+def mixed():
+    torch.manual_seed(0)
+    model = Mixed()
+    dense = [p for p in model.parameters() if p.requires_grad and p is not model.words.weight]
+    return model, [torch.optim.AdamW(dense, lr=0.01), torch.optim.SGD([model.words.weight], lr=0.1)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shared", [{}, {"full_shard": True}], ids=str)
+def test_what_stays_wide_and_narrow_parameters_go_together(shared):
+    mesh = tulle.init(data=-1)
+    reference, theirs = mixed()
+    wanted = train(reference, theirs)
+    model, ours = mixed()
+    tulle.distribute(model, ours, mesh, plan=Plan(mesh.shape, memory=Memory(**shared, precision="bf16")))
+    found = train(model, ours)  # all ranks have the whole batch
+    assert found == pytest.approx(wanted, rel=0.02)
+    assert {name for name, p in model.named_parameters() if p.dtype != torch.bfloat16} == {"words.weight"}

@@ -7,6 +7,7 @@ from torch import nn
 
 import tulle
 from ranks import on_ranks
+from tulle.errors import PlanError
 
 CUBE = {"data": 2, "pipe": 2, "model": 2}
 
@@ -100,3 +101,12 @@ def test_norms_of_one_stage_alone_would_be_others():
     mine = [p.grad.as_subclass(torch.Tensor) for p in model.parameters() if p.grad is not None]
     alone = nn.utils.get_total_norm(mine)
     assert abs(alone.item() / clip(model) - 1) > 1e-3
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["Adafactor", "Muon", "LBFGS"])
+def test_an_optimizer_that_needs_wholes_is_refused_where_layers_are_split(name):
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    optimizer = getattr(torch.optim, name)(model.parameters())
+    with pytest.raises(PlanError, match=f"{name} (does not treat every element|looks at all parameters)"):
+        tulle.distribute(model, optimizer, tulle.init(model=-1), plan="densify")

@@ -10,7 +10,7 @@ from torch import nn
 
 import tulle
 from ranks import on_ranks
-from tulle.plan import plan_for_later
+from tulle.plan import Plan, plan_for_later
 
 SHAPES = [
     {"pipe": 2, "model": 2},
@@ -19,16 +19,17 @@ SHAPES = [
 ]
 
 
+def torchs(model):
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_torchs_own_clipping_is_that_of_one_process(shape):
-    def clip(model):
-        return nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
-
     reference = build("stack")
-    wanted = train(reference, optimizers(reference), clip=clip)
+    wanted = train(reference, optimizers(reference), clip=torchs)
     model, several, place = distributed("stack", shape)
-    found = train(model, several, *place, clip=clip)
+    found = train(model, several, *place, clip=torchs)
     assert found[1::2] == pytest.approx(wanted[1::2], rel=1e-12), "norms"
     assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
 
@@ -155,3 +156,22 @@ def by_stage(model):
     table, bias = model.words.weight, model.out.bias
     others = [p for p in model.parameters() if p is not table and p is not bias]
     return [torch.optim.SGD([table], lr=0.1), torch.optim.Adam([bias], lr=0.1), torch.optim.AdamW(others, lr=0.1)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("shape", [{"pipe": 2}, {"model": 2}], ids=str)
+def test_what_is_unfrozen_later_counts_where_torch_clips(shape):
+    def unfrozen_later(model, place):
+        model.encoder.layers[0].requires_grad_(True)
+        return train(model, [torch.optim.SGD(model.parameters(), lr=0.1)], *place, steps=[0], clip=torchs)
+
+    def frozen():
+        model = build("stack")
+        model.encoder.layers[0].requires_grad_(False)
+        return model
+
+    wanted = unfrozen_later(frozen(), (0, 1))
+    mesh, model = tulle.init(**shape), frozen()
+    stages = {"words": 0, "encoder.layers.0": 0, "encoder.layers.1": 1, "out": 1} if "pipe" in shape else {}
+    tulle.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh, plan=Plan(shape, stages=stages))
+    assert unfrozen_later(model, (0, 1)) == pytest.approx(wanted, rel=1e-12)

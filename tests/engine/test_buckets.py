@@ -86,3 +86,58 @@ def test_a_gradient_that_comes_twice_in_a_backward_is_an_error():
     bucket.finish()
     slot.parameter.grad = torch.ones(2)
     bucket.arrive(0)
+
+
+KEEPS = {"gradients": lambda gradient: gradient, "what lies in them": lambda gradient: gradient.data.view(-1)}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("keep", KEEPS)
+def test_gradients_that_somebody_keeps_stay_as_they_are(keep):
+    axis = tulle.init(data=-1)["data"]
+    both = slots(torch.zeros(2), torch.zeros(3, 1))
+    bucket = Bucket(both, axis)
+    kept: list[torch.Tensor] = []
+    places = set()
+    for step in range(6):
+        for position, slot in enumerate(both):
+            slot.parameter.grad = torch.full_like(slot.parameter, step + axis.rank)
+            bucket.arrive(position)
+        bucket.start()
+        bucket.finish()
+        if step < 3:
+            kept += [KEEPS[keep](slot.parameter.grad) for slot in both]
+        else:  # nobody looks: the same memory serves
+            places.add(both[0].parameter.grad.data_ptr())
+        for slot in both:
+            slot.parameter.grad = None
+    assert [one.unique().tolist() for one in kept] == [[step + 0.5] for step in range(3) for _ in both]
+    assert len(places) == 1
+
+
+class Grows(nn.Module):
+    """A cache that grows with the batches of a rank, beside a constant that is stored sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.zeros(2))
+        self.register_buffer("graph", torch.eye(3).to_sparse())
+        self.register_buffer("seen", torch.zeros(()))
+
+
+@on_ranks(2)
+def test_of_a_buffer_that_grows_differently_each_rank_keeps_its_own():
+    axis = tulle.init(data=-1)["data"]
+    model = Grows()
+    bucket = Bucket([], axis, Buffers(model, axis))
+    for length in (4, 7):
+        model.angles = torch.full((length + axis.rank,), float(axis.rank))
+        model.seen += 1 + axis.rank
+        bucket.start()
+        bucket.finish()
+        assert model.angles.tolist() == [axis.rank] * (length + axis.rank)
+    assert model.seen.item() == 2.0, "others follow rank 0"
+    model.graph = model.graph * (1 + axis.rank)
+    bucket.start()
+    bucket.finish()
+    assert torch.equal(model.graph.to_dense(), torch.eye(3))

@@ -16,7 +16,7 @@ from models import Words, batches, build, worst_difference
 from ranks import on_ranks
 from tulle.comm import traffic
 from tulle.engine import engine_of
-from tulle.errors import ModelError
+from tulle.errors import GradientError, ModelError
 from tulle.sync.schemes import ALIKE
 
 
@@ -320,3 +320,110 @@ def test_a_row_is_sent_once_however_often_it_was_looked_up():
     sent = traffic.take_labels()["weight"].bytes_sent
     assert sent <= (mesh.size - 1) * distinct * (4 * width + 8), "no more than an all-gather of coalesced rows"
     assert sent >= (mesh.size - 1) * distinct * 4 * width
+
+
+@on_ranks(2)
+def test_statistics_of_many_norms_travel_in_one_message():
+    mesh = tulle.init(data=-1)
+    model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(5)))
+    model, _ = tulle.distribute(model, dummy(model), mesh)
+    for step in range(2):
+        traffic.take_labels()
+        model(torch.randn(5, 4) + step + mesh.rank).pow(2).mean().backward()
+    assert traffic.take_labels()["buffers"].messages == (1 if mesh.rank == 0 else 0)
+    for buffer in model.buffers():
+        theirs = buffer.clone()
+        torch.distributed.broadcast(theirs, src=0)
+        assert torch.equal(buffer, theirs)
+
+
+@on_ranks(2)
+def test_hooks_that_come_after_ours_see_this_ranks_gradient_and_change_it_before_the_mean():
+    mesh = tulle.init(data=-1)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model, _ = tulle.distribute(model, dummy(model), mesh)
+    seen: list[float] = []
+
+    def clip(parameter: Tensor) -> None:
+        seen.append(parameter.grad.abs().max().item())
+        parameter.grad.clamp_(max=0.5 + mesh.rank)
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(clip)
+    for _ in range(3):
+        model.zero_grad()
+        seen.clear()
+        model(torch.ones(1, 2)).sum().mul(100 * (1 + mesh.rank)).backward()
+        assert seen[0] == 100.0 * (1 + mesh.rank), "of the last bias"
+        assert model[1].bias.grad.item() == 1.0, "the mean of what each rank's hook has left, 0.5 and 1.5"
+
+
+@on_ranks(2)
+def test_an_optimizer_that_steps_in_backward_is_told_that_gradients_are_no_means_yet():
+    mesh = tulle.init(data=-1)
+    model = nn.Linear(2, 1)
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    for parameter, optimizer in optimizers.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    model, _ = tulle.distribute(model, [*optimizers.values()], mesh)
+    with pytest.raises(ModelError, match="an optimizer was to step within a backward, when gradients are those of"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+class Rows(torch.autograd.Function):
+    """Rows of a parameter of any dimensions, with a gradient that is sparse by rows."""
+
+    @staticmethod
+    def forward(ctx, parameter, ids):
+        ctx.ids, ctx.shape = ids, parameter.shape
+        return parameter[ids]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.sparse_coo_tensor(ctx.ids[None], gradient, ctx.shape, check_invariants=True), None
+
+
+class OddlySparse(nn.Module):
+    """Sparse gradients of a vector, along the second dimension of a matrix, and of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(models.WORDS))
+        self.columns = nn.Parameter(torch.randn(2, models.WORDS))
+        self.blocks = nn.Parameter(torch.randn(models.WORDS, 2, 3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """A mean over a batch `[samples, length]`."""
+        ids = ids.flatten()
+        found = torch.gather(self.bias, 0, ids, sparse_grad=True)
+        found = found + torch.gather(self.columns, 1, ids.expand(2, -1), sparse_grad=True).sum(0)
+        return (found + Rows.apply(self.blocks, ids).sum((1, 2))).tanh().mean()
+
+
+@on_ranks(2)
+def test_sparse_gradients_that_are_no_rows_of_a_matrix_are_reduced_dense():
+    mesh = tulle.init(data=-1)
+    model, reference = build(OddlySparse, 0), build(OddlySparse, 0)
+    model, _ = tulle.distribute(model, dummy(model), mesh)
+    train(model, mesh)
+    train(reference, None)
+    assert worst_difference(model, reference)[0] < 1e-12
+    first, second = batches(1, 12)[0].chunk(2)
+    with model.no_sync():
+        model(first).backward()
+    model(second).backward()
+    assert not model.blocks.grad.is_sparse
+
+
+@on_ranks(2)
+def test_of_two_models_in_one_backward_both_end_where_one_has_a_gradient_that_is_not_finite():
+    mesh = tulle.init(data=-1)
+    pair = [nn.Linear(2, 2), nn.Linear(2, 1)]
+    for model in pair:
+        tulle.distribute(model, dummy(model), mesh, check_finite=True)
+    x = torch.ones(1, 2)
+    with pytest.raises(GradientError, match="'weight' has 4 NaN"):
+        pair[1](pair[0](x * float("nan"))).sum().backward()
+    for model in pair:
+        model.zero_grad()
+    pair[1](pair[0](x)).sum().backward()

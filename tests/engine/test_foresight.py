@@ -40,6 +40,22 @@ class Lookups(nn.Module):
         return torch.tanh(self.out(looked_up)).pow(2).sum() / SAMPLES_A_RANK
 
 
+class Hashed(nn.Embedding):
+    """Takes numbers of any size."""
+
+    def forward(self, raw: Tensor) -> Tensor:
+        """Of the rows that they fall to."""
+        return super().forward(raw % self.num_embeddings)
+
+
+class ByName(nn.Embedding):
+    """Takes a list, by a name of its own."""
+
+    def forward(self, *, words: list[list[int]]) -> Tensor:
+        """Of the rows of these numbers."""
+        return super().forward(torch.tensor(words, dtype=torch.int64))
+
+
 class Two(Lookups):
     """Two modules that share one table."""
 
@@ -59,6 +75,14 @@ class Beside(Lookups):
 
 def padded() -> Lookups:
     return Lookups(nn.Embedding(WORDS, WIDTH, sparse=True, padding_idx=1))
+
+
+def hashed() -> Lookups:
+    return Lookups(Hashed(WORDS, WIDTH, sparse=True))
+
+
+def by_name() -> Lookups:
+    return Lookups(ByName(WORDS, WIDTH, sparse=True))
 
 
 def bags() -> Lookups:
@@ -95,6 +119,14 @@ def looks_up(model: nn.Module, share: Share) -> None:
 
 def looks_up_by_keyword_and_small_numbers(model: nn.Module, share: Share) -> None:
     (model.read(model.words(input=share.ids.int())) * share.scale).backward()
+
+
+def looks_up_large_numbers(model: nn.Module, share: Share) -> None:
+    (model.read(model.words(share.ids * 2**40 + 1)) * share.scale).backward()
+
+
+def looks_up_by_a_name_of_its_own(model: nn.Module, share: Share) -> None:
+    (model.read(model.words(words=share.ids.tolist())) * share.scale).backward()
 
 
 def looks_up_by_offsets(model: nn.Module, share: Share) -> None:
@@ -278,6 +310,8 @@ NOT_FORESEEN: list[Case] = [
     (padded, runs_two_backwards),
     (Lookups, runs_one_graph_backward_twice),
     (Lookups, makes_a_gradient_dense_on_rank_0),
+    (hashed, looks_up_large_numbers),
+    (by_name, looks_up_by_a_name_of_its_own),
 ]
 
 

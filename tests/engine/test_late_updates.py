@@ -592,3 +592,30 @@ def test_one_rank_has_nothing_to_wait_for():
     [optimizer] = models.sgd(model)
     tulle.distribute(model, optimizer, mesh, plan=replace(tulle.plan(model, optimizer, mesh), schedule="read"))
     assert engine_of(model).late is None
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_done_again", [False, True])
+def test_a_step_that_fails_has_done_nothing_and_can_be_done_again(is_done_again):
+    mesh = tulle.init(data=-1)
+    model, reference = build(Deep, 0), build(Deep, 0)
+    [ours], [theirs] = models.momentum(model), models.momentum(reference)
+    late(model, ours, mesh)
+    for number, ids in enumerate(batches(STEPS, SAMPLES)):
+        model(ids.chunk(mesh.size)[mesh.rank]).backward()
+        reference(ids).backward()
+        if number in (3, 5):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ours, "_init_group", fail_of_memory)
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    ours.step()
+        if is_done_again or number not in (3, 5):
+            ours.step()
+            theirs.step()
+        ours.zero_grad()
+        theirs.zero_grad()
+    assert worst_difference(model, reference)[0] < TOLERANCE
+
+
+def fail_of_memory(*_: object) -> None:
+    raise RuntimeError("out of memory")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from saving_models import alike, batch, gradients, layers
 
-from tulle.errors import ModelError
+from tulle.errors import GradientError, ModelError
 from tulle.memory import offload, recompute
 
 NAMES = ["0", "1", "2", "3"]
@@ -86,3 +86,28 @@ def test_on_a_gpu_what_forward_keeps_is_on_the_host():
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - before < 0.3 * whole
     del kept
+
+
+def test_memory_of_parameters_stays_where_it_has_become_another():
+    model = layers()
+    expected = gradients(model, batch(0))
+    offloading = offload(model, NAMES, smallest_bytes=0)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    moved = []
+    for samples in (8, 16):
+        offloading.moved_bytes = 0
+        gradients(model, batch(0, samples=samples))
+        moved.append(offloading.moved_bytes)
+    assert moved[1] == 2 * moved[0]  # nothing that does not grow with the batch
+    assert alike(gradients(model, batch(0)), expected)
+
+
+def test_what_is_changed_between_forward_and_backward_is_found():
+    model = layers(1)
+    offload(model, ["0"], smallest_bytes=0)
+    loss = model(batch(0)).sum()
+    with torch.no_grad():
+        model[0].down.weight.mul_(2)
+    with pytest.raises(GradientError, match="was changed in place after forward"):
+        loss.backward()

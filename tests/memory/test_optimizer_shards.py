@@ -213,3 +213,20 @@ def test_what_cannot_be_sharded_is_refused():
         optimizer.step()
     with pytest.raises(ModelError, match=r"shape \[2, 2\] and strides \[4, 2\] has gaps"):
         shard_optimizer(torch.optim.SGD([nn.Parameter(torch.ones(2, 4)[:, ::2])], lr=0.1), axis)
+
+
+@on_ranks(2)
+def test_masters_follow_what_is_written_to_their_parameters():
+    mesh = tulle.init(data=-1)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    begin = model.weight.detach().clone()
+    shard_optimizer(optimizer, mesh["data"], narrow=torch.bfloat16)
+    model.weight.data[0] = 2.0  # past torch's counter, as moving averages are put in place
+    model.weight.grad = torch.full_like(model.weight, -(2.0**-12))
+    optimizer.step()
+    master = optimizer.state_dict()["state"][0]["master"]
+    assert torch.equal(master, torch.stack([torch.full((3,), 2.0), begin[1]]) + 2.0**-12)
+    model.load_state_dict({"weight": torch.ones(2, 3)})
+    assert torch.equal(optimizer.state_dict()["state"][0]["master"], torch.ones(2, 3))

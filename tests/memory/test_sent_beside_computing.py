@@ -178,3 +178,38 @@ def test_a_copy_has_parts_of_its_own():
     average(x).backward()
     assert average.before.weight.grad is not None
     assert model.before.weight.grad is None
+
+
+class Looped(nn.Module):
+    """Layers that run in turn several times, and nothing around them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+
+    def forward(self, x):
+        for layer in [*self.layers] * 4:
+            x = torch.tanh(layer(x))
+        return x.pow(2).mean()
+
+
+@on_ranks(2)
+def test_what_is_gathered_ahead_at_the_end_of_a_call_is_dropped():
+    axis = tulle.init(data=-1)["data"]
+    torch.manual_seed(0)
+    reference = Looped().double()
+    model = copy.deepcopy(reference)
+    share_out(model, axis, ["", "layers.0", "layers.1"], stay=[""])
+    assert evaluated(model, None) == pytest.approx(evaluated(reference, None), rel=1e-12)
+
+
+@on_ranks(2)
+def test_what_is_recomputed_is_not_gathered_a_third_time(monkeypatch):
+    begun = []
+    begin = Ahead._begin
+    monkeypatch.setattr(Ahead, "_begin", lambda self, use: begun.append(use.unit.name) or begin(self, use))
+    model, optimizer, axis = shared()
+    model.recomputes = True
+    train(model, optimizer, SOME, axis)
+    names = [f"layers.{n}" for n in range(4)]
+    assert begun[-9:] == ["Chosen", *names, *reversed(names)]

@@ -58,6 +58,7 @@ def adapted():
     model.frozen, model.trained = tn.param(d, ff, dtype=torch.float64), tn.param(d, ff, dtype=torch.float64)
     model.frozen.parameter.requires_grad_(False)
     model.plain = tn.wrap(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).double(), d, d)
+    model.plain.eval()  # a batch norm in training takes whole batches
     model.forward = lambda x: tn.mean(model.plain(x).dot(model.frozen, d) + x.dot(model.trained, d))
     return model
 
@@ -120,3 +121,18 @@ def test_a_model_is_left_as_it_was():
         assert torch.equal(parameter, value)
         assert parameter.grad is not None
     assert (h.size, k.size) == (4, 4)
+
+
+def test_neither_draws_nor_constants_nor_contexts_are_in_the_way():
+    model = tn.Module()
+    model.weight = tn.param(d, ff, dtype=torch.float64)
+    places = torch.arange(8.0, dtype=torch.float64)
+    model.forward = lambda x: tn.mean(tn.dropout(x * tn.from_torch(places, d), 0.5).dot(model.weight, d))
+    sample = tn.from_torch(torch.ones(4, 8, dtype=torch.float64), (batch, d))
+    tn.manual_seed(1)
+    expected = tn.dropout(sample, 0.5).local
+    tn.manual_seed(1)
+    with torch.no_grad():
+        assert explain(model, sample, {"data": 2}, "d_model:data").flops > 0
+        tn.best_layout(model, sample, 2)
+    assert torch.equal(tn.dropout(sample, 0.5).local, expected)

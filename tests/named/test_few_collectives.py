@@ -117,3 +117,12 @@ def test_the_first_bucket_of_gradients_is_small_and_the_rest_goes_together():
     told = tn.explain(model, tensor(batch, wide), {"data": 2}, "batch:data")
     sizes = [one.tensor_bytes for one in told.collectives if one.label == "named parameter gradients"]
     assert sizes == [2**20, 3 * 2**20]
+
+
+def test_a_pending_sum_that_a_softmax_looks_at_twice_is_summed_once():
+    def looked(m, x):
+        return tn.mean(tn.square(tn.softmax(x.dot(m.a, d), e)))
+
+    counts = kinds(model_of(looked, a=(d, e)), tensor(batch, d), "d_model:model, e:data")
+    # Forward that sum, the largest, the denominator and the mean; backward those of the denominator and of x's use.
+    assert counts == {"all-reduce": 5}

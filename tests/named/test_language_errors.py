@@ -179,6 +179,12 @@ def test_a_parameter_must_be_initialized_where_it_is_used():
             lambda: tn.attention(ones(length, memory, d), ones(memory, d), ones(memory, d), (length, memory, d)),
             "has memory_length=6: rename the memory's length before its product",
         ),
+        (
+            lambda: tn.attention(
+                ones(length, d), ones(memory, d), ones(memory, d), (length, memory, d), bias=tn.mask(memory, 3)
+            ),
+            "(memory_length=6; bool) as its bias, which is added: make a mask one with tn.where(mask, 0.0, -inf)",
+        ),
         (lambda: tn.Layout("batch:data:model"), "rule 'batch:data:model' is not of the form"),
         (lambda: ones(d).dot(torch.ones(8), d), "dot was given a plain tensor of shape (8,) beside named tensors"),
         (lambda: tn.einsum(ones(d), 3, out=d), "einsum was given 3 beside named tensors"),
@@ -193,6 +199,7 @@ def test_a_parameter_must_be_initialized_where_it_is_used():
         (lambda: tn.serialize(lambda x: 3, batch, 2, ones(batch)), "serialize, as its loss, was given 3"),
         (lambda: tn.recompute(lambda x: 3, ones(batch)), "recompute, as what its function gives, was given 3"),
         (lambda: tn.clip_grad_norm(Declared(), -1.0), "clip_grad_norm was given max_norm=-1.0, expected 0 or more"),
+        (lambda: layers.RelativeBias(d_kv, heads, is_causal=False), "given d_kv=2, expected 4 or more: some near"),
         (lambda: layers.Experts(d, heads, d_kv, gating="top"), "gating='top', expected 'switch' or 'top-2'"),
         (
             lambda: tn.convolution(ones(length, d), ones(d_kv, d, heads), [(length, d_kv)], (d, heads), stride=0),
@@ -235,3 +242,24 @@ def test_the_repr_shows_the_layout_and_what_is_pending():
         x = ones(batch, heads)
         assert repr(x) == "Tensor(batch=4/data, heads=4/model; float32)"
         assert repr(tn.sum(x, heads)) == "Tensor(batch=4/data; float32; sum over model pending)"
+
+
+@on_ranks(2)
+def test_tensors_of_another_layout_are_refused_by_operations_of_one_input_too():
+    x = ones(batch, d)
+    with tn.use(tulle.init(model=2), "batch:model"):
+        for action in (
+            lambda: tn.argmax(x, d),
+            lambda: tn.unstack(x, d),
+            lambda: tn.top_k(x, d, heads),
+            lambda: tn.broadcast_to(x, (batch, length, d)),
+        ):
+            refused(ModelError, "which lives under one process without a mesh, but in force is mesh (model=2)", action)
+
+
+def test_dimensions_that_were_made_directly_are_declared_too():
+    tn.dims(rows_of_many=4)
+    assert tn.Dim("rows_of_mary", 4).name == "rows_of_mary"
+    tn.Layout("rows_of_mary:data").check_spelling(["data"])
+    with pytest.raises(PlanError, match="'rows_of_marx', which is not there, but 'rows_of_mary' is"):
+        tn.Layout("rows_of_marx:data").check_spelling(["data"])

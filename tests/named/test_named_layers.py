@@ -202,3 +202,24 @@ def test_plain_and_named_modules_nest_in_each_other():
             assert worst_difference(in_doubles(run_mixed), expected) < 1e-12, layout
     with tn.use(mesh, "d_ff:model"), pytest.raises(PlanError, match=r"Sequential works along d_ff=16, which"):
         in_doubles(run_mixed)
+
+
+def test_seats_are_counted_exactly_in_every_precision():
+    n, inner, several = tn.dims(n=1024, inner=8, several=2)
+    one = tn.Dim("one", 1)
+    model = layers.Experts(inner, f, several, gating="switch", capacity_factor=2.0).init(seed=0).to(torch.bfloat16)
+    x = torch.randn(1, 1024, 8, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+    y, _ = model(tn.from_torch(x, (one, n, inner)), one, n)
+    gates = torch.softmax(x @ model.gate.local, -1)
+    share, best = gates.max(-1)
+    made = torch.relu(torch.einsum("bld,bldf->blf", x, model.up.local[best]))
+    expected = torch.einsum("blf,blfd->bld", made, model.down.local[best]) * share.unsqueeze(-1)
+    torch.testing.assert_close(y.local, expected, rtol=0.1, atol=0.1)
+
+
+@pytest.mark.parametrize(("count", "is_causal"), [(2, True), (256, True), (4, False), (512, False)])
+def test_relative_positions_take_any_number_of_buckets(count, is_causal):
+    bias = layers.RelativeBias(tn.Dim("buckets", count), h, is_causal=is_causal).init()
+    n, m = tn.dims(n=600, m=600)
+    distances = bias(tn.range(n), m).local[:, 599, 0].isfinite()
+    assert distances.all()

@@ -206,3 +206,23 @@ def test_tulle_save_refuses_parts_of_which_it_does_not_know(layout, tmp_path):
         ):
             with pytest.raises(CheckpointError, match=r"module '0' \(LanguageModel\) .* only tulle.named.save knows"):
                 action()
+
+
+def test_a_model_is_saved_before_its_first_step_too_but_only_with_integers(tmp_path):
+    model = LanguageModel().init(seed=0)
+    tn.save(tmp_path / "saved", model, OPTIMIZERS["AdamW"](model), step=0)
+    _, optimizer, _ = train("AdamW", 1, other := LanguageModel().init(seed=5))
+    assert tn.load(tmp_path / "saved", other, optimizer) == {"step": 0}
+    *_, expected = train("AdamW", 2, model)
+    *_, got = train(optimizer, 2, other)
+    assert worst_difference(got, expected) < 1e-12
+    with pytest.raises(CheckpointError, match=r"save was given loss=0.25 to save with a model, expected an integer"):
+        tn.save(tmp_path / "saved", model, optimizer, loss=0.25)
+
+
+def test_half_precision_is_clipped_by_its_true_norm():
+    model = tn.Module()
+    model.weight = tn.param(d, dtype=torch.float16)
+    model.init().weight.parameter.grad = torch.full((8,), 300.0, dtype=torch.float16)
+    assert tn.clip_grad_norm(model, 1.0).item() == pytest.approx(300 * 8**0.5)
+    assert model.weight.parameter.grad.norm().item() == pytest.approx(1, rel=1e-2)

@@ -41,6 +41,12 @@ def micro(x, w):
     return tn.serialize(loss_of, a, 2, x)
 
 
+def no_longer_trained(x, y):
+    z = x.dot(y, b)
+    with torch.no_grad():
+        return z.rename(a=e).detach()
+
+
 CASES = {
     "dot": (lambda x, y: x.dot(y, c), X, Y),
     "dot of three": (lambda x, y, z: tn.einsum(x, y, z, out=(b, e)), X, Y, number(a, e)),
@@ -79,6 +85,7 @@ CASES = {
     "rename": (lambda x: x.rename(c=c2), X),
     "rename two": (lambda x: tn.tanh(x.rename(c=c2, a=e)), X),
     "rename to swap": (lambda x: x.rename(c=c2, c2=c), number(a, c, c2)),
+    "rename without gradients what has some": (no_longer_trained, X, number(b)),
     "rename a pending sum": (lambda x, y: (x.dot(y, b) * 2).rename(c=c2), X, number(b)),
     "rename, then meet what is split": (lambda x, y: x.rename(c=c2).dot(y, c2), X, number(c2, ce)),
     "one rename used twice": (
@@ -139,6 +146,27 @@ CASES = {
         number(c2, a, f),
         number(a, c2, f, seed=1),
         number(b, c, c2),
+    ),
+    "attention, biased by the memory alone": (
+        lambda q, k, v, m: tn.attention(q, k, v, (c, c2, f), bias=m),
+        number(a, c, b, f),
+        number(a, c2, b, f),
+        number(a, c2, b, f, seed=1),
+        number(c2),
+    ),
+    "attention with dimensions that only a bias or a key has": (
+        lambda q, k, v, m: tn.attention(q, k, v, (c, c2, f), bias=m),
+        number(a, c, f),
+        number(b, c2, f),
+        number(a, c2, f, seed=1),
+        number(e, c, c2),
+    ),
+    "attention with nothing to look at": (
+        lambda q, k, v, i: tn.attention(q, k, v, (c, c2, f), bias=tn.where(i < 4, 0.0, float("-inf"))),
+        number(a, c, b, f),
+        number(a, c2, b, f),
+        number(a, c2, b, f, seed=1),
+        integers(8, a, c),
     ),
     "recompute": (
         lambda x, y: tn.recompute(lambda z: tn.dropout(tn.tanh(z.dot(y, c)), 0.5), x * 2),

@@ -245,3 +245,8 @@ def test_the_search_ends_alike_on_all_ranks():
     profile, cluster = profile_of(2), cluster_of(4)
     assert best_plan(profile, cluster) == best_plan(profile, cluster)
     assert MOST_WORK > 0
+
+
+def test_a_step_with_fewer_samples_than_replicas_is_refused_as_such():
+    with pytest.raises(PlanError, match="a step of 1 samples is too small for every mesh of 4 ranks"):
+        best_plan(profile_of(), cluster_of(4), batch=1, space=Space(mesh={"data": 4}))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from profiles import cluster_of, profile_of
+from profiles import cluster_of, network, profile_of
 from tulle.errors import PlanError
 from tulle.plan import Drift, Memory, Plan, Prediction, Shelf, Space, TablePlan, best_plan, differences, explained
 from tulle.plan.choice import PLAN, replayed
@@ -137,8 +137,10 @@ def test_the_key_is_that_of_model_cluster_and_limits():
         key_of(profile, cluster_of(4, bandwidth_bytes_per_s=1e9), memory_bytes=None),
         key_of(profile_of(1), cluster, memory_bytes=None),
         key_of(profile, cluster, memory_bytes=10**9),
+        key_of(profile_of(activations=3), cluster, memory_bytes=None),  # of longer samples
+        key_of(profile, replace(cluster, inside=network(1e9)), memory_bytes=None),
     ]
-    assert len({key, *others}) == 6
+    assert len({key, *others}) == 8
 
 
 def test_the_environment_names_what_stands_in_for_auto(monkeypatch):

@@ -1,7 +1,9 @@
 """A plan is a value: it is saved, read back, explained, and refused where it does not belong."""
 
+import functools
 import json
 import math
+import operator
 import os
 import re
 from dataclasses import fields, replace
@@ -157,8 +159,12 @@ def test_the_json_that_the_next_tests_break_is_good():
         ({key: value for key, value in GOOD.items() if key != "tables"}, "KeyError: 'tables'"),
         (GOOD | {"mesh": 4}, "AttributeError"),
         (GOOD | {"mesh": {"data": "four"}}, "ValueError"),
-        (GOOD | {"bucket_bytes": 0}, "bucket_bytes 0, expected a positive number"),
+        (GOOD | {"mesh": {"data": 0}}, "axis data=0, expected a positive number"),
+        (GOOD | {"bucket_bytes": 0}, "bucket_bytes=0, expected a positive number"),
         (GOOD | {"bucket_bytes": None}, "TypeError"),
+        (GOOD | {"bucket_bytes": math.inf}, "OverflowError"),
+        (GOOD | {"micro_batch": 8}, "'micro_batch' is no entry of a Plan: it has .*, micro_batches, "),
+        (GOOD | {"tables": [TABLE | {"placement": "rows"}]}, "'placement' is no entry of a TablePlan"),
         (GOOD | {"tables": 3}, "TypeError"),
         (
             GOOD | {"tables": [TABLE | {"scheme": "zen"}]},
@@ -171,16 +177,43 @@ def test_the_json_that_the_next_tests_break_is_good():
         (GOOD | {"network": NETWORK | {"latency_s": "fast"}}, "fast"),
         (GOOD | {"tables": [TABLE | {"density": "high"}]}, "high"),
         (GOOD | {"stages": {"h.0": "last"}}, "last"),
+        (GOOD | {"stages": {"h.0": 1.7}}, "'h.0' at stage 1.7, expected a number from 0"),
         (GOOD | {"micro_batches": 0}, "micro_batches=0, expected a positive number"),
-        (GOOD | {"pipeline_schedule": "zigzag"}, "the pipeline_schedule 'zigzag', expected one of 1f1b, gpipe"),
+        (
+            GOOD | {"pipeline_schedule": "zigzag"},
+            "the pipeline_schedule 'zigzag', expected one of 1f1b, eager-1f1b, gpipe",
+        ),
         (GOOD | {"memory": {"precision": "int3"}}, "the precision 'int3', expected None or bf16 or fp16"),
         (GOOD | {"memory": {"full_shard": True, "shard_optimizer": True}}, "full_shard and shard_optimizer"),
+        (GOOD | {"memory": {"full_shard": "false"}}, "full_shard='false', expected true or false"),
+        (GOOD | {"memory": {"recomputed": ["h.0"]}}, "'recomputed' is no entry of a Memory"),
+        (GOOD | {"prediction": {"step_s": 0.0}}, "step_s=0.0, expected a time"),
     ],
 )
 def test_json_that_is_no_plan_is_refused_with_the_cause(parsed, cause, tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps(parsed))
     with pytest.raises(PlanError, match=rf"plan.json' is not a plan .*{cause}.*: write it with Plan.save"):
         Plan.load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "cause"),
+    [
+        (("batch",), 0, "batch 0, expected 1 or more"),
+        (("cluster", "hosts"), 0, "hosts 0, expected 1 or more"),
+        (("modules", 1, "forward_s"), math.nan, "forward_s nan, expected a time"),
+        (("step_s",), -1.0, "step_s -1.0, expected a time"),
+        (("tables", 0, "module"), "nowhere", "'embed.weight' is of module 'nowhere', which is none of the modules"),
+        (("tables", 0, "stream"), [["AAAA"]], "error: "),  # of what is compressed
+    ],
+)
+def test_json_that_is_no_profile_is_refused_with_the_cause(path, value, cause, tmp_path):
+    parsed = json.loads(json.dumps(profile_of().to_json()))
+    *outer, last = path
+    functools.reduce(operator.getitem, outer, parsed)[last] = value
+    (tmp_path / "profile.json").write_text(json.dumps(parsed))
+    with pytest.raises(PlanError, match=rf"cannot read a profile from .*{cause}"):
+        Profile.load(tmp_path / "profile.json")
 
 
 def test_a_profile_in_a_plans_place_is_named_and_a_plan_in_a_profiles(tmp_path):

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tulle.profiling import call, rows_touched, sparse_tables
+from tulle.profiling import call, measure, rows_touched, sparse_tables
+from tulle.profiling.table_profiles import table_profiles
+from tulle.profiling.tables import looked_up
 
 ROWS, WIDTH = 20, 3
 
@@ -210,3 +212,38 @@ def test_what_a_forward_writes_in_a_parameter_is_undone():
     before = model.first.weight.detach().clone()
     rows_touched(model, (torch.tensor([1, 2]), torch.tensor([2, 3])))
     assert torch.equal(model.first.weight, before)
+
+
+class Output(nn.Module):
+    """Reads its table for its output, too: all rows of it, or a row past the module."""
+
+    def __init__(self, output) -> None:
+        super().__init__()
+        self.table, self.other = nn.Embedding(10, 4), nn.Embedding(10, 4)
+        self.output = output
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = self.table(ids) + self.other(ids)
+        assert self.table.weight.shape[1] == 4
+        return self.output(found, self.table.weight)
+
+
+@pytest.mark.parametrize(
+    ("output", "is_read"),
+    [
+        (lambda found, weight: found @ weight.T, True),
+        (nn.functional.linear, True),
+        (lambda found, weight: found + nn.functional.embedding(torch.tensor([3]), weight), True),
+        (lambda found, weight: found.to(weight.dtype), False),
+    ],
+    ids=["product", "linear", "lookup", "dtype"],
+)
+def test_a_table_that_is_read_past_its_modules_is_known(output, is_read):
+    model = Output(output)
+    found = looked_up(model, torch.tensor([1, 2]))
+    assert [found[f"{name}.weight"].is_read for name in ("table", "other")] == [is_read, False]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    axis = measure._alone()
+    looks = [{name: one for name, one in found.items()}]
+    tables = table_profiles(model, [optimizer], looks, dict.fromkeys(found, ""), axis)
+    assert {one.name: bool(one.placements) for one in tables} == {"table.weight": not is_read, "other.weight": True}

@@ -168,3 +168,15 @@ def test_a_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
     (folder / "run.json").write_bytes(b'{"command": ["\xff"]}')
     with pytest.raises(DataError, match=r"run\.json is broken.*utf-8"):
         read(folder)
+
+
+def test_numbers_that_a_resume_undid_are_gone(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    sent = {"words": {"scheme": "ring", "bytes_sent": 7, "messages": 1, "rows": 3}}
+    step = {"kind": "step", "values": {"bleu": 1.0}, "traffic": sent}
+    write_lines(folder / "rank-0.jsonl", [{"kind": "step", "step": 1}, step | {"step": 2}, {"kind": "step", "step": 2}])
+    rank = read(folder).ranks[0]
+    np.testing.assert_array_equal(rank.values.get("bleu", [math.nan, math.nan]), [math.nan, math.nan])
+    assert not any(column.any() for column in (*rank.traffic.values(), *rank.traffic_messages.values()))
+    assert np.isnan(list(rank.rows.values())).all()

@@ -289,3 +289,18 @@ def test_small_traffic_shares_one_bar(tmp_path):
     *others, last = traffic_bars(run)
     assert (last.name, last.detail, last.value) == ("others", "agreement, row counts", "16 B")
     assert all(bar.name not in ("row counts", "agreement") for bar in others)
+
+
+def test_an_output_that_is_a_folder_is_named(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "demo", Fake(ranks=1, steps=1))
+    with pytest.raises(DataError, match=r"is a folder, expected a file for the report: .*report\.html"):
+        write(folder, output=tmp_path)
+
+
+def test_commands_on_the_page_can_be_typed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = make_run(tmp_path / "runs" / "a run", Fake(ranks=1, steps=1))
+    write_json(folder / "run.json", {"command": ["train.py", "--layout", "batch:data, heads:model"]})
+    _, page = page_of(folder)
+    assert "train.py --layout 'batch:data, heads:model' ran as" in page.text
+    assert "draw it again with tulle report 'runs/a run' ." in page.text.replace("'runs/a run'.", "'runs/a run' .")

@@ -229,3 +229,74 @@ def test_a_layer_that_is_tied_to_a_module_of_an_unknown_class_stays_whole_unless
     assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["1", "2"]
     model[2].weight = model[0].weight
     assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["1"]
+
+
+@on_ranks(2)
+def test_what_is_no_word_is_refused_as_by_torch():
+    axis = model_axis()
+    words = tensor_parallel.apply(nn.Embedding(10, 4), axis, smallest_bytes=0)
+    for other in (-1, 10, 13):
+        with pytest.raises(IndexError, match="index out of range"):
+            words(torch.tensor([1, other]))
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            tensor_parallel.cross_entropy(numbers(2, 5, seed=0), torch.tensor([1, other]), axis, words=10)
+
+
+@on_ranks(2)
+def test_scores_of_half_precision_are_summed_in_float32():
+    axis = model_axis()
+    scores, targets = numbers(16, 4000, seed=0).bfloat16(), ids(16, seed=1, words=4000)
+    found = tensor_parallel.cross_entropy(scores.tensor_split(2, 1)[axis.rank], targets, axis, words=4000)
+    torch.testing.assert_close(found, functional.cross_entropy(scores.float(), targets), rtol=1e-5, atol=1e-6)
+
+
+def by_hook(module):
+    return nn.utils.spectral_norm(module)
+
+
+def by_parametrization(module):
+    return nn.utils.parametrizations.weight_norm(module)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("make_weight", [by_hook, by_parametrization], ids=lambda make: make.__name__)
+def test_layers_whose_weights_are_made_of_others_stay_whole(make_weight):
+    model = layers()
+    make_weight(model[1].linear1)
+    make_weight(model[2])
+    check_exact(model, layers_loss)
+    assert set(tensor_parallel.placements(model)) & {"1.linear2.weight", "1.self_attn.in_proj_weight"}
+    with pytest.raises(ModelError, match="2 has no parameter weight: it is made of others"):
+        tensor_parallel.apply(nn.ModuleDict({"2": make_weight(nn.Linear(4, 4))}), model_axis(), select={"2": "column"})
+
+
+@on_ranks(2)
+def test_the_check_leaves_modes_as_they_are():
+    model = layers()
+    model[1].eval()
+    tensor_parallel.apply(model, model_axis(), smallest_bytes=0, sample=ids(2, 5, seed=0), check=True)
+    assert [module.training for module in model] == [True, False, True]
+
+
+class Fails(nn.Linear):
+    def forward(self, input):
+        raise ValueError("mine")
+
+
+def test_an_error_within_a_stretch_of_own_numbers_ends_it():
+    model = nn.Sequential(nn.Linear(2, 2), Fails(2, 2))
+    tensor_parallel.Splitter(model_axis()).own_randomness(model, end=model[1])
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="mine"):
+        model(torch.ones(1, 2))
+    assert torch.initial_seed() == 0
+
+
+@on_ranks(2)
+def test_attention_takes_no_samples_and_no_hint_without_a_mask():
+    attention = nn.MultiheadAttention(6, 2)
+    tensor_parallel.apply(attention, model_axis())
+    none = torch.empty(5, 0, 6)
+    assert attention(none, none, none, attn_mask=torch.zeros(0, 5, 5))[0].shape == (5, 0, 6)
+    with pytest.raises(ModelError, match="it is a hint about a mask"):
+        attention(none, none, none, is_causal=True)

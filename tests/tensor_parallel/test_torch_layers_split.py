@@ -209,3 +209,13 @@ def test_heads_that_do_not_divide_are_refused_by_name():
     model = nn.Sequential(nn.TransformerEncoderLayer(8, 4, 16))
     with pytest.raises(ModelError, match=r"^0 has 4 heads, which do not divide among the 3 ranks of axis 'model'"):
         tensor_parallel.apply(model, axis)
+
+
+@on_ranks(2)
+def test_dropout_of_parts_keeps_a_byte_of_each_number_for_backward():
+    axis = tulle.init(model=-1)["model"]
+    layer = tensor_parallel.apply(nn.TransformerEncoderLayer(8, 2, 64, 0.5), axis)
+    x, saved = torch.ones(4, 8, 32, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.untyped_storage().nbytes()), lambda _: x):
+        layer.dropout(x)
+    assert sum(saved) == x.numel()

@@ -14,6 +14,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from tulle.admission import as_optimizers
 from tulle.checkpoint.checks import check_readable
@@ -99,7 +100,8 @@ def save(
         _write(folder, state.tensors, state.names, run, ranks)
         return None
     staged = [Staged(placed) for placed in state.tensors]
-    writing = partial(_write, folder, staged, state.names, copy.deepcopy(run))
+    copied = copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.detach, run))  # what has a graph has no deep copy
+    writing = partial(_write, folder, staged, state.names, copied)
     future = _background.submit(_behind, writing, ranks.apart())
     future.add_done_callback(_log_failure)
     _under_way.append(future)

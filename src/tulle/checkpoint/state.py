@@ -15,8 +15,9 @@ from torch.utils._pytree import KeyPath, MappingKey, SequenceKey, tree_map_with_
 
 from tulle.checkpoint.placed import Path, Placed, Places, Share
 from tulle.checkpoint.standing import Standing
+from tulle.distribute.whole_states import part_of_rows
 from tulle.errors import CheckpointError
-from tulle.tables.split import ColumnSplit, Split
+from tulle.tables.split import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ def optimizer_room(
             return value
         part = share.part if share.part is not None and tuple(value.shape) == tuple(share.part.shape) else None
         if not value.is_meta:
-            return _dealt(value, part) if isinstance(part, Split) else value
+            return part_of_rows(value, part) if isinstance(part, Split) else value
         if part is not None:
             device = parameters[int(path[3])].device
             made = torch.zeros(part.local_shape, dtype=value.dtype, device=device)
@@ -227,18 +228,6 @@ def check_material(path: Path, tensor: Tensor) -> None:
             f"{'.'.join(map(str, path))!r} is on device meta, expected memory: give the model its values first "
             "(tulle.distribute does)"
         )
-
-
-def _dealt(value: Tensor, split: Split) -> Tensor:
-    """This rank's part of a row-sparse state, the momentum of sparse gradients, say, that was not split when saved."""
-    value = value.coalesce()
-    rows, values = value.indices()[0], value.values()
-    if isinstance(split, ColumnSplit):
-        values = values[:, split.first_column : split.first_column + split.local_shape[1]]
-    else:
-        owner, place = split.partition.place(rows)
-        rows, values = place[owner == split.axis.rank], values[owner == split.axis.rank]
-    return torch.sparse_coo_tensor(rows[None], values, split.local_shape)
 
 
 def outline_of(tensor: Tensor, shape: Sequence[int]) -> Tensor:

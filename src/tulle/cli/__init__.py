@@ -1,4 +1,4 @@
-"""The commands: `tulle run`, `tulle profile`, `tulle report` and `tulle doctor`."""
+"""The commands: `tulle run`, `profile`, `plan`, `explain`, `simulate`, `report` and `doctor`."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +46,9 @@ app = typer.Typer(
 
 def execute(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a sign that its encoding lacks must not end a run
+            stream.reconfigure(errors="replace")
     try:
         code = app(list(arguments) or ["--help"], prog_name="tulle", standalone_mode=False)
     except SystemExit as end:

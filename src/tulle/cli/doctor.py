@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from tulle.cli.console import console
 from tulle.cli.failures import collect, describe
 from tulle.cli.folder import Description, RunFolder
 from tulle.cli.hosts import parse_hosts
@@ -118,9 +119,9 @@ def _as_json(checks: list[Check], measured: dict[int, dict[str, Any]], *, ok: bo
 
 
 def _print(checks: list[Check]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    screen = console()
     for check in checks:
         mark, style = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("–", "dim")}[check.ok]
-        console.print(Text.assemble((mark, style), f" {check.name:<12} ", check.detail))
+        screen.print(Text.assemble((mark, style), f" {check.name:<12} ", check.detail))
         if check.ok is False:
-            console.print(Text.assemble(("  mend: ", "bold"), check.mend))
+            screen.print(Text.assemble(("  mend: ", "bold"), check.mend))

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tulle.cli.console import console
 from tulle.cli.finish import Finished
-from tulle.cli.folder import short
 from tulle.cli.options import Split
 from tulle.cli.plan import Wish
 from tulle.cli.profile import NAME, NO_PROFILE
@@ -22,6 +22,7 @@ from tulle.plan import Plan, Prediction
 from tulle.profiling import PROFILE
 from tulle.record import STOP_AFTER
 from tulle.report import quantity, read
+from tulle.report.headline import short
 from tulle.report.predicted import Compared, compared
 from tulle.simulate import Change
 from tulle.workload import Profile
@@ -46,13 +47,13 @@ def explain(plan: Path, *, measured: Path | None, against: Path | None, as_json:
         told = [asdict(one) | {"ratio": one.ratio} for one in found]
         print(json.dumps({"plan": loaded.to_json(), "measured": told, "differences": differences}))
         return
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(loaded.explain(), markup=False)
+    screen = console()
+    screen.print(loaded.explain(), markup=False)
     if found:
-        console.print()
-        console.print(comparison(found))
+        screen.print()
+        screen.print(comparison(found))
     for line in differences:
-        console.print(f"differs: {line}", markup=False)
+        screen.print(f"differs: {line}", markup=False)
 
 
 def explain_script(split: Split, options: RunOptions, *, steps: int, against: Path | None) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tulle.cli.launch import Ending
 from tulle.cli.rank import last_step
+from tulle.cli.tail import last_state
 
 _LAST_LINES = 20
 _LAST_BYTES = 16_384
@@ -89,6 +90,13 @@ def _words(run: Path) -> Iterator[Failure]:
             word = json.loads(path.read_text(encoding="utf-8"))
             cause = Cause.PEER_GONE if _PEER_GONE.search(word["error"]) else Cause.OWN
             yield Failure(word["rank"], cause, word["at"], word["error"], word["traceback"])
+
+
+def forget_interrupted(run: Path) -> None:
+    """Take back the words of ranks that fell only because the run was interrupted: that is no failure to report."""
+    for failure in _words(run):
+        if failure.cause is Cause.PEER_GONE or failure.error.startswith(KeyboardInterrupt.__name__):
+            (run / f"failure-rank-{failure.rank}.json").unlink(missing_ok=True)
 
 
 def _silent(rank: int, ending: Ending) -> Failure:
@@ -168,6 +176,7 @@ def last_lines(log: Path) -> list[str]:
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _LAST_BYTES))
-            return file.read().decode(errors="replace").rstrip().splitlines()[-_LAST_LINES:]
+            text = file.read().decode(errors="replace").rstrip()
+            return [last_state(line) for line in text.split("\n")[-_LAST_LINES:]] if text else []
     except OSError:
         return []

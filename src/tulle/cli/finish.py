@@ -11,11 +11,11 @@ from rich.table import Table
 from tulle.cli.rank import write_json
 from tulle.cli.timeline import merge
 from tulle.errors import TulleError
-from tulle.report import quantity, summarize, write
+from tulle.report import Run, quantity, read, summarize, write
 
 Summary = Mapping[str, int | float | dict[str, dict[str, object]] | None]
 
-_NO_STEPS = "No steps were recorded: they are when the script calls tulle.distribute and optimizer.step."
+_NO_STEPS = "No steps were recorded: tulle.distribute and optimizer.step make them, or else tulle.log(loss=loss)."
 _HEADINGS = {
     "processes": ("processes", quantity.count),
     "steps": ("steps", quantity.count),
@@ -34,6 +34,7 @@ class Finished:
 
     Args:
         run: The folder.
+        record: What the ranks recorded, None if it cannot be read.
         summary: The numbers of `summary.json`.
         report: The page, None if it could not be drawn.
         timeline: The merged timeline, None if none was recorded.
@@ -41,6 +42,7 @@ class Finished:
     """
 
     run: Path
+    record: Run | None
     summary: Summary
     report: Path | None
     timeline: Path | None
@@ -56,15 +58,16 @@ def finish(run: Path, *, compare: Path | None = None) -> Finished:
     """
     merged = merge(run)
     try:
-        summary = summarize(run)
+        record = read(run)
     except TulleError as error:
-        return Finished(run, {}, None, merged, f"no summary: {error}")
+        return Finished(run, None, {}, None, merged, f"no summary: {error}")
+    summary = summarize(record)
     write_json(run / "summary.json", summary)
     try:
         note = "" if summary["steps"] else _NO_STEPS
-        return Finished(run, summary, write(run, compare=compare), merged, note)
+        return Finished(run, record, summary, write(record, compare=compare), merged, note)
     except Exception as error:  # training that went well stays so, whatever becomes of its picture
-        return Finished(run, summary, None, merged, f"no report: {type(error).__name__}: {error}")
+        return Finished(run, record, summary, None, merged, f"no report: {type(error).__name__}: {error}")
 
 
 def summary_table(finished: Finished) -> Table:

@@ -96,10 +96,17 @@ class RunFolder(LogsSpecs):
 
     def _put_by_earlier_records(self) -> None:
         """A run that starts anew must not add to an earlier one's record; one that resumes takes up its own again."""
-        for record in self.path.glob("rank-*.jsonl"):
-            rank = int(record.stem.removeprefix("rank-"))
-            if rank in self.logs or (self.leads and rank >= self.processes):
+        for record in self._of_our_ranks("rank-*.jsonl"):
+            if record.stat().st_size:  # what fell before its first step has nothing to take up
                 record.replace(record.with_name(f"{PREVIOUS}{record.name}"))
+        for timeline in self._of_our_ranks("timeline-rank-*.json"):
+            timeline.unlink(missing_ok=True)
+
+    def _of_our_ranks(self, pattern: str) -> list[Path]:
+        """What an earlier run left of this machine's ranks; if it leads, also of ranks that are no more."""
+        found = [(path.stem.rpartition("-")[2], path) for path in self.path.glob(pattern)]
+        ranks = [(int(rank), path) for rank, path in found if rank.isdecimal()]
+        return [path for rank, path in ranks if rank in self.logs or (self.leads and rank >= self.processes)]
 
     def _describe(self) -> None:
         description = {
@@ -117,7 +124,7 @@ class RunFolder(LogsSpecs):
 
 
 def default_path(script: str) -> Path:
-    """`runs/<name of the script>-<time>`, which no other run has.
+    """`runs/<name of the script>-<time>`.
 
     Example:
         >>> default_path("examples/01_translate.py").parent.name
@@ -127,11 +134,26 @@ def default_path(script: str) -> Path:
     return Path("runs", f"{stem}-{datetime.now().astimezone():%Y%m%d-%H%M%S}")
 
 
+def made_free(path: Path) -> Path:
+    """Make a folder, with a number behind its name if another run made it in the same second.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> [made_free(folder / "train-20260101-120000").name for _ in range(2)]
+        ['train-20260101-120000', 'train-20260101-120000-2']
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    free, number = path, 1
+    while True:
+        try:
+            free.mkdir()
+            return free
+        except FileExistsError:
+            number += 1
+            free = path.with_name(f"{path.name}-{number}")
+
+
 def available_cores() -> int:
     """Number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def short(path: Path) -> str:
-    """A path as the person at the terminal would type it: relative if it lies below the current folder."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -146,5 +146,7 @@ def axes(text: str, option: str = "--mesh") -> tuple[tuple[str, int], ...]:
     """
     if not re.fullmatch(r"(data|pipe|model)=[1-9]\d*(,(data|pipe|model)=[1-9]\d*)*", text):
         raise UsageError(f"{option} {text!r}: expected AXIS=N,... with the axes data, pipe and model")
-    pairs = (one.partition("=") for one in text.split(","))
+    pairs = [one.partition("=") for one in text.split(",")]
+    if len({name for name, _, _ in pairs}) < len(pairs):
+        raise UsageError(f"{option} {text!r} names an axis twice")
     return tuple((name, int(number)) for name, _, number in pairs)

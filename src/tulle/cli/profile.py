@@ -15,7 +15,7 @@ from tulle.cli.run import RunOptions, run
 from tulle.distribute import OBSERVE_EVERY
 from tulle.profiling import PROFILE
 from tulle.record import STOP_AFTER
-from tulle.report import quantity, read
+from tulle.report import quantity
 from tulle.report.characteristics import ObservedTable, observed_tables
 from tulle.report.records import Candidate, Measured
 from tulle.workload import ModuleProfile, Profile
@@ -56,7 +56,7 @@ def profile(split: Split, options: RunOptions, *, every: int, steps: int) -> int
 def _show(finished: Finished) -> RenderableType:
     path = finished.run / NAME
     shown: list[RenderableType] = [modules_table(Profile.load(path)) if path.exists() else Text(NO_PROFILE), Text()]
-    tables = observed_tables(read(finished.run))
+    tables = observed_tables(finished.record) if finished.record else ()
     if not tables:
         return Group(*shown, Text(_ONE_PROCESS if finished.summary.get("processes") == 1 else _NO_TABLES))
     return Group(*shown, looks_table(tables), Text(), costs_table(tables))

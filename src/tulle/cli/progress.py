@@ -73,12 +73,12 @@ class RunProgress:
     """The latest numbers of every rank that records in a run folder.
 
     Args:
-        run: The folder; what it holds already is of an earlier run and is not shown.
+        run: The folder; what it holds already is of an earlier run, which the launcher puts by, and is not shown.
     """
 
     def __init__(self, run: Path) -> None:
         self._run = run
-        self._tails = {rank: Tail(path, skip_bytes=path.stat().st_size) for rank, path in self._files()}
+        self._tails = {rank: Tail(path, skip=True) for rank, path in self._files()}
         self.ranks: dict[int, RankProgress] = {}
 
     def update(self) -> None:

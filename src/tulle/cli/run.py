@@ -14,9 +14,10 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from tulle.cli.failures import Cause, Failure, collect, describe, signal_name
+from tulle.cli.console import console
+from tulle.cli.failures import Cause, Failure, collect, describe, forget_interrupted, signal_name
 from tulle.cli.finish import Finished, finish, summary_table
-from tulle.cli.folder import Description, RunFolder, available_cores, default_path, short
+from tulle.cli.folder import Description, RunFolder, available_cores, default_path, made_free
 from tulle.cli.hosts import parse_hosts
 from tulle.cli.launch import Outcome, launch, launch_config, machines, place_on_hosts, rank_arguments
 from tulle.cli.live import LiveView, PlainView
@@ -27,6 +28,7 @@ from tulle.cli.watcher import View, Watcher
 from tulle.distribute import CHECK_FINITE
 from tulle.record import TIMELINE
 from tulle.report import quantity
+from tulle.report.headline import short
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ def run(
     place_on_hosts(split, hosts, options.processes)
     path = _choose_path(torchrun, options)
     command = [*(["-m"] if torchrun.module else []), torchrun.training_script, *torchrun.training_script_args]
-    folder = _open_folder(path, Description(command, hosts or ["localhost"], _settings(options) | dict(settings or {})))
+    description = Description(command, hosts or ["localhost"], _settings(options) | dict(settings or {}))
+    folder = _open_folder(path, description, is_chosen=options.run_dir is not None)
     says = _Says(options, show, more)
     says.notes.print(Text(f"[tulle] records, logs and report: {short(folder.path)}"))
     if hosts:
@@ -83,6 +86,7 @@ def run(
         _record_silent(folder.path, failed)
         says.failed(failed, folder)
     if outcome.interrupted_by:
+        forget_interrupted(folder.path)
         says.interrupted(outcome.interrupted_by)
     says.finished(finish(folder.path, compare=options.compare) if folder.leads else None, failed, folder)
     return exit_code(outcome)
@@ -127,6 +131,8 @@ def _check_target(torchrun: Namespace) -> None:
             f"the script {target} is not there (looked in {os.getcwd()}): check the path, "
             "or write -m before the name of a module"
         )
+    elif target.endswith(".ipynb"):
+        raise UsageError(f"{target} is a notebook, expected a script: jupyter nbconvert --to script {target} makes one")
 
 
 def _choose_path(torchrun: Namespace, options: RunOptions) -> Path:
@@ -140,9 +146,9 @@ def _choose_path(torchrun: Namespace, options: RunOptions) -> Path:
     return path
 
 
-def _open_folder(path: Path, description: Description) -> RunFolder:
+def _open_folder(path: Path, description: Description, *, is_chosen: bool) -> RunFolder:
     try:
-        return RunFolder(path, description)
+        return RunFolder(path if is_chosen else made_free(path), description)
     except OSError as error:
         raise UsageError(
             f"the run folder {path} cannot be written ({error.strerror}): choose one with --run-dir"
@@ -174,8 +180,8 @@ class _Says:
         self._options = options
         self._show = show
         self._more = more
-        self.notes = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.output = self.notes if options.as_json else Console(highlight=False, soft_wrap=True)
+        self.notes = console(stderr=True)
+        self.output = self.notes if options.as_json else console()
 
     def view(self) -> View:
         """The live table on a terminal, else plain lines."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 import tulle.cli.units as units
+from tulle.cli.console import console
 from tulle.cli.rank import write_json
 from tulle.cli.scaling import Job, describe, describe_tables, load, points_table, tables_table
 from tulle.cli.units import Bandwidth, Hosts, Latency, ProcessesPerHost, changed
@@ -51,7 +51,7 @@ def simulate(  # noqa: PLR0913 - typer makes each argument an option
         str | None, typer.Option(metavar="SHARE:FACTOR", help="Ranks that are slow: 0.01:1.5.")
     ] = None,
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="Steps that are simulated with noise.")] = 20,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of noise and stragglers.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of noise and stragglers.")] = 0,
     batch: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Samples of a step on the first cluster, of all ranks.")
     ] = None,
@@ -82,7 +82,7 @@ def simulate(  # noqa: PLR0913 - typer makes each argument an option
     change = changed(hosts, processes_per_host, bandwidth, latency, inside_bandwidth)
     slow = None if stragglers is None else Stragglers(*units.share_and_factor(stragglers, "--stragglers"))
     weather = Weather(Noise(noise) if noise else None, slow, steps, seed)
-    points = job.over(changes(change, dict(_swept(one) for one in sweep or ())), weather)
+    points = job.over(changes(change, _swept(sweep or ())), weather)
     found = {
         "plan": str(plan),
         "model": job.profile.model,
@@ -98,7 +98,15 @@ def simulate(  # noqa: PLR0913 - typer makes each argument an option
     _show(found, out)
 
 
-def _swept(text: str) -> tuple[str, list[Any]]:
+def _swept(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Values of fields of a `Change`, by name."""
+    found = dict(map(_values, texts))
+    if len(found) < len(texts):
+        raise UsageError(f"--sweep is given twice for one name: {', '.join(texts)}")
+    return found
+
+
+def _values(text: str) -> tuple[str, list[Any]]:
     """A field of a `Change`, and its values."""
     name, _, values = text.partition("=")
     if name not in _SWEPT or not values:
@@ -118,10 +126,10 @@ def _write(out: Path, found: dict[str, Any], timeline: dict[str, Any]) -> None:
 
 
 def _show(found: dict[str, Any], out: Path | None) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(points_table(found["points"], is_strong=found["scaling"] == "strong"))
+    screen = console()
+    screen.print(points_table(found["points"], is_strong=found["scaling"] == "strong"))
     if found["tables"]:
-        console.print()
-        console.print(tables_table(found["tables"]))
+        screen.print()
+        screen.print(tables_table(found["tables"]))
     if out is not None:
-        console.print(f"\n{out / 'forecast.html'}; timeline.json is for ui.perfetto.dev")
+        screen.print(f"\n{out / 'forecast.html'}; timeline.json is for ui.perfetto.dev")

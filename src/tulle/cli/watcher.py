@@ -10,7 +10,7 @@ from typing import Protocol
 
 from tulle.cli.folder import RunFolder
 from tulle.cli.progress import RunProgress
-from tulle.cli.tail import Tail
+from tulle.cli.tail import Tail, last_state
 
 _PERIOD_S = 0.25
 
@@ -78,7 +78,7 @@ class Watcher:
 
     def _show(self, lines: list[str]) -> None:
         for line in lines:
-            self._view.show_line(line.rsplit("\r", 1)[-1])  # of a progress bar only what it ended with
+            self._view.show_line(last_state(line))
 
     def _traceback_begins(self) -> int | None:
         """Where rank 0's log goes over to its traceback, which is shown among the failures or not at all."""

@@ -201,7 +201,7 @@ class _ReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, axis: Axis, label: str, dim: int) -> Tensor:
         ctx.about = axis, label, dim
         parts = _exchanged(tensor, axis, label, dim)
-        total = parts.sum(0)
+        total = parts.sum(0, dtype=parts.dtype)
         release(parts, axis)
         return total
 

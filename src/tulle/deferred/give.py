@@ -8,6 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+BUILT = "_tulle_built"
+"""The attribute by which a parameter or buffer that has no values yet knows how often it was written to when built."""
+
 
 def give(tensor: Tensor, values: Tensor) -> None:
     """Give a parameter or buffer on device meta its values, of any shape: it stays the object that it is.
@@ -22,6 +25,7 @@ def give(tensor: Tensor, values: Tensor) -> None:
     """
     made = torch.Tensor._make_subclass(type(tensor), values.detach(), tensor.requires_grad)
     vars(made).update(vars(tensor))
+    vars(made).pop(BUILT, None)
     torch.utils.swap_tensors(tensor, made)
 
 

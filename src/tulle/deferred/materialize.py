@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tulle.comm import gather_values
 from tulle.deferred.give import give, swappable
 from tulle.deferred.needs import needed_calls
-from tulle.deferred.record import Record, View, record_of
+from tulle.deferred.record import Record, View, record_of, was_changed
 from tulle.deferred.replay import Giver, Replay, Taker
 from tulle.errors import ModelError
 from tulle.mesh import Axis
@@ -81,37 +81,40 @@ def materialize(
         >>> model.weight.shape, model.weight.is_meta, model.bias.is_meta
         (torch.Size([1, 2]), False, True)
     """
-    tensors, keep = _tensors(model), dict(keep or {})
+    tensors, keep = _tensors(model), keep or {}
     wanted = tensors if only is None else _named(model, [*only, *(name for name in keep if name in tensors)])
     record = _record(model, wanted)
-    takers: dict[int, tuple[str, View, Taker]] = {}
-    by_memory: dict[int, list[Tensor]] = {}
+    views: dict[str, View] = {}
     for name, tensor in wanted.items():
-        if record is None or record_of(tensor) is None:
+        if record is not None and record_of(tensor) is not None:
+            views[name] = record.view_of(tensor)
+        else:
             tensor.data = tensor.data.to(device)
-            continue
-        view = record.view_of(tensor)
-        if name in keep:
-            takers[view.memory] = (name, view, keep.pop(name))
-        by_memory.setdefault(view.memory, []).append(tensor)
-    if keep:
+    if unknown := [name for name in keep if name not in views]:
         raise ModelError(
-            f"the model has no {', '.join(map(repr, keep))} without values: name parameters on device meta"
+            f"the model has no {', '.join(map(repr, unknown))} without values: name parameters on device meta"
         )
     if record is None:
         return
-    givers = {
-        memory: _giver(record, views, torch.device(device))
-        for memory, views in by_memory.items()
-        if memory not in takers
-    }
+    takers = {views[name].memory: (name, views[name], taker) for name, taker in keep.items()}
+    by_memory: dict[int, list[Tensor]] = {}
+    for name, view in views.items():
+        if view.memory not in takers:
+            by_memory.setdefault(view.memory, []).append(wanted[name])
+    givers = {memory: _giver(record, those, torch.device(device)) for memory, those in by_memory.items()}
+    with _drawing_as(record, axis), swappable(model):
+        Replay(record, givers, takers, has_all_draws=True).run()
+
+
+@contextmanager
+def _drawing_as(record: Record, axis: Axis | None) -> Iterator[None]:
+    """Draw what one process would have drawn; all ranks of the axis alike. What was drawn since stays as it is."""
     if axis is not None:
         record.random_state = gather_values(record.random_state, axis, label="random state")[0]
     before = torch.get_rng_state()
     torch.set_rng_state(record.random_state)
     try:
-        with swappable(model):
-            Replay(record, givers, takers, has_all_draws=True).run()
+        yield
     finally:
         if not torch.equal(before, record.random_state):
             torch.set_rng_state(before)
@@ -171,6 +174,11 @@ def _giver(record: Record, tensors: list[Tensor], device: torch.device) -> Giver
 
 def _record(model: nn.Module, wanted: Mapping[str, Tensor]) -> Record | None:
     """The record of a model, of what its modules' resets do if it was built without one; None if all have values."""
+    if changed := [name for name, tensor in wanted.items() if was_changed(tensor)]:
+        raise ModelError(
+            f"{changed[0]!r} was converted, or written to, after tulle.deferred_init, which knows nothing of "
+            "that: do so within it"
+        )
     found = [one for tensor in _tensors(model).values() if (one := record_of(tensor)) is not None]
     records = {id(record): record for record, _ in found}
     without = [name for name, tensor in wanted.items() if tensor.is_meta and record_of(tensor) is None]

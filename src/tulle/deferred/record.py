@@ -13,12 +13,15 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import init
+from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
+from tulle.deferred.give import BUILT
 from tulle.errors import ModelError
 
 SMALL_BYTES = 1024 * 1024
@@ -116,9 +119,15 @@ class Record(TorchDispatchMode):
         self._has_drawn = False
         self._seeming = _Seeming()
         self._given: list[Function] = []
+        self._built: list[Tensor] = []
+        self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Record:
         """Begin."""
+        self._hooks += [
+            hooks.register_module_parameter_registration_hook(self._note_built),
+            hooks.register_module_buffer_registration_hook(self._note_built),
+        ]
         self._given.append(init._no_grad_trunc_normal_)
         init._no_grad_trunc_normal_ = self._opaque(init._no_grad_trunc_normal_)
         super().__enter__()
@@ -130,6 +139,11 @@ class Record(TorchDispatchMode):
         self._seeming.__exit__(*problem)
         super().__exit__(*problem)
         init._no_grad_trunc_normal_ = self._given.pop()
+        while self._hooks:
+            self._hooks.pop().remove()
+        while self._built:
+            tensor = self._built.pop()
+            setattr(tensor, BUILT, tensor._version)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -167,6 +181,10 @@ class Record(TorchDispatchMode):
                 base = torch.empty(0, dtype=tensor.dtype).set_(storage)
                 self.initial[number] = base.clone()
         return View(number, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+    def _note_built(self, _module: nn.Module, _name: str, tensor: Tensor | None) -> None:
+        if tensor is not None and _is_deferred(tensor):
+            self._built.append(tensor)
 
     def _write_down(self, func: Any, args: tuple[Any, ...], keywords: dict[str, Any], *, is_random: bool) -> Any:
         keywords = _without_device(func, args, keywords)
@@ -238,6 +256,12 @@ class _Seeming(TorchFunctionMode):
 def record_of(tensor: Tensor) -> tuple[Record, int] | None:
     """The record that a tensor's memory is part of, and its number there."""
     return getattr(tensor.untyped_storage(), _TAG, None) if tensor.layout == torch.strided else None
+
+
+def was_changed(tensor: Tensor) -> bool:
+    """Whether a parameter or buffer was converted or written to after the context that it was built in."""
+    version = getattr(tensor, BUILT, None)
+    return version is not None and (record_of(tensor) is None or tensor._version != version)
 
 
 def _is_deferred(tensor: Tensor) -> bool:

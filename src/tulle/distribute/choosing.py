@@ -22,12 +22,13 @@ from tulle.distribute.stages import dealt_stages
 from tulle.engine import DataParallel, engine_of
 from tulle.errors import PlanError
 from tulle.mesh import Axis, Mesh, init
-from tulle.placing import tables_of, why_whole
+from tulle.placing import placements_of, tables_of
 from tulle.plan import Candidate, Plan, PlanLike, plan_as_given, plan_by_cost, plan_for_later
-from tulle.profiling import rows_touched, sparse_tables, trained_tables
+from tulle.plan.choice import Shapes
+from tulle.profiling import sparse_tables, trained_tables
+from tulle.profiling.tables import looked_up
 from tulle.softmax import offers
 from tulle.sync import AUTO, Table, WireDtype, as_wire_dtype, gather_presence
-from tulle.tables import PLACEMENTS
 
 ANEW = "anew"
 """As a plan: `"auto"`, but what was kept of an earlier run does not count."""
@@ -74,21 +75,21 @@ class Asked:
     """What the arguments of `distribute` ask for.
 
     Args:
-        plan: As it was given.
+        plan: As it was given, or what was chosen for it already.
         sample: This rank's, None if it has none.
         lossy: In which the values of sparse gradients are to travel.
         is_free: Whether the mesh is to be chosen.
     """
 
-    plan: PlanLike
+    plan: PlanLike | Chosen
     sample: object = None
     lossy: WireDtype = None
     is_free: bool = False
 
     @property
     def is_auto(self) -> bool:
-        """Whether everything is to be chosen."""
-        return isinstance(self.plan, str) and self.plan in (AUTO, ANEW)
+        """Whether everything is to be chosen, or was."""
+        return isinstance(self.plan, Chosen) or (isinstance(self.plan, str) and self.plan in (AUTO, ANEW))
 
     @property
     def is_anew(self) -> bool:
@@ -126,10 +127,9 @@ def choose(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, asked:
     tables = sparse_tables(model)
     shapes = {name: (module.num_embeddings, module.embedding_dim) for name, module in tables.items()}
     others = {name: _shape(model, name) for name in tables_of(model) if name not in tables}
-    decided: Plan | None = None
     with alike(axes, "the plan"):
-        if not asked.is_auto:
-            decided = plan_as_given(asked.plan, mesh.shape, shapes, others)
+        given = _given(asked, mesh, shapes, others)
+        decided = given.plan if given else None
         if decided is not None:
             decided.check(mesh.shape, {**shapes, **others}, {name for name, _ in model.named_modules()})
         wire_dtype = as_wire_dtype(asked.lossy or (decided.wire_dtype if decided else None))
@@ -148,27 +148,39 @@ def choose(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, asked:
                 "give all ranks the same"
             )
     sample = asked.sample if all(has_sample for _, has_sample in heard) else None
-    chosen = Chosen(decided) if decided else _chosen(model, optimizers, mesh, replace(asked, sample=sample))
+    chosen = given or _chosen(model, optimizers, mesh, replace(asked, sample=sample))
     plan = replace(chosen.plan, wire_dtype=wire_name)
     if decided is None:
         plan = gather_values(plan, axes.whole, label="the plan")[0]  # each line along axis data has measured
     return replace(chosen, plan=dealt_stages(plan, model, axes, sample))
 
 
-def mesh_for(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], asked: Asked) -> tuple[Mesh, PlanLike]:
-    """The mesh of a plan that was given, or a mesh that is chosen with its plan. Every rank must call it."""
+def _given(asked: Asked, mesh: Mesh, shapes: Shapes, others: Shapes) -> Chosen | None:
+    """What needs not be chosen any more, or None."""
+    if isinstance(asked.plan, Chosen):
+        return asked.plan
+    plan = None if asked.is_auto else plan_as_given(asked.plan, mesh.shape, shapes, others)
+    return Chosen(plan) if plan else None
+
+
+def mesh_for(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], asked: Asked) -> tuple[Mesh, Asked]:
+    """The mesh of a plan that was given, or one that is chosen with its plan, and what is asked for on it.
+
+    Every rank must call it.
+    """
     whole = init()
     plan = asked.plan
     with alike(Axes.of(whole), "the model"):
         check_model(model, optimizer, whole)
         if isinstance(plan, os.PathLike) or (isinstance(plan, str) and plan.endswith(".json")):
             plan = Plan.load(plan)
-    if asked.is_auto and asked.sample is not None:
-        plan = choose(model, as_optimizers(optimizer), whole, replace(asked, is_free=True)).plan
-    if not isinstance(plan, Plan) or dict(plan.mesh) == whole.shape:
-        return whole, plan
-    sizes: dict[str, Any] = dict(plan.mesh)
-    return init(**sizes), plan
+    if asked.is_auto:
+        plan = choose(model, as_optimizers(optimizer), whole, replace(asked, is_free=True))
+    decided, asked = plan.plan if isinstance(plan, Chosen) else plan, replace(asked, plan=plan)
+    if not isinstance(decided, Plan) or dict(decided.mesh) == whole.shape:
+        return whole, asked
+    sizes: dict[str, Any] = dict(decided.mesh)
+    return init(**sizes), asked
 
 
 def _chosen(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, asked: Asked) -> Chosen:
@@ -208,18 +220,21 @@ def _measure(
 ) -> dict[str, Candidate]:
     """What the gradients of the tables look like on all ranks, and how each can be split."""
     modules = trained_tables(model)
-    touched = rows_touched(model, sample)
-    heard = gather_values({name: len(rows) for name, rows in touched.items()}, axis, label="rows touched")
+    seen = looked_up(model, sample)
+    told = gather_values({name: (len(one.rows), one.is_read) for name, one in seen.items()}, axis, label="rows touched")
+    heard = [{name: rows for name, (rows, _) in of_rank.items()} for of_rank in told]
+    read = {name for of_rank in told for name, (_, is_read) in of_rank.items() if is_read}
     tables = [
         Table(name, m.num_embeddings, m.embedding_dim, m.weight.dtype, axis.device, wire_dtype)
         for name, m in modules.items()
     ]
     counts = [[rows[table.name] for table in tables] for rows in heard]
-    presences = gather_presence([touched[table.name] for table in tables], tables, counts, axis)
+    presences = gather_presence([seen[table.name].rows for table in tables], tables, counts, axis)
+    placements = placements_of(model, optimizers, axis.size)
     return {
         table.name: Candidate(
             table.characteristics([rows[t] for rows in counts], presences[t]),
-            tuple(how for how in PLACEMENTS if why_whole(table.name, model, optimizers, how, axis.size) is None),
+            () if table.name in read else placements[table.name],
             is_dense=not modules[table.name].sparse,
         )
         for t, table in enumerate(tables)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from tulle.comm import gather_values
 from tulle.distribute.axes import Axes
+from tulle.errors import PlanError
 from tulle.mesh import Axis
-from tulle.placing import tables_of
+from tulle.placing import ELEMENTWISE, tables_of
 from tulle.plan import Plan
 from tulle.tensor_parallel import Placement, apply, known, placements
 
@@ -29,13 +30,43 @@ def split_layers(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, 
         optimizers: Over its parameters; of state that they have, each rank keeps its part.
         plan: What is to be split.
         axes: Of the mesh.
+
+    Raises:
+        PlanError: If an optimizer must see whole parameters, or all of them.
     """
     if axes.model is not None:
         _share_randomness(axes.model)
         _apply(model, plan, axes.model)
     split = {id(model.get_parameter(name)): placement for name, placement in placements(model).items()}
     for optimizer in optimizers if axes.splitting else ():
+        _check_sees_enough(optimizer, placements(model), model, axes)
         _keep_parts(optimizer, split)
+
+
+def _check_sees_enough(optimizer: Optimizer, split: Mapping[str, Placement], model: nn.Module, axes: Axes) -> None:
+    """Refuse an optimizer that needs what this rank does not have; doubt one that is not known."""
+    kind = type(optimizer)
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    name = next((name for name in split if id(model.get_parameter(name)) in stepped), None)
+    if isinstance(optimizer, LBFGS):
+        raise PlanError(
+            f"{kind.__name__} looks at all parameters at once, of which a rank has some: the mesh splits the model "
+            f"over axis {axes.splitting[0].name!r}. Use an optimizer that steps each by itself, or axis 'data' alone"
+        )
+    if name is None or kind in ELEMENTWISE:
+        return
+    if kind.__module__.startswith("torch.optim"):
+        raise PlanError(
+            f"{kind.__name__} does not treat every element by itself, and {name!r} is split over axis 'model': use one "
+            f"of {', '.join(one.__name__ for one in ELEMENTWISE)}, or another axis"
+        )
+    if axes.whole.rank == 0:
+        logger.warning(
+            "%s is not known to treat every element by itself; if it looks at whole tensors (at their norm, say), it "
+            "sees this rank's part only of %r and others, which are split over axis 'model'",
+            kind.__name__,
+            name,
+        )
 
 
 def _apply(model: nn.Module, plan: Plan, axis: Axis) -> None:

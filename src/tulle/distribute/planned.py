@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from tulle.comm import gather_values, probe
@@ -26,11 +26,11 @@ from tulle.distribute.stages import uncut
 from tulle.errors import ModelError, PlanError, TulleError
 from tulle.mesh import Axis, Mesh
 from tulle.pipeline import pins_of
-from tulle.pipeline.structure import flatten
-from tulle.placing import outputs_of, tables_of, why_whole
+from tulle.placing import outputs_of, placements_of, tables_of
 from tulle.plan import AT_READ, AT_STEP, Memory, Plan, Shelf, Space, TablePlan, best_plan
 from tulle.plan.shelf import digest
 from tulle.profiling import profile, sparse_tables
+from tulle.profiling.samples import samples_in, size_of
 from tulle.profiling.splits import without_memory
 from tulle.sync import AUTO
 from tulle.tensor_parallel import apply, known
@@ -109,13 +109,16 @@ def _key(wanted: Wanted, axes: Axes) -> str:
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
         "parameters": [(name, [*one.shape], str(one.dtype), one.requires_grad) for name, one in parameters.items()],
         "tables": [(name, [module.sparse for module in modules]) for name, modules in tables_of(model).items()],
+        "placements": placements_of(model, wanted.optimizers, axes.data.size),
         "optimizers": [
             (type(one).__name__, [numbers.get(id(p)) for group in one.param_groups for p in group["params"]])
             for one in wanted.optimizers
         ],
         "pins": pins_of(model),
         "is_deferred": is_deferred(model),
-        "batch": _batch(wanted.sample),
+        "batch": samples_in(wanted.sample),
+        # In powers of two: samples of text are not of one length.
+        "sample": round(math.log2(max(1, size_of(wanted.sample)))),
         "mesh": None if wanted.is_free else [*wanted.mesh.shape.items()],
         "hosts": [*axes.whole.hosts],
         "device": [str(wanted.mesh.device.type), platform.machine(), platform.processor(), os.cpu_count()],
@@ -123,10 +126,6 @@ def _key(wanted: Wanted, axes: Axes) -> str:
         "network": round(math.log(network.bandwidth_bytes_per_s, 4)) if axes.whole.size > 1 else None,
     }
     return digest(told)
-
-
-def _batch(sample: object) -> int:
-    return next((len(leaf) for leaf in flatten(sample)[0] if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
 def _kept(key: str, wanted: Wanted) -> Plan | None:
@@ -191,9 +190,8 @@ def split_anyway(model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) 
     """The tables that are split by rows whatever it costs, each with the reason."""
     split = {name: "a softmax is computed where its rows lie" for name in outputs_of(model)}
     if is_deferred(model) and axes.pipe is None:  # stages need not be built whole either
-        splittable = [
-            name for name in tables_of(model) if why_whole(name, model, optimizers, "rows", axes.data.size) is None
-        ]
+        placements = placements_of(model, optimizers, axes.data.size)
+        splittable = [name for name, ways in placements.items() if "rows" in ways]
         split = dict.fromkeys(splittable, "the model was built without memory") | split
     return split
 

@@ -92,8 +92,8 @@ def _voices(
     model: nn.Module, tables: Collection[str], axes: Axes, spread: Spread, optimizers: Sequence[Optimizer]
 ) -> list[_Voice]:
     """What speaks for each optimizer that something can speak for on every rank. Every rank must call it."""
-    held = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    known = {id(parameter) for parameter in held}
+    held = [*model.parameters()]  # one that is frozen may be trained later
+    known = {id(parameter) for parameter in held if parameter.requires_grad}
     sparse = {id(parameter) for name, parameter in model.named_parameters() if name in tables}
     found: list[tuple[str, Sequence[nn.Parameter]]] = []
     for optimizer in optimizers:

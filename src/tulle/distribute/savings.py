@@ -119,4 +119,7 @@ def shard_states(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, 
         if any(id(parameter) not in of_tables for parameter in stepped):
             shard_optimizer(optimizer, axis, narrow=narrow)
     if narrow is not None:
+        for parameter in model.parameters():  # those that no optimizer steps
+            if parameter.is_floating_point() and id(parameter) not in of_tables:
+                parameter.data = parameter.data.to(narrow)
         compute_in(model, narrow)

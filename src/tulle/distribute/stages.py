@@ -35,20 +35,23 @@ class ReplicatedStages(Runtime):
     Args:
         axis: Whose ranks hold the stages.
         seed: Of all random numbers that programs draw.
+        peers: Ranks at the same place in it that take micro-batches in one order, as their layers exchange something.
     """
 
-    def __init__(self, axis: Axis, seed: int) -> None:
+    def __init__(self, axis: Axis, seed: int, peers: Axis | None = None) -> None:
         super().__init__(axis, seed)
+        self._peers = peers
         self.engines: WeakValueDictionary[int, DataParallel] = WeakValueDictionary()
         """By number of the model that is placed."""
 
     def run_step(self, step: Step) -> list[Any]:
         """Run a step function for each micro-batch, and then sum gradients over axis `data`."""
-        args, kwargs = step.calls[0]
-        models = [value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)]
-        engines = {id(engine): engine for model in models if (engine := engine_of(model)) is not None}
+        engines = {id(engine): engine for model in step.models if (engine := engine_of(model)) is not None}
         with _added_up([*engines.values()]):
             return super().run_step(step)
+
+    def _is_any(self, here: bool) -> bool:  # noqa: FBT001 - what is asked
+        return here if self._peers is None else any(gather_values(here, self._peers, label=_IN_ORDER))
 
     @contextmanager
     def _backward_outside_of_steps(self) -> Iterator[None]:
@@ -125,9 +128,10 @@ def put_on_stages(model: nn.Module, plan: Plan, axes: Axes, *, in_order_of: Sequ
     axes.make_lanes()
     seed = gather_values(torch.initial_seed(), axes.whole, label="the seed")[0]
     if Runtime not in pipe.kept:
-        if in_order_of:
-            pipe.kept[Post] = PostInOrder(pipe, _together(in_order_of, axes.whole))
-        pipe.kept[Runtime] = ReplicatedStages(pipe, seed_of(seed, axes.data.rank))
+        peers = _together(in_order_of, axes.whole) if in_order_of else None
+        if peers is not None:
+            pipe.kept[Post] = PostInOrder(pipe, peers)
+        pipe.kept[Runtime] = ReplicatedStages(pipe, seed_of(seed, axes.data.rank), peers)
         pipe.kept[_IN_ORDER] = [axis.name for axis in in_order_of]
     elif not {axis.name for axis in in_order_of} <= set(pipe.kept.get(_IN_ORDER, ())):
         raise PlanError(

@@ -6,46 +6,66 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tulle.memory import named_shards
-from tulle.tables import split_of
+from tulle.tables import ColumnSplit, Split, split_of
 from tulle.tensor_parallel import placements
 
-Cuts = dict[tuple[int, ...], Callable[[Tensor], Tensor]]
+Cuts = Mapping[tuple[int, ...], Callable[[Tensor], Tensor]]
 """How a rank takes its part of a parameter, along one axis after the other, by the shape of what it is cut from."""
 
 
 def take_wholes(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Have `load_state_dict` of a model's optimizers take states of whole parameters, or of this rank's parts."""
+    """Have `load_state_dict` of a model's optimizers take states of whole parameters, or of this rank's parts.
+
+    States of parameters that live at other stages are passed over.
+    """
     cuts = _cuts_of(model)
-    for optimizer in optimizers if cuts else ():
+    for optimizer in optimizers:
         optimizer.register_load_state_dict_pre_hook(partial(_take_parts, cuts))
+
+
+def part_of_rows(value: Tensor, split: Split) -> Tensor:
+    """This rank's part of a row-sparse state of a whole table, the momentum of sparse gradients, say."""
+    value = value.coalesce()
+    rows, values = value.indices()[0], value.values()
+    if isinstance(split, ColumnSplit):
+        values = values[:, split.first_column : split.first_column + split.local_shape[1]]
+    else:
+        owner, place = split.partition.place(rows)
+        rows, values = place[owner == split.axis.rank], values[owner == split.axis.rank]
+    return torch.sparse_coo_tensor(rows[None], values, split.local_shape)
+
+
+def _take_rows(split: Split, value: Tensor) -> Tensor:
+    return part_of_rows(value, split) if value.is_sparse else split.take(value)
 
 
 def _cuts_of(model: nn.Module) -> dict[Tensor, Cuts]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    cuts: dict[Tensor, Cuts] = {}
+    cuts: dict[Tensor, dict[tuple[int, ...], Callable[[Tensor], Tensor]]] = {}
     for name, placement in placements(model).items():
         cuts.setdefault(parameters[name], {})[tuple(placement.shape)] = placement.part
     for name, shard in named_shards(model).items():
         cuts.setdefault(parameters[name], {})[tuple(shard.shape)] = shard.part
     for parameter in parameters.values():
         if (split := split_of(parameter)) is not None:
-            cuts.setdefault(parameter, {})[split.shape] = split.take
-    return cuts
+            cuts.setdefault(parameter, {})[split.shape] = partial(_take_rows, split)
+    return {**cuts}
 
 
 def _take_parts(cuts: Mapping[Tensor, Cuts], optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    parts = {
-        number: {key: _part(value, cuts[parameter]) for key, value in state["state"][number].items()}
-        for number, parameter in zip(numbers, parameters, strict=False)  # torch itself refuses unequal numbers of them
-        if parameter in cuts and number in state["state"]
-    }
-    return {**state, "state": {**state["state"], **parts}}
+    taken = dict(state["state"])
+    for number, parameter in zip(numbers, parameters, strict=False):  # torch itself refuses unequal numbers of them
+        entries = taken.pop(number, None)
+        if entries is not None and not parameter.is_meta:
+            taken[number] = {key: _part(value, cuts.get(parameter, {})) for key, value in entries.items()}
+    return {**state, "state": taken}
 
 
 def _part(value: Any, cuts: Cuts) -> Any:

@@ -10,6 +10,7 @@ Source: Li et al., *PyTorch Distributed* (VLDB'20, section 3.2), gradient bucket
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -38,6 +39,16 @@ class Slot:
     """Whether a gradient has come since the last synchronization."""
     is_arrived: bool = False
     """Whether it has come in this backward, so that it can travel."""
+    hook: int | None = None
+    """Number of our hook, which hears that the gradient is complete."""
+
+    def lets_others_first(self) -> bool:
+        """Whether hooks that came after ours have still to see the gradient; from now on ours is the last."""
+        hooks = self.parameter._post_accumulate_grad_hooks
+        if self.hook is None or next(reversed(hooks)) == self.hook:
+            return False
+        hooks[self.hook] = hooks.pop(self.hook)
+        return True
 
     def arrive(self) -> None:
         """Note that the gradient has come.
@@ -93,10 +104,19 @@ class Bucket:
     _views: list[Tensor] = field(init=False)
     _flags: Tensor = field(init=False)
     _pieces: Sequence[Tensor] = field(init=False)
+    _references: tuple[int, list[int]] = field(init=False)
+    """To the buffer and to each view as long as nobody else holds one."""
     _pending: list[Pending[Tensor]] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.missing = len(self.slots)
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        self._allocate()
+        self._references = self._count_references()
+
+    def _allocate(self) -> None:
         sizes = [slot.parameter.numel() for slot in self.slots]
         flags = len(sizes) + (len(self.buffers) if self.buffers else 0)
         options = self.slots[0].parameter if self.slots else torch.empty(0, device=self.axis.device)
@@ -126,6 +146,7 @@ class Bucket:
         """Take in the gradient of one slot, divided by the number of ranks; the parameter's gradient is now a view."""
         slot = self.slots[position]
         slot.arrive()
+        self._begin()
         self._take(position)
         slot.parameter.grad = self._views[position]
         self.missing -= 1
@@ -144,13 +165,14 @@ class Bucket:
     @torch.no_grad()
     def _fill(self) -> None:
         """Complete what travels."""
+        self._begin()
         for position, slot in enumerate(self.slots):
             if not slot.is_arrived or slot.parameter.grad is not self._views[position]:
                 self._take(position)
             slot.is_fired = slot.is_fired and slot.parameter.grad is not None
             if slot.is_fired:  # let the gradient that was copied go now, before the next bucket is filled
                 slot.parameter.grad = self._views[position]
-        flags = [slot.is_fired for slot in self.slots] + (self.buffers.written() if self.buffers else [])
+        flags = [slot.is_fired for slot in self.slots] + (self.buffers.marks() if self.buffers else [])
         self._flags.copy_(torch.tensor(flags, dtype=self._flags.dtype), non_blocking=True)
 
     def finish(self) -> None:
@@ -160,7 +182,7 @@ class Bucket:
             pending.wait()
         self._pending.clear()
         # Reading flags waits for a GPU: only where this rank cannot know the answer.
-        flags = [flag > 0 for flag in self._flags.real.tolist()] if self.needs_flags else []
+        flags: list[float] = self._flags.real.tolist() if self.needs_flags else []
         for position, slot in enumerate(self.slots):
             if flags and flags[position] and not slot.is_arrived:
                 slot.parameter.grad = self._views[position]
@@ -168,6 +190,25 @@ class Bucket:
         self.missing = len(self.slots)
         if self.buffers:
             self.buffers.share(flags[len(self.slots) :])
+
+    def _begin(self) -> None:
+        """Before the first gradient of a backward: leave the buffer to who holds gradients that parameters dropped.
+
+        Whoever keeps gradients (of one task, to hold them against those of another) has them for good, as in torch.
+        """
+        if self.missing < len(self.slots):
+            return
+        is_dropped = [slot.parameter.grad is not view for slot, view in zip(self.slots, self._views, strict=True)]
+        buffer, views = self._count_references()
+        own_buffer, own_views = self._references
+        is_held = any(d and n > own for d, n, own in zip(is_dropped, views, own_views, strict=True))
+        if is_held or (all(is_dropped) and buffer > own_buffer):
+            self._lay_out()
+
+    def _count_references(self) -> tuple[int, list[int]]:
+        """To the buffer, from tensors that lie in it, and to each view."""
+        storage = self._flat.untyped_storage()
+        return torch._C._storage_Use_Count(storage._cdata), [sys.getrefcount(view) for view in self._views]
 
     def _take(self, position: int) -> None:
         gradient, view = self.slots[position].parameter.grad, self._views[position]

@@ -32,14 +32,14 @@ from tulle.cost import Cost, Network
 from tulle.engine.buckets import FIRST_BUCKET_BYTES, Bucket, Slot, Traveller, lay_out
 from tulle.engine.buffers import Buffers
 from tulle.engine.finite import NonFinite
-from tulle.engine.foresight import Foresight, TableModule
+from tulle.engine.foresight import Foresight, TableModule, is_ids
 from tulle.engine.groups import TableGroup
 from tulle.engine.late_updates import LateUpdates
 from tulle.engine.split_tables import SplitTables
-from tulle.engine.tables import Observation, TableSettings, TableSync, compact
+from tulle.engine.tables import Observation, TableSettings, TableSync, comes_by_rows, compact
 from tulle.engine.trips import SplitTable
 from tulle.engine.turns import Turns, best_piece_bytes
-from tulle.errors import ModelError
+from tulle.errors import GradientError, ModelError
 from tulle.mesh import Axis
 from tulle.sync import Choice
 
@@ -115,7 +115,8 @@ class DataParallel:
             # By the attribute the parameter holds the engine, where the garbage collector sees it; its hook does not.
             setattr(slot.parameter, ENGINE, self)
             if axis.size > 1 or check_finite:
-                slot.parameter.register_post_accumulate_grad_hook(partial(_arrived, ref(self), slot.name))
+                hook = partial(_arrived, ref(self), slot.name)
+                slot.hook = slot.parameter.register_post_accumulate_grad_hook(hook).id
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -179,11 +180,16 @@ class DataParallel:
         return found | (split.placements() if split else {})
 
     def check_covered(self, parameters: Iterable[Tensor]) -> None:
-        """Raise if a parameter has a gradient that no engine keeps in step: it was added or unfrozen later.
+        """Raise if an optimizer is to step with gradients that are not kept in step, or not yet.
 
         Raises:
-            ModelError: Naming its shape and the mend.
+            ModelError: Naming the shape of a parameter that was added or unfrozen later; or if a backward is under way.
         """
+        if torch._C._current_graph_task_id() != _NOT_RUNNING:
+            raise ModelError(
+                "an optimizer was to step within a backward, when gradients are those of one rank: step after "
+                "loss.backward(), not in a hook"
+            )
         for parameter in parameters:
             if parameter.grad is not None and engine_of(parameter) is None:
                 raise ModelError(
@@ -207,12 +213,13 @@ class DataParallel:
         if self._begin_backward():
             for group in self._groups:
                 self._foresee(group)
-        if self._items:
+        if not self._items:
+            if self.axis.size > 1:
+                self._first_order.append(slot.name)
+        elif not slot.lets_others_first():  # else it goes at the end, as these have left it
             item, position = self._places[slot.name]
             item.arrive(position)
             self._turns.arrived(item)
-        elif self.axis.size > 1:
-            self._first_order.append(slot.name)
 
     def _split_came(self, name: str, gradient: Tensor) -> None:
         """A gradient for rows of a split table is complete."""
@@ -290,12 +297,12 @@ class DataParallel:
     def _fix_order(self) -> None:
         """After the first backward: find the tables, and lay out buckets in the order of rank 0's gradients."""
         gradients = {name: slot.parameter.grad for name, slot in self._slots.items()}
-        kinds = {name: gradient.layout for name, gradient in gradients.items() if gradient is not None}
+        kinds = {name: comes_by_rows(gradient) for name, gradient in gradients.items() if gradient is not None}
         heard = gather_values((self._first_order, kinds), self.axis, label="the order of gradients")
-        found = {(name, layout) for _, layouts in heard for name, layout in layouts.items()}
-        self._tables |= {name for name, layout in found if layout == torch.sparse_coo}
+        found = {kind for _, by_rows in heard for kind in by_rows.items()}
+        self._tables |= {name for name, by_rows in found if by_rows}
         # Tied to an output layer, say: a sparse and a dense gradient add up to a dense one, here or elsewhere.
-        self._tables -= {name for name, layout in found if layout == torch.strided}
+        self._tables -= {name for name, by_rows in found if not by_rows}
         order = list(dict.fromkeys([*heard[0][0], *reversed(self._slots)]))
         place = {name: number for number, name in enumerate(order)}
         dense = [self._slots[name] for name in order if name not in self._tables]
@@ -380,8 +387,9 @@ def engine_of(owner: nn.Module | Tensor) -> DataParallel | None:
 def _looked_up(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     assert isinstance(module, TableModule), "only tables are watched"
     engine = None if torch.compiler.is_compiling() else engine_of(module.weight)
-    if engine is not None and module.sparse and torch.is_grad_enabled():
-        engine._looked_up(module.weight, module, arguments[0] if arguments else keywords["input"])
+    ids = arguments[0] if arguments else keywords.get("input")
+    if engine is not None and module.sparse and torch.is_grad_enabled() and is_ids(ids):
+        engine._looked_up(module.weight, module, ids)
 
 
 def _gradient_comes(late: ref[LateUpdates], gradient: Tensor) -> None:
@@ -422,8 +430,15 @@ def _join_backward(backward: int, engine: DataParallel) -> None:
 
 
 def _end_of_backward(backward: int) -> None:
+    """Raises after all have ended: of a gradient that is not finite the other models are to hear nothing."""
+    found: GradientError | None = None
     for engine in sorted(_joined.pop(backward), key=lambda engine: engine.number):
-        engine.end_backward()
+        try:
+            engine.end_backward()
+        except GradientError as error:
+            found = found or error
+    if found is not None:
+        raise found
 
 
 def _free_number(axis: Axis) -> int:

@@ -90,6 +90,10 @@ class Feed:
         self._sources.end()
         self.trips = []
 
+    def rest(self) -> None:
+        """Another loop begins within this one: what this has told is not looked up until that is over, or ever."""
+        self.trips, self.upcoming = [], []
+
     def drop(self) -> None:
         """There will be no next step."""
         self.end()

@@ -12,6 +12,7 @@ seen at all.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,11 @@ from torch import Tensor, nn
 from tulle.rows import Merge, RowSparse
 
 TableModule = nn.Embedding | nn.EmbeddingBag
+
+
+def is_ids(given: object) -> TypeGuard[Tensor]:
+    """Whether what a module was given can be row numbers: a forward of its own may take anything."""
+    return isinstance(given, Tensor) and given.dtype in (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,7 +89,9 @@ class Foresight:
         """Take note of a lookup."""
         if torch.is_grad_enabled():
             ids = ids.detach().reshape(-1)
-            self._noted.append(ids if module.padding_idx is None else ids[ids != module.padding_idx])
+            ids = ids if module.padding_idx is None else ids[ids != module.padding_idx]
+            # A forward of its own may look up others, hashed ones say: a wrong guess is found, if it can be told.
+            self._noted.append(ids.clamp(0, len(module.weight) - 1))
 
     def take(self) -> Foreseen | None:
         """What the next gradient will have, None for no gradient; the notes stay until it is summed."""

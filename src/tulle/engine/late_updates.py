@@ -119,8 +119,8 @@ class LateUpdates:
         """Buckets in the order in which they were made true since the last `begin`."""
         self._waiting: dict[Awaited, list[_Update]] = {}
         """What is to be done when gradients are there."""
-        self._left_out: list[Pair] = []
-        """What the step that is running does not see."""
+        self._left_out: list[tuple[list[_Update], _Update]] = []
+        """What the step that is running does not see, and where that is noted."""
         self._hooks: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """Numbers of our hooks before steps."""
         _living.add(self)
@@ -178,6 +178,7 @@ class LateUpdates:
 
     def make_replicas_true(self) -> None:
         """Wait for the gradients of replicas, to which autograd adds unasked."""
+        self._undo()
         for bucket in self._buckets():
             self.make_true(bucket)
 
@@ -205,6 +206,9 @@ class LateUpdates:
         return [awaited for awaited in self._waiting if isinstance(awaited, Bucket)]
 
     def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        for parameter, gradient in self._undo():
+            if parameter.grad is None and is_late(gradient):  # no backward has come since
+                parameter.grad = gradient
         has_closure = any(argument is not None for argument in (*arguments[1:], *keywords.values()))
         is_looked_at = next(reversed(optimizer._optimizer_step_pre_hooks)) != self._hooks[optimizer]
         if has_closure or is_looked_at or any(group.get("differentiable") for group in optimizer.param_groups):
@@ -214,31 +218,46 @@ class LateUpdates:
             for parameter in group["params"]:
                 if isinstance(parameter, LateParameter):  # the last step's update comes before this one's
                     parameter.make_true()
-        for group in optimizer.param_groups if self._waiting else ():
-            self._leave_out(optimizer, group)
+        self._leave_out(optimizer)
 
-    def _leave_out(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Note the update of the parameters of one group that are still on the way, and hide their gradients."""
-        members = {id(parameter) for parameter in group["params"]}
-        options: dict[str, Any] | None = None
+    def _undo(self) -> list[Pair]:
+        """Of a step that failed nothing is to be done: gives what it was not to see."""
+        pairs = [pair for _, update in self._left_out for pair in update.pairs]
+        for updates, failed in self._left_out:
+            updates[:] = [update for update in updates if update is not failed]
+        self._left_out.clear()
+        return pairs
+
+    def _leave_out(self, optimizer: Optimizer) -> None:
+        """Note the updates of parameters that are still on the way, and hide their gradients."""
+        groups = [*enumerate(optimizer.param_groups)] if self._waiting else []
+        numbers = {id(parameter): number for number, group in groups for parameter in group["params"]}
+        options: dict[int, dict[str, Any]] = {}
         for awaited, updates in self._waiting.items():
-            pairs = [pair for pair in awaited.gradients if id(pair[0]) in members and pair[0].grad is pair[1]]
-            if pairs:
-                options = options or deepcopy({name: value for name, value in group.items() if name != "params"})
-                updates.append(_Update(optimizer, options, pairs))
-                self._left_out += pairs
-            for parameter, _ in pairs:
-                parameter.grad = None
-                increment_version(parameter)  # now and not when it is done: who holds values knows that they are old
+            late: dict[int, list[Pair]] = {}
+            for parameter, gradient in awaited.gradients:
+                if id(parameter) in numbers and parameter.grad is gradient:
+                    late.setdefault(numbers[id(parameter)], []).append((parameter, gradient))
+                    parameter.grad = None
+                    increment_version(parameter)  # now, not when it is done: who holds values knows that they are old
+            for number, pairs in late.items():
+                if number not in options:
+                    options[number] = _options(optimizer.param_groups[number])
+                updates.append(_Update(optimizer, options[number], pairs))
+                self._left_out.append((updates, updates[-1]))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         hooks, ours = optimizer._optimizer_step_pre_hooks, self._hooks[optimizer]
         hooks[ours] = hooks.pop(ours)  # to the end: hooks that came after it see gradients first
-        for parameter, gradient in self._left_out:
+        for parameter, gradient in [pair for _, update in self._left_out for pair in update.pairs]:
             parameter.grad = gradient
             assert is_late(gradient), "nobody could look at it"
             make_late(parameter, vars(gradient)["make_true"])
         self._left_out.clear()
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return deepcopy({name: value for name, value in group.items() if name != "params"})
 
 
 def _is_like(value: object, parameter: Tensor) -> bool:

@@ -15,6 +15,14 @@ from tulle.mesh import Axis
 
 CHUNK_BYTES = 25 * 1024 * 1024
 """Small tensors travel together in chunks of this size; a larger one travels alone, without a copy."""
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""Methods that give the parts of sparse tensors."""
 
 
 def check_alike(model: nn.Module, axis: Axis, optimizers: Sequence[Optimizer] = ()) -> None:
@@ -42,25 +50,37 @@ def broadcast_tensors(tensors: Iterable[Tensor], axis: Axis, *, label: str) -> N
     if axis.size == 1:
         return
     chunk: list[Tensor] = []
-    for tensor in tensors:
-        kept = [*chunk, tensor]
-        if chunk and (chunk[0].dtype != tensor.dtype or sum(t.nbytes for t in kept) > CHUNK_BYTES):
+    chunk_bytes = 0
+    # As bytes they travel together whatever their dtype; the widest first, so that each begins where its dtype may.
+    for tensor in sorted((part for one in tensors for part in memory_of(one)), key=lambda part: -part.itemsize):
+        if chunk and chunk_bytes + tensor.nbytes > CHUNK_BYTES:
             _broadcast_chunk(chunk, axis, label)
-            kept = [tensor]
-        chunk = kept
+            chunk, chunk_bytes = [], 0
+        chunk.append(tensor)
+        chunk_bytes += tensor.nbytes
     if chunk:
         _broadcast_chunk(chunk, axis, label)
+
+
+def memory_of(tensor: Tensor) -> list[Tensor]:
+    """What has to be written for a tensor to be written: each number once, the parts of a sparse tensor apart."""
+    if tensor.layout in _PARTS:
+        return [getattr(tensor.detach(), part)() for part in _PARTS[tensor.layout]]
+    # Of what was expanded one number is seen in many places.
+    return [tensor.detach()[tuple(slice(None if stride else 1) for stride in tensor.stride())]]
 
 
 @torch.no_grad()
 def _broadcast_chunk(chunk: Sequence[Tensor], axis: Axis, label: str) -> None:
     alone = len(chunk) == 1 and chunk[0].is_contiguous()
-    flat = chunk[0].detach().view(-1) if alone else torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
-    broadcast(flat.view(torch.uint8), axis, label=label).wait()  # as bytes: gloo has no bool, for one
+    # A stride of a dimension of one may be anything, but to view it as bytes.
+    flat = [tensor.reshape(-1).as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in chunk]
+    sent = flat[0] if alone else torch.cat(flat)
+    broadcast(sent, axis, label=label).wait()
     if alone:
         return
-    for tensor, part in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+    for tensor, part in zip(chunk, sent.split([tensor.nbytes for tensor in chunk]), strict=True):
+        tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
 def _describe(model: nn.Module) -> list[str]:
@@ -74,8 +94,14 @@ def _describe(model: nn.Module) -> list[str]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     ]
     return described + [
-        f"buffer {name} {str(b.dtype).removeprefix('torch.')} {list(b.shape)}" for name, b in model.named_buffers()
+        f"buffer {name} {str(b.dtype).removeprefix('torch.')} {list(b.shape)}{_describe_parts(b)}"
+        for name, b in model.named_buffers()
     ]
+
+
+def _describe_parts(buffer: Tensor) -> str:
+    """Of a sparse buffer how many numbers it stores."""
+    return "" if buffer.layout == torch.strided else f" {buffer.layout} of {buffer._nnz()}"
 
 
 def _describe_lookup(module: nn.Embedding | nn.EmbeddingBag) -> str:

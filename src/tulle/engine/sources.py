@@ -120,6 +120,8 @@ class Sources:
         """What was learned, None as long as it is being learned."""
         self._axis = axis
         self._leaves: list[Tensor] | None = None
+        self._copies: list[Tensor] = []
+        """Of the leaves, as they were when they would have been told."""
         self._seen: Pattern = {}
         self._watched: list[tuple[int, Pattern]] = []
         self._leaves_in_pattern = 0
@@ -130,6 +132,7 @@ class Sources:
             self._learn()
         if self.pattern is None:
             self._leaves, self._seen = integer_leaves(batch), {}
+            self._copies = [leaf.clone() for leaf in self._leaves]
 
     def ids(self, batch: object) -> dict[int, Tensor]:
         """What the lookups that were learned will look up in a batch, by number of the table."""
@@ -155,13 +158,15 @@ class Sources:
     def note(self, table: int, ids: Tensor) -> None:
         """A lookup whose gradient will be wanted."""
         if self._leaves is not None:
-            self._seen.setdefault(table, []).append(locate(ids, self._leaves))
+            source = locate(ids, self._leaves)
+            is_same = source is not None and torch.equal(source.ids(self._copies).reshape(-1), ids.reshape(-1))
+            self._seen.setdefault(table, []).append(source if is_same else None)
 
     def end(self) -> None:
         """The step's lookups are over."""
-        if self._leaves is not None:
+        if self._leaves is not None and self._seen:  # else it was no step, but an evaluation say
             self._watched.append((len(self._leaves), self._seen))
-            self._leaves = None
+        self._leaves, self._copies = None, []
 
     def _learn(self) -> None:
         first, *others = self._watched

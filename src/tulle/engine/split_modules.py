@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NoReturn
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,7 +15,17 @@ from tulle.errors import ModelError
 _RUN_TIME = "_tulle_split_tables"
 
 
-class SplitEmbedding(nn.Embedding):
+class _Parted:
+    """A module that cannot be copied: a copy would hold a part of a table and no way to the rest."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise _no_copy()
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        raise _no_copy()
+
+
+class SplitEmbedding(_Parted, nn.Embedding):
     """`nn.Embedding` of which this rank holds a part; `num_embeddings` and `embedding_dim` are those of the whole."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -22,15 +33,8 @@ class SplitEmbedding(nn.Embedding):
         rows, positions, padding = _look_up(self, input)
         return F.embedding(positions, rows, padding)
 
-    def _replicate_for_data_parallel(self) -> nn.Embedding:
-        raise _no_copy()
 
-    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        """A copy would hold a part of a table and no way to the rest."""
-        raise _no_copy()
-
-
-class SplitEmbeddingBag(nn.EmbeddingBag):
+class SplitEmbeddingBag(_Parted, nn.EmbeddingBag):
     """`nn.EmbeddingBag` of which this rank holds a part."""
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
@@ -45,10 +49,6 @@ class SplitEmbeddingBag(nn.EmbeddingBag):
             include_last_offset=self.include_last_offset,
             padding_idx=padding,
         )
-
-    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        """A copy would hold a part of a table and no way to the rest."""
-        raise _no_copy()
 
 
 _SPLIT_KINDS: Mapping[type, type] = {nn.Embedding: SplitEmbedding, nn.EmbeddingBag: SplitEmbeddingBag}

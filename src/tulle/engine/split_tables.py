@@ -36,6 +36,8 @@ from tulle.tables import ShardGradient, placement_of, refuse, tell_the_end
 
 _AGREED_AT_ONCE = 63
 _LABEL = "gradients of split tables"
+_BITS_IF_CHECKED = 2
+"""In the numbers of trips whose rows are looked at once more before they are used: many at first, ever fewer later."""
 WORTH_S = 0.04
 """What gradients of the rows of a step must take, at least, for some of them to go later: to divide them costs, too."""
 
@@ -86,12 +88,12 @@ class SplitTables:
         """Begins with each call of the model."""
         self._learned = self.feed()
         """Begins a step earlier: `tulle.lookahead` without ids; what one loop has learned the next one knows."""
-        self._ahead: Feed | None = None
-        """That of the loop under way."""
+        self._loops: list[Feed] = []
+        """Those of the loops under way, the innermost last."""
 
     def look_up(self, module: TableModule, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Rows, where in them the ids lie, and where the padding does. Every rank must call it, with its own ids."""
-        table = self._by_parameter[id(module.weight)]
+        table = self._table_of(module)
         self._departures.comes(table.number)
         trip = self._told(table, ids) or self._trips_of([([table], [ids])], module)[0]
         if torch.is_grad_enabled() and table.parameter.requires_grad:
@@ -133,16 +135,23 @@ class SplitTables:
         tables = [*self.tables.values()]
         return Feed(tables, self._trips_of, self._no_trips, self._divide, self._departures, self._axis, ids_of)
 
+    @property
+    def _ahead(self) -> Feed | None:
+        """That of the innermost loop, if there is one."""
+        return self._loops[-1] if self._loops else None
+
     def begin_lookahead(self, ids_of: IdsOf | None) -> Feed:
         """A loop begins that tells the rows of each step a step earlier than the calls of the model."""
-        self._ahead = self._learned if ids_of is None else self.feed(ids_of)
-        return self._ahead
-
-    def end_lookahead(self) -> None:
-        """The loop is over."""
         if self._ahead is not None:
-            self._ahead.drop()
-        self._ahead = None
+            self._ahead.rest()
+        is_free = ids_of is None and self._learned not in self._loops
+        self._loops.append(self._learned if is_free else self.feed(ids_of))
+        return self._loops[-1]
+
+    def end_lookahead(self, feed: Feed) -> None:
+        """The loop of a feed is over."""
+        feed.drop()
+        self._loops.remove(feed)
 
     def begin_call(self, arguments: object) -> None:
         """The model is called for training: tell the rows of its lookups, as far as they are known, and fetch them."""
@@ -165,6 +174,15 @@ class SplitTables:
         """Return when no exchange is under way: for those who time them."""
         self._way.courier.submit(lambda: None).result()
 
+    def _table_of(self, module: TableModule) -> SplitTable:
+        if id(module.weight) not in self._by_parameter:
+            raise ModelError(
+                f"a lookup is to read a tensor of shape {list(module.weight.shape)} that was put in the place of a "
+                "split table: torch.func.functional_call and the like cannot, as rows lie on all ranks; write into the "
+                "parameter, with p.copy_(...) within torch.no_grad()"
+            )
+        return self._by_parameter[id(module.weight)]
+
     def _told(self, table: SplitTable, ids: Tensor) -> Trip | None:
         if not torch.is_grad_enabled() or not table.is_foreseeable:
             return None
@@ -185,6 +203,7 @@ class SplitTables:
             raise
         for trip in made:
             self._alive[trip.number] = trip
+            trip.is_checked = self._late is None and trip.number.bit_count() <= _BITS_IF_CHECKED
             self._rows |= trip.rows()
         tell_together(made)
         return made

@@ -288,8 +288,13 @@ def _is_sparse(heard: Sequence[Sequence[int]], position: int) -> bool:
     return DENSE not in counts and any(n != ABSENT for n in counts)
 
 
+def comes_by_rows(gradient: Tensor) -> bool:
+    """Whether a gradient is sparse as that of a table is: rows of a matrix."""
+    return gradient.layout == torch.sparse_coo and gradient.dim() == 2 and gradient.sparse_dim() == 1
+
+
 def compact(parameter: nn.Parameter) -> None:
     """Coalesce a sparse gradient in place, so that accumulation over micro-batches keeps one row for each number."""
     gradient = parameter.grad
-    if gradient is not None and gradient.layout == torch.sparse_coo and not gradient.is_coalesced():
+    if gradient is not None and comes_by_rows(gradient) and not gradient.is_coalesced():
         parameter.grad = RowSparse.from_tensor(gradient).coalesce().to_sparse_coo()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tulle.comm import Courier, Job, now_s, traffic
+from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.tables import Division, Pushed, Route, Split, bundles, divide, fetch, push, tell, wish
 
@@ -115,6 +116,10 @@ class Trip:
         self._is_last = True
         self._values: Job[list[Tensor]] | None = None
         self._versions: list[int] = []
+        self.is_checked = False
+        """Whether rows that were served before their lookup are looked at again then."""
+        self._served: Sequence[Sequence[Tensor]] | None = None
+        """What was given to each rank, a list a bundle, if it is to be looked at again."""
         self._lookups: dict[int, Tensor] = {}
         """How often each row was looked up by lookups whose gradient came, by table."""
         self._waits = dict.fromkeys(self.tables, 0)
@@ -156,11 +161,9 @@ class Trip:
             [table] = self.tables.values()
             with torch.no_grad():
                 torch.embedding_renorm_(table.parameter, torch.unique(routes[0].places).long(), *self._bound)
-        served = [
-            route.serve([partial(self._read, self, table) for table in tables])
-            for route, tables in zip(routes, self._bundles, strict=True)
-        ]
+        served = self._serve(routes)
         self._versions = self._current_versions()
+        self._served = served if self.is_checked else None
 
         def work() -> list[Tensor]:
             try:
@@ -171,6 +174,25 @@ class Trip:
 
         self._values = self._way.courier.submit(work)
 
+    def _serve(self, routes: Sequence[Route]) -> list[Sequence[Tensor]]:
+        """The rows that each rank wants of this one, as they are now."""
+        return [
+            route.serve([partial(self._read, self, table) for table in tables])
+            for route, tables in zip(routes, self._bundles, strict=True)
+        ]
+
+    def _check_unwritten(self) -> None:
+        """Raise if rows that were given to others have been written since in a way that no version counter sees."""
+        if self._served is None or self._current_versions() != self._versions:
+            return
+        for tables, then, now in zip(self._bundles, self._served, self._serve(self._routes()), strict=True):
+            if not all(map(_is_bitwise, then, now)):
+                names = ", ".join(table.name for table in tables)
+                raise ModelError(
+                    f"rows of {names} were written, by .data say, after they had been fetched for the lookups that "
+                    "follow: write into the parameter itself within torch.no_grad(), which is seen"
+                )
+
     def look_up(self, table: SplitTable, ids: Tensor, padding: int | None) -> tuple[Tensor, Tensor, int | None]:
         """Rows of a table, where in them ids lie, and where the padding does, if it is among them.
 
@@ -179,7 +201,9 @@ class Trip:
         Raises:
             KeyError: If an id is not among the rows of this trip.
         """
+        self._check_unwritten()
         self.begin_fetch()
+        self._served = None
         assert self._values is not None, "begun just now"
         bundle, t = self._places[table.number]
         distinct = self._wishes[bundle].distinct
@@ -340,6 +364,11 @@ class _Load:
         return self.push(axis, "delayed rows")
 
 
+def _is_bitwise(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same to the last bit, NaN too."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 def _cut(parts: Sequence[T], masks: Sequence[Tensor]) -> list[T]:
     return [part[mask] if isinstance(part, Tensor) else part for part, mask in zip(parts, masks, strict=True)]
 
@@ -356,7 +385,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        ctx.trip.gradient_came(ctx.table, gradients[0], ctx.lookups)
+        ctx.trip.gradient_came(ctx.table, gradients[0].detach(), ctx.lookups)
         return (None,) * 5
 
 

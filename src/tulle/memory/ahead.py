@@ -68,6 +68,8 @@ class Ahead:
         self._followed: dict[_Use, tuple[_Use | None, _Use | None]] = {}
         """What came after a use, the last time and the time before; None for what was not to be gathered ahead."""
         self._last: tuple[_Use, int] | None = None
+        self._recomputed: tuple[Unit, list[Tensor]] | None = None
+        """The wholes that a unit was just recomputed with: backward reads them next."""
         self._coming: _Coming | None = None
         self._leaving: ref[Job[list[Tensor | None]]] | None = None
 
@@ -80,6 +82,9 @@ class Ahead:
             what: It is gathered for.
             call: The number of the call of a model that it belongs to.
         """
+        recomputed, self._recomputed = self._recomputed, None
+        if recomputed is not None and recomputed[0] is unit and what == BACKWARD:
+            return recomputed[1]
         self._parts[unit] = parts
         use = _Use(unit, what, 0 if what == EVALUATING else min(self._uses[unit, what], _COUNTED))
         self._uses[unit, what] += 1
@@ -93,6 +98,8 @@ class Ahead:
         wholes = coming.job.result()
         for whole in wholes if self.axis.device.type == "cuda" else ():
             whole.record_stream(torch.cuda.current_stream(whole.device))
+        if what == FORWARD and in_backward() and not (unit.stays or unit.is_apart):
+            self._recomputed = unit, [whole.detach() for whole in wholes]
         return wholes
 
     def reduce(
@@ -109,11 +116,11 @@ class Ahead:
     def end_step(self) -> None:
         """Parameters have changed: what was gathered of them is old."""
         self._uses.clear()
-        self._last = self._coming = None
+        self._last = self._coming = self._recomputed = None
 
     def drop(self) -> None:
         """A parameter was written to: what is gathered ahead may be old. Every rank must call it, or none."""
-        self._coming = None
+        self._coming = self._recomputed = None
 
     def _begin(self, use: _Use) -> _Coming:
         parts = self._parts[use.unit]
@@ -125,6 +132,8 @@ class Ahead:
             may_be_ahead = use.what == BACKWARD or call == its_call or in_backward()
             _, before = self._followed.get(last, (None, None))
             self._followed[last] = before, use if may_be_ahead else None
+            if not may_be_ahead:
+                self._coming = None
         self._last = use, call
 
     def __deepcopy__(self, memo: object) -> Ahead:

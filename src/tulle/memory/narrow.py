@@ -6,14 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Have a model cast its floating-point arguments to a dtype, and its results back to float32.
 
-    For `shard_optimizer(..., narrow=dtype)`, which narrows the parameters. Norms and losses that must be wide stay the
-    model's own affair; what leaves the outermost module is wide again, so a loss outside of it is.
+    For `shard_optimizer(..., narrow=dtype)`, which narrows the parameters. Buffers stay wide, and so do tables that are
+    kept in step in a way of their own; each module that has parameters is given what they are. Norms and losses that
+    must be wide stay the model's own affair; what leaves the outermost module is wide again, as is a loss of that.
 
     Args:
         model: The outermost module.
@@ -27,17 +28,25 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
         torch.float32
     """
 
-    def narrowed(value: Tensor) -> Tensor:
-        return value.to(dtype) if value.is_floating_point() else value
-
-    def widened(value: Tensor) -> Tensor:
-        return value.float() if value.dtype == dtype else value
-
-    def before(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
-        return tree_map_only(Tensor, narrowed, (arguments, keywords))
+    def before(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        own = (p.dtype for p in module._parameters.values() if p is not None and p.is_floating_point())
+        wanted = next(own, dtype if module is model else None)
+        return None if wanted is None else _cast((arguments, keywords), wanted)
 
     def after(_module: nn.Module, _arguments: object, output: Any) -> Any:
-        return tree_map_only(Tensor, widened, output)
+        return tree_map_only(Tensor, lambda value: value.float() if value.dtype == dtype else value, output)
 
-    model.register_forward_pre_hook(before, with_kwargs=True)
+    for module in model.modules():
+        module.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(after)
+
+
+def _cast(given: Any, dtype: torch.dtype) -> Any:
+    """With floating-point tensors in a dtype; None if all are, so that containers stay the objects that they are."""
+
+    def is_other(value: object) -> bool:
+        return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != dtype
+
+    if not any(map(is_other, tree_leaves(given))):
+        return None
+    return tree_map(lambda value: value.to(dtype) if is_other(value) else value, given)

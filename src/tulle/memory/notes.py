@@ -70,10 +70,10 @@ def noting(gathered: Gathered, wholes: Sequence[Tensor]) -> Iterator[None]:
         number = numbers.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
         if number is not None and tensor.dtype == gathered.dtypes[number]:
             return _Note(gathered, number, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-        return outer[0](tensor) if outer is not None else _Saved(tensor, tensor._version)
+        return outer[0](tensor) if outer is not None else Saved(tensor, tensor._version)
 
     def read(packed: Any) -> Tensor:
-        return packed.read() if isinstance(packed, _Note | _Saved) or outer is None else outer[1](packed)
+        return packed.read() if isinstance(packed, _Note | Saved) or outer is None else outer[1](packed)
 
     with saved_tensors_hooks(note, read):
         yield
@@ -94,13 +94,14 @@ class _Note:
 
 
 @dataclass(frozen=True, slots=True)
-class _Saved:
+class Saved:
     """Another tensor that autograd saved; it does not look for changes of what went through our hands."""
 
     tensor: Tensor
     version: int
 
     def read(self) -> Tensor:
+        """The tensor, unless it has changed since."""
         if self.tensor._version != self.version:
             raise GradientError(
                 f"a tensor of shape {list(self.tensor.shape)} that backward needs was changed in place after forward"

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tulle.errors import ModelError
+from tulle.memory.notes import Saved
 
 HORIZON = 4
 SMALLEST_BYTES = 1024 * 1024
@@ -51,32 +52,31 @@ class Offloading:
 
     Args:
         device: Of the activations.
-        kept: Storages that stay where they are: those of parameters and buffers.
         horizon: How many calls ahead activations come back.
         smallest_bytes: Tensors below this size stay.
     """
 
-    def __init__(self, device: torch.device, kept: set[int], horizon: int, smallest_bytes: int) -> None:
+    def __init__(self, device: torch.device, horizon: int, smallest_bytes: int) -> None:
         self._horizon = horizon
         self._smallest_bytes = smallest_bytes
-        self._kept = kept
         self._last: ref[_Call] | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.moved_bytes = 0
         """To the host, since the beginning."""
 
-    def saving(self) -> torch.autograd.graph.saved_tensors_hooks:
+    def saving(self, module: nn.Module) -> torch.autograd.graph.saved_tensors_hooks:
         """The context in which one call of a module saves."""
         call = _Call(self._last)
         self._last = ref(call)
-        inputs = _Inputs(call)
+        own = (*module.parameters(), *module.buffers())  # now: their memory may have been another one before
+        inputs = _Inputs(call, {tensor.untyped_storage()._cdata for tensor in own})
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(tensor, inputs), self._unpack)
 
     def _pack(self, tensor: Tensor, inputs: _Inputs) -> Any:
         storage = tensor.untyped_storage()
         is_small = tensor.nbytes < self._smallest_bytes or storage.nbytes() > 2 * tensor.nbytes
-        if is_small or storage._cdata in self._kept or not tensor.is_floating_point():
-            return tensor
+        if is_small or storage._cdata in inputs.kept or not tensor.is_floating_point():
+            return Saved(tensor, tensor._version)
         key = storage._cdata, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride()
         whose, parked = inputs.parked.get(key, (None, None))
         if parked is None or whose is None or whose() is None:  # memory of a tensor that is gone is used again
@@ -100,8 +100,8 @@ class Offloading:
         return _Parked(tensor.device, host)
 
     def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+        if isinstance(packed, Saved):
+            return packed.read()
         call, parked = packed
         self._load_ahead(call)
         if parked.returned is not None:
@@ -142,9 +142,10 @@ class Offloading:
 
 @dataclass(slots=True, eq=False)
 class _Inputs:
-    """Tensors that one call has parked, by storage and view: what is saved twice moves once."""
+    """What one call has parked, by storage and view: what is saved twice moves once; storages in `kept` stay."""
 
     call: _Call
+    kept: set[int]
     parked: dict[tuple[Any, ...], tuple[ref[torch.UntypedStorage], _Parked]] = field(default_factory=dict)
 
 
@@ -155,7 +156,7 @@ class _Offloaded(nn.Module):
         """As before."""
         if not torch.is_grad_enabled():
             return super().forward(*arguments, **keywords)
-        with self.__dict__[_OFFLOADING].saving():
+        with self.__dict__[_OFFLOADING].saving(self):
             return super().forward(*arguments, **keywords)
 
 
@@ -185,9 +186,8 @@ def offload(
         raise ModelError(
             f"memory.offload was given {missing[0]!r}, but the {type(model).__name__} has no module of that name"
         )
-    tensors = [*model.parameters(), *model.buffers()]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    offloading = Offloading(device, {t.untyped_storage()._cdata for t in tensors}, horizon, smallest_bytes)
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    offloading = Offloading(device, horizon, smallest_bytes)
     for name in names:
         modules[name].__dict__[_OFFLOADING] = offloading
         object.__setattr__(modules[name], "__class__", _offloaded(type(modules[name])))

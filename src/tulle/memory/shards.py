@@ -83,6 +83,7 @@ class OptimizerShards:
             )
         if self._whole is not None:  # the step before failed
             self._put_back()
+        self._follow_parameters()
         groups = self.optimizer.param_groups
         stepped = [[piece for p in group["params"] if (piece := self._stepped(p)) is not None] for group in groups]
         self._whole = [group["params"] for group in groups]
@@ -98,6 +99,7 @@ class OptimizerShards:
 
     def whole_state(self) -> dict[Tensor, dict[str, Any]]:
         """The optimizer's state as one process would have it, by parameter. Every rank of the axis must call it."""
+        self._follow_parameters()
         whole: dict[Tensor, dict[str, Any]] = {}
         for bucket in self.buckets:
             pieces = bucket.pieces[self.axis.rank]
@@ -126,6 +128,14 @@ class OptimizerShards:
         for piece in self._owned.values():
             if self.narrow and piece is not None and piece.tensor is not None:
                 piece.tensor.data.copy_(flat(piece.parameter.data)[piece.start : piece.stop])
+
+    @torch.no_grad()
+    def _follow_parameters(self) -> None:
+        """Have masters be what parameters are, where somebody else than the optimizer has written something else."""
+        for piece in self._owned.values() if self.narrow else ():
+            if piece is not None and piece.tensor is not None:
+                own, master = flat(piece.parameter.data)[piece.start : piece.stop], piece.tensor.data
+                master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
 
     def _stepped(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """This rank's piece of a parameter, with its gradient; None if other ranks step all of it."""

@@ -57,7 +57,8 @@ def share_out(
         model: With the same values on every rank of the axis.
         axis: `mesh["data"]`, say.
         units: Names of the modules whose parameters are gathered together when they run, `""` for the model; a
-            parameter goes with the innermost around it, and stays as it is if there is none.
+            parameter goes with the innermost around it, and stays as it is if there is none. One whose
+            hooks make its weight goes with the next around it, too.
         leave: Identities of parameters that stay as they are.
         stay: Of the units those whose wholes stay from forward to backward: the model, which runs from end to end.
         optimizers: Over the parameters. Of state that they have, each rank keeps its part.
@@ -75,6 +76,7 @@ def share_out(
         ['bias', 'weight']
     """
     cuts = {id(p): cut for p in model.parameters() if id(p) not in leave and (cut := _cut(p, axis)) is not None}
+    units = [unit for unit in units if not _makes_weights(model.get_submodule(unit))]
     members = _members(model, units, cuts)
     for name in members:
         if "forward" in model.get_submodule(name).__dict__:
@@ -245,6 +247,11 @@ def _in_place_of(owners: Sequence[tuple[nn.Module, str, int]], wholes: Sequence[
 def _follow(layer: nn.RNNBase) -> None:
     """A recurrent layer keeps a list of its parameters besides."""
     layer._flat_weights = [layer._parameters.get(name) for name in layer._flat_weights_names]
+
+
+def _makes_weights(module: nn.Module) -> bool:
+    """Whether hooks make a module's weight of its parameters before its forward, as those of `weight_norm` do."""
+    return bool(module._forward_pre_hooks) and any(isinstance(value, Tensor) for value in vars(module).values())
 
 
 def _cut(parameter: nn.Parameter, axis: Axis) -> Shard | None:

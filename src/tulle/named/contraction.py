@@ -54,7 +54,7 @@ def contract(inputs: Sequence[Placed], out: Dims) -> Product:
         ModelError: If one dimension name comes with two sizes, or `out` has what no input has.
     """
     scope = shared_scope(inputs, "einsum")
-    key = ("einsum", out, *[one.dims for one in inputs])
+    key = (contract, out, *[one.dims for one in inputs])
     plan: Plan | None = scope.plans.get(key)
     if plan is None:
         plan = scope.plans[key] = Plan(scope, key[2:], out)
@@ -70,7 +70,7 @@ def multiply(left: Placed, right: Placed, over: Dim | Sequence[Dim]) -> Product:
     """
     scope = shared_scope((left, right), "dot")
     over = over if isinstance(over, tuple) else as_dims(over)
-    key = ("dot", left.dims, right.dims, over)
+    key = (multiply, left.dims, right.dims, over)
     plan: Plan | None = scope.plans.get(key)
     if plan is None:
         lost = as_dims(over)

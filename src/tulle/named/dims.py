@@ -12,10 +12,15 @@ from typing import NamedTuple, Protocol
 from tulle.errors import ModelError, PlanError
 
 _declared: set[str] = set()
-"""Names given to `dims` in this process: a rule that nearly names one is a slip."""
+"""Names of this process's dimensions: a rule that nearly names one is a slip."""
 
 
-class Dim(NamedTuple):
+class _NameAndSize(NamedTuple):
+    name: str
+    size: int
+
+
+class Dim(_NameAndSize):
     """A tensor dimension: a name and a size.
 
     Example:
@@ -24,8 +29,12 @@ class Dim(NamedTuple):
         (d_ff=2048, 2048)
     """
 
-    name: str
-    size: int
+    __slots__ = ()
+
+    def __new__(cls, name: str, size: int) -> Dim:
+        """Make one, and remember its name."""
+        _declared.add(name)
+        return super().__new__(cls, name, size)
 
     def __repr__(self) -> str:
         return f"{self.name}={self.size}"
@@ -52,7 +61,6 @@ def dims(**sizes: int) -> Dims:
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ModelError(f"dimension {name!r} was given size {size!r}, expected a positive integer")
-    _declared.update(sizes)
     return tuple(Dim(name, size) for name, size in sizes.items())
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tulle.errors import ModelError
 from tulle.named.dims import Dim, as_dims, spelled
+from tulle.named.gradients import PlainLeaf
 from tulle.named.placed import Placed
 from tulle.named.scope import current
 from tulle.named.tensor import Tensor
@@ -33,7 +34,12 @@ def from_torch(tensor: torch.Tensor, dims: Dim | Sequence[Dim]) -> Tensor:
             "name each dimension of the tensor, in order and with its size"
         )
     scope = current()
-    for axis, dim in scope.axes(dims, "from_torch of").items():
+    split = scope.axes(dims, "from_torch of")
+    if isinstance(tensor, torch.nn.Parameter):  # others may use it too: there is one sum for all
+        tensor = PlainLeaf.of(tensor, scope.gradients).entered((), "from_torch")
+    if scope.is_on_paper:
+        tensor = tensor.to("meta")
+    for axis, dim in split.items():
         tensor = scope.wire.scatter(tensor, axis, dims.index(dim), f"from_torch {dim.name}")
     return Tensor(tensor, dims)
 
@@ -52,7 +58,7 @@ def from_local(local: torch.Tensor, dims: Dim | Sequence[Dim]) -> Tensor:
             f"from_local was given a part of shape {tuple(local.shape)} of dimensions {spelled(dims)}, expected "
             f"{scope.local_shape(dims)} under {scope!r}"
         )
-    return Tensor(local, dims)
+    return Tensor(local.to("meta") if scope.is_on_paper else local, dims)
 
 
 def to_torch(tensor: Placed) -> torch.Tensor:

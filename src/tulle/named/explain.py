@@ -20,8 +20,9 @@ from tulle.errors import ModelError
 from tulle.mesh import Mesh
 from tulle.named.dims import Chosen, Dims, Layout
 from tulle.named.ledger import GRADIENTS, Ledger, Line, memory_of
-from tulle.named.module import named_parameters
+from tulle.named.module import named_parameters, show_parts
 from tulle.named.planned import Collective, PlannedWire
+from tulle.named.randomness import drawn_again, mark
 from tulle.named.rates import Rates
 from tulle.named.reduction import mean
 from tulle.named.scope import Scope, current, entered
@@ -191,7 +192,7 @@ class Part(NamedTuple):
 
 @contextmanager
 def on_paper(model: nn.Module, scope: Scope) -> Iterator[list[Part]]:
-    """Let a model's parameters be parts without numbers, laid out for a scope, within the block."""
+    """Let a model's parameters be parts without numbers, laid out for a scope, within the block; draws do not count."""
     held = []
     parts: list[Part] = []
     try:
@@ -200,11 +201,13 @@ def on_paper(model: nn.Module, scope: Scope) -> Iterator[list[Part]]:
             part = torch.empty(scope.local_shape(parameter.dims), dtype=parameter.dtype, device="meta")
             parts.append(Part(parameter.dims, nn.Parameter(part, requires_grad=parameter.requires_grad)))
             held.append((parameter, parameter.scope, parameter.place_under(scope, parts[-1].parameter)))
-        with _plain_on_paper(model) as plain:
+        show_parts(model)
+        with torch.enable_grad(), drawn_again(mark()), _plain_on_paper(model) as plain:
             yield [*parts, *plain]
     finally:
         for parameter, *before in held:
             parameter.put_back(*before)
+        show_parts(model)
 
 
 @contextmanager

@@ -9,6 +9,8 @@ and each bucket is summed by one all-reduce while backward goes on. The last one
     another                   {data, model}                          f over {model}, and the rest with the first
     another, or one before    {}                                     equal on all ranks of data: its share, 1 / size
 
+`torch.autograd.grad` has no end at which to sum: what it asks for is summed at once.
+
 Source: Li et al., *PyTorch Distributed* (VLDB'20, section 3.2), gradient bucketing.
 """
 
@@ -37,6 +39,19 @@ Axes = tuple[str, ...]
 
 
 @dataclass(slots=True)
+class _Filling:
+    """A bucket that is not sent yet."""
+
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    size_bytes: int = 0
+
+    def add(self, parameter: nn.Parameter) -> None:
+        """Put one more gradient into it."""
+        self.parameters.append(parameter)
+        self.size_bytes += parameter.nbytes
+
+
+@dataclass(slots=True)
 class _Bucket:
     parameters: list[nn.Parameter]
     pending: Deferred[Tensor]
@@ -61,14 +76,14 @@ class Gradients:
     """Parameters whose gradient is this rank's part of a sum."""
     _before: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     """What earlier backwards had left, summed already."""
-    _open: dict[tuple[Any, ...], list[nn.Parameter]] = field(default_factory=dict)
+    _open: dict[tuple[Any, ...], _Filling] = field(default_factory=dict)
     _sent: list[_Bucket] = field(default_factory=list)
     _task: int = -1
 
     def follow(self, parameter: nn.Parameter, axes: Axes) -> list[Any]:
         """Sum a parameter's gradient over some axes at the end of each backward; gives the hooks that do."""
         return [
-            parameter.register_hook(lambda _: self._set_apart(parameter, axes)),
+            parameter.register_hook(lambda gradient: self._set_apart(parameter, axes, gradient)),
             parameter.register_post_accumulate_grad_hook(lambda _: self._arrive(parameter, axes)),
         ]
 
@@ -81,24 +96,32 @@ class Gradients:
         finally:
             self.is_held = False
 
-    def _set_apart(self, parameter: nn.Parameter, axes: Axes) -> None:
+    def _set_apart(self, parameter: nn.Parameter, axes: Axes, gradient: Tensor) -> Tensor | None:
+        if not _is_accumulated(parameter):
+            assert self.wire is not None, "sums are put off only where something is split"
+            return self.wire.leave(gradient, axes, LABEL)
         if parameter.grad is None:
             self._before.pop(parameter, None)
         elif parameter not in self._unsummed:
             self._before[parameter], parameter.grad = parameter.grad, None
         self._unsummed[parameter] = axes
+        return None
 
     def _arrive(self, parameter: nn.Parameter, axes: Axes) -> None:
         self._await_the_end()
         if self.is_held:
             return
         assert parameter.grad is not None, "a gradient has just been accumulated"
-        key = (axes, parameter.dtype, parameter.device)
-        filling = self._open.setdefault(key, [])
-        filling.append(parameter)
+        filling = self._put(parameter, axes)
         enough_bytes = self.bucket_bytes if self._sent else self.first_bucket_bytes
-        if sum(one.nbytes for one in filling) >= enough_bytes:
-            self._send(self._open.pop(key), axes)
+        if filling.size_bytes >= enough_bytes:
+            del self._open[_kind(parameter, axes)]
+            self._send(filling.parameters, axes)
+
+    def _put(self, parameter: nn.Parameter, axes: Axes) -> _Filling:
+        filling = self._open.setdefault(_kind(parameter, axes), _Filling())
+        filling.add(parameter)
+        return filling
 
     def _await_the_end(self) -> None:
         """Have `_finish` called at the end of this backward; what one that failed has left is forgotten."""
@@ -124,8 +147,8 @@ class Gradients:
         if self.is_held:
             return
         self._open_the_rest()
-        for (axes, *_), parameters in self._open.items():
-            self._send(parameters, axes)
+        for (axes, *_), filling in self._open.items():
+            self._send(filling.parameters, axes)
         for bucket in self._sent:
             parts = bucket.pending.wait().split([parameter.numel() for parameter in bucket.parameters])
             for parameter, part in zip(bucket.parameters, parts, strict=True):
@@ -138,11 +161,24 @@ class Gradients:
 
     def _open_the_rest(self) -> None:
         """Take in the parameters that had gradients in held backwards only."""
-        under_way = {id(one) for several in self._open.values() for one in several}
+        under_way = {id(one) for filling in self._open.values() for one in filling.parameters}
         under_way |= {id(one) for bucket in self._sent for one in bucket.parameters}
         for parameter, axes in self._unsummed.items():
             if id(parameter) not in under_way and parameter.grad is not None:
-                self._open.setdefault((axes, parameter.dtype, parameter.device), []).append(parameter)
+                self._put(parameter, axes)
+
+
+def _kind(parameter: nn.Parameter, axes: Axes) -> tuple[Any, ...]:
+    """What gradients of one bucket have in common."""
+    return axes, parameter.dtype, parameter.device
+
+
+def _is_accumulated(parameter: nn.Parameter) -> bool:
+    """Whether the backward that runs leaves the gradient at the parameter; else `torch.autograd.grad` gives it back."""
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+    except RuntimeError:  # torch says so of leaves whose gradients are given back
+        return False
 
 
 class Leaf:
@@ -175,15 +211,21 @@ class Leaf:
         entered = wire.enter(self.parameter, further, label) if further else self.parameter
         return cast("Tensor", _Share.apply(entered, partial(self._share, axes)))
 
-    def _share(self, axes: Axes) -> float:
+    def _share(self, axes: Axes, gradient: Tensor) -> Tensor:
         """What a use's gradient, equal on all ranks of the axes that do not split it, gives to the sum over them."""
         wire = self._gradients.wire
         assert wire is not None, "gradients are shared where something is split"
-        return 1 / math.prod(wire.sizes[axis] for axis in self._put_off if axis not in axes)
+        alike = tuple(axis for axis in self._put_off if axis not in axes)
+        if not alike:
+            return gradient
+        return wire.enter(gradient, alike, LABEL) / math.prod(wire.sizes[axis] for axis in alike)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Leaf:
         """That of the parameter's copy, which nobody follows yet."""
-        return Leaf(deepcopy(self.parameter, memo), self._gradients)
+        copied = deepcopy(self.parameter, memo)
+        if "clipped_with" in vars(self.parameter):
+            vars(copied)["clipped_with"] = vars(self.parameter)["clipped_with"]
+        return Leaf(copied, self._gradients)
 
     def close(self) -> None:
         """Have nothing more to do with the parameter."""
@@ -192,15 +234,38 @@ class Leaf:
         self._hooks, self._put_off = [], ()
 
 
+class PlainLeaf(Leaf):
+    """The leaf of a plain module's parameter, kept by the parameter: whoever uses it puts its sum off to one place."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, gradients: Gradients) -> PlainLeaf:
+        """The parameter's own under a scope; of one scope at a time."""
+        leaf = getattr(parameter, _LEAF, None)
+        if not isinstance(leaf, cls) or leaf._gradients is not gradients:
+            if isinstance(leaf, cls):
+                leaf.close()
+            leaf = cls(parameter, gradients)
+            setattr(parameter, _LEAF, leaf)
+        return leaf
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        """A pickled parameter is a plain one."""
+        return type(None), ()
+
+
+_LEAF = "_tulle_leaf"
+
+
 class _Share(torch.autograd.Function):
     """Identity whose gradient is scaled, by what is known when it comes: a later use may settle what is put off."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, share: Callable[[], float]) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, share: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.share = share
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        share = ctx.share()
-        return (gradients[0] if share == 1 else gradients[0] * share), None
+        return ctx.share(gradients[0]), None

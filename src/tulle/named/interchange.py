@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -67,8 +67,14 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.opti
         folder: Where; what is there is replaced.
         model: Its parameters by name, whole.
         optimizer: torch's, or `Adafactor`.
-        **extra: Numbers to save with it, such as the step.
+        **extra: Integers to save with it, such as the step.
+
+    Raises:
+        CheckpointError: If one of the extra is no integer.
     """
+    for name, value in extra.items():
+        if not isinstance(value, int):
+            raise CheckpointError(f"save was given {name}={value!r} to save with a model, expected an integer")
     check_initialized(model)
     path = Path(folder)
     aside = path.with_name(path.name + ".partial")
@@ -97,6 +103,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.opti
         raise CheckpointError(f"there is no checkpoint of a named model at {path}: save one with tn.save")
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     _begin_states(model, optimizer)
+    _forget_states(model, optimizer, stored)
     state = _state(model, optimizer)
     missing = sorted(set(state) - set(stored))
     if missing:
@@ -147,6 +154,14 @@ def _begin_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for one, gradient, value in kept:
             one.copy_(value)
             one.grad = gradient
+
+
+def _forget_states(model: nn.Module, optimizer: torch.optim.Optimizer, stored: Collection[str]) -> None:
+    """Leave without a state those parameters that had none when they were saved: they were not updated yet."""
+    begun = {name.rpartition(".")[0] for name in stored}
+    for name, parameter in model.named_parameters():
+        if f"optimizer.{name}" not in begun:
+            optimizer.state.pop(parameter, None)
 
 
 def _take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

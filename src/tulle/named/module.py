@@ -75,9 +75,26 @@ class Parameter(Tensor):
 
     def place_under(self, scope: Scope, parameter: nn.Parameter) -> Leaf:
         """Hold a part that is laid out for a scope; gives what was held before, for `put_back`."""
+        if scope.local_shape(self.dims) != tuple(dim.size for dim in self.dims):
+            parameter.clipped_with = "tulle.named.clip_grad_norm"  # pyright: ignore[reportAttributeAccessIssue]
+        else:
+            vars(parameter).pop("clipped_with", None)
         before, self._leaf = self._leaf, Leaf(parameter, scope.gradients)
         self.scope, self._part = scope, parameter
         return before
+
+    def hold(self, parameter: nn.Parameter) -> None:
+        """Hold another part, laid out as the one before."""
+        self.place_under(self.scope, parameter).close()
+
+    def begin(self, scope: Scope, values: Local) -> None:
+        """Let the `nn.Parameter`, which others may hold already, have values that are laid out for a scope."""
+        held = self.parameter
+        if self.scope is _DECLARED:
+            torch.utils.swap_tensors(nn.Parameter(values, requires_grad=held.requires_grad), held)
+        else:
+            held.data, held.grad = values, None
+        self.place_under(scope, held).close()
 
     def put_back(self, scope: Scope, leaf: Leaf) -> None:
         """Hold again what was held before."""
@@ -149,16 +166,32 @@ class Module(nn.Module):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
+        named: dict[str, Parameter] = vars(self).setdefault("_named", {})
         if isinstance(value, Parameter):
             value.name = value.name or name
+            vars(self).pop(name, None)
             self.register_parameter(name, value.parameter)
-            vars(self).setdefault("_named", {})[name] = value
+            named[name] = value
+        elif name in named and isinstance(value, nn.Parameter) and value.shape == named[name].parameter.shape:
+            named[name].hold(value)  # as `load_state_dict` with `assign` does
+            show_parts(self)
         else:
             super().__setattr__(name, value)
+            named.pop(name, None)
 
     def __getattr__(self, name: str) -> Any:
-        named = vars(self).get("_named", {})
-        return named[name] if name in named else super().__getattr__(name)
+        named: dict[str, Parameter] = vars(self).get("_named", {})
+        if name not in named:
+            return super().__getattr__(name)
+        parameter, part = named[name], self._parameters.get(name)
+        if part is parameter.parameter:
+            return parameter
+        # `torch.func.functional_call` has put another there.
+        return None if part is None else Tensor(part, parameter.dims, (), parameter.scope)
+
+    def __delattr__(self, name: str) -> None:
+        vars(self).get("_named", {}).pop(name, None)
+        super().__delattr__(name)
 
     @property
     def saved_with(self) -> str | None:
@@ -170,8 +203,8 @@ class Module(nn.Module):
         """Allocate all named parameters under the layout in force, and draw them by seed, name and global index.
 
         Every rank must call it, with the same seed. An optimizer may be made before the first time; after another,
-        under another layout, there are other parameters, and it must be made anew. Plain modules inside are left as
-        they are: they must be equal on all ranks.
+        under another layout, its states do not fit, and it must be made anew. Plain modules inside are left as they
+        are: they must be equal on all ranks.
 
         Raises:
             PlanError: If a parameter is not legal in the layout.
@@ -181,13 +214,7 @@ class Module(nn.Module):
             parameter.name = name
             scope.axes(parameter.dims, f"parameter {name}")
         for name, parameter in named_parameters(self):
-            drawn = nn.Parameter(parameter.drawn(scope, key_of(seed, name)), requires_grad=parameter.requires_grad)
-            if parameter.scope is _DECLARED:
-                torch.utils.swap_tensors(drawn, parameter.parameter)  # an optimizer may hold the latter already
-                drawn = parameter.parameter
-            if scope.local_shape(parameter.dims) != tuple(dim.size for dim in parameter.dims):
-                drawn.clipped_with = "tulle.named.clip_grad_norm"  # pyright: ignore[reportAttributeAccessIssue]
-            parameter.place_under(scope, drawn).close()
+            parameter.begin(scope, parameter.drawn(scope, key_of(seed, name)))
         show_parts(self)
         return self
 

@@ -18,7 +18,6 @@ from tulle.named.dims import Dim, Dims
 from tulle.named.module import check_initialized, named_parameters
 from tulle.named.placed import Axes
 from tulle.named.reduction import mean
-from tulle.named.reduction import sum as named_sum
 from tulle.named.scope import Scope, current, entered
 from tulle.named.tensor import Tensor
 
@@ -135,20 +134,23 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     """
     if not max_norm >= 0:
         raise ModelError(f"clip_grad_norm was given max_norm={max_norm!r}, expected 0 or more")
-    sums: dict[Axes, Tensor] = {}
+    sums: dict[tuple[Scope, Axes], list[torch.Tensor]] = {}
     gradients: list[torch.Tensor] = []
     for parameter, (dims, scope) in dimensions(model):
-        if parameter.grad is None:
-            continue
-        gradients.append(parameter.grad)
-        with entered(scope):
-            squares = named_sum(Tensor(parameter.grad.square(), dims))
-            axes = squares.pending
-            sums[axes] = sums[axes] + squares if axes in sums else squares
-    norm = torch.stack([one.local for one in sums.values()]).sum().sqrt() if sums else torch.zeros(())
+        if parameter.grad is not None:
+            gradients.append(parameter.grad)
+            axes = tuple(sorted(scope.axes(dims, "the gradient of")))
+            wide = torch.promote_types(parameter.grad.dtype, torch.float32)  # half precision does not hold squares
+            squares = torch.linalg.vector_norm(parameter.grad, dtype=wide).square()
+            sums.setdefault((scope, axes), []).append(squares)
+    totals: list[torch.Tensor] = []
+    for (scope, axes), squares in sums.items():
+        total = torch.stack(squares).sum()
+        totals.append(scope.wire.leave(total, axes, "named gradient norm") if axes else total)
+    norm = torch.stack(totals).sum().sqrt() if totals else torch.zeros(())
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
-        gradient.mul_(scale.to(gradient.dtype))
+        gradient.mul_(scale)
     return norm
 
 

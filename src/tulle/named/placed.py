@@ -180,7 +180,7 @@ def record(kind: Kind, inputs: Sequence[Placed], dims: Dims, out: Dims, moves: M
     """Write an operation down, if the scope in force wants it."""
     trace = current().trace
     if trace is not None:
-        trace.append(Step(kind, tuple(map(_as_input, inputs)), dims, out, moves))
+        trace.append(Step(kind, tuple(map(_as_input, inputs)), dims, out, moves, current().is_recomputed))
 
 
 def _as_input(tensor: Placed) -> Input:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tulle.errors import ModelError
 from tulle.named.dims import Dim, as_dims, check_dim, check_once
 from tulle.named.elementwise import Scalar
-from tulle.named.placed import aligned, check_named
+from tulle.named.placed import aligned, check_named, shared_scope
 from tulle.named.randomness import next_key, uniform
 from tulle.named.scope import current
 from tulle.named.tensor import Tensor, elementwise
@@ -177,7 +177,8 @@ def _like(tensor: Tensor, value: Tensor | Scalar) -> Any:
     """A number as a tensor beside another; a plain tensor as it is, to be refused."""
     if isinstance(value, Tensor | torch.Tensor):
         return value
-    return Tensor(torch.full((), value, dtype=tensor.dtype, device=tensor.device), ())
+    dtype = torch.result_type(torch.empty(1, dtype=tensor.dtype, device="meta"), value)
+    return Tensor(torch.full((), value, dtype=dtype, device=tensor.device), ())
 
 
 def broadcast_to(tensor: Tensor, dims: Dim | Sequence[Dim]) -> Tensor:
@@ -190,7 +191,7 @@ def broadcast_to(tensor: Tensor, dims: Dim | Sequence[Dim]) -> Tensor:
     missing = [dim for dim in tensor.dims if dim not in dims]
     if missing:
         raise ModelError(f"broadcast_to {dims!r} lacks dimensions of the tensor, {missing!r}: name all of them")
-    scope = current()
+    scope = shared_scope([tensor], "broadcast_to")
     split = scope.axes(dims, "broadcast_to")
     further = tuple(sorted(axis for axis in split if split[axis] not in tensor.dims))
     local = aligned(tensor.entered(further, "broadcast"), tensor.dims, dims)

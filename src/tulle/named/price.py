@@ -44,8 +44,8 @@ class Held(NamedTuple):
 
 _LONGEST = 4096
 """Of a product that is measured: beyond it, the rate hardly changes."""
-_PASSES = 3
-"""An elementwise operation writes once forward and about twice backward."""
+_UNDOING = 2
+"""An elementwise operation writes once forward and about so often backward."""
 
 
 class Price(NamedTuple):
@@ -137,20 +137,25 @@ class Pricing:
 
     def step(self, step: Step, choice: Choice) -> Price:
         """One operation, forward and backward."""
+        forwards = 1 + step.is_recomputed
         if step.kind == "move":
-            return Price(self._move_s(step, choice))
+            return Price(self._move_s(step, choice, forwards))
+        valued = step.inputs[:1] if step.kind == "lookup" else step.inputs  # not the indices
+        out_bytes = self.local(step.out, choice) * max((one.value_bytes for one in valued), default=4)
+        kept_bytes = 0.0 if step.is_recomputed else out_bytes
+        if step.kind == "kept":
+            return Price(0.0, kept_bytes)
         axes = self._axes(step.dims, choice)
-        out_bytes = self.local(step.out, choice) * max((one.value_bytes for one in step.inputs), default=4)
         seconds = sum(self._enters_s(one, axes, choice) for one in step.inputs)
         lost = axes - self._axes(step.out, choice)
         if lost:
             repeats = 2 if step.kind == "extremum" and step.inputs[0].role == "trained" else 1
-            seconds += repeats * self.all_reduce_s(lost, out_bytes)
+            seconds += forwards * repeats * self.all_reduce_s(lost, out_bytes)
         if step.kind == "product":
-            passes = 1 + sum(one.role != "fixed" for one in step.inputs)
+            passes = forwards + sum(one.role != "fixed" for one in step.inputs)
             seconds += 2 * passes * self.local(step.dims, choice) / self.rates.flops_per_s
-        seconds += _PASSES * out_bytes / self.rates.written_bytes_per_s
-        return Price(seconds, out_bytes)
+        seconds += (_UNDOING + forwards) * out_bytes / self.rates.written_bytes_per_s
+        return Price(seconds, kept_bytes)
 
     def parameter(self, held: Held, choice: Choice) -> Price:
         """Memory of a parameter, its gradient and the optimizer's state; and the time to update it."""
@@ -186,20 +191,20 @@ class Pricing:
         # Parameters' gradients share their all-reduce, and so its latency.
         return whole_s - self.all_reduce_s(missing, 0.0) if one.role == "parameter" else whole_s
 
-    def _move_s(self, step: Step, choice: Choice) -> float:
+    def _move_s(self, step: Step, choice: Choice, forwards: int) -> float:
         (one,) = step.inputs
         before = {axis: place for place, (old, _) in enumerate(step.moves) if old for axis in choice[old]}
         after = {axis: place for place, (_, new) in enumerate(step.moves) if new for axis in choice[new]}
         own_bytes = self.local(one.dims, choice) * one.value_bytes
         seconds, backward = 0.0, one.role != "fixed"
-        for axis in {*before, *after}:
+        for axis in before | after:  # in one order on all ranks
             n = self.sizes[axis]
             if axis not in after:  # gathered; the gradient is cut
-                seconds += self._exchange_s(axis, (n - 1) * own_bytes)
+                seconds += forwards * self._exchange_s(axis, (n - 1) * own_bytes)
             elif axis not in before:  # cut; the gradient is gathered
                 seconds += self._exchange_s(axis, (n - 1) / n * own_bytes) if backward else 0.0
             elif before[axis] != after[axis]:
-                seconds += (1 + backward) * self._exchange_s(axis, (n - 1) / n * own_bytes)
+                seconds += (forwards + backward) * self._exchange_s(axis, (n - 1) / n * own_bytes)
         return seconds
 
     def _exchange_s(self, axis: str, sent_bytes: float) -> float:

@@ -66,6 +66,14 @@ def drawn_again(since: tuple[int, int]) -> Iterator[None]:
         _stream.seed, _stream.draw = now
 
 
+@contextmanager
+def torch_drawn_by(key: int, device: torch.device) -> Iterator[None]:
+    """Let torch's own generators draw by a key within the block; afterwards they go on as before it."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(key)
+        yield
+
+
 def key_of(seed: int, *path: int | str) -> int:
     """A key for a seed and a place, such as a parameter's name: equal places have equal keys."""
     key = _scrambled(seed)
@@ -79,14 +87,15 @@ def uniform(
     scope: Scope, dims: Dims, key: int, *, device: torch.device | None, dtype: torch.dtype = torch.float64
 ) -> Local:
     """This rank's part of a tensor of numbers from 0 (included) to 1, of 53 random bits each."""
-    bits = _bits(scope, dims, key, device)
-    return (((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53).to(dtype)
+    bits = _bits(scope, dims, key, device).bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
+    return bits.double().mul_(2.0**-53).to(dtype)
 
 
 def normal(scope: Scope, dims: Dims, key: int, *, device: torch.device | None) -> Local:
     """This rank's part of a tensor of standard normal numbers, by Box and Muller, in float64."""
-    radius = torch.sqrt(-2 * torch.log1p(-uniform(scope, dims, key_of(key, 1), device=device)))
-    return radius * torch.cos(2 * math.pi * uniform(scope, dims, key_of(key, 2), device=device))
+    first, second = (uniform(scope, dims, key_of(key, number), device=device) for number in (1, 2))
+    radius = first.neg_().log1p_().mul_(-2).sqrt_()
+    return radius.mul_(second.mul_(2 * math.pi).cos_())
 
 
 def _bits(scope: Scope, dims: Dims, key: int, device: torch.device | None) -> Local:
@@ -98,15 +107,15 @@ def _bits(scope: Scope, dims: Dims, key: int, device: torch.device | None) -> Lo
         along = torch.arange(begin, begin + length, device=device) * stride
         index = index + along.view([-1 if other == place else 1 for other in range(len(dims))])
         stride *= dim.size
-    bits = index * _GOLDEN + _signed(key)
-    bits = (bits ^ _shifted(bits, 30)) * _FIRST
-    bits = (bits ^ _shifted(bits, 27)) * _SECOND
-    return bits ^ _shifted(bits, 31)
+    bits = index.mul_(_GOLDEN).add_(_signed(key))  # in place: these are as large as what they are drawn for, or twice
+    for by, factor in ((30, _FIRST), (27, _SECOND)):
+        bits.bitwise_xor_(_shifted(bits, by)).mul_(factor)
+    return bits.bitwise_xor_(_shifted(bits, 31))
 
 
 def _shifted(bits: Local, by: int) -> Local:
     """A logical shift to the right: torch's takes the sign along."""
-    return (bits >> by) & ((1 << (64 - by)) - 1)
+    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _scrambled(number: int) -> int:

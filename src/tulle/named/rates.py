@@ -56,7 +56,7 @@ class Rates:
         if isinstance(self.network, Network):
             return self.network
         together = self.network.get("+".join(sorted(axes)))
-        return together or min((self.network[axis] for axis in axes), key=lambda one: one.bandwidth_bytes_per_s)
+        return together or min((self.network[axis] for axis in sorted(axes)), key=lambda one: one.bandwidth_bytes_per_s)
 
 
 ASSUMED = Rates(1e14, 1e12, Network(latency_s=1e-5, bandwidth_bytes_per_s=1e11))

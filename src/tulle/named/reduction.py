@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -64,9 +65,18 @@ def softmax(tensor: Tensor, over: Dim | Sequence[Dim]) -> Tensor:
     places, _, axes = reduced(tensor, over, "softmax")
     if places and not axes and tensor.scope.trace is None:
         return tensor.with_part(_along(torch.softmax, places, tensor.local))
-    largest = _finite(max(tensor.detach(), over))
-    exponentials = elementwise(torch.sub, tensor, largest).map(torch.exp)
+    exponentials = _exponentials(tensor, over)
     return exponentials / sum(exponentials, over)
+
+
+def softmax_or_zeros(tensor: Tensor, over: Dim) -> Tensor:
+    """Softmax, but zeros instead of NaN where all is minus infinity, as torch's fused attention has it."""
+    if tensor.scope.is_whole(over):
+        safe_softmax = vars(torch)["_safe_softmax"]  # not exported
+        return tensor.with_part(safe_softmax(tensor.local, tensor.place(over, "softmax")))
+    exponentials = _exponentials(tensor, over)
+    total = sum(exponentials, over)
+    return exponentials / elementwise(torch.where, total > 0, total, 1.0)
 
 
 def log_softmax(tensor: Tensor, over: Dim | Sequence[Dim]) -> Tensor:
@@ -114,7 +124,7 @@ def _extremum(tensor: Tensor, over: Over, op: Literal["max", "min"]) -> Tensor:
             return Tensor(_without(extremum, places), kept)
         ties = (local == extremum).to(local.dtype)
         ties /= wire.reduce(ties.sum(places, keepdim=True), axes, "sum", label)
-    attained = cast("Local", _Attained.apply(local, ties, extremum))
+    attained = cast("Local", _Attained.apply(local, ties, extremum, partial(wire.enter, axes=axes, label=label)))
     return Tensor(_without(attained, places), kept)
 
 
@@ -122,19 +132,25 @@ class _Attained(torch.autograd.Function):
     """An extremum that was found already; its gradient goes to the entries that attain it."""
 
     @staticmethod
-    def forward(ctx: Any, local: Local, shares: Local, extremum: Local) -> Local:
+    def forward(ctx: Any, local: Local, shares: Local, extremum: Local, enter: Callable[[Local], Local]) -> Local:
         ctx.save_for_backward(shares)
+        ctx.enter = enter
         return extremum.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Local) -> tuple[Local, None, None]:
+    def backward(ctx: Any, *gradients: Local) -> tuple[Local, None, None, None]:
         (shares,) = ctx.saved_tensors
-        return gradients[0] * shares, None, None
+        return ctx.enter(gradients[0]) * shares, None, None, None  # it may have a gradient itself
 
 
 def _without(local: Local, places: Sequence[int]) -> Local:
     """Take away dimensions of size 1."""
     return local.squeeze(tuple(places))
+
+
+def _exponentials(tensor: Tensor, over: Over) -> Tensor:
+    """Exponentials of what is left when the largest value is subtracted."""
+    return elementwise(torch.sub, tensor, _finite(max(tensor.detach(), over))).map(torch.exp)
 
 
 def _finite(largest: Tensor) -> Tensor:

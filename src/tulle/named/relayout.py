@@ -30,7 +30,7 @@ def renamed(tensor: Placed, names: Mapping[str, Dim]) -> tuple[Local | Gathering
         PlanError: If the result is not legal in the layout.
     """
     scope = shared_scope([tensor], "rename")
-    key = ("rename", tensor.dims, *names.items())
+    key = (renamed, tensor.dims, *names.items())
     dims: Dims | None = scope.plans.get(key)
     if dims is None:
         dims = _checked(tensor, names)
@@ -59,8 +59,9 @@ def moved(tensor: Placed, dims: Dims) -> tuple[Local | Gathering, Dims, Axes]:
     """Bring a tensor's parts to the splitting of other dimensions; a last all-gather is put off until it is needed."""
     before, after = splits_of(tensor.scope, tensor.dims), splits_of(tensor.scope, dims)
     grows = not set().union(*before) <= set().union(*after)
-    part = tensor.local if grows else tensor.part  # sum the smaller one
-    mover = Mover(tensor.scope, part, label_of("relayout", dims), before, tensor.pending)
+    # The smaller one is summed. Without gradients `local` leaves the tensor itself as it was.
+    part, pending = (tensor.local, ()) if grows else (tensor.part, tensor.pending)
+    mover = Mover(tensor.scope, part, label_of("relayout", dims), before, pending)
     return mover.last_gathering(after) or mover.move(after), dims, mover.pending
 
 

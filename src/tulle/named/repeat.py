@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar, cast
 
 from torch.utils.checkpoint import checkpoint
 
 from tulle.errors import ModelError
 from tulle.named.dims import Dim, Dims, check_dim
-from tulle.named.placed import Local, check_named, shared_scope
+from tulle.named.placed import Local, check_named, record, shared_scope
 from tulle.named.randomness import drawn_again, mark
-from tulle.named.scope import current, entered
+from tulle.named.scope import Scope, current, entered
 from tulle.named.tensor import Tensor
 
 Given = TypeVar("Given", Tensor, tuple[Tensor, ...])
@@ -44,10 +44,23 @@ def recompute(function: Callable[..., Given], *inputs: Tensor) -> Given:
             dims[:] = [one.dims for one in results]
             return tuple(one.local for one in results)
 
-    parts = checkpoint(run, *[one.local for one in inputs], use_reentrant=False, preserve_rng_state=False)
+    for one in inputs:
+        record("kept", [one], one.dims, one.dims)
+    with _recomputed(scope):
+        parts = checkpoint(run, *[one.local for one in inputs], use_reentrant=False, preserve_rng_state=False)
     assert isinstance(parts, tuple), "this is what run gives"
     made = tuple(Tensor(part, several) for part, several in zip(parts, dims, strict=True))
     return cast("Given", made if is_tuple else made[0])
+
+
+@contextmanager
+def _recomputed(scope: Scope) -> Iterator[None]:
+    """Have what is written down within the block taken for what is done again."""
+    before, scope.is_recomputed = scope.is_recomputed, True
+    try:
+        yield
+    finally:
+        scope.is_recomputed = before
 
 
 def serialize(loss_of: Callable[..., Tensor], batch: Dim, pieces: int, *inputs: Tensor) -> Tensor:

@@ -127,6 +127,8 @@ def concat(tensors: Sequence[Tensor], dims: Sequence[Dim], out: Dim) -> Tensor:
     for tensor, own in zip(tensors, wanted, strict=True):
         if set(own) != set(tensor.dims):
             raise ModelError(f"concat was given {tensor!r} among tensors of {spelled(own)}: others must agree")
+    for tensor, dim in zip(tensors, dims, strict=True):
+        _record(tensor, tensor.place(dim, "concat"), result, (out,))
     parts = [
         aligned(_whole(tensor, tensor.place(dim, "concat")), tensor.dims, own)
         for tensor, dim, own in zip(tensors, dims, wanted, strict=True)
@@ -150,6 +152,8 @@ def stack(tensors: Sequence[Tensor], dim: Dim) -> Tensor:
         if set(tensor.dims) != set(result[1:]):
             raise ModelError(f"stack was given {tensor!r} among tensors of {spelled(result[1:])}: all must agree")
     scope.axes(result, "stack to")
+    for tensor in tensors:
+        _record(tensor, None, result, (dim,))
     part = torch.stack([aligned(tensor.local, tensor.dims, result[1:]) for tensor in tensors])
     mover = Mover(scope, part, label_of("stack", result), splits_of(scope, result, whole=0))
     return Tensor(*mover.laid_out_as(result))
@@ -157,8 +161,10 @@ def stack(tensors: Sequence[Tensor], dim: Dim) -> Tensor:
 
 def unstack(tensor: Tensor, dim: Dim) -> list[Tensor]:
     """The tensors that lie side by side along a dimension."""
+    shared_scope([tensor], "unstack")
     place = tensor.place(dim, "unstack")
     rest = tuple(other for other in tensor.dims if other != dim)
+    _record(tensor, place, rest, ())
     return [Tensor(part, rest) for part in _whole(tensor, place).unbind(place)]
 
 
@@ -167,9 +173,17 @@ def resized(tensor: Tensor, place: int, out: Dim, change: Callable[[Local], Loca
     scope = shared_scope([tensor], "slice or pad")
     dims = _replaced(tensor.dims, place, out)
     scope.axes(dims, "slice or pad to")
+    _record(tensor, place, dims, (out,))
     part = change(_whole(tensor, place))
     mover = Mover(scope, part, label_of("slice", dims), splits_of(scope, dims, whole=place))
     return Tensor(*mover.laid_out_as(dims))
+
+
+def _record(tensor: Tensor, place: int | None, result: Dims, made: Dims) -> None:
+    """Write down that a dimension, if there is a place of one, is made whole, and others are made of it."""
+    unmoved = [(dim, dim) for number, dim in enumerate(tensor.dims) if number != place]
+    gone = [] if place is None else [(tensor.dims[place], None)]
+    record("move", [tensor], tensor.dims, result, (*gone, *[(None, dim) for dim in made], *unmoved))
 
 
 def _unmoved(tensor: Tensor, dims: Dims) -> list[tuple[Dim, Dim]]:

@@ -46,6 +46,8 @@ class Scope:
         """Dimensions that some operation must see whole."""
         self.trace: list[Step] | None = None
         """Where operations are written down for the layout search; then none takes a short cut."""
+        self.is_recomputed = False
+        """Whether what is written down is done again in backward."""
 
     @property
     def wire(self) -> Wire:
@@ -62,6 +64,11 @@ class Scope:
     def device(self) -> torch.device | None:
         """Where parts are made: the mesh's device, or without a mesh None, torch's default."""
         return self.wire_or_none.device if self.wire_or_none else None
+
+    @property
+    def is_on_paper(self) -> bool:
+        """Whether parts are tensors without numbers."""
+        return self.device is not None and self.device.type == "meta"
 
     def axes_of(self, dim: Dim) -> tuple[str, ...]:
         """The axes that split a dimension, in the mesh's order; an axis of one rank splits nothing.

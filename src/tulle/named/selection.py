@@ -7,7 +7,7 @@ import torch
 from tulle.errors import ModelError
 from tulle.named.dims import Dim, check_dim, check_once
 from tulle.named.lookup import gather
-from tulle.named.placed import Local, label_of
+from tulle.named.placed import Local, label_of, shared_scope
 from tulle.named.pointwise import equal, range, where
 from tulle.named.randomness import next_key, uniform
 from tulle.named.reduction import max, min
@@ -17,11 +17,13 @@ from tulle.named.tensor import Tensor
 
 def argmax(tensor: Tensor, over: Dim) -> Tensor:
     """Place of the largest entry along a dimension; of equal ones the first, in every layout."""
+    shared_scope([tensor], "argmax")
     place = tensor.place(over, "argmax")
     rest = tuple(dim for dim in tensor.dims if dim != over)
     if not tensor.scope.axes_of(over):
         return Tensor(tensor.local.argmax(place), rest)
-    found = equal(tensor.detach(), max(tensor.detach(), over))
+    fixed = tensor.detach()
+    found = equal(fixed, max(fixed, over))
     return min(where(found, range(over), over.size), over)
 
 
@@ -38,7 +40,7 @@ def top_k(tensor: Tensor, over: Dim, k: Dim) -> tuple[Tensor, Tensor]:
     check_once((over, k), "top_k of")
     if k.size > over.size:
         raise ModelError(f"top_k was asked for {k!r} of {over!r}: there are not so many")
-    scope = tensor.scope
+    scope = shared_scope([tensor], "top_k")
     rest = tuple(dim for dim in tensor.dims if dim != over)
     dims = (*rest, k)
     scope.axes(dims, "top_k to")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+
+import torch
 
 from tulle.named.dims import Dim, Dims, as_dims, check_once, volume
 from tulle.named.placed import Axes, Local, Placed, record, shared_scope
@@ -20,7 +23,7 @@ def reduced(tensor: Placed, over: Over, what: str) -> Reduced:
     """
     scope = shared_scope([tensor], what)
     over = over if over is None or isinstance(over, Dim) else as_dims(over)
-    key = ("reduction", tensor.dims, over)
+    key = (reduced, tensor.dims, over)
     found: Reduced | None = scope.plans.get(key)
     if found is None:
         dims = tensor.dims if over is None else as_dims(over)
@@ -34,18 +37,22 @@ def reduced(tensor: Placed, over: Over, what: str) -> Reduced:
 
 def summed(tensor: Placed, over: Over) -> tuple[Local, Dims, Axes]:
     """The sum over some dimensions: this rank's part, its dimensions, and the axes over which it is pending."""
-    places, kept, axes = reduced(tensor, over, "sum")
-    if tensor.scope.trace is not None:
-        record("sum", [tensor], tensor.dims, kept)
-    pending = tuple(sorted({*tensor.pending, *axes})) if axes else tensor.pending
-    return tensor.part.sum(places) if places else tensor.part, kept, pending
+    return _collapsed(torch.sum, tensor, over)
 
 
 def averaged(tensor: Placed, over: Over) -> tuple[Local, Dims, Axes]:
-    """The mean over some dimensions, likewise."""
-    if tensor.scope.trace is None and not tensor.pending and tensor.dtype.is_floating_point:
-        places, kept, axes = reduced(tensor, over, "mean")
-        if not axes:
-            return tensor.local.mean(places) if places else tensor.local, kept, ()
-    part, kept, pending = summed(tensor, over)
-    return part * (volume(kept) / volume(tensor.dims)), kept, pending
+    """The mean over some dimensions, likewise; of this rank's part first, as half precision may not hold its sum."""
+    if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
+        part, kept, pending = summed(tensor, over)
+        return part * (volume(kept) / volume(tensor.dims)), kept, pending
+    part, kept, pending = _collapsed(torch.mean, tensor, over)
+    parts = math.prod(tensor.scope.parts_of(dim) for dim in tensor.dims if dim not in kept) if pending else 1
+    return part if parts == 1 else part / parts, kept, pending
+
+
+def _collapsed(function: Callable[..., Local], tensor: Placed, over: Over) -> tuple[Local, Dims, Axes]:
+    places, kept, axes = reduced(tensor, over, function.__name__)
+    if tensor.scope.trace is not None:
+        record("sum", [tensor], tensor.dims, kept)
+    pending = tuple(sorted({*tensor.pending, *axes})) if axes else tensor.pending
+    return function(tensor.part, places) if places else tensor.part, kept, pending

@@ -90,7 +90,7 @@ class Tensor(Placed):
 
     def detach(self) -> Tensor:
         """The same numbers, through which no gradient flows back."""
-        return Tensor(self.part.detach(), self.dims, self.pending, self.scope)
+        return Tensor(self.local.detach(), self.dims, (), self.scope)
 
     def to(self, dtype: torch.dtype) -> Tensor:
         """The numbers in another dtype."""
@@ -174,6 +174,12 @@ class Tensor(Placed):
 
     def __rtruediv__(self, other: Scalar) -> Tensor:
         return self.map(lambda local: other / local)
+
+    def __mod__(self, other: Tensor | Scalar) -> Tensor:
+        return _beside(torch.remainder, self, other)
+
+    def __floordiv__(self, other: Tensor | Scalar) -> Tensor:
+        return _beside(torch.floor_divide, self, other)
 
     def __neg__(self) -> Tensor:
         return _scaled(torch.mul, self, -1)

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from tulle.named.dims import Dim, Dims
 
-Kind = Literal["product", "pointwise", "sum", "extremum", "lookup", "move"]
+Kind = Literal["product", "pointwise", "sum", "extremum", "lookup", "move", "kept"]
 Role = Literal["parameter", "trained", "fixed"]
 """Of an input: a parameter's gradient is summed late, that of anything else at once, what is fixed has none."""
 Moves = tuple[tuple[Dim | None, Dim | None], ...]
@@ -29,3 +29,5 @@ class Step(NamedTuple):
     dims: Dims
     out: Dims
     moves: Moves
+    is_recomputed: bool
+    """Whether backward does it again, so that nothing is kept of it."""

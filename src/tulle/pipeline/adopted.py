@@ -67,6 +67,10 @@ class Adopted:
         self._holdings.settle(tensor, stage)
         return self._remember(tensor, made)
 
+    def forget(self, tensor: Tensor) -> None:
+        """Look at a tensor anew when it is read again."""
+        self._known.pop(id(tensor), None)
+
     def __bool__(self) -> bool:
         """Whether there are any."""
         return bool(self._known)

@@ -1,18 +1,23 @@
 """`Carried`: whether what a model computes between its placed modules is kept for later, in buffers or attributes.
 
 Micro-batches pass one another wherever one waits, so the forward of one could read what another has left: a moving
-average, an auxiliary loss that a module remembers, or the buffers of a placed module that is called more than once.
-Of such a model each forward ends before the next begins.
+average, an auxiliary loss that a module or a hook remembers, a counter, a private generator of random numbers, or the
+buffers of a placed module that is called more than once. Of such a model each forward ends before the next begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from types import UnionType
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
-from tulle.pipeline.placeholder import Placeholder
+_OF_TORCH = frozenset(vars(nn.Module())) - {"_buffers"}
+"""Attributes that every module has."""
 
 
 class Carried:
@@ -27,49 +32,95 @@ class Carried:
         def is_within(name: str) -> bool:
             return any(name.startswith(f"{other}." if other else "") and name != other for other in placed)
 
-        self._modules = [module for name, module in model.named_modules() if not is_within(name)]
-        between = (module for name, module in model.named_modules() if not is_within(name) and name not in placed)
-        buffers = [buffer for module in between for buffer in module.buffers(recurse=False)]
+        between = {name: module for name, module in model.named_modules() if not is_within(name) and name not in placed}
+        buffers = [buffer for module in between.values() for buffer in module.buffers(recurse=False)]
+        self._between = list(between.values())
+        self._placed = [model.get_submodule(name) for name in placed]
         self._tensors = [*model.parameters(), *buffers]
         self._buffers = {name: list(model.get_submodule(name).buffers()) for name in placed}
         self._versions: list[int] = []
         self._versions_within: dict[str, list[int]] = {}
-        self._numbers: list[object] = []
+        self._attributes: list[object] = []
+        self.is_idle = False
+        """Whether the last step called the model not at all, though it could have."""
         self._is_seen: bool | None = None
 
     @property
     def is_likely(self) -> bool:
         """Whether something is, or no step has shown yet that nothing is."""
-        return self._is_seen is not False
+        return bool(self._is_seen) or (self._is_seen is None and not self.is_idle)
 
     def begin(self) -> None:
         """A step begins."""
         self._versions = _written(self._tensors)
         self._versions_within = {name: _written(buffers) for name, buffers in self._buffers.items()}
-        self._numbers = self._attributes(int | float | complex)
+        self._attributes = self._now()
 
-    def end(self, most_calls: Callable[[str], int]) -> None:
+    def look(self) -> None:
+        """A forward is over: until it is known, see whether it left something, which a later one could put back."""
+        if self._is_seen is None and self._attributes != self._now():
+            self._attributes = [object()]
+
+    def end(self, most_calls: Callable[[str], int], *, is_kept: bool) -> None:
         """A step is over; what it was seen to keep is kept from now on.
 
         Args:
             most_calls: How often a program called a placed module at most: between two calls, others could write.
+            is_kept: Whether somebody still has a value that a program made.
         """
         is_written = self._versions != _written(self._tensors)
         is_written_within = any(
             versions != _written(self._buffers[name]) and most_calls(name) > 1
             for name, versions in self._versions_within.items()
         )
-        is_remembered = bool(self._attributes(Placeholder)) or self._numbers != self._attributes(int | float | complex)
+        is_remembered = is_kept or self._attributes != self._now()
         self._is_seen = bool(self._is_seen) or is_written or is_written_within or is_remembered
+        self._attributes, self.is_idle = [], False
 
-    def _attributes(self, kinds: type | UnionType) -> list[object]:
-        """Values of such types that hang on modules, also in lists and tuples."""
-        found: list[object] = []
-        for module in self._modules:
-            for value in (*vars(module).values(), *module._buffers.values()):
-                several = value if isinstance(value, list | tuple) else (value,)
-                found += [one for one in several if isinstance(one, kinds)]
+    def _now(self) -> list[object]:
+        """What hangs on modules; of placed ones numbers only, since code within them is free to keep the rest."""
+        found: list[object] = [
+            value
+            for module in self._placed
+            for value in vars(module).values()
+            if isinstance(value, int | float | complex)
+        ]
+        for module in self._between:
+            own = [value for name, value in vars(module).items() if name not in _OF_TORCH]
+            found += [_state_of(value) for value in own]
         return found
+
+
+class _Same:
+    """Equal to what stands for the same object only."""
+
+    __slots__ = ("_it",)
+
+    def __init__(self, it: object) -> None:
+        self._it = it
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._it is self._it
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _state_of(value: Any) -> object:
+    """What differs if an attribute has been set, or what is in it has changed, as far as that can be seen."""
+    if isinstance(value, int | float | complex | str | bytes | type(None)):
+        return value
+    if isinstance(value, list | tuple | set | deque):
+        return [type(value), *(one if isinstance(one, int | float | complex | str) else _Same(one) for one in value)]
+    if isinstance(value, Mapping):
+        return [type(value), *value, *map(_Same, value.values())]
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator | np.random.RandomState):
+        bits = value.bit_generator.state if isinstance(value, np.random.Generator) else value.get_state(legacy=False)
+        return repr(bits)
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    return object() if hasattr(value, "__next__") else _Same(value)  # who knows where an iterator stands
 
 
 def _written(tensors: Sequence[Tensor]) -> list[int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
@@ -23,12 +24,14 @@ class Unit:
         module: The module.
         stage: Where it lives.
         model: Number of the model among those that were placed on the axis.
+        compiled: What `module.compile()` has made of its call, if it was called.
     """
 
     name: str
     module: nn.Module
     stage: int
     model: int = 0
+    compiled: Callable[..., Any] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +69,8 @@ class Holdings:
     """Of calls of units, by signature. None is ever forgotten, because all ranks must know the same ones."""
     frozen: dict[int, int] = field(default_factory=dict)
     """Stands for which parameters of a model need a gradient, by the model's number."""
+    note_frozen: Callable[[], None] = lambda: None
+    """Finds that out anew."""
 
     def known(self, signature: Hashable) -> Known:
         """What is known of calls with that signature."""

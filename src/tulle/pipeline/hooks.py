@@ -24,16 +24,18 @@ class Hooks:
         module: Whose.
         before: Its forward.
         after: Its forward.
+        run: The module's own call, compiled or not.
     """
 
     module: nn.Module
     before: Mapping[int, Hook]
     after: Mapping[int, Hook]
+    run: Callable[..., Any]
 
     @property
     def caller(self) -> Callable[..., Any]:
         """The module's own call, with all hooks but these."""
-        return self._call if self.before or self.after else self.module._call_impl
+        return self._call if self.before or self.after else self.run
 
     def given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the module is called with, once these hooks have seen it."""
@@ -57,14 +59,14 @@ class Hooks:
         module._forward_pre_hooks = OrderedDict((n, hook) for n, hook in before.items() if n not in self.before)
         module._forward_hooks = OrderedDict((n, hook) for n, hook in after.items() if n not in self.after)
         try:
-            return module._call_impl(*args, **kwargs)
+            return self.run(*args, **kwargs)
         finally:
             module._forward_pre_hooks, module._forward_hooks = before, after
 
 
-def hooks_for_all(module: nn.Module) -> Hooks:
+def hooks_for_all(module: nn.Module, run: Callable[..., Any]) -> Hooks:
     """Those that run between modules."""
-    return Hooks(module, _users(module._forward_pre_hooks), _users(module._forward_hooks))
+    return Hooks(module, _users(module._forward_pre_hooks), _users(module._forward_hooks), run)
 
 
 def _users(hooks: Mapping[int, Hook]) -> Mapping[int, Hook]:

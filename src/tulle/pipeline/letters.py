@@ -90,7 +90,7 @@ def _packed(content: object) -> tuple[Tensor, _About]:
         return torch.empty(0, dtype=torch.uint8), False
     if not isinstance(content, Tensor):
         return torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8), True
-    content = content.detach().cpu()
+    content = content.detach().resolve_conj().resolve_neg().cpu()  # else its memory holds other numbers
     if not is_dense(content):
         content = content.contiguous()
     flat = content.as_strided((content.numel(),), (1,))

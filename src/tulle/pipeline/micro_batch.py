@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tulle.errors import DataError
-from tulle.pipeline.structure import Spec, flatten, rebuild
+from tulle.pipeline.structure import Spec, can_flatten, flatten, rebuild
 
 Split = Mapping[str, int | None]
 """The dimension along which an argument is cut by its name, or None to give it whole to each micro-batch."""
@@ -51,14 +52,20 @@ def _cut_argument(
     name: str, value: Any, count: int, split: Split, lengths: dict[str, int], found: set[str]
 ) -> list[Any]:
     found.add(name)
-    if isinstance(value, Mapping) and any(key.startswith(f"{name}.") for key in split):
+    is_named = any(key.startswith(f"{name}.") for key in split)
+    if isinstance(value, Mapping) and (is_named or not can_flatten(value)):
         cuts = {key: _cut_argument(f"{name}.{key}", part, count, split, lengths, found) for key, part in value.items()}
-        return [{key: parts[index] for key, parts in cuts.items()} for index in range(count)]
+        return [_with(value, {key: parts[index] for key, parts in cuts.items()}) for index in range(count)]
     dimension = split.get(name, split.get(name.rpartition(".")[0], 0))
     if dimension is None or isinstance(value, torch.nn.Module):
         return [value] * count
     leaves, spec = flatten(value)
-    columns = [_cut_leaf(name, leaf, dimension, count, lengths) for leaf in leaves]
+    columns = [
+        _cut_argument(name, leaf, count, {**split, name: dimension}, lengths, found)
+        if isinstance(leaf, Mapping)
+        else _cut_leaf(name, leaf, dimension, count, lengths)
+        for leaf in leaves
+    ]
     return [_row(spec, columns, index) for index in range(count)]
 
 
@@ -69,6 +76,16 @@ def _cut_leaf(name: str, leaf: Any, dimension: int, count: int, lengths: dict[st
         raise DataError(f"{name!r} is to be cut along dimension {dimension}, but has the shape {list(leaf.shape)}")
     lengths[f"{name} of shape {list(leaf.shape)}"] = leaf.shape[dimension]
     return leaf.tensor_split(count, dimension)
+
+
+def _with(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    """A mapping of the same kind, such as what a tokenizer gives, with other values."""
+    if not isinstance(mapping, MutableMapping):
+        return values
+    made = copy.copy(mapping)
+    for key, value in values.items():
+        made[key] = value
+    return made
 
 
 def _row(spec: Spec, columns: Sequence[Sequence[Any]], index: int) -> Any:

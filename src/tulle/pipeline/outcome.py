@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +101,16 @@ def describe(result: object, arguments: Sequence[object], versions: Sequence[int
 def versions_of(arguments: Sequence[object]) -> list[int]:
     """How often each argument was written in so far."""
     return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0 for leaf in arguments]
+
+
+@contextmanager
+def versioned() -> Iterator[None]:
+    """Within it `no_grad` stands for inference mode, whose tensors do not tell how often they were written in."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
 
 
 def _described(leaf: object, memory: dict[int, int]) -> Result:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from tulle.mesh import Axis
 from tulle.pipeline.automatic import deal
 from tulle.pipeline.carried import Carried
 from tulle.pipeline.holdings import Unit
+from tulle.pipeline.homes import Assignment, homes, outermost, ranks_of, tensors_of
 from tulle.pipeline.lent import is_lacking
 from tulle.pipeline.partition import Partition
 from tulle.pipeline.run import Resident, Runtime, runtime_of
@@ -25,8 +27,7 @@ from tulle.pipeline.tied import Tied
 from tulle.pipeline.weights import pass_over_others, read_weights
 
 M = TypeVar("M", bound=nn.Module)
-Assignment = Mapping[str, int]
-"""The stage of each placed module by its name."""
+_placed: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +38,15 @@ class Placement:
         runtime: What runs it.
         stages: Of each placed module, by name.
         owners: Ranks that hold each parameter, by name, ascending; a tied one by its first name.
+        resident: What the run-time wants of it.
         partition: What led to that, if it was not given.
     """
 
     runtime: Runtime
     stages: Assignment
     owners: Mapping[str, Sequence[int]]
+    resident: Resident
     partition: Partition | None = None
-    resident: Resident | None = None
 
     def is_held(self, name: str) -> bool:
         """Whether this rank has the values of a parameter or buffer."""
@@ -120,6 +122,27 @@ def place(
             raise PlanError("place was given neither an assignment of modules to stages nor a sample: give one of them")
         dealt = deal(model, sample, axis, stages=stages, memory_bytes=memory_bytes)
         assignment, found = dealt.assignment, dealt.partition
+    placed = _agreed(model, assignment, axis)
+    runtime = runtime_of(axis, gather_values(torch.initial_seed(), axis, label="the seed")[0])
+    number = runtime.next_model()
+    modules = {name: model.get_submodule(name) for name in placed}
+    units = [Unit(name, modules[name], at, number, modules[name]._compiled_call_impl) for name, at in placed.items()]
+    stages_of = homes(model, units)
+    owners = {name: ranks_of(at, axis) for name, at in stages_of.items()}
+    _give_values(model, owners, axis, weights)
+    pass_over_others(model)
+    tied = _made_equal(model, owners, runtime)
+    gc.collect()  # the order of micro-batches goes by the models there are: one that was dropped is gone on all ranks
+    count, carried = 1 + max(placed.values(), default=0), Carried(model, placed)
+    resident = runtime.models[number] = Resident(list(model.parameters()), tied, count, carried)
+    for name, tensor in tensors_of(model):
+        runtime.holdings.note(tensor, min(stages_of[name], default=None), number, name)
+    _follow_calls(model, units, Placement(runtime, placed, owners, resident, found))
+    return model
+
+
+def _agreed(model: nn.Module, assignment: Assignment, axis: Axis) -> dict[str, int]:
+    """The assignment without what goes with a module around it, if all ranks have the same, and the same model."""
     error: TulleError | None = None
     placed: dict[str, int] = {}
     try:
@@ -128,33 +151,32 @@ def place(
         error = wrong
     raise_together(error, axis, label="the assignment of modules to stages")
     _check_alike(model, placed, axis)
-    runtime = runtime_of(axis, gather_values(torch.initial_seed(), axis, label="the seed")[0])
-    runtime.placed += 1
-    units = [Unit(name, model.get_submodule(name), stage, runtime.placed) for name, stage in placed.items()]
-    homes = _homes(model, units)
-    owners = {name: _ranks(stages, axis) for name, stages in homes.items()}
+    return placed
+
+
+def _give_values(model: nn.Module, owners: Mapping[str, Sequence[int]], axis: Axis, weights: str | Path | None) -> None:
+    """Have each rank hold the values of what lives there, and of nothing else."""
     was_deferred = is_deferred(model)
+    if weights is None:
+        _check_there(model, owners, axis)
     with swappable(model):
         raise_together(_let_go_of_others(model, owners, axis), axis, label="what lives at other stages")
-        held = {name: tensor for name, tensor in _tensors(model) if axis.rank in owners[name]}
+        held = {name: tensor for name, tensor in tensors_of(model) if axis.rank in owners[name]}
         if weights is not None:
             raise_together(_read(model, held, axis, weights), axis, label="what lives at this stage")
         elif was_deferred:
             materialize(model, device=axis.device, only=held, axis=axis)
-    pass_over_others(model)
-    tied = _made_equal(model, owners, runtime)
-    gc.collect()  # the order of micro-batches goes by the models there are: one that was dropped is gone on all ranks
-    stages, carried = 1 + max(placed.values(), default=0), Carried(model, placed)
-    resident = Resident(list(model.parameters()), tied, stages, carried)
-    for name, tensor in _tensors(model):
-        runtime.holdings.note(tensor, min(homes[name], default=None), runtime.placed, name)
-    runtime.models[runtime.placed] = resident
+
+
+def _follow_calls(model: nn.Module, units: Sequence[Unit], placement: Placement) -> None:
+    """Have calls of placed modules, and of the model, come to the run-time."""
+    runtime = placement.runtime
     for unit in units:
         if unit.name:
             unit.module._compiled_call_impl = _as_unit(runtime, unit)
     root = next((_as_unit(runtime, unit) for unit in units if not unit.name), model._call_impl)
-    model._compiled_call_impl = PlacedCall(Placement(runtime, placed, owners, found, resident), root)
-    return model
+    model._compiled_call_impl = PlacedCall(placement, root)
+    _placed.add(model)
 
 
 def placement_of(model: nn.Module) -> Placement | None:
@@ -163,52 +185,9 @@ def placement_of(model: nn.Module) -> Placement | None:
     return called.placement if isinstance(called, PlacedCall) else None
 
 
-def pipeline_of(models: Sequence[nn.Module]) -> Runtime | None:
-    """What runs the placed ones among some models, or None."""
-    return next((placement.runtime for model in models if (placement := placement_of(model))), None)
-
-
-def outermost(model: nn.Module, assignment: Assignment) -> dict[str, int]:
-    """The assignment without modules that go with one around them.
-
-    Raises:
-        PlanError: If a name is not a module's, a stage is no number from 0, or modules within one another are dealt to
-            different stages.
-    """
-    modules = dict(model.named_modules())
-    kept: dict[str, int] = {}
-    for name in sorted(assignment, key=lambda name: name.count(".") if name else -1):
-        stage = assignment[name]
-        if name not in modules:
-            near = ", ".join(list(modules)[1:6])
-            raise PlanError(f"the assignment names {name!r}, which is not a module of the model: it has {near}, ...")
-        if not isinstance(stage, int) or stage < 0:
-            raise PlanError(f"the assignment deals {name!r} to stage {stage!r}, expected a number from 0")
-        around = next((other for other in kept if _is_within(name, other)), None)
-        if around is None:
-            kept[name] = stage
-        elif kept[around] != stage:
-            raise PlanError(
-                f"the assignment deals {name!r} to stage {stage} and {around!r}, which is around it, to "
-                f"{kept[around]}: deal the modules within {around!r} one by one"
-            )
-    if len({id(modules[name]) for name in kept}) < len(kept):
-        raise PlanError("the assignment names one module twice, by two of its names: leave one out")
-    return {name: kept[name] for name in assignment if name in kept}
-
-
-def homes_of(model: nn.Module, assignment: Assignment) -> dict[str, list[int]]:
-    """The stages that would hold each parameter and buffer by name; none for a buffer that all ranks hold.
-
-    Raises:
-        PlanError: If the assignment does not fit the model.
-    """
-    units = [Unit(name, model.get_submodule(name), stage) for name, stage in outermost(model, assignment).items()]
-    return _homes(model, units)
-
-
-def _is_within(name: str, other: str) -> bool:
-    return not other or name.startswith(f"{other}.")
+def is_any_placed() -> bool:
+    """Whether any model of this process was."""
+    return bool(_placed)
 
 
 def _check_alike(model: nn.Module, stages: Assignment, axis: Axis) -> None:
@@ -229,20 +208,17 @@ def _check_alike(model: nn.Module, stages: Assignment, axis: Axis) -> None:
             )
 
 
-def _homes(model: nn.Module, units: Sequence[Unit]) -> dict[str, list[int]]:
-    """The stages that hold each parameter and buffer; none for a buffer of no unit, which all ranks hold."""
-    held: dict[int, list[int]] = {}
-    for unit in units:
-        for _, tensor in _tensors(unit.module):
-            held.setdefault(id(tensor), []).append(unit.stage)
-    return {
-        name: held.get(id(tensor)) or ([_beside(name, units)] if isinstance(tensor, nn.Parameter) else [])
-        for name, tensor in _tensors(model)
-    }
-
-
-def _ranks(stages: Sequence[int], axis: Axis) -> tuple[int, ...]:
-    return tuple(sorted({stage % axis.size for stage in stages})) or tuple(range(axis.size))
+def _check_there(model: nn.Module, owners: Mapping[str, Sequence[int]], axis: Axis) -> None:
+    """Refuse to draw anew what another rank has the values of, as of a copy of a model that was placed otherwise."""
+    lacking = {name for name, tensor in tensors_of(model) if tensor.is_meta}
+    everywhere = gather_values(lacking, axis, label="what has no values")
+    for name, ranks in owners.items():
+        wanting = [rank for rank in ranks if name in everywhere[rank]]
+        if wanting and any(name not in of_rank for of_rank in everywhere):
+            raise ModelError(
+                f"{name!r} is to live on rank {wanting[0]}, where it has no values, while another rank has them: "
+                "place a copy of a placed model with the assignment of the original, or give weights"
+            )
 
 
 def _read(model: nn.Module, held: Mapping[str, Tensor], axis: Axis, weights: str | Path) -> TulleError | None:
@@ -261,7 +237,7 @@ def _read(model: nn.Module, held: Mapping[str, Tensor], axis: Axis, weights: str
 def _made_equal(model: nn.Module, owners: Mapping[str, Sequence[int]], runtime: Runtime) -> list[Tied]:
     """Start what several ranks hold from the first one's; give the parameters among it."""
     tied: list[Tied] = []
-    for number, (name, tensor) in enumerate(_tensors(model)):
+    for number, (name, tensor) in enumerate(tensors_of(model)):
         if len(owners[name]) > 1:
             runtime.copy_from_first(tensor, owners[name], (runtime.placed, number), name)
             if isinstance(tensor, nn.Parameter):
@@ -272,27 +248,12 @@ def _made_equal(model: nn.Module, owners: Mapping[str, Sequence[int]], runtime: 
 def _let_go_of_others(model: nn.Module, owners: Mapping[str, Sequence[int]], axis: Axis) -> ModelError | None:
     """Free the memory of what this rank does not hold."""
     try:
-        for name, tensor in _tensors(model):
+        for name, tensor in tensors_of(model):
             if axis.rank not in owners[name]:
                 let_go(tensor, name)
     except ModelError as error:
         return error
     return None
-
-
-def _beside(name: str, units: Sequence[Unit]) -> int:
-    """Where a parameter of no unit goes: to the first unit within the module that has it, or around that."""
-    parent = name.rpartition(".")[0]
-    while True:
-        beside = [unit.stage for unit in units if _is_within(unit.name, parent)]
-        if beside or not parent:
-            return min(beside, default=0)
-        parent = parent.rpartition(".")[0]
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
 
 
 def let_go(tensor: Tensor, name: str) -> None:

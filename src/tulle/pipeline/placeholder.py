@@ -16,8 +16,15 @@ from tulle.pipeline.outcome import Described
 from tulle.pipeline.structure import flatten
 
 
+class Witness:
+    """Lives as long as somebody has a placeholder that a program made, or the program runs."""
+
+
 class Operator(Protocol):
     """What runs operations on placeholders: a program."""
+
+    witness: Witness
+    """Which each placeholder that it makes keeps."""
 
     @property
     def is_between_modules(self) -> bool:
@@ -94,6 +101,7 @@ class Placeholder(Tensor):
     sent: dict[int, tuple[int, bool]]
     """To whom it was sent: the version, and whether a gradient is to come back."""
     program: Operator
+    witness: Witness
 
     @staticmethod
     def __new__(
@@ -103,7 +111,7 @@ class Placeholder(Tensor):
         made = Tensor._make_wrapper_subclass(
             cls, described.shape, strides=described.stride or None, dtype=described.dtype, device=device
         )
-        made.stage, made.program = stage, program
+        made.stage, made.program, made.witness = stage, program, program.witness
         made.local, made.phase = None, None
         made.needs_grad, made._described = described.needs_grad, described
         made.family, made.sent = Family(), {}

@@ -14,6 +14,7 @@ one message, which gloo writes where it belongs without asking first; what does 
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -40,6 +41,7 @@ LABEL = "pipeline"
 _PATIENT = timedelta(days=7)
 """gloo's own time-out: a rank from which nothing comes for long is not late until a program waits for it."""
 _GRACE_S = 5.0
+_FOR_EVER = sys.maxsize
 
 
 class Post:
@@ -57,7 +59,11 @@ class Post:
         self._arrival = threading.Condition()
         self._wanted: Mapping[int, Collection[Key]] = {}
         self._listening: dict[int, threading.Thread] = {}
-        self._ended: set[int] = set()
+        self._run = 0
+        """Number of the step, or of the program outside of steps, that this rank is at; the same on all ranks."""
+        self._ended: dict[int, int] = {}
+        """By rank the last run that is over there, and of those that failed why."""
+        self._failed: dict[int, tuple[int, str]] = {}
         self._is_open = False
         self._under_way: dict[int, deque[tuple[dist.Work, Tensor]]] = {rank: deque() for rank in range(axis.size)}
         self._room_at: dict[int, int] = {}
@@ -124,9 +130,19 @@ class Post:
             self.failure = self.failure or f"the step was given up: {why}"
             self._arrival.notify_all()
 
-    def open(self) -> None:
+    def begin(self, run: int) -> None:
+        """A step, or a program outside of steps, begins: what failed in an earlier one does not concern it.
+
+        Args:
+            run: Its number, the same on all ranks, larger than any before.
+        """
+        with self._arrival:
+            self._run = run
+            self.failure = next((why for at, why in self._failed.values() if at >= run), None)
+
+    def open(self, run: int) -> None:
         """A step begins: listen to all."""
-        self.failure = None
+        self.begin(run)
         with self._arrival:
             self._is_open = True
             self._listen(self._others())
@@ -140,7 +156,7 @@ class Post:
         self.tell(error)
         deadline_s = now_s() + (self.axis.timeout_s if error is None else _GRACE_S)
         with self._arrival:
-            while len(self._ended) < self.axis.size - 1 and (self.failure is None or error is not None):
+            while not all(map(self._has_ended, self._others())) and (self.failure is None or error is not None):
                 if not self._arrival.wait(timeout=max(0.0, deadline_s - now_s())):
                     self.failure = self.failure or (
                         f"not all ranks came to the end of the step within {self.axis.timeout_s:g} s. "
@@ -148,21 +164,22 @@ class Post:
                     )
                     break
             self._is_open = False
-            self._ended.clear()
-            self._mailbox.clear()
+            self._ended = {rank: run for rank, run in self._ended.items() if run > self._run}
+            # Outcomes are told once: after a step that failed, some have not been looked at.
+            self._mailbox = {key: content for key, content in self._mailbox.items() if key[:2] == (Kind.OUTCOME, 0)}
         if error is None and self.failure is not None:
             raise CommunicationError(f"rank {self.axis.rank} of axis {self.axis.name!r} ends its step: {self.failure}")
         if self.failure is None:
             self.flush()
 
     def tell(self, error: BaseException | None) -> None:
-        """Tell all ranks that this one is done with the step, or that it failed."""
+        """Tell all ranks that this one is done with the step, or that what runs now, in a step or not, failed."""
         text = (
             ""
             if error is None
             else f"{type(error).__name__}: {error}" + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         )
-        self.send((Kind.END if error is None else Kind.ERROR, 0, 0), text, to=self._others())
+        self.send((Kind.END if error is None else Kind.ERROR, self._run, 0), text, to=self._others())
 
     def flush(self, *, but: int = 0) -> None:
         """Wait until all that was sent has been read, but for so many of the latest letters to each rank.
@@ -190,14 +207,17 @@ class Post:
     def _listen(self, sources: Collection[int]) -> None:
         """Have a thread for each of these ranks; the lock is held."""
         for source in sources:
-            if source not in self._listening and source not in self._ended:
+            if source not in self._listening and not self._has_ended(source):
                 thread = threading.Thread(target=self._read, args=(source,), daemon=True, name=f"post from {source}")
                 self._listening[source] = thread
                 thread.start()
 
+    def _has_ended(self, source: int) -> bool:
+        return self._ended.get(source, -1) >= self._run
+
     def _goes_on(self, source: int) -> bool:
         if self._is_open:
-            return source not in self._ended
+            return not self._has_ended(source)
         return source in self._wanted and not self._is_any_there() and self.failure is None
 
     def _read(self, source: int) -> None:
@@ -210,19 +230,26 @@ class Post:
             try:
                 key, content = self._receive(source)
             except Exception as error:  # whatever it is, the program must hear of it
-                key, content = (Kind.ERROR, 0, 0), f"{error}"
+                key, content = (Kind.ERROR, _FOR_EVER, 0), f"{error}"
                 with self._arrival:
-                    self._ended.update(self._others())
+                    self._ended.update(dict.fromkeys(self._others(), _FOR_EVER))
             with self._arrival:
                 if key[0] in (Kind.END, Kind.ERROR):
-                    self._ended.add(source)
-                    if key[0] == Kind.ERROR and self.failure is None:
-                        self.failure = f"rank {source} failed with {content}"
-                    self._arrival.notify_all()
+                    self._note_end(source, key[1], content if key[0] == Kind.ERROR else None)
                     continue
                 self._mailbox[key] = content
                 if key in self._wanted.get(source, ()):
                     self._arrival.notify_all()
+
+    def _note_end(self, source: int, run: int, error: object) -> None:
+        """A rank is done with a run; the lock is held."""
+        self._ended[source] = max(run, self._ended.get(source, -1))
+        if error is not None:
+            why = f"rank {source} failed with {error}"
+            self._failed[source] = run, why
+            if run >= self._run and self.failure is None:
+                self.failure = why
+        self._arrival.notify_all()
 
     def _receive(self, source: int) -> tuple[Key, object]:
         room = self._room_for.get(source, HEAD_BYTES)

@@ -21,14 +21,16 @@ from tulle.comm import alone
 from tulle.mesh import Axis
 from tulle.pipeline.calls import Calls, pieces_of, watch
 from tulle.pipeline.holdings import Holdings, Unit
+from tulle.pipeline.interception import run_in_this_thread
 from tulle.pipeline.lent import lent
 from tulle.pipeline.partition import Piece
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.post import Post
-from tulle.pipeline.program import Program, run_in_this_thread
+from tulle.pipeline.program import Program
 from tulle.pipeline.randomness import forked
 from tulle.pipeline.structure import flatten, rebuild
 from tulle.pipeline.tape import Entry
+from tulle.pipeline.untouched import untouched
 from tulle.pipeline.values import Values
 from tulle.pipeline.written import written_back
 
@@ -51,7 +53,7 @@ def profile(model: nn.Module, sample: object, axis: Axis, stages: int) -> tuple[
         The pieces in the order in which they run, and the calls that were seen.
     """
     args, kwargs = as_call(sample, axis.device)
-    with _left_as_it_is(model), written_back(model), lent(model, axis.device), forked(0):
+    with untouched(model), written_back(model), lent(model, axis.device), forked(0):
         with torch.no_grad():
             calls = watch(model, args, kwargs)
         largest = (calls.time_s.get("") or sum(calls.time_s.values())) / (stages * PIECES_PER_STAGE)
@@ -179,20 +181,3 @@ class _TensorsApart(TorchFunctionMode):
 
 def _as_if_trained(leaf: Any) -> Any:
     return Entry(leaf).tensor() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
-
-
-@contextmanager
-def _left_as_it_is(model: nn.Module) -> Iterator[None]:
-    """Give gradients and buffers back as they were."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)

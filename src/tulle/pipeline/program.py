@@ -10,55 +10,37 @@ The rules, for one operation with tensors of several stages among its arguments:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
+from weakref import ref
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch import Tensor, nn
 
 from tulle.errors import ModelError
 from tulle.pipeline.adopted import Adopted
 from tulle.pipeline.holdings import Holdings, Known, Unit
 from tulle.pipeline.hooks import hooks_for_all
+from tulle.pipeline.interception import interception_aside
 from tulle.pipeline.letters import is_dense
+from tulle.pipeline.losses import is_backward, scaled
+from tulle.pipeline.operation import Call, check_asks, check_given
 from tulle.pipeline.outcome import Constant, Described, Outcome, Same, describe, versions_of
-from tulle.pipeline.placeholder import Placeholder, intercept, running
+from tulle.pipeline.placeholder import Placeholder, Witness
 from tulle.pipeline.randomness import Others, forked_torch, seed_of
-from tulle.pipeline.recompute import checkpointed, intercept_functions, is_checkpointed, outside_of_checkpoint
-from tulle.pipeline.shapes import GRADIENT, signature
-from tulle.pipeline.structure import Spec, flatten, rebuild
+from tulle.pipeline.recompute import checkpointed, is_checkpointed, outside_of_checkpoint
+from tulle.pipeline.shapes import signature
+from tulle.pipeline.structure import flatten, rebuild
 from tulle.pipeline.values import Values
 
 _NO_OTHERS = nullcontext()
+_SET_GRADIENT = Tensor.grad.__set__  # type: ignore[attr-defined]
+_SET_TRAINED = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
+_MARKS = ("detach_", "requires_grad_")
+"""Operations that change whether a tensor needs a gradient, and nothing else."""
 Read = Callable[[Placeholder, int], None]
 """Called with a placeholder, and the stage at which an operation reads it."""
-
-
-@dataclass(slots=True)
-class Call:
-    """One operation of a program.
-
-    Args:
-        function: What runs.
-        leaves: Of its arguments `(args, kwargs)`.
-        spec: How these are put together.
-        name: Of the operation or the module.
-        unit: The module, if it is one that is placed.
-    """
-
-    function: Callable[..., Any]
-    leaves: list[Any]
-    spec: Spec
-    name: str
-    unit: Unit | None = None
-
-    @property
-    def placeholders(self) -> list[Placeholder]:
-        """Its arguments that live on one rank."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, Placeholder)]
 
 
 class Program:
@@ -71,6 +53,7 @@ class Program:
         around_backward: Entered when backward is about to begin, left when it is over.
         scale: What gradients are multiplied with.
         read: Told of each placeholder that an operation reads, if anybody wants to know.
+        fail: Told of an error in an operation or a module; within steps all that fails is told in another way.
     """
 
     def __init__(
@@ -82,6 +65,7 @@ class Program:
         around_backward: Callable[[], Any] = nullcontext,
         scale: float = 1.0,
         read: Read | None = None,
+        fail: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.values, self.holdings, self.seed, self.scale = values, holdings, seed, scale
         self.stage = 0
@@ -95,44 +79,48 @@ class Program:
         self._around_backward, self._read = around_backward, read
         self._turns: dict[str, int] = {}
         self._adopted = Adopted(holdings, self)
+        self._fail = fail
+        self.witness = Witness()
+        self._trace = ref(self.witness)
         self._inside: str | None = None
+        self.is_over = False
+        """Whether it has come to its end; what it made may be read still."""
         self._is_applying = False
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation between modules. Every rank comes here."""
         if self._inside is not None:
             return self._within_unit(function, args, kwargs)
+        if _is_for_all(function, args):
+            return self._set_on_all(function, args, kwargs)
         leaves, spec = flatten((args, kwargs))
         leaves = [self._adopted.placed(leaf) for leaf in leaves]
         call = Call(function, leaves, spec, getattr(function, "__name__", str(function)))
         placeholders = call.placeholders
-        if self._axis.size > 1 and _asks_for_gradients(function, args, placeholders):
-            raise ModelError(
-                "a step asks between modules for gradients of tensors that are no parameters (torch.autograd.grad, or "
-                ".grad of a tensor of its own): each rank has only a part of them; ask inside one module"
-            )
+        if self._axis.size > 1:
+            check_asks(function, args, placeholders)
         if not placeholders:
-            return function(*args, **kwargs)
-        if call.name == "__set__" and isinstance(args[1], Tensor) and args[1].dtype != args[0].dtype:
-            raise ModelError(
-                f"a forward makes a parameter of {args[0].dtype} one of {args[1].dtype}, which other stages would not "
-                "see: convert the module (.to(...)) before it is placed"
-            )
+            return scaled(function, args, kwargs, self.scale) if is_backward(function) else function(*args, **kwargs)
+        if self._axis.size > 1:
+            check_given(call)
         outcome = self.holdings.shapes.outcome(function, leaves, spec)
         stage = max(placeholder.stage for placeholder in placeholders)
-        target = _written_in(call, outcome)
+        target = call.written(outcome)
         if target is not None:
             if not isinstance(leaves[target], Placeholder):
                 leaves[target] = self._adopted.adopt(leaves[target], stage, self.values.tape.phase)
             stage = leaves[target].stage
             self._check_family(leaves[target], call)
-        return self._run(call, stage, outcome)
+        result = self._run(call, stage, outcome)
+        if call.name in _MARKS:
+            self._mark(leaves[0], needs_grad=call.name == "requires_grad_" and leaves[1:] != [False])
+        return result
 
     def apply(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that torch shows to no mode, so that ours still watches. Every rank comes here."""
         self._is_applying = True
         try:
-            with _interception_aside():
+            with interception_aside():
                 return self.operate(function, args, kwargs)
         finally:
             self._is_applying = False
@@ -149,12 +137,14 @@ class Program:
         if self._is_applying:  # shapes are being found out, on all ranks: whoever has the module will tell
             raise ModelError(f"what calls the placed module {unit.name!r} gives cannot be told by its shapes")
         self.models.add(unit.model)
-        hooks = hooks_for_all(unit.module)
+        hooks = hooks_for_all(unit.module, unit.compiled or unit.module._call_impl)
         args, kwargs = hooks.given(args, kwargs)
-        with _interception_aside():
+        with interception_aside():
             leaves, spec = flatten((args, kwargs))
             leaves = [self._adopted.placed(leaf) for leaf in leaves]
             call = Call(_caller(hooks.caller), leaves, spec, unit.name, unit)
+            if self._axis.size > 1:
+                check_given(call)
             frozen = self.holdings.frozen.get(unit.model)
             what = unit.model, unit.name, unit.module.training, frozen
             known = self.holdings.known(signature(what, leaves, spec))
@@ -164,16 +154,20 @@ class Program:
     def backward(
         self,
         losses: Sequence[Any],
-        gradients: Sequence[Tensor | None] | None = None,
+        gradients: Tensor | Sequence[Tensor | None] | None = None,
         **options: Any,
     ) -> None:
         """Run backward from losses, as `torch.autograd.backward`. Every rank comes here."""
+        if self.is_over:
+            raise ModelError(
+                "backward was called on a loss of a step that is over: call loss.backward() within the step"
+            )
         if options.get("create_graph") or options.get("inputs") is not None:
             raise ModelError(
                 "backward through a pipeline was asked for create_graph or inputs; only plain loss.backward() can run "
                 "over stages: compute such gradients inside one module"
             )
-        given = gradients if gradients is not None else [None] * len(losses)
+        given = [gradients] if isinstance(gradients, Tensor) else gradients or [None] * len(losses)
         for loss, gradient in zip(losses, given, strict=True):
             if not isinstance(loss, Placeholder) or not loss.needs_grad:
                 raise ModelError(
@@ -187,7 +181,11 @@ class Program:
             self.values.seed(loss, gradient, self.scale)
         self.has_graph = bool(options.get("retain_graph"))
         with self._around_backward():
-            self.values.backward(retain_graph=self.has_graph)
+            self._inside = "backward"  # what it recomputes runs where it ran, on that rank alone
+            try:
+                self.values.backward(retain_graph=self.has_graph)
+            finally:
+                self._inside = None
 
     def begin_call(self) -> int:
         """Note that the model is called; give the number of the call."""
@@ -209,8 +207,10 @@ class Program:
 
     def end(self) -> None:
         """Forget the graph."""
+        self.is_over = True
         self.values.end()
         self._adopted.clear()
+        self.witness = Witness()
 
     def calls_of(self, name: str) -> int:
         """How often a module or an operation of that name ran."""
@@ -226,6 +226,11 @@ class Program:
     def stage_in_backward(self) -> int:
         """The last of this rank's stages that has not run backward."""
         return sorted(self._stages)[self.held - 1] if self._stages else 0
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether anybody remembers, past the end, a value that it made: a module, or a hook of the user's."""
+        return self._trace() is not None
 
     @property
     def is_between_modules(self) -> bool:
@@ -263,6 +268,8 @@ class Program:
         except Exception as error:
             what = f"module {call.name!r}" if call.unit else f"operation {call.name!r}"
             error.add_note(f"in {what}, {self.values.name}, on rank {self._axis.rank} of axis {self._axis.name!r}")
+            if self._fail is not None:
+                self._fail(error)
             raise
         finally:
             self._inside = None
@@ -308,6 +315,19 @@ class Program:
             made.share_memory_with(base)
         return made
 
+    def _set_on_all(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Set for a parameter, on all ranks, whether it is trained, or that it has no gradient yet."""
+        if function in _SET_TRAINED:
+            self._adopted.forget(args[0])
+        result = function(*args, **kwargs)
+        self.holdings.note_frozen()
+        return result
+
+    def _mark(self, placeholder: Placeholder, *, needs_grad: bool) -> None:
+        """Have all ranks know that a tensor was detached in place, or made to need a gradient."""
+        placeholder.needs_grad = needs_grad
+        placeholder.family.version += 1  # copies elsewhere are as it was
+
     def _check_family(self, placeholder: Placeholder, call: Call) -> None:
         """Refuse to write in memory of which gradients are told apart by now."""
         crosses = placeholder.phase not in (None, self.values.tape.phase)
@@ -339,20 +359,11 @@ class Program:
         return self._turns[name]
 
 
-def _asks_for_gradients(function: Callable[..., Any], args: Sequence[Any], placeholders: Sequence[Placeholder]) -> bool:
-    """Whether an operation asks for gradients that may lie on several ranks; those of a parameter are at its own."""
-    if function is torch.autograd.grad:
-        return bool(placeholders)
-    return not placeholders and function == GRADIENT and args[0].is_leaf and args[0].requires_grad
-
-
-def _written_in(call: Call, outcome: Outcome | None) -> int | None:
-    """Number of the argument that an operation writes in, or None."""
-    if outcome is not None:
-        return outcome.written[0] if outcome.written else None
-    name = call.name
-    is_in_place = (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__iadd__", "__imul__")
-    return 0 if is_in_place and isinstance(call.leaves[0], Tensor) else None
+def _is_for_all(function: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Whether a parameter is set to be trained or not, or to have no gradient."""
+    if not isinstance(args[0] if args else None, nn.Parameter):
+        return False
+    return function in _SET_TRAINED or (function == _SET_GRADIENT and args[1] is None)
 
 
 def _caller(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -360,45 +371,3 @@ def _caller(function: Callable[..., Any]) -> Callable[..., Any]:
     if is_checkpointed() and torch.is_grad_enabled():
         return lambda *args, **kwargs: checkpointed(function, args, kwargs)
     return function
-
-
-class Interception(TorchFunctionMode):
-    """Hands every operation of torch between modules to a program."""
-
-    def __init__(self, program: Program) -> None:
-        super().__init__()
-        self._program = program
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run it where it belongs."""
-        return intercept(func, args, kwargs or {}, self._program)
-
-
-@contextmanager
-def run_in_this_thread(program: Program) -> Iterator[None]:
-    """Hand what this thread does within this context to a program."""
-    intercept_functions()
-    token = running.set(program)
-    try:
-        with Interception(program):
-            yield
-    finally:
-        running.reset(token)
-
-
-class _interception_aside:  # noqa: N801 - used like a function; a class costs half as much as a generator
-    """Have operations that are not the user's, or a unit's own, run as in one process."""
-
-    __slots__ = ("_mode",)
-
-    def __enter__(self) -> None:
-        mode = _get_current_function_mode()
-        self._mode = mode if isinstance(mode, Interception) else None
-        if self._mode is not None:
-            _pop_mode()
-
-    def __exit__(self, *_: object) -> None:
-        if self._mode is not None:
-            _push_mode(self._mode)

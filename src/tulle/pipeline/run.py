@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -16,10 +16,13 @@ from tulle.comm import now_s, traffic
 from tulle.mesh import Axis
 from tulle.pipeline.carried import Carried
 from tulle.pipeline.holdings import Holdings, Unit
+from tulle.pipeline.interception import run_in_this_thread
 from tulle.pipeline.letters import Key, Kind
+from tulle.pipeline.losses import is_backward, scaled
+from tulle.pipeline.outcome import versioned
 from tulle.pipeline.placeholder import running
 from tulle.pipeline.post import post_of
-from tulle.pipeline.program import Program, run_in_this_thread
+from tulle.pipeline.program import Program
 from tulle.pipeline.randomness import forked, seed_of
 from tulle.pipeline.schedule import Schedule
 from tulle.pipeline.structure import flatten, rebuild
@@ -27,28 +30,9 @@ from tulle.pipeline.tied import Aside, Tied
 from tulle.pipeline.turns import Turn, Turns
 from tulle.pipeline.values import Values
 
+_MOST_TIED_BITS = 24
 _MESSAGES_KEPT = 64
 """Messages to each rank that may be under way outside of steps before the oldest are waited for."""
-
-
-@dataclass(slots=True)
-class Step:
-    """A step's calls, as `Runtime.run_step` wants them.
-
-    Args:
-        function: The user's.
-        calls: Arguments and keywords of each micro-batch.
-        shares: What the gradients of each are multiplied with.
-        schedule: In which order.
-    """
-
-    function: Callable[..., Any]
-    calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
-    shares: Sequence[float]
-    schedule: Schedule
-
-    def __len__(self) -> int:
-        return len(self.calls)
 
 
 @dataclass(eq=False)
@@ -68,6 +52,30 @@ class Resident:
     carried: Carried
 
 
+@dataclass(slots=True)
+class Step:
+    """A step's calls, as `Runtime.run_step` wants them.
+
+    Args:
+        function: The user's.
+        calls: Arguments and keywords of each micro-batch.
+        models: That it is given, or refers to.
+        residents: Of these that are placed.
+        shares: What the gradients of each are multiplied with.
+        schedule: In which order.
+    """
+
+    function: Callable[..., Any]
+    calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]
+    models: Sequence[nn.Module]
+    residents: Sequence[Resident]
+    shares: Sequence[float]
+    schedule: Schedule
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+
 class Runtime:
     """Runs programs through all modules that are placed on an axis.
 
@@ -79,6 +87,7 @@ class Runtime:
     def __init__(self, axis: Axis, seed: int) -> None:
         self.axis, self.seed = axis, seed
         self.holdings = Holdings(post_of(axis))
+        self.holdings.note_frozen = self._note_frozen
         self.models: WeakValueDictionary[int, Resident] = WeakValueDictionary()
         """By number; one that is gone is called by no program."""
         self.placed = 0
@@ -88,6 +97,9 @@ class Runtime:
         self.bubble = 0.0
         """Share of the last step in which this rank had nothing that it could do."""
         self._current: Program | None = None
+        self._number, self._backwards = 0, 0
+        """Of the program outside of steps, and how often backward ran in it; a rank may fail before it does."""
+        self._asides: list[Aside] | None = None
 
     @property
     def stages(self) -> int:
@@ -106,10 +118,10 @@ class Runtime:
         self._note_frozen()
         program = self._outside_of_steps()
         try:
-            with forked(seed_of(program.seed, program.begin_call())), run_in_this_thread(program):
+            with forked(seed_of(program.seed, program.begin_call())), versioned(), run_in_this_thread(program):
                 result = call(*args, **kwargs)
         except BaseException as error:
-            self.holdings.post.tell(error)
+            self._fail(error)
             raise
         return program.visible(result)
 
@@ -122,20 +134,24 @@ class Runtime:
         post, begin_s = self.holdings.post, now_s()
         self._note_frozen()
         self._current = None
-        aside, carried = self._set_aside_tied(), {number: model.carried for number, model in self.models.items()}
-        post.open()
+        carried = {number: model.carried for number, model in self.models.items()}
+        turns = [self._turn(step, index) for index in range(len(step))]
+        programs = [turn.program for turn in turns]
+        number = self._next_program()  # taken before anything can fail, or ranks would count apart
+        post.open(number)
         try:
-            turns = [self._turn(step, index) for index in range(len(step))]
+            for resident in step.residents:
+                resident.carried.is_idle = False
             for one in carried.values():
                 one.begin()
-            in_order = any(one.is_likely for one in carried.values())
-            idle_s = Turns(turns, post, step.schedule, self.stages, in_order=in_order).run()
-            programs = [turn.program for turn in turns]
-            for number in set[int]().union(*(program.models for program in programs)):
-                carried[number].end(lambda name: max(program.calls_of(name) for program in programs))
-            self._add_up_tied(aside, programs)
-            self._even_out()
+            in_order = self._is_any(any(one.is_likely for one in carried.values()))
+            stages = max((resident.stages for resident in step.residents), default=self.stages)
+            idle_s = Turns(turns, post, step.schedule, stages, in_order=in_order).run()
+            self._see_what_is_carried(carried, programs)
+            self._add_up_tied(programs, number)
+            self._even_out(number)
         except BaseException as error:
+            self._put_back_tied()
             post.close(error)
             raise
         end_s = now_s()
@@ -144,6 +160,16 @@ class Runtime:
         self.bubble = idle_s / max(now_s() - begin_s, 1e-9)
         traffic.span("step", f"bubble {self.bubble:.0%}", begin_s, now_s())
         return [turn.result for turn in turns]
+
+    @staticmethod
+    def _see_what_is_carried(carried: Mapping[int, Carried], programs: Sequence[Program]) -> None:
+        ran = set[int]().union(*(program.models for program in programs))
+        is_kept = any(program.is_kept for program in programs)
+        for number, one in carried.items():
+            if number in ran:
+                one.end(lambda name: max(program.calls_of(name) for program in programs), is_kept=is_kept)
+            else:
+                one.is_idle = True
 
     def copy_from_first(self, tensor: Tensor, ranks: Sequence[int], number: tuple[int, int], name: str) -> None:
         """Overwrite a tensor that several ranks hold with the first one's. Every one of them must call it."""
@@ -160,7 +186,9 @@ class Runtime:
         turn = Turn(micro_batch)
         values = Values(number, self.holdings, turn.wait, f"micro-batch {micro_batch} of step {traffic.step}")
         seed, scale = seed_of(self.seed, number), step.shares[micro_batch]
-        program = Program(values, self.holdings, seed=seed, around_backward=turn.backward, scale=scale)
+        program = Program(
+            values, self.holdings, seed=seed, around_backward=partial(self._backward_of, turn), scale=scale
+        )
         turn.begin(program, _body(step, micro_batch, program))
         return turn
 
@@ -168,41 +196,91 @@ class Runtime:
         """The program that runs now, or a new one if nothing of the last waits for its backward."""
         if self._current is None or not self._current.has_graph:
             number = self._next_program()
+            self._number, self._backwards = number, 0
+            self.holdings.post.begin(number)
             self.holdings.post.flush(but=_MESSAGES_KEPT)
             values = Values(number, self.holdings, self._wait, "a call outside of steps")
-            seed = seed_of(self.seed, number)
-            self._current = Program(values, self.holdings, seed=seed, around_backward=self._backward_outside_of_steps)
+            self._current = Program(
+                values,
+                self.holdings,
+                seed=seed_of(self.seed, number),
+                around_backward=self._backward_outside_of_steps,
+                fail=self._fail,
+            )
         return self._current
 
     @contextmanager
     def _backward_outside_of_steps(self) -> Iterator[None]:
-        aside = self._set_aside_tied()
-        yield
+        self._set_aside_tied()
+        self._backwards += 1
+        try:
+            yield
+            if self._current is not None:
+                self._add_up_tied([self._current], -self._number, first=self._backwards << _MOST_TIED_BITS)
+        except BaseException as error:
+            self._put_back_tied()
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Outside of steps: tell the others, who may wait for this rank, and begin anew with the next call."""
         if self._current is not None:
-            self._add_up_tied(aside, [self._current])
+            self._current = None
+            self.holdings.post.tell(error)
 
     def _wait(self, key: Key, source: int, purpose: str) -> None:
-        self.holdings.post.await_any({source: [key]}, lambda: purpose)
+        try:
+            self.holdings.post.await_any({source: [key]}, lambda: purpose)
+        except BaseException as error:
+            self._fail(error)
+            raise
 
-    def _set_aside_tied(self) -> list[Aside]:
-        """Have the gradients of tied parameters hold what comes from now on, and nothing else."""
-        return [Aside(number, tied) for number, model in sorted(self.models.items()) for tied in model.tied]
+    def _is_any(self, here: bool) -> bool:  # noqa: FBT001 - what is asked
+        """Whether something is so on any of the ranks that hold replicas of this one's stages."""
+        return here
 
-    def _add_up_tied(self, asides: Sequence[Aside], programs: Sequence[Program]) -> None:
+    def _set_aside_tied(self) -> None:
+        """Have the gradients of tied parameters hold what comes from now on, and nothing else; once a step."""
+        if self._asides is None:
+            models = sorted(self.models.items())
+            self._asides = [Aside(number, tied) for number, model in models for tied in model.tied]
+
+    def _add_up_tied(self, programs: Sequence[Program], number: int, *, first: int = 0) -> None:
         """Sum what has come to tied parameters of the models that ran, which all ranks know alike."""
-        ran = set().union(*(program.models for program in programs))
-        number = self._next_program()
-        for index, aside in enumerate(one for one in asides if one.model in ran):
+        self._set_aside_tied()  # if there was no backward
+        asides, ran = self._asides or (), set().union(*(program.models for program in programs))
+        for index, aside in enumerate((one for one in asides if one.model in ran), first):
             aside.add_up(self.holdings.post, (number, index))
         for aside in asides:
             aside.put_back()
+        self._asides = None
 
-    def _even_out(self) -> None:
+    def _put_back_tied(self) -> None:
+        """After an error: copies are to stay equal, so what has come to some of them is let go."""
+        for aside in self._asides or ():
+            aside.undo()
+        self._asides = None
+
+    @contextmanager
+    def _backward_of(self, turn: Turn) -> Iterator[None]:
+        self._set_aside_tied()  # not before: a step may begin with zero_grad
+        for model in self.models.values():
+            model.carried.look()
+        with turn.backward():
+            yield
+
+    def _even_out(self, number: int) -> None:
         """Have all ranks hold what one of them has written in buffers that are in no unit, for checkpoints."""
-        for (_, name), tensor in sorted(self.holdings.settled.items(), key=lambda item: item[0]):
+        for index, ((_, name), tensor) in enumerate(sorted(self.holdings.settled.items(), key=lambda item: item[0]), 1):
             home = self.holdings.stages[id(tensor)] % self.axis.size
             others = [rank for rank in range(self.axis.size) if rank != home]
-            self.copy_from_first(tensor, [home, *others], (-self._next_program(), 0), name)
+            self.copy_from_first(tensor, [home, *others], (-number, index), name)
+
+    def next_model(self) -> int:
+        """The number of a model that is placed now; what failed before it does not concern it."""
+        self.holdings.post.begin(self._next_program())
+        self.placed += 1
+        return self.placed
 
     def _next_program(self) -> int:
         self.programs += 1
@@ -242,8 +320,8 @@ def one_by_one(step: Step) -> list[Any]:
     results = []
     for index, ((args, kwargs), share) in enumerate(zip(step.calls, step.shares, strict=True)):
         with ExitStack() as stack:
-            for value in (*args, *kwargs.values()) if index < len(step) - 1 else ():
-                if isinstance(value, nn.Module) and (no_sync := getattr(value, "no_sync", None)) is not None:
+            for model in step.models if index < len(step) - 1 else ():
+                if (no_sync := getattr(model, "no_sync", None)) is not None:
                     stack.enter_context(no_sync())
             stack.enter_context(_Scaled(share))
             leaves, spec = flatten(step.function(*args, **kwargs))
@@ -261,10 +339,6 @@ class _Scaled(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is Tensor.backward or (func is torch.autograd.backward and isinstance(args[0], Tensor)):
-            loss, *rest = args
-            return func(loss * self._scale, *rest, **(kwargs or {}))
-        if func is torch.autograd.backward:
-            losses, *rest = args
-            return func([loss * self._scale for loss in losses], *rest, **(kwargs or {}))
+        if is_backward(func):
+            return scaled(func, args, kwargs or {}, self._scale)
         return func(*args, **(kwargs or {}))

@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tulle.pipeline.outcome import Described, Outcome, describe, versions_of
+from tulle.pipeline.outcome import Described, Outcome, describe, versioned, versions_of
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.structure import Spec, rebuild
 
@@ -21,6 +22,8 @@ _UNKNOWN: Any = object()
 GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
 _OF_VALUES = (Tensor.__format__, GRADIENT)
 """Which a fake tensor answers too, but not with its own number or gradient."""
+_RESIZING = (F.interpolate, F.upsample)
+"""Whose shapes follow from a fraction."""
 T = TypeVar("T")
 
 
@@ -49,7 +52,8 @@ class Shapes:
             leaves: Of its arguments `(args, kwargs)`: placeholders, tensors and whatever else.
             spec: How they are put together.
         """
-        key = signature(function, leaves, spec)
+        fractions = [leaf for leaf in leaves if isinstance(leaf, float)] if function in _RESIZING else ()
+        key = signature((function, *fractions), leaves, spec)
         known = self._known.get(key, _UNKNOWN)
         return self._known.remember(key, _infer(function, leaves, spec)) if known is _UNKNOWN else known
 
@@ -84,7 +88,7 @@ def _infer(function: Callable[..., Any], leaves: Sequence[Any], spec: Spec) -> O
         return None
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with fake_mode:
+        with versioned(), fake_mode:
             stand_ins = [_stand_in(leaf) for leaf in leaves]
             args, kwargs = rebuild(spec, stand_ins)
             versions = versions_of(stand_ins)

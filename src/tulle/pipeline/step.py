@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any, ParamSpec
 
 from tulle.errors import PlanError
+from tulle.pipeline.found import models_of
 from tulle.pipeline.micro_batch import Split, cut
 from tulle.pipeline.outputs import collected
 from tulle.pipeline.place import placement_of
-from tulle.pipeline.found import models_of
 from tulle.pipeline.run import Step, one_by_one
 from tulle.pipeline.schedule import checked
 from tulle.pipeline.usual import usual_of

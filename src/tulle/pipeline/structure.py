@@ -69,6 +69,11 @@ def flatten(value: object) -> tuple[list[Any], Spec]:
     return leaves, _flatten(value, leaves)
 
 
+def can_flatten(value: object) -> bool:
+    """Whether a value is taken apart, or stays a leaf."""
+    return _flatten(value, []) is not LEAF
+
+
 def rebuild(spec: Spec, leaves: list[Any]) -> Any:
     """The value of that structure with other leaves."""
     return _rebuild(spec, iter(leaves))

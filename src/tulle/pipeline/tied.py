@@ -41,7 +41,7 @@ class Aside:
     """
 
     def __init__(self, model: int, tied: Tied) -> None:
-        self.model, self._tied = model, tied
+        self.model, self._tied, self.parameter = model, tied, tied.parameter
         self._before, tied.parameter.grad = tied.parameter.grad, None
 
     @torch.no_grad()
@@ -50,20 +50,22 @@ class Aside:
         me = post.axis.rank
         if me not in self._tied.ranks:
             return
-        parameter = self._tied.parameter
-        mine = parameter.grad
+        mine = self.parameter.grad
         if mine is not None and mine.layout != torch.strided:
             mine = mine.to_dense()  # another stage's may be dense
         others = [rank for rank in self._tied.ranks if rank != me]
         post.send(self._key(number, me, post), mine, to=others)
         theirs = {rank: self._from(post, number, rank) for rank in others}
         parts = [mine if rank == me else theirs[rank] for rank in self._tied.ranks]
-        parameter.grad = _sum([part for part in parts if part is not None])
+        self.parameter.grad = _sum([part for part in parts if part is not None])
 
     def put_back(self) -> None:
         """Add what was there before."""
-        parameter = self._tied.parameter
-        parameter.grad = _sum([part for part in (self._before, parameter.grad) if part is not None])
+        self.parameter.grad = _sum([part for part in (self._before, self.parameter.grad) if part is not None])
+
+    def undo(self) -> None:
+        """Have the gradient that was there before, and nothing else."""
+        self.parameter.grad = self._before
 
     def _from(self, post: Post, number: tuple[int, int], rank: int) -> Tensor | None:
         key = self._key(number, rank, post)

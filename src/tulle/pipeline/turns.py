@@ -29,7 +29,9 @@ from tulle.pipeline.letters import Key
 from tulle.pipeline.post import Post
 from tulle.pipeline.program import Program
 from tulle.pipeline.randomness import State, seed_all
-from tulle.pipeline.schedule import Schedule, held_at_once, preference, stages_here
+from tulle.pipeline.schedule import Schedule, held_at_once, in_idleness, preference, stages_here
+
+_autograd: Any = vars(torch._C)["_autograd"]
 
 
 class Abandoned(BaseException):
@@ -102,7 +104,7 @@ class Turns:
         self._in_order = in_order
         self._most_held = held_at_once(schedule, rank, ranks, stages, len(turns))
         self._stages_here = stages_here(rank, ranks, stages)
-        self._waiting, self._begun = list(turns), list[Turn]()
+        self._turns, self._waiting, self._begun = turns, list(turns), list[Turn]()
         self._starts = {turn: (contextvars.copy_context(), Surroundings()) for turn in turns}
         self._is_over = threading.Lock()
         self._error: BaseException | None = None
@@ -126,9 +128,16 @@ class Turns:
             self._post.give_up(f"{type(error).__name__}")
             self._is_over.acquire()
         state.restore()
+        for turn in self._turns:
+            turn.give_way = self._await_alone
         if self._error is not None:
             raise self._error
         return self._idle_s
+
+    def _await_alone(self, turn: Turn) -> None:
+        """What a value that was kept past the end of the step waits for."""
+        if turn.key is not None:
+            self._post.await_any({turn.source: [turn.key]}, lambda: turn.purpose)
 
     def _work(self, turn: Turn | None = None) -> threading.Lock:
         """Run one program after another to its end, until one that sleeps comes first; give what wakes who is next."""
@@ -180,9 +189,10 @@ class Turns:
 
     def _best(self, arrived: Collection[Turn]) -> Turn | None:
         """Of those that can go on the one that should; None if none can."""
-        is_full = sum(max(1, turn.program.held) for turn in self._begun) >= self._most_held
+        held = sum(max(1, turn.program.held) for turn in self._begun)
+        is_full = held >= self._most_held - in_idleness(self._schedule)
         ready = [turn for turn in self._begun if self._is_ready(turn, arrived, is_full=is_full)]
-        if self._waiting and not is_full and self._may_begin(self._waiting[0]):
+        if self._waiting and held < self._most_held and self._may_begin(self._waiting[0]):
             ready.append(self._waiting[0])
         best = min(ready, key=lambda turn: self._preference(turn, is_full=is_full), default=None)
         if best is not None and self._waiting and best is self._waiting[0]:
@@ -239,7 +249,7 @@ class Surroundings(ExitStack):
     def __init__(self) -> None:
         super().__init__()
         self._grad = torch.is_grad_enabled()
-        self._inference = torch.is_inference_mode_enabled()
+        self._hooks = _hooks_of_saved_tensors()
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
         ]
@@ -250,8 +260,10 @@ class Surroundings(ExitStack):
         super().__enter__()
         if self._device is not None:
             torch.cuda.set_device(self._device)
-        self.enter_context(torch.inference_mode(self._inference))
+        # Not inference mode: its tensors do not tell what was written in them.
         self.enter_context(torch.set_grad_enabled(self._grad))
+        for pack, unpack in self._hooks:
+            self.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
         for kind, is_enabled, dtype in self._autocast:
             if is_enabled:
                 self.enter_context(torch.autocast(kind, dtype))
@@ -298,3 +310,14 @@ def _employ(work: Callable[..., threading.Lock], *arguments: Turn) -> None:
 
 def _nothing(*_: object) -> None:
     pass
+
+
+def _hooks_of_saved_tensors() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:
+    """Those that hold where this is called, the outermost first."""
+    found: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
+    while (hooks := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        found.insert(0, hooks)
+        _autograd._pop_saved_tensors_default_hooks()
+    for hooks in found:
+        _autograd._push_saved_tensors_default_hooks(*hooks)
+    return found

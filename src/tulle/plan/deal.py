@@ -14,9 +14,10 @@ from tulle.errors import PlanError
 from tulle.plan.bucket import Bucket, buckets_of, by_urgency
 from tulle.plan.convoy import Convoy, convoys_of
 from tulle.plan.exchange import Tariff
+from tulle.plan.moving import on_machine
 from tulle.plan.plan import AT_READ, MODEL, PIPE, Plan
 from tulle.plan.update import Update
-from tulle.plan.work import AXES, DATA, Share, Work, on_machine, share_of, work_of
+from tulle.plan.work import AXES, DATA, Share, Work, share_of, work_of
 from tulle.workload import Cluster, Machine, Profile
 
 

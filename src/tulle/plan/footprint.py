@@ -18,7 +18,7 @@ from tulle.pipeline.schedule import checked, held_at_once, stages_here
 from tulle.plan.exchange import Tariff
 from tulle.plan.memory import Memory
 from tulle.plan.plan import MODEL, Plan
-from tulle.plan.work import NARROW, Share, Work, bytes_of, share_of, work_of
+from tulle.plan.work import DATA, NARROW, Share, Work, bytes_of, share_of, work_of
 from tulle.workload import Cluster, Profile, TableProfile
 
 
@@ -76,15 +76,16 @@ def footprints(
 def footprints_of(plan: Plan, profile: Profile, share: Share, works: Sequence[Work], tariff: Tariff) -> list[Footprint]:
     """The same, of pieces that are dealt already."""
     state_share = profile.optimizer.state_share
-    found = [replace(Footprint(), transient_bytes=_transient_bytes(profile, share))] * share.pipe
+    found = [replace(Footprint(), transient_bytes=_transient_bytes(profile, share, tariff))] * share.pipe
     held = [_held(plan, share, works, rank) for rank in range(share.pipe)]
-    largest_bytes = max((work.parameters_bytes for work in works), default=0)
+    largest_bytes = max((2 * work.parameters_bytes + work.frozen_bytes for work in works), default=0)
     for work in works:
         rank = work.stage % share.pipe
         found[rank] += dense(work.parameters_bytes, plan.memory, share.data, state_share)
+        found[rank] += Footprint(work.frozen_bytes // (share.data if plan.memory.full_shard else 1))
         found[rank] += Footprint(activations_bytes=round(held[rank] * work.activations_bytes))
     if plan.memory.full_shard and share.data > 1:  # one piece is whole at a time, and its gradient
-        found = [one + Footprint(transient_bytes=2 * largest_bytes) for one in found]
+        found = [one + Footprint(transient_bytes=largest_bytes) for one in found]
     stage_of = {work.name: work.stage for work in works}
     for table in profile.tables:
         if table.is_sparse or table.name in plan.placements:
@@ -106,6 +107,7 @@ def dense(parameters_bytes: int, memory: Memory, ranks: int, state_share: float)
 
 
 def _table(table: TableProfile, share: Share, tariff: Tariff, state_share: float, *, is_split: bool) -> Footprint:
+    """What a table needs; its gradient has the rows that were touched, or all."""
     owners = share.data if is_split else 1
     kept_bytes = bytes_of(table) // owners
     rows_bytes = tariff.updated_bytes(table.name, share.data, share.batches) / owners if table.is_sparse else kept_bytes
@@ -121,12 +123,15 @@ def _held(plan: Plan, share: Share, works: Sequence[Work], rank: int) -> float:
     return pairs / stages_here(rank, share.pipe, stages)
 
 
-def _transient_bytes(profile: Profile, share: Share) -> int:
+def _transient_bytes(profile: Profile, share: Share, tariff: Tariff) -> int:
     """What the measured peak had beyond what is counted, in proportion to a micro-batch and a rank's part."""
-    parameters_bytes = sum(piece.parameters_bytes for piece in profile.modules) + sum(map(bytes_of, profile.tables))
-    gradients_bytes = sum(piece.parameters_bytes for piece in profile.modules)
+    trained_bytes = sum(piece.parameters_bytes for piece in profile.modules)
+    frozen_bytes = sum(piece.frozen_bytes for piece in profile.modules)
     activations_bytes = sum(piece.activations_bytes for piece in profile.modules)
-    counted = Footprint(
-        parameters_bytes, gradients_bytes, round(profile.optimizer.state_share * parameters_bytes), activations_bytes
-    )
+    state_share = profile.optimizer.state_share
+    counted = dense(trained_bytes, Memory(), 1, state_share)
+    counted += Footprint(parameters_bytes=frozen_bytes, activations_bytes=activations_bytes)
+    alone = Share({DATA: 1}, batches=1.0)
+    for table in profile.tables:
+        counted += _table(table, alone, tariff, state_share, is_split=False)
     return round(max(0, profile.peak_bytes - counted.peak_bytes) * share.scale / share.pipe / share.model)

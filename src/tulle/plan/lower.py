@@ -207,12 +207,12 @@ class _Lowering:
     def _is_complete(self, work: Work, *, is_last: bool) -> bool:
         """Whether something can be sent when this piece's backward is over."""
         tables = (convoy.exchange.is_split or is_last for convoy in self.deal.convoys if convoy.first == work.number)
-        return any(tables) or self._is_gathered(work) or (is_last and work.number in self.buckets)
+        return any(tables) or self._is_scattered(work) or (is_last and work.number in self.buckets)
 
     def _synchronize(self, work: Work, after: list[int], *, is_last: bool) -> None:
         """Send the gradients that are complete with a piece's backward."""
         stage = work.stage
-        if self._is_gathered(work):
+        if self._is_scattered(work):
             cost = half(all_reduce_cost(work.parameters_bytes, self.deal.network, self.share.data))
             name = f"reduce-scatter {work.name}"
             self.synchronized[stage].append(self._sent_along_data(name, cost, after, stage, "dense"))
@@ -228,12 +228,18 @@ class _Lowering:
 
     def _gather(self, run: Run, work: Work) -> None:
         """Parameters that are shared out are whole while a piece runs."""
-        if self._is_gathered(work):
-            cost = half(all_reduce_cost(work.parameters_bytes, self.deal.network, self.share.data))
+        whole_bytes = work.parameters_bytes + work.frozen_bytes
+        if self._is_shared_out and whole_bytes:
+            cost = half(all_reduce_cost(whole_bytes, self.deal.network, self.share.data))
             run.interrupt(f"gather {work.name}", cost, axis=DATA, kind="dense")
 
-    def _is_gathered(self, work: Work) -> bool:
-        return self.plan.memory.full_shard and work.parameters_bytes > 0 and self.share.data > 1
+    def _is_scattered(self, work: Work) -> bool:
+        """Whether the sum of its gradients is shared out."""
+        return self._is_shared_out and work.parameters_bytes > 0
+
+    @property
+    def _is_shared_out(self) -> bool:
+        return self.plan.memory.full_shard and self.share.data > 1
 
     def _all_reduce(self, bucket: Bucket, after: Iterable[int]) -> int:
         return self._sent_along_data(f"all-reduce {bucket.name}", bucket.cost, after, bucket.stage, "dense")

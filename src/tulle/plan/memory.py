@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tulle.errors import PlanError
+from tulle.plan.entries import refuse_unknown
 
 PRECISIONS = ("bf16", "fp16")
 """In which parameters can be kept, beside masters in their own dtype."""
@@ -61,9 +62,10 @@ class Memory:
     @staticmethod
     def from_json(parsed: Mapping[str, Any]) -> Memory:
         """From plain values; what is not there is not done."""
+        refuse_unknown(parsed, Memory)
         return Memory(
-            shard_optimizer=bool(parsed.get("shard_optimizer", False)),
-            full_shard=bool(parsed.get("full_shard", False)),
+            shard_optimizer=_flag(parsed, "shard_optimizer"),
+            full_shard=_flag(parsed, "full_shard"),
             recompute=tuple(str(name) for name in parsed.get("recompute", ())),
             offload=tuple(str(name) for name in parsed.get("offload", ())),
             precision=parsed.get("precision"),
@@ -84,3 +86,10 @@ class Memory:
                 "the plan has full_shard and shard_optimizer: full_shard shares the optimizer's state out too"
             )
         return self
+
+
+def _flag(parsed: Mapping[str, Any], name: str) -> bool:
+    given = parsed.get(name, False)
+    if not isinstance(given, bool):
+        raise PlanError(f"the plan has {name}={given!r}, expected true or false")
+    return given

@@ -11,6 +11,7 @@ from typing import Any
 
 from tulle.cost import Network
 from tulle.errors import PlanError
+from tulle.plan.entries import refuse_unknown
 from tulle.plan.memory import Memory
 from tulle.plan.prediction import MOST_NAMED, Prediction, some
 from tulle.plan.table_plan import TablePlan
@@ -27,7 +28,7 @@ BUCKET_BYTES = 25 * 1024 * 1024
 AT_STEP, AT_READ = "step", "read"
 SCHEDULES = (AT_STEP, AT_READ, AUTO)
 """When a replica is updated: in `optimizer.step()`, when somebody reads it afterwards, or which of these pays."""
-PIPELINE_SCHEDULES = ("1f1b", "gpipe")
+PIPELINE_SCHEDULES = ("1f1b", "eager-1f1b", "gpipe")
 """In which order a rank of axis `pipe` works on micro-batches; with several stages a rank they are interleaved."""
 
 
@@ -49,7 +50,7 @@ class Plan:
         stages: Of modules by name, on axis `pipe`: stage *s* lives on rank *s* modulo its size. Empty for a partition
             by profile.
         stages_per_rank: Into how many times the size of axis `pipe` a model is cut, if `stages` is empty.
-        pipeline_schedule: `"1f1b"` or `"gpipe"`.
+        pipeline_schedule: `"1f1b"`, `"eager-1f1b"` or `"gpipe"`.
         micro_batches: Into how many a batch is cut, where the user's step does not say.
         tensor_parallel: Names of modules that are split over axis `model` with all that is within. Empty, on a mesh
             with such an axis, for all whose class is registered.
@@ -152,7 +153,7 @@ class Plan:
             raise PlanError(f"cannot read a plan from {os.fspath(path)!r}: {error}") from error
         try:
             return Plan.from_json(parsed)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             if is_profile(parsed):
                 raise PlanError(
                     f"{os.fspath(path)!r} is a profile, expected a plan: make one of it with tulle plan "
@@ -188,18 +189,16 @@ class Plan:
         """From plain values, checked."""
         if parsed["format"] != FORMAT:
             raise ValueError(f"format {parsed['format']!r}, expected {FORMAT}")
-        bucket_bytes = int(parsed["bucket_bytes"])
-        if bucket_bytes <= 0:
-            raise ValueError(f"bucket_bytes {bucket_bytes}, expected a positive number")
+        refuse_unknown(parsed, Plan, besides=("format", "profile"))
         return Plan(
-            mesh={str(name): int(size) for name, size in parsed["mesh"].items()},
+            mesh={str(name): _positive(int(size), f"axis {name}") for name, size in parsed["mesh"].items()},
             tables=tuple(TablePlan.from_json(table) for table in parsed["tables"]),
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=_positive(int(parsed["bucket_bytes"]), "bucket_bytes"),
             network=network_from_json(parsed["network"]) if parsed["network"] else None,
             wire_dtype=parsed.get("wire_dtype"),
             offers=tuple(str(offer) for offer in parsed.get("offers", ())),
             schedule=_one_of(SCHEDULES, parsed.get("schedule", AT_STEP), "schedule"),
-            stages={str(name): int(stage) for name, stage in parsed.get("stages", {}).items()},
+            stages={str(name): _stage(stage, name) for name, stage in parsed.get("stages", {}).items()},
             stages_per_rank=_positive(int(parsed.get("stages_per_rank", 1)), "stages_per_rank"),
             pipeline_schedule=_one_of(
                 PIPELINE_SCHEDULES, parsed.get("pipeline_schedule", PIPELINE_SCHEDULES[0]), "pipeline_schedule"
@@ -255,8 +254,7 @@ class Plan:
     def _check_axes(self) -> None:
         """That what is said of an axis has one."""
         for name, stage in self.stages.items():
-            if not isinstance(stage, int) or stage < 0:
-                raise PlanError(f"the plan has {name!r} at stage {stage!r}, expected a number from 0")
+            _stage(stage, name)
         if self.stages and PIPE not in self.mesh:
             raise PlanError(f"the plan has stages, but its mesh has no axis {PIPE!r}: give tulle.init {PIPE}=")
         if self.tensor_parallel and MODEL not in self.mesh:
@@ -306,4 +304,10 @@ def _one_of(known: tuple[str, ...], given: str, name: str) -> str:
 def _positive(number: int, name: str) -> int:
     if not isinstance(number, int) or number < 1:
         raise PlanError(f"the plan has {name}={number!r}, expected a positive number")
+    return number
+
+
+def _stage(number: int, name: str) -> int:
+    if not isinstance(number, int) or number < 0:
+        raise PlanError(f"the plan has {name!r} at stage {number!r}, expected a number from 0")
     return number

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from tulle.errors import PlanError
 
 HANDICAP = 1.05
 """What a loop may notice that looks at gradients or parameters between steps, clipping say, must gain more than this:
@@ -79,6 +82,8 @@ class Prediction:
     @staticmethod
     def from_json(parsed: Mapping[str, Any]) -> Prediction:
         """From plain values."""
+        if not 0 < parsed["step_s"] < math.inf:
+            raise PlanError(f"the prediction has step_s={parsed['step_s']!r}, expected a time")
         lists = {name: tuple(parsed[name]) for name in ("memory_bytes", "runner_up", "changes")}
         return Prediction(**{**parsed, **lists})
 

@@ -22,9 +22,9 @@ from itertools import product
 
 from tulle.errors import PlanError
 from tulle.pipeline.calls import placed_as_one
-from tulle.pipeline.partition import Limits, Piece, partition
 from tulle.plan.bound import Bound
 from tulle.plan.choices import Tables, splits
+from tulle.plan.cutting import fast_cuts
 from tulle.plan.deal import Deal
 from tulle.plan.exchange import Tariff
 from tulle.plan.explanation import binding, differences, links_of, parts_of
@@ -32,11 +32,12 @@ from tulle.plan.footprint import footprints_of
 from tulle.plan.limit import least_seconds
 from tulle.plan.lower import lowered
 from tulle.plan.memory import Memory
+from tulle.plan.moving import on_machine
 from tulle.plan.plan import AT_READ, MODEL, PIPE, Plan
 from tulle.plan.prediction import HANDICAP, Prediction
 from tulle.plan.saving import with_recomputed
 from tulle.plan.space import MOST_CUTS, Space, cuts
-from tulle.plan.work import DATA, Share, Work, on_machine, share_of, total_s, work_of
+from tulle.plan.work import DATA, Share, share_of, total_s, work_of
 from tulle.simulate import Forecast, run
 from tulle.workload import Cluster, Profile
 
@@ -149,6 +150,11 @@ class Search:
                 break
             if plan not in plain:
                 self._branch(plan)
+        if self._least_bytes == math.inf and not self._best:
+            raise PlanError(
+                f"a step of {self.batch} samples is too small for every mesh of {self.cluster.ranks} ranks that this "
+                "model can use: each replica needs a sample"
+            )
         if not self._best:
             raise PlanError(
                 f"no plan fits in {self.memory_bytes or 0:,} bytes a rank on {self.cluster.ranks} ranks, the least "
@@ -256,21 +262,11 @@ class Search:
                 found = [*cuts(len(names), share.pipe)]
             else:
                 self._left_out_s = min(self._left_out_s, self.least_s(frame))
-                found = self._fast_cuts(self._bound.pieces(share), share)
+                network = share.network(PIPE, self.cluster, self.profile)
+                found = fast_cuts(self._bound.pieces(share), share.pipe, network)
             for stages in found:
                 placed = placed_as_one(dict(zip(names, stages, strict=True)), self._around)
                 yield replace(frame, stages=placed, pipeline_schedule=schedule)
-
-    def _fast_cuts(self, works: Sequence[Work], share: Share) -> list[tuple[int, ...]]:
-        """Of which the slowest stage is the fastest, without what comes to it and with it; by dynamic programming."""
-        numbers = {work.name: number for number, work in enumerate(works)}
-        pieces = [
-            Piece(work.name, total_s(work), incoming={numbers[one]: size for one, size in work.reads.items()})
-            for work in works
-        ]
-        network = share.network(PIPE, self.cluster, self.profile)
-        rates = math.inf, network.bandwidth_bytes_per_s
-        return [*dict.fromkeys(tuple(partition(pieces, share.pipe, Limits(bytes_per_s=rate)).stages) for rate in rates)]
 
     def _fit(self, deal: Deal, frame_s: float) -> None:
         """Evaluate a plan, with as much recomputed as it takes to fit."""

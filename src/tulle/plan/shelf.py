@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tulle.cost import Network
 from tulle.errors import PlanError
 from tulle.plan.plan import Plan
 from tulle.whole_file import write_whole
@@ -16,7 +17,7 @@ from tulle.workload import Cluster, Profile
 
 CACHE = "TULLE_CACHE"
 """Names a folder for what is kept; else `$XDG_CACHE_HOME/tulle`, else `~/.cache/tulle`."""
-PLANNER = 2
+PLANNER = 3
 """To be raised when the planner would choose otherwise: plans that an older one made are not taken again."""
 
 
@@ -51,7 +52,7 @@ class Shelf:
         path = self._path(key)
         try:
             return Plan.load(path) if path.exists() else None
-        except PlanError:
+        except (PlanError, OSError):  # a folder that nobody may look into, say
             return None
 
     def put(self, key: str, plan: Plan) -> None:
@@ -87,8 +88,8 @@ class Shelf:
 def key_of(profile: Profile, cluster: Cluster, **limits: object) -> str:
     """A name for what a plan depends on: the model's pieces and tables, the cluster, the batch, and limits if any.
 
-    Of times only the step's, to one digit: two profiles of one model on one machine differ in them, and mean the same
-    plan, but one of a busy machine and one of a quiet machine do not.
+    What is measured counts to one digit, and of times only the step's: two profiles of one model on one machine differ
+    in them, and mean the same plan, but one of a busy machine and one of a quiet machine do not.
     """
     told = {
         "model": profile.model,
@@ -96,13 +97,19 @@ def key_of(profile: Profile, cluster: Cluster, **limits: object) -> str:
         "step_s": _rounded(profile.step_s),
         "pieces": [(piece.name, piece.parameters_bytes) for piece in profile.modules],
         "tables": [(table.name, table.rows, table.width, table.is_sparse) for table in profile.tables],
+        "activations_bytes": _rounded(float(sum(piece.activations_bytes for piece in profile.modules))),
+        "lookups": [_rounded(table.tokens) for table in profile.tables],
         "hosts": cluster.hosts,
         "processes_per_host": cluster.processes_per_host,
         "memory_bytes": cluster.machine.memory_bytes,
-        "network": {name: _rounded(value) for name, value in asdict(cluster.across).items()},
+        "networks": [_told(one) for one in (cluster.across, cluster.inside)],
         "limits": {name: str(value) for name, value in sorted(limits.items())},
     }
     return digest(told)
+
+
+def _told(network: Network | None) -> dict[str, object]:
+    return {} if network is None else {name: _rounded(value) for name, value in asdict(network).items()}
 
 
 def digest(told: Mapping[str, object]) -> str:

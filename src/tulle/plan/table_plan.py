@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tulle.cost import Characteristics, Cost
+from tulle.plan.entries import refuse_unknown
 from tulle.sync import AUTO, Choice, check_scheme
 from tulle.tables import PLACEMENTS
 
@@ -70,6 +71,7 @@ class TablePlan:
     @staticmethod
     def from_json(parsed: Mapping[str, Any]) -> TablePlan:
         """From plain values, checked."""
+        refuse_unknown(parsed, TablePlan)
         candidates = {candidate["scheme"]: _cost(candidate) for candidate in parsed.get("candidates", ())}
         return TablePlan(
             name=str(parsed["name"]),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from tulle.cost import NOTHING, Cost, Network, all_reduce_cost
 from tulle.errors import PlanError
 from tulle.plan.plan import MODEL, PIPE, Plan
-from tulle.workload import Cluster, Machine, ModuleProfile, Profile, TableProfile
+from tulle.workload import Cluster, ModuleProfile, Profile, TableProfile
 
 DATA = "data"
 NARROW = 0.5
@@ -96,6 +96,7 @@ class Work:
         all_reduced: What the sums over axis `model` cost in forward.
         all_reduced_again: The same in backward.
         reads: Bytes that it reads of what other pieces made, by their name.
+        frozen_bytes: That this rank has of its parameters that are not trained, before they are shared out.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Work:
     all_reduced: Cost
     all_reduced_again: Cost
     reads: Mapping[str, int]
+    frozen_bytes: int
 
 
 def share_of(plan: Plan, profile: Profile, batch: int | None = None) -> Share:
@@ -167,30 +169,11 @@ def work_of(plan: Plan, profile: Profile, share: Share, network: Network) -> lis
         along = network if piece.name in split else None
         work = _work(piece, (number, stages[number]), share, along, profile)
         parameters_bytes = math.ceil(narrow * (work.parameters_bytes + whole_bytes.get(piece.name, 0)))
-        work = replace(work, parameters_bytes=parameters_bytes)
+        frozen_bytes = math.ceil(narrow * work.frozen_bytes)
+        work = replace(work, parameters_bytes=parameters_bytes, frozen_bytes=frozen_bytes)
         is_recomputed = any(is_within(piece.name, name) for name in plan.memory.recompute)
         works.append(_recomputed(work) if is_recomputed else work)
     return works
-
-
-def on_machine(profile: Profile, machine: Machine) -> Profile:
-    """The profile as it would be on other machines: computation goes by their flops, updates by their memory."""
-    was = profile.cluster.machine
-    if was == machine:
-        return profile
-    pace, memory_pace = was.flop_per_s / machine.flop_per_s, was.memory_bytes_per_s / machine.memory_bytes_per_s
-    modules = tuple(
-        replace(piece, forward_s=piece.forward_s * pace, backward_s=piece.backward_s * pace)
-        for piece in profile.modules
-    )
-    row_s = profile.optimizer.row_s_per_byte
-    optimizer = replace(
-        profile.optimizer,
-        step_s_per_byte=profile.optimizer.step_s_per_byte * memory_pace,
-        row_s_per_byte=None if row_s is None else row_s * memory_pace,
-    )
-    cluster = replace(profile.cluster, machine=machine)
-    return replace(profile, modules=modules, optimizer=optimizer, cluster=cluster, step_s=profile.step_s * pace)
 
 
 def dense_tables(plan: Plan, profile: Profile) -> dict[str, int]:
@@ -241,9 +224,10 @@ def _work(
     if network is not None and piece.split is not None:
         part = 1 - piece.split.share + piece.split.share / share.model
         summed = all_reduce_cost(piece.split.all_reduced_bytes * scale, network, share.model)
-    read_s = piece.parameters_bytes / profile.cluster.machine.memory_bytes_per_s
-    forward_fixed_s = max(read_s, profile.fixed_share * piece.forward_s)
-    backward_fixed_s = max(2 * read_s, profile.fixed_share * piece.backward_s)
+    read_bytes, written_bytes = piece.parameters_bytes + piece.frozen_bytes, piece.parameters_bytes
+    rate = profile.cluster.machine.memory_bytes_per_s
+    forward_fixed_s = max(read_bytes / rate, profile.fixed_share * piece.forward_s)
+    backward_fixed_s = max((read_bytes + written_bytes) / rate, profile.fixed_share * piece.backward_s)
     return Work(
         piece.name,
         *place,
@@ -254,6 +238,7 @@ def _work(
         all_reduced=summed,
         all_reduced_again=summed,
         reads={name: math.ceil(size * scale) for name, size in piece.reads.items()},
+        frozen_bytes=math.ceil(piece.frozen_bytes * part),
     )
 
 
@@ -280,5 +265,8 @@ def _recomputed(work: Work) -> Work:
 
 def _of_around(by_module: Mapping[str, int], name: str) -> int | None:
     """What is said of a module, or of the nearest one around it."""
-    around = [module for module in by_module if is_within(name, module)]
-    return by_module[max(around, key=len)] if around else None
+    while name not in by_module:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return by_module[name]

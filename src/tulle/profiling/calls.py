@@ -28,9 +28,11 @@ def call_seconds(axis: Axis) -> float:
         plain, placed = (nn.Sequential(*(nn.Linear(1, 1) for _ in range(_MODULES))) for _ in range(2))
         batch = torch.ones(_MICRO_BATCHES, 1)
     place(placed, alone(axis), {str(number): 0 for number in range(_MODULES)})
-    seconds = [[_slowest(partial(_train, model, batch), axis) for model in (plain, placed)] for _ in range(_REPEATS)]
-    plain_s, placed_s = map(min, zip(*seconds, strict=True))  # whatever else a machine does only adds to it
-    return max(0.0, placed_s - plain_s) / (_MODULES * _MICRO_BATCHES)
+    seconds = [[_seconds(partial(_train, model, batch), axis) for model in (plain, placed)] for _ in range(_REPEATS)]
+    # Whatever else a machine does only adds to it, and hardly ever to all repeats of one rank.
+    plain_s, placed_s = map(min, zip(*seconds, strict=True))
+    slowest_s = max(gather_values(placed_s - plain_s, axis, label=_LABEL))
+    return max(0.0, slowest_s) / (_MODULES * _MICRO_BATCHES)
 
 
 @step(micro_batches=_MICRO_BATCHES)
@@ -38,9 +40,9 @@ def _train(model: nn.Module, batch: Tensor) -> None:
     model(batch).sum().backward()
 
 
-def _slowest(work: Callable[[], object], axis: Axis) -> float:
-    """Seconds of the slowest rank, all at once."""
+def _seconds(work: Callable[[], object], axis: Axis) -> float:
+    """Of this rank, while all do it."""
     barrier(axis)
     begin_s = now_s()
     work()
-    return max(gather_values(now_s() - begin_s, axis, label=_LABEL))
+    return now_s() - begin_s

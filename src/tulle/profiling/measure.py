@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import random
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
@@ -29,11 +29,12 @@ from tulle.pipeline.calls import Calls, around, pieces_of, watch
 from tulle.pipeline.partition import COPIES
 from tulle.pipeline.profile import PIECES_PER_STAGE, as_call
 from tulle.pipeline.profile import profile as profile_pieces
-from tulle.pipeline.structure import flatten
+from tulle.pipeline.randomness import State
 from tulle.profiling.calls import call_seconds
 from tulle.profiling.counts import Counts, count
 from tulle.profiling.machine import NOMINAL, measure_cluster, memory_bytes
 from tulle.profiling.optimizer import optimizer_profile, tried
+from tulle.profiling.samples import samples_in
 from tulle.profiling.splits import splits
 from tulle.profiling.steps import Loss, Twin
 from tulle.profiling.table_profiles import Looks, looks, table_profiles
@@ -90,19 +91,16 @@ def profile(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
     samples = [sample, *further]
     measure = _in_steps if _fits(model, axis) else _without_memory
-    random_state = random.getstate()
-    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+    random_state = State.now()
     try:
-        with torch.random.fork_rng(devices=list(devices)):
-            found = measure(model, optimizers, samples, axis, loss or default_loss)
-            cluster = measure_cluster(axis)
-            cluster = replace(cluster, machine=replace(cluster.machine, call_s=call_seconds(axis)))
+        found = measure(model, optimizers, samples, axis, loss or default_loss)
+        cluster = measure_cluster(axis)
+        cluster = replace(cluster, machine=replace(cluster.machine, call_s=call_seconds(axis)))
     finally:
-        random.setstate(random_state)
+        random_state.restore()
         gc.collect()
     networks = {} if mesh is None else {one.name: probe(one) for one in mesh.axes if one.size > 1}
-    batch = next((len(leaf) for leaf in flatten(sample)[0] if isinstance(leaf, Tensor) and leaf.dim()), 1)
-    return replace(found, model=type(model).__name__, batch=batch, cluster=cluster, networks=networks)
+    return replace(found, model=type(model).__name__, batch=samples_in(sample), cluster=cluster, networks=networks)
 
 
 def _fits(model: nn.Module, axis: Axis) -> bool:
@@ -169,10 +167,10 @@ def _in_steps(
     counts = _together(lambda: _count(twin, pieces.names), model, axis)
     times = timed(twin, pieces.names, axis)
     fixed = fixed_share(twin, axis)
-    optimizer = optimizer_profile(twin, times.update_s)
+    optimizer = _together(lambda: optimizer_profile(twin, times.update_s), model, axis)
     owners = _owners(model, pieces.names)
     tables = table_profiles(model, optimizers, prepared.looks, owners, axis)
-    dense_bytes = _dense_bytes(model, owners, {table.name for table in tables})
+    dense_bytes, frozen_bytes = _bytes_of_pieces(model, owners, {table.name for table in tables})
     found = splits(model, pieces.names, counts.made_bytes)
     modules = tuple(
         ModuleProfile(
@@ -180,11 +178,12 @@ def _in_steps(
             times.forward_s[number],
             times.backward_s[number],
             counts.flop[number],
-            dense_bytes.get(name, 0),
+            dense_bytes[name],
             counts.activations_bytes[number],
             pieces.reads[number],
             found.get(name),
             pieces.around[name],
+            frozen_bytes[name],
         )
         for number, name in enumerate(pieces.names)
     )
@@ -236,20 +235,21 @@ def _without_memory(
     cut = _Pieces.of(pieces, calls)
     owners = _owners(model, cut.names)
     tables = table_profiles(model, optimizers, [{} for _ in samples], owners, axis)
-    dense_bytes = _dense_bytes(model, owners, {table.name for table in tables})
+    dense_bytes, frozen_bytes = _bytes_of_pieces(model, owners, {table.name for table in tables})
     modules = tuple(
         ModuleProfile(
             piece.name,
             (1 - _BACKWARD_SHARE) * piece.time_s,
             _BACKWARD_SHARE * piece.time_s,
-            parameters_bytes=dense_bytes.get(piece.name, 0),
+            parameters_bytes=dense_bytes[piece.name],
             activations_bytes=piece.activation_bytes,
             reads=reads,
             around=cut.around[piece.name],
+            frozen_bytes=frozen_bytes[piece.name],
         )
         for piece, reads in zip(pieces, cut.reads, strict=True)
     )
-    optimizer = tried(optimizers)
+    optimizer = _together(lambda: tried(optimizers), model, axis)
     parameters_bytes = sum(parameter.nbytes for parameter in model.parameters())
     step_s = sum(piece.time_s for piece in pieces) + optimizer.step_s_per_byte * parameters_bytes
     return Profile("", 0, modules, tables, optimizer, NOWHERE, step_s)
@@ -257,24 +257,31 @@ def _without_memory(
 
 def _owners(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """The piece that each parameter belongs to: that which it is in, or else the first within the module it is of."""
-    owners: dict[str, str] = {}
-    for name, _ in model.named_parameters():
-        within = [piece for piece in names if not piece or name.startswith(f"{piece}.")]
-        around = name.rpartition(".")[0]
-        while not within:
-            within = [piece for piece in names if not around or piece.startswith(f"{around}.")]
-            around = around.rpartition(".")[0]
-        owners[name] = within[0]
-    return owners
+    first: dict[str, str] = {}
+    for piece in names:
+        for outer in _with_all_around(piece):
+            first.setdefault(outer, piece)
+    return {
+        name: next(first[outer] for outer in _with_all_around(name) if outer in first)
+        for name, _ in model.named_parameters()
+    }
 
 
-def _dense_bytes(model: nn.Module, owners: Mapping[str, str], tables: Collection[str]) -> dict[str, int]:
-    """Bytes of the trained parameters of each piece that are no tables; a shared one counts once."""
-    found: dict[str, int] = {}
+def _with_all_around(name: str) -> list[str]:
+    """A module's name, and those of all that it is within, the innermost first."""
+    ends = [place for place, letter in enumerate(name) if letter == "."]
+    return [name, *(name[:end] for end in reversed(ends)), ""]
+
+
+def _bytes_of_pieces(
+    model: nn.Module, owners: Mapping[str, str], tables: Collection[str]
+) -> tuple[Counter[str], Counter[str]]:
+    """Bytes of each piece's parameters: of trained ones that are no tables, and of frozen ones; each counts once."""
+    trained, frozen = Counter[str](), Counter[str]()
     for name, parameter in model.named_parameters():
-        if name not in tables and parameter.requires_grad:
-            found[owners[name]] = found.get(owners[name], 0) + parameter.nbytes
-    return found
+        if name not in tables:
+            (trained if parameter.requires_grad else frozen)[owners[name]] += parameter.nbytes
+    return trained, frozen
 
 
 def _together(work: Callable[[], T], model: nn.Module, axis: Axis) -> T:

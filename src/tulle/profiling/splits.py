@@ -13,6 +13,7 @@ from torch import nn
 
 from tulle.errors import ModelError
 from tulle.mesh import Axis
+from tulle.profiling.steps import computed
 from tulle.tensor_parallel.convert import SMALLEST_BYTES
 from tulle.tensor_parallel.embedding import VocabularyEmbedding
 from tulle.tensor_parallel.linear import RowLinear, RowTransposed
@@ -47,7 +48,7 @@ def _visit(module: nn.Module, to: Splitter) -> None:
     if factory is None:
         for child in module.children():
             _visit(child, to)
-    elif not is_alone(module) or max(one.nbytes for one in module.parameters()) >= SMALLEST_BYTES:
+    elif not is_alone(module) or max((one.nbytes for one in module.parameters()), default=0) >= SMALLEST_BYTES:
         with suppress(ModelError):
             factory(module, to)
 
@@ -75,7 +76,7 @@ def _made(path: str, made_bytes: Mapping[str, int]) -> int:
 
 def without_memory(model: nn.Module) -> nn.Module:
     """A copy of a model on device meta."""
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [*model.parameters(), *model.buffers(), *computed(model)]
     memo: dict[int, object] = {}
     for tensor in tensors:
         bare = torch.empty_like(tensor, device="meta")

@@ -1,9 +1,10 @@
-"""`Twin`: a copy of a model and its optimizers that trains in their place, so that a profile leaves no trace."""
+"""`Twin`: a copy of a model and its optimizers that steps in their place, so that a profile leaves no trace."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,10 @@ _SPREAD = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """A copy that takes real steps.
+    """A copy that takes real steps, at a learning rate of nothing.
+
+    What a step takes is the same; but a model that was trained on a few samples over and over would run off, to numbers
+    that its own forward may refuse.
 
     Args:
         model: The copy.
@@ -43,7 +47,14 @@ class Twin:
     def of(model: nn.Module, optimizers: Sequence[Optimizer], samples: Sequence[object], loss: Loss) -> Twin:
         """Copy a model and its optimizers, without hooks of these; what has no values gets random ones."""
         device = next((one.device for one in model.parameters() if not one.is_meta), torch.device("cpu"))
-        twin = Twin(*copy.deepcopy((model, list(optimizers)), _given(model, device)), samples, loss, device)
+        memo = _given(model, device)
+        copied, stepping = copy.deepcopy((model, list(optimizers)), memo)
+        for one, optimizer in zip(stepping, optimizers, strict=True):
+            _complete(one, optimizer, memo)
+            for group in one.param_groups:
+                if "lr" in group:
+                    group["lr"] = 0 * group["lr"]
+        twin = Twin(copied, stepping, samples, loss, device)
         twin.clear()
         return twin
 
@@ -81,9 +92,23 @@ class Twin:
         return self.now_s() - begin_s
 
 
+def computed(model: nn.Module) -> list[Tensor]:
+    """Tensors that a forward has computed and modules have kept, which `copy.deepcopy` refuses."""
+    kept = (one for module in model.modules() for one in (*vars(module).values(), *module._buffers.values()))
+    return [one for one in kept if isinstance(one, Tensor) and not one.is_leaf]
+
+
+def _complete(copied: Optimizer, optimizer: Optimizer, memo: dict[int, object]) -> None:
+    """Give a copy what `torch.optim.Optimizer` leaves out of one: what a class derived from it has set besides."""
+    own = [name for name in vars(optimizer) if name not in vars(copied) and not hasattr(type(optimizer), name)]
+    for name in own:
+        with suppress(Exception):  # what cannot be copied may not be needed
+            setattr(copied, name, copy.deepcopy(getattr(optimizer, name), memo))
+
+
 def _given(model: nn.Module, device: torch.device) -> dict[int, object]:
-    """What takes the place of tensors without memory in a copy: random parameters, and the buffers' own values."""
-    given: dict[int, object] = {}
+    """What takes the place of tensors that cannot be copied: random parameters, the values of all others."""
+    given: dict[int, object] = {id(one): one.detach().clone() for one in computed(model)}
     for parameter in model.parameters():
         if is_deferred(parameter):
             values = torch.randn(parameter.shape, dtype=parameter.dtype, device=device) * _SPREAD

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +11,9 @@ from torch.optim import Optimizer
 
 from tulle.comm import gather_values
 from tulle.mesh import Axis
-from tulle.placing import outputs_of, tables_of, why_whole
+from tulle.placing import outputs_of, placements_of, tables_of
 from tulle.profiling.steps import Twin
 from tulle.profiling.tables import Lookups, looked_up
-from tulle.tables import PLACEMENTS
 from tulle.workload import TableProfile
 
 Looks = Mapping[str, Lookups]
@@ -32,7 +32,7 @@ def looks(twin: Twin) -> list[Looks]:
             twin.forward(sample).backward()
             seen = {name: _by_gradient(twin.model.get_parameter(name).grad, one) for name, one in seen.items()}
             twin.clear()
-        found.append(seen)
+        found.append({name: replace(one, rows=one.rows.cpu()) for name, one in seen.items()})
     return found
 
 
@@ -41,7 +41,7 @@ def _by_gradient(grad: Tensor | None, seen: Lookups) -> Lookups:
     if grad is None or not grad.is_sparse:
         return seen
     rows = grad._indices()[0]
-    return Lookups(torch.unique(rows).cpu(), len(rows))
+    return replace(seen, rows=torch.unique(rows), tokens=len(rows))
 
 
 def table_profiles(
@@ -61,7 +61,7 @@ def table_profiles(
         axis: All ranks.
     """
     by_rank = gather_values([*seen], axis, label=_LABEL)
-    outputs = outputs_of(model)
+    outputs, placements = outputs_of(model), placements_of(model, optimizers, _RANKS_TRIED)
     found: list[TableProfile] = []
     for name, modules in tables_of(model).items():
         parameter = model.get_parameter(name)
@@ -70,7 +70,6 @@ def table_profiles(
         steps = [[one[name] for one in ranks if name in one] for ranks in zip(*by_rank, strict=True)]
         counts = [one.tokens for step in steps for one in step]
         rows, width = parameter.shape
-        placements = tuple(how for how in PLACEMENTS if why_whole(name, model, optimizers, how, _RANKS_TRIED) is None)
         found.append(
             TableProfile(
                 name,
@@ -78,7 +77,7 @@ def table_profiles(
                 width,
                 parameter.element_size(),
                 is_sparse=name not in outputs and all(module.sparse for module in modules),
-                placements=placements,
+                placements=() if any(one.is_read for step in steps for one in step) else placements[name],
                 module=owners[name],
                 stream=tuple(tuple(one.rows for one in step) for step in steps if step),
                 tokens=sum(counts) / len(counts) if counts else 0.0,

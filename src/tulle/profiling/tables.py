@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
+from tulle.pipeline.placeholder import is_about_shape
+from tulle.pipeline.profile import as_call
+from tulle.pipeline.randomness import State
+from tulle.pipeline.structure import flatten
 from tulle.pipeline.written import written_back
+from tulle.softmax import SoftmaxLayer
 
 TableModule = nn.Embedding | nn.EmbeddingBag
 
@@ -24,8 +29,11 @@ def trained_tables(model: nn.Module) -> dict[str, TableModule]:
     names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     found: dict[str, TableModule] = {}
     for module in model.modules():
-        if isinstance(module, TableModule) and id(module.weight) in names:
-            found.setdefault(names[id(module.weight)], module)
+        if not isinstance(module, TableModule):
+            continue
+        weight = id(module._parameters.get("weight"))  # to ask a parametrization would compute it, and may change it
+        if weight in names:
+            found.setdefault(names[weight], module)
     return found
 
 
@@ -35,12 +43,10 @@ def sparse_tables(model: nn.Module) -> dict[str, TableModule]:
 
 
 def call(model: nn.Module, sample: object) -> object:
-    """Call a model with one batch: a mapping as keywords, a tuple as positional arguments, anything else as the one."""
-    if isinstance(sample, Mapping):
-        return model(**sample)
-    if isinstance(sample, tuple):
-        return model(*sample)
-    return model(sample)
+    """Call a model with one batch, on its device: a mapping by name, a tuple by position, else as the one argument."""
+    device = next((one.device for one in model.parameters() if not one.is_meta), torch.device("cpu"))
+    args, kwargs = as_call(sample, device)
+    return model(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +56,12 @@ class Lookups:
     Args:
         rows: Distinct row numbers, ascending.
         tokens: Lookups, repeats counted.
+        is_read: Whether it was read past its modules too, by a product with all of its rows say: it must stay whole.
     """
 
     rows: Tensor
     tokens: int
+    is_read: bool = False
 
 
 def rows_touched(model: nn.Module, sample: object) -> dict[str, Tensor]:
@@ -68,13 +76,16 @@ def looked_up(model: nn.Module, sample: object) -> dict[str, Lookups]:
     """What one batch looks up in each trained table, by parameter name; leaves no trace, as `rows_touched`."""
     tables = trained_tables(model)
     seen: dict[int, list[Tensor]] = {id(module.weight): [] for module in tables.values()}
-    with torch.no_grad(), untouched(model), written_back(model), _Watch(seen):
+    with torch.no_grad(), untouched(model), written_back(model), _Watch(seen, model) as watch:
         call(model, sample)
     found = {
         name: torch.cat([module.weight.new_empty(0, dtype=torch.long), *seen[id(module.weight)]])
         for name, module in tables.items()
     }
-    return {name: Lookups(torch.unique(ids), len(ids)) for name, ids in found.items()}
+    return {
+        name: Lookups(torch.unique(ids), len(ids), is_read=id(tables[name].weight) in watch.read)
+        for name, ids in found.items()
+    }
 
 
 class _Watch(TorchFunctionMode):
@@ -82,16 +93,45 @@ class _Watch(TorchFunctionMode):
 
     Args:
         seen: Where to put them, by the identity of the table.
+        model: Whose tables they are.
     """
 
-    def __init__(self, seen: Mapping[int, list[Tensor]]) -> None:
+    def __init__(self, seen: Mapping[int, list[Tensor]], model: nn.Module) -> None:
         super().__init__()
+        self.read: set[int] = set()
+        """Tables, by identity, that something else reads than modules that can be split with them."""
         self._seen = seen
+        self._modules = [one for one in model.modules() if isinstance(one, TableModule | SoftmaxLayer)]
+        self._depth = 0
+        """How many of these are being called."""
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> Self:
+        """Watch, and note which modules are being called."""
+
+        def deeper(by: int) -> Any:
+            def note(*_: object) -> None:
+                self._depth += by
+
+            return note
+
+        for module in self._modules:
+            self._hooks.append(module.register_forward_pre_hook(deeper(1)))
+            self._hooks.append(module.register_forward_hook(deeper(-1), always_call=True))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Look at lookups, and let everything through."""
+        if not self._depth and not is_about_shape(func):
+            self.read |= {id(leaf) for leaf in flatten((args, kwargs))[0] if isinstance(leaf, nn.Parameter)}
         if func is functional.embedding or func is functional.embedding_bag:
             given = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
             if (noted := self._seen.get(id(given["weight"]))) is not None:
@@ -104,24 +144,22 @@ class _Watch(TorchFunctionMode):
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Put back random states, buffers and `max_norm` afterwards; without `max_norm` a lookup changes no row."""
-    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    python_state = random.getstate()
+    random_state = State.now()
     bounded = [(m, m.max_norm) for m in model.modules() if isinstance(m, TableModule) and m.max_norm is not None]
     for module, _ in bounded:
         module.max_norm = None
-    with torch.random.fork_rng(devices=list(devices)):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            for module, name, buffer, value in buffers:
-                buffer.copy_(value)
-                module._buffers[name] = buffer  # forward may have put another in its place
-            for module, max_norm in bounded:
-                module.max_norm = max_norm
+    try:
+        yield
+    finally:
+        random_state.restore()
+        for module, name, buffer, value in buffers:
+            buffer.copy_(value)
+            module._buffers[name] = buffer  # forward may have put another in its place
+        for module, max_norm in bounded:
+            module.max_norm = max_norm

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from torch import Tensor
-
 from tulle.comm import barrier, gather_values
 from tulle.mesh import Axis
-from tulle.pipeline.structure import flatten, rebuild
 from tulle.profiling.laps import Laps
+from tulle.profiling.samples import halved
 from tulle.profiling.steps import Twin
 
 BUDGET_S = 4.0
@@ -67,7 +65,7 @@ def fixed_share(twin: Twin, axis: Axis) -> float:
     Operations are begun, and parameters read, for one sample as for many. 0 where a sample cannot be halved.
     """
     sample = twin.samples[0]
-    half, share = _halved(sample)
+    half, share = halved(sample)
     if not all(gather_values(share < 1 and _runs(twin, half), axis, label=_LABEL)):
         return 0.0
     mine = [(_computed(twin, sample, axis), _computed(twin, half, axis)) for _ in range(_FEWEST + 2)]
@@ -75,19 +73,6 @@ def fixed_share(twin: Twin, axis: Axis) -> float:
     slowest = [tuple(map(max, zip(*of_ranks, strict=True))) for of_ranks in rounds]
     whole_s, half_s = map(median, zip(*slowest, strict=True))
     return min(1.0, max(0.0, (half_s / whole_s - share) / (1 - share)))
-
-
-def _halved(sample: object) -> tuple[object, float]:
-    """A sample with half of the entries along the first dimension of what has as many, and the share that is left."""
-    leaves, spec = flatten(sample)
-    batch = next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), 1)
-    if batch == 1:
-        return sample, 1.0
-    cut = [
-        leaf[: batch // 2] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == batch else leaf
-        for leaf in leaves
-    ]
-    return rebuild(spec, cut), (batch // 2) / batch
 
 
 def _runs(twin: Twin, sample: object) -> bool:

@@ -1,9 +1,11 @@
 """The head of the page: what ran, and its key figures."""
 
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC
+from pathlib import Path
 
 import numpy as np
 
@@ -20,6 +22,7 @@ class Headline:
     """What ran, in the pieces of one sentence."""
 
     name: str
+    folder: str
     command: str
     where: str
     mesh: str
@@ -45,13 +48,19 @@ def headline(run: Run) -> Headline:
     ]
     return Headline(
         name=run.folder.resolve().name,
-        command=" ".join(launch.command),
+        folder=shlex.quote(short(run.folder)),
+        command=shlex.join(launch.command),
         where=_where(run),
         mesh="" if mesh is None else f"{_axes(mesh.axes)} ({mesh.backend}, {mesh.device})",
         versions=", ".join(versions),
         started=launch.started.astimezone(UTC).strftime("%-d %B %Y, %H:%M UTC") if launch.started else "",
         progress=_progress(run),
     )
+
+
+def short(path: Path) -> str:
+    """A path as the person at the terminal would type it: relative if it lies below the current folder."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def _where(run: Run) -> str:

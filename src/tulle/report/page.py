@@ -13,13 +13,13 @@ TABLES_SHOWN = 8  # the others are folded away
 ROWS_SHOWN = 12
 
 
-def write(run: Path, *, compare: Path | None = None, output: Path | None = None) -> Path:
-    """Draw the report of the run in the folder `run` as one HTML file without any outer reference.
+def write(run: Path | Run, *, compare: Path | None = None, output: Path | None = None) -> Path:
+    """Draw the report of a run as one HTML file without any outer reference.
 
     Args:
-        run: the folder of a run, as `tulle run` leaves it.
+        run: the folder of a run, as `tulle run` leaves it, or what `read` made of it.
         compare: the folder of another run, whose curves are drawn as the baseline.
-        output: the file to write; by default `report.html` in `run`.
+        output: the file to write; by default `report.html` in the run's folder.
 
     Returns:
         The file that was written.
@@ -28,9 +28,11 @@ def write(run: Path, *, compare: Path | None = None, output: Path | None = None)
         DataError: a folder is missing, holds no run, or one of its files is broken; or the packages that draw
             (`tulle[report]`) are not installed.
     """
-    run = Path(run)
-    page = render(read(run), None if compare is None else read(Path(compare)))
-    output = run / "report.html" if output is None else Path(output)
+    run = run if isinstance(run, Run) else read(run)
+    output = run.folder / "report.html" if output is None else Path(output)
+    if output.is_dir():
+        raise DataError(f"{output} is a folder, expected a file for the report: {output / 'report.html'}, say")
+    page = render(run, None if compare is None else read(Path(compare)))
     try:
         write_whole(output, page)
     except OSError as error:

@@ -4,13 +4,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 import tulle.report.quantity as quantity
 from tulle.plan import Plan, Prediction
 from tulle.report.marks import Bar, Key, Segment
 from tulle.report.records import Run
-from tulle.report.series import FloatArray, median, over_ranks, parts_of_step, warmed_up
+from tulle.report.series import FloatArray, mean_over_ranks, median, over_ranks, parts_of_step, warmed_up
 
 PART_COLOURS = {"forward": "sky", "backward": "blue", "waiting": "orange", "optimizer": "teal", "other": "grey"}
 PART_LABELS = {"backward": "backward, without waiting", "waiting": "waiting for communication"}
@@ -49,8 +47,7 @@ def compared(prediction: Prediction, run: Run) -> list[Compared]:
 
 
 def _typical_s(matrix: FloatArray) -> float:
-    recorded = warmed_up(matrix)
-    return median(np.nanmean(recorded, axis=0)) if recorded.size else math.nan
+    return median(mean_over_ranks(warmed_up(matrix)))
 
 
 @dataclass(frozen=True, slots=True)

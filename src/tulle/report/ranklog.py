@@ -2,17 +2,21 @@
 
 import json
 import math
+from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from tulle.errors import DataError
 from tulle.report.observation import read_observation
 from tulle.report.records import FloatArray, Observation, RankLog, Text
+
+Key = TypeVar("Key", bound=Hashable)
 
 NUMBERS = (
     "at",
@@ -28,36 +32,82 @@ NUMBERS = (
     "total_steps",
     "memory_peak_bytes",
 )
-LOSS = NUMBERS.index("loss")
 
 
 @dataclass(frozen=True, slots=True)
-class StepLine:
-    """One step of one rank, as it stands in its line; `numbers` are in the order of `NUMBERS`."""
+class _Columns(Generic[Key]):
+    """A column of numbers for each key, up to the last step that had one; `missing` where a step before had none."""
 
-    step: int
-    numbers: tuple[float, ...]
-    values: Mapping[str, float]
-    traffic: Mapping[tuple[str, str], tuple[float, float]]
-    rows: Mapping[str, float]
+    missing: float
+    by_key: dict[Key, "array[float]"] = field(default_factory=dict)
+
+    def put(self, key: Key, place: int, number: float) -> None:
+        """Set one number."""
+        column = self.by_key.get(key)
+        if column is None:
+            column = self.by_key[key] = array("d")
+        while len(column) <= place:
+            column.append(self.missing)
+        column[place] = number
+
+    def make_room(self, place: int) -> None:
+        """Move all from a place on by one."""
+        for column in self.by_key.values():
+            if place < len(column):
+                column.insert(place, self.missing)
+
+    def cut(self, place: int) -> None:
+        """Forget all from a place on."""
+        for column in self.by_key.values():
+            del column[place:]
+
+    def whole(self, length: int) -> dict[Key, FloatArray]:
+        """Arrays of one length; a column of which all was forgotten is none."""
+        for column in self.by_key.values():
+            column.extend(repeat(self.missing, length - len(column) if column else 0))
+        return {key: np.array(column) for key, column in self.by_key.items() if column}
 
 
 @dataclass(slots=True)
 class _Read:
-    """What was read of one rank's lines so far; `lines` in the order of steps."""
+    """What was read of one rank's lines so far, `steps` ascending; a million steps are some hundred megabytes."""
 
-    lines: list[StepLine] = field(default_factory=list)
+    steps: "array[int]" = field(default_factory=lambda: array("q"))
+    numbers: _Columns[str] = field(default_factory=lambda: _Columns(math.nan))
+    values: _Columns[str] = field(default_factory=lambda: _Columns(math.nan))
+    rows: _Columns[str] = field(default_factory=lambda: _Columns(math.nan))
+    bytes_sent: _Columns[tuple[str, str]] = field(default_factory=lambda: _Columns(0.0))
+    messages: _Columns[tuple[str, str]] = field(default_factory=lambda: _Columns(0.0))
     texts: dict[tuple[str, int], Text] = field(default_factory=dict)
     observations: dict[tuple[str, int], Observation] = field(default_factory=dict)
     torn_lines: int = 0
     odd_lines: int = 0
 
+    @property
+    def columns(self) -> tuple[_Columns[Any], ...]:
+        """All columns beside the steps."""
+        return self.numbers, self.values, self.rows, self.bytes_sent, self.messages
+
     def undo_from(self, step: int) -> None:
         """Forget what was recorded from a step on, because a resumed run trains it again."""
-        del self.lines[bisect_left(self.lines, step, key=lambda line: line.step) :]
+        place = bisect_left(self.steps, step)
+        del self.steps[place:]
+        for columns in self.columns:
+            columns.cut(place)
         for kept in (self.texts, self.observations):
             for key in [key for key in kept if key[1] >= step]:
                 del kept[key]
+
+    def place_of(self, step: int) -> int:
+        """Where a step stands; it is put there if it was not recorded."""
+        place = bisect_left(self.steps, step)
+        if place == len(self.steps):
+            self.steps.append(step)
+        elif self.steps[place] != step:
+            self.steps.insert(place, step)
+            for columns in self.columns:
+                columns.make_room(place)
+        return place
 
 
 def read_rank_log(path: Path, rank: int) -> RankLog:
@@ -77,16 +127,15 @@ def read_rank_log(path: Path, rank: int) -> RankLog:
                 f"line {number} of {path} is not a record of a step: {_explain(error)}. "
                 "Was it edited by hand, or written by another version of tulle? Delete it, or run again."
             ) from error
-    return _columns(rank, read)
+    return _log(rank, read)
 
 
 def _add(record: Mapping[str, Any], read: _Read) -> None:
     kind, step = record["kind"], int(record["step"])
-    lines = read.lines
     if kind == "step":
-        if lines and lines[-1].step >= step:
+        if read.steps and read.steps[-1] >= step:
             read.undo_from(step)
-        lines.append(_step_line(record))
+        _add_step(record, read, read.place_of(step))
     elif kind == "text":
         text = Text(step, str(record["name"]), str(record["text"]))
         read.texts[text.name, text.step] = text
@@ -98,12 +147,26 @@ def _add(record: Mapping[str, Any], read: _Read) -> None:
         else:
             read.observations[observation.table, step] = observation
     elif kind == "values":  # numbers that were logged apart from a step's record, by an evaluation alone, say
-        logged = _step_line(record)
-        place = bisect_left(lines, step, key=lambda line: line.step)
-        if place < len(lines) and lines[place].step == step:
-            lines[place] = replace(lines[place], values={**lines[place].values, **logged.values})
-        else:
-            lines.insert(place, logged)
+        _add_values(record, read, read.place_of(step))
+
+
+def _add_step(record: Mapping[str, Any], read: _Read, place: int) -> None:
+    for name in NUMBERS:
+        number = record.get(name)
+        if number is not None:
+            read.numbers.put(name, place, _logged(number) if name == "loss" else float(number))
+    _add_values(record, read, place)
+    for name, sent in (record.get("traffic") or {}).items():
+        key = name, str(sent["scheme"])
+        read.bytes_sent.put(key, place, float(sent["bytes_sent"]))
+        read.messages.put(key, place, float(sent.get("messages") or 0))
+        if sent.get("rows") is not None:
+            read.rows.put(name, place, float(sent["rows"]))
+
+
+def _add_values(record: Mapping[str, Any], read: _Read, place: int) -> None:
+    for name, value in (record.get("values") or {}).items():
+        read.values.put(name, place, _logged(value))
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -139,66 +202,24 @@ def _explain(error: Exception) -> str:
     return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
-def _step_line(record: Mapping[str, Any]) -> StepLine:
-    numbers = [_number(record.get(name)) for name in NUMBERS]
-    if record.get("loss") is not None:
-        numbers[LOSS] = _logged(record["loss"])
-    return StepLine(
-        step=int(record["step"]),
-        numbers=tuple(numbers),
-        values={name: _logged(value) for name, value in (record.get("values") or {}).items()},
-        traffic={
-            (name, str(sent["scheme"])): (float(sent["bytes_sent"]), float(sent.get("messages") or 0))
-            for name, sent in (record.get("traffic") or {}).items()
-        },
-        rows={
-            name: float(sent["rows"])
-            for name, sent in (record.get("traffic") or {}).items()
-            if sent.get("rows") is not None
-        },
-    )
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else float(value)
-
-
 def _logged(value: float) -> float:
     """A number that the script logged; infinity if it was not finite, as NaN means that there was none."""
     return float(value) if math.isfinite(value) else math.inf
 
 
-def _columns(rank: int, read: _Read) -> RankLog:
-    lines = read.lines
-    numbers = np.array([line.numbers for line in lines], dtype=np.float64).reshape(len(lines), len(NUMBERS)).T
-    traffic: dict[tuple[str, str], FloatArray] = {}
-    traffic_messages: dict[tuple[str, str], FloatArray] = {}
-    for index, line in enumerate(lines):
-        for key, (bytes_sent, messages) in line.traffic.items():
-            if key not in traffic:
-                traffic[key], traffic_messages[key] = np.zeros(len(lines)), np.zeros(len(lines))
-            traffic[key][index], traffic_messages[key][index] = bytes_sent, messages
+def _log(rank: int, read: _Read) -> RankLog:
+    length = len(read.steps)
+    numbers = {name: np.full(length, math.nan) for name in NUMBERS} | read.numbers.whole(length)
     return RankLog(
         rank=rank,
-        steps=np.array([line.step for line in lines], dtype=np.int64),
-        **dict(zip(NUMBERS, numbers, strict=True)),
-        values=_by_name([line.values for line in lines]),
-        traffic=traffic,
-        traffic_messages=traffic_messages,
-        rows=_by_name([line.rows for line in lines]),
+        steps=np.array(read.steps, dtype=np.int64),
+        **numbers,
+        values=read.values.whole(length),
+        traffic=read.bytes_sent.whole(length),
+        traffic_messages=read.messages.whole(length),
+        rows=read.rows.whole(length),
         texts=tuple(read.texts.values()),
         observations=tuple(read.observations.values()),
         torn_lines=read.torn_lines,
         odd_lines=read.odd_lines,
     )
-
-
-def _by_name(lines: Sequence[Mapping[str, float]]) -> dict[str, FloatArray]:
-    """Turn a mapping a step into a column a name; NaN where a step has no such name."""
-    columns: dict[str, FloatArray] = {}
-    for index, line in enumerate(lines):
-        for name, value in line.items():
-            if name not in columns:
-                columns[name] = np.full(len(lines), math.nan)
-            columns[name][index] = value
-    return columns

@@ -24,8 +24,8 @@ LAST_STEPS = 10
 Number = int | float | None
 
 
-def summarize(run: Path) -> dict[str, Number | dict[str, dict[str, object]]]:
-    """Sum up the run in the folder `run`; the launcher writes the result to `summary.json`.
+def summarize(run: Path | Run) -> dict[str, Number | dict[str, dict[str, object]]]:
+    """Sum up a run, read already or by its folder; the launcher writes the result to `summary.json`.
 
     Returns:
         `processes`, `steps` (the last step's number), and where recorded: `loss` (mean of the last ten logged
@@ -39,9 +39,9 @@ def summarize(run: Path) -> dict[str, Number | dict[str, dict[str, object]]]:
     Raises:
         DataError: the folder is missing, holds no run, or one of its files is broken.
     """
-    read_run = read(run)
-    tables = {table.name: table.as_json() for table in observed_tables(read_run)}
-    return {**summarize_run(read_run), **({"tables": tables} if tables else {})}
+    run = run if isinstance(run, Run) else read(run)
+    tables = {table.name: table.as_json() for table in observed_tables(run)}
+    return {**summarize_run(run), **({"tables": tables} if tables else {})}
 
 
 def summarize_run(run: Run) -> dict[str, Number]:

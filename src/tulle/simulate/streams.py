@@ -27,6 +27,8 @@ _CELLS = 2**24
 _CANDIDATES = 2**22
 """So many rows are drawn from at most; a larger table is sampled."""
 _SAMPLING_KEY, _SHUFFLING_KEY = 3, 5
+_TABLES = 4096
+"""Of so many the records are kept, and the laws: a model may have hundreds of tables."""
 _ORDERED = 0.45
 """Recorded rows whose mean number is below this share of the table's rows are of a table ordered by frequency."""
 
@@ -61,7 +63,7 @@ def law_of(table: TableProfile) -> Law:
     Raises:
         PlanError: If the profile has neither rows nor a number of lookups.
     """
-    return _recorded(_Same(table)).law
+    return _followed(_Same(table))[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,36 +86,44 @@ class Recorded:
     Args:
         batches: Distinct rows of each batch; those of one step stand together.
         rows: `[distinct rows]` of all batches, the most frequent ones first.
-        law: That they follow.
-        sizes: Of batches that are drawn, in turn, so that they have as many rows as the recorded ones.
+        times_held: `[distinct rows]`, of how many batches each is.
         is_ordered: Whether the table's rows seem to be numbered by frequency.
     """
 
     batches: tuple[Tensor, ...]
     rows: Tensor
-    law: Law
-    sizes: Array
+    times_held: Tensor
     is_ordered: bool = True
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=_TABLES)
 def _recorded(same: _Same) -> Recorded:
     table = same.table
     typical = median(_rows_of(step) for step in table.stream) if table.stream else 0
     steps = sorted(table.stream, key=lambda step: abs(_rows_of(step) - typical))  # the most typical first
     batches = tuple(rows for step in steps for rows in step)
-    if not batches:
-        return Recorded((), torch.empty(0, dtype=torch.int64), _law_of_words(table), np.ones(1))
-    rows, times_held = torch.unique(torch.cat(batches), return_counts=True)
+    nothing = torch.empty(0, dtype=torch.int64)
+    rows, times_held = torch.unique(torch.cat([nothing, *batches]), return_counts=True)
     if not len(rows):
-        return Recorded(batches, rows, Law(table.rows, 0.0, TEXT_EXPONENT, table.rows), np.zeros(1))
-    law = fitted(times_held.numpy(), len(batches), table.rows)
+        return Recorded(batches, rows, times_held)
     is_ordered = float(rows.double().mean()) < _ORDERED * table.rows
     order = (
         torch.arange(len(rows)) if is_ordered else scatter(rows, _SHUFFLING_KEY).argsort()
     )  # of equally frequent ones
     order = order[times_held[order].argsort(descending=True, stable=True)]
-    return Recorded(batches, rows[order], law, _sizes(batches, law), is_ordered)
+    return Recorded(batches, rows[order], times_held[order], is_ordered)
+
+
+@lru_cache(maxsize=_TABLES)
+def _followed(same: _Same) -> tuple[Law, Array]:
+    """The law that a table's batches follow, and how large those are, in turn, that are drawn to be like them."""
+    table, recorded = same.table, _recorded(same)
+    if not recorded.batches:
+        return _law_of_words(table), np.ones(1)
+    if not len(recorded.rows):
+        return Law(table.rows, 0.0, TEXT_EXPONENT, table.rows), np.zeros(1)
+    law = fitted(recorded.times_held.numpy(), len(recorded.batches), table.rows)
+    return law, _sizes(recorded.batches, law)
 
 
 def _rows_of(step: Sequence[Tensor]) -> int:
@@ -149,12 +159,12 @@ def _together(batches: tuple[Tensor, ...], count: int) -> list[Tensor]:
 
 def _beyond(same: _Same, known: Sequence[Tensor], ranks: int, batches: float) -> Presence:
     """What ranks hold that are known, and drawn batches for all further ranks."""
-    recorded = _recorded(same)
-    law = replace(recorded.law, scale=batches * recorded.law.scale)
+    law, sizes = _followed(same)
+    law = replace(law, scale=batches * law.scale)
     share = min(1.0, _CELLS / (ranks * max(1.0, law.distinct(ranks))), _CANDIDATES / law.rows)
     generator = np.random.default_rng((law.rows, ranks))
     rows = _rows_at(same, share)
-    found = drawn(law, _places(law.rows, share), np.resize(recorded.sizes, ranks - len(known)), generator)
+    found = drawn(law, _places(law.rows, share), np.resize(sizes, ranks - len(known)), generator)
     held = [_sampled(rows_held, share) for rows_held in known] + [rows[torch.from_numpy(which)] for which in found]
     return replace(Presence.of(held), share=share)
 
@@ -176,15 +186,15 @@ def _rows_at(same: _Same, share: float) -> Tensor:
     A row that was recorded once may be at many places, and others that were not recorded are as frequent. So as many
     batches are drawn as were recorded: rows that were recorded take the places that came out, by how often they did.
     """
-    recorded = _recorded(same)
-    generator = np.random.default_rng(recorded.law.rows)
-    places = _places(recorded.law.rows, share)
+    recorded, (law, sizes) = _recorded(same), _followed(same)
+    generator = np.random.default_rng(law.rows)
+    places = _places(law.rows, share)
     known = _sampled(recorded.rows, share)[: len(places)]
     times = np.zeros(len(places), dtype=np.int64)
-    for held in drawn(recorded.law, places, np.resize(recorded.sizes, len(recorded.batches)), generator):
+    for held in drawn(law, places, np.resize(sizes, len(recorded.batches)), generator):
         times[held] += 1
     by_times = torch.from_numpy((-times).argsort(kind="stable"))
-    others = _not_among(recorded.rows, recorded.law.rows, len(places) - len(known))
+    others = _not_among(recorded.rows, law.rows, len(places) - len(known))
     if not recorded.is_ordered:
         others = others[torch.from_numpy(generator.permutation(len(others)))]
     rows = torch.empty(len(places), dtype=torch.int64)

@@ -73,14 +73,18 @@ class Distinct:
                         "made the ids, or make the table larger"
                     )
 
+    def lengths(self) -> list[int]:
+        """Rows of each table."""
+        return [end - start for start, end in pairwise(self.starts)]
+
     def of_table(self, table: int) -> Tensor:
         """The rows of one table, as they are numbered here."""
         return self.rows[self.starts[table] : self.starts[table + 1]]
 
     def tables(self) -> Tensor:
         """`[rows]` the table of each."""
-        sizes = torch.tensor([end - start for start, end in zip(self.starts, self.starts[1:], strict=False)])
-        return torch.repeat_interleave(sizes.to(self.rows.device), output_size=len(self.rows))
+        lengths = torch.tensor(self.lengths())
+        return torch.repeat_interleave(lengths.to(self.rows.device), output_size=len(self.rows))
 
     def numbers(self, tables: Tensor) -> Tensor:
         """`[rows]` the number of each in its table."""
@@ -109,10 +113,6 @@ class Wish:
 
     def __len__(self) -> int:
         return len(self.distinct.rows)
-
-    def lengths(self) -> list[int]:
-        """Rows of each table."""
-        return [end - start for start, end in pairwise(self.distinct.starts)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

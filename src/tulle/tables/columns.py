@@ -28,9 +28,9 @@ def wish(ids: Sequence[Tensor], splits: Sequence[ColumnSplit]) -> Wish:
     distinct = Distinct.of(ids, splits)
     numbers = distinct.numbers(distinct.tables())
     told = numbers.int() if max(split.num_rows for split in splits) <= 2**31 else numbers
-    counts = [end - start for start, end in zip(distinct.starts, distinct.starts[1:], strict=False)]
     ranks = splits[0].axis.size
-    return Wish(splits, distinct, torch.arange(len(told), device=told.device), [counts] * ranks, [told] * ranks)
+    in_order = torch.arange(len(told), device=told.device)
+    return Wish(splits, distinct, in_order, [distinct.lengths()] * ranks, [told] * ranks)
 
 
 class ColumnRoute(Route):

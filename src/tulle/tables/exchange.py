@@ -75,7 +75,7 @@ def tell(wishes: Sequence[Wish], axis: Axis) -> list[Route]:
     rows_told = [rows_by_table(one.splits, one.counts) for one in wishes]
     label = dict.fromkeys((name for of_tables in rows_told for name in of_tables), 1)
     tables = [len(one.splits) for one in wishes]
-    lengths = [length for one in wishes for length in one.lengths()]
+    lengths = [length for one in wishes for length in one.distinct.lengths()]
     counts = [[count for one in wishes for count in one.counts[rank]] + lengths for rank in range(axis.size)]
     came = _exchange_counts([*torch.tensor(counts, device=axis.device)], axis, label)
     _check_told(came, axis, label)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tulle.errors import ModelError
 from tulle.tensor_parallel.dropout import OwnRandomness
 from tulle.tensor_parallel.region import Region
 
@@ -39,6 +40,11 @@ class SplitAttention(nn.MultiheadAttention):
         is_causal: bool = False,  # noqa: FBT001
     ) -> tuple[Tensor, Tensor | None]:
         """As torch's; with `need_weights`, weights that are not averaged over heads are those of this rank's heads."""
+        if is_causal and attn_mask is None:
+            raise ModelError(
+                f"{self.queries.label} was called with is_causal=True and no attn_mask, but it is a hint about a mask: "
+                "give one"
+            )
         is_single = query.dim() == 2
         query, key, value = self._entered(query, key, value)
         if is_single:
@@ -48,8 +54,7 @@ class SplitAttention(nn.MultiheadAttention):
             query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         bias = self._bias(attn_mask, key_padding_mask, query, key.shape[0])
         heads, weights = self._attend(self._projected(query, key, value), bias, need_weights=need_weights)
-        length, samples = query.shape[:2]
-        output = self.out_proj(heads.permute(2, 0, 1, 3).reshape(length, samples, -1))
+        output = self.out_proj(heads.permute(2, 0, 1, 3).flatten(2))
         output = output.squeeze(1) if is_single else output.transpose(0, 1) if self.batch_first else output
         if weights is not None and average_attn_weights:
             whole = Region(self.queries.axis, self.queries.label)
@@ -82,7 +87,11 @@ class SplitAttention(nn.MultiheadAttention):
         if mask is not None:
             bias = _additive(mask, query)
             # Of three dimensions, it has one mask for each sample and head of the whole.
-            bias = bias.unflatten(0, (query.shape[1], -1))[:, self.heads] if bias.dim() == 3 else bias[None, None]
+            bias = (
+                bias.unflatten(0, (-1, self.num_heads * self.queries.axis.size))[:, self.heads]
+                if bias.dim() == 3
+                else bias[None, None]
+            )
         if padding is not None:
             padded = _additive(padding, query).view(-1, 1, 1, keys)
             bias = padded if bias is None else bias + padded

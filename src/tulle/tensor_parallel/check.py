@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -50,7 +51,7 @@ def check_equal(model: nn.Module, axis: Axis, sample: object) -> Iterator[None]:
 
 def _results(model: nn.Module, sample: object) -> dict[str, Tensor]:
     """Outputs and whole gradients by name, of a loss that sums all outputs, each number with a weight of its own."""
-    was_training = model.training
+    modes = {module: module.training for module in model.modules()}
     model.eval()
     output = _call(model, sample)
     tensors = [leaf for leaf in tree_leaves(_plain(output)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
@@ -68,7 +69,8 @@ def _results(model: nn.Module, sample: object) -> dict[str, Tensor]:
             whole = cut[name].whole(dense, label=f"gradient of {name}") if name in cut else dense.clone()
             results[f"gradient of {name}"] = whole
         parameter.grad = kept[name]
-    model.train(was_training)
+    for module, is_training in modes.items():
+        module.training = is_training
     return results
 
 
@@ -90,4 +92,5 @@ def _difference(found: Tensor | None, expected: Tensor) -> float:
     if found is None or found.shape != expected.shape:
         return float("inf")
     scale = expected.abs().max().clamp_min(1e-6) if expected.numel() else torch.ones(())
-    return ((found - expected).abs().max() / scale).item() if expected.numel() else 0.0
+    difference = ((found - expected).abs().max() / scale).item() if expected.numel() else 0.0
+    return float("inf") if math.isnan(difference) else difference

@@ -35,8 +35,9 @@ class SplitDropout(nn.Dropout):
         axis = self.region.axis
         shape = [*input.shape]
         shape[self.dim] = self.whole or shape[self.dim] * axis.size
-        mask = functional.dropout(_ones(shape, input), self.p)
-        return input * mask.tensor_split(axis.size, self.dim)[axis.rank]
+        drawn = functional.dropout(_ones(shape, input), self.p)
+        is_kept = drawn.tensor_split(axis.size, self.dim)[axis.rank] != 0  # a byte of each number waits for backward
+        return torch.where(is_kept, input, 0.0) * (1 / (1 - self.p) if self.p < 1 else 0.0)
 
 
 def _ones(shape: list[int], like: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ class VocabularyEmbedding(nn.Embedding):
         """Ids `[...]`, the same on every rank, to `[..., embedding_dim]`, the same on every rank."""
         rows = self.weight.shape[0]
         own = input - self.first
-        is_foreign = (own < 0) | (own >= rows)
+        is_row = (input >= 0) & (input < self.num_embeddings)  # torch refuses all else, on every rank
+        is_foreign = is_row & ((own < 0) | (own >= rows))
         padding = None if self.padding_idx is None else self.padding_idx - self.first
         is_here = padding is not None and 0 <= padding < rows
         found = functional.embedding(own.masked_fill(is_foreign, 0), self.weight, padding if is_here else None)

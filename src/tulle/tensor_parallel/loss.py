@@ -17,6 +17,7 @@ from tulle.mesh import Axis
 from tulle.tensor_parallel.placement import length_on
 
 _LABEL = "cross entropy"
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def cross_entropy(
@@ -40,6 +41,9 @@ def cross_entropy(
         reduction: `"mean"` over the samples that count, `"sum"`, or `"none"`.
         label_smoothing: The share of each target that is spread evenly over all words.
 
+    Returns:
+        A number, or `[samples]` with reduction "none"; float32 if the scores are of half precision.
+
     Raises:
         ModelError: If the scores are not this rank's part of so many words, or shapes do not fit.
 
@@ -57,12 +61,16 @@ def cross_entropy(
             f"expected {[targets.numel(), rows]}: this rank's part of {words} words, as an output layer split by "
             '"vocabulary" gives them'
         )
+    if scores.dtype in _HALF:
+        scores = scores.float()
     largest = all_reduce(scores.detach().amax(1) if rows else _lowest(scores), axis, label=_LABEL, op="max").wait()
     shifted = scores - largest.unsqueeze(1)
     first = sum(length_on(rank, words, axis.size) for rank in range(axis.rank))
     own = targets - first
     is_here = (own >= 0) & (own < rows)
-    picked = shifted.gather(1, own.masked_fill(~is_here, 0).unsqueeze(1)).squeeze(1) if rows else _lowest(scores) * 0
+    is_word = ((targets >= 0) & (targets < words)) | (targets == ignore_index)  # gather refuses all else, on every rank
+    places = own.masked_fill(is_word & ~is_here, 0)
+    picked = shifted.gather(1, places.unsqueeze(1)).squeeze(1) if rows else _lowest(scores) * 0
     parts = [shifted.exp().sum(1), picked.masked_fill(~is_here, 0)]
     if label_smoothing:
         parts.append(shifted.sum(1))
@@ -101,9 +109,8 @@ class CausalLoss:
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         reduction = "mean" if num_items_in_batch is None else "sum"
-        scores = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         loss = cross_entropy(
-            scores.flatten(0, -2),
+            logits.flatten(0, -2),
             shift_labels.reshape(-1),
             self._axis,
             words=vocab_size,

@@ -201,9 +201,8 @@ class Splitter:
         """Have a rank draw numbers of its own between the forward of a module and that of one within it."""
         randomness = OwnRandomness(self.region)
         begin.register_forward_pre_hook(randomness.begin)
-        if begin is end:
-            begin.register_forward_hook(randomness.end)
-        else:
+        begin.register_forward_hook(randomness.end, always_call=True)  # after an error, too
+        if begin is not end:
             end.register_forward_pre_hook(randomness.end)
 
     def cut(self, module: nn.Module, name: str, *, dim: int, sections: Sequence[int] | None = None) -> None:
@@ -221,6 +220,11 @@ class Splitter:
         parameter = getattr(module, name, None)
         if parameter is None:
             return
+        if not isinstance(parameter, nn.Parameter):
+            raise ModelError(
+                f"{self.name} has no parameter {name}: it is made of others, as by weight_norm, and cannot be cut: "
+                "leave the module out with select"
+            )
         known = self.cuts.get(id(parameter))
         shape = known[1].shape if known else parameter.shape
         placement = Placement(self.axis, dim, shape, tuple(sections or [shape[dim]]))

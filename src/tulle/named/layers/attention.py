@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from tulle.errors import ModelError
 from tulle.named.attention import attention
 from tulle.named.dims import Dim
 from tulle.named.lookup import gather
@@ -75,11 +76,17 @@ class RelativeBias(Module):
         heads: The heads.
         is_causal: Whether nobody looks ahead: all buckets are for what came before.
 
+    Raises:
+        ModelError: If there are fewer than two buckets to a side.
+
     Source: Raffel et al., *Exploring the Limits of Transfer Learning* (T5, 2020), section 2.1.
     """
 
     def __init__(self, buckets: Dim, heads: Dim, *, is_causal: bool) -> None:
         super().__init__()
+        least = 2 if is_causal else 4
+        if buckets.size < least:
+            raise ModelError(f"RelativeBias was given {buckets!r}, expected {least} or more: some near, some far")
         self.buckets, self.is_causal = buckets, is_causal
         self.table = param(buckets, heads, std=0.1)
 
@@ -98,5 +105,6 @@ class RelativeBias(Module):
         far = (-distance).clamp(min=0) if self.is_causal else distance.abs()
         exact = count // 2
         # Half of the buckets are for single distances, the other half for ranges that grow by a factor.
-        growing = torch.log(far.clamp(min=1) / exact) / math.log(_FARTHEST / exact) * (count - exact)
+        farthest = max(_FARTHEST, 2 * exact)
+        growing = torch.log(far.clamp(min=1) / exact) / math.log(farthest / exact) * (count - exact)
         return ahead + torch.where(far < exact, far, (exact + growing.long()).clamp(max=count - 1))

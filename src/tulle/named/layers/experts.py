@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import torch
+
 from tulle.errors import ModelError
 from tulle.named.dims import Dim
 from tulle.named.module import Module, param
@@ -83,14 +85,14 @@ class Experts(Module):
         seats: list[Tensor] = []
         gates: list[Tensor] = []
         choices: list[Tensor] = []
-        taken = 0.0
+        taken: Tensor | int = 0
         for _ in range(self.choices):
-            chosen = one_hot(argmax(left, self.gates), self.gates, dtype=dtype)
+            chosen = one_hot(argmax(left, self.gates), self.gates, dtype=torch.int64)  # exact, however many there are
             place = (cumsum(chosen, length) + taken) * chosen - 1  # -1 where not chosen: in no room
-            seat = one_hot(place.map(lambda local: local.round().long()), capacity, dtype=dtype)
-            choices.append(chosen)
-            gates.append(named_sum(probabilities * chosen, self.gates))
-            seats.append(seat * chosen * gates[-1])
+            seat = one_hot(place, capacity, dtype=dtype)
+            choices.append(chosen.to(dtype))
+            gates.append(named_sum(probabilities * choices[-1], self.gates))
+            seats.append(seat * choices[-1] * gates[-1])
             taken = named_sum(chosen, length) + taken
             left = left * (1 - chosen)
         balance = mean(mean(choices[0], length) * mean(probabilities, length)) * self.experts.size**2

@@ -1,0 +1,90 @@
+"""Where each parameter and buffer of a model lives, if its modules are dealt to stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from tulle.errors import PlanError
+from tulle.mesh import Axis
+from tulle.pipeline.holdings import Unit
+
+Assignment = Mapping[str, int]
+"""The stage of each placed module by its name."""
+
+
+def outermost(model: nn.Module, assignment: Assignment) -> dict[str, int]:
+    """The assignment without modules that go with one around them.
+
+    Raises:
+        PlanError: If a name is not a module's, a stage is no number from 0, or modules within one another are dealt to
+            different stages.
+    """
+    modules = dict(model.named_modules())
+    kept: dict[str, int] = {}
+    for name in sorted(assignment, key=lambda name: name.count(".") if name else -1):
+        stage = assignment[name]
+        if name not in modules:
+            near = ", ".join(list(modules)[1:6])
+            raise PlanError(f"the assignment names {name!r}, which is not a module of the model: it has {near}, ...")
+        if not isinstance(stage, int) or stage < 0:
+            raise PlanError(f"the assignment deals {name!r} to stage {stage!r}, expected a number from 0")
+        around = next((other for other in kept if _is_within(name, other)), None)
+        if around is None:
+            kept[name] = stage
+        elif kept[around] != stage:
+            raise PlanError(
+                f"the assignment deals {name!r} to stage {stage} and {around!r}, which is around it, to "
+                f"{kept[around]}: deal the modules within {around!r} one by one"
+            )
+    if len({id(modules[name]) for name in kept}) < len(kept):
+        raise PlanError("the assignment names one module twice, by two of its names: leave one out")
+    return {name: kept[name] for name in assignment if name in kept}
+
+
+def homes_of(model: nn.Module, assignment: Assignment) -> dict[str, list[int]]:
+    """The stages that would hold each parameter and buffer by name; none for a buffer that all ranks hold.
+
+    Raises:
+        PlanError: If the assignment does not fit the model.
+    """
+    units = [Unit(name, model.get_submodule(name), stage) for name, stage in outermost(model, assignment).items()]
+    return homes(model, units)
+
+
+def _is_within(name: str, other: str) -> bool:
+    return not other or name.startswith(f"{other}.")
+
+
+def homes(model: nn.Module, units: Sequence[Unit]) -> dict[str, list[int]]:
+    """The stages that hold each parameter and buffer; none for a buffer of no unit, which all ranks hold."""
+    held: dict[int, list[int]] = {}
+    for unit in units:
+        for _, tensor in tensors_of(unit.module):
+            held.setdefault(id(tensor), []).append(unit.stage)
+    return {
+        name: held.get(id(tensor)) or ([_beside(name, units)] if isinstance(tensor, nn.Parameter) else [])
+        for name, tensor in tensors_of(model)
+    }
+
+
+def ranks_of(stages: Sequence[int], axis: Axis) -> tuple[int, ...]:
+    """The ranks of some stages, ascending; all ranks of the axis for none."""
+    return tuple(sorted({stage % axis.size for stage in stages})) or tuple(range(axis.size))
+
+
+def _beside(name: str, units: Sequence[Unit]) -> int:
+    """Where a parameter of no unit goes: to the first unit within the module that has it, or around that."""
+    parent = name.rpartition(".")[0]
+    while True:
+        beside = [unit.stage for unit in units if _is_within(unit.name, parent)]
+        if beside or not parent:
+            return min(beside, default=0)
+        parent = parent.rpartition(".")[0]
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers by their names."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()

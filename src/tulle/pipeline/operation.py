@@ -1,0 +1,86 @@
+"""`Call`: one operation or placed module that a program runs, and what such a one must not be given, or write in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tulle.errors import ModelError
+from tulle.pipeline.holdings import Unit
+from tulle.pipeline.outcome import Outcome
+from tulle.pipeline.placeholder import Placeholder
+from tulle.pipeline.shapes import GRADIENT
+from tulle.pipeline.structure import Spec
+
+
+@dataclass(slots=True)
+class Call:
+    """One operation of a program.
+
+    Args:
+        function: What runs.
+        leaves: Of its arguments `(args, kwargs)`.
+        spec: How these are put together.
+        name: Of the operation or the module.
+        unit: The module, if it is one that is placed.
+    """
+
+    function: Callable[..., Any]
+    leaves: list[Any]
+    spec: Spec
+    name: str
+    unit: Unit | None = None
+
+    @property
+    def placeholders(self) -> list[Placeholder]:
+        """Its arguments that live on one rank."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Placeholder)]
+
+    def written(self, outcome: Outcome | None) -> int | None:
+        """Number of the argument that an operation writes in, or None."""
+        if outcome is not None:
+            return outcome.written[0] if outcome.written else None
+        name = self.name
+        is_in_place = (name.endswith("_") and not name.endswith("__")) or name in (
+            "__setitem__",
+            "__iadd__",
+            "__imul__",
+        )
+        return 0 if is_in_place and isinstance(self.leaves[0], Tensor) else None
+
+
+def check_asks(function: Callable[..., Any], args: Sequence[Any], placeholders: Sequence[Placeholder]) -> None:
+    """Refuse to ask for gradients that may lie on several ranks; those of a parameter are at its own."""
+    is_refused = not placeholders and function == GRADIENT and args[0].is_leaf and args[0].requires_grad
+    if is_refused or (function is torch.autograd.grad and placeholders):
+        raise ModelError(
+            "a step asks between modules for gradients of tensors that are no parameters (torch.autograd.grad, or "
+            ".grad of a tensor of its own): each rank has only a part of them; ask inside one module"
+        )
+
+
+def check_given(call: Call) -> None:
+    """Refuse what must not be beside tensors of some stage: it differs between ranks, or would from now on."""
+    if call.name == "__set__" and isinstance(call.leaves[1], Tensor) and call.leaves[1].dtype != call.leaves[0].dtype:
+        raise ModelError(
+            f"a forward makes a parameter of {call.leaves[0].dtype} one of {call.leaves[1].dtype}, which other stages "
+            "would not see: convert the module (.to(...)) before it is placed"
+        )
+    for leaf in call.leaves:
+        if isinstance(leaf, Placeholder) or not isinstance(leaf, Tensor):
+            continue
+        if leaf.is_meta:
+            raise ModelError(
+                f"{call.name!r} was given a tensor of shape {list(leaf.shape)} on device meta: take mesh.device, not "
+                "that of the model's parameters, which are on device meta where they do not live"
+            )
+        if isinstance(leaf, nn.Parameter) and leaf.requires_grad and torch.is_grad_enabled():
+            raise ModelError(
+                f"{call.name!r} was given a parameter of shape {list(leaf.shape)} that is trained and in no model "
+                'that was placed, so that one rank only would train it: place its module too (at {"": stage}), or '
+                "make it a part of the model"
+            )

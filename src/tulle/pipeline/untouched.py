@@ -1,0 +1,86 @@
+"""`untouched`: a trial run of a model leaves no trace in it.
+
+What is left would be on the rank that tried only, and a model that goes by a counter of its own would then do something
+else there than on the others.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Give gradients, buffers and attributes of modules back as they were, and what is in these; not parameters.
+
+    Args:
+        model: Whose gradients are None within.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    attributes = [(module, _kept(module), dict(module._buffers)) for module in model.modules()]
+    contents = [give for _, kept, _ in attributes for value in kept.values() if (give := _contents(value)) is not None]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, kept, own in attributes:
+            for name in vars(module).keys() - kept.keys() - _OF_TORCH:
+                del vars(module)[name]
+            vars(module).update(kept)
+            module._buffers.update(own)
+        for give in contents:
+            give()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _kept(module: nn.Module) -> dict[str, Any]:
+    """A module's own attributes; of iterators copies, for these cannot be put back."""
+    return {name: _unmoved(value) for name, value in vars(module).items() if name not in _OF_TORCH}
+
+
+def _unmoved(value: Any) -> Any:
+    if hasattr(value, "__next__"):
+        with warnings.catch_warnings(action="ignore"), suppress(TypeError):  # those of itertools can be copied
+            return copy.copy(value)
+    return value
+
+
+def _contents(value: Any) -> Callable[[], object] | None:
+    """What puts back what a value holds, if that can change."""
+    if isinstance(value, list | dict | set | deque):
+        return partial(_refill, value, copy.copy(value))
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, np.random.RandomState | torch.Generator):
+        return partial(value.set_state, value.get_state())
+    return None
+
+
+def _refill(value: Any, before: Any) -> None:
+    value.clear()
+    if isinstance(value, list | deque):
+        value.extend(before)
+    else:
+        value.update(before)

@@ -1,0 +1,161 @@
+"""Models and optimizers that are made in a way of their own are profiled like others."""
+
+import random
+from collections import UserDict
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, prune
+
+import tulle
+from tulle.memory.estimate import default_loss
+from tulle.placing import placements_of, tables_of
+from tulle.plan import Plan, footprints
+from tulle.profiling import rows_touched, timing, trained_tables
+from tulle.profiling.optimizer import tried
+from tulle.profiling.samples import halved, samples_in
+from tulle.profiling.splits import splits
+from tulle.profiling.steps import Twin
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(timing, "BUDGET_S", 0.02)
+
+
+class Scaled(torch.optim.Optimizer):
+    """Keeps a number of its own, which `torch.optim.Optimizer` leaves out of copies."""
+
+    def __init__(self, params, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        self.scale = 2.0
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-self.scale * group["lr"])
+
+
+class Auxiliary(nn.Module):
+    """Keeps a loss of its last forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.auxiliary = self.body(x).pow(2).mean()
+        return self.auxiliary
+
+
+def twin_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Twin:
+    return Twin.of(model, [optimizer], [torch.randn(3, 4)], default_loss)
+
+
+def test_an_optimizers_own_attributes_are_copied():
+    model = nn.Linear(4, 4)
+    optimizer = Scaled(model.parameters(), 0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)  # wraps its step, for this optimizer
+    before = model.weight.detach().clone()
+    twin = twin_of(model, optimizer)
+    twin.step(twin.samples[0])
+    assert twin.optimizers[0].scale == 2.0
+    assert torch.equal(model.weight, before)
+
+
+def test_what_a_forward_has_kept_is_copied_without_how_it_was_computed():
+    model = Auxiliary()
+    model(torch.ones(2, 4))
+    twin = twin_of(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert torch.equal(twin.model.auxiliary, model.auxiliary)
+    assert model.auxiliary.grad_fn is not None
+    assert twin.model.auxiliary.grad_fn is None
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_a_copy_steps_by_nothing_so_that_it_does_not_run_off(rate):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
+    twin = twin_of(model, optimizer)
+    for _ in range(3):
+        twin.step(twin.samples[0])
+    assert torch.equal(twin.model.weight, model.weight)
+    assert twin.optimizers[0].state[twin.model.weight]["exp_avg"].abs().sum() > 0
+    assert optimizer.param_groups[0]["lr"] == rate
+
+
+class Drawing(nn.Module):
+    """Draws from all three generators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) * (random.random() + np.random.rand() + torch.rand(()))
+
+
+def test_numpys_random_state_is_as_before():
+    model = Drawing()
+    np.random.seed(3)
+    tulle.profile(model, torch.optim.SGD(model.parameters(), 0.1), torch.ones(2, 4))
+    drawn = np.random.rand()
+    np.random.seed(3)
+    assert drawn == np.random.rand()
+
+
+def parametrized() -> nn.Module:
+    return parametrizations.spectral_norm(nn.Embedding(20, 4))
+
+
+def pruned() -> nn.Module:
+    return prune.random_unstructured(nn.Embedding(20, 4), "weight", 0.5)
+
+
+def buffered() -> nn.Module:
+    table = nn.Embedding(20, 4)
+    weight = table.weight.detach()
+    del table.weight
+    table.register_buffer("weight", weight)
+    return table
+
+
+@pytest.mark.parametrize("made", [parametrized, pruned, buffered])
+def test_a_weight_that_is_no_parameter_is_no_table(made):
+    model = nn.Sequential(made(), nn.Linear(4, 1))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert tables_of(model) == trained_tables(model) == {}
+    assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers()), "nothing was computed"
+    assert placements_of(model, [torch.optim.SGD(model.parameters(), 0.1)], ranks=2) == {}
+    assert rows_touched(model, torch.tensor([1, 2])) == {}
+    assert splits(model, ["0", "1"], {}) == {}
+
+
+def test_a_batch_of_a_tokenizers_class_is_a_batch():
+    sample = UserDict(ids=torch.zeros(8, 3), mask=torch.ones(8), scale=2.0)
+    assert samples_in(sample) == 8
+    half, share = halved(sample)
+    assert share == 0.5
+    assert [len(half["ids"]), len(half["mask"]), half["scale"]] == [4, 4, 2.0]
+
+
+def test_frozen_parameters_are_held_by_every_micro_batch_and_a_step_needs_what_it_was_seen_to():
+    body, table = nn.Linear(256, 256), nn.Embedding(2000, 32)
+    model = nn.Sequential(table, nn.Linear(32, 256), body, nn.Linear(256, 2))
+    body.requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    found = tulle.profile(model, torch.optim.Adam(trained), torch.randint(0, 2000, (8,)))
+    assert sum(piece.frozen_bytes for piece in found.modules) == 4 * (256 * 256 + 256)
+    one, parts = (footprints(Plan({"data": 1}, micro_batches=n), found, found.cluster)[0] for n in (1, 8))
+    assert one.peak_bytes == pytest.approx(found.peak_bytes, rel=0.01)
+    assert parts.parameters_bytes == sum(parameter.nbytes for parameter in model.parameters())
+
+
+def test_a_sparse_optimizer_of_a_model_without_memory_is_tried_with_sparse_gradients():
+    with tulle.deferred_init():
+        model = nn.Sequential(nn.EmbeddingBag(20, 4, sparse=True), nn.Linear(4, 1))
+    optimizers = [torch.optim.SparseAdam([model[0].weight]), torch.optim.Adam(model[1].parameters())]
+    assert tried(optimizers).state_share == pytest.approx(2.0)
