@@ -561,14 +561,16 @@ def test_a_schedule_that_is_unknown_or_cannot_be_kept_is_refused():
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("width", "kind", "expected"),
-    [(900, Adam, "read"), (9, Adam, "step"), (900, LBFGS, "step")],
-    ids=["much to wait for", "little", "an optimizer that mixes elements"],
+    ("width", "kind", "is_compiled", "expected"),
+    [(900, Adam, False, "read"), (9, Adam, False, "step"), (900, LBFGS, False, "step"), (900, Adam, True, "step")],
+    ids=["much to wait for", "little", "an optimizer that mixes elements", "compiled"],
 )
-def test_a_schedule_is_chosen_by_what_there_is_to_wait_for(width, kind, expected):
+def test_a_schedule_is_chosen_by_what_there_is_to_wait_for(width, kind, is_compiled, expected):
     mesh = tulle.init(data=-1)
     give_network(mesh["data"])
     model = nn.Linear(width, width)
+    if is_compiled:
+        model.compile(backend="eager")
     optimizer = kind(model.parameters())
     asked = replace(tulle.plan(model, optimizer, mesh), schedule="auto")
     tulle.distribute(model, optimizer, mesh, plan=asked)
