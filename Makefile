@@ -29,13 +29,12 @@ demo: .venv/installed-demo  ## Train a translator on four processes, and see run
 test: .venv/installed-dev  ## Run the tests that need no GPU and are quick.
 	$(BIN)/python -m pytest -m "not gpu and not slow"
 
-check: .venv/installed-dev  ## Check format, lint, types, floors, the examples in docstrings and the README.
+check: .venv/installed-dev  ## Check format, lint, types, floors and the examples in docstrings.
 	$(BIN)/ruff format --check $(FILES)
 	$(BIN)/ruff check $(FILES)
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest --override-ini addopts=--quiet --doctest-modules src/tulle
-	$(BIN)/python -m pytest tests/test_readme.py
 
 format: .venv/installed-dev  ## Format the sources and mend what ruff can mend.
 	$(BIN)/ruff check --fix-only $(FILES)

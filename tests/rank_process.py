@@ -68,10 +68,8 @@ def serve(connection: Connection) -> None:
     while True:
         assignment = connection.recv()
         with _stack_on_crash_or_deadline(assignment):
-            answer, has_passed = _answer(assignment)
-        # A failed body's frames may hold the group, whose sockets must close: its peers wait. Of one that passed what
-        # is young goes, which is nearly all that it made: a look at all that was ever imported takes 0.3 s.
-        gc.collect(1 if has_passed else 2)
+            answer = _answer(assignment)
+        gc.collect()  # a failed body's frames may hold the group, whose sockets must close: its peers wait
         connection.send_bytes(answer)
         connection.recv()  # the dismissal
         if dist.is_initialized():
@@ -102,17 +100,17 @@ def _stack_on_crash_or_deadline(assignment: Assignment) -> Iterator[None]:
             faulthandler.disable()
 
 
-def _answer(assignment: Assignment) -> tuple[bytes, bool]:
-    """Run the body and pickle its outcome, as whatever it raises is, `SystemExit` too; and whether it passed."""
+def _answer(assignment: Assignment) -> bytes:
+    """Run the body and pickle its outcome; whatever it raises, `SystemExit` too, is an outcome."""
     outcome = functools.partial(Outcome, assignment.rank)
     try:
         value = _run_body(assignment)
-        return pickle.dumps(outcome("passed", time.monotonic(), value)), True
+        return pickle.dumps(outcome("passed", time.monotonic(), value))
     except pytest.skip.Exception as skipped:
-        return pickle.dumps(outcome("skipped", time.monotonic(), report=str(skipped))), False
+        return pickle.dumps(outcome("skipped", time.monotonic(), report=str(skipped)))
     except BaseException as error:
         at_s = time.monotonic()
-        return pickle.dumps(outcome("failed", at_s, report=_told_from_the_body(error))), False
+        return pickle.dumps(outcome("failed", at_s, report=_told_from_the_body(error)))
 
 
 def _run_body(assignment: Assignment) -> object:
