@@ -35,7 +35,9 @@ def main() -> None:
     model = dims.model(options.layers)
     batches = endless_batches(parallel_text.encode(pairs, vocabulary), options)
     if options.explain:  # on a mesh that need not be there
-        print(tn.explain(model, dims.sample(next(batches)), options.mesh, options.layout))
+        batch = next(batches)
+        layout = choose_layout(model, dims, batch, options, options.mesh)
+        print(tn.explain(model, dims.sample(batch), options.mesh, layout))
         return
     layout = choose_layout(model, dims, next(batches), options, mesh)
     with tn.use(mesh, layout):
@@ -101,13 +103,13 @@ def choose_layout(
     dims: Dimensions,
     batch: list[EncodedPair],
     options: argparse.Namespace,
-    mesh: tulle.Mesh,
+    mesh: tulle.Mesh | dict[str, int],
 ) -> tn.Layout:
     """The layout that was asked for, or the fastest, with what it was weighed against."""
     if options.layout != "best":
         return tn.Layout(options.layout)
     best = tn.best_layout(model, dims.sample(batch), mesh, best=3)
-    if mesh.rank == 0:
+    if not isinstance(mesh, tulle.Mesh) or mesh.rank == 0:
         print(best)
     return best.layout
 

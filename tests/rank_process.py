@@ -110,7 +110,8 @@ def _answer(assignment: Assignment) -> bytes:
         return pickle.dumps(outcome("skipped", time.monotonic(), report=str(skipped)))
     except BaseException as error:
         at_s = time.monotonic()
-        return pickle.dumps(outcome("failed", at_s, report=_told_from_the_body(error)))
+        kind = "lost" if isinstance(error, _NoGroupError) else "failed"
+        return pickle.dumps(outcome(kind, at_s, report=_told_from_the_body(error)))
 
 
 def _run_body(assignment: Assignment) -> object:
@@ -121,6 +122,20 @@ def _run_body(assignment: Assignment) -> object:
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
         body = _find(module, name)
+        _join(assignment)
+        try:
+            with contextlib.nullcontext() if assignment.probes else _known_network():
+                return body(**arguments)
+        finally:
+            _undo(arguments.values())
+
+
+class _NoGroupError(Exception):
+    """The group did not come about. Torch has counted it on this rank alone: no later one would find its peers."""
+
+
+def _join(assignment: Assignment) -> None:
+    try:
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(f"{assignment.folder}/rendezvous", assignment.size),
@@ -128,11 +143,8 @@ def _run_body(assignment: Assignment) -> object:
             world_size=assignment.size,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
-        try:
-            with contextlib.nullcontext() if assignment.probes else _known_network():
-                return body(**arguments)
-        finally:
-            _undo(arguments.values())
+    except Exception as error:
+        raise _NoGroupError(f"rank {assignment.rank} could not join the others") from error
 
 
 def _known_network() -> contextlib.AbstractContextManager[object]:

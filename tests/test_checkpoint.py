@@ -158,6 +158,11 @@ def test_a_distributed_model_and_a_plain_one_read_each_others_checkpoints(tmp_pa
     dist.barrier()
     tulle.load(tmp_path / "plain", ours, optimizers)
     assert worst_difference(ours, plain)[0] == 0.0
+    evaluated = build(Noisy, 4)
+    before = torch.get_rng_state()
+    tulle.load(tmp_path / "plain", evaluated)
+    assert worst_difference(evaluated, plain)[0] == 0.0
+    assert torch.equal(torch.get_rng_state(), before), "random states go with training"
     train(ours, optimizers, [], range(1))
     tulle.save(tmp_path / "distributed", ours, optimizers)
     tulle.load(tmp_path / "distributed", plain, theirs)

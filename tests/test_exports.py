@@ -13,6 +13,12 @@ import tulle
 PACKAGES = ["tulle", "tulle.comm", "tulle.engine", "tulle.plan", "tulle.sync"]
 
 
+def test_named_dimensions_are_there_when_they_are_asked_for():
+    assert tulle.named.Layout("batch:data")
+    with pytest.raises(AttributeError, match="'tulle' has no attribute 'nmaed'"):
+        tulle.nmaed  # noqa: B018
+
+
 def test_the_top_level_is_small_and_known():
     assert tulle.__all__ == [
         "Mesh",

@@ -44,7 +44,15 @@ def test_owned_rows_are_those_that_the_partition_places(sets, kind, owners):
         owner, _ = partition.place(torch.tensor(sorted(rows), dtype=torch.int64))
         return torch.bincount(owner, minlength=owners).tolist()
 
-    assert by_owner.tolist() == [count(rows) for rows in sets]
+    expected = torch.tensor([count(rows) for rows in sets], dtype=torch.float64)
+    found = torch.zeros_like(expected).index_put(tuple(by_owner.pairs), by_owner.count)
+    assert found.tolist() == expected.tolist()
+    assert not by_owner.even.any()
+    assert by_owner.of_ranks().tolist() == expected.sum(1).tolist()
+    assert by_owner.at_owners().tolist() == expected.sum(0).tolist()
+    assert by_owner.reached().tolist() == (expected > 0).sum(1).tolist()
+    assert by_owner.reached(from_owners=True).tolist() == (expected > 0).sum(0).tolist()
+    assert by_owner.largest().tolist() == expected.max(1).values.tolist()
     assert owned.tolist() == count(set().union(*sets))
 
 
@@ -138,7 +146,7 @@ def sample_of(batches, one_of, num_rows=100_000):
 def fullest(presence, num_rows=100_000, ranks=256):
     """Rows that are looked up at the fullest owner, distinct rows there, and rows of the rank that has most."""
     by_owner, owned = presence.owned(Hashed(num_rows, ranks))
-    return [by_owner.sum(0).max().item(), owned.max().item(), by_owner.sum(1).max().item()]
+    return [by_owner.at_owners().max().item(), owned.max().item(), by_owner.of_ranks().max().item()]
 
 
 @pytest.mark.parametrize("exponent", [0.7, 1.0])
@@ -147,6 +155,30 @@ def test_the_fullest_owner_of_a_sample_is_that_of_the_whole(exponent, one_of):
     batches = batches_of(256, 1000, exponent)
     sampled = sample_of(batches, one_of)
     assert fullest(sampled) == pytest.approx(fullest(Presence.of(batches)), rel=0.12)
+
+
+def test_the_last_block_of_a_sample_has_the_last_owner():
+    rows = torch.tensor([0, 500, 999])
+    by_owner, owned = Presence(rows, torch.ones(2, 3) > 0, 1 / 100).in_blocks(2).owned(Contiguous(500, 100))
+    assert (len(owned), len(by_owner.at_owners())) == (100, 100)
+
+
+@pytest.mark.parametrize("kind", [Contiguous, Hashed])
+def test_of_many_ranks_only_the_pairs_that_there_are_are_counted(monkeypatch, kind):
+    sampled = sample_of(batches_of(32, 1000, 1.0), 4)
+    partition = kind(100_000, 32)
+    (listed, _), own = sampled.owned(partition), sampled.owned(partition)[0].own()
+    monkeypatch.setattr("tulle.presence._PAIRS_LISTED", 0)
+    counted, _ = sampled.owned(partition)
+    assert torch.equal(listed.pairs, counted.pairs)
+    assert torch.equal(listed.count, counted.count)
+    whole = torch.zeros(32, 32, dtype=torch.float64).index_put(tuple(counted.pairs), counted.count)
+    whole = counted.by_rank[:, None] * counted.by_owner * (counted.even[:, None] + whole)
+    torch.testing.assert_close(own, whole.diagonal(), rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(counted.of_ranks(), whole.sum(1), rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(counted.at_owners(), whole.sum(0), rtol=1e-12, atol=0.0)
+    assert counted.reached().tolist() == (whole > 0).sum(1).tolist()
+    assert counted.reached(from_owners=True).tolist() == (whole > 0).sum(0).tolist()
 
 
 def test_chance_makes_an_owner_of_a_sample_much_fuller():

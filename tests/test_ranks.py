@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import rank_process
+import ranks
 from ranks import DEADLINE_S, on_ranks, run_on_ranks
 
 
@@ -143,6 +146,7 @@ def returns_what_does_not_pickle() -> object:
 
 def leaves_the_group(seed: int) -> float:
     torch.set_default_dtype(torch.float64)
+    dist.barrier()  # a rank that left before the other has joined would fail it
     dist.destroy_process_group()
     return torch.rand(()).item() + seed
 
@@ -155,6 +159,20 @@ def test_nothing_of_one_body_is_left_for_the_next():
 
 def default_dtype() -> torch.dtype:
     return torch.get_default_dtype()
+
+
+def joins_alone() -> None:
+    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_process, "COLLECTIVE_TIMEOUT_S", 0.2)
+        rank_process._join(rank_process.Assignment(0, 2, tempfile.mkdtemp(), 1.0, False, b""))
+
+
+def test_ranks_that_do_not_come_together_are_replaced():
+    before = [worker.process.pid for worker in ranks.WORKERS[:1]]
+    assert "could not join the others" in failure_of(1, joins_alone)
+    assert run_on_ranks(2, square_of_rank, offset=0) == [0, 1]
+    assert before[0] not in [worker.process.pid for worker in ranks.WORKERS]
 
 
 def patches_and_tells(name: str, monkeypatch: pytest.MonkeyPatch) -> bool:

@@ -163,6 +163,7 @@ VALUES = torch.ones(2, 3)
         (INDICES.float(), VALUES, r"indices of shape \(2,\) and dtype torch.float32, expected \[rows\]"),
         (INDICES, VALUES[0], r"values of shape \(3,\) and dtype torch.float32, expected \[rows, width\]"),
         (INDICES, VALUES.long(), r"values of shape \(2, 3\) and dtype torch.int64, expected .* floating-point dtype"),
+        ([3, 1], VALUES, "indices as a list, expected a tensor"),
         (INDICES, VALUES[:1], "2 indices and 1 rows of values: give one index a row"),
         (INDICES, VALUES.to("meta"), "indices on cpu and values on meta: move them to one device"),
     ],

@@ -107,6 +107,14 @@ def test_every_scheme_gives_the_sum_of_what_the_ranks_hold(case, op):
 def test_schemes_agree_on_any_number_of_ranks(dtype):
     kinds: tuple[Kind, ...] = ("zero sum", "rows", "empty", "coo")
     reduce_each_way(Case(kinds, num_rows=17, width=3, dtype=dtype, index_dtype=torch.int64, seed=5), "mean")
+    axis = tulle.init(data=-1)["data"]
+    for scheme in [*SCHEMES, "auto"]:
+        for rows, num_rows, width in ((2, 5, 0), (0, 5, 3), (0, 0, 3), (0, 0, 0)):
+            indices = torch.arange(rows) + axis.rank
+            mine = RowSparse(indices, torch.ones(rows, width, dtype=dtype), num_rows)
+            total = tulle.sync.all_reduce(mine, axis, scheme=scheme)
+            assert total.values.shape == (len(total.indices), width), "nothing to send is no reason to fail"
+            assert total.indices.tolist() == ([*range(axis.size + 1)] if rows else [])
 
 
 @on_ranks(2, 3, 4)

@@ -18,7 +18,12 @@ from torch.autograd.function import FunctionCtx
 import tulle
 
 JOB: dict[str, Callable[[str], float]] = {
-    **{"layers": int, "width": int, "layer_ms": float, "samples": int, "turns": int, "steps": int}
+    "layers": int,
+    "width": int,
+    "layer_ms": float,
+    "samples": int,
+    "turns": int,
+    "steps": int,
 }
 """What a race is told on the command line."""
 

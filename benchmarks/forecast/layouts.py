@@ -1,7 +1,7 @@
 """Example 04, in named dimensions: layouts are forecast by `tulle.named` and timed, as plans are of the other examples.
 
 Everything is `tn.explain`'s, at measured rates; those of computation are scaled so that they are true of one rank's
-share of the batch under no layout at all, timed on all ranks at once. Memory that comes and goes is in proportion.
+share of the batch under no layout at all, timed on all ranks at once.
 """
 
 # pyright: reportMissingImports=false
@@ -58,29 +58,25 @@ def forecast(mesh: Mesh, plans: int, rounds: int, steps: int) -> dict[str, Any]:
     """Predicted and measured steps of the fastest layouts by prediction, and of those by hand. Every rank calls it."""
     axis = mesh["data"]
     whole, share = Translation(_SENTENCES * axis.size), Translation(_SENTENCES)
-    alone: dict[str, Any] = {}
-    plain_s = timed(share, mesh, "", steps, alone)
-    base, one = measured(mesh), explained(share, {}, "")
-    scale = one.seconds(base) / plain_s
+    plain_s = timed(share, mesh, "", steps)
+    base = measured(mesh)
+    scale = explained(share, {}, "").seconds(base) / plain_s
     rates = replace(base, flops_per_s=base.flops_per_s * scale, written_bytes_per_s=base.written_bytes_per_s * scale)
-    transient_share = (alone["measured_bytes"] - one.memory_bytes) / one.kept_bytes
     with tn.use(mesh, ""):
         sample = next(whole.samples())
     ranking = tn.best_layout(whole.model(), sample, mesh, best=max(1, plans - len(BY_HAND) + 1), rates=rates)
     layouts = {"planner": str(ranking[0].layout)}
     layouts |= {one: one for one in BY_HAND} if axis.size > 1 else {}
     layouts |= {f"runner-up {number}": str(other.layout) for number, other in enumerate(ranking[1:], 1)}
-    given = rates, transient_share
-    found = [told(name, layout, whole, mesh, given) for name, layout in islice(layouts.items(), plans + 1)]
+    found = [told(name, layout, whole, mesh, rates) for name, layout in islice(layouts.items(), plans + 1)]
     for _ in range(rounds):
         for entry in found:
             measure(entry, whole, share, mesh, steps)
     return {"step_s": plain_s, "plans": found}
 
 
-def told(name: str, layout: str, job: Translation, mesh: Mesh, given: tuple[Rates, float]) -> dict[str, Any]:
-    """A layout, and what is predicted of it from rates, and the memory that comes and goes for each byte kept."""
-    rates, transient_share = given
+def told(name: str, layout: str, job: Translation, mesh: Mesh, rates: Rates) -> dict[str, Any]:
+    """A layout, and what is predicted of it."""
     plan = {"mesh": mesh.shape, "schedule": "step", "tables": [], "layout": layout}
     entry: dict[str, Any] = {"name": name, "plan": plan, "measured_s": [], "plain_s": [], "refusal": ""}
     try:
@@ -92,7 +88,7 @@ def told(name: str, layout: str, job: Translation, mesh: Mesh, given: tuple[Rate
     return entry | {
         "predicted_s": whole_s,
         "parts_s": {"compute": whole_s - sent_s, "dense": sent_s},
-        "predicted_bytes": round(explanation.memory_bytes + transient_share * explanation.kept_bytes),
+        "predicted_bytes": explanation.peak_bytes,
     }
 
 

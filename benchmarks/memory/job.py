@@ -100,25 +100,25 @@ def run(rank: int, ranks: int, way: str, folder: str) -> None:
     torch.distributed.barrier()
 
 
-def options_of(way: str) -> memory.Options:
+def options_of(way: str) -> memory.Memory:
     """What a way stands for."""
     everything = way == "everything"
-    return memory.Options(
-        shard_optimizer=way == "shard_optimizer" or everything,
-        fully_shard=way == "fully_shard",
-        narrow=torch.bfloat16 if way == "narrow" else None,
+    return memory.Memory(
+        shard_optimizer=way in ("shard_optimizer", "narrow") or everything,
+        full_shard=way == "fully_shard",
+        precision="bf16" if way == "narrow" else None,
         recompute=tuple(f"encoder.layers.{n}" for n in range(LAYERS)) if way == "recompute" or everything else (),
     )
 
 
-def prepare(model: nn.Module, optimizer: Optimizer, options: memory.Options, mesh: Mesh) -> tuple[nn.Module, Optimizer]:
+def prepare(model: nn.Module, optimizer: Optimizer, options: memory.Memory, mesh: Mesh) -> tuple[nn.Module, Optimizer]:
     """Put the options and data parallelism on a model."""
     memory.recompute(model, options.recompute)
-    if options.fully_shard:
+    if options.full_shard:
         memory.shard_fully(model, mesh)
         return model, AdamW(model.parameters(), lr=1e-3)
     data = mesh["data"]
     DataParallel(model, data, tables=[], settings=TableSettings(), bucket_bytes=25 * 2**20, check_finite=False)
-    if options.shard_optimizer or options.narrow is not None:
+    if options.shard_optimizer:
         memory.shard_optimizer(optimizer, data, narrow=options.narrow)
     return model, optimizer

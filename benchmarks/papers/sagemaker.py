@@ -16,8 +16,8 @@ from tree_cut import Module, TreeCut
 
 from tulle.cost import Network
 from tulle.errors import PlanError
+from tulle.memory import Memory
 from tulle.pipeline.partition import Piece, partition
-from tulle.plan.memory import Memory
 from tulle.plan.plan import Plan
 from tulle.plan.search import best_plan
 from tulle.plan.space import Space

@@ -1,6 +1,12 @@
-"""Predicted against measured time of a step, and peak memory of each stage, of models that are dealt by profile.
+"""Predicted against measured time of a step, of models that are dealt by profile, and what the difference is made of.
 
 torchrun --nproc-per-node 4 benchmarks/pipeline/step_time.py --out benchmarks/pipeline/results/step-time-4.json
+
+    profiled_of_alone     what the pieces take in all, beside one micro-batch of the whole model on a rank by itself:
+                          below 1 something between pieces is not seen, above 1 they are weighed too heavily
+    at_once_of_alone      the same micro-batch on all ranks at once, beside that: what ranks of one machine share
+    busy_of_predicted     what each rank works in a step, beside what its stages were predicted to take: below 1.2 and
+                          above 0.8 while `ratio` is not, the order of the step is what is predicted wrongly
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ from torch import Tensor, nn
 import tulle
 from models import first_tensor
 from tulle import pipeline
-from tulle.comm import gather_values
+from tulle.comm import barrier, gather_values
 from tulle.estimate import step_seconds
 
 WORDS, LENGTH, SAMPLES, MICRO_BATCHES = 2000, 64, 8, 8
@@ -63,25 +69,50 @@ def measure(name: str, mesh: tulle.Mesh, steps: int) -> dict[str, object]:
     model = getattr(hf, name)(getattr(hf, config)(**settings)).train()
     ids = torch.randint(3, WORDS, (SAMPLES * MICRO_BATCHES, LENGTH), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids} | ({"decoder_input_ids": ids} if name.startswith("T5") else {})
-    pipeline.place(model, mesh["pipe"], sample={key: value[:SAMPLES] for key, value in batch.items()})
+    sample = {key: value[:SAMPLES] for key, value in batch.items()}
+    alone_s, at_once_s = whole_seconds(model, sample, mesh, steps)
+    pipeline.place(model, mesh["pipe"], sample=sample)
     placed = pipeline.placement_of(model)
     assert placed is not None, "it was just placed"
     assert placed.partition is not None, "it was dealt by its profile"
     step = pipeline.step(micro_batches=MICRO_BATCHES)(train)
-    times = []
+    times, busy = [], []
     for _ in range(steps + 1):
         begin_s = time.perf_counter()
         step(model, batch)
-        times.append(max(gather_values(time.perf_counter() - begin_s, mesh["pipe"], label="times")))
+        mine_s = time.perf_counter() - begin_s
+        of_ranks = gather_values((mine_s, mine_s * (1 - placed.runtime.bubble)), mesh["pipe"], label="times")
+        times.append(max(whole_s for whole_s, _ in of_ranks))
+        busy.append([busy_s for _, busy_s in of_ranks])
     predicted_s, measured_s = step_seconds(placed.partition, mesh.size, MICRO_BATCHES), statistics.median(times[1:])
+    busy_s = [statistics.median(of_rank) for of_rank in zip(*busy[1:], strict=True)]
+    stages_s = placed.partition.times_s
     return {
         "model": name,
         "ranks": mesh.size,
         "predicted_s": round(predicted_s, 4),
         "measured_s": round(measured_s, 4),
         "ratio": round(predicted_s / measured_s, 3),
-        "stages_s": [round(time_s, 4) for time_s in placed.partition.times_s],
+        "stages_s": [round(time_s, 4) for time_s in stages_s],
+        "profiled_of_alone": round(sum(stages_s) / alone_s, 3),
+        "at_once_of_alone": round(at_once_s / alone_s, 3),
+        "busy_of_predicted": [round(b / (MICRO_BATCHES * s), 3) for b, s in zip(busy_s, stages_s, strict=True)],
     }
+
+
+def whole_seconds(model: nn.Module, sample: dict[str, Tensor], mesh: tulle.Mesh, repeats: int) -> tuple[float, float]:
+    """Forward and backward of a micro-batch of the whole model: on the first rank alone, and on all ranks at once."""
+    alone, at_once = [], []
+    for turn in range(2 * repeats + 2):
+        barrier(mesh["pipe"])
+        begin_s = time.perf_counter()
+        if turn % 2 or mesh.rank == 0:
+            train(model, sample)
+        (at_once if turn % 2 else alone).append(
+            gather_values(time.perf_counter() - begin_s, mesh["pipe"], label="times")
+        )
+    model.zero_grad(set_to_none=True)
+    return statistics.median(one[0] for one in alone[1:]), statistics.median(max(one) for one in at_once[1:])
 
 
 def train(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -1,5 +1,8 @@
 """tulle trains PyTorch models on many processes: for every tensor, where it lives and how it is kept in step."""
 
+import importlib
+from types import ModuleType
+
 from tulle import errors, sync
 from tulle.checkpoint import full_state_dict, load, save, save_safetensors
 from tulle.clip import clip_grad_norm_
@@ -45,3 +48,10 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> ModuleType:
+    """`tulle.named`, imported when it is asked for: it takes a second."""
+    if name != "named":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module("tulle.named")

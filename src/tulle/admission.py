@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from tulle.engine import engine_of
 from tulle.errors import ModelError
 from tulle.mesh import Mesh
-from tulle.profiling import TableModule
+from tulle.tables import table_modules
 
 O = TypeVar("O", bound=Optimizer | Sequence[Optimizer])  # noqa: E741
 
@@ -94,8 +94,8 @@ def check_replicated_tables(model: nn.Module, split: Iterable[str]) -> None:
         ModelError: Naming the module and the mend.
     """
     parted = {id(model.get_parameter(name)) for name in split}
-    for name, module in model.named_modules():
-        if not isinstance(module, TableModule) or not module.weight.requires_grad or id(module.weight) in parted:
+    for name, module, table in table_modules(model):
+        if not table.requires_grad or id(table) in parted:
             continue
         if module.scale_grad_by_freq:
             raise ModelError(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer, SparseAdam
 from torch.utils._pytree import tree_map_only
 
 from tulle.errors import PlanError
-from tulle.memory.estimate import Estimate, Loss, Options, count_on_a_copy, default_loss, on_a_rank
+from tulle.memory.estimate import Estimate, Loss, count_on_a_copy, default_loss, on_a_rank
 from tulle.memory.recompute import repeated
 from tulle.memory.stages import Stages, count_stages
 from tulle.mesh import Mesh
@@ -21,10 +22,11 @@ from tulle.pipeline.homes import homes_of
 from tulle.pipeline.partition import Partition
 from tulle.pipeline.schedule import checked, held_at_once, stages_here
 from tulle.plan import Plan
+from tulle.tables import table_modules
 
 DATA, PIPE, MODEL = "data", "pipe", "model"
-_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 OptimizerOf = Callable[[Iterable[nn.Parameter]], Optimizer]
+Optimizers = Optimizer | Sequence[Optimizer] | OptimizerOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,9 @@ def estimate(
     model: nn.Module,
     sample: object,
     mesh: Mesh | Mapping[str, int],
-    plan: Plan | None = None,
+    plan: Plan | str | os.PathLike[str] | Mapping[str, Any] | None = None,
     *,
-    optimizer: Optimizer | OptimizerOf = torch.optim.AdamW,
+    optimizer: Optimizers | None = None,
     loss: Loss | None = None,
 ) -> StepEstimate:
     """What a training step needs of memory on each rank. Nothing is sent, and the model stays as it is.
@@ -82,12 +84,15 @@ def estimate(
         sample: One rank's batch, as the model is called with it: a mapping is passed as keywords, a tuple as
             positional arguments, anything else as the one argument.
         mesh: What `tulle.init` returns, or the sizes of its axes by name, which need not be there.
-        plan: Its stages, micro-batches, split modules and memory options count; None for none of these.
-        optimizer: Over the model's parameters, or what makes one of them.
+        plan: A plan, its JSON or the path of one: its stages, micro-batches, split modules and memory options count;
+            None for none of these.
+        optimizer: One or several over the model's parameters, or what makes one of them. None for AdamW, and SparseAdam
+            for tables with sparse gradients.
         loss: From the model's result to the loss; None for its `loss`, or else the sum of what it gives.
 
     Raises:
-        PlanError: If the mesh has an axis `pipe` and the plan no stages, or a stage names no module.
+        PlanError: If the mesh has an axis `pipe` and the plan no stages, a stage names no module, or the plan is for
+            another mesh, or a word such as "auto", which stands for one only where processes are.
         ModelError: If nothing that the model gives depends on its parameters.
 
     Example:
@@ -101,15 +106,15 @@ def estimate(
         True
     """
     sizes = dict(mesh.shape if isinstance(mesh, Mesh) else mesh)
-    chosen = plan or Plan(mesh=sizes)
+    chosen = _plan_of(plan, sizes)
     ranks = sizes.get(PIPE, 1)
     if ranks > 1 and not chosen.stages:
         raise PlanError(
             f"estimate was given a mesh with axis {PIPE}={ranks} and a plan without stages: name them in it"
         )
     stages = _stages(model, chosen, sizes)
-    stepped = optimizer if isinstance(optimizer, Optimizer) else optimizer(model.parameters())
-    options = _options(chosen)
+    stepped = _optimizer_of(optimizer, model)
+    options = chosen.memory
     whole = count_on_a_copy(
         model, stepped, _micro_batch(sample, chosen.micro_batches), options, loss or default_loss, count_stages(stages)
     )
@@ -123,6 +128,64 @@ def estimate(
         together = _together(parts, [whole[stage].activations_bytes for stage in here], held)
         found.append(replace(together, peak_bytes=together.peak_bytes + _buckets(chosen, sizes, together)))
     return StepEstimate(sizes, tuple(found))
+
+
+class _Several:
+    """Optimizers that step as one."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all of them."""
+        return [group for one in self._optimizers for group in one.param_groups]
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        """Of all of them."""
+        return {parameter: entries for one in self._optimizers for parameter, entries in one.state.items()}
+
+    def step(self) -> None:
+        """Of all of them."""
+        for one in self._optimizers:
+            one.step()
+
+    def zero_grad(self) -> None:
+        """Of all of them."""
+        for one in self._optimizers:
+            one.zero_grad()
+
+
+def _plan_of(given: Plan | str | os.PathLike[str] | Mapping[str, Any] | None, sizes: Mapping[str, int]) -> Plan:
+    if given is None:
+        return Plan(mesh=sizes)
+    if isinstance(given, str) and Path(given).suffix != ".json":
+        raise PlanError(
+            f"estimate was given plan={given!r}, expected a Plan, its JSON, the path of one (*.json) or None: "
+            "tulle.plan(model, mesh) makes one"
+        )
+    plan = given if isinstance(given, Plan) else Plan.read(given) if isinstance(given, Mapping) else Plan.load(given)
+    if plan.mesh and _joined(plan.mesh) != _joined(sizes):
+        raise PlanError(f"estimate was given a plan for the mesh {dict(plan.mesh)} and the mesh {dict(sizes)}")
+    return plan
+
+
+def _joined(mesh: Mapping[str, int]) -> dict[str, int]:
+    return {axis: size for axis, size in mesh.items() if size > 1}
+
+
+def _optimizer_of(given: Optimizers | None, model: nn.Module) -> Optimizer:
+    """What steps a model's parameters, in the way of one optimizer."""
+    if given is None:
+        tables = {id(table) for _, module, table in table_modules(model) if module.sparse}
+        dense = [parameter for parameter in model.parameters() if id(parameter) not in tables]
+        sparse = [parameter for parameter in model.parameters() if id(parameter) in tables]
+        given = [AdamW(dense)] if dense else []
+        given += [SparseAdam(sparse)] if sparse else []
+    if isinstance(given, Optimizer):
+        return given
+    return cast("Optimizer", _Several(given)) if isinstance(given, Sequence) else given(model.parameters())
 
 
 def step_seconds(partition: Partition, ranks: int, micro_batches: int) -> float:
@@ -154,13 +217,6 @@ def _stages(model: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Stages:
     homes = homes_of(model, plan.stages) if plan.stages else {}
     split = [name for name in plan.tensor_parallel if name in dict(model.named_modules())]
     return Stages(plan.stages, homes, count, tuple(split), sizes.get(MODEL, 1), plan.micro_batches)
-
-
-def _options(plan: Plan) -> Options:
-    memory = plan.memory
-    return Options(
-        memory.shard_optimizer, memory.full_shard, memory.recompute, memory.offload, _NARROW[memory.precision]
-    )
 
 
 def _micro_batch(sample: object, micro_batches: int) -> object:

@@ -17,7 +17,7 @@ _OVER = object()
 
 
 class Lookahead(Generic[T]):
-    """Batches of a loader, of which one is read ahead: what `lookahead` gives."""
+    """Batches of a loader, of which one is read ahead: what `lookahead` gives. Attributes are the loader's."""
 
     def __init__(self, loader: Iterable[T], ids: Ids | None) -> None:
         self._loader = loader
@@ -27,6 +27,11 @@ class Lookahead(Generic[T]):
         if not isinstance(self._loader, Sized):
             raise TypeError(f"object of type {type(self._loader).__name__!r} has no len()")
         return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # a copy that is being made has no loader yet
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[T]:
         gc.collect()  # a model that was dropped, circles and all, is gone on all ranks now, not on some of them

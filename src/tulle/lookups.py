@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tulle.profiling import TableModule
-from tulle.tables import split_of
+from tulle.tables import TableModule, split_of, table_of
 
 
 def explain_lookups(model: nn.Module, rank: int) -> None:
@@ -20,9 +19,14 @@ def explain_lookups(model: nn.Module, rank: int) -> None:
     split say it by themselves.
     """
     for name, module in model.named_modules():
-        if isinstance(module, TableModule) and split_of(module.weight) is None:
+        if isinstance(module, TableModule) and not _is_split(module):
             hook = partial(_explain, name or "(the model)", rank)
             module.register_forward_hook(hook, with_kwargs=True, always_call=True)
+
+
+def _is_split(module: TableModule) -> bool:
+    table = table_of(module)
+    return table is not None and split_of(table) is not None
 
 
 def _explain(

@@ -10,47 +10,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-    SparseAdam,
-)
+from torch.optim import Optimizer
 
 from tulle.deferred import give, materialize
-from tulle.engine import SplitTable, TableModule
+from tulle.engine import SplitTable
 from tulle.errors import PlanError
 from tulle.mesh import Axis
 from tulle.softmax import SoftmaxLayer
-from tulle.tables import PLACEMENTS, Split, mark, split_as
+from tulle.tables import PLACEMENTS, Split, TableModule, TablePart, split_as, table_modules
+from tulle.traits import ELEMENTWISE, hold
 
-ELEMENTWISE = (*(SGD, ASGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, SparseAdam),)
-"""Optimizers that treat every element by itself, so that a part of a table is updated as in the whole."""
 logger = logging.getLogger("tulle")
 
 
 def tables_of(model: nn.Module) -> dict[str, list[TableModule]]:
-    """The modules that look up in each table, by the name of its parameter; of an output layer there may be none.
-
-    A weight that is no parameter, but computed by a parametrization or a buffer, is no table.
-    """
+    """The modules that look up in each table, by the name of its parameter; of an output layer there may be none."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, list[TableModule]] = {name: [] for name in outputs_of(model)}
-    for module in model.modules():
-        if not isinstance(module, TableModule):
-            continue
-        weight = id(module._parameters.get("weight"))  # to ask a parametrization would compute it, and may change it
-        if weight in names:
-            found.setdefault(names[weight], []).append(module)
+    for _, module, table in table_modules(model):
+        found.setdefault(names[id(table)], []).append(module)
     return found
 
 
@@ -192,8 +170,8 @@ def place(
         if name in parts:
             give(parameter, parts[name])
         else:
-            parameter.data = split.take(parameter)
-        mark(parameter, split)
+            hold(parameter, split.take(parameter))
+        TablePart.of(parameter, split)
         for owner in model.modules():
             for key in [key for key, other in owner._parameters.items() if other is parameter]:
                 owner.register_load_state_dict_pre_hook(partial(_take_part, split, key))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -17,6 +17,70 @@ _ROWS_DRAWN = 2**20
 """A model of a larger table is drawn for a sample of so many of its rows."""
 _MOST_COPIES = 128
 """Of a row of a sample, when owners are counted."""
+_RANKS_PAIRED = 64
+"""Overlap is a mean over all pairs of ranks: of more of them, so many tell it as well."""
+_PAIRS_LISTED = 2**22
+"""Of more pairs of rank and owner only those are counted that there are: on 100,000 ranks all would take 80 GB."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dealt:
+    """How many rows each rank has of each owner, `[ranks, owners]`, as a sparse matrix whose gaps are filled evenly.
+
+        of rank r at owner o     by_rank[r] * by_owner[o] * (even[r] + count[r, o])
+
+    Args:
+        pairs: `[2, pairs]` int64, ranks and owners that have rows of each other.
+        count: `[pairs]` float64, of these; of the others 0.
+        even: `[ranks]` float64: what chance has taken from a sample is dealt to all owners alike.
+        by_rank: `[ranks]` float64.
+        by_owner: `[owners]` float64.
+    """
+
+    pairs: Tensor
+    count: Tensor
+    even: Tensor
+    by_rank: Tensor
+    by_owner: Tensor
+
+    def own(self) -> Tensor:
+        """`[ranks]`: of each rank at itself."""
+        rank, owner = self.pairs
+        is_own = rank == owner
+        return self.by_rank * self.by_owner * (self.even + self._added(rank[is_own], self.count[is_own], self.even))
+
+    def of_ranks(self) -> Tensor:
+        """`[ranks]`: of each rank at all owners."""
+        rank, owner = self.pairs
+        counted = self._added(rank, self.count * self.by_owner[owner], self.by_rank)
+        return self.by_rank * (self.even * self.by_owner.sum() + counted)
+
+    def at_owners(self) -> Tensor:
+        """`[owners]`: of all ranks at each owner."""
+        rank, owner = self.pairs
+        counted = self._added(owner, self.count * self.by_rank[rank], self.by_owner)
+        return self.by_owner * ((self.even * self.by_rank).sum() + counted)
+
+    def reached(self, *, from_owners: bool = False) -> Tensor:
+        """`[ranks]` int64: how many owners have rows of each rank; from owners, of how many ranks each has some."""
+        rank, owner = self.pairs
+        is_even, many = self.even > 0, len(self.by_owner)
+        if from_owners:
+            return torch.bincount(owner[~is_even[rank]], minlength=many) + int(is_even.sum())
+        return torch.where(is_even, many, torch.bincount(rank, minlength=len(self.even)))
+
+    def largest(self) -> Tensor:
+        """`[ranks]`: of each rank at the owner that has most of it, where owners are alike but for the pairs."""
+        counted = torch.zeros_like(self.even).scatter_reduce(0, self.pairs[0], self.count, "amax")
+        return self.by_rank * (self.even + counted)
+
+    def scaled(self, by_rank: Tensor | float = 1.0, by_owner: Tensor | float = 1.0) -> Dealt:
+        """The same with all of a rank's, and all of an owner's, multiplied."""
+        return replace(self, by_rank=self.by_rank * by_rank, by_owner=self.by_owner * by_owner)
+
+    @staticmethod
+    def _added(places: Tensor, values: Tensor, like: Tensor) -> Tensor:
+        return torch.zeros_like(like).index_add(0, places, values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,8 +102,8 @@ class Presence:
         """From the distinct rows of each rank."""
         rows, places = torch.unique(torch.cat([part.long().cpu() for part in indices]), return_inverse=True)
         held = torch.zeros(len(indices), len(rows), dtype=torch.bool)
-        for rank, part in enumerate(places.split([len(part) for part in indices])):
-            held[rank, part] = True
+        lengths = torch.tensor([len(part) for part in indices])
+        held[torch.arange(len(indices)).repeat_interleave(lengths), places] = True
         return Presence(rows, held)
 
     @property
@@ -61,13 +125,14 @@ class Presence:
         """Distinct rows of some ranks together."""
         return int(self.held[list(ranks)].any(0).sum()) / self.share
 
-    def owned(self, partition: Partition) -> tuple[Tensor, Tensor]:
-        """Rows by owner: `[ranks, owners]` of each rank's, and `[owners]` of all ranks' together; float64.
+    def owned(self, partition: Partition) -> tuple[Dealt, Tensor]:
+        """Rows by owner: of each rank's, and `[owners]` float64 of all ranks' together.
 
         A row of a sample stands for several that are held alike, each with an owner of its own where a hash deals them
         out: the fullest owner is that of a table in which each of them is there so many times.
         """
-        by_owner, together = self.dealt(partition.place(self.rows)[0], partition.ranks)
+        owner = partition.place(self.rows)[0].clamp(max=partition.ranks - 1)  # a sample's last block may end beyond
+        by_owner, together = self.dealt(owner, partition.ranks)
         copies = min(_MOST_COPIES, round(1 / self.share))
         if copies == 1 or isinstance(partition, Contiguous):
             return by_owner, together
@@ -78,16 +143,31 @@ class Presence:
             looked_up += torch.bincount(owner, holders, minlength=partition.ranks)
             together += torch.bincount(owner, minlength=partition.ranks)
         counted = self.share * copies
-        by_owner *= looked_up / counted / by_owner.sum(0).clamp(min=1e-30)
+        by_owner = by_owner.scaled(by_owner=looked_up / counted / by_owner.at_owners().clamp(min=1e-30))
         return by_owner, together / counted
 
-    def dealt(self, owner: Tensor, owners: int) -> tuple[Tensor, Tensor]:
+    def dealt(self, owner: Tensor, owners: int) -> tuple[Dealt, Tensor]:
         """As `owned`, where row i of `rows` has the owner `owner[i]`."""
-        each = [torch.bincount(owner[held], minlength=owners) for held in self.held]
-        together = torch.bincount(owner, minlength=owners)
-        by_owner = _of_whole(torch.stack([*each, together])[:-1], self.share)
-        by_owner *= (self.counts() / by_owner.sum(1).clamp(min=1e-30))[:, None]
-        return by_owner, _of_whole(together, self.share)
+        pairs, count = self._pairs(owner, owners)
+        held = self.held.sum(1).double()
+        mean, kept = held / owners, 1.0
+        if self.share < 1:
+            off = count.square().sum() - owners * mean.square().sum()
+            kept = _kept(off, held.sum(), self.share)
+        whole = self.counts() / held.clamp(min=1e-30)
+        by_owner = Dealt(pairs, kept * count, (1 - kept) * mean, whole, torch.ones(owners, dtype=torch.float64))
+        return by_owner, _of_whole(torch.bincount(owner, minlength=owners), self.share)
+
+    def _pairs(self, owner: Tensor, owners: int) -> tuple[Tensor, Tensor]:
+        """`[2, pairs]` ranks and owners that have rows of each other, and `[pairs]` float64, how many."""
+        if self.ranks * owners <= _PAIRS_LISTED:
+            each = [torch.bincount(owner[held], minlength=owners) for held in self.held]
+            listed = torch.stack(each) if each else torch.zeros(0, owners, dtype=torch.int64)
+            pairs = listed.nonzero().T
+            return pairs, listed[pairs[0], pairs[1]].double()
+        rank, row = self.held.nonzero().unbind(1)
+        numbers, count = torch.unique(rank * owners + owner[row], return_counts=True)
+        return torch.stack([numbers // owners, numbers % owners]), count.double()
 
     def in_blocks(self, block_rows: int) -> Presence:
         """Which ranks hold anything of each block of consecutive rows: the blocks are the rows of the result.
@@ -108,7 +188,9 @@ class Presence:
         return both / torch.minimum(counts[:, None], counts[None, :]).clamp(min=1)
 
     def overlap_ratio(self) -> float:
-        """Mean overlap over the pairs of ranks that both hold rows."""
+        """Mean overlap over the pairs of ranks that both hold rows, of the first ranks if there are many."""
+        if self.ranks > _RANKS_PAIRED:
+            return self.among(range(_RANKS_PAIRED)).overlap_ratio()
         first, second = torch.triu_indices(self.ranks, self.ranks, offset=1)
         is_held = self.held.any(1)
         ratios = self.overlaps()[first, second][is_held[first] & is_held[second]]
@@ -116,19 +198,21 @@ class Presence:
 
     def parts(self, num_rows: int) -> list[float]:
         """Share of its rows that a rank has in each of as many contiguous parts as there are ranks, mean over ranks."""
-        shares = self._shares_in_parts(num_rows)
-        return (shares.mean(0) if len(shares) else shares.new_zeros(self.ranks)).tolist()
+        by_part, total, is_holding = self._in_parts(num_rows)
+        shares = by_part.scaled(by_rank=is_holding / total).at_owners()
+        return (shares / is_holding.sum().clamp(min=1)).tolist()
 
     def skewness_ratio(self, num_rows: int) -> float:
         """Zen's skewness ratio over as many contiguous parts as there are ranks, mean over ranks that hold rows."""
-        shares = self._shares_in_parts(num_rows)
-        return float(shares.max(1).values.mean()) * self.ranks if len(shares) else 1.0
+        by_part, total, is_holding = self._in_parts(num_rows)
+        fullest = (by_part.largest() / total)[is_holding]
+        return float(fullest.mean()) * self.ranks if len(fullest) else 1.0
 
-    def _shares_in_parts(self, num_rows: int) -> Tensor:
-        """`[holding ranks, parts]`."""
+    def _in_parts(self, num_rows: int) -> tuple[Dealt, Tensor, Tensor]:
+        """Rows by contiguous part, `[ranks]` all of each rank's, and whether it has any."""
         by_part, _ = self.owned(Contiguous(num_rows, self.ranks))
-        total = by_part.sum(1, keepdim=True)
-        return (by_part / total.clamp(min=1e-30))[total.squeeze(1) > 0]
+        total = by_part.of_ranks()
+        return by_part, total.clamp(min=1e-30), total > 0
 
     def among(self, members: Sequence[int]) -> Presence:
         """Of some of the ranks."""
@@ -177,9 +261,12 @@ def _of_whole(counts: Tensor, share: float) -> Tensor:
         return counts
     mean = counts.mean(-1, keepdim=True)
     off = counts - mean
-    by_chance = (1 - share) * counts.sum()
-    kept = (1 - by_chance / off.square().sum().clamp(min=1e-30)).clamp(share, 1.0)
-    return (mean + kept.sqrt() * off) / share
+    return (mean + _kept(off.square().sum(), counts.sum(), share) * off) / share
+
+
+def _kept(squares: Tensor, counted: Tensor, share: float) -> Tensor:
+    """By what the differences from the mean, with such a sum of squares, are multiplied."""
+    return (1 - (1 - share) * counted / squares.clamp(min=1e-30)).clamp(share, 1.0).sqrt()
 
 
 def _exponent(measured: Presence, num_rows: int) -> float:

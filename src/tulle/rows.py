@@ -192,6 +192,9 @@ def _fill(rows: RowSparse, indices: Tensor, values: Tensor, num_rows: int, *, is
 
 
 def _check(indices: Tensor, values: Tensor, num_rows: int) -> None:
+    for name, given in (("indices", indices), ("values", values)):
+        if not isinstance(given, Tensor):
+            raise GradientError(f"RowSparse was given {name} as a {type(given).__name__}, expected a tensor")
     if indices.dim() != 1 or indices.dtype not in _INDEX_DTYPES:
         raise GradientError(
             f"RowSparse was given indices of shape {tuple(indices.shape)} and dtype {indices.dtype}, "

@@ -84,6 +84,21 @@ def test_longer_samples_and_tables_that_cannot_be_split_have_plans_of_their_own(
 
 
 @on_ranks(2)
+def test_optimizer_state_is_not_shared_out_beside_tables_that_are_split_whatever_it_costs():
+    with tulle.deferred_init():
+        model = nn.Sequential(nn.Embedding(30, 4), nn.Linear(4, 1))
+    mesh, ids = tulle.init(data=2), torch.zeros(4, 3, dtype=torch.long)
+    table, *others = model.parameters()
+
+    def shares(*several):
+        space = planned._space(planned.Wanted(model, several, mesh, ids), Axes.of(mesh))
+        return any(memory.shard_optimizer for memory in space.memories)
+
+    assert not shares(torch.optim.Adam(model.parameters()))
+    assert shares(torch.optim.Adam([table]), torch.optim.Adam(others))
+
+
+@on_ranks(2)
 def test_a_plan_brings_its_mesh():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     plan = tulle.Plan({"pipe": 2}, stages={"0": 0, "1": 1})

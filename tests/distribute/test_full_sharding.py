@@ -10,7 +10,7 @@ from torch import nn
 
 import tulle
 from ranks import on_ranks, run_on_ranks
-from tulle.errors import PlanError
+from tulle.errors import ModelError, PlanError
 from tulle.memory import named_shards
 from tulle.memory.unit import Unit
 from tulle.plan import Memory, Plan, plan_for_later
@@ -159,9 +159,20 @@ def test_the_twin_that_adds_up_nothing_is_found(monkeypatch):
 def test_what_cannot_be_shared_out_is_refused():
     mesh = tulle.init(data=-1)
     model = build("stack")
-    optimizer = torch.optim.LBFGS(model.parameters())
-    with pytest.raises(PlanError, match="full_shard, but LBFGS does not treat every number of a parameter by itself"):
-        tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, memory=FULL))
+    namesake = type("Adam", (torch.optim.SGD,), {})
+    for optimizer in (torch.optim.LBFGS(model.parameters()), namesake(model.parameters())):
+        refused = f"full_shard, but {type(optimizer).__name__} does not treat every number of a parameter by itself"
+        with pytest.raises(PlanError, match=refused):
+            tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, memory=FULL))
+
+
+@on_ranks(2)
+def test_gradients_that_are_to_have_gradients_are_refused():
+    mesh = tulle.init(data=-1)
+    model = nn.Linear(4, 4)
+    tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh, plan=Plan(mesh.shape, memory=FULL))
+    with pytest.raises(ModelError, match=r"of Linear were asked for with create_graph=True, .* without full_shard"):
+        model(torch.ones(1, 4)).pow(2).sum().backward(create_graph=True)
 
 
 @on_ranks(2)
@@ -176,7 +187,7 @@ def test_a_layer_whose_weight_is_made_by_a_hook_is_gathered_with_what_is_around_
 
     def made():
         torch.manual_seed(0)
-        return nn.Sequential(*(nn.utils.weight_norm(nn.Linear(4, 4)) for _ in range(2))).double()
+        return nn.Sequential(*(nn.utils.weight_norm(nn.Linear(4, 4).double()) for _ in range(2)))
 
     wanted = trained(made(), lambda *_: None)
     mesh = tulle.init(data=-1)

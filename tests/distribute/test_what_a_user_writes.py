@@ -103,6 +103,7 @@ def test_a_step_that_does_not_say_runs_as_the_plan_says(shape):
     _, model, _, rank, size = on_mesh(shape, plan)
     step = tulle.step()(train_step.__wrapped__)
     assert len(step(model, next(batches(rank, size))).outputs) == 4
+    assert len(tulle.step(train_step.__wrapped__)(model, next(batches(rank, size))).outputs) == 4
     assert len(train_step(model, next(batches(rank, size))).outputs) == 2
 
 

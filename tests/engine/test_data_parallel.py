@@ -269,6 +269,32 @@ def test_a_parameter_that_is_unfrozen_later_is_not_trained_apart_in_silence():
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ModelError, match=r"a parameter of shape \[2, 2\] has a gradient that is not kept in step"):
         optimizer.step()
+    optimizer.zero_grad()
+
+
+def replaced(model: nn.Module) -> None:
+    model[1] = nn.Linear(2, 1)
+
+
+def assigned(model: nn.Module) -> None:
+    model.load_state_dict(model.state_dict(), assign=True)
+
+
+@on_ranks(2)
+def test_parameters_that_take_the_place_of_others_are_not_trained_apart_in_silence():
+    mesh = tulle.init(data=-1)
+    for change, name in ((replaced, "1.weight"), (assigned, "0.weight")):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        tulle.distribute(model, torch.optim.SGD(model.parameters(), 0.1), mesh)
+        change(model)
+        trained = model[1:] if change is replaced else model
+        optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(ModelError, match=f"SGD was to step '{name}' with the gradient of one rank"):
+            optimizer.step()
+    alone = nn.Linear(2, 1)  # of no model that was distributed
+    alone(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(alone.parameters(), 0.1).step()
 
 
 class Writes(nn.Module):

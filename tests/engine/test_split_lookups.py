@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -258,16 +259,19 @@ def test_what_cannot_be_split_says_why():
 def test_optimizer_state_of_before_is_split_too():
     mesh = tulle.init(data=-1)
     data = batches(4, 4 * mesh.size)
-    reference, model = build("embedding", 0), build("embedding", 0)
-    theirs, ours = Adam(reference.parameters(), lr=0.1), Adam(model.parameters(), lr=0.1)
-    for ids in data[:2]:
-        step(reference, [theirs], [reference(ids)])
-        step(model, [ours], [model(ids)])
-    model, ours = tulle.distribute(model, ours, mesh, plan="rows")
-    for ids in data[2:]:
-        step(reference, [theirs], [reference(ids)])
-        step(model, [ours], [model(ids.chunk(mesh.size)[mesh.rank])])
-    assert worst(model, reference) < TOLERANCE
+    row_sparse = partial(SGD, momentum=0.9)  # of sparse gradients
+    cases = [("embedding", Adam, "rows"), ("sum", row_sparse, "rows"), ("mean", row_sparse, "columns")]
+    for kind, recipe, plan in cases:
+        reference, model = build(kind, 0), build(kind, 0)
+        theirs, ours = recipe(reference.parameters(), lr=0.1), recipe(model.parameters(), lr=0.1)
+        for ids in data[:2]:
+            step(reference, [theirs], [reference(ids)])
+            step(model, [ours], [model(ids)])
+        model, ours = tulle.distribute(model, ours, mesh, plan=plan)
+        for ids in data[2:]:
+            step(reference, [theirs], [reference(ids)])
+            step(model, [ours], [model(ids.chunk(mesh.size)[mesh.rank])])
+        assert worst(model, reference) < TOLERANCE, kind
 
 
 @on_ranks(2)

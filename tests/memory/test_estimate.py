@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tulle.errors import ModelError
-from tulle.memory import Options, estimate, lines, measure_peak_bytes, recompute
+from tulle.memory import Memory, estimate, lines, measure_peak_bytes, recompute
 from tulle.memory.estimate import default_loss, tensor_bytes
 from tulle.memory.recompute import call
 
@@ -86,7 +86,7 @@ def test_recomputation_shows_in_the_estimate_as_in_the_allocator():
     optimizer = torch.optim.AdamW(model.parameters())
     names = [f"layers.{number}" for number in range(4)]
     plain = estimate(model, optimizer, sample)
-    found = estimate(model, optimizer, sample, options=Options(recompute=tuple(names)))
+    found = estimate(model, optimizer, sample, options=Memory(recompute=tuple(names)))
     assert found.activations_bytes < plain.activations_bytes / 4
     recompute(model, names)
     assert abs(found.peak_bytes / measured(model, optimizer, sample) - 1) < WITHIN
@@ -96,9 +96,12 @@ def test_options_divide_what_they_shard():
     model, sample = network()
     optimizer = torch.optim.Adam(model.parameters())
     plain = estimate(model, optimizer, sample, ranks=4)
-    zero = estimate(model, optimizer, sample, ranks=4, options=Options(shard_optimizer=True))
-    full = estimate(model, optimizer, sample, ranks=4, options=Options(fully_shard=True))
-    narrow = estimate(model, optimizer, sample, ranks=4, options=Options(narrow=torch.bfloat16, shard_optimizer=True))
+    zero = estimate(model, optimizer, sample, ranks=4, options=Memory(shard_optimizer=True))
+    full = estimate(model, optimizer, sample, ranks=4, options=Memory(full_shard=True))
+    narrow = estimate(model, optimizer, sample, ranks=4, options=Memory(shard_optimizer=True, precision="bf16"))
+    alone = estimate(model, optimizer, sample, ranks=4, options=Memory(precision="bf16"))
+    assert alone.parameters_bytes == plain.parameters_bytes // 2 + plain.parameters_bytes  # masters are whole
+    assert alone.optimizer_bytes == pytest.approx(plain.optimizer_bytes, rel=1e-3)
     assert zero.optimizer_bytes == plain.optimizer_bytes // 4
     assert (zero.parameters_bytes, zero.gradients_bytes) == (plain.parameters_bytes, plain.gradients_bytes)
     assert full.parameters_bytes == plain.parameters_bytes // 4

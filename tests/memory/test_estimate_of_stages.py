@@ -12,10 +12,9 @@ from tulle import pipeline
 from tulle.comm import gather_values
 from tulle.errors import PlanError
 from tulle.estimate import StepEstimate, estimate
-from tulle.memory import LiveBytes
+from tulle.memory import LiveBytes, Memory
 from tulle.memory.estimate import tensor_bytes
 from tulle.plan import Plan
-from tulle.plan.memory import Memory
 
 WIDTH = 32
 
@@ -85,6 +84,26 @@ def test_splitting_and_sharding_lower_what_a_rank_needs():
     assert split.activations_bytes < alone.activations_bytes
     assert math.isclose(sharded.optimizer_bytes, alone.optimizer_bytes / 4, rel_tol=0.01)
     assert "activations" in str(StepEstimate({}, (alone,)))
+
+
+def test_tables_with_sparse_gradients_are_stepped_by_an_optimizer_of_their_own():
+    model = nn.Sequential(nn.EmbeddingBag(1000, 64, sparse=True), nn.Linear(64, 64))
+    ids = torch.randint(1000, (8, 4))
+    found = estimate(model, ids, {"data": 2}).ranks[0]
+    table, dense = 1000 * 64 * 4, (64 + 1) * 64 * 4
+    assert math.isclose(found.optimizer_bytes, 2 * (table + dense), rel_tol=0.01)
+    assert found.gradients_bytes < dense + ids.numel() * (64 * 4 + 8) + 1
+    several = [torch.optim.SparseAdam(model[0].parameters()), torch.optim.SGD(model[1].parameters())]
+    assert math.isclose(estimate(model, ids, {}, optimizer=several).ranks[0].optimizer_bytes, 2 * table, rel_tol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [("auto", "the path of one"), ({"format": 1}, "not a plan that this version reads"), (Plan({"data": 4}), "mesh")],
+)
+def test_what_is_no_plan_for_the_mesh_is_refused(plan, said):
+    with pytest.raises(PlanError, match=said):
+        estimate(Layers(1), torch.randn(2, 4, WIDTH), {"data": 2}, plan)
 
 
 def test_a_mesh_with_stages_needs_a_plan_that_says_which():

@@ -1,6 +1,7 @@
 """Sharded optimizer state: every element-wise optimizer of torch steps as in one process."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 import tulle
 from ranks import on_ranks
-from tulle.errors import ModelError
+from tulle.errors import GradientError, ModelError
 from tulle.memory import compute_in, shard_optimizer
 
 STEPS = 4
@@ -132,6 +133,41 @@ def test_an_optimizer_that_has_stepped_is_sharded_as_it_stands():
     train(model, optimizer, mesh["data"], steps=range(2))
     shard_optimizer(optimizer, mesh["data"])
     train(model, optimizer, mesh["data"], steps=range(2, STEPS))
+    assert difference(dict(model.state_dict()), dict(reference.state_dict())) < 1e-12
+
+
+def fail_in_the_second_group(model, optimizer, place):
+    """A step of which the first group is done."""
+    calls, module = [], sys.modules[torch.optim.SGD.__module__]
+    step = vars(module)["sgd"]
+
+    def failing(*arguments, **keywords):
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise RuntimeError("out of memory, say")
+        step(*arguments, **keywords)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "sgd", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            train(model, optimizer, place, steps=[1])
+    optimizer.zero_grad()
+
+
+@on_ranks(3)
+def test_after_a_step_that_failed_in_the_middle_training_goes_on_as_in_one_process():
+    mesh = tulle.init(data=-1)
+    reference, expected = make("SGD momentum")
+    model, optimizer = tulle.distribute(*make("SGD momentum"), mesh)
+    shard_optimizer(optimizer, mesh["data"])
+    for trained, stepped, place in ((reference, expected, None), (model, optimizer, mesh["data"])):
+        train(trained, stepped, place, steps=[0])
+        fail_in_the_second_group(trained, stepped, place)
+    with pytest.raises(GradientError, match="step before this one failed after it had changed some parameters"):
+        train(model, optimizer, mesh["data"], steps=[2])
+    optimizer.zero_grad()
+    train(reference, expected, steps=[3])
+    train(model, optimizer, mesh["data"], steps=[3])
     assert difference(dict(model.state_dict()), dict(reference.state_dict())) < 1e-12
 
 

@@ -11,6 +11,7 @@ from ranks import on_ranks
 from tulle import named as tn
 from tulle.comm import traffic
 from tulle.cost import Network
+from tulle.live import LiveBytes
 from tulle.named.explain import explain
 from tulle.named.ledger import Ledger, memory_of
 from tulle.named.rates import Rates
@@ -39,7 +40,7 @@ def test_counters_of_the_run_agree_exactly(model):
             parameters = list(instance.parameters())
             traffic.take_labels()
             ledger = Ledger()
-            with ledger:
+            with ledger, LiveBytes("cpu") as live:
                 with ledger.keeping({memory_of(one) for one in parameters}):
                     loss = instance.loss(*MODELS[model].sample())
                     whole = loss.local
@@ -49,6 +50,8 @@ def test_counters_of_the_run_agree_exactly(model):
         assert sum(line.flops for line in ledger.lines.values()) == told.flops, rules
         assert sum(line.kept_bytes for line in ledger.lines.values()) == told.kept_bytes, rules
         assert told.parameter_bytes == sum(one.nbytes for one in parameters)
+        peak_bytes = told.peak_bytes - told.parameter_bytes - told.state_bytes
+        assert live.peak_bytes == pytest.approx(peak_bytes, rel=0.1), rules  # buffers travel meanwhile
     assert len(layouts) > 4
 
 

@@ -146,6 +146,9 @@ def test_a_parameter_must_be_initialized_where_it_is_used():
         (lambda: bool(ones(d) > 0), "which has dimensions: reduce them first"),
         (lambda: tn.Layout(None), "a layout was made of None, expected text such as"),
         (lambda: tn.Adafactor(Declared()), "parameter weight (d_model=8, heads=4) lives elsewhere: call init(seed)"),
+        (lambda: tn.Adafactor(Declared().parameters()), "a generator was given, expected the model itself"),
+        (lambda: tn.clip_grad_norm(list(Declared().parameters()), 1.0), "a list was given, expected the model itself"),
+        (lambda: tn.use(tulle.init(), None).__enter__(), "a layout was made of None, expected text such as"),
         (
             lambda: tn.wrap(torch.nn.Linear(8, 3), d, heads)(ones(d)),
             "Linear gave a tensor of shape (3,), expected (4,)",

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 
+from tulle import pipeline
+
 
 class Sliced(nn.Module):
     """Answers to questions as in BERT: slices with gaps in memory, made contiguous, on their own and other ranks."""
@@ -187,6 +189,13 @@ class Revisited(nn.Module):
         return self.moving(self.second(self.moving(self.first(x))))
 
 
+class Visited(Revisited):
+    """Calls it once: what it holds in the end depends on the order of micro-batches all the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.moving(self.first(x)))
+
+
 def _double(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
     module.given = args[0]
     return (args[0] * 2,)
@@ -331,4 +340,48 @@ class Watched(nn.Module):
         return self.last(self.block(self.act(self.first(x))))
 
 
-PROFILED = [Follower, Lender, Reversible, Watched]
+class Collecting(nn.Module):
+    """Hooks its layers when it is first called, and reads what they have collected, as `transformers` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.head, self.is_hooked, self.seen = nn.Linear(WIDTH, WIDTH), False, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_hooked:
+            for layer in self.body:
+                layer.register_forward_hook(lambda _, args, out: self.seen.append(out))
+            self.is_hooked = True
+        y = self.head(self.body(x))
+        layers = [self.seen.pop(0) for _ in self.body]
+        assert not self.seen
+        return y * layers[1].mean() + layers[2].tanh()
+
+
+class Language(nn.Module):
+    """A language model whose table those call that have other things to put between what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with pipeline.stage(0):
+            self.table = nn.Linear(WIDTH, WIDTH)
+        with pipeline.stage(1):
+            self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Seeing(nn.Module):
+    """Calls a table past the module that it is in, as models of pictures and text do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eye, self.language = nn.Linear(WIDTH, WIDTH), Language()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.language(self.language.table(x) + self.eye(x))
+
+
+PROFILED = [Follower, Lender, Reversible, Watched, Collecting, Seeing]

@@ -112,9 +112,15 @@ def test_gradients_of_which_ranks_have_a_part_are_refused(function):
         pipeline.step(micro_batches=1)(function)(model, torch.ones(2, WIDTH, dtype=torch.float64))
 
 
+def clips_them_all_at_once(model: nn.Module, x: Tensor) -> Tensor:
+    sum(output.pow(2).mean() for output in model(x)).backward()
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=True)
+
+
 @on_ranks(2)
-def test_gradients_of_parameters_are_read_in_a_step():
+def test_gradients_of_parameters_are_read_and_written_in_a_step():
     assert checked(reads_a_parameters_gradient) < 1e-12
+    assert checked(clips_them_all_at_once) < 1e-12
 
 
 @on_ranks(2)

@@ -183,6 +183,8 @@ def test_bad_arguments_are_refused_on_every_rank():
             pipeline.step(**options)(train)(model, *arguments)
     with pytest.raises(PlanError, match="expected a positive number"):
         pipeline.step(micro_batches=0)
+    with pytest.raises(PlanError, match="step was given 4, expected the step function, or micro_batches=4"):
+        pipeline.step(4)
     with pytest.raises(PlanError, match="use one of 'gpipe', '1f1b', 'eager-1f1b'"):
         pipeline.step(micro_batches=1, schedule="zero bubble")
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from pipeline_networks import WIDTH, make, one_process, spread, train, worst_gradient
-from pipeline_newcomers import NEWCOMERS, PROFILED, Averaging, Counting, Remembering, Revisited, Sliced
+from pipeline_newcomers import NEWCOMERS, PROFILED, Averaging, Counting, Remembering, Revisited, Sliced, Visited
 
 import tulle
 from ranks import on_ranks
@@ -64,7 +64,7 @@ def test_micro_batches_that_pass_one_another_where_something_is_remembered_are_n
 @on_ranks(2)
 def test_only_models_that_remember_go_in_order_after_the_first_step():
     mesh = tulle.init(pipe=-1)
-    remembering = [Averaging, Remembering, Revisited, Counting]
+    remembering = [Averaging, Remembering, Revisited, Visited, Counting]
     for kind in (*remembering, Sliced):
         model = make(kind)
         pipeline.place(model, mesh["pipe"], spread(model, 2, depth=1))

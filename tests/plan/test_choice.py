@@ -38,8 +38,9 @@ def test_a_mapping_is_by_table_and_leaves_the_others_to_auto():
     assert plan.schemes == {"words.weight": "auto", "tags.weight": "allgather"}
 
 
-def test_a_plan_stays_as_it_is():
+def test_a_plan_stays_as_it_is_also_as_json():
     assert plan_as_given(GIVEN, MESH, SHAPES) is GIVEN
+    assert plan_as_given(GIVEN.to_json(), MESH, SHAPES) == GIVEN
 
 
 @pytest.mark.parametrize("kind", [str, Path])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from steps_of_tasks import one_f_one_b
 
 from tulle.errors import PlanError
-from tulle.simulate import Noise, Step, Stragglers, Task, run
+from tulle.simulate import Noise, Step, Stragglers, Task, run, telling_ranks
 from tulle.simulate.run import _on_all_ranks
 
 
@@ -186,11 +186,13 @@ def test_the_short_way_for_replicas_that_are_alike_gives_what_all_ranks_give(ste
 def test_computing_waiting_and_standing_idle_make_up_the_step(step):
     forecast = run(step, steps=2, noise=Noise(0.3))
     assert forecast.device_s + forecast.exposed_s + forecast.idle_s == pytest.approx(forecast.step_s)
+    computed_s = [
+        sum(span.end_s - span.start_s for span in forecast.timeline(rank) if span.task.resource == "device")
+        for rank in range(step.ranks)
+    ]
+    assert [forecast.computed_s[step.coordinates(rank)] for rank in range(step.ranks)] == pytest.approx(computed_s)
+    assert max(computed_s[rank] for rank in telling_ranks(forecast)) == pytest.approx(max(computed_s))
     if not step.is_carried_over:
-        computed_s = [
-            sum(span.end_s - span.start_s for span in forecast.timeline(rank) if span.task.resource == "device")
-            for rank in range(step.ranks)
-        ]
         assert forecast.device_s <= np.mean(computed_s) + 1e-9
 
 
@@ -243,3 +245,4 @@ def test_ranks_are_numbered_as_the_mesh_says():
         (0, 1, 0),
         (2, 1, 1),
     ]
+    assert [step.rank_at(*step.coordinates(rank)) for rank in range(step.ranks)] == [*range(step.ranks)]

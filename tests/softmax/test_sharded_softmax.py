@@ -31,7 +31,7 @@ def softmax_in_parts(axis: Axis, **options: object) -> tuple[ShardedSoftmax, Sha
     split.load_state_dict(whole.state_dict())
     rows = tables.RowSplit("words", ROWS, WIDTH, axis)
     split.weight.data = rows.take(whole.weight)
-    tables.mark(split.weight, rows)
+    tables.split.mark(split.weight, rows)
     return split, whole
 
 
@@ -152,7 +152,7 @@ def test_a_table_smaller_than_the_ranks_works():
     softmax = ShardedSoftmax(2, WIDTH, label_smoothing=0.1).double()
     rows = tables.RowSplit("few", 2, WIDTH, axis)
     softmax.weight.data = rows.take(weight)
-    tables.mark(softmax.weight, rows)
+    tables.split.mark(softmax.weight, rows)
     hidden, target = torch.randn(4, WIDTH, dtype=torch.float64), torch.tensor([0, 1, 1, 0])
     close(softmax(hidden, target), F.cross_entropy(hidden @ weight.T, target, label_smoothing=0.1))
 
@@ -165,7 +165,7 @@ def test_a_tied_table_gets_both_gradients():
     torch.manual_seed(3)
     whole = torch.randn(ROWS, WIDTH, dtype=torch.float64)
     words.weight.data = rows.take(whole)
-    tables.mark(words.weight, rows)
+    tables.split.mark(words.weight, rows)
     softmax = ShardedSoftmax(weight=words.weight)
     assert softmax.weight is words.weight
     assert [name for name, _ in nn.ModuleDict({"words": words, "softmax": softmax}).named_parameters()] == [
@@ -217,7 +217,7 @@ def test_half_precision_adds_up_in_float32(dtype):
     axis = tulle.init(data=-1)["data"]
     split, whole = softmax_in_parts(axis, bias=True)
     split = split.float()
-    tables.mark(split.weight, tables.RowSplit("words", ROWS, WIDTH, axis))
+    tables.split.mark(split.weight, tables.RowSplit("words", ROWS, WIDTH, axis))
     hidden, target = tokens_of(axis.size, (9, 4))[axis.rank]
     rounded = hidden.to(dtype).float().requires_grad_()
     with torch.autocast("cpu", dtype):
@@ -350,7 +350,7 @@ def test_what_does_not_fit_on_one_rank_is_told_on_all(change, message):
 def test_a_table_that_is_split_by_columns_is_refused():
     axis = tulle.init(data=-1)["data"]
     softmax = ShardedSoftmax(ROWS, WIDTH)
-    tables.mark(softmax.weight, tables.ColumnSplit("words", ROWS, WIDTH, axis))
+    tables.split.mark(softmax.weight, tables.ColumnSplit("words", ROWS, WIDTH, axis))
     with pytest.raises(ModelError, match="'words' needs whole rows, but that table is split by columns"):
         softmax(torch.zeros(1, WIDTH), torch.tensor([0]))
 

@@ -165,7 +165,7 @@ def test_what_cannot_be_selected_is_refused_by_name():
     with pytest.raises(ModelError, match=r"was given 3, expected a subclass of nn\.Module"):
         tensor_parallel.register(3, split_gated)
     with pytest.raises(ModelError, match="sparse gradients, which is not split over a model axis"):
-        tensor_parallel.apply(nn.Embedding(8, 2, sparse=True), axis, smallest_bytes=0)
+        tensor_parallel.apply(nn.Sequential(nn.Embedding(8, 2, sparse=True)), axis, select=["0"])
     twice = tensor_parallel.apply(layers(), axis, select=["1"])
     with pytest.raises(ModelError, match=r"^1\.self_attn was split before: call tensor_parallel\.apply once"):
         tensor_parallel.apply(twice, axis, select=["2"])
@@ -229,6 +229,70 @@ def test_a_layer_that_is_tied_to_a_module_of_an_unknown_class_stays_whole_unless
     assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["1", "2"]
     model[2].weight = model[0].weight
     assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["1"]
+
+
+def test_a_head_that_names_the_bias_of_its_layer_again_leaves_it_and_the_table_tied_to_it_whole():
+    head = nn.Module()
+    head.decoder = nn.Linear(4, 8)
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), head)
+    assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["0", "1", "2.decoder"]
+    head.decoder.weight = model[0].weight
+    assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["0", "1", "2.decoder"]
+    head.bias = head.decoder.bias
+    assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["1"]
+
+
+def test_a_table_whose_rows_cannot_be_split_over_a_model_axis_stays_whole_unless_asked_for():
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Embedding(8, 4, sparse=True), nn.Embedding(8, 4, max_norm=1.0))
+    assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["0"]
+
+
+class Reads(nn.Module):
+    """Reads the weights of some of its layers itself, and asks another's for no more than its dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.codes, self.body, self.mean = (nn.Linear(4, 8) for _ in range(4))
+        self.inner = nn.ModuleDict({"scores": nn.Linear(4, 8)})
+        self.reset()
+
+    def reset(self):
+        self.body.weight.data.zero_()
+
+    def forward(self, x):
+        distances = [torch.cdist(one, self.codes.weight) for one in self.body(x).to(self.body.weight.dtype)]
+        return distances, x @ self.words.weight.T, lambda: self.mean.bias.mean(), self.inner.scores(x)
+
+
+def test_layers_whose_weights_other_code_reads_stay_whole_unless_asked_for():
+    model = nn.Sequential(Reads(), nn.Linear(8, 4))
+    assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["0.body", "0.inner.scores", "1"]
+
+
+@on_ranks(2)
+def test_a_layer_of_which_a_loss_of_before_is_still_there_is_split():
+    check_applied(lambda model: None)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_layer_is_split():
+    check_applied(lambda model: model[0].compile(backend="eager"))
+
+
+def check_applied(change):
+    axis = model_axis()
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    kept = model(numbers(3, 4, seed=0)).sum()
+    kept.backward(retain_graph=True)
+    wanted = model[0].weight.grad
+    tensor_parallel.apply(model, axis, smallest_bytes=0)
+    change(model)
+    found = model(numbers(3, 4, seed=0)).sum()
+    found.backward()
+    assert found.item() == pytest.approx(kept.item(), rel=1e-12)
+    assert (model[0].weight.grad - wanted.tensor_split(2)[axis.rank]).abs().max() < 1e-12
 
 
 @on_ranks(2)

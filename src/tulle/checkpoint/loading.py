@@ -19,7 +19,9 @@ from tulle.checkpoint.state import model_room, optimizer_room, with_versions
 from tulle.record import current as current_recorder
 
 
-def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> dict[str, Any]:
+def load(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None
+) -> dict[str, Any]:
     """Load what `save` wrote, into model and optimizers; return `extra`. Every rank of the model's mesh must call it.
 
     Random states come back where the number of ranks is the one that saved; else they stay, and the log says so.
@@ -27,7 +29,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
     Args:
         path: The folder, which every rank must be able to read.
         model: Of the names, shapes and dtypes that were saved, distributed or plain, its tables split or not.
-        optimizer: As it was saved.
+        optimizer: As it was saved. None for the model alone, as an evaluation wants it; random states then stay.
 
     Raises:
         CheckpointError: On every rank, and before anything was changed, if the folder is absent, damaged, or of another
@@ -44,17 +46,18 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
     from tulle.checkpoint.storage import Reader  # takes most of a second, once
 
     await_saves()
-    standing, folder, optimizers = Standing(model), Folder(path), as_optimizers(optimizer)
+    standing, folder, optimizers = Standing(model), Folder(path), [] if optimizer is None else as_optimizers(optimizer)
     ranks, own = standing.ranks, dict(standing.state())  # what gathers it from other ranks comes first
     with ranks.alike():
         run = folder.read_run()
         check_model(run["model"], own, standing, path)
-        check_optimizers(run, optimizers, path)
+        if optimizer is not None:
+            check_optimizers(run, optimizers, path)
         folder.check(run["files"], rank=ranks.rank, size=ranks.size)
         reader = Reader(folder)
     of_model, tensors = model_room(standing, own, run["model"])
     of_optimizers = []
-    for number, (one, outline) in enumerate(zip(optimizers, run["optimizers"], strict=True)):
+    for number, (one, outline) in enumerate(zip(optimizers, run["optimizers"], strict=False)):
         state, fresh = optimizer_room(standing, number, one, outline)
         of_optimizers.append(state)
         tensors += fresh
@@ -63,7 +66,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | 
     model.load_state_dict(with_versions(of_model, run["versions"]))
     for one, state in zip(optimizers, of_optimizers, strict=True):
         one.load_state_dict(state)
-    restore_random(run["random"], ranks.rank, ranks.size)
+    if optimizer is not None:
+        restore_random(run["random"], ranks.rank, ranks.size)
     recorder = current_recorder()
     if recorder is not None and isinstance(run["extra"].get("step"), int):
         recorder.resume(run["extra"]["step"])

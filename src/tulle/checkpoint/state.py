@@ -15,7 +15,6 @@ from torch.utils._pytree import KeyPath, MappingKey, SequenceKey, tree_map_with_
 
 from tulle.checkpoint.placed import Path, Placed, Places, Share
 from tulle.checkpoint.standing import Standing
-from tulle.distribute.whole_states import part_of_rows
 from tulle.errors import CheckpointError
 from tulle.tables.split import Split
 
@@ -160,7 +159,7 @@ def optimizer_room(
             return value
         part = share.part if share.part is not None and tuple(value.shape) == tuple(share.part.shape) else None
         if not value.is_meta:
-            return part_of_rows(value, part) if isinstance(part, Split) else value
+            return part.take(value) if isinstance(part, Split) else value
         if part is not None:
             device = parameters[int(path[3])].device
             made = torch.zeros(part.local_shape, dtype=value.dtype, device=device)

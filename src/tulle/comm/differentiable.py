@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo as eager  # torch.compiler.disable imports the compiler
 
 from tulle.comm.collectives import all_gather, all_reduce
 from tulle.comm.parts import all_to_all_parts
@@ -263,6 +264,12 @@ def _overlap(of: int, owner: int, length: int, before: int, after: int) -> tuple
 
 
 def _applied(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
+    return _untraced(function, *arguments) if torch.compiler.is_compiling() else function.apply(*arguments)
+
+
+@eager
+def _untraced(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
+    """What is sent is not to be traced: the compiler would take its size for a symbol, and send while it looks."""
     return function.apply(*arguments)
 
 

@@ -12,11 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tulle.distribute.axes import Axes
-from tulle.engine import ENGINE, DataParallel, TableModule, adopt, eager, engine_of
+from tulle.engine import ENGINE, DataParallel, adopt, eager, engine_of
 from tulle.errors import MeshError, ModelError
 from tulle.mesh import Mesh
 from tulle.plan import Plan
-from tulle.tables import split_of
+from tulle.tables import TablePart, guard, split_of, table_modules, unguard
 
 _CLASS = "_tulle_class"
 """Where a distributed model keeps the class that it was given with."""
@@ -76,8 +76,8 @@ def adopt_model(model: nn.Module, engine: DataParallel, plan: Plan, axes: Axes) 
         axes: Along which.
     """
     if engine.split_tables is not None:
-        for module in model.modules():
-            if isinstance(module, TableModule) and split_of(module.weight) is not None:
+        for _, module, table in table_modules(model):
+            if split_of(table) is not None:
                 adopt(module, engine.split_tables)
         if axes.pipe is None:  # calls of several micro-batches are under way at once
             model.register_forward_pre_hook(cast("Any", _begin_call), with_kwargs=True)
@@ -105,6 +105,26 @@ def fetch_after_steps(optimizers: Sequence[Optimizer], engine: DataParallel) -> 
 
     for one in stepping:
         one.register_step_post_hook(stepped)
+
+
+def step_plainly(optimizers: Sequence[Optimizer]) -> None:
+    """Have parts of tables be plain parameters while optimizers step, as torch has fused kernels for these alone."""
+    for one in optimizers:
+        parts = [p for group in one.param_groups for p in group["params"] if isinstance(p, TablePart)]
+        if parts:
+            one.register_step_pre_hook(partial(_unguard, parts))
+            one.register_step_post_hook(partial(_guard, parts))
+
+
+def _unguard(parts: Sequence[TablePart], _: Optimizer, arguments: tuple[object, ...], keywords: object) -> None:
+    if len(arguments) == 1 and not keywords:  # else a closure may call the model
+        for part in parts:
+            unguard(part)
+
+
+def _guard(parts: Sequence[TablePart], *_: object) -> None:
+    for part in parts:
+        guard(part)
 
 
 def refuse_hooks(engine: DataParallel) -> None:

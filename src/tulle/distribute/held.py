@@ -37,6 +37,6 @@ class Held(nn.Module):
         named = self.__dict__["whole"].named_buffers(*arguments, **keywords)
         return ((name, buffer) for name, buffer in named if not buffer.is_meta)
 
-    def modules(self, *arguments: Any, **keywords: Any) -> Iterator[nn.Module]:
+    def named_modules(self, *arguments: Any, **keywords: Any) -> Any:
         """All of the model's."""
-        return self.__dict__["whole"].modules(*arguments, **keywords)
+        return self.__dict__["whole"].named_modules(*arguments, **keywords)

@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from tulle.comm import probe
 from tulle.distribute.axes import Axes
-from tulle.placing import ELEMENTWISE
 from tulle.plan import AT_STEP, Plan
 from tulle.plan.lateness import schedule_by_cost
 from tulle.sync import AUTO
+from tulle.traits import ELEMENTWISE
 
 
 def with_schedule(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) -> Plan:

@@ -13,9 +13,10 @@ from tulle.comm import gather_values
 from tulle.distribute.axes import Axes
 from tulle.errors import PlanError
 from tulle.mesh import Axis
-from tulle.placing import ELEMENTWISE, tables_of
+from tulle.placing import tables_of
 from tulle.plan import Plan
 from tulle.tensor_parallel import Placement, apply, known, placements
+from tulle.traits import ELEMENTWISE
 
 logger = logging.getLogger("tulle")
 

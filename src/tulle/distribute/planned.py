@@ -175,12 +175,13 @@ def _space(wanted: Wanted, axes: Axes) -> Space:
     """What can be put on this model, with these optimizers, on this mesh."""
     sizes = {name: wanted.mesh.shape.get(name, 1) for name in (DATA, PIPE, MODEL)}
     optimizers, tables = wanted.optimizers, [*tables_of(wanted.model)]
-    sparse = [*sparse_tables(wanted.model)]
+    split = split_anyway(wanted.model, optimizers, axes)
+    apart = [*{**sparse_tables(wanted.model), **split}]
     whole = Plan(wanted.mesh.shape)
     return Space(
         mesh={} if wanted.is_free else sizes,
-        schemes=dict.fromkeys(split_anyway(wanted.model, optimizers, axes), "rows"),
-        memories=tuple(one for one in Space().memories if _can_save(one, wanted, sparse, axes)),
+        schemes=dict.fromkeys(split, "rows"),
+        memories=tuple(one for one in Space().memories if _can_save(one, wanted, apart, axes)),
         schedules=(AT_STEP, AT_READ) if can_wait(whole, wanted.model, optimizers, axes) else (AT_STEP,),
         shares_with_tables=_can_save(Memory(shard_optimizer=True), wanted, tables, axes),
     )
@@ -197,7 +198,7 @@ def split_anyway(model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) 
 
 
 def _can_save(memory: Memory, wanted: Wanted, names: Sequence[str], axes: Axes) -> bool:
-    """Whether memory can be saved so, if these tables are kept in step by rows."""
+    """Whether memory can be saved so, if these tables are kept in step in a way of their own."""
     tables = tuple(TablePlan(name, *_shape(wanted.model, name), AUTO) for name in names)
     try:
         check_savings(Plan(wanted.mesh.shape, tables, memory=memory), wanted.model, wanted.optimizers, axes)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from tulle.admission import as_optimizers, check_model, check_replicated_tables
 from tulle.deferred import is_deferred
-from tulle.distribute.adopted import adopt_model, fetch_after_steps, refuse_hooks
+from tulle.distribute.adopted import adopt_model, fetch_after_steps, refuse_hooks, step_plainly
 from tulle.distribute.axes import Axes, alike
 from tulle.distribute.choosing import Asked, choose, in_force, mesh_for
 from tulle.distribute.closures import share_losses
@@ -28,22 +28,24 @@ from tulle.distribute.whole_states import take_wholes
 from tulle.engine import (
     DataParallel,
     SplitTable,
-    TableModule,
     TableSettings,
     broadcast_tensors,
     check_alike,
     check_reads,
+    watch_steps,
 )
 from tulle.errors import PlanError
 from tulle.lookups import explain_lookups
 from tulle.mesh import Mesh
 from tulle.pipeline import Usual, make_usual
 from tulle.pipeline.schedule import checked
-from tulle.placing import ELEMENTWISE, check_placements, materialize_parts, place
+from tulle.placing import check_placements, materialize_parts, place
 from tulle.plan import AT_READ, Plan, PlanLike, replayed
 from tulle.profiling import profile_later, sparse_tables
 from tulle.record import current as current_recorder
 from tulle.sync import AUTO, WireDtype, as_wire_dtype
+from tulle.tables import TableModule
+from tulle.traits import ELEMENTWISE
 
 OBSERVE_EVERY = "TULLE_OBSERVE_EVERY"
 """Set by `tulle profile`: measure the gradients of tables in every one of so many steps."""
@@ -72,7 +74,8 @@ def distribute(
 
     Args:
         model: On `mesh.device`, or built within `tulle.deferred_init`. The same object comes back: its class gains
-            `no_sync()`; names stay. Of a table that is split, parameter and `state_dict` hold this rank's part.
+            `no_sync()`; names stay. Of a table that is split, parameter and `state_dict` hold this rank's part; where
+            the parameter would be taken for the whole, in a product say, it raises.
         optimizer: Over parameters of the model, or a list of several (`SparseAdam` for tables, `Adam` for the rest).
         mesh: From `tulle.init`; None for the plan's own, which `"auto"` chooses by the sample (`mesh_of` tells it).
         plan: `"auto"`, a scheme for all tables, a mapping from table to scheme, a `Plan`, or the path of a saved one.
@@ -214,13 +217,13 @@ def _settings(tables: dict[str, TableModule], plan: Plan, *, is_chosen_later: bo
 
 def _attach(optimizers: Sequence[Optimizer], engine: DataParallel, plan: Plan, axes: Axes) -> None:
     """Have optimizers step what is kept in step, when it is there."""
-    for one in optimizers if axes.data.size > 1 else ():
-        one.register_step_pre_hook(
-            lambda stepped, *_: engine.check_covered(p for group in stepped.param_groups for p in group["params"])
-        )
-        if type(one) not in ELEMENTWISE:
-            share_losses(one, axes.data)
+    if axes.data.size > 1:
+        watch_steps()
+        for one in optimizers:
+            if type(one) not in ELEMENTWISE:
+                share_losses(one, axes.data)
     if engine.split_tables is not None:
+        step_plainly(optimizers)
         fetch_after_steps(optimizers, engine)
     if plan.schedule == AT_READ and axes.data.size > 1:
         late = engine.update_late()

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from tulle.distribute.axes import Axes
 from tulle.errors import PlanError
 from tulle.memory import compute_in, offload, recompute, repeated, shard_optimizer, share_out
-from tulle.memory.shards import ELEMENTWISE
+from tulle.memory.shards import SHARDABLE
 from tulle.pipeline import placement_of
 from tulle.plan import Plan
 from tulle.profiling import sparse_tables
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_savings(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) -> None:
@@ -41,10 +38,10 @@ def check_savings(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer],
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if all(id(parameter) in of_tables for parameter in stepped):
             continue
-        if type(optimizer).__name__ not in ELEMENTWISE:
+        if type(optimizer) not in SHARDABLE:
             raise PlanError(
                 f"the plan has {what}, but {type(optimizer).__name__} does not treat every number of a parameter by "
-                f"itself: use one of {', '.join(sorted(ELEMENTWISE))}"
+                f"itself: use one of {', '.join(kind.__name__ for kind in SHARDABLE)}"
             )
         has_pieces = memory.shard_optimizer or memory.precision
         if has_pieces and any(id(parameter) in of_tables for parameter in stepped):
@@ -110,7 +107,7 @@ def shard_states(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, 
     """Have optimizers keep their share of the state, and masters of narrow parameters. After data parallelism."""
     memory = plan.memory
     of_tables = tables_beside(model, plan)
-    narrow = _DTYPES[memory.precision] if memory.precision else None
+    narrow = memory.narrow
     if not (memory.shard_optimizer or narrow):
         return
     axis = axes.data if memory.shard_optimizer else axes.alone

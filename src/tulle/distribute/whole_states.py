@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tulle.memory import named_shards
-from tulle.tables import ColumnSplit, Split, split_of
+from tulle.tables import split_of
 from tulle.tensor_parallel import placements
 
 Cuts = Mapping[tuple[int, ...], Callable[[Tensor], Tensor]]
@@ -28,22 +27,6 @@ def take_wholes(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         optimizer.register_load_state_dict_pre_hook(partial(_take_parts, cuts))
 
 
-def part_of_rows(value: Tensor, split: Split) -> Tensor:
-    """This rank's part of a row-sparse state of a whole table, the momentum of sparse gradients, say."""
-    value = value.coalesce()
-    rows, values = value.indices()[0], value.values()
-    if isinstance(split, ColumnSplit):
-        values = values[:, split.first_column : split.first_column + split.local_shape[1]]
-    else:
-        owner, place = split.partition.place(rows)
-        rows, values = place[owner == split.axis.rank], values[owner == split.axis.rank]
-    return torch.sparse_coo_tensor(rows[None], values, split.local_shape)
-
-
-def _take_rows(split: Split, value: Tensor) -> Tensor:
-    return part_of_rows(value, split) if value.is_sparse else split.take(value)
-
-
 def _cuts_of(model: nn.Module) -> dict[Tensor, Cuts]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     cuts: dict[Tensor, dict[tuple[int, ...], Callable[[Tensor], Tensor]]] = {}
@@ -53,7 +36,7 @@ def _cuts_of(model: nn.Module) -> dict[Tensor, Cuts]:
         cuts.setdefault(parameters[name], {})[tuple(shard.shape)] = shard.part
     for parameter in parameters.values():
         if (split := split_of(parameter)) is not None:
-            cuts.setdefault(parameter, {})[split.shape] = partial(_take_rows, split)
+            cuts.setdefault(parameter, {})[split.shape] = split.take
     return {**cuts}
 
 

@@ -1,5 +1,6 @@
 """The run-time of data parallelism: buckets of dense gradients, tables of sparse ones, split tables, replicas."""
 
+from tulle.engine.covered import watch_steps
 from tulle.engine.data_parallel import ENGINE, DataParallel, engine_of, living_split_tables
 from tulle.engine.eager import eager
 from tulle.engine.feed import Feed
@@ -7,7 +8,7 @@ from tulle.engine.late_updates import check_reads
 from tulle.engine.replicas import broadcast_tensors, check_alike
 from tulle.engine.split_modules import adopt
 from tulle.engine.tables import Observation, TableSettings
-from tulle.engine.trips import SplitTable, TableModule
+from tulle.engine.trips import SplitTable
 
 __all__ = [
     "ENGINE",
@@ -15,7 +16,6 @@ __all__ = [
     "Feed",
     "Observation",
     "SplitTable",
-    "TableModule",
     "TableSettings",
     "adopt",
     "broadcast_tensors",
@@ -24,4 +24,5 @@ __all__ = [
     "eager",
     "engine_of",
     "living_split_tables",
+    "watch_steps",
 ]

@@ -15,7 +15,7 @@ Source: Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -32,22 +32,24 @@ from tulle.cost import Cost, Network
 from tulle.engine.buckets import FIRST_BUCKET_BYTES, Bucket, Slot, Traveller, lay_out
 from tulle.engine.buffers import Buffers
 from tulle.engine.finite import NonFinite
-from tulle.engine.foresight import Foresight, TableModule, is_ids
+from tulle.engine.foresight import Foresight, is_ids
 from tulle.engine.groups import TableGroup
 from tulle.engine.late_updates import LateUpdates
 from tulle.engine.split_tables import SplitTables
 from tulle.engine.tables import Observation, TableSettings, TableSync, comes_by_rows, compact
 from tulle.engine.trips import SplitTable
 from tulle.engine.turns import Turns, best_piece_bytes
-from tulle.errors import GradientError, ModelError
+from tulle.errors import GradientError
 from tulle.mesh import Axis
 from tulle.sync import Choice
+from tulle.tables import TableModule, table_modules, table_of
 
 GROUPED_BYTES = FIRST_BUCKET_BYTES
 """Tables travel apart if dense gradients of at least so many bytes come between theirs."""
 _REORDERED_AFTER = 4
 """Backwards after which the order of these pieces is fixed; the first ones are slow."""
-_NOT_RUNNING = -1
+NOT_RUNNING = -1
+"""The number of the backward that is running, if none is."""
 ENGINE = "_tulle_engine"
 """The attribute by which a distributed model, and each of its trained parameters, holds its engine."""
 
@@ -76,6 +78,7 @@ class DataParallel:
         bucket_bytes: int,
         check_finite: bool,
     ) -> None:
+        self.model = model
         self.home = axis
         self.number = _free_number(axis)
         # A group of its own for every further model: two in one backward interleave as each rank's graph has it.
@@ -98,7 +101,7 @@ class DataParallel:
         """The run-time of the tables of which each rank has a part."""
         self._tables = set(tables)
         self._is_syncing = True
-        self._backward = _NOT_RUNNING
+        self._backward = NOT_RUNNING
         self._first_order: list[str] = []
         self._items: list[Traveller] = []
         self._places: dict[str, tuple[Traveller, int]] = {}
@@ -179,25 +182,6 @@ class DataParallel:
         )
         return found | (split.placements() if split else {})
 
-    def check_covered(self, parameters: Iterable[Tensor]) -> None:
-        """Raise if an optimizer is to step with gradients that are not kept in step, or not yet.
-
-        Raises:
-            ModelError: Naming the shape of a parameter that was added or unfrozen later; or if a backward is under way.
-        """
-        if torch._C._current_graph_task_id() != _NOT_RUNNING:
-            raise ModelError(
-                "an optimizer was to step within a backward, when gradients are those of one rank: step after "
-                "loss.backward(), not in a hook"
-            )
-        for parameter in parameters:
-            if parameter.grad is not None and engine_of(parameter) is None:
-                raise ModelError(
-                    f"a parameter of shape {list(parameter.shape)} has a gradient that is not kept in step: it was "
-                    "frozen, or not part of the model, when tulle.distribute was called: unfreeze and complete the "
-                    "model before; what is frozen after it may be unfrozen later"
-                )
-
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         """A copied or pickled parameter carries no engine along."""
         return type(None), ()
@@ -258,7 +242,7 @@ class DataParallel:
 
     def end_backward(self) -> None:
         """All gradients are there: submit what has not been, and wait for everything."""
-        self._backward = _NOT_RUNNING
+        self._backward = NOT_RUNNING
         if not self._is_syncing:  # gradients of replicas add up; those of split tables have no other place than owners
             if self.split_tables is not None:
                 self.split_tables.end_backward()
@@ -352,9 +336,9 @@ class DataParallel:
         """Have the lookups in tables noted, by the identity of their parameter."""
         trained = {id(slot.parameter) for slot in self._slots.values()}
         foresights: dict[int, Foresight] = {}
-        for module in model.modules():
-            if isinstance(module, TableModule) and id(module.weight) in trained:
-                foresights.setdefault(id(module.weight), Foresight())
+        for _, module, table in table_modules(model):
+            if id(table) in trained:
+                foresights.setdefault(id(table), Foresight())
                 module.register_forward_pre_hook(_looked_up, with_kwargs=True)
         return foresights
 
@@ -364,10 +348,14 @@ _joined: dict[int, WeakSet[DataParallel]] = {}
 """Engines whose parameters have had a gradient, by the backward that is running."""
 
 
+def living_engines() -> list[DataParallel]:
+    """Those of all models whose ranks are joined, in the order that all ranks have."""
+    return sorted((one for one in _alive if _is_joined(one.home)), key=lambda one: one.number)
+
+
 def living_split_tables() -> list[SplitTables]:
-    """The run-times of all models with split tables whose ranks are joined, in the order that all ranks have."""
-    engines = sorted((one for one in _alive if _is_joined(one.home)), key=lambda one: one.number)
-    return [one.split_tables for one in engines if one.split_tables is not None]
+    """The run-times of all models with split tables, in that order."""
+    return [one.split_tables for one in living_engines() if one.split_tables is not None]
 
 
 def _is_joined(axis: Axis) -> bool:
@@ -386,10 +374,11 @@ def engine_of(owner: nn.Module | Tensor) -> DataParallel | None:
 # A function of the module, not a bound method: a model that is copied takes its hooks along, but not its engine.
 def _looked_up(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
     assert isinstance(module, TableModule), "only tables are watched"
-    engine = None if torch.compiler.is_compiling() else engine_of(module.weight)
+    table = None if torch.compiler.is_compiling() else table_of(module)
+    engine = None if table is None else engine_of(table)
     ids = arguments[0] if arguments else keywords.get("input")
-    if engine is not None and module.sparse and torch.is_grad_enabled() and is_ids(ids):
-        engine._looked_up(module.weight, module, ids)
+    if table is not None and engine is not None and module.sparse and torch.is_grad_enabled() and is_ids(ids):
+        engine._looked_up(table, module, ids)
 
 
 def _gradient_comes(late: ref[LateUpdates], gradient: Tensor) -> None:

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tulle.rows import Merge, RowSparse
-
-TableModule = nn.Embedding | nn.EmbeddingBag
+from tulle.tables import TableModule
 
 
 def is_ids(given: object) -> TypeGuard[Tensor]:
@@ -91,7 +90,7 @@ class Foresight:
             ids = ids.detach().reshape(-1)
             ids = ids if module.padding_idx is None else ids[ids != module.padding_idx]
             # A forward of its own may look up others, hashed ones say: a wrong guess is found, if it can be told.
-            self._noted.append(ids.clamp(0, len(module.weight) - 1))
+            self._noted.append(ids.clamp(0, module.num_embeddings - 1))
 
     def take(self) -> Foreseen | None:
         """What the next gradient will have, None for no gradient; the notes stay until it is summed."""

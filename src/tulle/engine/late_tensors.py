@@ -17,14 +17,7 @@ from torch._guards import CompileContext
 from torch.utils._pytree import tree_leaves
 
 from tulle.errors import PlanError
-from tulle.tables import ShardGradient
-
-_OF_NO_VALUES = frozenset(
-    accessor
-    for name in ("grad", "requires_grad", "is_leaf", "_version", "dtype", "device")
-    for accessor in (getattr(vars(torch._C.TensorBase)[name], kind) for kind in ("__get__", "__set__", "__delete__"))
-)
-"""What may be asked of a late tensor as it is: all that `zero_grad` asks, and that who fetches rows asks."""
+from tulle.tables import OF_NO_VALUES, ShardGradient, TablePart
 
 
 class _Late:
@@ -50,7 +43,7 @@ class _Late:
             PlanError: Within `torch.compile`.
         """
         keywords = kwargs or {}
-        if func in _OF_NO_VALUES:
+        if func in OF_NO_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **keywords)
         if CompileContext.current_compile_id() is not None:
@@ -81,19 +74,25 @@ class LateParameter(_Late, nn.Parameter):
 
     plain = nn.Parameter
 
-    # These two look at the class before the values.
+    # These two look at the class before the values; then it is that of the true parameter.
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the true parameter."""
         self.make_true()
-        return nn.Parameter.__deepcopy__(self, memo)
+        return self.__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle of the true parameter."""
         self.make_true()
-        return nn.Parameter.__reduce_ex__(self, protocol)
+        return self.__reduce_ex__(protocol)
 
 
-_KINDS = {kind.plain: kind for kind in (LateGradient, LateShardGradient, LateParameter)}
+class LateTablePart(LateParameter, TablePart):
+    """The same of a rank's part of a table."""
+
+    plain = TablePart
+
+
+_KINDS = {kind.plain: kind for kind in (LateGradient, LateShardGradient, LateParameter, LateTablePart)}
 
 
 def is_late(tensor: Tensor | None) -> bool:

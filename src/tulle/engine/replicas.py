@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from tulle.comm import broadcast, gather_values
 from tulle.errors import ModelError
 from tulle.mesh import Axis
+from tulle.tables import TableModule
 
 CHUNK_BYTES = 25 * 1024 * 1024
 """Small tensors travel together in chunks of this size; a larger one travels alone, without a copy."""
@@ -91,7 +92,7 @@ def _describe(model: nn.Module) -> list[str]:
     described += [
         f"lookup {name} {type(module).__name__}({_describe_lookup(module)})"
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if isinstance(module, TableModule)
     ]
     return described + [
         f"buffer {name} {str(b.dtype).removeprefix('torch.')} {list(b.shape)}{_describe_parts(b)}"
@@ -104,7 +105,7 @@ def _describe_parts(buffer: Tensor) -> str:
     return "" if buffer.layout == torch.strided else f" {buffer.layout} of {buffer._nnz()}"
 
 
-def _describe_lookup(module: nn.Embedding | nn.EmbeddingBag) -> str:
+def _describe_lookup(module: TableModule) -> str:
     """As the plain class has it: a class that derives from it may say what is not alike on all ranks."""
     return nn.Embedding.extra_repr(module) if isinstance(module, nn.Embedding) else nn.EmbeddingBag.extra_repr(module)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tulle.engine.eager import eager
 from tulle.engine.split_tables import SplitTables
 from tulle.errors import ModelError
+from tulle.tables import TableModule
 
 _RUN_TIME = "_tulle_split_tables"
 
@@ -54,7 +55,7 @@ class SplitEmbeddingBag(_Parted, nn.EmbeddingBag):
 _SPLIT_KINDS: Mapping[type, type] = {nn.Embedding: SplitEmbedding, nn.EmbeddingBag: SplitEmbeddingBag}
 
 
-def adopt(module: nn.Embedding | nn.EmbeddingBag, tables: SplitTables) -> None:
+def adopt(module: TableModule, tables: SplitTables) -> None:
     """Have a module look up in a split table: its class becomes one that derives from its own."""
     plain = type(module)
     kind = _SPLIT_KINDS[nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag]

@@ -29,10 +29,10 @@ from tulle.engine.departures import Departures
 from tulle.engine.feed import Feed, IdsOf, Load
 from tulle.engine.late_tables import LateTable, MeanRows
 from tulle.engine.late_updates import LateUpdates
-from tulle.engine.trips import Pushes, SplitTable, TableModule, Trip, Way, tell_together
+from tulle.engine.trips import Pushes, SplitTable, Trip, Way, tell_together
 from tulle.errors import CommunicationError, ModelError
 from tulle.mesh import Axis
-from tulle.tables import ShardGradient, placement_of, refuse, tell_the_end
+from tulle.tables import ShardGradient, TableModule, placement_of, refuse, table_of, tell_the_end
 
 _AGREED_AT_ONCE = 63
 _LABEL = "gradients of split tables"
@@ -175,13 +175,14 @@ class SplitTables:
         self._way.courier.submit(lambda: None).result()
 
     def _table_of(self, module: TableModule) -> SplitTable:
-        if id(module.weight) not in self._by_parameter:
+        found = self._by_parameter.get(id(table_of(module)))
+        if found is None:
             raise ModelError(
                 f"a lookup is to read a tensor of shape {list(module.weight.shape)} that was put in the place of a "
                 "split table: torch.func.functional_call and the like cannot, as rows lie on all ranks; write into the "
                 "parameter, with p.copy_(...) within torch.no_grad()"
             )
-        return self._by_parameter[id(module.weight)]
+        return found
 
     def _told(self, table: SplitTable, ids: Tensor) -> Trip | None:
         if not torch.is_grad_enabled() or not table.is_foreseeable:

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from tulle.comm import Courier, Job, now_s, traffic
 from tulle.errors import ModelError
 from tulle.mesh import Axis
-from tulle.tables import Division, Pushed, Route, Split, bundles, divide, fetch, push, tell, wish
+from tulle.tables import Division, Pushed, Route, Split, TableModule, bundles, divide, fetch, push, tell, wish
 
 T = TypeVar("T", Tensor, Tensor | None)
-TableModule = nn.Embedding | nn.EmbeddingBag
 _LONGEST_COURTESY_S = 0.5
 """For so long at most delayed rows let the next values pass."""
 
@@ -160,7 +159,7 @@ class Trip:
         if self._bound is not None and routes[0].places.numel():
             [table] = self.tables.values()
             with torch.no_grad():
-                torch.embedding_renorm_(table.parameter, torch.unique(routes[0].places).long(), *self._bound)
+                torch.embedding_renorm_(table.parameter.detach(), torch.unique(routes[0].places).long(), *self._bound)
         served = self._serve(routes)
         self._versions = self._current_versions()
         self._served = served if self.is_checked else None
@@ -282,7 +281,8 @@ class Trip:
         return self._told.result()[self._first_route : self._first_route + len(self._wishes)]
 
     def _current_versions(self) -> list[int]:
-        return [table.parameter._version for table in self.tables.values()]
+        with torch._C.DisableTorchFunctionSubclass():  # asked often
+            return [table.parameter._version for table in self.tables.values()]
 
     def _order(self, table: SplitTable) -> Tensor:
         """`[rows]` where each row of a table, ascending, comes among those that travel with it."""

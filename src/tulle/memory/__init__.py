@@ -1,11 +1,12 @@
 """What saves memory: sharded optimizer states, recomputed and offloaded activations, and an estimate of it all."""
 
-from tulle.memory.estimate import Estimate, Options, estimate
+from tulle.live import LiveBytes, measure_peak_bytes
+from tulle.memory.estimate import Estimate, estimate
 from tulle.memory.full_shard import shard_fully, whole_state_dict
 from tulle.memory.lines import Line, lines
-from tulle.memory.live import LiveBytes, measure_peak_bytes
 from tulle.memory.narrow import compute_in
 from tulle.memory.offload import Offloading, offload
+from tulle.memory.options import Memory
 from tulle.memory.recompute import (
     Activation,
     choose_recomputed,
@@ -24,9 +25,9 @@ __all__ = [
     "Estimate",
     "Line",
     "LiveBytes",
+    "Memory",
     "Offloading",
     "OptimizerShards",
-    "Options",
     "Shard",
     "choose_recomputed",
     "compute_in",

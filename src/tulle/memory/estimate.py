@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tulle.errors import ModelError
-from tulle.memory.live import LiveBytes, measure_peak_bytes
+from tulle.live import LiveBytes, measure_peak_bytes
 from tulle.memory.offload import offload
+from tulle.memory.options import Memory
 from tulle.memory.pieces import BUCKET_BYTES
 from tulle.memory.recompute import call, recompute, repeated
 
@@ -30,26 +31,6 @@ logger = logging.getLogger("tulle")
 T = TypeVar("T")
 Loss = Callable[[Any], Tensor]
 """From what the model gives to what backward starts from."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What is done to save memory.
-
-    Args:
-        shard_optimizer: Whether optimizer state is sharded over the data axis.
-        fully_shard: Whether parameters, gradients and optimizer state are, with the modules that repeat gathered one
-            at a time.
-        recompute: Names of the modules that recompute their activations.
-        offload: Names of the modules whose activations wait on the host.
-        narrow: In which parameters and activations are, beside masters in float32, which are sharded in any case.
-    """
-
-    shard_optimizer: bool = False
-    fully_shard: bool = False
-    recompute: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
-    narrow: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +62,7 @@ class Estimate:
         )
 
 
-Counted = Callable[[nn.Module, Optimizer, Any, "Options", Loss], T]
+Counted = Callable[[nn.Module, Optimizer, Any, Memory, Loss], T]
 """Runs a step of a copy of a model and its optimizer, and counts."""
 
 
@@ -105,7 +86,7 @@ def estimate(
     sample: object,
     *,
     ranks: int = 1,
-    options: Options | None = None,
+    options: Memory | None = None,
     loss: Loss | None = None,
 ) -> Estimate:
     """What a training step needs of memory on each rank. Nothing is sent, and the model stays as it is.
@@ -128,14 +109,14 @@ def estimate(
         >>> found.parameters_bytes, found.optimizer_bytes // 2**20
         (4194304, 8)
     """
-    chosen = options or Options()
+    chosen = options or Memory()
     phases = count_phases(model, optimizer, sample, chosen, loss or default_loss)
     groups = [tensor_bytes(model.get_submodule(name).parameters()) for name in repeated(model)]
     rest_bytes = max(0, phases.parameters_bytes - sum(groups))
     return on_a_rank(phases, ranks, chosen, 2 * max([*groups, 0]) + rest_bytes)
 
 
-def on_a_rank(phases: Phases, ranks: int, options: Options, gathered_bytes: int) -> Estimate:
+def on_a_rank(phases: Phases, ranks: int, options: Memory, gathered_bytes: int) -> Estimate:
     """What one process needs, dealt to ranks.
 
     Args:
@@ -147,28 +128,29 @@ def on_a_rank(phases: Phases, ranks: int, options: Options, gathered_bytes: int)
     parameters, gradients, transient = phases.parameters_bytes, phases.gradients_bytes, phases.backward_bytes
     widening = torch.float32.itemsize // options.narrow.itemsize if options.narrow else 1
     state, step, masters = phases.optimizer_bytes * widening, phases.step_bytes * widening, 0
-    if options.fully_shard:
+    if options.full_shard:
         if ranks > 1:  # the gathered modules' parameters and gradients are whole, those of the others are not
             gathered = min(gathered_bytes, parameters)
             transient += gathered - gradients + gradients * widening // ranks + min(gathered, gradients)
         parameters, gradients = parameters * widening // ranks, gradients * widening // ranks
         state, step = state // ranks, step // ranks
-    elif options.shard_optimizer or options.narrow is not None:
-        masters = parameters * widening // ranks if options.narrow is not None else 0
+    elif options.shard_optimizer or options.narrow:
+        sharing = ranks if options.shard_optimizer else 1
+        masters = parameters * widening // sharing if options.narrow else 0
         stepped = min(parameters, BUCKET_BYTES)
-        travelling = stepped + stepped // ranks if ranks > 1 or masters else 0
-        state, step = state // ranks, max(step // ranks + masters, travelling)  # masters have gradients of their own
+        travelling = stepped + stepped // sharing if sharing > 1 or masters else 0
+        state, step = state // sharing, max(step // sharing + masters, travelling)  # masters have gradients too
     peak = parameters + masters + state + max(transient, gradients + step)
     return Estimate(parameters + masters, gradients, state, phases.activations_bytes, peak)
 
 
-def count_phases(model: nn.Module, optimizer: Optimizer, sample: object, options: Options, loss: Loss) -> Phases:
+def count_phases(model: nn.Module, optimizer: Optimizer, sample: object, options: Memory, loss: Loss) -> Phases:
     """What a step of one process needs; see `count_on_a_copy`."""
     return count_on_a_copy(model, optimizer, sample, options, loss, _count)
 
 
 def count_on_a_copy(
-    model: nn.Module, optimizer: Optimizer, sample: object, options: Options, loss: Loss, count: Counted[T]
+    model: nn.Module, optimizer: Optimizer, sample: object, options: Memory, loss: Loss, count: Counted[T]
 ) -> T:
     """Run a step of a copy and count: a copy without memory, or a real one if the model sends, or reads values."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -204,7 +186,7 @@ def default_loss(output: Any) -> Tensor:
     return torch.stack([leaf.sum() for leaf in leaves]).sum()
 
 
-def prepare(model: nn.Module, optimizer: Optimizer, sample: Any, options: Options) -> tuple[str, Any]:
+def prepare(model: nn.Module, optimizer: Optimizer, sample: Any, options: Memory) -> tuple[str, Any]:
     """Put options on a copy; give the type of its device and what it is called with."""
     device_type = next((p.device.type for p in model.parameters()), "cpu")
     if options.narrow is not None:
@@ -217,7 +199,7 @@ def prepare(model: nn.Module, optimizer: Optimizer, sample: Any, options: Option
     return device_type, sample
 
 
-def _count(model: nn.Module, optimizer: Optimizer, sample: Any, options: Options, loss: Loss) -> Phases:
+def _count(model: nn.Module, optimizer: Optimizer, sample: Any, options: Memory, loss: Loss) -> Phases:
     device_type, sample = prepare(model, optimizer, sample, options)
     tensors = [*model.parameters(), *model.buffers()]
     inside_bytes = _inside_kernels(model, sample, loss)
@@ -258,5 +240,6 @@ def _inside_kernels(model: nn.Module, sample: Any, loss: Loss) -> int:
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the memory that some tensors lie in, each counted once."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    strided = (part for one in tensors for part in ((one._indices(), one._values()) if one.is_sparse else (one,)))
+    storages = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in strided}
     return sum(storages.values())

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tulle.memory.estimate import Estimate, Loss, Options, estimate
+from tulle.memory.estimate import Estimate, Loss, estimate
+from tulle.memory.options import Memory
 from tulle.memory.recompute import repeated
 
 
@@ -27,7 +28,7 @@ class Line:
     """
 
     option: str
-    options: Options
+    options: Memory
     estimate: Estimate
     saving_bytes: int
     sent_bytes: int
@@ -72,11 +73,12 @@ def lines(
     parameters_bytes = sum(p.nbytes for p in model.parameters())
     gathered_bytes = parameters_bytes * (ranks - 1) // ranks
     narrowed_bytes = gathered_bytes * torch.bfloat16.itemsize // next(model.parameters()).itemsize
+    narrow = Memory(shard_optimizer=True, precision="bf16")
     offers = [
-        ("shard_optimizer", Options(shard_optimizer=True), gathered_bytes, "exact"),
-        ("fully_shard", Options(fully_shard=True), gathered_bytes, "exact; layers wait for their parameters"),
-        ("recompute", Options(recompute=names), 0, f"exact; forward of {len(names)} modules runs twice"),
-        ("narrow", Options(narrow=torch.bfloat16), narrowed_bytes - gathered_bytes, "bfloat16 where float32 was"),
+        ("shard_optimizer", Memory(shard_optimizer=True), gathered_bytes, "exact"),
+        ("fully_shard", Memory(full_shard=True), gathered_bytes, "exact; layers wait for their parameters"),
+        ("recompute", Memory(recompute=names), 0, f"exact; forward of {len(names)} modules runs twice"),
+        ("narrow", narrow, narrowed_bytes - gathered_bytes, "bfloat16 where float32 was"),
     ]
     found: list[Line] = []
     for option, options, sent_bytes, price in offers:

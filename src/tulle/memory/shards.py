@@ -15,19 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from tulle.comm import all_gather_parts, gather_values
-from tulle.errors import ModelError
+from tulle.errors import GradientError, ModelError
 from tulle.memory.pieces import Bucket, Piece, deal, flat, laid_out_like, lay_out
 from tulle.mesh import Axis
+from tulle.traits import ELEMENTWISE
 
+SHARDABLE = tuple(kind for kind in ELEMENTWISE if kind is not SparseAdam)
+"""Optimizers whose state can be sharded: they treat every element by itself, and their gradients are dense."""
 LABEL = "stepped parameters"
 STATE_LABEL = "optimizer state"
-ELEMENTWISE = frozenset(
-    {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"}
-)
-"""Optimizers of `torch.optim` that treat every number of a parameter alike, whatever its place."""
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 """Entries of an optimizer's state that are one number for a whole parameter."""
 _MASTER = "master"
@@ -52,6 +51,8 @@ class OptimizerShards:
     """By parameter, this rank's piece of it, or None."""
     _whole: list[list[nn.Parameter]] | None = field(init=False, default=None)
     """The groups' own parameters, while their pieces stand in for them."""
+    _versions: list[int] = field(init=False, default_factory=list)
+    """How often each piece had been written to when its step began."""
 
     def __post_init__(self) -> None:
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -81,14 +82,15 @@ class OptimizerShards:
                 "an optimizer whose state is sharded was given a closure, which would compute gradients within its "
                 "step: call loss.backward() before optimizer.step()"
             )
-        if self._whole is not None:  # the step before failed
-            self._put_back()
+        if self._whole is not None:
+            self._mend()
         self._follow_parameters()
         groups = self.optimizer.param_groups
         stepped = [[piece for p in group["params"] if (piece := self._stepped(p)) is not None] for group in groups]
         self._whole = [group["params"] for group in groups]
         for group, pieces in zip(groups, stepped, strict=True):
             group["params"] = pieces
+        self._versions = self._versions_now()
 
     @torch.no_grad()
     def after_step(self, *_: object) -> None:
@@ -168,6 +170,28 @@ class OptimizerShards:
         for piece in self._owned.values():
             if piece is not None and piece.tensor is not None:
                 piece.tensor.grad = None
+
+    @torch.no_grad()
+    def _mend(self) -> None:
+        """After a step that failed, on all ranks: what some had stepped by then, all have.
+
+        Raises:
+            GradientError: If there is such, as gradients since then are of replicas that differed.
+        """
+        has_stepped = self._versions != self._versions_now()
+        self._put_back()
+        if self.narrow or not any(gather_values(has_stepped, self.axis, label=LABEL)):
+            return  # of narrow parameters only masters had changed
+        for bucket in self.buckets:
+            self._share(bucket)
+        raise GradientError(
+            "the step before this one failed after it had changed some parameters, so that gradients since then are of "
+            "replicas that differed: they are alike again, so call zero_grad() and go on with the next batch"
+        )
+
+    def _versions_now(self) -> list[int]:
+        pieces = (piece for piece in self._owned.values() if piece is not None)
+        return [piece.tensor._version for piece in pieces if piece.tensor is not None]
 
     def _share(self, bucket: Bucket) -> None:
         own = bucket.pieces[self.axis.rank]
@@ -253,11 +277,10 @@ def shard_optimizer(
         >>> optimizer.step()
     """
     kind = type(optimizer)
-    known = kind.__name__ in ELEMENTWISE and kind.__module__.startswith("torch.optim")
-    if not (known if elementwise is None else elementwise):
+    if not (kind in SHARDABLE if elementwise is None else elementwise):
         raise ModelError(
             f"the state of a {kind.__name__} is not known to be element-wise, so it cannot be sharded: use one of "
-            f"{', '.join(sorted(ELEMENTWISE))}, or say elementwise=True if it treats every number alike"
+            f"{', '.join(one.__name__ for one in SHARDABLE)}, or say elementwise=True if it treats every number alike"
         )
     if not any(group["params"] for group in optimizer.param_groups):
         raise ModelError(f"the {kind.__name__} has no parameters: give it the model's")

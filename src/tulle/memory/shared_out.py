@@ -34,6 +34,7 @@ from tulle.memory.shard import Shard
 from tulle.memory.unit import Unit
 from tulle.memory.whole_states import cut_in_place
 from tulle.mesh import Axis
+from tulle.traits import makes_weights
 
 _UNIT, _AHEAD, _WITHIN = "_tulle_shared_out", "_tulle_ahead", "_tulle_within"
 """The attributes by which a module holds what is gathered when it runs, by what, and which units ran within it."""
@@ -76,7 +77,7 @@ def share_out(
         ['bias', 'weight']
     """
     cuts = {id(p): cut for p in model.parameters() if id(p) not in leave and (cut := _cut(p, axis)) is not None}
-    units = [unit for unit in units if not _makes_weights(model.get_submodule(unit))]
+    units = [unit for unit in units if not makes_weights(model.get_submodule(unit))]
     members = _members(model, units, cuts)
     for name in members:
         if "forward" in model.get_submodule(name).__dict__:
@@ -158,7 +159,17 @@ class _Call:
         return tuple(self.ahead.gather(self.unit, self.parts, self.what, call=self.number))
 
     def send(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Have gradients leave; what stands for them has shapes and no memory, for autograd to go on."""
+        """Have gradients leave; what stands for them has shapes and no memory, for autograd to go on.
+
+        Raises:
+            ModelError: If they are to have gradients themselves.
+        """
+        if any(gradient is not None and gradient.requires_grad for gradient in gradients):
+            raise ModelError(
+                f"gradients of the parameters of {self.unit.name} were asked for with create_graph=True, but these are "
+                "shared out over the ranks, and what adds their gradients up has none: train this model without "
+                "full_shard"
+            )
         self.arrival.expect(self.ahead.reduce(self.unit, gradients, self.parts))
         return [part.new_zeros(()).expand_as(part) if part.requires_grad else None for part in self.parts]
 
@@ -247,11 +258,6 @@ def _in_place_of(owners: Sequence[tuple[nn.Module, str, int]], wholes: Sequence[
 def _follow(layer: nn.RNNBase) -> None:
     """A recurrent layer keeps a list of its parameters besides."""
     layer._flat_weights = [layer._parameters.get(name) for name in layer._flat_weights_names]
-
-
-def _makes_weights(module: nn.Module) -> bool:
-    """Whether hooks make a module's weight of its parameters before its forward, as those of `weight_norm` do."""
-    return bool(module._forward_pre_hooks) and any(isinstance(value, Tensor) for value in vars(module).values())
 
 
 def _cut(parameter: nn.Parameter, axis: Axis) -> Shard | None:

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tulle.memory.estimate import Counted, Loss, Options, Phases, prepare, tensor_bytes
+from tulle.memory.estimate import Counted, Loss, Phases, prepare, tensor_bytes
+from tulle.memory.options import Memory
 from tulle.memory.recompute import call
 
 _autograd: Any = vars(torch._C)["_autograd"]
@@ -124,7 +125,7 @@ class StageBytes(TorchDispatchMode):
 def count_stages(stages: Stages) -> Counted[list[Phases]]:
     """What counts the stages of a model, for `count_phases`."""
 
-    def count(model: nn.Module, optimizer: Optimizer, sample: Any, options: Options, loss: Loss) -> list[Phases]:
+    def count(model: nn.Module, optimizer: Optimizer, sample: Any, options: Memory, loss: Loss) -> list[Phases]:
         device_type, sample = prepare(model, optimizer, sample, options)
         live = StageBytes(device_type, stages.count)
         shares = {name: 1.0 for name, _ in model.named_parameters()}
@@ -173,16 +174,17 @@ def _phases(
         if stage in (stages.parameters.get(name) or (stage,))
     ]
     buffers = [b for name, b in model.named_buffers() if stage in (stages.parameters.get(name) or (stage,))]
-    trained = [(parameter, share) for parameter, share in here if parameter.grad is not None]
-    gradients = sum(tensor_bytes([parameter]) * share for parameter, share in trained)
+    trained = [(parameter, parameter.grad, share) for parameter, share in here if parameter.grad is not None]
+    trained_bytes = sum(tensor_bytes([parameter]) * share for parameter, _, share in trained)
+    gradients = sum(tensor_bytes([grad if grad.is_sparse else parameter]) * share for parameter, grad, share in trained)
     state_share, step_share = state_of(optimizer)
     return Phases(
         round(sum(tensor_bytes([parameter]) * share for parameter, share in here)) + tensor_bytes(buffers),
         round(gradients),
-        round(gradients * state_share),
+        round(trained_bytes * state_share),
         round(counted[0]),
         round(counted[1]),
-        round(gradients * step_share),
+        round(trained_bytes * step_share),
     )
 
 
@@ -194,7 +196,8 @@ def state_of(optimizer: Optimizer) -> tuple[float, float]:
     entries = [entry for state in optimizer.state.values() for entry in state.values() if isinstance(entry, Tensor)]
     state_bytes = sum(entry.nbytes for entry in entries)
     live = StageBytes(parameters[0].device.type if parameters else "cpu", 1)
-    live.add([*parameters, *(p.grad for p in parameters if p.grad is not None), *entries], _Place(0, 1.0))
+    gradients = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
+    live.add([*parameters, *gradients, *entries], _Place(0, 1.0))
     before = live.now_bytes[0]
     with live:
         optimizer.step()

@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from tulle.memory.shard import Shard, mark, shard_of
+from tulle.traits import hold
 
 _SHARDS = "_tulle_shards"
 """The attribute by which a module holds how its own parameters are cut."""
@@ -57,7 +58,7 @@ def cut_in_place(model: nn.Module, name: str, shard: Shard) -> None:
     if shard_of(parameter) is None:  # not by another of its names
         mark(parameter, shard)
         parameter.grad = None
-        parameter.data = shard.part(parameter)
+        hold(parameter, shard.part(parameter))
 
 
 def _give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:

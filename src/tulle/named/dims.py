@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tulle.errors import ModelError, PlanError
 
@@ -169,9 +169,8 @@ class Layout:
     @classmethod
     def of(cls, given: Layout | str | Mapping[str, str] | Chosen) -> Layout:
         """The layout itself, made of its rules, or that of an explanation or of what `tn.best_layout` has found."""
-        if isinstance(given, str | Mapping):
-            return cls(given)
-        return given if isinstance(given, Layout) else given.layout
+        found: Any = getattr(given, "layout", given)
+        return found if isinstance(found, Layout) else cls(found)
 
     def axes_of(self, name: str) -> tuple[str, ...]:
         """The axes over which a dimension is split together, in the order of the alphabet: the mesh's own holds."""

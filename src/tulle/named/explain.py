@@ -17,6 +17,7 @@ from torch import nn
 
 from tulle.cost import all_reduce_cost, exchange_cost
 from tulle.errors import ModelError
+from tulle.live import LiveBytes
 from tulle.mesh import Mesh
 from tulle.named.dims import Chosen, Dims, Layout
 from tulle.named.ledger import GRADIENTS, Ledger, Line, memory_of
@@ -43,6 +44,7 @@ class Explanation:
         parameter_bytes: This rank's parts of the parameters.
         gradient_bytes: Of those that are trained.
         state_bytes: What the optimizer keeps.
+        peak_bytes: The most memory at once: parameters, state, and all tensors that are alive at the step's height.
     """
 
     sizes: Mapping[str, int]
@@ -52,6 +54,7 @@ class Explanation:
     parameter_bytes: int
     gradient_bytes: int
     state_bytes: int
+    peak_bytes: int
 
     @property
     def flops(self) -> int:
@@ -104,7 +107,8 @@ class Explanation:
         memory = (
             f"memory of each rank: {self.memory_bytes / 1e6:.1f} MB "
             f"({self.parameter_bytes / 1e6:.1f} parameters, {self.gradient_bytes / 1e6:.1f} gradients, "
-            f"{self.state_bytes / 1e6:.1f} optimizer, {self.kept_bytes / 1e6:.1f} activations)"
+            f"{self.state_bytes / 1e6:.1f} optimizer, {self.kept_bytes / 1e6:.1f} activations), "
+            f"{self.peak_bytes / 1e6:.1f} MB at the height of a step"
         )
         mesh = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
         return "\n".join([f"mesh ({mesh}), layout '{self.layout}'", head, *rows, total, memory])
@@ -132,13 +136,14 @@ def explain(
     scope = Scope(wire, Layout.of(layout))
     ledger = Ledger()
     wire.ledger = ledger
-    with entered(scope), on_paper(model, scope) as held, ledger:
+    with entered(scope), on_paper(model, scope) as held, ledger, LiveBytes("meta") as live:
         parameters = [one.parameter for one in held]
         step(model, sample, ledger, parameters)
     parameter_bytes = sum(parameter.nbytes for parameter in parameters)
     trained_bytes = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     lines = sorted(ledger.lines.values(), key=lambda line: line.place == GRADIENTS)
     kept = tuple(line for line in lines if line.flops or line.messages or line.kept_bytes)
+    state_bytes = state_slots * trained_bytes
     return Explanation(
         wire.sizes,
         scope.layout,
@@ -146,7 +151,8 @@ def explain(
         tuple(wire.collectives),
         parameter_bytes,
         trained_bytes,
-        state_slots * trained_bytes,
+        state_bytes,
+        parameter_bytes + state_bytes + live.peak_bytes,
     )
 
 

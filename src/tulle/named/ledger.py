@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 Place = tuple[str, int]
-_LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parent) + "/"
+_LIBRARIES = str(Path(torch.__file__).parent) + "/", str(Path(__file__).parents[1]) + "/"
 _LAYERS = str(Path(__file__).parent / "layers")
 GRADIENTS: Place = ("parameter gradients", 0)
 """The line of what is put off to the end of backward."""
@@ -141,7 +141,7 @@ def _is_backward() -> bool:
 
 
 def _calling_line() -> Place:
-    """The innermost line that is neither torch's nor one of this room's files; its layers count as programs."""
+    """The innermost line that is neither torch's nor tulle's; the layers of this room count as programs."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

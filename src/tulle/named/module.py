@@ -227,7 +227,16 @@ def show_parts(module: nn.Module) -> None:
 
 
 def named_parameters(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
-    """All named parameters of a module and of those inside it, each once, by the name of its first place."""
+    """All named parameters of a module and of those inside it, each once, by the name of its first place.
+
+    Raises:
+        ModelError: If it is no module, but its parameters, say.
+    """
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"a {type(module).__name__} was given, expected the model itself, which knows the dimensions of its "
+            "parameters: leave .parameters() out"
+        )
     seen: set[int] = set()
     for path, one in module.named_modules():
         for name, parameter in vars(one).get("_named", {}).items():

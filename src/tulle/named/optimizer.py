@@ -35,7 +35,7 @@ class Adafactor(torch.optim.Optimizer):
         scales_by_parameter: Whether steps are in proportion to the parameter's root mean square.
 
     Raises:
-        ModelError: If a number is out of its range.
+        ModelError: If a number is out of its range, or parameters are given instead of their model.
 
     Source: Shazeer and Stern, *Adafactor* (ICML 2018), algorithms 4 and 5.
     """
@@ -120,7 +120,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     Every rank must call it, after `backward`. One small all-reduce for each set of axes that splits parameters.
 
     Raises:
-        ModelError: If `max_norm` is negative.
+        ModelError: If `max_norm` is negative, or parameters are given instead of their model.
 
     Example:
         >>> from tulle import named as tn

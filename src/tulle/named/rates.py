@@ -153,12 +153,11 @@ def _between_work(axis: Axis, product: Product) -> Network:
             trials[-1].append(_seconds(way, axis.device, _IN_A_ROW) / _IN_A_ROW)
     slowest = all_reduce(torch.tensor(trials, dtype=torch.float64, device=axis.device), axis, op="max", label="rates")
     work_s, small_s, large_s, exchanged_s = slowest.wait().median(0).values.tolist()
-    sent_bytes = 2 * (axis.size - 1) / axis.size * _LARGE_BYTES
     return replace(
         network,
         latency_s=max(network.latency_s, exchanged_s - work_s),
         all_reduce_latency_s=max(network.all_reduce_latency_s or 0.0, small_s - work_s),
-        all_reduce_bytes_per_s=min(bucket_rate, sent_bytes / max(large_s - small_s, 1e-9)),
+        all_reduce_bytes_per_s=min(bucket_rate, _sent_bytes(_LARGE_BYTES, axis) / max(large_s - small_s, 1e-9)),
     )
 
 
@@ -169,7 +168,12 @@ def _bucket_rate(axis: Axis) -> float:
     for _ in range(_BUCKETS):
         barrier(axis)
         times.append(_seconds(lambda: all_reduce(bucket, axis, label="rates").wait(), axis.device))
-    return 2 * (axis.size - 1) / axis.size * BUCKET_BYTES / median(times)
+    return _sent_bytes(BUCKET_BYTES, axis) / median(times)
+
+
+def _sent_bytes(tensor_bytes: int, axis: Axis) -> float:
+    """What each rank sends in a ring all-reduce of so many bytes."""
+    return 2 * (axis.size - 1) / axis.size * tensor_bytes
 
 
 def _seconds(work: Callable[[], object], device: torch.device, repeats: int = 1) -> float:

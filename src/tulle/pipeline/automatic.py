@@ -13,6 +13,7 @@ from tulle.comm import gather_values
 from tulle.errors import PlanError, TulleError
 from tulle.mesh import Axis
 from tulle.pipeline.calls import Calls, coarsened
+from tulle.pipeline.homes import outward
 from tulle.pipeline.partition import Limits, Partition, partition
 from tulle.pipeline.pins import pins_of
 from tulle.pipeline.profile import profile
@@ -102,9 +103,14 @@ def _deal(
 def _pins_of_pieces(pins: Mapping[str, int], names: list[str], calls: Calls) -> dict[str, int]:
     """Pins of modules that are made of several pieces, or are parts of one, as pins of pieces."""
     found: dict[str, int] = {}
+    pieces: dict[str, list[str]] = {}
+    whole = set(names)
+    for piece in names:
+        for outer in outward(piece):
+            pieces.setdefault(outer, []).append(piece)
     for name, stage in sorted(pins.items(), key=lambda pin: pin[0].count(".")):
-        within = [piece for piece in names if piece == name or not name or piece.startswith(f"{name}.")]
-        around = [piece for piece in names if name.startswith(f"{piece}.")]
+        within = pieces.get(name, [])
+        around = [outer for outer in outward(name) if outer in whole]
         if not within and not around and name in calls.chains:
             raise PlanError(f"the module {name!r}, which is pinned to stage {stage}, did not run on the sample")
         found.update(dict.fromkeys(within or around, stage))

@@ -25,36 +25,46 @@ class Calls:
     borrowers: set[str] = field(default_factory=set)
     """Modules in whose calls parameters were read that are none of theirs, such as a table that a decoder is handed."""
 
-    def children(self, name: str) -> list[str]:
-        """Modules whose first call came directly from within a module's call."""
-        return [other for other, chains in self.chains.items() if chains[0] and chains[0][-1] == name]
+    def children(self) -> dict[str, list[str]]:
+        """Of each module those whose first call came directly from within its call."""
+        found: dict[str, list[str]] = {}
+        for name, chains in self.chains.items():
+            if chains[0]:
+                found.setdefault(chains[0][-1], []).append(name)
+        return found
 
 
 def watch(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Calls:
     """Run a model's forward, and see its calls."""
-    calls, stack, begins_s = Calls(), [], []
+    calls, begins_s = Calls(), []
+    stack: list[nn.Module] = []
     names = {module: name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, _: object) -> None:
         if is_within_function():  # its backward may call the module again, on one rank: who applies it stays whole
             return
-        calls.chains.setdefault(names[module], []).append(tuple(stack))
-        stack.append(names[module])
+        calls.chains.setdefault(names[module], []).append(tuple([names[outer] for outer in stack]))
+        stack.append(module)
         begins_s.append(time.perf_counter())
 
     def leave(module: nn.Module, _: object, __: object) -> None:
         if is_within_function():
             return
-        name = stack.pop()
+        name = names[stack.pop()]
         calls.time_s[name] = calls.time_s.get(name, 0.0) + time.perf_counter() - begins_s.pop()
 
-    own = {module: {id(parameter) for parameter in module.parameters()} for module in names}
+    inside = {module: set(module.modules()) for module in names}
+    having: dict[int, set[nn.Module]] = {}
+    for module in names:
+        for parameter in module.parameters(recurse=False):
+            having.setdefault(id(parameter), set()).add(module)
 
     def read(parameter: nn.Parameter) -> None:
-        for module in map(model.get_submodule, stack):
-            is_own = id(parameter) in own[module] or any(one is parameter for one in module.parameters())  # lent by now
-            if not is_own:
-                calls.borrowers.add(names[module])
+        # One that nobody had is lent, to a module that runs.
+        owners = having.get(id(parameter)) or {
+            module for module in stack if any(one is parameter for one in module._parameters.values())
+        }
+        calls.borrowers.update(names[module] for module in stack if inside[module].isdisjoint(owners))
 
     intercept_functions()
     hooks = [module.register_forward_pre_hook(enter) for module in names]
@@ -99,9 +109,10 @@ def pieces_of(model: nn.Module, calls: Calls, weights: dict[str, float], largest
         weights: What each called module weighs, with what is called within.
         largest: What a piece may weigh.
     """
+    children_of = calls.children()
 
     def within(name: str) -> list[str]:
-        children = [] if _hears_gradients(model.get_submodule(name)) else calls.children(name)
+        children = [] if _hears_gradients(model.get_submodule(name)) else children_of.get(name, [])
         children = [child for child in children if len(calls.chains[child]) == 1 or _has_state(model, child)]
         has_own = next(model.get_submodule(name).parameters(recurse=False), None) is not None
         is_small = weights[name] <= (4 * largest if has_own else largest)
@@ -134,8 +145,8 @@ def around(names: Sequence[str], calls: Calls) -> dict[str, tuple[str, ...]]:
     """Of each of some modules those that could be placed in its stead with all else that they call, outermost first."""
     not_always: set[str] = set()
     for name in names:
-        chains = calls.chains.get(name, ())
-        not_always |= {outer for chain in chains for outer in chain if not all(outer in other for other in chains)}
+        chains = [frozenset(chain) for chain in calls.chains.get(name, ())] or [frozenset[str]()]
+        not_always |= frozenset.union(*chains) - frozenset.intersection(*chains)
     unfit = not_always | calls.borrowers
     return {name: tuple(outer for outer in calls.chains.get(name, [()])[0] if outer not in unfit) for name in names}
 

@@ -1,23 +1,23 @@
 """`Carried`: whether what a model computes between its placed modules is kept for later, in buffers or attributes.
 
 Micro-batches pass one another wherever one waits, so the forward of one could read what another has left: a moving
-average, an auxiliary loss that a module or a hook remembers, a counter, a private generator of random numbers, or the
-buffers of a placed module that is called more than once. Of such a model each forward ends before the next begins.
+average (that of batch norm too), an auxiliary loss that a module or a hook remembers, a counter, or a private generator
+of random numbers. Of such a model each forward ends before the next begins.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"_buffers"}
-"""Attributes that every module has."""
+from tulle.pipeline.attributes import own_attributes
+from tulle.pipeline.homes import outward
 
 
 class Carried:
@@ -29,17 +29,12 @@ class Carried:
     """
 
     def __init__(self, model: nn.Module, placed: Collection[str]) -> None:
-        def is_within(name: str) -> bool:
-            return any(name.startswith(f"{other}." if other else "") and name != other for other in placed)
-
-        between = {name: module for name, module in model.named_modules() if not is_within(name) and name not in placed}
-        buffers = [buffer for module in between.values() for buffer in module.buffers(recurse=False)]
+        units = set(placed)
+        between = {name: module for name, module in model.named_modules() if units.isdisjoint(outward(name))}
         self._between = list(between.values())
         self._placed = [model.get_submodule(name) for name in placed]
-        self._tensors = [*model.parameters(), *buffers]
-        self._buffers = {name: list(model.get_submodule(name).buffers()) for name in placed}
+        self._tensors = [*model.parameters(), *model.buffers()]
         self._versions: list[int] = []
-        self._versions_within: dict[str, list[int]] = {}
         self._attributes: list[object] = []
         self.is_idle = False
         """Whether the last step called the model not at all, though it could have."""
@@ -53,7 +48,6 @@ class Carried:
     def begin(self) -> None:
         """A step begins."""
         self._versions = _written(self._tensors)
-        self._versions_within = {name: _written(buffers) for name, buffers in self._buffers.items()}
         self._attributes = self._now()
 
     def look(self) -> None:
@@ -61,20 +55,15 @@ class Carried:
         if self._is_seen is None and self._attributes != self._now():
             self._attributes = [object()]
 
-    def end(self, most_calls: Callable[[str], int], *, is_kept: bool) -> None:
+    def end(self, *, is_kept: bool) -> None:
         """A step is over; what it was seen to keep is kept from now on.
 
         Args:
-            most_calls: How often a program called a placed module at most: between two calls, others could write.
             is_kept: Whether somebody still has a value that a program made.
         """
         is_written = self._versions != _written(self._tensors)
-        is_written_within = any(
-            versions != _written(self._buffers[name]) and most_calls(name) > 1
-            for name, versions in self._versions_within.items()
-        )
         is_remembered = is_kept or self._attributes != self._now()
-        self._is_seen = bool(self._is_seen) or is_written or is_written_within or is_remembered
+        self._is_seen = bool(self._is_seen) or is_written or is_remembered
         self._attributes, self.is_idle = [], False
 
     def _now(self) -> list[object]:
@@ -86,8 +75,7 @@ class Carried:
             if isinstance(value, int | float | complex)
         ]
         for module in self._between:
-            own = [value for name, value in vars(module).items() if name not in _OF_TORCH]
-            found += [_state_of(value) for value in own]
+            found += map(_state_of, (module._buffers, *own_attributes(module).values()))
         return found
 
 

@@ -30,7 +30,7 @@ def outermost(model: nn.Module, assignment: Assignment) -> dict[str, int]:
             raise PlanError(f"the assignment names {name!r}, which is not a module of the model: it has {near}, ...")
         if not isinstance(stage, int) or stage < 0:
             raise PlanError(f"the assignment deals {name!r} to stage {stage!r}, expected a number from 0")
-        around = next((other for other in kept if _is_within(name, other)), None)
+        around = next((other for other in outward(name) if other in kept), None)
         if around is None:
             kept[name] = stage
         elif kept[around] != stage:
@@ -53,18 +53,28 @@ def homes_of(model: nn.Module, assignment: Assignment) -> dict[str, list[int]]:
     return homes(model, units)
 
 
-def _is_within(name: str, other: str) -> bool:
-    return not other or name.startswith(f"{other}.")
+def outward(name: str) -> list[str]:
+    """A module's name, and those of all that it is within, the innermost first.
+
+    Example:
+        >>> outward("layers.0.norm")
+        ['layers.0.norm', 'layers.0', 'layers', '']
+    """
+    ends = [place for place, letter in enumerate(name) if letter == "."]
+    return [name, *(name[:end] for end in reversed(ends)), *([""] if name else [])]
 
 
 def homes(model: nn.Module, units: Sequence[Unit]) -> dict[str, list[int]]:
     """The stages that hold each parameter and buffer; none for a buffer of no unit, which all ranks hold."""
     held: dict[int, list[int]] = {}
+    first: dict[str, int] = {}  # by module the first stage of what is within it
     for unit in units:
+        for outer in outward(unit.name):
+            first[outer] = min(unit.stage, first.get(outer, unit.stage))
         for _, tensor in tensors_of(unit.module):
             held.setdefault(id(tensor), []).append(unit.stage)
     return {
-        name: held.get(id(tensor)) or ([_beside(name, units)] if isinstance(tensor, nn.Parameter) else [])
+        name: held.get(id(tensor)) or ([_beside(name, first)] if isinstance(tensor, nn.Parameter) else [])
         for name, tensor in tensors_of(model)
     }
 
@@ -74,14 +84,9 @@ def ranks_of(stages: Sequence[int], axis: Axis) -> tuple[int, ...]:
     return tuple(sorted({stage % axis.size for stage in stages})) or tuple(range(axis.size))
 
 
-def _beside(name: str, units: Sequence[Unit]) -> int:
+def _beside(name: str, first: Mapping[str, int]) -> int:
     """Where a parameter of no unit goes: to the first unit within the module that has it, or around that."""
-    parent = name.rpartition(".")[0]
-    while True:
-        beside = [unit.stage for unit in units if _is_within(unit.name, parent)]
-        if beside or not parent:
-            return min(beside, default=0)
-        parent = parent.rpartition(".")[0]
+    return next((first[outer] for outer in outward(name)[1:] if outer in first), 0)
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

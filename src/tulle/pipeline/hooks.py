@@ -6,7 +6,8 @@ Hooks of torch and of this library stay with the module, on its owner, closest t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import nn
 
 Hook = Callable[..., Any]
 _NO_HOOKS: dict[int, Hook] = {}
+_OF_FORWARD = [name for name in vars(nn.Module()) if name.startswith(("_forward_hooks", "_forward_pre_hooks"))]
+"""Attributes of modules that hold them, and what is noted of some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,39 @@ class Hooks:
 def hooks_for_all(module: nn.Module, run: Callable[..., Any]) -> Hooks:
     """Those that run between modules."""
     return Hooks(module, _users(module._forward_pre_hooks), _users(module._forward_hooks), run)
+
+
+@contextmanager
+def as_before(model: nn.Module) -> Iterator[None]:
+    """Forget, at the end, hooks that a forward has put on modules, as `transformers` does to collect hidden states."""
+    kept = [vars(module)[name] for module in model.modules() for name in _OF_FORWARD]
+    before = [dict(hooks) for hooks in kept]
+    try:
+        yield
+    finally:
+        for hooks, content in zip(kept, before, strict=True):
+            hooks.clear()  # the same ones, or handles could not remove what is in them
+            hooks.update(content)
+
+
+@contextmanager
+def users_aside(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Have the user's hooks of some modules not run."""
+    hooked = [module for module in modules if is_hooked(module)]
+    before = [(module, module._forward_pre_hooks, module._forward_hooks) for module in hooked]
+    try:
+        for module, *both in before:
+            first, second = (OrderedDict((n, one) for n, one in hooks.items() if _stays(one)) for hooks in both)
+            module._forward_pre_hooks, module._forward_hooks = first, second
+        yield
+    finally:
+        for module, first, second in before:
+            module._forward_pre_hooks, module._forward_hooks = first, second
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether the user put hooks on a module's forward."""
+    return bool(_users(module._forward_pre_hooks) or _users(module._forward_hooks))
 
 
 def _users(hooks: Mapping[int, Hook]) -> Mapping[int, Hook]:

@@ -9,6 +9,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from tulle.pipeline.homes import outward
+
 _pins: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _entered: list[int] = []
 
@@ -39,9 +41,8 @@ def pins_of(model: nn.Module) -> dict[str, int]:
     """The stages of a model's pinned modules by name, without those within one that is pinned alike."""
     found: dict[str, int] = {}
     for name, module in model.named_modules():
-        if module in _pins and not any(
-            name.startswith(f"{other}.") and _pins[module] == at for other, at in found.items()
-        ):
+        around = next((found[outer] for outer in outward(name) if outer in found), None)
+        if module in _pins and _pins[module] != around:
             found[name] = _pins[module]
     return found
 

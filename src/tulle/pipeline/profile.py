@@ -21,6 +21,8 @@ from tulle.comm import alone
 from tulle.mesh import Axis
 from tulle.pipeline.calls import Calls, pieces_of, watch
 from tulle.pipeline.holdings import Holdings, Unit
+from tulle.pipeline.homes import outward
+from tulle.pipeline.hooks import as_before, is_hooked, users_aside
 from tulle.pipeline.interception import run_in_this_thread
 from tulle.pipeline.lent import lent
 from tulle.pipeline.partition import Piece
@@ -53,9 +55,10 @@ def profile(model: nn.Module, sample: object, axis: Axis, stages: int) -> tuple[
         The pieces in the order in which they run, and the calls that were seen.
     """
     args, kwargs = as_call(sample, axis.device)
-    with untouched(model), written_back(model), lent(model, axis.device), forked(0):
+    with untouched(model), as_before(model), written_back(model), lent(model, axis.device), forked(0):
         with torch.no_grad():
             calls = watch(model, args, kwargs)
+        calls.borrowers |= _not_whole(model, calls)
         largest = (calls.time_s.get("") or sum(calls.time_s.values())) / (stages * PIECES_PER_STAGE)
         names = pieces_of(model, calls, calls.time_s, largest)
         return _measured(model, names, (args, kwargs), alone(axis)), calls
@@ -87,7 +90,10 @@ def _measured(
 
     holdings = Holdings(Post(axis))
     program = Program(Values(0, holdings, _never, "the profile"), holdings, seed=0, read=read)
-    units = [Unit(name, scale, stage) for stage, (name, scale) in enumerate(zip(names, scales, strict=True))]
+    units = [
+        Unit(name, model.get_submodule(name), stage, compiled=scale)
+        for stage, (name, scale) in enumerate(zip(names, scales, strict=True))
+    ]
     with _intercepted(program, units, model), run_in_this_thread(program):
         model(*call[0], **call[1])
     return [
@@ -117,30 +123,45 @@ def _intercepted(program: Program, units: Sequence[Unit], model: nn.Module) -> I
             module._compiled_call_impl = one
 
 
-class _Scale(nn.Module):
-    """Stands for a module, and weighs it when it is called."""
+def _not_whole(model: nn.Module, calls: Calls) -> set[str]:
+    """Modules that cannot live at one stage with all that is in them.
+
+    What hooks remember is to be on all ranks, so that what they are on runs between others. And what is called past the
+    module that it is in, as a table of embeddings by the model around a language model, may live elsewhere.
+    """
+    hooked = [name for name, module in model.named_modules() if is_hooked(module)]
+    around_hooked = {outer for name in hooked for outer in outward(name)[1:]}
+    trained = [name for name in calls.chains if next(model.get_submodule(name).parameters(), None) is not None]
+    past = {
+        outer for name in trained for outer in outward(name)[1:] if any(outer not in on for on in calls.chains[name])
+    }
+    return around_hooked | past
+
+
+class _Scale:
+    """A module's call, which weighs it. Hooks of the user run once, for they may count."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.training = module.training
-        self._weighed = [module]  # in a list, so that it is not a submodule
+        self._module = module
         self.time_s, self.activation_bytes = 0.0, 0
         self.parameter_bytes = sum(parameter.nbytes for parameter in module.parameters())
 
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, timed apart first."""
         leaves, spec = flatten((args, kwargs))
-        weighed = [self._weigh(*rebuild(spec, [_apart(leaf) for leaf in leaves])) for _ in range(_REPEATS)]
+        with users_aside(self._module.modules()):
+            weighed = [self._weigh(*rebuild(spec, [_apart(leaf) for leaf in leaves])) for _ in range(_REPEATS)]
         self.time_s += min(time_s for time_s, _ in weighed)
         self.activation_bytes += weighed[0][1]
         needs_grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-        needs_grad = needs_grad or any(parameter.requires_grad for parameter in self._weighed[0].parameters())
+        needs_grad = needs_grad or any(parameter.requires_grad for parameter in self._module.parameters())
         with torch.no_grad():  # what follows is to know that a gradient would come, not to keep what it would need
-            results, spec = flatten(self._weighed[0]._call_impl(*args, **kwargs))
+            results, spec = flatten(self._module._call_impl(*args, **kwargs))
         return rebuild(spec, [_as_if_trained(result) if needs_grad else result for result in results])
 
     def _weigh(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, int]:
         """Seconds of forward and backward, and bytes kept between."""
-        module = self._weighed[0]
+        module = self._module
         parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
         kept: dict[int, int] = {}
 

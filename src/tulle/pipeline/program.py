@@ -30,7 +30,7 @@ from tulle.pipeline.outcome import Constant, Described, Outcome, Same, describe,
 from tulle.pipeline.placeholder import Placeholder, Witness
 from tulle.pipeline.randomness import Others, forked_torch, seed_of
 from tulle.pipeline.recompute import checkpointed, is_checkpointed, outside_of_checkpoint
-from tulle.pipeline.shapes import signature
+from tulle.pipeline.shapes import signature, writes_in_many
 from tulle.pipeline.structure import flatten, rebuild
 from tulle.pipeline.values import Values
 
@@ -103,15 +103,12 @@ class Program:
             return scaled(function, args, kwargs, self.scale) if is_backward(function) else function(*args, **kwargs)
         if self._axis.size > 1:
             check_given(call)
+            if len(dealt := self._dealt_out(function, args, kwargs)) > 1:
+                for part, named in dealt:
+                    self.operate(function, part, named)
+                return args[0]
         outcome = self.holdings.shapes.outcome(function, leaves, spec)
-        stage = max(placeholder.stage for placeholder in placeholders)
-        target = call.written(outcome)
-        if target is not None:
-            if not isinstance(leaves[target], Placeholder):
-                leaves[target] = self._adopted.adopt(leaves[target], stage, self.values.tape.phase)
-            stage = leaves[target].stage
-            self._check_family(leaves[target], call)
-        result = self._run(call, stage, outcome)
+        result = self._run(call, self._stage_of(call, outcome), outcome)
         if call.name in _MARKS:
             self._mark(leaves[0], needs_grad=call.name == "requires_grad_" and leaves[1:] != [False])
         return result
@@ -211,10 +208,6 @@ class Program:
         self.values.end()
         self._adopted.clear()
         self.witness = Witness()
-
-    def calls_of(self, name: str) -> int:
-        """How often a module or an operation of that name ran."""
-        return self._turns.get(name, 0)
 
     @property
     def held(self) -> int:
@@ -317,11 +310,45 @@ class Program:
 
     def _set_on_all(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Set for a parameter, on all ranks, whether it is trained, or that it has no gradient yet."""
+        result = function(*args, **kwargs)
         if function in _SET_TRAINED:
             self._adopted.forget(args[0])
-        result = function(*args, **kwargs)
-        self.holdings.note_frozen()
+            self.holdings.note_frozen()
         return result
+
+    def _stage_of(self, call: Call, outcome: Outcome | None) -> int:
+        """Where an operation runs."""
+        stage = max(placeholder.stage for placeholder in call.placeholders)
+        target = call.written(outcome)
+        if target is None:
+            return stage
+        if not isinstance(call.leaves[target], Placeholder):
+            call.leaves[target] = self._adopted.adopt(call.leaves[target], stage, self.values.tape.phase)
+        self._check_family(call.leaves[target], call)
+        return call.leaves[target].stage
+
+    def _dealt_out(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The calls of an operation that writes in each of many tensors (`torch._foreach_mul_`), one for each stage.
+
+        At one stage it would write in copies of what lives at others, such as gradients that are clipped.
+        """
+        if not writes_in_many(function):
+            return []
+        homes = [
+            placed.stage if isinstance(placed := self._adopted.placed(one), Placeholder) else None for one in args[0]
+        ]
+
+        def part(given: Any, home: int | None) -> Any:
+            if not isinstance(given, list | tuple) or len(given) != len(homes):
+                return given
+            return [one for one, at in zip(given, homes, strict=True) if at == home]
+
+        return [
+            (tuple(part(one, home) for one in args), {key: part(one, home) for key, one in kwargs.items()})
+            for home in dict.fromkeys(homes)
+        ]
 
     def _mark(self, placeholder: Placeholder, *, needs_grad: bool) -> None:
         """Have all ranks know that a tensor was detached in place, or made to need a gradient."""

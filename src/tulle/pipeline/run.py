@@ -167,7 +167,7 @@ class Runtime:
         is_kept = any(program.is_kept for program in programs)
         for number, one in carried.items():
             if number in ran:
-                one.end(lambda name: max(program.calls_of(name) for program in programs), is_kept=is_kept)
+                one.end(is_kept=is_kept)
             else:
                 one.is_idle = True
 

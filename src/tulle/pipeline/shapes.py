@@ -83,8 +83,19 @@ def _about(leaf: Any) -> Hashable:
     return type(leaf)
 
 
+def writes_in_many(function: Callable[..., Any]) -> bool:
+    """Whether an operation writes in each of its first argument's tensors, as `torch._foreach_mul_` does.
+
+    Example:
+        >>> writes_in_many(torch._foreach_mul_), writes_in_many(torch._foreach_norm), writes_in_many(torch.relu_)
+        (True, False, False)
+    """
+    name = getattr(function, "__name__", "")
+    return name.startswith("_foreach_") and name.endswith("_")
+
+
 def _infer(function: Callable[..., Any], leaves: Sequence[Any], spec: Spec) -> Outcome | None:
-    if function in _OF_VALUES:
+    if function in _OF_VALUES or writes_in_many(function):  # fake tensors do not tell that these wrote in them
         return None
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, overload
 
 from tulle.errors import PlanError
 from tulle.pipeline.found import models_of
@@ -18,9 +18,20 @@ from tulle.pipeline.usual import usual_of
 P = ParamSpec("P")
 
 
+@overload
+def step(function: Callable[P, Any], /) -> Callable[P, Any]: ...
+@overload
 def step(
     *, micro_batches: int | None = None, schedule: str | None = None, split: Split | None = None
-) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
+) -> Callable[[Callable[P, Any]], Callable[P, Any]]: ...
+def step(
+    function: Callable[P, Any] | None = None,
+    /,
+    *,
+    micro_batches: int | None = None,
+    schedule: str | None = None,
+    split: Split | None = None,
+) -> Callable[P, Any] | Callable[[Callable[P, Any]], Callable[P, Any]]:
     """Cut the batch of each call into micro-batches and run the function on each, through all stages of a pipeline.
 
     The function calls the model, computes the loss and calls `loss.backward()`; gradients are those of the mean over
@@ -28,6 +39,7 @@ def step(
     Optimizers step outside of it. Of a model that is not placed it runs the micro-batches one after the other.
 
     Args:
+        function: The step function, if it is decorated without parentheses: all goes by the plan.
         micro_batches: Into how many the batch is cut; sizes differ by at most one sample. None for what the plan says
             that `tulle.distribute` put on the model, which is 1 if nothing does.
         schedule: `"1f1b"` (a rank holds at most as many micro-batches as there are stages from it to the last),
@@ -37,10 +49,11 @@ def step(
             All others are cut along dimension 0.
 
     Returns:
-        A decorator. The function that it makes returns what the function did, with a `StepOutput` for each result.
+        A decorator, or what it makes of `function`: a function that returns what `function` did, with a `StepOutput`
+        for each result.
 
     Raises:
-        PlanError: If there is no such schedule or no positive number of micro-batches.
+        PlanError: If there is no such schedule, no positive number of micro-batches, or something else than a function.
         DataError: From the call, if the batch cannot be cut so.
         CommunicationError: From the call, if another rank failed, or nothing came from it in time.
 
@@ -56,6 +69,8 @@ def step(
         >>> train_step(model, torch.zeros(4, 3)).stack().shape
         torch.Size([2])
     """
+    if not (function is None or callable(function)):
+        raise PlanError(f"step was given {function!r}, expected the step function, or micro_batches={function!r}")
     if not (micro_batches is None or (isinstance(micro_batches, int) and micro_batches > 0)):
         raise PlanError(f"step was given micro_batches={micro_batches!r}, expected a positive number")
     order = None if schedule is None else checked(schedule)
@@ -74,4 +89,4 @@ def step(
 
         return run
 
-    return decorate
+    return decorate if function is None else decorate(function)

@@ -19,8 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-_OF_TORCH = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
+from tulle.pipeline.attributes import own_attributes
 
 
 @contextmanager
@@ -42,7 +41,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for module, kept, own in attributes:
-            for name in vars(module).keys() - kept.keys() - _OF_TORCH:
+            for name in own_attributes(module).keys() - kept.keys():
                 del vars(module)[name]
             vars(module).update(kept)
             module._buffers.update(own)
@@ -55,7 +54,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 def _kept(module: nn.Module) -> dict[str, Any]:
     """A module's own attributes; of iterators copies, for these cannot be put back."""
-    return {name: _unmoved(value) for name, value in vars(module).items() if name not in _OF_TORCH}
+    return {name: _unmoved(value) for name, value in own_attributes(module).items()}
 
 
 def _unmoved(value: Any) -> Any:

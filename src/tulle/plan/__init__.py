@@ -1,11 +1,11 @@
 """Planning: pure, values in and a frozen `Plan` out."""
 
+from tulle.memory import Memory
 from tulle.plan.choice import PLAN, PlanLike, plan_as_given, plan_by_cost, plan_for_later, replayed
 from tulle.plan.drift import Drift
 from tulle.plan.explanation import differences, explained
 from tulle.plan.footprint import Footprint, footprints
 from tulle.plan.lower import lower
-from tulle.plan.memory import Memory
 from tulle.plan.plan import AT_READ, AT_STEP, BUCKET_BYTES, Plan
 from tulle.plan.prediction import Prediction
 from tulle.plan.search import best_plan

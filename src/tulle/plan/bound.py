@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from tulle.plan.memory import Memory
+from tulle.memory import Memory
 from tulle.plan.plan import AT_READ, MODEL, Plan
 from tulle.plan.table_plan import TablePlan
 from tulle.plan.update import dense_s_per_byte, rest_s

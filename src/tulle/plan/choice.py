@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from tulle.cost import Network
 from tulle.errors import PlanError
@@ -15,8 +16,8 @@ from tulle.plan.table_plan import TablePlan
 from tulle.sync import AUTO, check_scheme
 from tulle.tables import PLACEMENTS
 
-PlanLike = Plan | str | os.PathLike[str] | Mapping[str, str]
-"""A plan, `"auto"`, one scheme for all tables, a scheme by table, or the path of a saved plan."""
+PlanLike = Plan | str | os.PathLike[str] | Mapping[str, Any]
+"""A plan, also as the JSON of one, `"auto"`, one scheme for all tables, a scheme by table, or a saved plan's path."""
 PLAN = "TULLE_PLAN"
 """Names a plan that stands in for `"auto"`; set by `tulle run --plan`."""
 Shapes = Mapping[str, tuple[int, int]]
@@ -50,6 +51,8 @@ def plan_as_given(
             return None
         named = {**shapes, **dense} if given in PLACEMENTS else shapes
         plan = _with_schemes(dict.fromkeys(named, given), mesh, shapes, dense)
+    elif isinstance(given, Mapping) and isinstance(given.get("format"), int):
+        plan = Plan.read(given)
     elif isinstance(given, Mapping):
         plan = _with_schemes(given, mesh, shapes, dense)
     else:

@@ -31,7 +31,7 @@ def contended(step: Step, machine: Machine) -> Step:
     tasks: dict[int, Task] = {}
     for stage in range(step.shape[0]):
         numbers = [number for number, task in enumerate(step.tasks) if task.stage in (None, stage)]
-        spans = forecast.timeline(_first_rank(step, stage))
+        spans = forecast.timeline(step.rank_at(stage))
         busy = {name: _Busy([span for span in spans if span.task.resource == name]) for name in OTHER}
         for number, span in zip(numbers, spans, strict=True):
             beside_s = busy[OTHER[span.task.resource]].within(span.start_s, span.end_s)
@@ -39,11 +39,6 @@ def contended(step: Step, machine: Machine) -> Step:
             if number not in tasks or longer.seconds > tasks[number].seconds:
                 tasks[number] = longer
     return Step(step.mesh, tuple(tasks[number] for number in range(len(step.tasks))))
-
-
-def _first_rank(step: Step, stage: int) -> int:
-    """A rank of a stage."""
-    return next(rank for rank in range(step.ranks) if step.coordinates(rank)[0] == stage)
 
 
 class _Busy:

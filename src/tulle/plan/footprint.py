@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tulle.memory import Memory
 from tulle.pipeline.schedule import checked, held_at_once, stages_here
 from tulle.plan.exchange import Tariff
-from tulle.plan.memory import Memory
 from tulle.plan.plan import MODEL, Plan
 from tulle.plan.work import DATA, NARROW, Share, Work, bytes_of, share_of, work_of
 from tulle.workload import Cluster, Profile, TableProfile
@@ -100,8 +100,7 @@ def dense(parameters_bytes: int, memory: Memory, ranks: int, state_share: float)
     if memory.full_shard:
         part = whole_bytes // ranks
         return Footprint(part, part, round(state_share * part))
-    is_shared = memory.shard_optimizer or memory.precision
-    stepped_bytes = whole_bytes // ranks if is_shared else whole_bytes
+    stepped_bytes = whole_bytes // ranks if memory.shard_optimizer else whole_bytes
     masters_bytes = stepped_bytes if memory.precision else 0
     return Footprint(parameters_bytes + masters_bytes, parameters_bytes, round(state_share * stepped_bytes))
 

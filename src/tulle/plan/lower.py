@@ -266,12 +266,11 @@ class _Lowering:
     def _end(self, stage: int) -> None:
         """The optimizer's step, and what follows it."""
         pieces = self.deal.pieces(stage)
-        memory = self.plan.memory
         seconds = self.deal.update.tables_s([convoy for convoy in self.deal.convoys if convoy.stage == stage])
         seconds += 0.0 if self.deal.is_late else self.deal.update.dense_s(pieces)
         after = [*self.synchronized[stage], self.over[stage % self.share.pipe]]
         index = self.tasks.compute("update", seconds, after, stage=stage, kind="update")
-        if memory.shard_optimizer or (memory.precision and not memory.full_shard):
+        if self.plan.memory.shard_optimizer:
             cost = half(all_reduce_cost(sum(w.parameters_bytes for w in pieces), self.deal.network, self.share.data))
             index = self._sent_along_data("gather stepped", cost, [index], stage, "dense")
         if stage < self.share.pipe:

@@ -11,8 +11,9 @@ from typing import Any
 
 from tulle.cost import Network
 from tulle.errors import PlanError
+from tulle.memory import Memory
 from tulle.plan.entries import refuse_unknown
-from tulle.plan.memory import Memory
+from tulle.plan.memory import memory_from_json
 from tulle.plan.prediction import MOST_NAMED, Prediction, some
 from tulle.plan.table_plan import TablePlan
 from tulle.sync import AUTO
@@ -151,16 +152,28 @@ class Plan:
             parsed = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise PlanError(f"cannot read a plan from {os.fspath(path)!r}: {error}") from error
+        return Plan.read(parsed, repr(os.fspath(path)))
+
+    @staticmethod
+    def read(parsed: Mapping[str, Any], name: str = "what was given") -> Plan:
+        """From what `to_json` gave.
+
+        Args:
+            parsed: Plain values.
+            name: What errors call it.
+
+        Raises:
+            PlanError: If it is not a plan, saying what is wrong.
+        """
         try:
             return Plan.from_json(parsed)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             if is_profile(parsed):
                 raise PlanError(
-                    f"{os.fspath(path)!r} is a profile, expected a plan: make one of it with tulle plan "
-                    f"{os.fspath(path)} -o plan.json"
+                    f"{name} is a profile, expected a plan: make one of it with tulle plan profile.json -o plan.json"
                 ) from error
             raise PlanError(
-                f"{os.fspath(path)!r} is not a plan that this version reads ({type(error).__name__}: {error}): "
+                f"{name} is not a plan that this version reads ({type(error).__name__}: {error}): "
                 "write it with Plan.save"
             ) from error
 
@@ -205,7 +218,7 @@ class Plan:
             ),
             micro_batches=_positive(int(parsed.get("micro_batches", 1)), "micro_batches"),
             tensor_parallel=tuple(str(name) for name in parsed.get("tensor_parallel", ())),
-            memory=Memory.from_json(parsed.get("memory", {})),
+            memory=memory_from_json(parsed.get("memory", {})),
             prediction=Prediction.from_json(parsed["prediction"]) if parsed.get("prediction") else None,
         )
 

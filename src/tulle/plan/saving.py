@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tulle.plan.memory import Memory
+from tulle.memory import Memory
 from tulle.plan.plan import Plan
 from tulle.plan.space import MOST_SUBSETS, subsets
 from tulle.workload import ModuleProfile, Profile

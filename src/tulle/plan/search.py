@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from tulle.errors import PlanError
+from tulle.memory import Memory
 from tulle.pipeline.calls import placed_as_one
 from tulle.plan.bound import Bound
 from tulle.plan.choices import Tables, splits
@@ -31,7 +32,6 @@ from tulle.plan.explanation import binding, differences, links_of, parts_of
 from tulle.plan.footprint import footprints_of
 from tulle.plan.limit import least_seconds
 from tulle.plan.lower import lowered
-from tulle.plan.memory import Memory
 from tulle.plan.moving import on_machine
 from tulle.plan.plan import AT_READ, MODEL, PIPE, Plan
 from tulle.plan.prediction import HANDICAP, Prediction

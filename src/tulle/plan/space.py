@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
 from tulle.errors import PlanError
-from tulle.plan.memory import Memory
+from tulle.memory import Memory
 from tulle.plan.plan import AT_READ, AT_STEP, BUCKET_BYTES, MODEL, PIPE
 from tulle.plan.work import AXES, DATA
 from tulle.workload import Profile
@@ -118,7 +118,8 @@ def divisors(number: int) -> list[int]:
         >>> divisors(12)
         [1, 2, 3, 4, 6, 12]
     """
-    return [one for one in range(1, number + 1) if number % one == 0]
+    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return small + [number // one for one in reversed(small) if one * one != number]
 
 
 def cuts(pieces: int, stages: int) -> Iterator[list[int]]:

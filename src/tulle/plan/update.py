@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tulle.memory import Memory
 from tulle.plan.convoy import Convoy
 from tulle.plan.exchange import Tariff
-from tulle.plan.memory import Memory
 from tulle.plan.plan import AT_READ, Plan
 from tulle.plan.work import NARROW, Share, Work, bytes_of
 from tulle.workload import Profile, TableProfile
@@ -58,7 +58,7 @@ class Update:
 def dense_s_per_byte(profile: Profile, memory: Memory, replicas: int) -> float:
     """Seconds of the optimizer for a byte of dense parameters, which ways of saving memory share out among replicas."""
     optimizer = profile.optimizer
-    ranks = replicas if memory.shard_optimizer or memory.full_shard or memory.precision else 1
+    ranks = replicas if memory.shard_optimizer or memory.full_shard else 1
     return optimizer.step_s_per_byte * (optimizer.fixed_share + (1 - optimizer.fixed_share) / ranks)
 
 

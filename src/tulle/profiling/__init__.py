@@ -2,11 +2,10 @@
 
 from tulle.profiling.measure import profile
 from tulle.profiling.script import PROFILE, profile_later
-from tulle.profiling.tables import TableModule, call, rows_touched, sparse_tables, trained_tables
+from tulle.profiling.tables import call, rows_touched, sparse_tables, trained_tables
 
 __all__ = [
     "PROFILE",
-    "TableModule",
     "call",
     "profile",
     "profile_later",

@@ -54,18 +54,22 @@ def count(
     parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     left: dict[int, int] = {}
     flops = FlopCounterMode(display=False)
-    seen: list[float] = [0, 0]
+    left_bytes, seen_flop = 0, 0.0
 
     def pack(tensor: Tensor) -> Tensor:
+        nonlocal left_bytes
         if tensor.layout == torch.strided and tensor.untyped_storage()._cdata not in parameters:
-            left[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            memory = tensor.untyped_storage()
+            left_bytes += memory.nbytes() - left.get(memory._cdata, 0)
+            left[memory._cdata] = memory.nbytes()
         return tensor
 
     def cut(number: int) -> None:
-        before_bytes, before_flop = seen
-        seen[:] = [sum(left.values()), flops.get_total_flops()]
-        counts.activations_bytes[number] += int(seen[0] - before_bytes)
-        counts.flop[number] += seen[1] - before_flop
+        nonlocal left_bytes, seen_flop
+        flop = flops.get_total_flops()
+        counts.activations_bytes[number] += left_bytes
+        counts.flop[number] += flop - seen_flop
+        left_bytes, seen_flop = 0, flop
 
     with LiveBytes(device.type) as live:
         live.add(held)

@@ -26,6 +26,7 @@ from tulle.memory.estimate import default_loss
 from tulle.mesh import Axis, Mesh, axis_of
 from tulle.pipeline import Piece
 from tulle.pipeline.calls import Calls, around, pieces_of, watch
+from tulle.pipeline.homes import outward
 from tulle.pipeline.partition import COPIES
 from tulle.pipeline.profile import PIECES_PER_STAGE, as_call
 from tulle.pipeline.profile import profile as profile_pieces
@@ -259,18 +260,11 @@ def _owners(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """The piece that each parameter belongs to: that which it is in, or else the first within the module it is of."""
     first: dict[str, str] = {}
     for piece in names:
-        for outer in _with_all_around(piece):
+        for outer in outward(piece):
             first.setdefault(outer, piece)
     return {
-        name: next(first[outer] for outer in _with_all_around(name) if outer in first)
-        for name, _ in model.named_parameters()
+        name: next(first[outer] for outer in outward(name) if outer in first) for name, _ in model.named_parameters()
     }
-
-
-def _with_all_around(name: str) -> list[str]:
-    """A module's name, and those of all that it is within, the innermost first."""
-    ends = [place for place, letter in enumerate(name) if letter == "."]
-    return [name, *(name[:end] for end in reversed(ends)), ""]
 
 
 def _bytes_of_pieces(

@@ -14,6 +14,7 @@ from tulle.mesh import Axis
 from tulle.placing import outputs_of, placements_of, tables_of
 from tulle.profiling.steps import Twin
 from tulle.profiling.tables import Lookups, looked_up
+from tulle.tables import TableModule
 from tulle.workload import TableProfile
 
 Looks = Mapping[str, Lookups]
@@ -28,7 +29,7 @@ def looks(twin: Twin) -> list[Looks]:
     found: list[Looks] = []
     for sample in twin.samples:
         seen = looked_up(twin.model, sample)
-        if any(module.sparse for module in twin.model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)):
+        if any(module.sparse for module in twin.model.modules() if isinstance(module, TableModule)):
             twin.forward(sample).backward()
             seen = {name: _by_gradient(twin.model.get_parameter(name).grad, one) for name, one in seen.items()}
             twin.clear()

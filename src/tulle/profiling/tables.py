@@ -18,22 +18,19 @@ from tulle.pipeline.placeholder import is_about_shape
 from tulle.pipeline.profile import as_call
 from tulle.pipeline.randomness import State
 from tulle.pipeline.structure import flatten
+from tulle.pipeline.untouched import untouched
 from tulle.pipeline.written import written_back
 from tulle.softmax import SoftmaxLayer
-
-TableModule = nn.Embedding | nn.EmbeddingBag
+from tulle.tables import TableModule, table_modules
 
 
 def trained_tables(model: nn.Module) -> dict[str, TableModule]:
     """The embeddings that are trained, by the name of their parameter; a shared one once."""
-    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: dict[str, TableModule] = {}
-    for module in model.modules():
-        if not isinstance(module, TableModule):
-            continue
-        weight = id(module._parameters.get("weight"))  # to ask a parametrization would compute it, and may change it
-        if weight in names:
-            found.setdefault(names[weight], module)
+    for _, module, table in table_modules(model):
+        if table.requires_grad:
+            found.setdefault(names[id(table)], module)
     return found
 
 
@@ -76,7 +73,7 @@ def looked_up(model: nn.Module, sample: object) -> dict[str, Lookups]:
     """What one batch looks up in each trained table, by parameter name; leaves no trace, as `rows_touched`."""
     tables = trained_tables(model)
     seen: dict[int, list[Tensor]] = {id(module.weight): [] for module in tables.values()}
-    with torch.no_grad(), untouched(model), written_back(model), _Watch(seen, model) as watch:
+    with torch.no_grad(), _traceless(model), _Watch(seen, model) as watch:
         call(model, sample)
     found = {
         name: torch.cat([module.weight.new_empty(0, dtype=torch.long), *seen[id(module.weight)]])
@@ -142,24 +139,14 @@ class _Watch(TorchFunctionMode):
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Put back random states, buffers and `max_norm` afterwards; without `max_norm` a lookup changes no row."""
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+def _traceless(model: nn.Module) -> Iterator[None]:
+    """Have a forward leave no trace: in modules, in parameters, or in what random numbers come next."""
     random_state = State.now()
-    bounded = [(m, m.max_norm) for m in model.modules() if isinstance(m, TableModule) and m.max_norm is not None]
-    for module, _ in bounded:
-        module.max_norm = None
-    try:
-        yield
-    finally:
-        random_state.restore()
-        for module, name, buffer, value in buffers:
-            buffer.copy_(value)
-            module._buffers[name] = buffer  # forward may have put another in its place
-        for module, max_norm in bounded:
-            module.max_norm = max_norm
+    with untouched(model), written_back(model):
+        for module in model.modules():
+            if isinstance(module, TableModule):
+                module.max_norm = None  # else a lookup would write rows, unseen
+        try:
+            yield
+        finally:
+            random_state.restore()

@@ -105,6 +105,16 @@ class Forecast:
         stages = range(self.step.shape[0])
         return max(sum(task.sent_bytes for task in tasks if task.stage in (None, stage)) for stage in stages)
 
+    @property
+    def computed_s(self) -> Array:
+        """`[pipe, data, model]`: seconds that each rank computes, or `[pipe]` where replicas are alike."""
+        found = np.zeros(self.step.shape[:1] if self.is_even else self.step.shape)
+        for task, start, end in zip(self.step.tasks, self.last.starts, self.last.ends, strict=True):
+            if task.resource == "device":
+                here = slice(None) if task.stage is None else slice(task.stage, task.stage + 1)
+                found[here] += _own(end, start) - np.asarray(start)
+        return found
+
     def timeline(self, rank: int) -> list[Span]:
         """What a rank did in the step that took the median, in the order of the list.
 

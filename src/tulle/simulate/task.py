@@ -105,6 +105,20 @@ class Step:
         pipe, data, model = (places.get(name, 0) for name in AXES)
         return pipe, data, model
 
+    def rank_at(self, pipe: int, data: int = 0, model: int = 0) -> int:
+        """The rank that has these coordinates.
+
+        Example:
+            >>> step = Step({"pipe": 2, "data": 300, "model": 4}, ())
+            >>> step.rank_at(1), step.rank_at(*step.coordinates(1199))
+            (1200, 1199)
+        """
+        places: dict[str, int] = dict(zip(AXES, (pipe, data, model), strict=True))
+        rank = 0
+        for name, size in self.mesh.items():
+            rank = rank * size + places[name]
+        return rank
+
 
 def _check(task: Task, index: int, step: Step) -> None:
     late = [other for other in task.after if not 0 <= other < index]

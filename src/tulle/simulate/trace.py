@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from tulle.simulate.forecast import Forecast, Span
 from tulle.simulate.task import RESOURCES
 
@@ -38,17 +40,11 @@ def trace(forecast: Forecast, ranks: Sequence[int]) -> dict[str, Any]:
 def telling_ranks(forecast: Forecast) -> list[int]:
     """The ranks whose timelines tell most: the first of each stage, and the one that computes longest."""
     step = forecast.step
-    first: dict[int, int] = {}
-    for rank in range(step.ranks):
-        first.setdefault(step.coordinates(rank)[0], rank)
+    first = {step.rank_at(stage) for stage in range(step.shape[0])}
     if forecast.is_even:
-        return sorted(first.values())
-    slowest = max(range(step.ranks), key=lambda rank: _computed_s(forecast.timeline(rank)))
-    return sorted({*first.values(), slowest})
-
-
-def _computed_s(spans: Sequence[Span]) -> float:
-    return sum(span.end_s - span.start_s for span in spans if span.task.resource == "device")
+        return sorted(first)
+    slowest = np.unravel_index(forecast.computed_s.argmax(), step.shape)
+    return sorted({*first, step.rank_at(*map(int, slowest))})
 
 
 def _name(rank: int, thread: int, what: str, name: str) -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from tulle.tables import table_modules, table_of
+
 MANY_ROWS = 10_000
 """An `nn.Linear` with so many outputs is taken to choose a class among them."""
 
@@ -23,13 +25,14 @@ def offers(model: nn.Module, ranks: int) -> list[str]:
         ...     print(text)
         out (Linear 256 x 50,000): each rank holds 51.2 MB of it and sends a gradient of that size in every step; if a cross entropy follows, tulle.ShardedSoftmax(50_000, 256) in place of both holds 6.4 MB a rank and sends hidden states instead
     """  # noqa: E501
-    tables = {id(table.weight): name for name, table in model.named_modules() if isinstance(table, nn.Embedding)}
+    tables = {id(table): name for name, module, table in table_modules(model) if isinstance(module, nn.Embedding)}
     return [
-        _offer(name, layer, tables.get(id(layer.weight)), ranks)
+        _offer(name, layer, tables.get(id(weight)), ranks)
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear)
-        and layer.weight.requires_grad
-        and (layer.out_features >= MANY_ROWS or id(layer.weight) in tables)
+        and (weight := table_of(layer)) is not None
+        and weight.requires_grad
+        and (layer.out_features >= MANY_ROWS or id(weight) in tables)
     ]
 
 

@@ -58,16 +58,22 @@ class Route:
 
     def all_reduce(self, values: Tensor) -> Deferred[Tensor]:
         """`[rows, width]` of this rank to `[union, width]`, bitwise the same on all ranks. Every rank must call it."""
-        table, block_width = self.table, self.blocks.table.width
-        sent = values.new_zeros(sum(self.blocks.leaving) * (block_width // table.width), table.width)
+        width, block_width, blocks = self.table.width, self.blocks.table.width, sum(self.blocks.leaving)
+        block_rows = rows_in_block(width)
+        sent = values.new_zeros(blocks * block_rows, width)
         sent.index_copy_(0, self.sent_places, values)
-        summed = self.blocks.all_reduce(sent.view(-1, block_width))
-        return Deferred(lambda: summed.wait().view(-1, table.width)[self.sum_places])
+        summed = self.blocks.all_reduce(sent.view(blocks, block_width))
+
+        def finish() -> Tensor:
+            sums = summed.wait()
+            return sums.view(len(sums) * block_rows, width)[self.sum_places]
+
+        return Deferred(finish)
 
 
 def rows_in_block(width: int) -> int:
-    """Rows of one block."""
-    return -(-BLOCK_VALUES // width)
+    """Rows of one block; of a table without columns as of one that has one."""
+    return -(-BLOCK_VALUES // max(1, width))
 
 
 def route(indices: Tensor, table: Table, counts: Sequence[int], axis: Axis) -> Deferred[Route]:
@@ -92,21 +98,21 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
     block_rows = rows_in_block(looks.width)
     block_bytes = block_rows * looks.values_bytes
     by_owner, owned = looks.spread.in_blocks(block_rows).owned(_owners(looks.num_rows, block_rows, ranks))
-    own = by_owner.diagonal()
-    leaving, coming = by_owner.sum(1) - own, by_owner.sum(0) - own
+    own, of_ranks, at_owners = by_owner.own(), by_owner.of_ranks(), by_owner.at_owners()
+    leaving, coming = of_ranks - own, at_owners - own
     others = ranks - 1
     numbers = told_bytes(looks)
     sent_bytes = (leaving + others * owned) * block_bytes + numbers
     payer = int(sent_bytes.argmax())
-    owners_reached = int((by_owner[payer] > 0).sum()) - int(own[payer] > 0)
+    owners_reached = int(by_owner.reached()[payer]) - int(own[payer] > 0)
     messages = others * int(numbers[payer] > 0) + owners_reached + others * int(owned[payer] > 0)
     push_bytes = torch.maximum(leaving, coming).max().item() * block_bytes
     pull_bytes = max(others * owned.max().item(), (owned.sum() - owned.min()).item()) * block_bytes
     values = exchange_cost(push_bytes + pull_bytes, messages, network, rounds=2 * min(1, others))
-    held_blocks, union_blocks = by_owner.sum(1).max().item(), owned.sum().item()
+    held_blocks, union_blocks = of_ranks.max().item(), owned.sum().item()
     work = work_cost(
         network,
-        summed_bytes=by_owner.sum(0).max().item() * block_bytes,
+        summed_bytes=at_owners.max().item() * block_bytes,
         copied_bytes=2 * held_blocks * block_bytes + union_blocks * block_bytes,
     )
     seconds = numbers_cost(looks, network, ranks).seconds + values.seconds + work.seconds

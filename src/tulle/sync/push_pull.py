@@ -29,6 +29,7 @@ from tulle.comm import Deferred, all_gather, all_gather_parts, all_to_all_parts,
 from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.mesh import Axis
 from tulle.partition import Contiguous, Partition
+from tulle.presence import Dealt
 from tulle.rows import Merge
 from tulle.sync.numbers import gather_numbers, numbers_bytes, numbers_cost, tell_count, told_bytes
 from tulle.sync.table import Table
@@ -226,13 +227,13 @@ def cost(characteristics: Characteristics, network: Network, ranks: int, partiti
     by_owner, owned = looks.spread.owned(partition)
     if _is_told(looks.rows_per_rank, looks.num_rows, looks.index_bytes):
         return settled_cost(looks, network, (by_owner, owned), is_ordered=_is_ordered(partition))
-    own = by_owner.diagonal()
+    own = by_owner.own()
     others = ranks - 1
-    leaving, coming = by_owner.sum(1) - own, by_owner.sum(0) - own
+    leaving, coming = by_owner.of_ranks() - own, by_owner.at_owners() - own
     places = [numbers_bytes(rows, partition.places, looks.index_bytes) for rows in owned.tolist()]
     sent_numbers_bytes = leaving * looks.index_bytes + others * torch.tensor(places, dtype=torch.float64)
     sent_numbers_bytes += 8 * others * (ranks + 1)
-    reached = (by_owner > 0).sum(1) - (own > 0).long()
+    reached = by_owner.reached() - (own > 0).long()
     messages = 2 * others + reached + others * (owned > 0).long()
     busiest_bytes = sent_numbers_bytes.max().item() + (coming.max() * looks.index_bytes).item()
     told_s = exchange_cost(busiest_bytes, 0, network, rounds=4).seconds
@@ -241,14 +242,14 @@ def cost(characteristics: Characteristics, network: Network, ranks: int, partiti
 
 
 def settled_cost(
-    looks: Characteristics, network: Network, dealt: tuple[Tensor, Tensor], *, is_ordered: bool = False
+    looks: Characteristics, network: Network, dealt: tuple[Dealt, Tensor], *, is_ordered: bool = False
 ) -> Cost:
     """The cost where every rank is told what every other holds.
 
     Args:
         looks: What the gradient looks like.
         network: What the axis gives.
-        dealt: `[ranks, owners]` float64, rows of each rank at each owner; `[owners]` distinct rows of each owner.
+        dealt: Rows of each rank at each owner; `[owners]` float64, distinct rows of each owner.
         is_ordered: Whether owners have consecutive rows.
     """
     ranks = len(looks.rows_per_rank)
@@ -260,7 +261,7 @@ def settled_cost(
 def _values_cost(
     looks: Characteristics,
     network: Network,
-    dealt: tuple[Tensor, Tensor],
+    dealt: tuple[Dealt, Tensor],
     told: tuple[Tensor, Tensor, float],
     *,
     is_ordered: bool,
@@ -271,20 +272,20 @@ def _values_cost(
     others = len(owned) - 1
     if not others:
         return NOTHING
-    own = by_owner.diagonal()
-    leaving, coming = by_owner.sum(1) - own, by_owner.sum(0) - own
+    own, of_ranks, at_owners = by_owner.own(), by_owner.of_ranks(), by_owner.at_owners()
+    leaving, coming = of_ranks - own, at_owners - own
     sent_bytes = numbers_sent_bytes + (leaving + others * owned) * looks.values_bytes
     payer = int(sent_bytes.argmax())
-    reached = int((by_owner[payer] > 0).sum()) - int(own[payer] > 0)
+    reached = int(by_owner.reached()[payer]) - int(own[payer] > 0)
     messages = int(told_messages[payer]) + reached + others * int(owned[payer] > 0)
     push_rows = torch.maximum(leaving, coming).max().item()
     pull_rows = max(others * owned.max().item(), (owned.sum() - owned.min()).item())
     values = exchange_cost((push_rows + pull_rows) * looks.values_bytes, 0, network, rounds=2)
     # Where owners have consecutive rows none are put in order before the push. Sums fill fresh memory in any case.
-    ordered_rows = 0.0 if is_ordered else by_owner.sum(1).max().item()
+    ordered_rows = 0.0 if is_ordered else of_ranks.max().item()
     work = work_cost(
         network,
-        summed_bytes=by_owner.sum(0).max().item() * looks.values_bytes,
+        summed_bytes=at_owners.max().item() * looks.values_bytes,
         copied_bytes=(ordered_rows + owned.max().item() + owned.sum().item()) * looks.values_bytes,
         numbers=_SORTS * sum(looks.rows_per_rank),
     )

@@ -4,10 +4,13 @@ from tulle.tables.bundle import Route, Wish
 from tulle.tables.division import Division, divide
 from tulle.tables.exchange import Pushed, bundles, fetch, push, refuse, tell, tell_the_end, wish
 from tulle.tables.gradient import ShardGradient
+from tulle.tables.modules import TableModule, table_modules, table_of
+from tulle.tables.part import OF_NO_VALUES, TablePart, guard, unguard
 from tulle.tables.placements import PLACEMENTS, placement_of, split_as
-from tulle.tables.split import ColumnSplit, RowSplit, Split, mark, split_of
+from tulle.tables.split import ColumnSplit, RowSplit, Split, split_of
 
 __all__ = [
+    "OF_NO_VALUES",
     "PLACEMENTS",
     "ColumnSplit",
     "Division",
@@ -16,17 +19,22 @@ __all__ = [
     "RowSplit",
     "ShardGradient",
     "Split",
+    "TableModule",
+    "TablePart",
     "Wish",
     "bundles",
     "divide",
     "fetch",
-    "mark",
+    "guard",
     "placement_of",
     "push",
     "refuse",
     "split_as",
     "split_of",
+    "table_modules",
+    "table_of",
     "tell",
     "tell_the_end",
+    "unguard",
     "wish",
 ]

@@ -76,20 +76,21 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
     if ranks == 1:
         return NOTHING
     by_owner, _ = looks.spread.owned(Hashed(looks.num_rows, ranks))
-    own = by_owner.diagonal()
-    wanted, served = by_owner.sum(1) - own, by_owner.sum(0) - own
+    own, at_owners = by_owner.own(), by_owner.at_owners()
+    wanted, served = by_owner.of_ranks() - own, at_owners - own
     sent_bytes = (wanted + served) * looks.values_bytes + wanted * looks.index_bytes + _COUNT_BYTES * (ranks - 1)
     payer = int(sent_bytes.argmax())
-    asked = by_owner - torch.diag(own)
-    messages = (ranks - 1) + 2 * int((asked[payer] > 0).sum()) + int((asked[:, payer] > 0).sum())
+    is_own = int(own[payer] > 0)
+    asked, asking = (int(by_owner.reached(from_owners=way)[payer]) - is_own for way in (False, True))
+    messages = (ranks - 1) + 2 * asked + asking
     # Each way the fuller of what the busiest rank sends and receives; counts and numbers come before the first.
     busiest_rows = torch.maximum(wanted, served).max().item()
     told = exchange_cost(busiest_rows * looks.index_bytes, 0, network, rounds=2)
     values = exchange_cost(2 * busiest_rows * looks.values_bytes, 0, network, rounds=2)
     work = work_cost(
         network,
-        summed_bytes=by_owner.sum(0).max().item() * looks.values_bytes,
-        copied_bytes=by_owner.sum(0).max().item() * looks.values_bytes,
-        numbers=2 * max(looks.rows_per_rank) + by_owner.sum(0).max().item(),
+        summed_bytes=at_owners.max().item() * looks.values_bytes,
+        copied_bytes=at_owners.max().item() * looks.values_bytes,
+        numbers=2 * max(looks.rows_per_rank) + at_owners.max().item(),
     )
     return Cost(round(sent_bytes[payer].item()), messages, told.seconds + values.seconds + work.seconds)

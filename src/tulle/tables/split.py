@@ -52,7 +52,12 @@ class RowSplit:
         return self.partition.held(self.axis.rank if owner is None else owner)
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's part of the whole table, `[num_rows, ...]` to `[places, ...]`."""
+        """This rank's part of the whole table, `[num_rows, ...]` to `[places, ...]`, row-sparse if the whole is."""
+        if whole.is_sparse:
+            rows, values = _stored(whole)
+            owner, places = self.partition.place(rows)
+            is_mine = owner == self.axis.rank
+            return _by_rows(places[is_mine], values[is_mine], self.partition.places)
         rows, places = self.rows()
         part = whole.new_zeros(self.partition.places, *whole.shape[1:])
         part[places.to(whole.device)] = whole.detach()[rows.to(whole.device)]
@@ -106,9 +111,12 @@ class ColumnSplit:
         return sum(self.widths[: self.axis.rank])
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's columns of the whole table, `[num_rows, width]` to `[num_rows, columns]`."""
-        first = self.first_column
-        return whole.detach()[:, first : first + self.local_shape[1]].clone()
+        """This rank's columns of the whole table, `[num_rows, width]` to `[num_rows, columns]`, row-sparse if it is."""
+        own = slice(self.first_column, self.first_column + self.local_shape[1])
+        if whole.is_sparse:
+            rows, values = _stored(whole)
+            return _by_rows(rows, values[:, own].contiguous(), self.num_rows)
+        return whole.detach()[:, own].clone()
 
     def put(self, part: Tensor, first_row: int, chunk: Tensor) -> None:
         """Write what belongs to this rank of the consecutive rows `chunk` into its part."""
@@ -129,3 +137,13 @@ def mark(parameter: Tensor, split: Split) -> None:
 def split_of(tensor: Tensor) -> Split | None:
     """The split of a parameter that is a part of a table, or None."""
     return getattr(tensor, _SPLIT, None)
+
+
+def _stored(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """`[stored]` row numbers, each once, and `[stored, ...]` values of a row-sparse tensor."""
+    stored = tensor.detach().coalesce()
+    return stored.indices()[0], stored.values()
+
+
+def _by_rows(rows: Tensor, values: Tensor, num_rows: int) -> Tensor:
+    return torch.sparse_coo_tensor(rows[None], values, (num_rows, *values.shape[1:]))

@@ -65,13 +65,9 @@ def cross_entropy(
         scores = scores.float()
     largest = all_reduce(scores.detach().amax(1) if rows else _lowest(scores), axis, label=_LABEL, op="max").wait()
     shifted = scores - largest.unsqueeze(1)
+    is_word = ((targets >= 0) & (targets < words)) | (targets == ignore_index)
     first = sum(length_on(rank, words, axis.size) for rank in range(axis.rank))
-    own = targets - first
-    is_here = (own >= 0) & (own < rows)
-    is_word = ((targets >= 0) & (targets < words)) | (targets == ignore_index)  # gather refuses all else, on every rank
-    places = own.masked_fill(is_word & ~is_here, 0)
-    picked = shifted.gather(1, places.unsqueeze(1)).squeeze(1) if rows else _lowest(scores) * 0
-    parts = [shifted.exp().sum(1), picked.masked_fill(~is_here, 0)]
+    parts = [shifted.exp().sum(1), _picked(shifted, targets - first, is_word)]
     if label_smoothing:
         parts.append(shifted.sum(1))
     normalizer, target, *rest = leave(torch.stack(parts), axis, label=_LABEL).unbind()
@@ -122,6 +118,16 @@ class CausalLoss:
     def __deepcopy__(self, memo: object) -> CausalLoss:
         """A copied model's scores are split over the same ranks."""
         return self
+
+
+def _picked(scores: Tensor, places: Tensor, is_word: Tensor) -> Tensor:
+    """Each sample's score at a place, or 0 where that is another rank's; gather refuses what is no word, on all."""
+    rows = scores.shape[1]
+    is_here = (places >= 0) & (places < rows)
+    if not rows:
+        return scores.new_zeros(len(scores))
+    picked = scores.gather(1, places.masked_fill(is_word & ~is_here, 0).unsqueeze(1)).squeeze(1)
+    return picked.masked_fill(~is_here, 0)
 
 
 def _lowest(scores: Tensor) -> Tensor:

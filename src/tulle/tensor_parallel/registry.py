@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from tulle.errors import ModelError
 from tulle.tensor_parallel.splitter import Splitter
+from tulle.traits import makes_weights
 
 M = TypeVar("M", bound=nn.Module)
 Factory = Callable[[M, Splitter], None]
@@ -89,13 +91,8 @@ def register_names(
 def factory_of(module: nn.Module) -> Factory[Any] | None:
     """The factory for a module, or None; none splits a weight that is made of other parameters."""
     factory = _factories.get(path_of(type(module)))
-    return None if factory is not None and any(map(_makes_weights, module.modules())) else factory
-
-
-def _makes_weights(module: nn.Module) -> bool:
-    """Whether `torch.nn.utils`' `weight_norm`, `spectral_norm`, `prune` or a parametrization makes its weight."""
-    is_by_hook = module._forward_pre_hooks and any(isinstance(value, Tensor) for value in vars(module).values())
-    return bool(is_by_hook) or hasattr(module, "parametrizations")
+    is_made = factory is not None and any(makes_weights(one) or is_parametrized(one) for one in module.modules())
+    return None if is_made else factory
 
 
 def is_alone(module: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from tulle.tensor_parallel.linear import (
 )
 from tulle.tensor_parallel.placement import Placement, length_on, place
 from tulle.tensor_parallel.region import Entrance, Exit, Region, Sequences
+from tulle.traits import hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class Splitter:
 
     def vocabulary(self, embedding: nn.Embedding) -> None:
         """Split an embedding by rows."""
-        if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+        if not has_plain_rows(embedding):
             raise ModelError(
                 f"{self.name} is an embedding with max_norm, scale_grad_by_freq or sparse gradients, which is not "
                 "split over a model axis: leave it out with select, or split it over the data axis by tulle.distribute"
@@ -235,7 +236,7 @@ class Splitter:
             )
         if known is None:
             parameter.grad = None
-            parameter.data = placement.part(parameter)
+            hold(parameter, placement.part(parameter))
             self.cuts[id(parameter)] = parameter, placement
         elif known[1] != placement:
             raise ModelError(
@@ -259,3 +260,8 @@ class Splitter:
 
     def _own(self, length: int) -> int:
         return length_on(self.axis.rank, length, self.axis.size)
+
+
+def has_plain_rows(embedding: nn.Embedding) -> bool:
+    """Whether an embedding's rows can be split over an axis: they get dense gradients, and no lookup changes them."""
+    return embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse

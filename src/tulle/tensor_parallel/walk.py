@@ -12,9 +12,10 @@ from torch import nn
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.tensor_parallel.placement import placements_of
+from tulle.tensor_parallel.readers import read_past
 from tulle.tensor_parallel.region import Sequences
 from tulle.tensor_parallel.registry import factory_of, is_alone, stack_of
-from tulle.tensor_parallel.splitter import Splitter
+from tulle.tensor_parallel.splitter import Splitter, has_plain_rows
 
 logger = logging.getLogger("tulle")
 
@@ -196,12 +197,22 @@ class Walk:
 
 
 def held_by_unknown(model: nn.Module) -> set[int]:
-    """Identities of the matrices of modules that no factory answers for; a layer tied to one can not be split.
+    """Identities of parameters that must stay whole, and of all that layers tied to them have.
 
-    A bias that a head of BERT has beside its layer, say, is not read there.
+    They are those of modules that no factory can split, and what the model's code reads past its layer. Such a layer
+    can not be split unasked, nor can one that is tied to it: BERT's descendants give the bias of their output layer a
+    second name on the head, and tie its weight to the table of words.
     """
-    unknown = (module for module in model.modules() if factory_of(module) is None)
-    return {id(matrix) for module in unknown for matrix in module.parameters(recurse=False) if matrix.dim() > 1}
+    whole = (module for module in model.modules() if factory_of(module) is None or _is_bound_to_stay(module))
+    held = {id(own) for module in whole for own in module.parameters(recurse=False)} | set(map(id, read_past(model)))
+    layers = [{id(own) for own in module.parameters()} for module in model.modules() if is_alone(module)]
+    while tied := [layer for layer in layers if layer & held and not layer <= held]:
+        held = held.union(*tied)
+    return held
+
+
+def _is_bound_to_stay(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) and not has_plain_rows(module)
 
 
 def is_small(module: nn.Module, smallest_bytes: int, ranks: int, unknown: Collection[int]) -> bool:

@@ -1,0 +1,75 @@
+"""`watch_steps`: no optimizer steps with the gradients of one rank only, by which replicas would drift apart unseen.
+
+What is kept in step are the parameters that a model had when it was distributed. A module that is put in the place of
+another later, and `load_state_dict(assign=True)`, bring parameters that nothing is known of; an optimizer that is made
+for these is the first to be seen with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tulle.engine.data_parallel import NOT_RUNNING, engine_of, living_engines
+from tulle.errors import ModelError
+
+
+@cache
+def watch_steps() -> None:
+    """Look at the steps of all optimizers of this process from now on, also of those that will be made."""
+    register_optimizer_step_pre_hook(_look)
+
+
+_strangers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+"""Optimizers that have nothing to do with a distributed model, and of how many parameters that was found."""
+
+
+def _look(optimizer: Optimizer, *_: object) -> None:
+    """Raise if an optimizer is to step with gradients that are not kept in step, or not yet.
+
+    Raises:
+        ModelError: Naming a parameter that was added, unfrozen or replaced; or if a backward is under way.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    alone = [parameter for parameter in parameters if engine_of(parameter) is None]
+    trained = [parameter for parameter in alone if parameter.grad is not None]
+    if len(alone) == len(parameters):
+        if trained and _strangers.get(optimizer) != len(parameters):
+            _check_not_replaced(trained, optimizer)
+            _strangers[optimizer] = len(parameters)
+    elif any(engine.home.size > 1 for parameter in parameters if (engine := engine_of(parameter)) is not None):
+        _check_covered(trained)
+
+
+def _check_covered(trained: Sequence[Tensor]) -> None:
+    if torch._C._current_graph_task_id() != NOT_RUNNING:
+        raise ModelError(
+            "an optimizer was to step within a backward, when gradients are those of one rank: step after "
+            "loss.backward(), not in a hook"
+        )
+    for parameter in trained:
+        raise ModelError(
+            f"a parameter of shape {list(parameter.shape)} has a gradient that is not kept in step: it was "
+            "frozen, or not part of the model, when tulle.distribute was called: unfreeze and complete the "
+            "model before; what is frozen after it may be unfrozen later"
+        )
+
+
+def _check_not_replaced(trained: Sequence[Tensor], optimizer: Optimizer) -> None:
+    """Raise if parameters without an engine are, by now, those of a distributed model."""
+    known = {id(parameter) for parameter in trained}
+    for engine in living_engines():
+        for name, parameter in engine.model.named_parameters() if engine.home.size > 1 else ():
+            if id(parameter) in known:
+                raise ModelError(
+                    f"{type(optimizer).__name__} was to step {name!r} with the gradient of one rank: since "
+                    "tulle.distribute another parameter was put in its place, with its module or by "
+                    "load_state_dict(assign=True): replace modules before, load with assign=False, or write with "
+                    "p.copy_(...) within torch.no_grad()"
+                )

@@ -1,0 +1,82 @@
+"""`Memory`: what is done on each rank so that a step takes less memory, in plans and estimates alike."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from tulle.errors import PlanError
+
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""In which parameters can be kept, beside masters in their own dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What is done on each rank so that a step takes less memory; all but `precision` is exact.
+
+    Args:
+        shard_optimizer: Whether each rank of axis `data` keeps and steps its share of the optimizer's state, masters of
+            narrow parameters included (ZeRO-1).
+        full_shard: Whether parameters and gradients are shared out too, and gathered module by module (ZeRO-3).
+        recompute: Names of modules whose forward runs again in backward, instead of keeping what it saved.
+        offload: Names of modules whose saved activations wait on the host.
+        precision: `"bf16"` to keep parameters and compute so, with masters in their own dtype; None to leave them.
+
+    Example:
+        >>> print(*Memory(shard_optimizer=True, recompute=("h.0",)).explain(), sep="; ")
+        optimizer state shared out over axis data; recomputed in backward: h.0
+    """
+
+    shard_optimizer: bool = False
+    full_shard: bool = False
+    recompute: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    precision: str | None = None
+
+    @property
+    def narrow(self) -> torch.dtype | None:
+        """The dtype of parameters, where it is not their own."""
+        return None if self.precision is None else PRECISIONS[self.precision]
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names of modules that it speaks of."""
+        return (*self.recompute, *self.offload)
+
+    def explain(self) -> list[str]:
+        """What is done, a line each."""
+        lines: list[str] = []
+        if self.full_shard:
+            lines.append("parameters, gradients and optimizer state shared out over axis data")
+        elif self.shard_optimizer:
+            lines.append("optimizer state shared out over axis data")
+        if self.recompute:
+            lines.append(f"recomputed in backward: {', '.join(self.recompute)}")
+        if self.offload:
+            lines.append(f"activations that wait on the host: {', '.join(self.offload)}")
+        if self.precision:
+            lines.append(f"parameters and gradients in {self.precision}, masters in their own dtype")
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self) | {"recompute": list(self.recompute), "offload": list(self.offload)}
+
+    def checked(self) -> Memory:
+        """The same, if it can be.
+
+        Raises:
+            PlanError: If it names a precision that is not known, or options that exclude one another.
+        """
+        if self.precision not in (None, *PRECISIONS):
+            raise PlanError(
+                f"the plan has the precision {self.precision!r}, expected None or {' or '.join(PRECISIONS)}"
+            )
+        if self.full_shard and self.shard_optimizer:
+            raise PlanError(
+                "the plan has full_shard and shard_optimizer: full_shard shares the optimizer's state out too"
+            )
+        return self

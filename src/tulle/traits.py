@@ -1,0 +1,41 @@
+"""What PyTorch's own modules and optimizers do with parameters: it decides if these are cut into parts, and how."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SparseAdam
+
+ELEMENTWISE = (SGD, ASGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, SparseAdam)
+"""Optimizers that treat every element by itself, so that a part of a parameter is updated as in the whole."""
+
+
+def makes_weights(module: nn.Module) -> bool:
+    """Whether hooks make a module's weight of its parameters before its forward.
+
+    Those of `weight_norm`, `spectral_norm` and `prune` of `torch.nn.utils` do; a parametrization works within forward.
+
+    Example:
+        >>> makes_weights(nn.Linear(2, 2)), makes_weights(nn.utils.spectral_norm(nn.Linear(2, 2)))
+        (False, True)
+    """
+    return bool(module._forward_pre_hooks) and any(isinstance(value, Tensor) for value in vars(module).values())
+
+
+def hold(parameter: nn.Parameter, part: Tensor) -> None:
+    """Have a parameter hold a part of what it held, also where a graph that was made before is still there.
+
+    Such a graph (of a loss that somebody keeps, of what `weight_norm` made) has the node that adds up the parameter's
+    gradient, which expects the shape of the whole. Torch makes a new one only where another dtype comes.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(4))
+        >>> kept = weight.sum()
+        >>> hold(weight, torch.ones(2))
+        >>> weight.sum().backward()
+        >>> weight.grad
+        tensor([1., 1.])
+    """
+    other = torch.bfloat16 if parameter.dtype == torch.float16 else torch.float16
+    parameter.data = part.new_empty(0, dtype=other)
+    parameter.data = part
