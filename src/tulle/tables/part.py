@@ -36,6 +36,8 @@ OF_NO_VALUES = frozenset(
     for accessor in (getattr(vars(torch._C.TensorBase)[name], kind) for kind in ("__get__", "__set__", "__delete__"))
 )
 """What may be asked of any tensor as it is: all that `zero_grad` asks, and that who fetches rows asks."""
+_AS_IT_IS = OF_NO_VALUES | {Tensor.detach}
+"""What may be asked of a part as it is."""
 
 
 class _Part(Tensor):
@@ -55,7 +57,7 @@ class _Part(Tensor):
             ModelError: Naming the table, what it was given to, and the mend.
         """
         keywords = kwargs or {}
-        if func in OF_NO_VALUES:
+        if func in _AS_IT_IS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **keywords)
         if not _KNOWN.issuperset(types):
