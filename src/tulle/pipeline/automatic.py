@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tulle.comm import gather_values
+from tulle.comm import barrier, gather_values
 from tulle.errors import PlanError, TulleError
 from tulle.mesh import Axis
 from tulle.pipeline.calls import Calls, coarsened
@@ -19,6 +19,7 @@ from tulle.pipeline.pins import pins_of
 from tulle.pipeline.profile import profile
 
 logger = logging.getLogger("tulle")
+_LABEL = "the partition"
 NOMINAL_BYTES_PER_S = 1e9
 """What a stage is taken to receive; it settles where to cut when times do not."""
 
@@ -47,12 +48,12 @@ def deal(
 ) -> Dealt:
     """Choose the stage of every module so that the slowest stage is as fast as can be. Every rank must call it.
 
-    Rank 0 of the axis measures, on its own sample; the others hear of it.
+    All ranks measure at once, for they may share a machine, as they will when they train; rank 0's stages are taken.
 
     Args:
         model: Not placed yet; built in `deferred_init` if it does not fit: each module is lent memory while it runs.
         sample: One micro-batch as the model is called with it: a mapping is passed as keywords, a tuple as positional
-            arguments, anything else as the one argument.
+            arguments, anything else as the one argument. Rank 0's is what counts.
         axis: Whose ranks will hold the stages.
         stages: How many; default one a rank. A multiple of the ranks gives each rank several, which are interleaved.
         memory_bytes: What parameters, gradients, two optimizer states and activations of a stage may take.
@@ -70,22 +71,22 @@ def deal(
         {'': 0}
     """
     count = stages or axis.size
-    chosen: Dealt | TulleError | None = None
-    if axis.rank == 0:
-        try:
-            chosen = _deal(model, sample, axis, count, memory_bytes, {**pins_of(model), **(pins or {})})
-            gc.collect()  # graphs of the profile refer to parameters, which can then not be let go
-        except TulleError as error:
-            chosen = error
-        except Exception as error:
-            chosen = PlanError(
-                f"the model could not be profiled on the sample, because {type(error).__name__}: {error}. Give a "
-                "sample as the model is called with it, or an assignment of modules to stages"
-            )
-    heard = gather_values(chosen, axis, label="the partition")[0]
+    barrier(axis)
+    try:
+        chosen = _deal(model, sample, axis, count, memory_bytes, {**pins_of(model), **(pins or {})})
+        gc.collect()  # graphs of the profile refer to parameters, which can then not be let go
+    except TulleError as error:
+        chosen = error
+    except Exception as error:
+        chosen = PlanError(
+            f"the model could not be profiled on the sample, because {type(error).__name__}: {error}. Give a sample "
+            "as the model is called with it, or an assignment of modules to stages"
+        )
+    heard = gather_values(chosen if axis.rank == 0 else None, axis, label=_LABEL)[0]
     if isinstance(heard, TulleError):
         raise heard
     assert heard is not None, "rank 0 has chosen"
+    logger.info("stages by profile:\n%s", heard.partition.table())
     return heard
 
 
@@ -96,7 +97,6 @@ def _deal(
     names = [piece.name for piece in pieces]
     limits = Limits(memory_bytes, NOMINAL_BYTES_PER_S, _pins_of_pieces(pins, names, calls))
     found = partition(pieces, stages, limits)
-    logger.info("stages by profile:\n%s", found.table())
     return Dealt(found, coarsened(found.assignment, calls))
 
 
