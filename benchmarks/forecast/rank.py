@@ -197,7 +197,7 @@ def to_the_end(step: Callable[[object], None], batch: object, model: nn.Module) 
     step(batch)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.flatten()[:1].sum()
+            parameter.detach().flatten()[:1].sum()
 
 
 def seconds(step: Callable[[object], None], batches: Sequence[object], axis: Axis) -> float:
