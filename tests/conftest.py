@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 
 from ranks import end_all_workers
 
@@ -22,3 +23,9 @@ hypothesis.settings.load_profile("tulle")
 def _no_process_outlives_the_session() -> Iterator[None]:
     yield
     end_all_workers()
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_outlives_a_test() -> Iterator[None]:
+    yield
+    assert not dist.is_initialized(), "left to the tests that follow in this process: mark this one with on_ranks(1)"

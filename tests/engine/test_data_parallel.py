@@ -315,6 +315,13 @@ class Writes(nn.Module):
         return self.layer(x).mean()
 
 
+def assert_buffers_are_those_of_rank_0(model):
+    for buffer in model.buffers():
+        first = buffer.clone()
+        torch.distributed.broadcast(first, src=0)
+        assert torch.equal(buffer, first)
+
+
 @on_ranks(2)
 def test_buffers_written_in_any_way_follow_rank_0():
     mesh = tulle.init(data=-1)
@@ -324,10 +331,7 @@ def test_buffers_written_in_any_way_follow_rank_0():
         for _ in range(2):  # two forwards a step: a buffer that is replaced twice may come to lie where it was
             model(torch.full((3, 2), 1.0 + step + 10 * mesh.rank))
         model(torch.full((3, 2), 1.0 + mesh.rank)).backward()
-        for buffer in model.buffers():
-            first = buffer.clone()
-            torch.distributed.broadcast(first, src=0)
-            assert torch.equal(buffer, first)
+        assert_buffers_are_those_of_rank_0(model)
 
 
 @on_ranks(4)
@@ -357,10 +361,7 @@ def test_statistics_of_many_norms_travel_in_one_message():
         traffic.take_labels()
         model(torch.randn(5, 4) + step + mesh.rank).pow(2).mean().backward()
     assert traffic.take_labels()["buffers"].messages == (1 if mesh.rank == 0 else 0)
-    for buffer in model.buffers():
-        theirs = buffer.clone()
-        torch.distributed.broadcast(theirs, src=0)
-        assert torch.equal(buffer, theirs)
+    assert_buffers_are_those_of_rank_0(model)
 
 
 @on_ranks(2)

@@ -33,6 +33,10 @@ def loss_of(model, x):
     return loss
 
 
+def placed_chain(mesh):
+    return pipeline.place(make(Chain), mesh["pipe"], {"layers.0": 0, "layers.1": 1})
+
+
 def both(kind, assignment, function=loss_of, steps=3, micro_batches=4, by_profile=False, timeout=8):
     mesh = tulle.init(pipe=-1, timeout=timeout)
     model = make(kind)
@@ -194,8 +198,7 @@ def on_encoding(model, batch, pair):
 
 @on_ranks(2)
 def test_what_a_tokenizer_gives_is_cut():
-    mesh = tulle.init(pipe=-1)
-    model = pipeline.place(make(Chain), mesh["pipe"], {"layers.0": 0, "layers.1": 1})
+    model = placed_chain(tulle.init(pipe=-1))
     step = pipeline.step(micro_batches=4)(on_encoding)
     batch = Encoding({"x": data(), "n": 3})
     step(model, batch, (Encoding({"x": data()}), data()))
@@ -214,8 +217,7 @@ class Trainer:
 
 @on_ranks(2)
 def test_a_step_finds_the_model_of_a_trainer_or_a_closure():
-    mesh = tulle.init(pipe=-1)
-    model = pipeline.place(make(Chain), mesh["pipe"], {"layers.0": 0, "layers.1": 1})
+    model = placed_chain(tulle.init(pipe=-1))
     runtime = placement_of(model).runtime
     Trainer(model).step(data())
     assert runtime.programs == 6, runtime.programs
@@ -236,8 +238,7 @@ def plain_too(model, critic, x):
 
 @on_ranks(2)
 def test_a_loss_of_a_model_that_is_not_placed_counts_by_its_share():
-    mesh = tulle.init(pipe=-1)
-    model = pipeline.place(make(Chain), mesh["pipe"], {"layers.0": 0, "layers.1": 1})
+    model = placed_chain(tulle.init(pipe=-1))
     critic, ref = make(Chain), make(Chain)
     pipeline.step(micro_batches=4)(plain_too)(model, critic, data())
     ref(data()).pow(2).mean().backward()
@@ -253,7 +254,7 @@ def with_plain_parameters(model, criterion, x):
 @on_ranks(2)
 def test_a_trained_parameter_of_no_placed_model_is_refused():
     mesh = tulle.init(pipe=-1, timeout=8)
-    model = pipeline.place(make(Chain), mesh["pipe"], {"layers.0": 0, "layers.1": 1})
+    model = placed_chain(mesh)
     # A rank that waits for one that has raised is told why.
     with pytest.raises((ModelError, CommunicationError), match="trained and in no model that was placed"):
         pipeline.step(micro_batches=4)(with_plain_parameters)(model, nn.Linear(WIDTH, 1).double(), data())
@@ -284,7 +285,7 @@ def test_what_is_detached_in_place_is_so_on_all_ranks():
 @on_ranks(2)
 def test_a_loss_that_is_kept_can_be_read_after_the_step():
     mesh = tulle.init(pipe=-1, timeout=8)
-    model = pipeline.place(make(Chain), mesh["pipe"], {"layers.0": 0, "layers.1": 1})
+    model = placed_chain(mesh)
     kept = []
 
     @pipeline.step(micro_batches=2)
@@ -353,7 +354,7 @@ def test_shapes_that_follow_from_fractions():
 @on_ranks(2)
 def test_a_copy_that_is_placed_otherwise_is_refused():
     mesh = tulle.init(pipe=-1, timeout=8)
-    model = pipeline.place(make(Chain), mesh["pipe"], {"layers.0": 0, "layers.1": 1})
+    model = placed_chain(mesh)
     with pytest.raises(ModelError, match="no values, while another rank has them"):
         pipeline.place(copy.deepcopy(model), mesh["pipe"], {"layers.0": 1, "layers.1": 0})
 
@@ -421,7 +422,7 @@ def test_parameters_that_a_step_freezes_are_frozen_on_all_ranks():
 @on_ranks(2)
 def test_hooks_of_saved_tensors_hold_in_a_step():
     mesh = tulle.init(pipe=-1, timeout=8)
-    model = pipeline.place(make(Chain), mesh["pipe"], {"layers.0": 0, "layers.1": 1})
+    model = placed_chain(mesh)
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(1) or t, lambda t: t):
         pipeline.step(micro_batches=2)(loss_of)(model, data())

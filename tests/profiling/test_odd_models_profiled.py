@@ -51,6 +51,29 @@ class Auxiliary(nn.Module):
         return self.auxiliary
 
 
+class Collects(nn.Module):
+    """Hooks its table when it is first called, as `transformers` does to collect hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.seen = nn.Embedding(9, 4, sparse=True), []
+        self.is_hooked = False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if not self.is_hooked:
+            self.words.register_forward_hook(lambda _, args, out: self.seen.append(out))
+            self.is_hooked = True
+        return self.words(ids).sum()
+
+
+def test_a_look_at_lookups_leaves_no_hooks_that_a_forward_has_put_on_modules():
+    model = Collects()
+    assert rows_touched(model, torch.tensor([3, 1, 3]))["words.weight"].tolist() == [1, 3]
+    assert (len(model.words._forward_hooks), model.is_hooked, model.seen) == (0, False, [])
+    model(torch.tensor([2]))
+    assert len(model.seen) == 1
+
+
 def twin_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Twin:
     return Twin.of(model, [optimizer], [torch.randn(3, 4)], default_loss)
 

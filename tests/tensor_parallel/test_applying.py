@@ -7,6 +7,7 @@ import torch
 from split_training import check_exact, ids, numbers, square, train
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 import tulle
 from ranks import on_ranks
@@ -173,6 +174,7 @@ def test_what_cannot_be_selected_is_refused_by_name():
         tensor_parallel.apply(nn.Sequential(nn.Linear(4, 1)), axis, select=["0"])
 
 
+@on_ranks(1)
 def test_a_forward_that_was_stopped_leaves_the_shared_numbers_alone_afterwards():
     randomness = OwnRandomness(Region(model_axis(), "test"))
     module = nn.Dropout()
@@ -267,6 +269,20 @@ class Reads(nn.Module):
 def test_layers_whose_weights_other_code_reads_stay_whole_unless_asked_for():
     model = nn.Sequential(Reads(), nn.Linear(8, 4))
     assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["0.body", "0.inner.scores", "1"]
+
+
+def test_to_see_which_weights_are_read_computes_none():
+    model, asked = Reads(), []
+
+    class Counts(nn.Module):
+        def forward(self, weight):
+            asked.append(1)
+            return weight
+
+    parametrize.register_parametrization(model.words, "weight", Counts())
+    asked.clear()
+    assert "body" in tensor_parallel.known(model, smallest_bytes=0, ranks=2)
+    assert not asked
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ from tulle.comm.agree import gather_values, raise_together
 from tulle.comm.collectives import all_gather, all_reduce, barrier, broadcast
 from tulle.comm.courier import Courier, Job
 from tulle.comm.differentiable import enter, exchange, gather, halo, leave, reduce_scatter, scatter
+from tulle.comm.eager import eager
 from tulle.comm.lane import alone, hosts_of, lane
 from tulle.comm.parts import all_gather_parts, all_to_all_parts, receive, send
 from tulle.comm.pending import Deferred, Pending
@@ -25,6 +26,7 @@ __all__ = [
     "alone",
     "barrier",
     "broadcast",
+    "eager",
     "enter",
     "exchange",
     "gather",

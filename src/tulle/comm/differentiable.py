@@ -24,9 +24,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo as eager  # torch.compiler.disable imports the compiler
 
 from tulle.comm.collectives import all_gather, all_reduce
+from tulle.comm.eager import eager
 from tulle.comm.parts import all_to_all_parts
 from tulle.comm.scratch import release
 from tulle.errors import ModelError

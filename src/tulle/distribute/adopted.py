@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from tulle.comm import eager
 from tulle.distribute.axes import Axes
-from tulle.engine import ENGINE, DataParallel, adopt, eager, engine_of
+from tulle.engine import ENGINE, DataParallel, adopt, engine_of
 from tulle.errors import MeshError, ModelError
 from tulle.mesh import Mesh
 from tulle.plan import Plan

@@ -2,7 +2,6 @@
 
 from tulle.engine.covered import watch_steps
 from tulle.engine.data_parallel import ENGINE, DataParallel, engine_of, living_split_tables
-from tulle.engine.eager import eager
 from tulle.engine.feed import Feed
 from tulle.engine.late_updates import check_reads
 from tulle.engine.replicas import broadcast_tensors, check_alike
@@ -21,7 +20,6 @@ __all__ = [
     "broadcast_tensors",
     "check_alike",
     "check_reads",
-    "eager",
     "engine_of",
     "living_split_tables",
     "watch_steps",

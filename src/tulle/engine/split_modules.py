@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tulle.engine.eager import eager
+from tulle.comm import eager
 from tulle.engine.split_tables import SplitTables
 from tulle.errors import ModelError
 from tulle.tables import TableModule

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo as eager  # torch.compiler.disable imports the compiler
 from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
+from tulle.comm import eager
 from tulle.errors import ModelError
 from tulle.memory.ahead import EVALUATING, FORWARD, Ahead
 from tulle.memory.arrivals import Arrival, in_pass

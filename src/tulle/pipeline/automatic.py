@@ -86,7 +86,8 @@ def deal(
     if isinstance(heard, TulleError):
         raise heard
     assert heard is not None, "rank 0 has chosen"
-    logger.info("stages by profile:\n%s", heard.partition.table())
+    if axis.rank == 0:
+        logger.info("stages by profile:\n%s", heard.partition.table())
     return heard
 
 

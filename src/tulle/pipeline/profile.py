@@ -22,7 +22,7 @@ from tulle.mesh import Axis
 from tulle.pipeline.calls import Calls, pieces_of, watch
 from tulle.pipeline.holdings import Holdings, Unit
 from tulle.pipeline.homes import outward
-from tulle.pipeline.hooks import as_before, is_hooked, users_aside
+from tulle.pipeline.hooks import is_hooked, users_aside
 from tulle.pipeline.interception import run_in_this_thread
 from tulle.pipeline.lent import lent
 from tulle.pipeline.partition import Piece
@@ -55,7 +55,7 @@ def profile(model: nn.Module, sample: object, axis: Axis, stages: int) -> tuple[
         The pieces in the order in which they run, and the calls that were seen.
     """
     args, kwargs = as_call(sample, axis.device)
-    with untouched(model), as_before(model), written_back(model), lent(model, axis.device), forked(0):
+    with untouched(model), written_back(model), lent(model, axis.device), forked(0):
         with torch.no_grad():
             calls = watch(model, args, kwargs)
         calls.borrowers |= _not_whole(model, calls)

@@ -20,11 +20,12 @@ import torch
 from torch import nn
 
 from tulle.pipeline.attributes import own_attributes
+from tulle.pipeline.hooks import as_before
 
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Give gradients, buffers and attributes of modules back as they were, and what is in these; not parameters.
+    """Give gradients, buffers, hooks and attributes of modules back as they were, and what is in these; not parameters.
 
     Args:
         model: Whose gradients are None within.
@@ -36,7 +37,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        yield
+        with as_before(model):
+            yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient

@@ -13,15 +13,14 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from types import CodeType, FunctionType
-from typing import Any
 
 from torch import nn
 
 Chain = tuple[str, ...]
 _ABOUT = frozenset({"data_ptr", "device", "dim", "dtype", "grad", "is_cuda", "is_meta", "numel", "requires_grad"})
 """What may be asked of a parameter without its values."""
-_BEFORE = ("__init__", "init", "reset", "tie", "get_", "set_", "extra_repr")
-"""How the names of methods begin that no forward calls."""
+_BEFORE = ("init", "reset", "tie", "get_", "set_", "extra_repr")
+"""How the names of methods begin that no forward calls, underscores left out."""
 
 
 def read_past(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -38,12 +37,13 @@ def read_past(model: nn.Module) -> Iterator[nn.Parameter]:
         [[8, 4]]
     """
     for module in model.modules():
-        for chain in _chains_of(type(module)):
-            found: Any = module
-            for name in chain:
-                found = getattr(found, name, None) if isinstance(found, nn.Module) else None
-            if isinstance(found, nn.Parameter):
-                yield found
+        for *path, last in _chains_of(type(module)):
+            found: nn.Module | None = module
+            for name in path:
+                found = None if found is None else found._modules.get(name)
+            # Not the attribute: to ask a parametrization or a property would compute it.
+            if found is not None and (parameter := found._parameters.get(last)) is not None:
+                yield parameter
 
 
 @cache
@@ -54,7 +54,7 @@ def _chains_of(kind: type[nn.Module]) -> frozenset[Chain]:
         method
         for one in own
         for name, method in vars(one).items()
-        if isinstance(method, FunctionType) and not name.lstrip("_").startswith(_BEFORE) and name != "__init__"
+        if isinstance(method, FunctionType) and not name.lstrip("_").startswith(_BEFORE)
     ]
     return frozenset(
         chain for method in methods if (code := method.__code__).co_argcount for chain in _chains_in(code, code)
@@ -64,14 +64,13 @@ def _chains_of(kind: type[nn.Module]) -> frozenset[Chain]:
 def _chains_in(code: CodeType, method: CodeType) -> Iterator[Chain]:
     """Those in a method's instructions, and in the functions that it defines."""
     chain: Chain | None = None
-    for instruction, following in pairwise([*dis.get_instructions(code), None]):
-        assert instruction is not None, "the last one is followed by nothing"
+    for instruction, following in pairwise(dis.get_instructions(code)):  # the last one returns
         if instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
             loaded = instruction.argval  # of instructions that load two, both
             chain = () if (loaded[-1] if isinstance(loaded, tuple) else loaded) == method.co_varnames[0] else None
         elif chain is not None and instruction.opname == "LOAD_ATTR":
             chain = (*chain, instruction.argval)
-            if len(chain) > 1 and (following is None or following.argval not in _ABOUT):
+            if len(chain) > 1 and following.argval not in _ABOUT:
                 yield chain
         else:
             chain = None
