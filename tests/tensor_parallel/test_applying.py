@@ -363,6 +363,7 @@ class Fails(nn.Linear):
         raise ValueError("mine")
 
 
+@on_ranks(1)
 def test_an_error_within_a_stretch_of_own_numbers_ends_it():
     model = nn.Sequential(nn.Linear(2, 2), Fails(2, 2))
     tensor_parallel.Splitter(model_axis()).own_randomness(model, end=model[1])
