@@ -330,6 +330,13 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
         tulle.save(tmp_path / "file" / "a", *trained())
 
 
+def test_arguments_in_another_order_are_told(tmp_path):
+    model, optimizers = trained()
+    for call in (tulle.save, tulle.load):
+        with pytest.raises(CheckpointError, match=r"a Noisy was given for .* expected its name, before the model"):
+            call(model, optimizers, tmp_path)
+
+
 def test_a_checkpoint_that_is_missing_is_named(tmp_path):
     for path in (tmp_path / "no", tmp_path):
         with pytest.raises(CheckpointError, match=re.escape(f"there is no checkpoint {str(path)!r}: give the folder")):

@@ -21,6 +21,7 @@ def test_named_dimensions_are_there_when_they_are_asked_for():
 
 def test_the_top_level_is_small_and_known():
     assert tulle.__all__ == [
+        "Memory",
         "Mesh",
         "Plan",
         "RowSparse",

@@ -14,13 +14,14 @@ from tulle.estimate import estimate
 from tulle.lookahead import lookahead
 from tulle.mesh import Mesh, init
 from tulle.pipeline import stage, step
-from tulle.plan import Plan
+from tulle.plan import Memory, Plan
 from tulle.profiling import profile
 from tulle.record import log
 from tulle.rows import RowSparse
 from tulle.softmax import SampledSoftmax, ShardedSoftmax
 
 __all__ = [
+    "Memory",
     "Mesh",
     "Plan",
     "RowSparse",

@@ -17,7 +17,7 @@ from tulle.engine import SplitTable
 from tulle.errors import PlanError
 from tulle.mesh import Axis
 from tulle.softmax import SoftmaxLayer
-from tulle.tables import PLACEMENTS, Split, TableModule, TablePart, split_as, table_modules
+from tulle.tables import PLACEMENTS, Split, TableModule, guard_table, split_as, table_modules
 from tulle.traits import ELEMENTWISE, hold
 
 logger = logging.getLogger("tulle")
@@ -171,7 +171,7 @@ def place(
             give(parameter, parts[name])
         else:
             hold(parameter, split.take(parameter))
-        TablePart.of(parameter, split)
+        guard_table(parameter, split)
         for owner in model.modules():
             for key in [key for key, other in owner._parameters.items() if other is parameter]:
                 owner.register_load_state_dict_pre_hook(partial(_take_part, split, key))

@@ -202,6 +202,7 @@ class Recorder:
             self._lines.close()
             if traffic.is_tracing:
                 self._write_timeline()
+        atexit.unregister(self.close)
 
     def watches(self, module: nn.Module) -> bool:
         """Whether this very model was attached; its copies have its hooks too."""

@@ -1,5 +1,6 @@
 """Parameters that are shared out over axis `data` train to the numbers of one process, along any other axes."""
 
+import io
 import math
 from dataclasses import replace
 
@@ -59,6 +60,30 @@ def test_it_is_one_process_with_a_pipeline_and_holds_half():
     shards = named_shards(model)
     assert sorted(shards) == sorted(held), "nothing of this model is too small"
     assert sum(p.numel() for p in held.values()) == sum(shards[name].shape.numel() for name in held) / 2
+
+
+@on_ranks(2)
+def test_a_part_is_not_taken_for_the_whole():
+    model, _, _ = distributed("stack", {"data": 2}, plan=planned("stack", {"data": 2}, FULL))
+    weight = model.encoder.layers[0].linear1.weight
+    shard = named_shards(model)["encoder.layers.0.linear1.weight"]
+    wrong = {
+        "T": lambda: torch.ones(2, shard.shape[1]).double() @ weight.T,
+        "__getitem__": lambda: weight[0],
+        "normal_": lambda: nn.init.normal_(weight),
+        "mean": lambda: (weight * weight).mean().backward(),
+    }
+    for taker, read in wrong.items():
+        with pytest.raises(ModelError, match=rf"^{taker} was given 'encoder\.layers\.0\.linear1\.weight' as if all"):
+            read()
+    (gradient,) = torch.autograd.grad((weight**2).sum(), [weight])
+    assert torch.equal(gradient, 2 * weight.detach())
+    kept = io.BytesIO()
+    torch.save(weight, kept)
+    kept.seek(0)
+    loaded = torch.load(kept)
+    assert type(loaded) is nn.Parameter
+    assert torch.equal(loaded, weight.detach())
 
 
 @on_ranks(4)

@@ -235,6 +235,7 @@ def test_narrow_parameters_train_as_wide_ones_nearly_do():
     assert found[torch.bfloat16] != found[None]
 
 
+@on_ranks(1)
 def test_what_cannot_be_sharded_is_refused():
     axis = tulle.init(data=-1)["data"]
     model = nn.Linear(2, 2)

@@ -1,6 +1,8 @@
 """Optimizers, clipping, checkpoints and DTensors: what they do does not depend on the layout."""
 
 import copy
+import gc
+from weakref import ref
 
 import pytest
 import torch
@@ -50,6 +52,17 @@ def test_optimizers_and_clipping_agree_under_layouts(optimizer):
         with tn.use(mesh, layout):
             *_, got = train(optimizer, 3)
             assert worst_difference(got, expected) < 1e-11, layout
+
+
+@on_ranks(2)
+def test_a_model_that_nobody_holds_is_gone():
+    mesh = tulle.init(data=2)
+    with tn.use(mesh, "batch:data"):
+        model, optimizer, _ = train("AdamW", 2)
+    held = {name: ref(one.parameter) for name, one in named_parameters(model)}
+    del model, optimizer
+    gc.collect()
+    assert [name for name, parameter in held.items() if parameter() is not None] == []
 
 
 def test_adafactor_is_that_of_torch_for_matrices():

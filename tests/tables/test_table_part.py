@@ -16,8 +16,8 @@ from models import batches
 from ranks import on_ranks
 from tulle.errors import ModelError
 from tulle.mesh import Axis
-from tulle.tables import split_as, split_of
-from tulle.tables.part import TablePart
+from tulle.parts import Part
+from tulle.tables import guard_table, split_as, split_of
 
 ROWS, WIDTH = 40, 6
 
@@ -64,7 +64,7 @@ def part_of(placement: str) -> nn.Parameter:
     axis = Axis("data", 1, 2, (0, 1), nobody, torch.device("cpu"), 0.0)
     split = split_as(placement, "words.weight", (ROWS, WIDTH), axis)
     parameter = nn.Parameter(split.take(torch.randn(ROWS, WIDTH, dtype=torch.float64)))
-    TablePart.of(parameter, split)
+    guard_table(parameter, split)
     return parameter
 
 
@@ -102,7 +102,7 @@ def test_what_treats_every_number_by_itself_goes_on_with_the_numbers_of_one_proc
                 torch._foreach_mul_([*one.parameters()], 0.999)
             optimizer.zero_grad()
     table = model.words.weight
-    assert type(table) is TablePart, "guarded again after each step"
+    assert type(table) is Part, "guarded again after each step"
     assert repr(table)
     assert table.norm().item() > 0, "to print it does no harm"
     split = split_of(table)

@@ -40,9 +40,17 @@ class Folder:
 
     Args:
         path: Its name.
+
+    Raises:
+        CheckpointError: If that is no name.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise CheckpointError(
+                f"a {type(path).__name__} was given for the checkpoint's folder, expected its name, before the model: "
+                "tulle.save(path, model, optimizer), tulle.load(path, model, optimizer)"
+            )
         self.path = Path(path)
         self.aside = self.path.with_name(f".{self.path.name}.partial")
         self._previous = self.path.with_name(f".{self.path.name}.previous")

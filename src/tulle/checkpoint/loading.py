@@ -46,7 +46,7 @@ def load(
     from tulle.checkpoint.storage import Reader  # takes most of a second, once
 
     await_saves()
-    standing, folder, optimizers = Standing(model), Folder(path), [] if optimizer is None else as_optimizers(optimizer)
+    folder, standing, optimizers = Folder(path), Standing(model), [] if optimizer is None else as_optimizers(optimizer)
     ranks, own = standing.ranks, dict(standing.state())  # what gathers it from other ranks comes first
     with ranks.alike():
         run = folder.read_run()

@@ -85,7 +85,7 @@ def save(
         >>> tulle.save(path, model, optimizer, asynchronous=True, step=200).result()
     """
     await_saves()
-    standing, folder = Standing(model), Folder(path)
+    folder, standing = Folder(path), Standing(model)
     ranks = standing.ranks
     with _alike(folder, ranks):
         state = State.of(standing, as_optimizers(optimizer))

@@ -17,7 +17,7 @@ from tulle.engine import ENGINE, DataParallel, adopt, engine_of
 from tulle.errors import MeshError, ModelError
 from tulle.mesh import Mesh
 from tulle.plan import Plan
-from tulle.tables import TablePart, guard, split_of, table_modules, unguard
+from tulle.tables import split_of, table_modules
 
 _CLASS = "_tulle_class"
 """Where a distributed model keeps the class that it was given with."""
@@ -106,26 +106,6 @@ def fetch_after_steps(optimizers: Sequence[Optimizer], engine: DataParallel) -> 
 
     for one in stepping:
         one.register_step_post_hook(stepped)
-
-
-def step_plainly(optimizers: Sequence[Optimizer]) -> None:
-    """Have parts of tables be plain parameters while optimizers step, as torch has fused kernels for these alone."""
-    for one in optimizers:
-        parts = [p for group in one.param_groups for p in group["params"] if isinstance(p, TablePart)]
-        if parts:
-            one.register_step_pre_hook(partial(_unguard, parts))
-            one.register_step_post_hook(partial(_guard, parts))
-
-
-def _unguard(parts: Sequence[TablePart], _: Optimizer, arguments: tuple[object, ...], keywords: object) -> None:
-    if len(arguments) == 1 and not keywords:  # else a closure may call the model
-        for part in parts:
-            unguard(part)
-
-
-def _guard(parts: Sequence[TablePart], *_: object) -> None:
-    for part in parts:
-        guard(part)
 
 
 def refuse_hooks(engine: DataParallel) -> None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from tulle.admission import as_optimizers, check_model, check_replicated_tables
 from tulle.deferred import is_deferred
-from tulle.distribute.adopted import adopt_model, fetch_after_steps, refuse_hooks, step_plainly
+from tulle.distribute.adopted import adopt_model, fetch_after_steps, refuse_hooks
 from tulle.distribute.axes import Axes, alike
 from tulle.distribute.choosing import Asked, choose, in_force, mesh_for
 from tulle.distribute.closures import share_losses
@@ -37,6 +37,7 @@ from tulle.engine import (
 from tulle.errors import PlanError
 from tulle.lookups import explain_lookups
 from tulle.mesh import Mesh
+from tulle.parts import step_plainly
 from tulle.pipeline import Usual, make_usual
 from tulle.pipeline.schedule import checked
 from tulle.placing import check_placements, materialize_parts, place
@@ -222,8 +223,9 @@ def _attach(optimizers: Sequence[Optimizer], engine: DataParallel, plan: Plan, a
         for one in optimizers:
             if type(one) not in ELEMENTWISE:
                 share_losses(one, axes.data)
+    for one in optimizers:
+        step_plainly(one)
     if engine.split_tables is not None:
-        step_plainly(optimizers)
         fetch_after_steps(optimizers, engine)
     if plan.schedule == AT_READ and axes.data.size > 1:
         late = engine.update_late()

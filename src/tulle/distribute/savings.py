@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from tulle.distribute.axes import Axes
 from tulle.errors import PlanError
@@ -39,9 +39,14 @@ def check_savings(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer],
         if all(id(parameter) in of_tables for parameter in stepped):
             continue
         if type(optimizer) not in SHARDABLE:
+            why = (
+                "takes sparse gradients alone, and steps parameters that are in no table with such"
+                if isinstance(optimizer, SparseAdam)
+                else "does not treat every number of a parameter by itself"
+            )
             raise PlanError(
-                f"the plan has {what}, but {type(optimizer).__name__} does not treat every number of a parameter by "
-                f"itself: use one of {', '.join(kind.__name__ for kind in SHARDABLE)}"
+                f"the plan has {what}, but {type(optimizer).__name__} {why}: use one of "
+                f"{', '.join(kind.__name__ for kind in SHARDABLE)}"
             )
         has_pieces = memory.shard_optimizer or memory.precision
         if has_pieces and any(id(parameter) in of_tables for parameter in stepped):

@@ -17,7 +17,8 @@ from torch._guards import CompileContext
 from torch.utils._pytree import tree_leaves
 
 from tulle.errors import PlanError
-from tulle.tables import OF_NO_VALUES, ShardGradient, TablePart
+from tulle.parts import OF_NO_VALUES, Part
+from tulle.tables import ShardGradient
 
 
 class _Late:
@@ -86,13 +87,13 @@ class LateParameter(_Late, nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
-class LateTablePart(LateParameter, TablePart):
-    """The same of a rank's part of a table."""
+class LatePart(LateParameter, Part):
+    """The same of a rank's part."""
 
-    plain = TablePart
+    plain = Part
 
 
-_KINDS = {kind.plain: kind for kind in (LateGradient, LateShardGradient, LateParameter, LateTablePart)}
+_KINDS = {kind.plain: kind for kind in (LateGradient, LateShardGradient, LateParameter, LatePart)}
 
 
 def is_late(tensor: Tensor | None) -> bool:

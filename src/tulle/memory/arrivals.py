@@ -108,7 +108,8 @@ class _Views:
     def __init__(self, parts: Sequence[nn.Parameter]) -> None:
         self.parts, self.arrival = parts, Arrival()
         # As views: a function of parameters themselves is what a pipeline takes for an operation between its modules.
-        self.views: Sequence[Tensor] = _Arrive.apply(self.arrival, *(part.view_as(part) for part in parts))
+        with torch._C.DisableTorchFunctionSubclass():  # parts, which are guarded
+            self.views: Sequence[Tensor] = _Arrive.apply(self.arrival, *(part.view_as(part) for part in parts))
 
 
 def _sum(gradients: Sequence[Tensor]) -> Tensor | None:

@@ -6,16 +6,38 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from tulle.memory.shard import Shard, mark, shard_of
+from tulle.parts import guard
 from tulle.traits import hold
 
 _SHARDS = "_tulle_shards"
 """The attribute by which a module holds how its own parameters are cut."""
 _gives_parts: ContextVar[bool] = ContextVar("gives parts", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedOut:
+    """A parameter of which a rank has its share."""
+
+    name: str
+    shard: Shard
+
+    def refusal(self, taker: str) -> str:
+        """Names the parameter, its shapes, and the mend."""
+        return (
+            f"{taker} was given {self.name!r} as if all of it were here, but full_shard shares it out: this rank has "
+            f"{self.shard.local_shape} of {tuple(self.shard.shape)} while no module runs that it belongs to. Read it "
+            "in the forward of the module that holds it, take it from model.state_dict(), leave full_shard out of the "
+            "plan, or take its .detach(), which is this rank's part"
+        )
+
+    def refusal_of_gradient(self) -> None:
+        """That of the part is given."""
 
 
 def named_shards(model: nn.Module) -> dict[str, Shard]:
@@ -59,6 +81,7 @@ def cut_in_place(model: nn.Module, name: str, shard: Shard) -> None:
         mark(parameter, shard)
         parameter.grad = None
         hold(parameter, shard.part(parameter))
+        guard(parameter, _SharedOut(name, shard))
 
 
 def _give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:

@@ -23,6 +23,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -82,9 +83,10 @@ class Gradients:
 
     def follow(self, parameter: nn.Parameter, axes: Axes) -> list[Any]:
         """Sum a parameter's gradient over some axes at the end of each backward; gives the hooks that do."""
+        own = ref(parameter)  # no collector sees that a parameter is held by its own hooks
         return [
-            parameter.register_hook(lambda gradient: self._set_apart(parameter, axes, gradient)),
-            parameter.register_post_accumulate_grad_hook(lambda _: self._arrive(parameter, axes)),
+            parameter.register_hook(lambda gradient: self._set_apart(cast("nn.Parameter", own()), axes, gradient)),
+            parameter.register_post_accumulate_grad_hook(lambda parameter: self._arrive(parameter, axes)),
         ]
 
     @contextmanager

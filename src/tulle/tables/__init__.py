@@ -5,12 +5,11 @@ from tulle.tables.division import Division, divide
 from tulle.tables.exchange import Pushed, bundles, fetch, push, refuse, tell, tell_the_end, wish
 from tulle.tables.gradient import ShardGradient
 from tulle.tables.modules import TableModule, table_modules, table_of
-from tulle.tables.part import OF_NO_VALUES, TablePart, guard, unguard
+from tulle.tables.part import guard_table
 from tulle.tables.placements import PLACEMENTS, placement_of, split_as
 from tulle.tables.split import ColumnSplit, RowSplit, Split, split_of
 
 __all__ = [
-    "OF_NO_VALUES",
     "PLACEMENTS",
     "ColumnSplit",
     "Division",
@@ -20,12 +19,11 @@ __all__ = [
     "ShardGradient",
     "Split",
     "TableModule",
-    "TablePart",
     "Wish",
     "bundles",
     "divide",
     "fetch",
-    "guard",
+    "guard_table",
     "placement_of",
     "push",
     "refuse",
@@ -35,6 +33,5 @@ __all__ = [
     "table_of",
     "tell",
     "tell_the_end",
-    "unguard",
     "wish",
 ]

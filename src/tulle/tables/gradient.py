@@ -14,12 +14,14 @@ from torch import Tensor
 
 from tulle.comm import all_reduce
 from tulle.mesh import Axis
+from tulle.parts import meets_parts
 
 FOREACH_NORM = vars(torch)["_foreach_norm"]
 UNSCALE = vars(torch)["_amp_foreach_non_finite_check_and_unscale_"]
 _LABEL = "gradient norm"
 
 
+@meets_parts
 class ShardGradient(torch.Tensor):
     """A gradient, dense or sparse, of which every rank of an axis has a part.
 
