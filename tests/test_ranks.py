@@ -1,5 +1,6 @@
 """The warm teams keep their promises: each failure on a rank is told by name, and the next test works."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -197,13 +198,16 @@ def test_an_error_in_a_thread_of_the_body_fails_the_test():
 
 
 def kills_its_session() -> None:
-    os.kill(os.getppid(), signal.SIGKILL)
+    session = multiprocessing.parent_process()  # the process' own parent is the server that forked it
+    assert session is not None
+    assert session.pid is not None
+    os.kill(session.pid, signal.SIGKILL)
     signal.pause()
 
 
 SESSION = """
 import ranks, test_ranks
-ranks.SPAWNED_AT_ONCE = 1
+ranks.STARTED_AT_ONCE = 1
 ranks.run_on_ranks(1, test_ranks.kills_its_session)
 """
 
