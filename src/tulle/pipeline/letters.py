@@ -23,7 +23,20 @@ class Kind(IntEnum):
 
 
 Key = tuple[Kind, int, int]
-"""Kind, program, number within the program."""
+"""Kind, program, number within the program: what the receiver looks for, without being told of it.
+
+Programs, steps and the placing of models are numbered as one, from 1 (`Runtime.programs`), so no two mean the same:
+
+    VALUE     program p, n      the n-th thing that p moves (`Values`)
+              step s, n         what was written in a buffer of no unit
+              -model, n         a tensor that several ranks hold, when it is placed
+    GRADIENT  program p, n      of a value of p, for its backward
+              step s, n         of a tied parameter; outside of steps -p, n
+    OUTCOME   program p, n      the n-th thing that p moves, if it depends on values
+              0, digest         of a call of a unit: the same whenever such a one comes, so told once
+    END       step s, 0         a rank is done with it
+    ERROR     step s, 0         why it, or a program outside of steps, failed there
+"""
 _About = tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | bool
 """Of a tensor shape, strides and dtype; True for something pickled; False for None."""
 

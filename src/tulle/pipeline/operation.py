@@ -1,8 +1,8 @@
-"""`Call`: one operation or placed module that a program runs, and what such a one must not be given, or write in."""
+"""`Call`: one operation or placed module that a program runs; and what such a one, or backward, must not be given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,4 +83,26 @@ def check_given(call: Call) -> None:
                 f"{call.name!r} was given a parameter of shape {list(leaf.shape)} that is trained and in no model "
                 'that was placed, so that one rank only would train it: place its module too (at {"": stage}), or '
                 "make it a part of the model"
+            )
+
+
+def check_backward(losses: Sequence[Any], gradients: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Refuse a backward that cannot run over stages, or begin at these losses.
+
+    Args:
+        losses: What it is to begin at.
+        gradients: Of each, or None.
+        options: Of `torch.autograd.backward`.
+    """
+    if options.get("create_graph") or options.get("inputs") is not None:
+        raise ModelError(
+            "backward through a pipeline was asked for create_graph or inputs; only plain loss.backward() can run "
+            "over stages: compute such gradients inside one module"
+        )
+    for loss, gradient in zip(losses, gradients, strict=True):
+        if not isinstance(loss, Placeholder) or not loss.needs_grad:
+            raise ModelError("backward was called on a tensor of a pipeline that needs no gradient: see requires_grad")
+        if gradient is None and loss.numel() != 1:
+            raise ModelError(
+                f"backward was called on a tensor of shape {list(loss.shape)}: give its gradient, or sum it"
             )

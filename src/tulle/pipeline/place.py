@@ -239,7 +239,7 @@ def _made_equal(model: nn.Module, owners: Mapping[str, Sequence[int]], runtime: 
     tied: list[Tied] = []
     for number, (name, tensor) in enumerate(tensors_of(model)):
         if len(owners[name]) > 1:
-            runtime.copy_from_first(tensor, owners[name], (runtime.placed, number), name)
+            runtime.copy_from_first(tensor, owners[name], (-runtime.placed, number), name)
             if isinstance(tensor, nn.Parameter):
                 tied.append(Tied(name, tensor, owners[name]))
     return tied
@@ -250,14 +250,18 @@ def _let_go_of_others(model: nn.Module, owners: Mapping[str, Sequence[int]], axi
     try:
         for name, tensor in tensors_of(model):
             if axis.rank not in owners[name]:
-                let_go(tensor, name)
+                _let_go(tensor, name)
     except ModelError as error:
         return error
     return None
 
 
-def let_go(tensor: Tensor, name: str) -> None:
-    """Free a parameter's memory; the object stays, as a `meta` tensor."""
+def _let_go(tensor: Tensor, name: str) -> None:
+    """Free the memory of a parameter or buffer; the object stays, as a `meta` tensor.
+
+    Raises:
+        ModelError: If something refers to that memory, as a graph does.
+    """
     if tensor.is_meta:
         return
     empty = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)

@@ -76,7 +76,7 @@ def as_call(sample: object, device: torch.device) -> tuple[tuple[Any, ...], dict
 def _measured(
     model: nn.Module, names: Sequence[str], call: tuple[tuple[Any, ...], dict[str, Any]], axis: Axis
 ) -> list[Piece]:
-    scales = [_Scale(model.get_submodule(name)) for name in names]
+    weighed = [_Weighed(model.get_submodule(name)) for name in names]
     incoming: list[dict[int, int]] = [{} for _ in names]
     seen: set[tuple[int, int]] = set()
     kept: list[Placeholder] = []
@@ -91,14 +91,14 @@ def _measured(
     holdings = Holdings(Post(axis))
     program = Program(Values(0, holdings, _never, "the profile"), holdings, seed=0, read=read)
     units = [
-        Unit(name, model.get_submodule(name), stage, compiled=scale)
-        for stage, (name, scale) in enumerate(zip(names, scales, strict=True))
+        Unit(name, model.get_submodule(name), stage, compiled=one)
+        for stage, (name, one) in enumerate(zip(names, weighed, strict=True))
     ]
     with _intercepted(program, units, model), run_in_this_thread(program):
         model(*call[0], **call[1])
     return [
-        Piece(unit.name, scale.time_s, scale.parameter_bytes, scale.activation_bytes, incoming[unit.stage])
-        for unit, scale in zip(units, scales, strict=True)
+        Piece(unit.name, one.time_s, one.parameter_bytes, one.activation_bytes, incoming[unit.stage])
+        for unit, one in zip(units, weighed, strict=True)
     ]
 
 
@@ -138,7 +138,7 @@ def _not_whole(model: nn.Module, calls: Calls) -> set[str]:
     return around_hooked | past
 
 
-class _Scale:
+class _Weighed:
     """A module's call, which weighs it. Hooks of the user run once, for they may count."""
 
     def __init__(self, module: nn.Module) -> None:

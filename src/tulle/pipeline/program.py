@@ -25,16 +25,16 @@ from tulle.pipeline.hooks import hooks_for_all
 from tulle.pipeline.interception import interception_aside
 from tulle.pipeline.letters import is_dense
 from tulle.pipeline.losses import is_backward, scaled
-from tulle.pipeline.operation import Call, check_asks, check_given
+from tulle.pipeline.operation import Call, check_asks, check_backward, check_given
 from tulle.pipeline.outcome import Constant, Described, Outcome, Same, describe, versions_of
 from tulle.pipeline.placeholder import Placeholder, Witness
-from tulle.pipeline.randomness import Others, forked_torch, seed_of
+from tulle.pipeline.randomness import forked_python, forked_torch, seed_of
 from tulle.pipeline.recompute import checkpointed, is_checkpointed, outside_of_checkpoint
 from tulle.pipeline.shapes import signature, writes_in_many
 from tulle.pipeline.structure import flatten, rebuild
 from tulle.pipeline.values import Values
 
-_NO_OTHERS = nullcontext()
+_NOT_FORKED = nullcontext()
 _SET_GRADIENT = Tensor.grad.__set__  # type: ignore[attr-defined]
 _SET_TRAINED = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
 _MARKS = ("detach_", "requires_grad_")
@@ -77,15 +77,18 @@ class Program:
         """Numbers of the models that it called modules of; the same on all ranks."""
         self._axis = holdings.post.axis
         self._around_backward, self._read = around_backward, read
-        self._turns: dict[str, int] = {}
+        self._calls: dict[str, int] = {}
+        """How often each module and operation was called so far, by name; "" is the model."""
         self._adopted = Adopted(holdings, self)
         self._fail = fail
         self.witness = Witness()
         self._trace = ref(self.witness)
         self._inside: str | None = None
+        """What runs on this rank as in one process: a module, an operation or backward; None between these."""
         self.is_over = False
         """Whether it has come to its end; what it made may be read still."""
         self._is_applying = False
+        """Whether `apply` runs; a placed module that is called then, with nothing inside, is to tell its shapes."""
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation between modules. Every rank comes here."""
@@ -159,21 +162,8 @@ class Program:
             raise ModelError(
                 "backward was called on a loss of a step that is over: call loss.backward() within the step"
             )
-        if options.get("create_graph") or options.get("inputs") is not None:
-            raise ModelError(
-                "backward through a pipeline was asked for create_graph or inputs; only plain loss.backward() can run "
-                "over stages: compute such gradients inside one module"
-            )
         given = [gradients] if isinstance(gradients, Tensor) else gradients or [None] * len(losses)
-        for loss, gradient in zip(losses, given, strict=True):
-            if not isinstance(loss, Placeholder) or not loss.needs_grad:
-                raise ModelError(
-                    "backward was called on a tensor of a pipeline that needs no gradient: see requires_grad"
-                )
-            if gradient is None and loss.numel() != 1:
-                raise ModelError(
-                    f"backward was called on a tensor of shape {list(loss.shape)}: give its gradient, or sum it"
-                )
+        check_backward(losses, given, options)
         for loss, gradient in zip(losses, given, strict=True):
             self.values.seed(loss, gradient, self.scale)
         self.has_graph = bool(options.get("retain_graph"))
@@ -186,7 +176,7 @@ class Program:
 
     def begin_call(self) -> int:
         """Note that the model is called; give the number of the call."""
-        return self._turn("")
+        return self._count_call("")
 
     def visible(self, value: Any) -> Any:
         """What the model gives, with placeholders for what has come to live on one rank."""
@@ -238,7 +228,7 @@ class Program:
             self.values.bring(placeholder, rank, call.name)
             if known is None and self.values.rank_of(placeholder.stage) != rank and not is_dense(placeholder):
                 outcome = None  # it comes with other strides than it has at home: who runs the operation tells of it
-        turn = self._turn(call.name)
+        number = self._count_call(call.name)
         if rank != self._axis.rank:
             outcome = self.values.hear(call.name, rank, outcome, known)
             return self._wrapped(call, stage, outcome, [None] * len(outcome.results))
@@ -246,7 +236,7 @@ class Program:
         self._stages.add(stage)
         natives = [self.values.native(leaf) if isinstance(leaf, Placeholder) else leaf for leaf in call.leaves]
         versions = versions_of(natives)
-        result = self._execute(call, natives, seed_of(self.seed, call.name, turn), known)
+        result = self._execute(call, natives, seed_of(self.seed, call.name, number), known)
         seen, values = describe(result, natives, versions)
         return self._wrapped(call, stage, self.values.tell(call.name, seen, outcome, known), values)
 
@@ -254,9 +244,9 @@ class Program:
         """Run a module or an operation as in one process."""
         args, kwargs = rebuild(call.spec, natives)
         self._inside = call.name
-        others = Others(known, seed) if known is not None else _NO_OTHERS
+        python = forked_python(known, seed) if known is not None else _NOT_FORKED
         try:
-            with outside_of_checkpoint(), forked_torch(seed), others:
+            with outside_of_checkpoint(), forked_torch(seed), python:
                 return call.function(*args, **kwargs)
         except Exception as error:
             what = f"module {call.name!r}" if call.unit else f"operation {call.name!r}"
@@ -381,9 +371,10 @@ class Program:
                 )
             leaf.stage, leaf.sent = stage, {}
 
-    def _turn(self, name: str) -> int:
-        self._turns[name] = self._turns.get(name, 0) + 1
-        return self._turns[name]
+    def _count_call(self, name: str) -> int:
+        """The number of this call among those of a module or operation; all ranks count alike."""
+        self._calls[name] = self._calls.get(name, 0) + 1
+        return self._calls[name]
 
 
 def _is_for_all(function: Callable[..., Any], args: Sequence[Any]) -> bool:

@@ -94,8 +94,8 @@ class Drawing(Protocol):
     draws: bool | None
 
 
-class Others:
-    """The same for Python's and numpy's generators, for modules that were seen to draw from them.
+class forked_python:  # noqa: N801 - used like a function
+    """The same for Python's and numpy's generators, if a call may draw from them.
 
     These cost ten times as much, and few modules use them: whether one does is seen at its first call.
 

@@ -1,16 +1,15 @@
-"""`Runtime`: runs programs through the modules that are placed on an axis, in steps of micro-batches or one by one."""
+"""`Runtime`: runs programs through the modules that are placed on an axis, within steps and outside of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from tulle.comm import now_s, traffic
 from tulle.mesh import Axis
@@ -18,19 +17,18 @@ from tulle.pipeline.carried import Carried
 from tulle.pipeline.holdings import Holdings, Unit
 from tulle.pipeline.interception import run_in_this_thread
 from tulle.pipeline.letters import Key, Kind
-from tulle.pipeline.losses import is_backward, scaled
 from tulle.pipeline.outcome import versioned
 from tulle.pipeline.placeholder import running
 from tulle.pipeline.post import post_of
 from tulle.pipeline.program import Program
 from tulle.pipeline.randomness import forked, seed_of
 from tulle.pipeline.schedule import Schedule
-from tulle.pipeline.structure import flatten, rebuild
 from tulle.pipeline.tied import Aside, Tied
 from tulle.pipeline.turns import Turn, Turns
 from tulle.pipeline.values import Values
 
 _MOST_TIED_BITS = 24
+"""Of the numbers of tied parameters in letters; above them stands which backward it is, outside of steps."""
 _MESSAGES_KEPT = 64
 """Messages to each rank that may be under way outside of steps before the oldest are waited for."""
 
@@ -93,7 +91,7 @@ class Runtime:
         self.placed = 0
         """How many models ever were."""
         self.programs = 0
-        """How many programs ever ran."""
+        """The last number that a program, a step or the placing of a model was given; the same on all ranks."""
         self.bubble = 0.0
         """Share of the last step in which this rank had nothing that it could do."""
         self._current: Program | None = None
@@ -137,7 +135,7 @@ class Runtime:
         carried = {number: model.carried for number, model in self.models.items()}
         turns = [self._turn(step, index) for index in range(len(step))]
         programs = [turn.program for turn in turns]
-        number = self._next_program()  # taken before anything can fail, or ranks would count apart
+        number = self._next_number()  # taken before anything can fail, or ranks would count apart
         post.open(number)
         try:
             for resident in step.residents:
@@ -151,7 +149,7 @@ class Runtime:
             self._add_up_tied(programs, number)
             self._even_out(number)
         except BaseException as error:
-            self._put_back_tied()
+            self._undo_tied()
             post.close(error)
             raise
         end_s = now_s()
@@ -172,8 +170,15 @@ class Runtime:
                 one.is_idle = True
 
     def copy_from_first(self, tensor: Tensor, ranks: Sequence[int], number: tuple[int, int], name: str) -> None:
-        """Overwrite a tensor that several ranks hold with the first one's. Every one of them must call it."""
-        key: Key = (Kind.VALUE, -number[0], number[1])
+        """Overwrite a tensor that several ranks hold with the first one's. Every one of them must call it.
+
+        Args:
+            tensor: This rank's.
+            ranks: That hold it, the one whose values count first.
+            number: Of the letter: what `Key` has after the kind, the same on all ranks and in no other letter.
+            name: Of the tensor, for errors.
+        """
+        key: Key = (Kind.VALUE, *number)
         post, me = self.holdings.post, self.axis.rank
         if me == ranks[0]:
             post.send(key, tensor, to=ranks[1:])
@@ -182,7 +187,7 @@ class Runtime:
             tensor.detach().copy_(post.take(key))
 
     def _turn(self, step: Step, micro_batch: int) -> Turn:
-        number = self._next_program()
+        number = self._next_number()
         turn = Turn(micro_batch)
         values = Values(number, self.holdings, turn.wait, f"micro-batch {micro_batch} of step {traffic.step}")
         seed, scale = seed_of(self.seed, number), step.shares[micro_batch]
@@ -195,7 +200,7 @@ class Runtime:
     def _outside_of_steps(self) -> Program:
         """The program that runs now, or a new one if nothing of the last waits for its backward."""
         if self._current is None or not self._current.has_graph:
-            number = self._next_program()
+            number = self._next_number()
             self._number, self._backwards = number, 0
             self.holdings.post.begin(number)
             self.holdings.post.flush(but=_MESSAGES_KEPT)
@@ -218,7 +223,7 @@ class Runtime:
             if self._current is not None:
                 self._add_up_tied([self._current], -self._number, first=self._backwards << _MOST_TIED_BITS)
         except BaseException as error:
-            self._put_back_tied()
+            self._undo_tied()
             self._fail(error)
             raise
 
@@ -255,7 +260,7 @@ class Runtime:
             aside.put_back()
         self._asides = None
 
-    def _put_back_tied(self) -> None:
+    def _undo_tied(self) -> None:
         """After an error: copies are to stay equal, so what has come to some of them is let go."""
         for aside in self._asides or ():
             aside.undo()
@@ -274,15 +279,15 @@ class Runtime:
         for index, ((_, name), tensor) in enumerate(sorted(self.holdings.settled.items(), key=lambda item: item[0]), 1):
             home = self.holdings.stages[id(tensor)] % self.axis.size
             others = [rank for rank in range(self.axis.size) if rank != home]
-            self.copy_from_first(tensor, [home, *others], (-number, index), name)
+            self.copy_from_first(tensor, [home, *others], (number, index), name)
 
     def next_model(self) -> int:
         """The number of a model that is placed now; what failed before it does not concern it."""
-        self.holdings.post.begin(self._next_program())
+        self.holdings.post.begin(self._next_number())
         self.placed += 1
         return self.placed
 
-    def _next_program(self) -> int:
+    def _next_number(self) -> int:
         self.programs += 1
         return self.programs
 
@@ -310,35 +315,3 @@ def runtime_of(axis: Axis, seed: int = 0) -> Runtime:
     if Runtime not in axis.kept:
         axis.kept[Runtime] = Runtime(axis, seed)
     return axis.kept[Runtime]
-
-
-def one_by_one(step: Step) -> list[Any]:
-    """Run a step of a model that is not placed: each micro-batch after the other.
-
-    Replicas of a model that has a `no_sync` (as those of `tulle.distribute`, or DDP's) exchange gradients in the last.
-    """
-    results = []
-    for index, ((args, kwargs), share) in enumerate(zip(step.calls, step.shares, strict=True)):
-        with ExitStack() as stack:
-            for model in step.models if index < len(step) - 1 else ():
-                if (no_sync := getattr(model, "no_sync", None)) is not None:
-                    stack.enter_context(no_sync())
-            stack.enter_context(_Scaled(share))
-            leaves, spec = flatten(step.function(*args, **kwargs))
-        results.append(rebuild(spec, [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]))
-    return results
-
-
-class _Scaled(TorchFunctionMode):
-    """Multiplies what backward begins with."""
-
-    def __init__(self, scale: float) -> None:
-        super().__init__()
-        self._scale = scale
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if is_backward(func):
-            return scaled(func, args, kwargs or {}, self._scale)
-        return func(*args, **(kwargs or {}))

@@ -11,8 +11,9 @@ from tulle.pipeline.found import models_of
 from tulle.pipeline.micro_batch import Split, cut
 from tulle.pipeline.outputs import collected
 from tulle.pipeline.place import placement_of
-from tulle.pipeline.run import Step, one_by_one
+from tulle.pipeline.run import Step
 from tulle.pipeline.schedule import checked
+from tulle.pipeline.unplaced import one_by_one
 from tulle.pipeline.usual import usual_of
 
 P = ParamSpec("P")

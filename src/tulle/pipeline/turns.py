@@ -52,12 +52,15 @@ class Turn:
         self.key: Key | None = None
         self.source = 0
         self.purpose = ""
+        """The letter that it waits for, the rank that sends it, and what for; the key is None if it waits for none."""
         self.is_at_backward = False
+        """Whether it waits for the schedule to have backward begin; then it is `in_backward`, until that is over."""
         self.in_backward = False
         self.backwards = 0
         """How many it has come to."""
         self.may_go = threading.Lock()
         self.may_go.acquire()
+        """Held while its thread sleeps: released by whoever chooses it."""
 
     def begin(self, program: Program, body: Callable[[], Any]) -> None:
         """Say what it runs, once."""
@@ -104,7 +107,8 @@ class Turns:
         self._in_order = in_order
         self._most_held = held_at_once(schedule, rank, ranks, stages, len(turns))
         self._stages_here = stages_here(rank, ranks, stages)
-        self._turns, self._waiting, self._begun = turns, list(turns), list[Turn]()
+        self._turns, self._to_begin, self._begun = turns, list(turns), list[Turn]()
+        """Of all turns those whose programs have not begun, and those under way, in the order in which they began."""
         self._starts = {turn: (contextvars.copy_context(), Surroundings()) for turn in turns}
         self._is_over = threading.Lock()
         self._error: BaseException | None = None
@@ -175,7 +179,7 @@ class Turns:
     def _choose(self) -> Turn | None:
         """Who goes on, as soon as anybody can; None if all are done."""
         try:
-            while self._error is None and (self._waiting or self._begun):
+            while self._error is None and (self._to_begin or self._begun):
                 # The youngest is looked at first: a letter that comes meanwhile must not let it pass an older one,
                 # whose letter came before, for a module's buffers are to see micro-batches in their order.
                 arrived = {turn for turn in reversed(self._begun) if turn.key is not None and self._post.has(turn.key)}
@@ -188,15 +192,15 @@ class Turns:
         return self._begun[0] if self._begun else None  # after an error, to unwind
 
     def _best(self, arrived: Collection[Turn]) -> Turn | None:
-        """Of those that can go on the one that should; None if none can."""
+        """Of those that can go on the one that should, which has begun from now on; None if none can."""
         held = sum(max(1, turn.program.held) for turn in self._begun)
         is_full = held >= self._most_held - in_idleness(self._schedule)
         ready = [turn for turn in self._begun if self._is_ready(turn, arrived, is_full=is_full)]
-        if self._waiting and held < self._most_held and self._may_begin(self._waiting[0]):
-            ready.append(self._waiting[0])
+        if self._to_begin and held < self._most_held and self._may_begin(self._to_begin[0]):
+            ready.append(self._to_begin[0])
         best = min(ready, key=lambda turn: self._preference(turn, is_full=is_full), default=None)
-        if best is not None and self._waiting and best is self._waiting[0]:
-            self._begun.append(self._waiting.pop(0))
+        if best is not None and self._to_begin and best is self._to_begin[0]:
+            self._begun.append(self._to_begin.pop(0))
         return best
 
     def _may_begin(self, turn: Turn) -> bool:
@@ -212,7 +216,7 @@ class Turns:
     def _is_ready(self, turn: Turn, arrived: Collection[Turn], *, is_full: bool) -> bool:
         if turn.is_at_backward:
             return self._schedule != "gpipe" or not (
-                self._waiting or any(other.backwards < turn.backwards for other in self._begun)
+                self._to_begin or any(other.backwards < turn.backwards for other in self._begun)
             )
         if turn.key is None or turn not in arrived:
             return turn.key is None

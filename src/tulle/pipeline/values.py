@@ -47,7 +47,7 @@ class Values:
 
     def bring(self, placeholder: Placeholder, rank: int, purpose: str) -> None:
         """Have a value at a rank: sent if it is not there yet. Every rank comes here."""
-        home = placeholder.stage % self._size
+        home = self.rank_of(placeholder.stage)
         if rank == home:
             return
         with_grad = placeholder.needs_grad and torch.is_grad_enabled()
