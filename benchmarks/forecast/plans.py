@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from tulle.pipeline import Piece, partition
+from tulle.pipeline.calls import placed_as_one
 from tulle.plan import AT_READ, AT_STEP, BUCKET_BYTES, Memory, Plan, TablePlan
 from tulle.sync import FLAT
 from tulle.workload import Profile, TableProfile
@@ -87,8 +88,8 @@ def _names(tables: Sequence[TableProfile]) -> list[str]:
 
 
 def _pipeline(profile: Profile, pipe: int, data: int, micro_batches: int) -> Plan:
-    """Stages of like time."""
+    """Stages of like time, of whole blocks where a stage has all that is in one."""
     pieces = [Piece(piece.name, piece.forward_s + piece.backward_s) for piece in profile.modules]
-    stages = partition(pieces, pipe).assignment
+    stages = placed_as_one(partition(pieces, pipe).assignment, {piece.name: piece.around for piece in profile.modules})
     mesh = {"pipe": pipe, "data": data} if data > 1 else {"pipe": pipe}
     return Plan(mesh, stages=stages, micro_batches=micro_batches)
