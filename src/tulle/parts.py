@@ -1,9 +1,9 @@
 """`Part`: a parameter that holds a part of what it stands for, and is not to be taken for the whole.
 
 A rank holds some rows of a split table, in an order of their own, or some columns, or its share of a weight that is
-shared out. What treats every number by itself (an optimizer, weight decay, a penalty, a moving average) does to the
-part what it would do to the whole. A product with it, a row read by its number, or numbers drawn anew would be others
-than one process has, without a word:
+shared out. What treats every number by itself (an optimizer, weight decay, a penalty, a moving average, a mask) does to
+the part what it would do to the whole. A product with it, a row read by its number, or numbers drawn anew would be
+others than one process has, without a word:
 
     hidden @ words.weight.T,  F.linear(hidden, words.weight),  words.weight[3],  nn.init.normal_(words.weight)
 
@@ -25,11 +25,27 @@ from tulle.errors import ModelError
 
 T = TypeVar("T", bound=Tensor)
 
-_BY_NUMBER = {"__getitem__", "__setitem__"}
-_DRAWN = {"uniform_", "normal_", "kaiming_uniform_", "bernoulli_", "exponential_", "log_normal_", "random_"}
-"""Names of what writes random numbers, methods of tensors or functions of `torch.nn.init`."""
-_SUMS = {"sum", "nansum"}
+_INDEXED = {"__getitem__", "__setitem__"}
+_BY_NUMBER = _INDEXED | {
+    *("unbind", "flip", "roll", "tril", "tril_", "triu", "triu_", "eye", "fill_diagonal_", "masked_scatter_"),
+    *("index_add_", "index_copy_", "index_fill_", "index_put_", "put_", "scatter_", "scatter_add_", "scatter_reduce_"),
+}
+"""Names of what depends on where a number lies."""
+_DRAWN = {"uniform_", "normal_", "kaiming_uniform_", "bernoulli_", "exponential_", "log_normal_", "random_", "view_as"}
+"""Names of what writes random numbers, methods of tensors or functions of `torch.nn.init`; by the last of them
+`orthogonal_` does, and nobody else needs it of a parameter."""
+_PRODUCTS = {
+    *("T", "mT", "H", "mH", "t", "transpose", "swapaxes", "swapdims", "permute", "adjoint"),
+    *("__matmul__", "__rmatmul__", "matmul", "mm", "addmm", "bmm", "einsum", "tensordot", "inner", "outer"),
+    *("cdist", "linear", "bilinear"),
+}
+"""Names of what would give numbers of a shape that fits where a part is square."""
+_SUMS = {"sum", "nansum", "dot", "vdot"}
 """Names of what gives one number whose gradient is right for each part; its value is this rank's share."""
+_LOSSES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
+"""Names of what does so with `reduction="sum"`."""
+_NORMS = {"norm", "linalg_vector_norm"}
+"""Names of what does so with the order 1."""
 _AS_THEY_ARE = ("_foreach_", "_fused_", "_amp_", "new_")
 """How the names of functions begin that treat every number of many tensors by itself, or ask for dtype and device."""
 OF_NO_VALUES = frozenset(
@@ -87,29 +103,37 @@ class _Part(Tensor):
             if func is torch.autograd.grad:
                 _check_gradients(given)
                 return func(*args, **keywords)
-            part._check_given(name, given)
+            part._check_given(name, given, args)
             result = func(*args, **keywords)
-            return part._checked(name, result) if isinstance(result, Tensor | tuple | list) else result
+            if not isinstance(result, Tensor | tuple | list):
+                return result
+            return part._checked(name, result, adds_up=_adds_up(name, args, keywords))
 
-    def _check_given(self, name: str, given: Iterable[Tensor]) -> None:
+    def _check_given(self, name: str, given: Sequence[Tensor], args: Sequence[Any]) -> None:
         """Refuse what is not to see a part, alone or together with other tensors."""
-        if name in _BY_NUMBER or name in _DRAWN:
+        is_by_number = name in _BY_NUMBER and not (name in _INDEXED and _is_of_all(args[1], self))
+        if given[0] is self and (is_by_number or name in _DRAWN):
             _refuse(self, name)
 
-    def _checked(self, name: str, result: Any) -> Any:
-        """What a function gave, if nobody need look at it."""
+    def _checked(self, name: str, result: Any, *, adds_up: bool) -> Any:
+        """What a function gave, if nobody need look at it; `adds_up` if one number of it is right for each part."""
         return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle of a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 class _Guarded(_Part):
     """What must not meet tensors of other shapes, nor become one."""
 
-    def _check_given(self, name: str, given: Iterable[Tensor]) -> None:
-        super()._check_given(name, given)
-        if not all(_fits(one, self) for one in given):
+    def _check_given(self, name: str, given: Sequence[Tensor], args: Sequence[Any]) -> None:
+        super()._check_given(name, given, args)
+        if name in _PRODUCTS or not all(_fits(one, self) or _is_number(one) for one in given):
             _refuse(self, name)
 
-    def _checked(self, name: str, result: Any) -> Any:
+    def _checked(self, name: str, result: Any, *, adds_up: bool) -> Any:
         if not isinstance(result, Tensor):
             if not all(_fits(one, self) for one in result if isinstance(one, Tensor)):
                 _refuse(self, name)
@@ -121,7 +145,7 @@ class _Guarded(_Part):
         if result.requires_grad and result.grad_fn is not None:
             if result.dim():
                 return _become(PartValues, result, self)
-            if name not in _SUMS:  # to print it does no harm
+            if not adds_up:  # to print it does no harm
                 result.register_hook(lambda _: _refuse(self, name))
         return result
 
@@ -148,10 +172,6 @@ class PartData(_Part):
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A plain tensor of the same numbers."""
         return memo.setdefault(id(self), self.clone())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A pickle of a plain tensor."""
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 _KNOWN = {Part, PartValues, PartData, Tensor, nn.Parameter}
@@ -222,6 +242,26 @@ def _fits(tensor: Tensor, part: Tensor) -> bool:
     return not tensor.dim() or tensor.shape == part.shape
 
 
+def _is_number(tensor: Tensor) -> bool:
+    """Whether a tensor is one number for all, whatever its dimensions; not a place, nor what became of a part."""
+    return tensor.numel() == 1 and tensor.is_floating_point() and not isinstance(tensor, _Part)
+
+
+def _is_of_all(index: Any, part: Tensor) -> bool:
+    """Whether an index takes numbers wherever they lie: all of them, or those under a mask."""
+    if isinstance(index, Tensor):
+        return index.dtype == torch.bool and index.shape == part.shape
+    several = index if isinstance(index, tuple) else (index,)
+    return all(one is ... or (isinstance(one, slice) and one == slice(None)) for one in several)
+
+
+def _adds_up(name: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether one number that a function gives is a sum, over all numbers, of what each gives by itself."""
+    if name in _NORMS:
+        return keywords.get("p", keywords.get("ord", args[1] if len(args) > 1 else None)) == 1
+    return name in _SUMS or (name in _LOSSES and keywords.get("reduction") == "sum")
+
+
 def _name_of(func: Callable[..., Any]) -> str:
     """Of a function, or of the property that it reads."""
     name = getattr(func, "__name__", "")
@@ -230,7 +270,8 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 def _refuse(part: Tensor, name: str) -> NoReturn:
     whole: Whole = getattr(part, _WHOLE)
-    raise ModelError(whole.refusal(name))
+    hint = "; a penalty may have p.pow(2).sum() or p.abs().sum(), of which each part gives its share"
+    raise ModelError(whole.refusal(name) + (hint if name in _NORMS else ""))
 
 
 def _check_gradients(given: Iterable[Tensor]) -> None:

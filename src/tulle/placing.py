@@ -76,7 +76,7 @@ class Readers:
                     f"{owner_name or 'the model'} ({type(owner).__name__}) reads the whole of it: for an output layer, "
                     "take tulle.ShardedSoftmax"
                 )
-        if parameter._backward_hooks:
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return "a hook is registered on it, which would see no gradient: those of split tables go to their owners"
         for module in modules:
             plain = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag

@@ -1,5 +1,6 @@
 """Parameters that are shared out over axis `data` train to the numbers of one process, along any other axes."""
 
+import copy
 import io
 import math
 from dataclasses import replace
@@ -8,6 +9,7 @@ import pytest
 import torch
 from axes_models import build, distributed, optimizers, train, worst_difference
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import tulle
 from ranks import on_ranks, run_on_ranks
@@ -219,3 +221,73 @@ def test_a_layer_whose_weight_is_made_by_a_hook_is_gathered_with_what_is_around_
     plan = Plan(mesh.shape, memory=FULL)
     found = trained(made(), lambda model, optimizer: tulle.distribute(model, optimizer, mesh, plan=plan))
     assert worst_difference(found, wanted) < 1e-12
+
+
+def perturbed(model, x):
+    """Gradients at weights a small step away, as sharpness-aware minimization takes them."""
+    kept = [p.data.clone() for p in model.parameters()]
+    model(x).pow(2).mean().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.sign(p.grad), alpha=0.01)
+    model.zero_grad()
+    model(x).pow(2).mean().backward()
+    for p, before in zip(model.parameters(), kept, strict=True):
+        p.data = before
+
+
+def loop(model, optimizer, rank=0, size=1):
+    """What people do to parameters, one by one, besides stepping them."""
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    shadow = [p.data.clone() for p in model.parameters()]
+    for step in range(3):
+        x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step)).chunk(size)[rank]
+        perturbed(model, x)
+        sum(0.01 * p.norm(1) + 0.01 * (p**2).sum() for p in model.parameters()).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.02)
+        for p in model.parameters():
+            assert torch.isfinite(p).all()
+            assert torch.isfinite(p.grad).all()
+            assert p.grad.norm() >= 0.0
+            assert p.to(p.device).numel() == p.shape.numel() == p.detach().reshape(-1).size(0)
+            assert p.is_contiguous()
+            assert p.stride() == p.grad.stride()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        average.update_parameters(model)
+        with torch.no_grad():
+            for p, kept in zip(model.parameters(), shadow, strict=True):
+                p.data.clamp_(-0.4, 0.4)
+                p[p.abs() < 0.02] = 0.0
+                p.data[torch.isnan(p.data)] = 0.0
+                kept.lerp_(p, 0.1)
+    averaged = average.module.state_dict()
+    for p, kept in zip(model.parameters(), shadow, strict=True):
+        p.data.copy_(kept)
+    return {f"average {name}": value for name, value in averaged.items()} | dict(model.state_dict())
+
+
+@on_ranks(2)
+def test_what_loops_do_to_parameters_number_by_number_is_one_process():
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        return model, torch.optim.Adam(model.parameters(), lr=0.05, eps=1e-3)
+
+    mesh = tulle.init(data=-1)
+    model, optimizer = made()
+    tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, memory=FULL))
+    assert worst_difference(loop(model, optimizer, mesh.rank, mesh.size), loop(*made())) < 1e-12
+
+
+@on_ranks(2)
+def test_one_rank_may_copy_the_model_alone():
+    mesh = tulle.init(data=-1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tulle.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh, plan=Plan(mesh.shape, memory=FULL))
+    copied = copy.deepcopy(model) if mesh.rank == 0 else None
+    model(torch.ones(2, 4)).sum().backward()
+    assert model[0].weight.grad is not None
+    assert copied is None or copied[0].weight.grad is None

@@ -454,3 +454,27 @@ def test_of_two_models_in_one_backward_both_end_where_one_has_a_gradient_that_is
     for model in pair:
         model.zero_grad()
     pair[1](pair[0](x)).sum().backward()
+
+
+def mean_gradient(weight: nn.Parameter, mesh: tulle.Mesh) -> float:
+    """Of a loss whose gradient is the rank."""
+    weight.grad = None
+    (weight * mesh.rank).sum().backward()
+    assert weight.grad is not None
+    return weight.grad.mean().item()
+
+
+@on_ranks(2)
+def test_parameters_are_kept_in_step_as_long_as_their_optimizer_is_there_and_not_trained_apart_afterwards():
+    mesh = tulle.init(data=-1)
+    weight = nn.Parameter(torch.ones(2, 2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    tulle.distribute(nn.ParameterList([weight]), optimizer, mesh)
+    gc.collect()
+    assert mean_gradient(weight, mesh) == 0.5
+    optimizer.step()
+    del optimizer
+    gc.collect()
+    assert mean_gradient(weight, mesh) == mesh.rank
+    with pytest.raises(ModelError, match=r"SGD was to step a parameter of shape \[2, 2\] .* nobody holds any more"):
+        torch.optim.SGD([weight], lr=0.1).step()

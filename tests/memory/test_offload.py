@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from saving_models import alike, batch, gradients, layers
+from torch import nn
 
 from tulle.errors import GradientError, ModelError
 from tulle.memory import offload, recompute
@@ -111,3 +112,13 @@ def test_what_is_changed_between_forward_and_backward_is_found():
         model[0].down.weight.mul_(2)
     with pytest.raises(GradientError, match="was changed in place after forward"):
         loss.backward()
+
+
+def test_a_graph_whose_backward_nobody_asked_for_goes_with_what_it_gave():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())  # tanh saves what it gives
+    offload(model, ["1"])
+    model(torch.ones(2, 4))
+    weight = weakref.ref(model[0].weight)
+    del model
+    gc.collect()
+    assert weight() is None

@@ -1,6 +1,8 @@
 """Recomputed activations: bitwise the same numbers, and the cheapest choice that frees enough."""
 
+import gc
 from itertools import combinations
+from weakref import ref
 
 import pytest
 import torch
@@ -16,10 +18,12 @@ from tulle.memory import (
     Activation,
     LiveBytes,
     choose_recomputed,
+    offload,
     profile_activations,
     recompute,
     recompute_by_cost,
     repeated,
+    share_out,
 )
 
 
@@ -112,3 +116,29 @@ def test_modules_that_repeat_are_found_outermost_first():
 def test_a_name_that_is_not_there_is_refused():
     with pytest.raises(ModelError, match="was given 'x', but the Sequential has no module of that name"):
         recompute(layers(), ["x"])
+
+
+def test_a_class_that_nobody_uses_any_more_is_gone():
+    def made():
+        class Layer(nn.Linear):
+            pass
+
+        model = nn.Sequential(Layer(4, 4), Layer(4, 4))
+        recompute(model, ["0", "1"])
+        offload(model, ["0", "1"])
+        share_out(model, init(data=-1)["data"], ["0", "1"])
+        assert type(model[0]) is type(model[1])
+        return ref(Layer)
+
+    left = made()
+    gc.collect()
+    assert left() is None
+
+
+def test_a_model_that_was_profiled_is_not_held():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    profile_activations(model, torch.ones(2, 4))
+    weight = ref(model[0][0].weight)
+    del model
+    gc.collect()
+    assert weight() is None

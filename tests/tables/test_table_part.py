@@ -14,9 +14,9 @@ from torch.optim import SGD
 import tulle
 from models import batches
 from ranks import on_ranks
-from tulle.errors import ModelError
+from tulle.errors import ModelError, PlanError
 from tulle.mesh import Axis
-from tulle.parts import Part
+from tulle.parts import Part, guard
 from tulle.tables import guard_table, split_as, split_of
 
 ROWS, WIDTH = 40, 6
@@ -113,3 +113,135 @@ def test_what_treats_every_number_by_itself_goes_on_with_the_numbers_of_one_proc
         assert type(same) is torch.Tensor
         assert torch.equal(same, table.detach())
     assert type(copy.deepcopy(table)) is nn.Parameter
+
+
+class Half:
+    """What a square part is half of."""
+
+    def refusal(self, taker: str) -> str:
+        return f"{taker} was given half of it"
+
+    def refusal_of_gradient(self) -> None:
+        return None
+
+
+def square() -> nn.Parameter:
+    """A part of a shape that fits where its transpose does."""
+    weight = nn.Parameter(torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    guard(weight, Half())
+    return weight
+
+
+FITS = torch.ones(4, 4, dtype=torch.float64)
+WRONG_IF_SQUARE = {
+    "T": lambda weight: (weight @ weight.T - torch.eye(4)).pow(2).sum(),
+    "t": lambda weight: torch.mm(weight, weight.t()),
+    "transpose": lambda weight: weight.transpose(0, 1),
+    "matmul": lambda weight: torch.matmul(FITS, weight),
+    "linear": lambda weight: F.linear(FITS, weight),
+    "einsum": lambda weight: torch.einsum("ij,jk->ik", FITS, weight),
+    "tril": lambda weight: weight.tril(),
+    "flip": lambda weight: weight.flip(0),
+    "eye": nn.init.eye_,
+    "view_as": nn.init.orthogonal_,
+}
+
+
+@pytest.mark.parametrize("name", WRONG_IF_SQUARE)
+def test_a_square_part_is_not_taken_for_the_whole(name):
+    weight = square()
+    before = weight.detach().clone()
+    with pytest.raises(ModelError, match=f"^{name} was given half of it"):
+        WRONG_IF_SQUARE[name](weight)
+    assert torch.equal(weight.detach(), before), "nothing was written"
+
+
+def of_all(weight):
+    weight.data[:] = weight.data[...] * 2
+
+
+def by_mask_of_data(weight):
+    weight.data[weight.data.abs() < 0.5] = 0.0
+
+
+def by_mask(weight):
+    with torch.no_grad():
+        weight[weight < 0] = 0.0
+
+
+def by_one_number(weight):
+    with torch.no_grad():
+        weight.mul_(torch.tensor([0.5], dtype=torch.float64))
+
+
+def into_a_buffer(weight):
+    buffer = torch.zeros(2, 4, 4, dtype=torch.float64)
+    buffer[1] = weight.data
+    weight.data.copy_(buffer.sum(0))
+
+
+def in_place(weight):
+    weight.data.clamp_(-0.5, 0.5)
+    weight.data += 1.0
+    weight.data = weight.data - 0.1 * torch.ones_like(weight)
+    nn.init.constant_(weight[...].detach(), 0.3)
+
+
+def by_constants(weight):
+    nn.init.zeros_(weight)
+
+
+WRITES = [of_all, by_mask_of_data, by_mask, by_one_number, into_a_buffer, in_place, by_constants]
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_what_writes_every_number_by_itself_is_right_for_a_part(write):
+    part, whole = square(), nn.Parameter(square().detach().clone())
+    write(part)
+    write(whole)
+    assert torch.equal(part.detach(), whole.detach())
+
+
+ZEROS = torch.zeros(4, 4, dtype=torch.float64)
+PENALTIES = {
+    "norm": lambda weight: weight.norm(1),
+    "torch.norm": lambda weight: torch.norm(weight, p=1),
+    "vector_norm": lambda weight: torch.linalg.vector_norm(weight, 1),
+    "vector_norm, ord": lambda weight: torch.linalg.vector_norm(weight, ord=1),
+    "mse_loss": lambda weight: F.mse_loss(weight, ZEROS, reduction="sum"),
+    "L1Loss": lambda weight: nn.L1Loss(reduction="sum")(weight, ZEROS),
+    "of a kept one": lambda weight: (FITS * (weight - weight.detach().clone() + 1).pow(2)).sum(),
+}
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalties_that_add_up_number_by_number_are_right_for_a_part(name):
+    part, whole = square(), nn.Parameter(square().detach().clone())
+    for weight in (part, whole):
+        (0.1 * PENALTIES[name](weight)).backward()
+    assert torch.equal(part.grad, whole.grad)
+
+
+@pytest.mark.parametrize("penalty", [lambda weight: weight.norm(), lambda weight: F.mse_loss(weight, ZEROS)])
+def test_penalties_that_need_the_whole_are_refused(penalty):
+    with pytest.raises(ModelError, match=r"^(norm|mse_loss) was given half of it"):
+        penalty(square()).backward()
+    with pytest.raises(ModelError, match=r"norm was given half of it; a penalty may have p\.pow\(2\)\.sum\(\) or"):
+        square().norm().backward()
+
+
+def test_what_was_computed_of_a_part_is_saved_as_a_plain_tensor():
+    weight = square()
+    for values in (weight.clone(), weight.data):
+        loaded = pickle.loads(pickle.dumps(values))
+        assert type(loaded) is torch.Tensor
+        assert torch.equal(loaded, weight.detach())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_table_with_a_hook_of_its_gradient_is_not_split(register):
+    model = build()
+    getattr(model.words.weight, register)(lambda _: None)
+    with pytest.raises(PlanError, match=r"splits 'words\.weight' by rows, but a hook is registered on it"):
+        tulle.distribute(model, SGD(model.parameters(), lr=0.1), tulle.init(data=-1), plan="rows")

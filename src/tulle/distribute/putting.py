@@ -26,6 +26,7 @@ from tulle.distribute.stages import follow_stages, put_on_stages
 from tulle.distribute.watching import watch
 from tulle.distribute.whole_states import take_wholes
 from tulle.engine import (
+    ENGINE,
     DataParallel,
     SplitTable,
     TableSettings,
@@ -224,6 +225,7 @@ def _attach(optimizers: Sequence[Optimizer], engine: DataParallel, plan: Plan, a
             if type(one) not in ELEMENTWISE:
                 share_losses(one, axes.data)
     for one in optimizers:
+        vars(one)[ENGINE] = engine  # modules of the model hold it too, but one may train without them
         step_plainly(one)
     if engine.split_tables is not None:
         fetch_after_steps(optimizers, engine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
@@ -15,7 +15,7 @@ from tulle.clip import Bearer, Burden, Spokesman, Spread
 from tulle.comm import gather_values
 from tulle.distribute.axes import Axes
 from tulle.distribute.held import Held
-from tulle.engine import ENGINE, DataParallel
+from tulle.engine import DataParallel
 from tulle.memory import shard_of
 from tulle.plan import Memory
 from tulle.tables import split_of
@@ -39,11 +39,11 @@ class Replicas(DataParallel):
         held = Held(model)
         spread = Spread(tuple(axes.spreading(memory)), counts=False)
         self._voices = _voices(held, options["tables"], axes, spread, optimizers) if spread.axes else []
-        for name, parameter in held.named_parameters():
-            if shard_of(parameter) is not None:
-                setattr(parameter, ENGINE, self)
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(_shard_arrived(ref(self), name))
+        shared = {name: p for name, p in held.named_parameters() if shard_of(p) is not None}
+        self.tie(held, [*shared.values()])
+        for name, parameter in shared.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_shard_arrived(ref(self), name))
         if axes.data.size == 1 and axes.pipe is None:  # no backward is followed to its end
             for voice in self._voices:
                 for parameter in voice.parameters:
@@ -79,6 +79,25 @@ class Replicas(DataParallel):
             takes_norms = takes_norms and not burden.takes_norms
 
 
+class _Seen(Sequence[Tensor]):
+    """Parameters, for as long as somebody else holds them.
+
+    For who is held by a gradient: its parameter holds that where no garbage collector sees it.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._seen = [ref(parameter) for parameter in parameters]
+
+    def __len__(self) -> int:
+        return len([*self])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (parameter for one in self._seen if (parameter := one()) is not None)
+
+    def __getitem__(self, index: Any) -> Any:
+        return [*self][index]
+
+
 @dataclass(frozen=True, slots=True)
 class _Voice:
     """What speaks for one optimizer on this rank: the first gradient of some parameters, or a spokesman."""
@@ -92,7 +111,7 @@ def _voices(
     model: nn.Module, tables: Collection[str], axes: Axes, spread: Spread, optimizers: Sequence[Optimizer]
 ) -> list[_Voice]:
     """What speaks for each optimizer that something can speak for on every rank. Every rank must call it."""
-    held = [*model.parameters()]  # one that is frozen may be trained later
+    held = _Seen([*model.parameters()])  # one that is frozen may be trained later
     known = {id(parameter) for parameter in held if parameter.requires_grad}
     sparse = {id(parameter) for name, parameter in model.named_parameters() if name in tables}
     found: list[tuple[str, Sequence[nn.Parameter]]] = []

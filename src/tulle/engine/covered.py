@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tulle.engine.data_parallel import NOT_RUNNING, engine_of, living_engines
+from tulle.engine.data_parallel import NOT_RUNNING, engine_of, is_cut_off, living_engines
 from tulle.errors import ModelError
 
 
@@ -63,6 +63,13 @@ def _check_covered(trained: Sequence[Tensor]) -> None:
 
 def _check_not_replaced(trained: Sequence[Tensor], optimizer: Optimizer) -> None:
     """Raise if parameters without an engine are, by now, those of a distributed model."""
+    for parameter in trained:
+        if is_cut_off(parameter):
+            raise ModelError(
+                f"{type(optimizer).__name__} was to step a parameter of shape {list(parameter.shape)} with the "
+                "gradient of one rank: it was distributed with a model that nobody holds any more: keep the model, or "
+                "the modules that have its parameters, for as long as these are trained"
+            )
     known = {id(parameter) for parameter in trained}
     for engine in living_engines():
         for name, parameter in engine.model.named_parameters() if engine.home.size > 1 else ():

@@ -51,7 +51,10 @@ _REORDERED_AFTER = 4
 NOT_RUNNING = -1
 """The number of the backward that is running, if none is."""
 ENGINE = "_tulle_engine"
-"""The attribute by which a distributed model, and each of its trained parameters, holds its engine."""
+"""The attribute by which a distributed model, and an optimizer, holds its engine, and each of its trained parameters
+knows it."""
+_KEPT = "_tulle_engine_kept"
+"""The attribute by which a module that has such parameters holds it."""
 
 
 class DataParallel:
@@ -96,8 +99,8 @@ class DataParallel:
         self._slots = {
             name: Slot(name, p) for name, p in model.named_parameters() if p.requires_grad and name not in split
         }
-        network = partial(probe, axis)
-        self.split_tables = SplitTables(splits, self.axis, came=self._split_came, network=network) if splits else None
+        came, network = partial(_split_came, ref(self)), partial(probe, axis)
+        self.split_tables = SplitTables(splits, self.axis, came=came, network=network) if splits else None
         """The run-time of the tables of which each rank has a part."""
         self._tables = set(tables)
         self._is_syncing = True
@@ -110,16 +113,23 @@ class DataParallel:
         self._groups: list[TableGroup] = []
         self._foresights = self._watch(model) if axis.size > 1 else {}
         _alive.add(self)
+        self.tie(model, [*(table.parameter for table in splits), *(slot.parameter for slot in self._slots.values())])
         for table in splits:
-            setattr(table.parameter, ENGINE, self)
             if axis.size > 1 and table.parameter.requires_grad:  # a softmax over it has gradients of its own
                 table.parameter.register_post_accumulate_grad_hook(partial(_split_arrived, ref(self), table.name))
         for slot in self._slots.values():
-            # By the attribute the parameter holds the engine, where the garbage collector sees it; its hook does not.
-            setattr(slot.parameter, ENGINE, self)
             if axis.size > 1 or check_finite:
                 hook = partial(_arrived, ref(self), slot.name)
                 slot.hook = slot.parameter.register_post_accumulate_grad_hook(hook).id
+
+    def tie(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
+        """Have parameters know this engine, and the modules that have them hold it."""
+        tied = {id(parameter) for parameter in parameters}
+        for parameter in parameters:
+            setattr(parameter, ENGINE, Tie(self))
+        for module in model.modules():
+            if not tied.isdisjoint(map(id, module._parameters.values())):
+                module.__dict__[_KEPT] = self
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -183,7 +193,7 @@ class DataParallel:
         return found | (split.placements() if split else {})
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        """A copied or pickled parameter carries no engine along."""
+        """A copied or pickled module carries no engine along."""
         return type(None), ()
 
     def _arrived(self, slot: Slot) -> None:
@@ -343,6 +353,32 @@ class DataParallel:
         return foresights
 
 
+class Tie:
+    """How a parameter knows its engine, without holding it.
+
+    A graph holds parameters where no garbage collector sees it. A module may keep one, with its last output say; if the
+    parameter held the engine, which holds the model, none of them would ever be gone.
+    """
+
+    __slots__ = ("_engine", "_is_shared")
+
+    def __init__(self, engine: DataParallel) -> None:
+        self._engine, self._is_shared = ref(engine), engine.home.size > 1
+
+    def __call__(self) -> DataParallel | None:
+        """The engine, if it is there."""
+        return self._engine()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the engine is gone, and other ranks have such a parameter."""
+        return self._is_shared and self._engine() is None
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        """A copied or pickled parameter knows of no engine."""
+        return type(None), ()
+
+
 _alive: WeakSet[DataParallel] = WeakSet()
 _joined: dict[int, WeakSet[DataParallel]] = {}
 """Engines whose parameters have had a gradient, by the backward that is running."""
@@ -368,7 +404,14 @@ def _is_joined(axis: Axis) -> bool:
 
 def engine_of(owner: nn.Module | Tensor) -> DataParallel | None:
     """The engine that keeps a model, or one parameter, in step, or None."""
-    return getattr(owner, ENGINE, None)
+    found: DataParallel | Tie | None = getattr(owner, ENGINE, None)
+    return found() if isinstance(found, Tie) else found
+
+
+def is_cut_off(parameter: Tensor) -> bool:
+    """Whether a parameter was kept in step with those of other ranks, and is not any more, as its model is gone."""
+    found: Tie | None = getattr(parameter, ENGINE, None)
+    return found is not None and found.is_cut
 
 
 # A function of the module, not a bound method: a model that is copied takes its hooks along, but not its engine.
@@ -399,6 +442,12 @@ def _arrived(engine: ref[DataParallel], name: str, parameter: Tensor) -> None:
     alive = engine()
     if alive is not None:
         alive._arrived(alive._slots[name])
+
+
+def _split_came(engine: ref[DataParallel], name: str, gradient: Tensor) -> None:
+    alive = engine()
+    if alive is not None:
+        alive._split_came(name, gradient)
 
 
 def _split_arrived(engine: ref[DataParallel], name: str, parameter: Tensor) -> None:

@@ -7,9 +7,11 @@
 
 What comes next is what came next the last two times. Which units run, and in which order, must be alike on all ranks
 anyway, so all predict alike, and a wrong prediction costs its bytes and nothing else: it is dropped by all. What a rank
-sends never hangs on the values that it has. Nothing is predicted from one call of a model to the next, in between which
-its user may write to parameters, nor across a step of an optimizer. At most one unit is gathered ahead, and the
-gradients of at most one are on the way.
+sends never hangs on the values that it has. Ranks that take other branches would send messages of other sizes, at which
+gloo ends the process, or mix what is of one size: in the first steps each exchange is announced, which finds them by
+name, and afterwards each bears the mark of its unit. Nothing is predicted from one call of a model to the next, in
+between which its user may write to parameters, nor across a step of an optimizer. At most one unit is gathered ahead,
+and the gradients of at most one are on the way.
 
 Source: Zhao et al., *PyTorch FSDP* (VLDB'23), section 3.3.
 """
@@ -17,22 +19,26 @@ Source: Zhao et al., *PyTorch FSDP* (VLDB'23), section 3.3.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from tulle.comm import Courier, Job, lane
-from tulle.memory.unit import Unit, pack
+from tulle.comm import Courier, Job, gather_values, lane
+from tulle.memory.unit import Unit, other_branch
 from tulle.mesh import Axis
 
+T = TypeVar("T")
 FORWARD, EVALUATING, BACKWARD = "forward", "evaluating", "backward"
 """What a unit is gathered for."""
 _COUNTED = 1000
 """Later uses of a unit without a step of an optimizer count as one."""
+ANNOUNCED_STEPS, ANNOUNCED_EXCHANGES = 2, 500
+"""For so many steps, and exchanges at most, ranks tell one another what comes before it comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +63,14 @@ class Ahead:
     """What is under way for the units of one model; all that they send goes through it.
 
     Args:
-        axis: Over which they are shared out. Every rank of it must make one.
+        axis: Over which they are shared out; every rank of it must make one. Or the lane of another `Ahead`.
     """
 
     def __init__(self, axis: Axis) -> None:
-        self.axis = lane(axis, "shared out")
-        self._courier: Courier = self.axis.kept.setdefault(Ahead, Courier("tulle shared out", axis.device))
+        self.axis = axis if Ahead in axis.kept else lane(axis, "shared out")
+        if Ahead not in self.axis.kept:
+            self.axis.kept[Ahead] = Courier("tulle shared out", axis.device)
+        self._courier: Courier = self.axis.kept[Ahead]
         self._parts: dict[Unit, Sequence[nn.Parameter]] = {}
         self._uses: Counter[tuple[Unit, str]] = Counter()
         self._followed: dict[_Use, tuple[_Use | None, _Use | None]] = {}
@@ -72,6 +80,7 @@ class Ahead:
         """The wholes that a unit was just recomputed with: backward reads them next."""
         self._coming: _Coming | None = None
         self._leaving: ref[Job[list[Tensor | None]]] | None = None
+        self._steps = self._exchanges = 0
 
     def gather(self, unit: Unit, parts: Sequence[nn.Parameter], what: str, *, call: int) -> list[Tensor]:
         """The wholes of a unit, and the next one's are begun. Every rank of the axis must call it, in the same order.
@@ -109,12 +118,13 @@ class Ahead:
         leaving = None if self._leaving is None else self._leaving()
         if leaving is not None:
             leaving.result()
-        job = self._courier.submit(partial(unit.reduce, gradients, parts))
+        job = self._submit("gradients of", unit, partial(unit.reduce, gradients, parts))
         self._leaving = ref(job)
         return job
 
     def end_step(self) -> None:
         """Parameters have changed: what was gathered of them is old."""
+        self._steps += 1
         self._uses.clear()
         self._last = self._coming = self._recomputed = None
 
@@ -124,7 +134,14 @@ class Ahead:
 
     def _begin(self, use: _Use) -> _Coming:
         parts = self._parts[use.unit]
-        return _Coming(use, parts, self._courier.submit(partial(use.unit.gather, pack(parts))))
+        job = self._submit("parameters of", use.unit, partial(use.unit.gather, use.unit.pack(parts)))
+        return _Coming(use, parts, job)
+
+    def _submit(self, what: str, unit: Unit, exchange: Callable[[], T]) -> Job[T]:
+        self._exchanges += 1
+        if self._steps < ANNOUNCED_STEPS and self._exchanges <= ANNOUNCED_EXCHANGES:
+            return self._courier.submit(partial(_announced, f"{what} {unit.name!r}", self.axis, exchange))
+        return self._courier.submit(exchange)
 
     def _learn(self, use: _Use, call: int) -> None:
         if self._last is not None:
@@ -137,8 +154,20 @@ class Ahead:
         self._last = use, call
 
     def __deepcopy__(self, memo: object) -> Ahead:
-        """A copied model's parts lie where the model's do."""
+        """A copied model's parts lie where the model's do. One rank may make a copy alone."""
         return Ahead(self.axis)
+
+
+def _announced(exchange: str, axis: Axis, do: Callable[[], T]) -> T:
+    """Tell the others what comes, and do it if all say the same. Every rank of the axis must call it.
+
+    Raises:
+        ModelError: On every rank, if they do not.
+    """
+    for rank, theirs in enumerate(gather_values(exchange, axis, label="what comes next")):
+        if theirs != exchange:
+            raise other_branch(f"{theirs} on rank {rank}, {exchange} on rank {axis.rank}")
+    return do()
 
 
 def in_backward() -> bool:

@@ -70,7 +70,7 @@ def noting(gathered: Gathered, wholes: Sequence[Tensor]) -> Iterator[None]:
         number = numbers.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
         if number is not None and tensor.dtype == gathered.dtypes[number]:
             return _Note(gathered, number, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-        return outer[0](tensor) if outer is not None else Saved(tensor, tensor._version)
+        return outer[0](tensor) if outer is not None else Saved.of(tensor)
 
     def read(packed: Any) -> Tensor:
         return packed.read() if isinstance(packed, _Note | Saved) or outer is None else outer[1](packed)
@@ -99,6 +99,11 @@ class Saved:
 
     tensor: Tensor
     version: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> Saved:
+        """What holds its memory, and not the graph: of what an operation gave, that would hold itself."""
+        return Saved(tensor.detach(), tensor._version)
 
     def read(self) -> Tensor:
         """The tensor, unless it has changed since."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tulle.errors import ModelError
+from tulle.memory.derived import derived
 from tulle.memory.notes import Saved
 
 HORIZON = 4
@@ -76,7 +76,7 @@ class Offloading:
         storage = tensor.untyped_storage()
         is_small = tensor.nbytes < self._smallest_bytes or storage.nbytes() > 2 * tensor.nbytes
         if is_small or storage._cdata in inputs.kept or not tensor.is_floating_point():
-            return Saved(tensor, tensor._version)
+            return Saved.of(tensor)
         key = storage._cdata, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride()
         whose, parked = inputs.parked.get(key, (None, None))
         if parked is None or whose is None or whose() is None:  # memory of a tensor that is gone is used again
@@ -160,11 +160,6 @@ class _Offloaded(nn.Module):
             return super().forward(*arguments, **keywords)
 
 
-@cache
-def _offloaded(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Offloaded{kind.__name__}", (_Offloaded, kind), {"__module__": __name__})
-
-
 def offload(
     model: nn.Module, names: Sequence[str], *, horizon: int = HORIZON, smallest_bytes: int = SMALLEST_BYTES
 ) -> Offloading:
@@ -190,5 +185,7 @@ def offload(
     offloading = Offloading(device, horizon, smallest_bytes)
     for name in names:
         modules[name].__dict__[_OFFLOADING] = offloading
-        object.__setattr__(modules[name], "__class__", _offloaded(type(modules[name])))
+        kind = type(modules[name])
+        offloaded = derived(_Offloaded, kind, name=f"Offloaded{kind.__name__}", module=__name__)
+        object.__setattr__(modules[name], "__class__", offloaded)
     return offloading

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tulle.comm import gather_values
 from tulle.errors import ModelError
+from tulle.memory.derived import derived
 from tulle.mesh import Axis
 
 
@@ -51,11 +51,6 @@ class _Recomputed(nn.Module):
         return checkpoint(super().forward, *arguments, use_reentrant=False, **keywords)
 
 
-@cache
-def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(f"Recomputed{kind.__name__}", (_Recomputed, kind), {"__module__": __name__})
-
-
 def recompute(model: nn.Module, names: Sequence[str]) -> None:
     """Have some modules recompute their activations in backward, in place; the numbers stay the same, dropout included.
 
@@ -72,8 +67,10 @@ def recompute(model: nn.Module, names: Sequence[str]) -> None:
             raise ModelError(
                 f"memory.recompute was given {name!r}, but the {type(model).__name__} has no module of that name"
             )
-        if not isinstance(modules[name], _Recomputed):
-            object.__setattr__(modules[name], "__class__", _recomputed(type(modules[name])))
+        kind = type(modules[name])
+        if not issubclass(kind, _Recomputed):
+            recomputed = derived(_Recomputed, kind, name=f"Recomputed{kind.__name__}", module=__name__)
+            object.__setattr__(modules[name], "__class__", recomputed)
 
 
 def choose_recomputed(costs: Sequence[Activation], *, free_bytes: int) -> list[str]:
@@ -137,7 +134,7 @@ def profile_activations(model: nn.Module, sample: object, names: Sequence[str] |
     def saved(tensor: Tensor) -> Tensor:
         for meter in running:
             meter.note(tensor)
-        return tensor
+        return tensor.detach()  # else what an operation gave, and saves, would hold itself
 
     states = [buffer.clone() for buffer in model.buffers()]
     random_state = torch.get_rng_state()

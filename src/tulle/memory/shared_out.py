@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from tulle.comm import eager
 from tulle.errors import ModelError
 from tulle.memory.ahead import EVALUATING, FORWARD, Ahead
 from tulle.memory.arrivals import Arrival, in_pass
+from tulle.memory.derived import derived
 from tulle.memory.notes import Gathered, noting
 from tulle.memory.shard import Shard
 from tulle.memory.unit import Unit
@@ -139,8 +140,10 @@ def _share_inside(
 
 def _share(module: nn.Module, unit: Unit, ahead: Ahead) -> None:
     """Have a module gather a unit when it is called."""
+    kind = type(module)
     module.__dict__.update({_UNIT: unit, _AHEAD: ahead, _WITHIN: {}})
-    object.__setattr__(module, "__class__", _shared_out(type(module)))
+    shared_out = derived(_SharedOut, kind, name=kind.__name__, module=kind.__module__)
+    object.__setattr__(module, "__class__", shared_out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -230,11 +233,6 @@ def _write_back(call: _Call, wholes: Sequence[Tensor], versions: Sequence[int]) 
         if whole._version != version:
             part.data.copy_(shard.part(whole))  # unseen: of a pipeline other micro-batches wait for their backward
             call.ahead.drop()
-
-
-@cache
-def _shared_out(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (_SharedOut, kind), {"__module__": kind.__module__})
 
 
 @contextmanager

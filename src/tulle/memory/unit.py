@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from tulle.comm import all_gather_parts, all_to_all_parts
+from tulle.errors import ModelError
 from tulle.memory.shard import Shard
 from tulle.mesh import Axis
 
 Packed = Sequence[tuple[Sequence[int], Tensor]]
-"""Of each dtype the numbers of some parts, and a copy of them end to end."""
+"""Of each dtype the numbers of some parts, and a copy of them end to end, with a mark behind."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,14 +45,25 @@ class Unit:
         wholes: dict[int, Tensor] = {}
         for numbers, own in packed:
             _used_by_courier(own)
-            sizes = [[self.shards[number].size_on(rank) for number in numbers] for rank in range(self.axis.size)]
+            sizes = [[*(self.shards[number].size_on(rank) for number in numbers), 1] for rank in range(self.axis.size)]
             gathered = all_gather_parts(own, [sum(of_rank) for of_rank in sizes], self.axis, label="parameters").wait()
             pieces = gathered.split([size for of_rank in sizes for size in of_rank])
+            each = len(numbers) + 1
+            if not own.is_cuda:  # to look would wait for the device: gradients are looked at there
+                self._check(torch.cat(pieces[len(numbers) :: each]).tolist())
             for place, number in enumerate(numbers):
-                shard, of_ranks = self.shards[number], pieces[place :: len(numbers)]
+                shard, of_ranks = self.shards[number], pieces[place::each]
                 shaped = [piece.view(shard.shape_on(rank)) for rank, piece in enumerate(of_ranks)]
                 wholes[number] = torch.cat(shaped, shard.dim)
         return [wholes[number] for number in range(len(self.shards))]
+
+    def pack(self, parts: Sequence[Tensor]) -> Packed:
+        """Copies of this rank's parts, and the unit's mark, for `gather`."""
+        packed = []
+        for numbers in by_dtype(parts):
+            mark = parts[numbers[0]].new_tensor([self._mark])
+            packed.append((numbers, torch.cat([*(parts[n].detach().reshape(-1) for n in numbers), mark])))
+        return packed
 
     def reduce(self, gradients: Sequence[Tensor | None], parts: Sequence[Tensor]) -> list[Tensor | None]:
         """Of the means of all ranks' gradients this rank's parts; None where no rank has one. Every rank must call it.
@@ -61,8 +74,10 @@ class Unit:
         trained = [number for number, part in enumerate(parts) if part.requires_grad]
         for group in by_dtype([parts[number] for number in trained]):
             numbers = [trained[place] for place in group]
-            *means, any_used = self._sum(numbers, gradients, parts[numbers[0]])
-            for number, mean, used in zip(numbers, means, any_used.tolist(), strict=True):
+            *means, told = self._sum(numbers, gradients, parts[numbers[0]])
+            any_used, marks = (values := told.tolist())[: len(numbers)], values[len(numbers) :]
+            self._check(marks)
+            for number, mean, used in zip(numbers, means, any_used, strict=True):
                 if used:
                     reduced[number] = mean.view(self.shards[number].local_shape) / self.axis.size
         return reduced
@@ -72,21 +87,37 @@ class Unit:
         return replace(self)
 
     def _sum(self, numbers: Sequence[int], gradients: Sequence[Tensor | None], like: Tensor) -> Sequence[Tensor]:
-        """This rank's parts of the sums of some gradients, flat, and by how many ranks each was used."""
-        flags = like.new_tensor([gradients[number] is not None for number in numbers])
+        """This rank's parts of the sums of some gradients, flat; by how many ranks each was used, and their marks."""
+        flags = like.new_tensor([*(gradients[number] is not None for number in numbers), self._mark])
         outgoing = [
             torch.cat([*(_for_rank(gradients[number], self.shards[number], rank, like) for number in numbers), flags])
             for rank in range(self.axis.size)
         ]
-        sizes = [*(self.shards[number].size_on(self.axis.rank) for number in numbers), len(numbers)]
+        sizes = [*(self.shards[number].size_on(self.axis.rank) for number in numbers), len(numbers), 1]
         lengths = [sum(sizes)] * self.axis.size
         incoming = all_to_all_parts(outgoing, lengths, self.axis, label="sharded gradients").wait()
-        return incoming.view(self.axis.size, -1).sum(0).split(sizes)
+        of_ranks = incoming.view(self.axis.size, -1)
+        *means, any_used, _ = of_ranks.sum(0).split(sizes)
+        return [*means, torch.cat([any_used, of_ranks[:, -1]])]
+
+    @property
+    def _mark(self) -> int:
+        """What every message bears, so that one of another unit is known; a number that every dtype can hold."""
+        return crc32(self.name.encode()) % 251
+
+    def _check(self, marks: Sequence[float]) -> None:
+        for rank, mark in enumerate(marks):
+            if mark != self._mark:
+                raise other_branch(f"{self.name!r} on rank {self.axis.rank}, another on rank {rank}")
 
 
-def pack(parts: Sequence[Tensor]) -> Packed:
-    """Copies of parts, for `Unit.gather`."""
-    return [(numbers, torch.cat([parts[n].detach().reshape(-1) for n in numbers])) for numbers in by_dtype(parts)]
+def other_branch(said: str) -> ModelError:
+    """What to raise where ranks are at different modules."""
+    return ModelError(
+        f"full_shard gathers the parameters of a module from all ranks, but these are at different ones: {said}. Have "
+        "all ranks call the same modules in the same order, also where data or the rank decide (experts, early exits), "
+        "or leave full_shard out of the plan"
+    )
 
 
 def by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
