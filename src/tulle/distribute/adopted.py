@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tulle.comm import eager
+from tulle.derived import derived
 from tulle.distribute.axes import Axes
 from tulle.engine import ENGINE, DataParallel, adopt, engine_of
 from tulle.errors import MeshError, ModelError
@@ -86,8 +87,7 @@ def adopt_model(model: nn.Module, engine: DataParallel, plan: Plan, axes: Axes) 
     plain = type(model)
     # Past Module.__setattr__, which is for parameters, buffers and submodules.
     model.__dict__.update({ENGINE: engine, _PLAN: plan, _AXES: axes, _CLASS: plain})
-    adopted: type[nn.Module] = type(plain.__name__, (Distributed, plain), {"__module__": plain.__module__})
-    object.__setattr__(model, "__class__", adopted)
+    object.__setattr__(model, "__class__", derived(Distributed, plain, name=plain.__name__, module=plain.__module__))
 
 
 def fetch_after_steps(optimizers: Sequence[Optimizer], engine: DataParallel) -> None:

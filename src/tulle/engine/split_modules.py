@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tulle.comm import eager
+from tulle.derived import derived
 from tulle.engine.split_tables import SplitTables
 from tulle.errors import ModelError
 from tulle.tables import TableModule
@@ -60,8 +61,9 @@ def adopt(module: TableModule, tables: SplitTables) -> None:
     plain = type(module)
     kind = _SPLIT_KINDS[nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag]
     module.__dict__[_RUN_TIME] = tables
-    adopted = kind if plain in _SPLIT_KINDS else type(plain.__name__, (kind, plain), {"__module__": plain.__module__})
-    object.__setattr__(module, "__class__", adopted)
+    if plain not in _SPLIT_KINDS:
+        kind = derived(kind, plain, name=plain.__name__, module=plain.__module__)
+    object.__setattr__(module, "__class__", kind)
 
 
 @eager

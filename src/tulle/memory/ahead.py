@@ -37,7 +37,7 @@ FORWARD, EVALUATING, BACKWARD = "forward", "evaluating", "backward"
 """What a unit is gathered for."""
 _COUNTED = 1000
 """Later uses of a unit without a step of an optimizer count as one."""
-ANNOUNCED_STEPS, ANNOUNCED_EXCHANGES = 2, 500
+_ANNOUNCED_STEPS, _ANNOUNCED_EXCHANGES = 2, 500
 """For so many steps, and exchanges at most, ranks tell one another what comes before it comes."""
 
 
@@ -139,7 +139,7 @@ class Ahead:
 
     def _submit(self, what: str, unit: Unit, exchange: Callable[[], T]) -> Job[T]:
         self._exchanges += 1
-        if self._steps < ANNOUNCED_STEPS and self._exchanges <= ANNOUNCED_EXCHANGES:
+        if self._steps < _ANNOUNCED_STEPS and self._exchanges <= _ANNOUNCED_EXCHANGES:
             return self._courier.submit(partial(_announced, f"{what} {unit.name!r}", self.axis, exchange))
         return self._courier.submit(exchange)
 

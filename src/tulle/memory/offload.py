@@ -19,8 +19,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from tulle.derived import derived
 from tulle.errors import ModelError
-from tulle.memory.derived import derived
 from tulle.memory.notes import Saved
 
 HORIZON = 4

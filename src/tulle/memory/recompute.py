@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tulle.comm import gather_values
+from tulle.derived import derived
 from tulle.errors import ModelError
-from tulle.memory.derived import derived
 from tulle.mesh import Axis
 
 

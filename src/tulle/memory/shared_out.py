@@ -26,10 +26,10 @@ from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
 from tulle.comm import eager
+from tulle.derived import derived
 from tulle.errors import ModelError
 from tulle.memory.ahead import EVALUATING, FORWARD, Ahead
 from tulle.memory.arrivals import Arrival, in_pass
-from tulle.memory.derived import derived
 from tulle.memory.notes import Gathered, noting
 from tulle.memory.shard import Shard
 from tulle.memory.unit import Unit

@@ -11,13 +11,13 @@ These are classes that an existing layer takes on, as `fully_shard` does: the ob
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tulle.derived import derived
 from tulle.tensor_parallel.placement import gather_uneven, length_on
 from tulle.tensor_parallel.region import Region
 
@@ -83,11 +83,6 @@ class SharedRows(nn.Module):
         return functional.linear(input, self.weight[self.rows], bias)
 
 
-@cache
-def _joint(first: type[nn.Module], second: type[nn.Module]) -> type[nn.Module]:
-    return type(f"{first.__name__}{second.__name__}", (first, second), {"__module__": __name__})
-
-
 def take_on(module: nn.Module, added: type[nn.Module], *, inside: bool = False, **attributes: Any) -> None:
     """Have a module be of a class that adds something to its own, with some attributes.
 
@@ -98,7 +93,9 @@ def take_on(module: nn.Module, added: type[nn.Module], *, inside: bool = False, 
         attributes: What it needs.
     """
     own = type(module)
-    kind = added if issubclass(added, own) else _joint(own, added) if inside else _joint(added, own)
+    first, second = (own, added) if inside else (added, own)
+    name = f"{first.__name__}{second.__name__}"
+    kind = added if issubclass(added, own) else derived(first, second, name=name, module=__name__)
     module.__dict__.update(attributes)  # past Module.__setattr__, which is for parameters, buffers and submodules
     object.__setattr__(module, "__class__", kind)
 

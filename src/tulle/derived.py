@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 
-def derived(before: type[nn.Module], kind: type[nn.Module], *, name: str, module: str) -> type[nn.Module]:
+def derived(before: type, kind: type[nn.Module], *, name: str, module: str) -> type[nn.Module]:
     """The class that derives from both, the first first: the same for all modules of one class.
 
     A table of them would keep classes that a user makes in functions, with what their methods have seen there.
