@@ -34,8 +34,9 @@ class Machine:
         slowdown: Factor by which computation takes longer while the process communicates; 1 is full overlap.
         link_slowdown: Factor by which an exchange takes longer while the processes compute.
         call_s: Seconds that the run-time of a pipeline takes for each placed module and micro-batch, there and back, on
-            every rank: all run the program. The default is
-            that of GPT-2 on a CPU.
+            every rank: all run the program. What lookups in tables take besides their rows is counted in it too.
+        operation_s: The same for an operation between modules, on what these have made.
+        micro_batch_s: The same for a micro-batch, whatever runs in it.
     """
 
     flop_per_s: float
@@ -43,7 +44,9 @@ class Machine:
     memory_bytes: int | None = None
     slowdown: float = 1.0
     link_slowdown: float = 1.0
-    call_s: float = 0.2e-3
+    call_s: float = 0.1e-3
+    operation_s: float = 0.08e-3
+    micro_batch_s: float = 0.5e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +210,7 @@ class Profile:
         peak_bytes: The most memory that this step needed.
         networks: What each axis of the mesh gave on which it was measured.
         fixed_share: Of forward and backward, that part which fewer samples do not make shorter.
+        between: Operations of a micro-batch on what pieces have made, by the module of whose own forward they are.
     """
 
     model: str
@@ -219,6 +223,7 @@ class Profile:
     peak_bytes: int = 0
     networks: Mapping[str, Network] = field(default_factory=dict)
     fixed_share: float = 0.0
+    between: Mapping[str, int] = field(default_factory=dict)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON; the file is complete or absent."""
@@ -265,6 +270,7 @@ class Profile:
             peak_bytes=int(parsed["peak_bytes"]),
             networks={name: network_from_json(one) for name, one in parsed.get("networks", {}).items()},
             fixed_share=float(parsed.get("fixed_share", 0.0)),
+            between={str(name): int(count) for name, count in parsed.get("between", {}).items()},
         )
 
 

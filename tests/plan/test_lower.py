@@ -9,7 +9,9 @@ from tulle.cost import all_reduce_cost
 from tulle.errors import PlanError
 from tulle.pipeline.schedule import held_at_once
 from tulle.plan import Memory, Plan, Prediction, TablePlan, footprints, lower
+from tulle.plan.deal import LOOKUP_CALLS
 from tulle.plan.turns import turns
+from tulle.plan.update import AHEAD_CALLS
 from tulle.simulate import run
 from tulle.workload import Machine
 
@@ -129,6 +131,37 @@ def test_a_stage_that_waits_runs_the_program_meanwhile():
     assert dear - free <= 1.5 * len(profile.modules) * 1e-4  # what a micro-batch passes, not as much on each rank
 
 
+def test_operations_between_modules_cost_every_rank_and_those_within_placed_ones_nothing():
+    profile, micro_batches = replace(profile_of(tables=0, layers=3), between={"": 3, "layers.0": 5}), 4
+    plan = in_two(profile, micro_batches)
+    machines = [replace(CLUSTER.machine, operation_s=operation_s) for operation_s in (1e-3, 0.0)]
+    dear, free = (lower(plan, profile, replace(CLUSTER, machine=machine)) for machine in machines)
+    assert "layers.0" in plan.stages
+    for stage in (0, 1):
+        spent = [sum(t.seconds for t in s.tasks if (t.stage, t.resource) == (stage, "device")) for s in (dear, free)]
+        assert spent[0] - spent[1] == pytest.approx(micro_batches * 3 * 1e-3)
+
+
+@pytest.mark.parametrize("scheme", ["rows", "allgather"])
+def test_lookups_in_tables_whose_rows_travel_take_the_processor(scheme):
+    profile = profile_of(tables=3)
+    dear, free = (lower(plan_of(profile, scheme), profile, with_calls(CLUSTER, call_s)) for call_s in (1e-3, 0.0))
+    assert seconds_of(dear, "compute") - seconds_of(free, "compute") == pytest.approx(3 * LOOKUP_CALLS * 1e-3)
+
+
+def test_rows_are_found_ahead_only_where_some_go_later():
+    profile = profile_of()
+    slow = cluster_of(4, bandwidth_bytes_per_s=1e5)
+    updates = [
+        seconds_of(lower(plan_of(profile, schedule=schedule), one, cluster), "update")
+        for cluster in (CLUSTER, slow)
+        for schedule in ("read", "step")
+        for one in [replace(profile, optimizer=replace(profile.optimizer, table_s=1.0))]
+    ]
+    assert updates[0] == pytest.approx(updates[1])
+    assert updates[2] - updates[3] == pytest.approx(AHEAD_CALLS)
+
+
 def test_a_model_on_one_stage_needs_no_calls():
     profile = profile_of(tables=0)
     steps = [lower(plan_of(profile), profile, with_calls(CLUSTER, call_s)) for call_s in (1e-3, 0.0)]
@@ -215,7 +248,7 @@ def test_computation_and_exchange_disturb_each_other():
 
 def test_a_faster_machine_computes_faster():
     profile = profile_of()
-    fast = replace(CLUSTER, machine=Machine(2e11, 2e10))
+    fast = replace(CLUSTER, machine=Machine(2e11, 2e10, call_s=CLUSTER.machine.call_s / 2))
     plan = plan_of(profile)
     assert seconds_of(lower(plan, profile, fast), "compute") == pytest.approx(
         seconds_of(lower(plan, profile, CLUSTER), "compute") / 2

@@ -73,9 +73,25 @@ def test_what_the_run_time_of_a_pipeline_takes_is_measured_and_kept(tmp_path):
     tulle.profile(model, optimizers, ids(3, 1, 3, 7)).save(tmp_path / "profile.json")
     found = Profile.load(tmp_path / "profile.json")
     assert 1e-6 < found.cluster.machine.call_s < 1e-1
+    assert 0 <= found.cluster.machine.operation_s < 1e-1
+    assert 0 <= found.cluster.machine.micro_batch_s < 1e-1
+    # Two times transposed, added to, a square and its mean; that of the words alone waits for no module.
+    assert found.between[""] == 5
+    assert found.between.keys() <= {"", "body"}
     assert found.modules[-1].name == "head"
     assert {module.around for module in found.modules if module.name.startswith("body.")} <= {("", "body")}
     assert 0 <= found.optimizer.fixed_share <= 1
+
+
+def test_what_adds_up_the_rows_of_a_gradient_is_not_taken_for_the_optimizers():
+    """The twin looks each row up once: its gradients need not be added up, and its update is the same."""
+    rows_s: list[float] = []
+    for repeats in (1, 30):
+        model = nn.Sequential(nn.EmbeddingBag(5000, 32, sparse=True), nn.Linear(32, 1))
+        optimizers = [torch.optim.SparseAdam(model[0].parameters()), torch.optim.SGD(model[1].parameters())]
+        found = tulle.profile(model, optimizers, torch.arange(2000).repeat(repeats).view(-1, 10))
+        rows_s.append(found.optimizer.row_s_per_byte)
+    assert rows_s[1] < 4 * rows_s[0]  # nine times, were it so
 
 
 def test_pieces_and_update_are_most_of_the_step():

@@ -130,6 +130,4 @@ class Feed:
                     f"tulle.lookahead was given ids of {name!r}, the tables whose rows can travel ahead are: {known}"
                 )
         self._given_tables = sorted(numbers[name] for name in given)
-        return {
-            numbers[name]: ids.reshape(-1) for name, ids in sorted(given.items(), key=lambda pair: numbers[pair[0]])
-        }
+        return {numbers[name]: ids for name, ids in sorted(given.items(), key=lambda pair: numbers[pair[0]])}

@@ -141,9 +141,9 @@ class Sources:
             return {}
         found: dict[int, Tensor] = {}
         for number, sources in sorted(self.pattern.items()):
-            parts = [source.ids(leaves).reshape(-1) for source in sources if source is not None]
+            parts = [source.ids(leaves) for source in sources if source is not None]
             if parts:
-                found[number] = parts[0] if len(parts) == 1 else torch.cat(parts)
+                found[number] = parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
         return found
 
     def tables(self) -> list[int]:

@@ -42,6 +42,11 @@ WORTH_S = 0.04
 """What gradients of the rows of a step must take, at least, for some of them to go later: to divide them costs, too."""
 
 
+def delays_rows(gradients_bytes: float, network: Network) -> bool:
+    """Whether some rows of a step's gradients go later, where they may, by the bytes of the fullest rank's."""
+    return exchange_cost(gradients_bytes, 0, network).seconds >= WORTH_S
+
+
 class SplitTables:
     """The split tables of one model.
 
@@ -229,7 +234,7 @@ class SplitTables:
             return
         if self._delays_rows is None:
             heard = gather_values(sum(trip.gradients_bytes for trip in trips), self._axis, label=_LABEL)
-            self._delays_rows = exchange_cost(max(heard), 0, self._network()).seconds >= WORTH_S
+            self._delays_rows = delays_rows(max(heard), self._network())
         for trip, after in zip(trips, following, strict=False):
             if self._delays_rows and trip.tables.keys() == after.tables.keys():
                 trip.divide(after, self._later)

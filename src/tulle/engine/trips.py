@@ -206,12 +206,9 @@ class Trip:
         assert self._values is not None, "begun just now"
         bundle, t = self._places[table.number]
         distinct = self._wishes[bundle].distinct
-        wanted, base = distinct.of_table(t), distinct.bases[t]
-        keys = (ids + base if base else ids).long().contiguous()
-        places = torch.searchsorted(wanted, keys).clamp_(max=max(0, len(wanted) - 1))
-        if keys.numel() and not (len(wanted) and torch.equal(wanted[places], keys)):
-            raise KeyError(table.name)
-        padding_place = None if padding is None else _find(padding + base, wanted)
+        wanted = distinct.of_table(t)
+        places = distinct.places(t, ids, is_checked=self.is_checked)
+        padding_place = None if padding is None else _find(padding + distinct.bases[t], wanted)
         is_trained = torch.is_grad_enabled() and table.parameter.requires_grad
         lookups = None
         if is_trained and (table.is_sparse or self.is_scaled):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tulle.pipeline.placeholder import is_about_shape
 from tulle.pipeline.recompute import intercept_functions, is_within_function
@@ -22,6 +24,8 @@ class Calls:
     """Of each call of a module, the names of the modules that it was called from, the outermost first."""
     time_s: dict[str, float] = field(default_factory=dict)
     """Of all calls of a module, with what is called within."""
+    operations: Counter[str] = field(default_factory=Counter)
+    """Of a module's own forward, without what it calls: operations on what modules with parameters have made."""
     borrowers: set[str] = field(default_factory=set)
     """Modules in whose calls parameters were read that are none of theirs, such as a table that a decoder is handed."""
 
@@ -54,10 +58,11 @@ def watch(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Call
         calls.time_s[name] = calls.time_s.get(name, 0.0) + time.perf_counter() - begins_s.pop()
 
     inside = {module: set(module.modules()) for module in names}
-    having: dict[int, set[nn.Module]] = {}
-    for module in names:
-        for parameter in module.parameters(recurse=False):
-            having.setdefault(id(parameter), set()).add(module)
+    having = _having(names)
+
+    def computed() -> None:
+        if stack:
+            calls.operations[names[stack[-1]]] += 1
 
     def read(parameter: nn.Parameter) -> None:
         # One that nobody had is lent, to a module that runs.
@@ -70,7 +75,7 @@ def watch(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Call
     hooks = [module.register_forward_pre_hook(enter) for module in names]
     hooks += [module.register_forward_hook(leave) for module in names]
     try:
-        with _Reads(read):
+        with _Reads(read, computed):
             model(*args, **kwargs)
     finally:
         for hook in hooks:
@@ -78,22 +83,50 @@ def watch(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Call
     return calls
 
 
-class _Reads(TorchFunctionMode):
-    """Tells of each parameter that an operation reads."""
+def _having(modules: Iterable[nn.Module]) -> dict[int, set[nn.Module]]:
+    """The modules that have each parameter, by its identity."""
+    having: dict[int, set[nn.Module]] = {}
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            having.setdefault(id(parameter), set()).add(module)
+    return having
 
-    def __init__(self, read: Callable[[nn.Parameter], None]) -> None:
+
+class _Reads(TorchFunctionMode):
+    """Tells of each parameter that an operation reads, and of each operation on what was made of some."""
+
+    def __init__(self, read: Callable[[nn.Parameter], None], computed: Callable[[], None]) -> None:
         super().__init__()
-        self._read = read
+        self._read, self._computed = read, computed
+        self._made = WeakTensorKeyDictionary()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Look, and let through."""
-        if not is_about_shape(func):
-            for leaf in (*args, *(kwargs or {}).values()):
-                if isinstance(leaf, nn.Parameter):
-                    self._read(leaf)
-        return func(*args, **(kwargs or {}))
+        if is_about_shape(func):
+            return func(*args, **(kwargs or {}))
+        given = list(_tensors((*args, *(kwargs or {}).values())))
+        parameters = [one for one in given if isinstance(one, nn.Parameter)]
+        for parameter in parameters:
+            self._read(parameter)
+        if any(one in self._made for one in given):
+            self._computed()
+        elif not parameters:
+            return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        for one in _tensors((result,)):
+            self._made[one] = True
+        return result
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among values, and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 def pieces_of(model: nn.Module, calls: Calls, weights: dict[str, float], largest: float) -> list[str]:

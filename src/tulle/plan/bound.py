@@ -70,11 +70,14 @@ class Bound:
         return max(busiest_s, through_s + calls_s) + rest_s(self.profile, share)
 
     def _calls_s(self, share: Share) -> float:
-        """What each rank takes to run a micro-batch past all modules that are placed, if they are as few as can be."""
-        if share.pipe == 1:
+        """What each rank takes to run a micro-batch past all modules that are placed, if they are as few as can be.
+
+        Of axis `model` it could do so while it waits for sums.
+        """
+        if share.pipe == 1 or share.model > 1:
             return 0.0
         placed = {next((outer for outer in one.around if outer), one.name) for one in self.profile.modules}
-        return len(placed) * self.cluster.machine.call_s
+        return len(placed) * self.cluster.machine.call_s + self.cluster.machine.micro_batch_s
 
     @property
     def _is_chain(self) -> bool:

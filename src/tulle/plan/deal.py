@@ -17,8 +17,12 @@ from tulle.plan.exchange import Tariff
 from tulle.plan.moving import on_machine
 from tulle.plan.plan import AT_READ, MODEL, PIPE, Plan
 from tulle.plan.update import Update
-from tulle.plan.work import AXES, DATA, Share, Work, share_of, work_of
+from tulle.plan.work import AXES, DATA, Share, Work, share_of, stage_around, work_of
 from tulle.workload import Cluster, Machine, Profile
+
+LOOKUP_CALLS = 1.5
+"""What a lookup takes there and back, in calls of a placed module, where gradients of its table travel as rows, however
+few: measured, alike for tables that are split and replicas."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +91,31 @@ class Deal:
         return max(work.stage for work in self.works) + 1
 
     def calls_s(self, stage: int) -> tuple[float, float, float]:
-        """What the run-time takes for a micro-batch's placed modules: before a stage, in it, and behind it.
+        """What the run-time takes for a micro-batch's lookups and placed modules: before a stage, in it, and behind it.
 
         All ranks run the whole program. Before a stage, that is from the rank's stage before it on; behind it, only if
-        it is the rank's last.
+        it is the rank's last. Operations between modules are taken to be spread evenly.
         """
-        pipe = self.share.pipe
+        pipe, machine = self.share.pipe, self.machine
+        lookups = sum(len(convoy.names) for convoy in self.convoys if convoy.stage == stage and self.share.data > 1)
+        lookups_s = LOOKUP_CALLS * machine.call_s * lookups
         if pipe == 1:
-            return 0.0, 0.0, 0.0
-        placed = self.plan.stages.values()
+            return 0.0, lookups_s, 0.0
+        placed = self.plan.stages
         before, here = (
-            sum(first < one <= last for one in placed)
+            sum(first < one <= last for one in placed.values())
             for first, last in ((stage - pipe, stage - 1), (stage - 1, stage))
         )
-        behind = sum(one > stage for one in placed) if stage + pipe >= self.stages else 0
-        call_s = self.machine.call_s
-        return before * call_s, here * call_s, behind * call_s
+        behind = sum(one > stage for one in placed.values()) if stage + pipe >= self.stages else 0
+        between = sum(count for name, count in self.profile.between.items() if stage_around(placed, name) is None)
+        call_s = machine.call_s + machine.operation_s * between / max(1, len(placed))
+        begin_s = machine.micro_batch_s if stage < pipe else 0.0
+        return begin_s + before * call_s, here * call_s + lookups_s, behind * call_s
 
     @property
     def update(self) -> Update:
         """What the optimizer takes."""
-        return Update(self.plan, self.profile, self.share, self.tariff)
+        return Update(self.plan, self.profile, self.share, self.network, self.tariff)
 
     def pieces(self, stage: int) -> list[Work]:
         """Those of a stage."""

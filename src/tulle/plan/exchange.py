@@ -99,6 +99,11 @@ class Tariff:
         seen = self.looks(name, ranks, batches)
         return self._remembered(("rows", name, ranks, batches), lambda: seen.union_rows * seen.values_bytes)
 
+    def pushed_bytes(self, name: str, ranks: int, batches: float) -> float:
+        """Bytes of the rows that the fullest rank touched."""
+        seen = self.looks(name, ranks, batches)
+        return max(seen.rows_per_rank) * seen.values_bytes
+
     def exchange(self, names: Sequence[str], scheme: str, network: Network, *, ranks: int, batches: float) -> Exchange:
         """What tables that travel as one cost under a scheme or placement."""
         if ranks == 1:

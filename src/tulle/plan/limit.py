@@ -79,9 +79,10 @@ class _Stage:
         return _Stage(
             forward_s,
             turn_s,
-            device_s=count * (before_s + turn_s + behind_s) + update_s,
+            # Past the modules of others a rank runs while it waits for sums, too.
+            device_s=count * (turn_s + max(0.0, before_s + behind_s - summed_s)) + update_s,
             link_s=sum(dense_s) + rows_s + count * (summed_s + _passed_s(deal, number)) + gathered_s,
-            fetched_s=_fetched_s(convoys, works),
+            fetched_s=_fetched_s(convoys, works, here_s),
             synchronized_s=_synchronized_s(convoys, works, dense_s),
             ended_s=update_s + gathered_s,
         )
@@ -137,13 +138,14 @@ def _passed_s(deal: Deal, number: int) -> float:
     return sum(cost.seconds for pair, cost in deal.flows.items() if number in pair and (pair[0] - pair[1]) % pipe)
 
 
-def _fetched_s(convoys: Sequence[Convoy], works: Sequence[Work]) -> float:
-    """By how much rows come later than pieces that do not need them take."""
+def _fetched_s(convoys: Sequence[Convoy], works: Sequence[Work], begun_s: float) -> float:
+    """By how much rows come later than pieces that do not need them take; the first of a stage takes something more."""
     linked_s = waited_s = 0.0
     for convoy in convoys:
         if convoy.exchange.is_split:
             linked_s += convoy.exchange.values.seconds
-            before_s = sum(forward_of(work) for work in works if work.number < convoy.first)
+            before = [forward_of(work) for work in works if work.number < convoy.first]
+            before_s = begun_s + sum(before) if before else 0.0
             waited_s = max(waited_s, linked_s - before_s)
     return waited_s
 

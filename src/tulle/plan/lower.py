@@ -69,6 +69,8 @@ class _Lowering:
     tasks: Tasks = field(init=False)
     buckets: dict[int, Bucket] = field(init=False)
     """By the number of the piece with which they are full; in the order in which they are sent."""
+    calls_s: list[tuple[float, float, float]] = field(init=False)
+    """What the run-time takes of a micro-batch before, in and behind each stage."""
     reduced: dict[int, int] = field(default_factory=dict)
     """By the same, the all-reduce of one that is carried over."""
     updated: dict[int, int] = field(default_factory=dict)
@@ -85,6 +87,7 @@ class _Lowering:
     def __post_init__(self) -> None:
         self.tasks = Tasks(self.share.pipe)
         self.buckets = {bucket.number: bucket for bucket in self.deal.buckets()}
+        self.calls_s = [self.deal.calls_s(stage) for stage in range(self.deal.stages)]
 
     @property
     def plan(self) -> Plan:
@@ -111,7 +114,7 @@ class _Lowering:
             forward_s[work.stage] += work.forward_s + work.all_reduced.seconds
             backward_s[work.stage] += work.backward_s + work.all_reduced_again.seconds
         for stage in range(self.deal.stages):
-            forward_s[stage] += sum(self.deal.calls_s(stage))
+            forward_s[stage] += sum(self.calls_s[stage])
         schedule = checked(self.plan.pipeline_schedule)
         return turns(schedule, tuple(forward_s), tuple(backward_s), self.share.pipe, self.share.micro_batches)
 
@@ -136,7 +139,7 @@ class _Lowering:
             self.tasks.compute(f"forward elsewhere, micro-batch {turn.micro_batch}", seconds, stage=turn.stage)
 
     def _forward(self, turn: Turn) -> None:
-        before_s, here_s, behind_s = self.deal.calls_s(turn.stage)
+        before_s, here_s, behind_s = self.calls_s[turn.stage]
         self._pass_by(turn, before_s)
         run = self._run(turn)
         is_first = turn.micro_batch == 0

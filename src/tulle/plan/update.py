@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tulle.cost import Network
+from tulle.engine.split_tables import delays_rows
 from tulle.memory import Memory
 from tulle.plan.convoy import Convoy
 from tulle.plan.exchange import Tariff
@@ -24,12 +26,14 @@ class Update:
         plan: What is shared out.
         profile: What a byte takes.
         share: How the step is dealt.
+        network: Of axis `data`.
         tariff: What gradients look like.
     """
 
     plan: Plan
     profile: Profile
     share: Share
+    network: Network
     tariff: Tariff
 
     def dense_s(self, pieces: Iterable[Work]) -> float:
@@ -40,19 +44,24 @@ class Update:
 
     def tables_s(self, convoys: Sequence[Convoy]) -> float:
         """Seconds for the tables of some convoys: the rows that gradients touch, of split tables this rank's."""
-        return sum(
-            self._table_s(name, self.share.data if convoy.exchange.is_split else 1)
-            for convoy in convoys
-            for name in convoy.names
-        )
+        split = [name for convoy in convoys if convoy.exchange.is_split for name in convoy.names]
+        whole = [name for convoy in convoys if not convoy.exchange.is_split for name in convoy.names]
+        found_s = AHEAD_CALLS * self.profile.optimizer.table_s if self._delays_rows(split) else 0.0
+        split_s = sum(self._rows_s(name) / self.share.data + found_s for name in split)
+        return split_s + sum(self._rows_s(name) for name in whole)
 
-    def _table_s(self, name: str, owners: int) -> float:
+    def _rows_s(self, name: str) -> float:
         table = self.tariff.table(name)
         if is_dense(table, self.profile):
-            return bytes_of(table) / owners * self.profile.optimizer.step_s_per_byte
-        rows_s = self.tariff.updated_bytes(name, self.share.data, self.share.batches) / owners * row_s(self.profile)
-        is_ahead = self.plan.schedule == AT_READ and owners > 1
-        return rows_s + (AHEAD_CALLS * self.profile.optimizer.table_s if is_ahead else 0.0)
+            return bytes_of(table) * self.profile.optimizer.step_s_per_byte
+        return self.tariff.updated_bytes(name, self.share.data, self.share.batches) * row_s(self.profile)
+
+    def _delays_rows(self, split: Sequence[str]) -> bool:
+        """Whether some rows of these tables' gradients go later."""
+        if self.plan.schedule != AT_READ or self.share.data == 1:
+            return False
+        gradients_bytes = sum(self.tariff.pushed_bytes(name, self.share.data, self.share.batches) for name in split)
+        return delays_rows(gradients_bytes, self.network)
 
 
 def dense_s_per_byte(profile: Profile, memory: Memory, replicas: int) -> float:

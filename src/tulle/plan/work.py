@@ -143,7 +143,7 @@ def stages_of(plan: Plan, profile: Profile) -> list[int]:
         return [0] * len(profile.modules)
     found: list[int] = []
     for piece in profile.modules:
-        stage = _of_around(plan.stages, piece.name)
+        stage = stage_around(plan.stages, piece.name)
         if stage is None:
             raise PlanError(
                 f"the plan has {plan.mesh[PIPE]} ranks along {PIPE!r} but no stage for {piece.name!r}: a forecast "
@@ -203,7 +203,7 @@ def split_modules(plan: Plan, profile: Profile) -> set[str]:
     return {
         piece.name
         for piece in profile.modules
-        if piece.split and (not named or _of_around(named, piece.name) is not None)
+        if piece.split and (not named or stage_around(named, piece.name) is not None)
     }
 
 
@@ -263,8 +263,8 @@ def _recomputed(work: Work) -> Work:
     )
 
 
-def _of_around(by_module: Mapping[str, int], name: str) -> int | None:
-    """What is said of a module, or of the nearest one around it."""
+def stage_around(by_module: Mapping[str, int], name: str) -> int | None:
+    """What is said of a module, or of the nearest one around it; None if nothing is."""
     while name not in by_module:
         if not name:
             return None

@@ -1,8 +1,12 @@
-"""`call_seconds`: what the run-time of a pipeline takes for each module that it places, beside what the module does."""
+"""`run_time_seconds`: what the run-time of a pipeline takes, beside what modules do.
+
+All ranks run the whole program of each micro-batch: its placed modules, and the operations between them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -12,27 +16,75 @@ from tulle.comm import alone, barrier, gather_values, now_s
 from tulle.mesh import Axis
 from tulle.pipeline import place, step
 
-_MODULES, _MICRO_BATCHES, _REPEATS = 16, 4, 6
+_FEW, _MANY = 4, 16
+"""Modules of a model."""
+_MICRO_BATCHES, _REPEATS = 4, 6
+_COLD = 2.0
+"""What it takes among modules that compute, by what it takes in a chain that fits in the nearest cache: of GPT-2."""
 _LABEL = "the profile"
 
 
-def call_seconds(axis: Axis) -> float:
-    """Seconds for one placed module and one micro-batch, forward and backward. Every rank of the axis must call it.
+@dataclass(frozen=True, slots=True)
+class RunTime:
+    """Seconds that the run-time of a pipeline takes, forward and backward; as `Machine` has them.
 
-    All ranks run the whole program, so what one rank takes that holds all modules is what each would take.
+    Args:
+        call_s: For one placed module and one micro-batch.
+        operation_s: For one operation between modules and one micro-batch.
+        micro_batch_s: For a micro-batch besides.
+    """
+
+    call_s: float
+    operation_s: float
+    micro_batch_s: float
+
+
+class _Chain(nn.Module):
+    """Modules one after the other, with so many operations between two.
+
+    Args:
+        length: Of the chain.
+        operations: After each module.
+    """
+
+    def __init__(self, length: int, operations: int) -> None:
+        super().__init__()
+        self.links = nn.ModuleList(nn.Linear(1, 1) for _ in range(length))
+        self._operations = operations
+
+    def forward(self, x: Tensor) -> Tensor:
+        for link in self.links:
+            x = link(x)
+            for _ in range(self._operations):
+                x = x + 1
+        return x
+
+
+def run_time_seconds(axis: Axis) -> RunTime:
+    """Measure it. Every rank of the axis must call it.
+
+    What one rank takes that holds all modules is what each would take.
 
     Args:
         axis: All of whose ranks do it at once.
     """
+    few_s, many_s, mixed_s = (_beside(axis, *kind) for kind in ((_FEW, 0), (_MANY, 0), (_MANY, 2)))
+    call_s = max(0.0, many_s - few_s) / (_MANY - _FEW)
+    operation_s, micro_batch_s = max(0.0, mixed_s - many_s) / (2 * _MANY), max(0.0, few_s - _FEW * call_s)
+    return RunTime(_COLD * call_s, _COLD * operation_s, _COLD * micro_batch_s)
+
+
+def _beside(axis: Axis, length: int, operations: int) -> float:
+    """What a micro-batch takes of a placed chain beside the same as plain modules."""
     with torch.device(axis.device):
-        plain, placed = (nn.Sequential(*(nn.Linear(1, 1) for _ in range(_MODULES))) for _ in range(2))
+        plain, placed = (_Chain(length, operations) for _ in range(2))
         batch = torch.ones(_MICRO_BATCHES, 1)
-    place(placed, alone(axis), {str(number): 0 for number in range(_MODULES)})
+    place(placed, alone(axis), {f"links.{number}": 0 for number in range(length)})
     seconds = [[_seconds(partial(_train, model, batch), axis) for model in (plain, placed)] for _ in range(_REPEATS)]
     # Whatever else a machine does only adds to it, and hardly ever to all repeats of one rank.
     plain_s, placed_s = map(min, zip(*seconds, strict=True))
     slowest_s = max(gather_values(placed_s - plain_s, axis, label=_LABEL))
-    return max(0.0, slowest_s) / (_MODULES * _MICRO_BATCHES)
+    return slowest_s / _MICRO_BATCHES
 
 
 @step(micro_batches=_MICRO_BATCHES)

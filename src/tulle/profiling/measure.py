@@ -11,7 +11,7 @@ import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TypeVar, cast
 
 import torch
@@ -31,7 +31,7 @@ from tulle.pipeline.partition import COPIES
 from tulle.pipeline.profile import PIECES_PER_STAGE, as_call
 from tulle.pipeline.profile import profile as profile_pieces
 from tulle.pipeline.randomness import State
-from tulle.profiling.calls import call_seconds
+from tulle.profiling.calls import run_time_seconds
 from tulle.profiling.counts import Counts, count
 from tulle.profiling.machine import NOMINAL, measure_cluster, memory_bytes
 from tulle.profiling.optimizer import optimizer_profile, tried
@@ -96,7 +96,8 @@ def profile(
     try:
         found = measure(model, optimizers, samples, axis, loss or default_loss)
         cluster = measure_cluster(axis)
-        cluster = replace(cluster, machine=replace(cluster.machine, call_s=call_seconds(axis)))
+        machine = replace(cluster.machine, **asdict(run_time_seconds(axis)))
+        cluster = replace(cluster, machine=machine)
     finally:
         random_state.restore()
         gc.collect()
@@ -128,17 +129,25 @@ def _everyone(mesh: Mesh) -> Axis:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Modules that stay whole, in the order in which they run, what each reads of the others, and who calls it."""
+    """Modules that stay whole, in the order in which they run.
+
+    Args:
+        names: Of them.
+        reads: What each reads of the others.
+        around: Who calls each.
+        between: How many operations modules have that call them, by name.
+    """
 
     names: Sequence[str]
     reads: Sequence[Mapping[str, int]]
     around: Mapping[str, tuple[str, ...]]
+    between: Mapping[str, int]
 
     @staticmethod
     def of(pieces: Sequence[Piece], calls: Calls) -> _Pieces:
         names = [piece.name for piece in pieces]
         reads = [{names[at]: size for at, size in (piece.incoming or {}).items()} for piece in pieces]
-        return _Pieces(names, reads, _around(names, calls))
+        return _Pieces(names, reads, _around(names, calls), _between(names, calls))
 
 
 def _around(names: Sequence[str], calls: Calls) -> dict[str, tuple[str, ...]]:
@@ -146,6 +155,12 @@ def _around(names: Sequence[str], calls: Calls) -> dict[str, tuple[str, ...]]:
     callers = around(names, calls)
     elsewhere = {one for name in names for one in callers[name] if one and not name.startswith(f"{one}.")}
     return {name: tuple(one for one in callers[name] if one not in elsewhere) for name in names}
+
+
+def _between(names: Sequence[str], calls: Calls) -> dict[str, int]:
+    """Operations that run between pieces, by the module of whose forward they are."""
+    pieces = set(names)
+    return {name: count for name, count in calls.operations.items() if pieces.isdisjoint(outward(name))}
 
 
 @dataclass(slots=True)
@@ -188,7 +203,18 @@ def _in_steps(
         )
         for number, name in enumerate(pieces.names)
     )
-    return Profile("", 0, modules, tables, optimizer, NOWHERE, times.step_s, counts.peak_bytes, fixed_share=fixed)
+    return Profile(
+        "",
+        0,
+        modules,
+        tables,
+        optimizer,
+        NOWHERE,
+        times.step_s,
+        counts.peak_bytes,
+        fixed_share=fixed,
+        between=pieces.between,
+    )
 
 
 def _prepare(
@@ -212,7 +238,7 @@ def _cut(twin: Twin) -> _Pieces:
         calls = watch(twin.model, args, kwargs)
     largest = (calls.time_s.get("") or sum(calls.time_s.values())) / (STAGES * PIECES_PER_STAGE)
     names = pieces_of(twin.model, calls, calls.time_s, largest)
-    return _Pieces(names, [{} for _ in names], _around(names, calls))
+    return _Pieces(names, [{} for _ in names], _around(names, calls), _between(names, calls))
 
 
 def _count(twin: Twin, names: Sequence[str]) -> Counts:
@@ -253,7 +279,7 @@ def _without_memory(
     optimizer = _together(lambda: tried(optimizers), model, axis)
     parameters_bytes = sum(parameter.nbytes for parameter in model.parameters())
     step_s = sum(piece.time_s for piece in pieces) + optimizer.step_s_per_byte * parameters_bytes
-    return Profile("", 0, modules, tables, optimizer, NOWHERE, step_s)
+    return Profile("", 0, modules, tables, optimizer, NOWHERE, step_s, between=cut.between)
 
 
 def _owners(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
