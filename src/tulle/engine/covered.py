@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tulle.engine.data_parallel import NOT_RUNNING, engine_of, is_cut_off, living_engines
+from tulle.engine.data_parallel import engine_of, is_cut_off, living_engines
+from tulle.engine.ends import NOT_RUNNING
 from tulle.errors import ModelError
 
 

@@ -25,21 +25,21 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from tulle.comm import gather_values, lane, probe, traffic
 from tulle.cost import Cost, Network
 from tulle.engine.buckets import FIRST_BUCKET_BYTES, Bucket, Slot, Traveller, lay_out
 from tulle.engine.buffers import Buffers
+from tulle.engine.ends import NOT_RUNNING, end_with
 from tulle.engine.finite import NonFinite
 from tulle.engine.foresight import Foresight, is_ids
 from tulle.engine.groups import TableGroup
 from tulle.engine.late_updates import LateUpdates
 from tulle.engine.split_tables import SplitTables
 from tulle.engine.tables import Observation, TableSettings, TableSync, comes_by_rows, compact
+from tulle.engine.ties import Tie
 from tulle.engine.trips import SplitTable
 from tulle.engine.turns import Turns, best_piece_bytes
-from tulle.errors import GradientError
 from tulle.mesh import Axis
 from tulle.sync import Choice
 from tulle.tables import TableModule, table_modules, table_of
@@ -48,8 +48,6 @@ GROUPED_BYTES = FIRST_BUCKET_BYTES
 """Tables travel apart if dense gradients of at least so many bytes come between theirs."""
 _REORDERED_AFTER = 4
 """Backwards after which the order of these pieces is fixed; the first ones are slow."""
-NOT_RUNNING = -1
-"""The number of the backward that is running, if none is."""
 ENGINE = "_tulle_engine"
 """The attribute by which a distributed model, and an optimizer, holds its engine, and each of its trained parameters
 knows it."""
@@ -229,7 +227,7 @@ class DataParallel:
         self._backward = backward
         self._turns.begin()
         traffic.step = self.steps + 1
-        _join_backward(backward, self)
+        end_with(backward, self)
         return True
 
     def _looked_up(self, parameter: Tensor, module: TableModule, ids: Tensor) -> None:
@@ -353,35 +351,7 @@ class DataParallel:
         return foresights
 
 
-class Tie:
-    """How a parameter knows its engine, without holding it.
-
-    A graph holds parameters where no garbage collector sees it. A module may keep one, with its last output say; if the
-    parameter held the engine, which holds the model, none of them would ever be gone.
-    """
-
-    __slots__ = ("_engine", "_is_shared")
-
-    def __init__(self, engine: DataParallel) -> None:
-        self._engine, self._is_shared = ref(engine), engine.home.size > 1
-
-    def __call__(self) -> DataParallel | None:
-        """The engine, if it is there."""
-        return self._engine()
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the engine is gone, and other ranks have such a parameter."""
-        return self._is_shared and self._engine() is None
-
-    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        """A copied or pickled parameter knows of no engine."""
-        return type(None), ()
-
-
 _alive: WeakSet[DataParallel] = WeakSet()
-_joined: dict[int, WeakSet[DataParallel]] = {}
-"""Engines whose parameters have had a gradient, by the backward that is running."""
 
 
 def living_engines() -> list[DataParallel]:
@@ -404,13 +374,13 @@ def _is_joined(axis: Axis) -> bool:
 
 def engine_of(owner: nn.Module | Tensor) -> DataParallel | None:
     """The engine that keeps a model, or one parameter, in step, or None."""
-    found: DataParallel | Tie | None = getattr(owner, ENGINE, None)
+    found: DataParallel | Tie[DataParallel] | None = getattr(owner, ENGINE, None)
     return found() if isinstance(found, Tie) else found
 
 
 def is_cut_off(parameter: Tensor) -> bool:
     """Whether a parameter was kept in step with those of other ranks, and is not any more, as its model is gone."""
-    found: Tie | None = getattr(parameter, ENGINE, None)
+    found: Tie[DataParallel] | None = getattr(parameter, ENGINE, None)
     return found is not None and found.is_cut
 
 
@@ -454,29 +424,6 @@ def _split_arrived(engine: ref[DataParallel], name: str, parameter: Tensor) -> N
     alive = engine()
     if alive is not None and parameter.grad is not None:
         alive._split_came(name, parameter.grad)
-
-
-def _join_backward(backward: int, engine: DataParallel) -> None:
-    """Have an engine end with this backward.
-
-    All that take part end together, in the order of their numbers, because each rank's graph calls back in its own.
-    """
-    if backward not in _joined:
-        _joined[backward] = WeakSet()
-        Variable._execution_engine.queue_callback(partial(_end_of_backward, backward))
-    _joined[backward].add(engine)
-
-
-def _end_of_backward(backward: int) -> None:
-    """Raises after all have ended: of a gradient that is not finite the other models are to hear nothing."""
-    found: GradientError | None = None
-    for engine in sorted(_joined.pop(backward), key=lambda engine: engine.number):
-        try:
-            engine.end_backward()
-        except GradientError as error:
-            found = found or error
-    if found is not None:
-        raise found
 
 
 def _free_number(axis: Axis) -> int:

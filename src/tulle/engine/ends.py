@@ -1,0 +1,51 @@
+"""`end_with`: engines that have had a gradient in a backward end with it, together."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+from weakref import WeakSet
+
+from torch.autograd import Variable
+
+from tulle.errors import GradientError
+
+NOT_RUNNING = -1
+"""The number of the backward that is running, if none is."""
+
+
+class Ending(Protocol):
+    """What ends with a backward."""
+
+    number: int
+
+    def end_backward(self) -> None:
+        """Every rank comes here."""
+        ...
+
+
+_joined: dict[int, WeakSet[Ending]] = {}
+"""Engines whose parameters have had a gradient, by the backward that is running."""
+
+
+def end_with(backward: int, engine: Ending) -> None:
+    """Have an engine end with this backward.
+
+    All that take part end together, in the order of their numbers, because each rank's graph calls back in its own.
+    """
+    if backward not in _joined:
+        _joined[backward] = WeakSet()
+        Variable._execution_engine.queue_callback(partial(_end, backward))
+    _joined[backward].add(engine)
+
+
+def _end(backward: int) -> None:
+    """Raises after all have ended: of a gradient that is not finite the other models are to hear nothing."""
+    found: GradientError | None = None
+    for engine in sorted(_joined.pop(backward), key=lambda engine: engine.number):
+        try:
+            engine.end_backward()
+        except GradientError as error:
+            found = found or error
+    if found is not None:
+        raise found
