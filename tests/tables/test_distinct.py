@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tulle.tables.bundle import Distinct
+from tulle.tables.distinct import Distinct
 from tulle.tables.split import RowSplit
 
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.tables.blocks import Blocks, Shape
-from tulle.tables.bundle import Counts, Distinct, Route, Wish, count_in
+from tulle.tables.bundle import Counts, Route, Wish, count_in
+from tulle.tables.distinct import Distinct
 from tulle.tables.split import ColumnSplit
 
 _COUNT_BYTES = 8

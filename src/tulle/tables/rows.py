@@ -19,7 +19,8 @@ from torch import Tensor
 from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.partition import Hashed
 from tulle.tables.blocks import Blocks, Shape
-from tulle.tables.bundle import Counts, Distinct, Route, Wish, count_in
+from tulle.tables.bundle import Counts, Route, Wish, count_in
+from tulle.tables.distinct import Distinct
 from tulle.tables.split import RowSplit
 
 _COUNT_BYTES = 8
