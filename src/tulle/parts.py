@@ -7,8 +7,10 @@ others than one process has, without a word:
 
     hidden @ words.weight.T,  F.linear(hidden, words.weight),  words.weight[3],  nn.init.normal_(words.weight)
 
-These raise. Of `parameter.data` only rows read or written by number and numbers drawn are refused, of
-`parameter.detach()` nothing: it is for who knows that only a part lies here.
+These raise, and so does what mixes numbers along the dimension that is cut: of a table of which a rank has whole rows
+`F.normalize(words.weight, dim=1)` is right, and with `dim=0` it is not. Of `parameter.data` only this, rows read or
+written by number and numbers drawn are refused, of `parameter.detach()` nothing: it is for who knows that only a part
+lies here.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ _INDEXED = {"__getitem__", "__setitem__"}
 _BY_NUMBER = _INDEXED | {
     *("unbind", "flip", "roll", "tril", "tril_", "triu", "triu_", "eye", "fill_diagonal_", "masked_scatter_"),
     *("index_add_", "index_copy_", "index_fill_", "index_put_", "put_", "scatter_", "scatter_add_", "scatter_reduce_"),
+    *("fliplr", "flipud", "rot90", "take_along_dim", "gather", "take", "scatter", "scatter_add", "scatter_reduce"),
+    *("channel_shuffle", "multinomial", "argwhere"),
 }
 """Names of what depends on where a number lies."""
 _DRAWN = {"uniform_", "normal_", "kaiming_uniform_", "bernoulli_", "exponential_", "log_normal_", "random_", "view_as"}
@@ -37,9 +41,40 @@ _DRAWN = {"uniform_", "normal_", "kaiming_uniform_", "bernoulli_", "exponential_
 _PRODUCTS = {
     *("T", "mT", "H", "mH", "t", "transpose", "swapaxes", "swapdims", "permute", "adjoint"),
     *("__matmul__", "__rmatmul__", "matmul", "mm", "addmm", "bmm", "einsum", "tensordot", "inner", "outer"),
-    *("cdist", "linear", "bilinear"),
+    *("cdist", "linear", "bilinear", "transpose_", "t_", "swapaxes_", "swapdims_", "transpose_copy", "movedim"),
+    *("moveaxis", "baddbmm", "addbmm", "chain_matmul", "cov", "corrcoef", "scaled_dot_product_attention"),
+    *("cholesky", "cholesky_inverse", "cholesky_solve", "qr", "pinverse", "inverse", "matrix_exp", "matrix_power"),
+    *("linalg_cholesky", "linalg_cholesky_ex", "linalg_inv", "linalg_inv_ex", "linalg_pinv", "linalg_qr", "linalg_lu"),
+    *("linalg_matrix_exp", "linalg_matrix_power", "linalg_multi_dot", "linalg_solve", "linalg_solve_triangular"),
 }
 """Names of what would give numbers of a shape that fits where a part is square."""
+_MIXES = {
+    *("group_norm", "instance_norm", "batch_norm", "local_response_norm", "cross", "linalg_cross", "diff", "gradient"),
+    *("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d", "unique", "unique_consecutive", "searchsorted"),
+    *("fft_fft2", "fft_ifft2", "fft_fftn", "fft_ifftn", "fft_hfft2", "fft_hfftn", "fft_irfft2", "fft_irfftn"),
+}
+"""Names of what may give a part's shape, and mixes numbers along several dimensions."""
+_ALONG: Mapping[str, tuple[int, int | None]] = {
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "special_softmax", "special_log_softmax"), (1, None)),
+    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "cumsum_", "cumprod_"), (1, None)),
+    **dict.fromkeys(("sort", "argsort"), (1, -1)),
+    **dict.fromkeys(("topk", "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"), (2, -1)),
+    **dict.fromkeys(("fft_fftshift", "fft_ifftshift"), (1, None)),
+    "msort": (9, 0),
+    "normalize": (2, 1),
+    "gumbel_softmax": (4, -1),
+}
+"""By name of what mixes numbers along a dimension and gives a part's shape: which argument says the dimension, and what
+that is if none does; None for all."""
+_REDUCED: Mapping[str, int] = {
+    **dict.fromkeys(("sum", "nansum", "mean", "nanmean", "prod", "max", "min", "amax", "amin", "aminmax"), 1),
+    **dict.fromkeys(("argmax", "argmin", "var", "std", "var_mean", "std_mean", "logsumexp", "median", "nanmedian"), 1),
+    **dict.fromkeys(("mode", "all", "any", "count_nonzero"), 1),
+    **dict.fromkeys(("norm", "linalg_vector_norm", "linalg_norm", "quantile", "nanquantile", "kthvalue"), 2),
+}
+"""By name of what makes one number of those along a dimension: which argument says it, if it is not to be all."""
+_PLACES = {"argmax", "argmin", "max", "min", "median", "nanmedian", "mode", "kthvalue"}
+"""Names of those that also give where it lies."""
 _SUMS = {"sum", "nansum", "dot", "vdot"}
 """Names of what gives one number whose gradient is right for each part; its value is this rank's share."""
 _LOSSES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
@@ -62,6 +97,11 @@ _WHOLE = "_tulle_part_of"
 
 class Whole(Protocol):
     """What a parameter holds a part of."""
+
+    @property
+    def dim(self) -> int:
+        """The dimension that is cut."""
+        ...
 
     def refusal(self, taker: str) -> str:
         """What an error says of a function that took the part for all of it, from the function's name on."""
@@ -94,7 +134,7 @@ class _Part(Tensor):
                 return func(*args, **keywords)
         if not _KNOWN.issuperset(types):
             return NotImplemented  # what is still under way comes first
-        name = _name_of(func)
+        name = name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.autograd.backward or name.startswith(_AS_THEY_ARE):
                 return func(*args, **keywords)
@@ -103,16 +143,19 @@ class _Part(Tensor):
             if func is torch.autograd.grad:
                 _check_gradients(given)
                 return func(*args, **keywords)
-            part._check_given(name, given, args)
+            part._check_given(name, given, args, keywords)
             result = func(*args, **keywords)
             if not isinstance(result, Tensor | tuple | list):
                 return result
             return part._checked(name, result, adds_up=_adds_up(name, args, keywords))
 
-    def _check_given(self, name: str, given: Sequence[Tensor], args: Sequence[Any]) -> None:
+    def _check_given(
+        self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> None:
         """Refuse what is not to see a part, alone or together with other tensors."""
         is_by_number = name in _BY_NUMBER and not (name in _INDEXED and _is_of_all(args[1], self))
-        if given[0] is self and (is_by_number or name in _DRAWN):
+        mixes = is_by_number or name in _DRAWN or _mixes(name, self, args, keywords)
+        if mixes and given[0] is self:
             _refuse(self, name)
 
     def _checked(self, name: str, result: Any, *, adds_up: bool) -> Any:
@@ -128,15 +171,18 @@ class _Part(Tensor):
 class _Guarded(_Part):
     """What must not meet tensors of other shapes, nor become one."""
 
-    def _check_given(self, name: str, given: Sequence[Tensor], args: Sequence[Any]) -> None:
-        super()._check_given(name, given, args)
+    def _check_given(
+        self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> None:
+        super()._check_given(name, given, args, keywords)
         if name in _PRODUCTS or not all(_fits(one, self) or _is_number(one) for one in given):
             _refuse(self, name)
 
     def _checked(self, name: str, result: Any, *, adds_up: bool) -> Any:
         if not isinstance(result, Tensor):
-            if not all(_fits(one, self) for one in result if isinstance(one, Tensor)):
-                _refuse(self, name)
+            for one in result:
+                if isinstance(one, Tensor):
+                    self._checked(name, one, adds_up=adds_up)
             return result
         if not _fits(result, self):
             _refuse(self, name)
@@ -188,6 +234,7 @@ def guard(parameter: nn.Parameter, whole: Whole) -> None:
 
     Example:
         >>> class Halves:
+        ...     dim = 0
         ...     def refusal(self, taker): return f"{taker} was given half of it"
         ...     def refusal_of_gradient(self): return None
         >>> weight = nn.Parameter(torch.ones(2, 4))
@@ -255,6 +302,33 @@ def _is_of_all(index: Any, part: Tensor) -> bool:
     return all(one is ... or (isinstance(one, slice) and one == slice(None)) for one in several)
 
 
+def _mixes(name: str, part: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether a function mixes numbers along the dimension that is cut."""
+    cut, count = getattr(part, _WHOLE).dim, part.dim()
+    if name in ("layer_norm", "rms_norm"):
+        shape = keywords.get("normalized_shape", args[1] if len(args) > 1 else part.shape)
+        return cut >= count - len(shape)
+    if name in ("renorm", "renorm_"):  # along all dimensions but one
+        return any(dim % count != cut for dim in _dims(keywords, args, 2) or ())
+    if name in _REDUCED:
+        dims = {dim % count for dim in _dims(keywords, args, _REDUCED[name]) or ()}
+        if name in _PLACES:
+            return cut in dims or (not dims and name.startswith("arg"))
+        return cut in dims and len(dims) < count  # of one number of all it is seen whether somebody needs it
+    if name in _ALONG:
+        place, usual = _ALONG[name]
+        dims = _dims(keywords, args, place) or (() if usual is None else (usual,))
+        return not dims or any(dim % count == cut for dim in dims)
+    return name in _MIXES
+
+
+def _dims(keywords: Mapping[str, Any], args: Sequence[Any], place: int) -> Sequence[int] | None:
+    """The dimensions that a call says, or None."""
+    said = keywords.get("dim", keywords.get("axis", args[place] if len(args) > place else None))
+    several = said if isinstance(said, list | tuple) else (said,)
+    return several if all(isinstance(one, int) and not isinstance(one, bool) for one in several) else None
+
+
 def _adds_up(name: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
     """Whether one number that a function gives is a sum, over all numbers, of what each gives by itself."""
     if name in _NORMS:
@@ -262,8 +336,8 @@ def _adds_up(name: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> boo
     return name in _SUMS or (name in _LOSSES and keywords.get("reduction") == "sum")
 
 
-def _name_of(func: Callable[..., Any]) -> str:
-    """Of a function, or of the property that it reads."""
+def name_of(func: Callable[..., Any]) -> str:
+    """The name of a function of torch, or of the property that it reads."""
     name = getattr(func, "__name__", "")
     return getattr(func, "__self__", func).__name__ if name == "__get__" else name
 

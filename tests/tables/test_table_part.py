@@ -51,7 +51,7 @@ WRONG = {
     "uniform_": lambda table: table.data.uniform_(-0.1, 0.1),
 }
 WRONG_IN_TRAINING = {
-    "linear": lambda table: F.linear(HIDDEN, F.normalize(table * 2.0, dim=1).to(HIDDEN.dtype)),
+    "linear": lambda table: F.linear(HIDDEN, (table * 2.0).tanh().to(HIDDEN.dtype)),
     "norm": lambda table: table.norm().backward(),
     "mean": lambda table: (table * table).mean().backward(),
     "torch.autograd.grad": lambda table: torch.autograd.grad(table.sum(), [table]),
@@ -116,7 +116,9 @@ def test_what_treats_every_number_by_itself_goes_on_with_the_numbers_of_one_proc
 
 
 class Half:
-    """What a square part is half of."""
+    """What a square part has the first rows of."""
+
+    dim = 0
 
     def refusal(self, taker: str) -> str:
         return f"{taker} was given half of it"
@@ -145,6 +147,46 @@ WRONG_IF_SQUARE = {
     "eye": nn.init.eye_,
     "view_as": nn.init.orthogonal_,
 }
+
+
+ALONG = {
+    "normalize": lambda weight, dim: F.normalize(weight, dim=dim),
+    "softmax": lambda weight, dim: weight.softmax(dim),
+    "log_softmax": lambda weight, dim: F.log_softmax(weight, dim - 2),
+    "cumsum": lambda weight, dim: torch.cumsum(weight, dim=dim),
+    "sort": lambda weight, dim: weight.sort(dim=dim, descending=True)[0],
+    "topk": lambda weight, dim: weight.topk(4, dim)[0],
+    "renorm": lambda weight, dim: weight.renorm(2, 1 - dim, 0.5),
+    "normalize of data": lambda weight, dim: F.normalize(weight.data, dim=dim),
+    "norm of data": lambda weight, dim: weight.data / weight.data.norm(dim=dim, keepdim=True),
+    "argmax of data": lambda weight, dim: weight.data.argmax(dim) + weight.data,
+}
+
+
+@pytest.mark.parametrize("name", ALONG)
+def test_what_mixes_numbers_along_the_cut_dimension_is_refused_and_along_others_right(name):
+    part, whole = square(), nn.Parameter(square().detach().clone())
+    assert torch.equal(ALONG[name](part, 1).detach(), ALONG[name](whole, 1))
+    for context in (torch.no_grad, torch.enable_grad):
+        with context(), pytest.raises(ModelError, match=f"^{name.split()[0]} was given half of it"):
+            ALONG[name](part, 0)
+
+
+ALONG_ALL = {
+    "layer_norm": lambda weight: F.layer_norm(weight, weight.shape),
+    "matrix_exp": torch.matrix_exp,
+    "linalg_inv": torch.linalg.inv,
+    "cov": torch.cov,
+    "argmax": lambda weight: weight.argmax(),
+    "var_mean": lambda weight: torch.var_mean(weight)[1].backward(),
+}
+
+
+@pytest.mark.parametrize("name", ALONG_ALL)
+def test_what_mixes_all_numbers_is_refused(name):
+    with pytest.raises(ModelError, match=f"^{name} was given half of it"):
+        ALONG_ALL[name](square())
+    F.layer_norm(square(), (4,))  # row by row
 
 
 @pytest.mark.parametrize("name", WRONG_IF_SQUARE)

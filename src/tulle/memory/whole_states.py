@@ -27,6 +27,11 @@ class _SharedOut:
     name: str
     shard: Shard
 
+    @property
+    def dim(self) -> int:
+        """The one along which it is shared out."""
+        return self.shard.dim
+
     def refusal(self, taker: str) -> str:
         """Names the parameter, its shapes, and the mend."""
         return (

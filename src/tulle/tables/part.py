@@ -8,7 +8,7 @@ from torch import nn
 
 from tulle.parts import guard
 from tulle.tables.placements import placement_of
-from tulle.tables.split import Split, mark
+from tulle.tables.split import RowSplit, Split, mark
 
 
 def guard_table(parameter: nn.Parameter, split: Split) -> None:
@@ -22,6 +22,11 @@ class _Table:
     """A table of which a rank has a part."""
 
     split: Split
+
+    @property
+    def dim(self) -> int:
+        """Rows, or columns."""
+        return 0 if isinstance(self.split, RowSplit) else 1
 
     def refusal(self, taker: str) -> str:
         """Names the table, how it is split, and the mend."""
