@@ -22,7 +22,7 @@ from tulle.clip.spread import Spread, spread_of
 from tulle.clip.total import norm_over_ranks
 from tulle.comm import all_reduce
 from tulle.tables import ShardGradient
-from tulle.tables.gradient import FOREACH_NORM, UNSCALE, order_of_norms
+from tulle.tables.gradient import FOREACH_NORM, UNSCALE, norms_over_ranks, order_of_norms, over_ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,8 +62,9 @@ class Bearer(torch.Tensor):
 
     @classmethod
     def of(cls, gradient: Tensor, burden: Burden) -> Bearer:
-        """Turn a plain gradient into one; it stays the object that it is."""
-        gradient.__class__ = cls
+        """Turn a gradient into one; it stays the object that it is."""
+        kind: type[Tensor] = PartBearer if issubclass(type(gradient), ShardGradient) else cls
+        gradient.__class__ = kind
         assert isinstance(gradient, Bearer), "just made so"
         gradient.burden = burden
         return gradient
@@ -85,21 +86,31 @@ class Bearer(torch.Tensor):
         elif func is Tensor._values:  # of a sparse one, which is what a scaler looks at
             return cls.of(result, args[0].burden)
         elif (order := order_of_norms(func, args, keywords)) is not None:
-            if func is FOREACH_NORM:
-                return [_norm(gradient, norm, order) for gradient, norm in zip(args[0], result, strict=True)]
-            return _norm(args[0], result, order)
-        return result
+            return _norms(args[0], result, order) if func is FOREACH_NORM else _norms(args[:1], [result], order)[0]
+        return over_ranks(func, args, keywords, result)
+
+
+class PartBearer(Bearer, ShardGradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """The gradient of a part that speaks for all: where it does not, it is what other parts' are."""
 
 
 def plain(gradient: Tensor) -> Tensor:
-    """The same numbers, in the same memory, as a tensor that speaks for itself."""
-    return gradient.as_subclass(Tensor) if isinstance(gradient, Bearer) else gradient
+    """The same numbers, in the same memory, as a gradient that speaks for itself."""
+    if not isinstance(gradient, Bearer):
+        return gradient
+    itself = gradient.as_subclass(Tensor)
+    return ShardGradient.of(itself, gradient.axis, gradient.count) if isinstance(gradient, PartBearer) else itself
 
 
-def _norm(gradient: Tensor, norm: Tensor, order: float) -> Tensor:
-    if not isinstance(gradient, Bearer) or not gradient.burden.takes_norms:
-        return norm
-    return gradient.burden.norm(order, gradient).to(norm)
+def _norms(gradients: Sequence[Tensor], norms: Sequence[Tensor], order: float) -> list[Tensor]:
+    """Norms, those of parts over the ranks that have one, that of a bearer such that all make up the norm of all."""
+    speaks = [isinstance(gradient, Bearer) and gradient.burden.takes_norms for gradient in gradients]
+    others = [g.as_subclass(Tensor) if is_all else g for g, is_all in zip(gradients, speaks, strict=True)]
+    found = norms_over_ranks(others, norms, order)
+    return [
+        gradient.burden.norm(order, gradient).to(norm) if is_all and isinstance(gradient, Bearer) else norm
+        for gradient, norm, is_all in zip(gradients, found, speaks, strict=True)
+    ]
 
 
 def _agree_on_infinities(gradients: Sequence[Tensor], found: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch.nn.utils import get_total_norm
 
 from tulle.clip.bearer import plain
 from tulle.clip.spread import spread_of
-from tulle.clip.total import norm_over_ranks
+from tulle.clip.total import is_summed, norm_over_ranks
 from tulle.errors import GradientError
 from tulle.rows import RowSparse
 from tulle.tables import ShardGradient
@@ -61,7 +61,8 @@ def clip_grad_norm_(
         total = get_total_norm(parts, float(norm_type))
     else:
         counted = [part for _, p, part in found if (own := spread_of(p)) is None or own.counts]
-        uncounted = [part for part in parts if isinstance(part, ShardGradient) and all(part is not c for c in counted)]
+        alone = [part for part in parts if isinstance(part, ShardGradient) and not is_summed(part, spread)]
+        uncounted = [part for part in alone if all(part is not c for c in counted)]
         if uncounted:  # ranks of axis `data` take these together
             get_total_norm(uncounted, float(norm_type))
         dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize, default=torch.get_default_dtype())

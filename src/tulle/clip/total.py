@@ -36,7 +36,12 @@ def norm_over_ranks(counted: Sequence[Tensor], spread: Spread, norm_type: float)
     return power if is_max else power ** (1 / norm_type)
 
 
+def is_summed(gradient: ShardGradient, spread: Spread) -> bool:
+    """Whether the axis over which a gradient is shared out is one of those over which norms are summed anyway."""
+    return any(axis.ranks == gradient.axis.ranks for axis in spread.axes)
+
+
 def _own(gradient: Tensor, spread: Spread) -> Tensor:
     """A gradient that speaks for itself, if it would speak for an axis over which norms are summed anyway."""
-    is_summed = isinstance(gradient, ShardGradient) and any(axis.ranks == gradient.axis.ranks for axis in spread.axes)
-    return gradient.as_subclass(Tensor) if is_summed else gradient
+    is_part = isinstance(gradient, ShardGradient) and is_summed(gradient, spread)
+    return gradient.as_subclass(Tensor) if is_part else gradient

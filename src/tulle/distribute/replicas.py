@@ -18,7 +18,7 @@ from tulle.distribute.held import Held
 from tulle.engine import DataParallel
 from tulle.memory import shard_of
 from tulle.plan import Memory
-from tulle.tables import split_of
+from tulle.tables import ShardGradient, split_of
 
 
 class Replicas(DataParallel):
@@ -38,8 +38,10 @@ class Replicas(DataParallel):
         super().__init__(Held(model, only_replicas=True), axes.data, **options)
         held = Held(model)
         spread = Spread(tuple(axes.spreading(memory)), counts=False)
-        self._voices = _voices(held, options["tables"], axes, spread, optimizers) if spread.axes else []
+        # Gradients of shared parameters know all ranks' along axis `data`, and others are the same on all of these.
+        self._voices = _voices(held, options["tables"], axes, spread, optimizers) if axes.splitting else []
         shared = {name: p for name, p in held.named_parameters() if shard_of(p) is not None}
+        self._shared = [*shared.values()]
         self.tie(held, [*shared.values()])
         for name, parameter in shared.items():
             if parameter.requires_grad:
@@ -51,7 +53,8 @@ class Replicas(DataParallel):
 
     def came(self, name: str, gradient: Tensor) -> None:
         """A gradient that others have kept in step is complete."""
-        self._split_came(name, gradient)
+        own = gradient.as_subclass(Tensor) if isinstance(gradient, ShardGradient) else gradient
+        self._split_came(name, own)
 
     def _fix_order(self) -> None:
         if self._slots or len(self._buffers):  # else all is shared out, and nothing travels at the end
@@ -60,6 +63,10 @@ class Replicas(DataParallel):
     def end_backward(self) -> None:
         """All gradients are there."""
         super().end_backward()
+        for parameter in self._shared:
+            shard = shard_of(parameter)
+            if shard is not None and type(parameter.grad) is Tensor:
+                ShardGradient.of(parameter.grad, shard.axis, shard.shape.numel())
         if self.is_syncing:
             self.appoint()
 
@@ -71,12 +78,20 @@ class Replicas(DataParallel):
             if voice.spokesman is not None:
                 voice.spokesman.speak(torch.zeros(1, dtype=voice.parameters[0].dtype, device=self.home.device), burden)
             else:
-                gradients = [p.grad for p in voice.parameters if type(p.grad) in (Tensor, Bearer)]
-                bearer = next((g for g in gradients if isinstance(g, Bearer)), gradients[0] if gradients else None)
-                if bearer is None:
+                gradients = [p.grad for p in voice.parameters if p.grad is not None]
+                taken = [one for one in gradients if isinstance(one, Bearer) or type(one) in _TAKEN]
+                if not taken:
                     continue
-                Bearer.of(bearer, burden)
+                Bearer.of(min(taken, key=_unlikely), burden)
             takes_norms = takes_norms and not burden.takes_norms
+
+
+_TAKEN = (Tensor, ShardGradient)
+
+
+def _unlikely(gradient: Tensor) -> int:
+    """What speaks already goes on; else the first that is whole, if one is."""
+    return 0 if isinstance(gradient, Bearer) else 1 + isinstance(gradient, ShardGradient)
 
 
 class _Seen(Sequence[Tensor]):

@@ -1,7 +1,11 @@
-"""`ShardGradient`: the gradient of a rank's part of a table, whose norm is that of the whole.
+"""`ShardGradient`: the gradient of a rank's part of a parameter, whose norm is that of the whole.
 
-Without it `torch.nn.utils.clip_grad_norm_` would scale every rank's gradients by another factor, and a gradient scaler
-would skip a step on one rank only. Nothing else about it differs from a plain tensor.
+Without it `torch.nn.utils.clip_grad_norm_`, and clipping by hand, would scale every rank's gradients by another factor,
+a gradient scaler would skip a step on one rank only, and a norm that is logged would be that of a part:
+
+    p.grad.norm(),  p.grad.detach().pow(2).sum(),  p.grad.abs().max(),  torch.isnan(p.grad).any()
+
+To optimizers it is a plain tensor.
 """
 
 from __future__ import annotations
@@ -14,29 +18,41 @@ from torch import Tensor
 
 from tulle.comm import all_reduce
 from tulle.mesh import Axis
-from tulle.parts import meets_parts
+from tulle.parts import meets_parts, name_of
 
 FOREACH_NORM = vars(torch)["_foreach_norm"]
 UNSCALE = vars(torch)["_amp_foreach_non_finite_check_and_unscale_"]
 _LABEL = "gradient norm"
+_NORMS = {"norm": "p", "linalg_vector_norm": "ord", "linalg_norm": "ord"}
+"""By name of what takes norms, what it calls their order."""
+_BY_NUMBER = {
+    *("detach", "data", "float", "double", "half", "bfloat16", "to", "pow", "square", "abs", "absolute", "mul", "div"),
+    *("true_divide", "isfinite", "isnan", "isinf"),
+    *("__pow__", "__abs__", "__mul__", "__rmul__", "__truediv__"),
+}
+"""Names of what is done to each number before some are counted or summed, and is in no optimizer's state."""
 
 
 @meets_parts
 class ShardGradient(torch.Tensor):
     """A gradient, dense or sparse, of which every rank of an axis has a part.
 
-    Norms as gradient clipping takes them (`torch._foreach_norm`, `torch.linalg.vector_norm`), and the check for
-    infinities of a gradient scaler, are over all ranks: every rank must take them. Other operations see a plain tensor.
+    What makes one number of all of it (norms, as methods, as functions, and as gradient clipping takes them; sums;
+    the largest; whether any or all are), and the check for infinities of a gradient scaler, is over all ranks: every
+    rank must ask. Other operations see a plain tensor.
     """
 
     axis: Axis
+    count: int | None = None
+    """Numbers in the whole; None if parts have places that stay empty."""
 
     @classmethod
-    def of(cls, gradient: Tensor, axis: Axis) -> ShardGradient:
+    def of(cls, gradient: Tensor, axis: Axis, count: int | None = None) -> ShardGradient:
         """Turn a plain gradient into one; it stays the object that it is."""
         gradient.__class__ = cls  # as_subclass refuses sparse tensors
         assert isinstance(gradient, ShardGradient), "just made so"
         gradient.axis = axis
+        gradient.count = count
         return gradient
 
     @classmethod
@@ -47,38 +63,94 @@ class ShardGradient(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Let all operations but norms see plain tensors."""
+        """Let all operations but those see plain tensors."""
         if any(not issubclass(kind, ShardGradient) for kind in types):
             return NotImplemented  # a gradient that is still under way comes first
         keywords = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **keywords)
-        if (order := order_of_norms(func, args, keywords)) is not None:
-            if func is FOREACH_NORM:
-                return _norms_over_ranks(args[0], result, order)
-            return _norms_over_ranks([args[0]], [result], order)[0]
         if func is UNSCALE:
             shard = next(gradient for gradient in args[0] if isinstance(gradient, ShardGradient))
             all_reduce(args[1], shard.axis, label=_LABEL, op="max").wait()
+            return result
+        return over_ranks(func, args, keywords, result)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A plain tensor of the same numbers."""
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle of a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().__reduce_ex__(protocol)
+
+
+def over_ranks(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> Any:
+    """What a function gives of whole gradients, if it gave `result` of parts. Every rank of their axis must call it."""
+    if (order := order_of_norms(func, args, keywords)) is not None and func is FOREACH_NORM:
+        return norms_over_ranks(args[0], result, order)
+    gradient = args[0] if args else None
+    if not isinstance(gradient, ShardGradient) or not isinstance(result, Tensor) or type(result) is not Tensor:
         return result
+    name = name_of(func)
+    if name in _BY_NUMBER and result.shape == gradient.shape and "out" not in keywords:
+        return ShardGradient.of(result, gradient.axis, gradient.count)
+    if result.dim() or not gradient.dim():
+        return result
+    with torch.no_grad():
+        if (order := _order(name, gradient, args, keywords)) is not None:
+            return norms_over_ranks([gradient], [result], order)[0]
+        return _one_number(name, gradient, result)
 
 
 def order_of_norms(func: object, args: Sequence[Any], keywords: Mapping[str, Any]) -> float | None:
-    """The order, if a call takes norms of whole tensors (`_foreach_norm`, `vector_norm`); else None."""
+    """The order, if a call takes norms as torch's clipping does (`_foreach_norm`, `vector_norm`); else None."""
     if func is not FOREACH_NORM and not (func is torch.linalg.vector_norm and len(args) + len(keywords) <= 2):
         return None
     return float(args[1] if len(args) > 1 else keywords.get("ord", 2))
 
 
-def _norms_over_ranks(gradients: Sequence[Tensor], norms: list[Tensor], order: float) -> list[Tensor]:
+def norms_over_ranks(gradients: Sequence[Tensor], norms: Sequence[Tensor], order: float) -> list[Tensor]:
     """Norms of which those of parts are replaced by those of the wholes; one all-reduce for all."""
     parts = [t for t, gradient in enumerate(gradients) if isinstance(gradient, ShardGradient)]
+    if not parts:
+        return [*norms]
     shard = gradients[parts[0]]
     assert isinstance(shard, ShardGradient), "only these are listed"
     stacked = torch.stack([norms[t] for t in parts])
     if order == float("inf"):
         whole = all_reduce(stacked, shard.axis, label=_LABEL, op="max").wait()
+    elif order == 0:
+        whole = all_reduce(stacked, shard.axis, label=_LABEL).wait()
     else:
         whole = all_reduce(stacked**order, shard.axis, label=_LABEL).wait() ** (1 / order)
     wholes = dict(zip(parts, whole.unbind(), strict=True))
     return [wholes.get(t, norm) for t, norm in enumerate(norms)]
+
+
+def _order(name: str, gradient: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> float | None:
+    """The order, if a call that gives one number takes the norm of all; else None."""
+    if name not in _NORMS:
+        return None
+    order = keywords.get(_NORMS[name], args[1] if len(args) > 1 else None)
+    if name == "linalg_norm" and gradient.dim() > 1 and order not in (None, "fro"):
+        return None  # of a matrix
+    order = 2.0 if order in (None, "fro") else order
+    return float(order) if not isinstance(order, str) and order >= 0 else None
+
+
+def _one_number(name: str, gradient: ShardGradient, result: Tensor) -> Tensor:
+    """Of the whole, what a function gives of one number for all, if it is known; else that of the part."""
+    if name == "sum" or (name == "mean" and gradient.count is not None):
+        own = result if name == "sum" else result * gradient.numel()
+        whole = all_reduce(own.clone(), gradient.axis, label=_LABEL).wait()
+        return whole if name == "sum" else whole / (gradient.count or 1)
+    if name in ("max", "amax"):
+        return all_reduce(result.clone(), gradient.axis, label=_LABEL, op="max").wait()
+    if name in ("min", "amin") and gradient.count is not None:
+        return all_reduce(result.clone(), gradient.axis, label=_LABEL, op="min").wait()
+    if name in ("any", "all"):
+        found = (result if name == "any" else ~result).to(torch.float32)
+        is_any = all_reduce(found, gradient.axis, label=_LABEL, op="max").wait() > 0
+        return is_any if name == "any" else ~is_any
+    return result
