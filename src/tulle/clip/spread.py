@@ -18,10 +18,12 @@ class Spread:
     Args:
         axes: Over which the model is split; ranks along them have different parameters, or parts of one.
         counts: Whether this rank's gradient is to be counted: of a parameter that several ranks hold, only one's is.
+        is_part: Whether this rank has a part of the parameter only.
     """
 
     axes: tuple[Axis, ...]
     counts: bool
+    is_part: bool = False
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         """A copied or pickled parameter is a plain one."""

@@ -23,6 +23,7 @@ from tulle.distribute.replicas import Replicas
 from tulle.distribute.savings import check_savings, save_activations, shard_states, share_parameters
 from tulle.distribute.spreading import note_spread
 from tulle.distribute.stages import follow_stages, put_on_stages
+from tulle.distribute.steppers import watch_kinds
 from tulle.distribute.watching import watch
 from tulle.distribute.whole_states import take_wholes
 from tulle.engine import (
@@ -219,6 +220,7 @@ def _settings(tables: dict[str, TableModule], plan: Plan, *, is_chosen_later: bo
 
 def _attach(optimizers: Sequence[Optimizer], engine: DataParallel, plan: Plan, axes: Axes) -> None:
     """Have optimizers step what is kept in step, when it is there."""
+    watch_kinds()
     if axes.data.size > 1:
         watch_steps()
         for one in optimizers:

@@ -30,4 +30,5 @@ def note_spread(model: nn.Module, memory: Memory, axes: Axes) -> None:
         has_part = shard_of(parameter) is not None or split_of(parameter) is not None
         is_first_replica = has_part or axes.data not in spreading or axes.data.rank == 0
         counts = is_first and is_first_part and is_first_replica
-        spread_over(parameter, Spread(tuple(spreading), counts=counts))
+        is_part = has_part or id(parameter) in split
+        spread_over(parameter, Spread(tuple(spreading), counts=counts, is_part=is_part))
