@@ -2,7 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NoReturn
+
 from torch import nn
+
+from tulle.errors import ModelError
+
+
+class Copied:
+    """Among what makes a copy of a module: a copy takes it along, a pickle, which would not find the class, refuses.
+
+    Args:
+        name: Of the module's class.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __deepcopy__(self, memo: object) -> Copied:
+        """The same."""
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Say by name what to do instead."""
+        raise ModelError(
+            f"a {self._name} was to be pickled, as torch.save(model) does, but tulle has changed its class, and a rank "
+            "may have parts only of its parameters: take tulle.save, or torch.save of tulle.full_state_dict(model)"
+        )
+
+
+def is_derived(kind: type) -> bool:
+    """Whether `derived` has made a class."""
+    return _MADE in vars(kind)
+
+
+_MADE = "_tulle_made"
 
 
 def derived(before: type, kind: type[nn.Module], *, name: str, module: str) -> type[nn.Module]:
@@ -26,4 +61,16 @@ def derived(before: type, kind: type[nn.Module], *, name: str, module: str) -> t
     for one in type.__subclasses__(kind):  # which python holds weakly
         if one.__bases__ == (before, kind):
             return one
-    return type(name, (before, kind), {"__module__": module})
+    made = type(name, (before, kind), {"__module__": module, _MADE: True})
+    if before.__reduce_ex__ is object.__reduce_ex__:  # else it says itself what is copied
+
+        def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+            make, arguments, *rest = super(made, self).__reduce_ex__(protocol)
+            return _make, (Copied(name), make, *arguments), *rest
+
+        setattr(made, "__reduce_ex__", reduce)  # noqa: B010 - of a class that was just made
+    return made
+
+
+def _make(_: Copied, make: Callable[..., Any], *arguments: Any) -> Any:
+    return make(*arguments)

@@ -3,18 +3,22 @@
 import copy
 import io
 import math
+import pickle
 from dataclasses import replace
 
+import axes_models
 import pytest
 import torch
 from axes_models import build, distributed, optimizers, train, worst_difference
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import tulle
 from ranks import on_ranks, run_on_ranks
 from tulle.errors import ModelError, PlanError
 from tulle.memory import named_shards
+from tulle.memory.shards import SHARDABLE
 from tulle.memory.unit import Unit
 from tulle.plan import Memory, Plan, plan_for_later
 
@@ -283,6 +287,19 @@ def test_what_loops_do_to_parameters_number_by_number_is_one_process():
 
 
 @on_ranks(2)
+@pytest.mark.parametrize(("shape", "memory"), [({"data": 2}, FULL), ({"model": 2}, Memory())], ids=str)
+def test_a_pickle_says_what_to_take_instead(shape, memory):
+    model, _, _ = distributed("stack", shape, plan=Plan(shape, memory=memory))
+    for pickled in (model, model.encoder.layers[0], nn.Sequential(model)):
+        for write in (pickle.dumps, lambda one: torch.save(one, io.BytesIO())):
+            with pytest.raises(ModelError, match=r"^a \w+ was to be pickled, .* take tulle\.save, or torch\.save of"):
+                write(pickled)
+    copied = copy.deepcopy(model)
+    assert type(copied.encoder.layers[0]) is type(model.encoder.layers[0])
+    assert worst_difference(copied.state_dict(), model.state_dict()) == 0.0
+
+
+@on_ranks(2)
 def test_one_rank_may_copy_the_model_alone():
     mesh = tulle.init(data=-1)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -291,3 +308,76 @@ def test_one_rank_may_copy_the_model_alone():
     model(torch.ones(2, 4)).sum().backward()
     assert model[0].weight.grad is not None
     assert copied is None or copied[0].weight.grad is None
+
+
+@on_ranks(2)
+def test_optimizers_made_later_are_one_process_or_refused():
+    mesh, kinds = tulle.init(data=-1), [*vars(torch.optim).values()]
+    for kind in [one for one in kinds if isinstance(one, type) and issubclass(one, Optimizer)]:
+        if kind in (Optimizer, torch.optim.SparseAdam):  # takes sparse gradients only, and says so
+            continue
+        torch.manual_seed(0)
+        reference = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 4, bias=False)).double()
+        model = copy.deepcopy(reference)
+        tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh, plan=Plan(mesh.shape, memory=FULL))
+        x = torch.randn(4, 4, dtype=torch.float64)
+        for one, mine in ((model, x.chunk(2)[mesh.rank]), (reference, x)):
+            optimizer = kind(one.parameters(), lr=0.01)
+            for _ in range(2):
+                one(mine).pow(2).mean().backward()
+                if one is model and kind not in SHARDABLE:
+                    with pytest.raises(ModelError, match=f"^{kind.__name__} does not treat every element by itself"):
+                        optimizer.step(lambda: 0.0)
+                    break
+                optimizer.step()
+                optimizer.zero_grad()
+            if kind not in SHARDABLE:
+                break
+        else:
+            assert worst_difference(model.state_dict(), reference.state_dict()) < 1e-12, kind
+
+
+ASKED = {
+    "norm": lambda g: g.norm(),
+    "torch.norm, 1": lambda g: torch.norm(g, p=1),
+    "vector_norm": lambda g: torch.linalg.vector_norm(g),
+    "linalg.norm": lambda g: torch.linalg.norm(g),
+    "the usual snippet": lambda g: g.detach().data.norm(2),
+    "inf": lambda g: g.norm(float("inf")),
+    "pow": lambda g: g.pow(2).sum(),
+    "**": lambda g: (g**2).sum().sqrt(),
+    "product": lambda g: (g * g).sum(),
+    "max": lambda g: g.detach().abs().max(),
+    "mean": lambda g: g.mean(),
+    "min": lambda g: g.min(),
+    "all": lambda g: torch.isfinite(g).all(),
+    "any": lambda g: (g / 0).isinf().any(),
+    "as they are": lambda g: torch.tensor(0.0) if g.add(1.0).tolist() and g.clone().dim() else g,
+}
+
+
+def by_hand(parameters):
+    total = torch.norm(torch.stack([p.grad.norm() for p in parameters if p.grad is not None]))
+    for p in parameters:
+        p.grad.mul_((0.1 / (total + 1e-6)).clamp(max=1.0))
+    return total.item()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["full_shard", "rows", "columns"])
+def test_norms_of_gradients_are_those_of_the_whole(how):
+    mesh, reference = tulle.init(data=-1), build("dense words")
+    plan = planned("words", mesh.shape, FULL) if how == "full_shard" else {"words.weight": how}
+    model, _, place = distributed("dense words", mesh.shape, plan=plan)
+    for one, at in ((model, place), (reference, (0, 1))):
+        batch = axes_models.batch_of(0, *at)
+        one(batch).backward()
+    for (name, mine), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        for asked, ask in ASKED.items():
+            if how == "full_shard" or asked not in ("mean", "min"):  # some places of a part of rows stay empty
+                assert ask(mine.grad).item() == pytest.approx(ask(theirs.grad).item(), rel=1e-10), (name, asked)
+    assert by_hand([*model.parameters()]) == pytest.approx(by_hand([*reference.parameters()]), rel=1e-12)
+    gradient = next(p.grad for p in model.parameters() if type(p.grad) is not torch.Tensor)
+    for plain in (copy.deepcopy(gradient), pickle.loads(pickle.dumps(gradient)), gradient + 0):
+        assert type(plain) is torch.Tensor
+        assert plain.tolist() == gradient.tolist()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from tulle.comm import eager
-from tulle.derived import derived
+from tulle.derived import Copied, derived, is_derived
 from tulle.distribute.axes import Axes
 from tulle.engine import ENGINE, DataParallel, adopt, engine_of
 from tulle.errors import MeshError, ModelError
@@ -38,11 +38,16 @@ class Distributed:
             yield
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        """A copy, or a pickle, is the plain model that was given to `distribute`."""
+        """A copy, or a pickle, is the plain model that was given to `distribute`.
+
+        Raises:
+            ModelError: If it is pickled, and parts of it are of classes that no pickle finds.
+        """
         given = super().__getstate__()
         state = given if isinstance(given, dict) else self.__dict__
         kept = {name: value for name, value in state.items() if name not in (ENGINE, _PLAN, _AXES, _CLASS)}
-        return _empty, (self.__dict__[_CLASS],), kept
+        plain = self.__dict__[_CLASS]
+        return (_empty_copy, (Copied(plain.__name__), plain), kept) if is_derived(plain) else (_empty, (plain,), kept)
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -141,3 +146,7 @@ def _end_call(model: nn.Module, *_: object) -> None:
 
 def _empty(kind: type[nn.Module]) -> nn.Module:
     return kind.__new__(kind)
+
+
+def _empty_copy(_: Copied, kind: type[nn.Module]) -> nn.Module:
+    return _empty(kind)
