@@ -90,7 +90,8 @@ def test_whatever_runs_next_it_is_one_process(orders, recomputes):
 
 
 @on_ranks(2)
-def test_from_the_third_step_on_all_but_the_first_are_ahead(monkeypatch):
+@pytest.mark.parametrize("is_made_after", [False, True])
+def test_from_the_third_step_on_all_but_the_first_are_ahead(monkeypatch, is_made_after):
     begun, taken, most = [], [], []
     begin, gather = Ahead._begin, Ahead.gather
 
@@ -106,6 +107,8 @@ def test_from_the_third_step_on_all_but_the_first_are_ahead(monkeypatch):
     monkeypatch.setattr(Ahead, "_begin", noted_begin)
     monkeypatch.setattr(Ahead, "gather", noted_gather)
     model, optimizer, axis = shared()
+    if is_made_after:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, SOME, axis)
     names = [f"layers.{n}" for n in range(4)]
     step = [(name, "forward") for name in ("Chosen", *names)] + [(name, "backward") for name in reversed(names)]

@@ -21,12 +21,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tulle.comm import Courier, Job, gather_values, lane
 from tulle.memory.unit import Unit, other_branch
@@ -39,6 +41,8 @@ _COUNTED = 1000
 """Later uses of a unit without a step of an optimizer count as one."""
 _ANNOUNCED_STEPS, _ANNOUNCED_EXCHANGES = 2, 500
 """For so many steps, and exchanges at most, ranks tell one another what comes before it comes."""
+_FOLLOWER = "_tulle_ahead"
+"""The attribute by which a part knows, weakly, what gathers it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,11 @@ class Ahead:
         self._leaving = ref(job)
         return job
 
+    def follow(self, part: nn.Parameter) -> None:
+        """Have a step end when an optimizer has stepped a part, also one that is made later."""
+        setattr(part, _FOLLOWER, ref(self))
+        _watch_steps()
+
     def end_step(self) -> None:
         """Parameters have changed: what was gathered of them is old."""
         self._steps += 1
@@ -168,6 +177,19 @@ def _announced(exchange: str, axis: Axis, do: Callable[[], T]) -> T:
         if theirs != exchange:
             raise other_branch(f"{theirs} on rank {rank}, {exchange} on rank {axis.rank}")
     return do()
+
+
+@cache
+def _watch_steps() -> None:
+    """Look at the steps of all optimizers of this process from now on."""
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: Optimizer, *_: object) -> None:
+    followers = (getattr(p, _FOLLOWER, None) for group in optimizer.param_groups for p in group["params"])
+    for ahead in dict.fromkeys(follower() for follower in followers if follower is not None):
+        if ahead is not None:
+            ahead.end_step()
 
 
 def in_backward() -> bool:

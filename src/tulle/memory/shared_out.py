@@ -97,8 +97,9 @@ def share_out(
         _share(module, _unit(module, name or type(model).__name__, within, cuts, ahead.axis, stays=name in stay), ahead)
     for name, within in members.items():
         _share_inside(model.get_submodule(name), name, within, cuts, ahead)
+    for name in found:
+        ahead.follow(model.get_parameter(name))
     for optimizer in optimizers:
-        optimizer.register_step_post_hook(lambda *_: ahead.end_step())
         _keep_parts(optimizer, {id(model.get_parameter(name)): shard for name, shard in found.items()})
     return found
 
