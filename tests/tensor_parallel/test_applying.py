@@ -271,6 +271,31 @@ def test_layers_whose_weights_other_code_reads_stay_whole_unless_asked_for():
     assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["0.body", "0.inner.scores", "1"]
 
 
+class ReadsByOtherWays(nn.Module):
+    """Reads the weights of some of its layers, whatever the way; of one of the list it reads none."""
+
+    def __init__(self):
+        super().__init__()
+        self.alias, self.asked, self.named, self.of, self.untouched = (nn.Linear(4, 8) for _ in range(5))
+        self.some, self.every, self.comprehended = (nn.ModuleList([nn.Linear(4, 8)] * 1) for _ in range(3))
+        self.two = nn.ModuleList([nn.Linear(4, 8), nn.Linear(4, 8)])
+
+    def forward(self, x, number=0):
+        layer = self.alias
+        weights = [layer.weight, getattr(self.asked, "weight"), getattr(self, "of").weight]  # noqa: B009
+        weights += [self.get_parameter("named.weight"), self.some[number].weight, self.two[1].weight]
+        for one in self.every:
+            weights.append(one.weight)
+        weights += [one.weight for one in self.comprehended]
+        layer = self.untouched(x)
+        return [x @ weight.T for weight in weights], self.two[0](x), layer
+
+
+def test_weights_that_are_read_by_way_of_variables_names_and_lists_are_seen():
+    model = ReadsByOtherWays()
+    assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["untouched", "two.0"]
+
+
 def test_to_see_which_weights_are_read_computes_none():
     model, asked = Reads(), []
 
