@@ -16,6 +16,7 @@ from tulle import pipeline
 from tulle.errors import PlanError
 from tulle.pipeline import Limits, Piece, partition, picture, pins_of
 from tulle.pipeline.partition import COPIES, _Search
+from tulle.pipeline.profile import profile
 
 SLOWLY = Limits(bytes_per_s=100.0)
 TIMES = st.lists(st.integers(0, 20), min_size=1, max_size=8)
@@ -109,6 +110,12 @@ def test_modules_are_pinned_where_they_are_made():
     assert pins_of(model) == {"0": 1, "0.inner": 0, "0.inner.0": 1, "1": 1, "2": 0}
 
 
+@pytest.mark.parametrize("number", [-1, "encoder", None])
+def test_a_stage_that_is_no_number_is_refused(number):
+    with pytest.raises(PlanError, match=f"stage was given {number!r}, expected the number of a stage"):
+        pipeline.stage(number).__enter__()
+
+
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("is_deferred", [False, True])
 def test_a_profile_deals_all_modules(is_deferred):
@@ -127,6 +134,37 @@ def test_a_profile_deals_all_modules(is_deferred):
     assert all(parameter.grad is None for parameter in model.parameters())
     pinned = pipeline.deal(model, x, mesh["pipe"], pins={"layers.0": mesh.size - 1})
     assert pinned.partition.assignment["layers.0"] == mesh.size - 1
+
+
+class Tied(torch.nn.Module):
+    """A module that reads its child's weight, as attention does, and one that reads another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(50, 16)
+        self.layers = torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return torch.nn.functional.linear(hidden, self.words.weight)
+
+
+@on_ranks(1)
+def test_a_deferred_model_is_profiled_whose_modules_read_weights_of_others():
+    """They were lent to their own module only, and refused elsewhere; and counted as activations, if backward reads."""
+    mesh = tulle.init(pipe=1)
+    ids = torch.arange(24).reshape(6, 4)
+    with tulle.deferred_init():
+        model = Tied()
+    of_deferred, _ = profile(model, ids, mesh["pipe"], stages=10**6)  # cut as far as can be, whatever the times
+    of_real, _ = profile(Tied(), ids, mesh["pipe"], stages=10**6)
+    looks = [
+        [(piece.name, piece.incoming, piece.activation_bytes) for piece in pieces] for pieces in (of_deferred, of_real)
+    ]
+    assert looks[0] == looks[1]
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 class BothEnds(torch.nn.Module):

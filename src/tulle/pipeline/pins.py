@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from tulle.errors import PlanError
 from tulle.pipeline.homes import outward
 
 _pins: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -19,6 +20,12 @@ _entered: list[int] = []
 def stage(number: int) -> Iterator[None]:
     """Pin the modules that are made, and made part of another, within this context to a stage; the innermost wins.
 
+    Args:
+        number: Of the stage, from 0.
+
+    Raises:
+        PlanError: If it is no such number.
+
     Example:
         >>> import torch
         >>> from tulle import pipeline
@@ -28,6 +35,8 @@ def stage(number: int) -> Iterator[None]:
         >>> pipeline.pins_of(model)
         {'head': 1}
     """
+    if not isinstance(number, int) or number < 0:
+        raise PlanError(f"stage was given {number!r}, expected the number of a stage: 0, 1, ...")
     _entered.append(number)
     hook = register_module_module_registration_hook(_pin)
     try:

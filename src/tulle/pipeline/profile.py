@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,13 +55,13 @@ def profile(model: nn.Module, sample: object, axis: Axis, stages: int) -> tuple[
         The pieces in the order in which they run, and the calls that were seen.
     """
     args, kwargs = as_call(sample, axis.device)
-    with untouched(model), written_back(model), lent(model, axis.device), forked(0):
+    with untouched(model), written_back(model), lent(model, axis.device) as loans, forked(0):
         with torch.no_grad():
             calls = watch(model, args, kwargs)
         calls.borrowers |= _not_whole(model, calls)
         largest = (calls.time_s.get("") or sum(calls.time_s.values())) / (stages * PIECES_PER_STAGE)
         names = pieces_of(model, calls, calls.time_s, largest)
-        return _measured(model, names, (args, kwargs), alone(axis)), calls
+        return _measured(model, names, (args, kwargs), alone(axis), loans), calls
 
 
 def as_call(sample: object, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -74,9 +74,13 @@ def as_call(sample: object, device: torch.device) -> tuple[tuple[Any, ...], dict
 
 
 def _measured(
-    model: nn.Module, names: Sequence[str], call: tuple[tuple[Any, ...], dict[str, Any]], axis: Axis
+    model: nn.Module,
+    names: Sequence[str],
+    call: tuple[tuple[Any, ...], dict[str, Any]],
+    axis: Axis,
+    loans: Collection[int],
 ) -> list[Piece]:
-    weighed = [_Weighed(model.get_submodule(name)) for name in names]
+    weighed = [_Weighed(model.get_submodule(name), loans) for name in names]
     incoming: list[dict[int, int]] = [{} for _ in names]
     seen: set[tuple[int, int]] = set()
     kept: list[Placeholder] = []
@@ -141,8 +145,9 @@ def _not_whole(model: nn.Module, calls: Calls) -> set[str]:
 class _Weighed:
     """A module's call, which weighs it. Hooks of the user run once, for they may count."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, loans: Collection[int]) -> None:
         self._module = module
+        self._loans = loans  # storages of parameters that are lent, which are no activations either
         self.time_s, self.activation_bytes = 0.0, 0
         self.parameter_bytes = sum(parameter.nbytes for parameter in module.parameters())
 
@@ -162,12 +167,14 @@ class _Weighed:
     def _weigh(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, int]:
         """Seconds of forward and backward, and bytes kept between."""
         module = self._module
-        parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+        here = [parameter for parameter in module.parameters() if not parameter.is_meta]
+        parameters = {parameter.untyped_storage()._cdata for parameter in here}
         kept: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            if tensor.untyped_storage()._cdata not in parameters:
-                kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            storage = tensor.untyped_storage()
+            if storage._cdata not in parameters and storage._cdata not in self._loans:
+                kept[storage._cdata] = storage.nbytes()
             return tensor
 
         begin_s = time.perf_counter()
