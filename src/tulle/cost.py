@@ -65,6 +65,21 @@ class Characteristics:
     rows_per_rank: tuple[int, ...]
     presence: Presence | None = field(default=None, compare=False, repr=False)
 
+    def __str__(self) -> str:
+        """Rows, and the ratios.
+
+        Example:
+            >>> print(Characteristics(10, 8, 4, (2, 3)))
+            2 to 3 of 10 rows on each of 2 ranks: density 0.25, overlap 0.5, densification 1.6, skewness 1.667
+        """
+        least, most = min(self.rows_per_rank, default=0), max(self.rows_per_rank, default=0)
+        held = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+        return (
+            f"{held} of {self.num_rows:,} rows on each of {len(self.rows_per_rank)} ranks: density {self.density:.4g}, "
+            f"overlap {self.overlap_ratio:.4g}, densification {self.densification_ratio:.4g}, "
+            f"skewness {self.skewness_ratio:.4g}"
+        )
+
     @staticmethod
     def end_to_end(parts: Sequence[Characteristics]) -> Characteristics:
         """What gradients of tables of one width look like whose rows are numbered through, so that they are one.

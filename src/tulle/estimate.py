@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer, SparseAdam
 from torch.utils._pytree import tree_map_only
 
-from tulle.errors import PlanError
+from tulle.errors import DataError, PlanError
 from tulle.memory.estimate import Estimate, Loss, count_on_a_copy, default_loss, on_a_rank
 from tulle.memory.recompute import repeated
 from tulle.memory.stages import Stages, count_stages
@@ -52,9 +52,10 @@ class StepEstimate:
     ranks: tuple[Estimate, ...]
 
     def __str__(self) -> str:
-        """A column for each rank along axis `pipe`, in MiB."""
+        """A column for each rank along axis `pipe`, in MiB; if that is not every rank, its head is "pipe 0", say."""
         names = ["parameters", "gradients", "optimizer", "activations", "peak", "measured"]
-        lines = [f"{'MiB':<12}" + "".join(f"{f'rank {rank}':>13}" for rank in range(len(self.ranks)))]
+        head = "rank" if math.prod(self.mesh.values()) == len(self.ranks) else PIPE
+        lines = [f"{'MiB':<12}" + "".join(f"{f'{head} {rank}':>13}" for rank in range(len(self.ranks)))]
         for name in names:
             values = [getattr(rank, f"{name}_bytes") for rank in self.ranks]
             if any(value is not None for value in values):
@@ -63,7 +64,16 @@ class StepEstimate:
         return "\n".join(lines)
 
     def with_measured(self, peak_bytes: Sequence[int]) -> StepEstimate:
-        """The same with what allocators saw on each rank along axis `pipe` beside it."""
+        """The same with what allocators saw on each rank along axis `pipe` beside it.
+
+        Raises:
+            DataError: If it is not one number for each of them.
+        """
+        if len(peak_bytes) != len(self.ranks):
+            raise DataError(
+                f"with_measured was given {len(peak_bytes)} numbers, expected {len(self.ranks)}: the peak of one rank "
+                f"for each along axis {PIPE!r}, for ranks along the others need the same"
+            )
         ranks = [replace(rank, measured_bytes=measured) for rank, measured in zip(self.ranks, peak_bytes, strict=True)]
         return StepEstimate(self.mesh, tuple(ranks))
 

@@ -10,10 +10,10 @@ import tulle
 from ranks import on_ranks
 from tulle import pipeline
 from tulle.comm import gather_values
-from tulle.errors import PlanError
+from tulle.errors import DataError, PlanError
 from tulle.estimate import StepEstimate, estimate
 from tulle.memory import LiveBytes, Memory
-from tulle.memory.estimate import tensor_bytes
+from tulle.memory.estimate import Estimate, tensor_bytes
 from tulle.plan import Plan
 
 WIDTH = 32
@@ -95,6 +95,15 @@ def test_tables_with_sparse_gradients_are_stepped_by_an_optimizer_of_their_own()
     assert found.gradients_bytes < dense + ids.numel() * (64 * 4 + 8) + 1
     several = [torch.optim.SparseAdam(model[0].parameters()), torch.optim.SGD(model[1].parameters())]
     assert math.isclose(estimate(model, ids, {}, optimizer=several).ranks[0].optimizer_bytes, 2 * table, rel_tol=0.01)
+
+
+def test_columns_are_ranks_along_pipe_and_measured_peaks_are_one_for_each():
+    whole = Estimate(1, 1, 1, 1, 4, None)
+    assert "rank 0       rank 1" in str(StepEstimate({"data": 1, "pipe": 2}, (whole, whole)))
+    of_several = StepEstimate({"data": 2, "pipe": 2}, (whole, whole))
+    assert "pipe 0       pipe 1" in str(of_several)
+    with pytest.raises(DataError, match="given 4 numbers, expected 2: the peak of one rank for each along axis 'pipe'"):
+        of_several.with_measured([1, 2, 3, 4])
 
 
 @pytest.mark.parametrize(
