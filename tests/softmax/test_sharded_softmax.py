@@ -331,6 +331,7 @@ def test_a_frozen_table_and_frozen_states_get_no_gradient():
             {"target": torch.tensor([0, ROWS, 1])},
             f"was given the target {ROWS}, expected 0..{ROWS - 1} or ignore_index",
         ),
+        ({"target": torch.tensor([0.0, 1.0, 2.0])}, "targets in torch.float32, expected class numbers in int64"),
         ({"target": torch.tensor([0, 1])}, r"shape [3, 6] and targets of shape [2], expected [..., width] and [...]"),
         ({"hidden": torch.zeros(3, 5, dtype=torch.float64)}, "width 5 in torch.float64, expected width 6"),
         ({"hidden": torch.zeros(3, 6)}, "in torch.float32, expected width 6 in torch.float64: cast them"),

@@ -27,8 +27,7 @@ def check_readable(parts: Mapping[str, object]) -> None:
         except Exception as problem:  # pickle raises whatever a value's own code does
             raise CheckpointError(
                 f"tulle.save was given {name}= a {type(part).__name__}, expected numbers, texts, tensors, lists and "
-                "dictionaries of them: give its state_dict(), say. "
-                f"The reader said: {[*str(problem).splitlines(), type(problem).__name__][0]}"
+                "dictionaries of them, to be read without running code of a file: give its state_dict(), say"
             ) from problem
 
 

@@ -29,12 +29,13 @@ def random_state() -> dict[str, Any]:
 def restore_random(states: Sequence[Mapping[str, Any]], rank: int, size: int) -> None:
     """Go on from a rank's state, if as many ranks saved theirs; else all stay as they are, and the log says so."""
     if len(states) != size:
-        logger.warning(
-            "the checkpoint was saved by %d %s and is loaded by %d: random states are not restored",
-            len(states),
-            "rank" if len(states) == 1 else "ranks",
-            size,
-        )
+        if rank == 0:
+            logger.warning(
+                "the checkpoint was saved by %d %s and is loaded by %d: random states are not restored",
+                len(states),
+                "rank" if len(states) == 1 else "ranks",
+                size,
+            )
         return
     state = states[rank]
     version, words, gauss = state["python"]

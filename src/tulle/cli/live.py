@@ -86,8 +86,9 @@ class PlainView:
 
     def show_progress(self, progress: RunProgress) -> None:
         """Print the status line when ten seconds have gone by."""
-        if time.monotonic() >= self._next_s and progress.ranks:
-            self._next_s += _STATUS_PERIOD_S
+        now_s = time.monotonic()
+        if now_s >= self._next_s and progress.ranks:
+            self._next_s = now_s + _STATUS_PERIOD_S  # from now: what is overdue, as ranks start, is one line
             print(status_line(progress), file=self._status.file, flush=True)
 
     def close(self) -> None:

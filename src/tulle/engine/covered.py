@@ -56,10 +56,19 @@ def _check_covered(trained: Sequence[Tensor]) -> None:
         )
     for parameter in trained:
         raise ModelError(
-            f"a parameter of shape {list(parameter.shape)} has a gradient that is not kept in step: it was "
+            f"{_name_of(parameter)} has a gradient that is not kept in step: it was "
             "frozen, or not part of the model, when tulle.distribute was called: unfreeze and complete the "
             "model before; what is frozen after it may be unfrozen later"
         )
+
+
+def _name_of(parameter: Tensor) -> str:
+    """Its name, if it is in a distributed model by now, and its shape."""
+    for engine in living_engines():
+        for name, one in engine.model.named_parameters():
+            if one is parameter:
+                return f"the parameter {name!r}, of shape {list(parameter.shape)},"
+    return f"a parameter of shape {list(parameter.shape)}"
 
 
 def _check_not_replaced(trained: Sequence[Tensor], optimizer: Optimizer) -> None:

@@ -152,6 +152,10 @@ class SoftmaxLayer(nn.Module, ABC):
                 f"{type(self).__name__} was given hidden states of shape {list(hidden.shape)} and targets of shape "
                 f"{list(target.shape)}, expected [..., width] and [...]: one target for each state"
             )
+        if target.is_floating_point() or target.is_complex():
+            return ModelError(
+                f"{type(self).__name__} was given targets in {target.dtype}, expected class numbers in int64"
+            )
         num_rows = Shard.of(self.table_and_bias()[0]).num_rows
         is_outside = (rows < 0) | (rows >= num_rows)
         if not bool(is_outside.any()):
