@@ -322,6 +322,13 @@ def test_a_table_with_max_norm_and_dense_gradients():
         distribute(model, sgd(model))
 
 
+@on_ranks(2)
+def test_a_table_that_is_the_model_has_no_name_and_its_plan_a_key():
+    model = nn.Embedding(9, 2, max_norm=1.0)
+    with pytest.raises(ModelError, match=r"^(rank 0: )?the Embedding has max_norm=1.0 .*plan={'weight': 'rows'}\)"):
+        distribute(model, sgd(model))
+
+
 @on_ranks(1)
 def test_alone_every_table_will_do():
     model = nn.Sequential(nn.Embedding(9, 2, max_norm=1.0), nn.Embedding(9, 2, scale_grad_by_freq=True))

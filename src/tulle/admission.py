@@ -97,14 +97,15 @@ def check_replicated_tables(model: nn.Module, split: Iterable[str]) -> None:
     for name, module, table in table_modules(model):
         if not table.requires_grad or id(table) in parted:
             continue
+        shown, key = repr(name) if name else f"the {type(module).__name__}", f"{name}.weight".lstrip(".")
         if module.scale_grad_by_freq:
             raise ModelError(
-                f"{name!r} has scale_grad_by_freq=True, which counts in one rank's batch only: "
-                f"split the table, tulle.distribute(..., plan={{'{name}.weight': 'rows'}}), or set it to False"
+                f"{shown} has scale_grad_by_freq=True, which counts in one rank's batch only: "
+                f"split the table, tulle.distribute(..., plan={{'{key}': 'rows'}}), or set it to False"
             )
         if module.max_norm is not None and not module.sparse:
             raise ModelError(
-                f"{name!r} has max_norm={module.max_norm} and dense gradients, so that ranks do not learn which rows "
+                f"{shown} has max_norm={module.max_norm} and dense gradients, so that ranks do not learn which rows "
                 f"the others looked up and renormalized: set sparse=True, or split the table, "
-                f"tulle.distribute(..., plan={{'{name}.weight': 'rows'}})"
+                f"tulle.distribute(..., plan={{'{key}': 'rows'}})"
             )
