@@ -305,6 +305,16 @@ def test_a_model_that_ddp_wraps():
         distribute(model, sgd(model))
 
 
+@on_ranks(1, 2)
+def test_a_distributed_model_is_not_wrapped_by_ddp_which_would_overwrite_parts():
+    model = nn.Sequential(nn.Embedding(8, 2), nn.Linear(2, 1))
+    tulle.distribute(model, sgd(model), tulle.init(data=-1), plan="rows")
+    before = model[0].weight.detach().clone()
+    with pytest.raises(ModelError, match="the model is distributed already, and DistributedDataParallel would write"):
+        nn.parallel.DistributedDataParallel(model)
+    assert torch.equal(model[0].weight.detach(), before)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("is_sparse", [True, False])
 def test_a_table_that_scales_by_frequency(is_sparse):

@@ -37,6 +37,11 @@ class Distributed:
         with self.__dict__[ENGINE].no_sync():
             yield
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Iterator[str]:
+        """What DistributedDataParallel asks a model for before it sends anything."""
+        return _refuse_ddp()
+
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         """A copy, or a pickle, is the plain model that was given to `distribute`.
 
@@ -48,6 +53,15 @@ class Distributed:
         kept = {name: value for name, value in state.items() if name not in (ENGINE, _PLAN, _AXES, _CLASS)}
         plain = self.__dict__[_CLASS]
         return (_empty_copy, (Copied(plain.__name__), plain), kept) if is_derived(plain) else (_empty, (plain,), kept)
+
+
+def _refuse_ddp() -> Iterator[str]:
+    """Raise when it is iterated, and not when somebody looks at all that a model has."""
+    yield from ()
+    raise ModelError(
+        "the model is distributed already, and DistributedDataParallel would write rank 0's parts of split tables over "
+        "those of others: leave it out"
+    )
 
 
 def plan_of(model: nn.Module) -> Plan:
