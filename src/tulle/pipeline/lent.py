@@ -129,9 +129,10 @@ class _LentToOperations(TorchFunctionMode):
             lent_here.append(self._loans.give(parameter))
             return lent_here[-1]
 
-        args, kwargs = tree_map_only(nn.Parameter, there, (args, kwargs or {}))
+        there_args = tree_map_only(nn.Parameter, there, args)
+        there_kwargs = tree_map_only(nn.Parameter, there, kwargs or {})
         try:
-            return func(*args, **kwargs)
+            return func(*there_args, **there_kwargs)
         finally:
             for loan in lent_here:
                 self._loans.take_back(loan)
