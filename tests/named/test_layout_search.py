@@ -17,7 +17,7 @@ from tulle.cost import Network
 from tulle.errors import PlanError
 from tulle.named import layers as layers_of
 from tulle.named.price import Pricing, dims_of, record
-from tulle.named.rates import TYPICAL, Rates, measured
+from tulle.named.rates import _BETWEEN_FLOPS, TYPICAL, Rates, _repeats, measured
 from tulle.named.search import Search, arrangements, best_layout, search_shapes
 
 RATES = Rates(2e13, 5e11, Network(latency_s=2e-6, bandwidth_bytes_per_s=2e10))
@@ -230,6 +230,13 @@ def test_all_ranks_go_by_the_same_measurements():
     assert all(1e-5 <= network.latency_s < 60 for network in first.network.values())
     assert all(0 <= network.all_reduce_latency_s < 60 for network in first.network.values())
     assert all(0 < network.all_reduce_bytes_per_s < math.inf for network in first.network.values())
+
+
+def test_a_tiny_product_is_not_repeated_until_its_flops_are_those_of_a_large_one():
+    """Of a toy one measurement of work between exchanges was 5,000 calls, and the search took minutes."""
+    assert _repeats(_BETWEEN_FLOPS, 6 * 8 * 16 * 24) <= 400
+    assert _repeats(_BETWEEN_FLOPS, 10**6) == 100
+    assert _repeats(_BETWEEN_FLOPS, 10**9) == 1
 
 
 def test_the_product_that_is_measured_is_the_largest_as_a_rank_has_it():

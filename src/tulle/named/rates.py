@@ -31,6 +31,8 @@ _BUCKETS = 3
 """So many buckets are summed to learn how fast that goes."""
 _BETWEEN_FLOPS = 100_000_000
 """Work between two exchanges: some milliseconds on a core."""
+_CALL_FLOPS = 250_000
+"""What a core multiplies while three products are called."""
 _SMALL_BYTES, _LARGE_BYTES = 4096, 4 * 1024 * 1024
 _TRIALS_BETWEEN = 9
 _IN_A_ROW = 4
@@ -93,7 +95,7 @@ def speeds(mesh: Mesh, product: Product = TYPICAL) -> tuple[float, float]:
     """
     multiply, flops = _multiplication(product, mesh.device)
     tensor = torch.ones(_WRITTEN, device=mesh.device)
-    repeats = max(1, _TRIAL_FLOPS // flops)
+    repeats = _repeats(_TRIAL_FLOPS, flops)
     trials: list[list[float]] = []
     for _ in range(_TRIALS):
         for axis in mesh.axes:
@@ -104,6 +106,11 @@ def speeds(mesh: Mesh, product: Product = TYPICAL) -> tuple[float, float]:
         slowest = all_reduce(slowest, axis, op="max", label="rates").wait()
     product_s, write_s = slowest.median(0).values.tolist()
     return flops * repeats / product_s, tensor.nbytes / write_s
+
+
+def _repeats(work_flops: int, flops: int) -> int:
+    """How many products are so much work; fewer of small ones, which take what a call takes, whatever their flops."""
+    return max(1, work_flops // max(flops, _CALL_FLOPS))
 
 
 def _multiplication(product: Product, device: torch.device) -> tuple[Callable[[], None], int]:
@@ -127,7 +134,7 @@ def _between_work(axis: Axis, product: Product) -> Network:
     """
     network, bucket_rate = probe(axis), _bucket_rate(axis)
     multiply, flops = _multiplication(product, axis.device)
-    repeats = max(1, _BETWEEN_FLOPS // flops)
+    repeats = _repeats(_BETWEEN_FLOPS, flops)
     small, large = (torch.zeros(size, dtype=torch.uint8, device=axis.device) for size in (_SMALL_BYTES, _LARGE_BYTES))
     parts = list(small.tensor_split(axis.size))
     lengths = [len(parts[axis.rank])] * axis.size
