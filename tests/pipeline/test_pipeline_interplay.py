@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import tulle
 from ranks import on_ranks
 from tulle import pipeline
-from tulle.comm import barrier
 from tulle.errors import CommunicationError, ModelError
 from tulle.pipeline import placement_of
 
@@ -298,7 +297,6 @@ def test_a_loss_that_is_kept_can_be_read_after_the_step():
     assert (kept[0] + kept[1]).item() > 0
     step(model, data())
     assert sum(one.item() for one in kept) > 0
-    barrier(mesh["pipe"])  # or what this rank has sent last would go with its mesh
 
 
 class Signs(torch.autograd.Function):

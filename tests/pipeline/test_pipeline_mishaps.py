@@ -1,7 +1,10 @@
 """Training goes on after an error, wherever it came: within a step, in its last backward, or outside of steps."""
 
+import gc
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from pipeline_networks import WIDTH, TiedEnds, make
 from torch import Tensor, nn
@@ -9,7 +12,6 @@ from torch import Tensor, nn
 import tulle
 from ranks import on_ranks
 from tulle import pipeline
-from tulle.comm import barrier
 
 
 class Fragile(nn.Linear):
@@ -58,7 +60,6 @@ def goes_on(model: nn.Module, mesh: tulle.Mesh, samples: int = 4) -> None:
         assert torch.isfinite(loss)
     x = torch.ones(2, WIDTH, dtype=torch.float64)
     model(x).sum().backward()
-    barrier(mesh["pipe"])  # or what this rank has sent last would go with its mesh
 
 
 def bad(kind: str) -> tuple[Tensor, float]:
@@ -114,3 +115,20 @@ def test_gradients_of_tied_parameters_from_before_a_failed_step_stay():
     with pytest.raises((ValueError, tulle.TulleError)):
         pipeline.step(micro_batches=1)(fails_once)(model, x, [True])
     assert torch.equal(model.embed.weight.grad, before)
+
+
+def back(before_backward) -> None:
+    model, _ = placed(0)
+    y = model(torch.ones(4, WIDTH, dtype=torch.float64)).sum()
+    before_backward()
+    y.backward()
+
+
+@on_ranks(2)
+def test_what_a_rank_sent_last_does_not_go_with_its_mesh():
+    if dist.get_rank() == 0:
+        back(dist.barrier)  # the gradient is read when the other one's mesh is gone
+    else:
+        back(int)
+        gc.collect()
+        dist.barrier()

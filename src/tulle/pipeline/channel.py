@@ -3,20 +3,26 @@
 A receiver has room ready for as much as ever came at once from that rank, so that a letter that fits is one message,
 which gloo writes where it belongs without asking first; what does not fit comes as two, head and body. The sizes of the
 letters so far settle how large the room is, so both sides know it without telling each other.
+
+gloo drops a message whose memory goes before it is read. So what is under way is kept in an outbox, which outlives the
+channel and its mesh; a process waits for its readers before it ends.
 """
 
 from __future__ import annotations
 
+import atexit
+import sys
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tulle.comm import traffic
+from tulle.comm import now_s, traffic
 from tulle.comm.pending import Exchange, translated
 from tulle.errors import CommunicationError
 from tulle.mesh import Axis
@@ -27,6 +33,22 @@ _MOST_ROOM_BYTES = 16 * 2**20
 _LABEL = "pipeline"
 _PATIENT = timedelta(days=7)
 """gloo's own time-out: a rank from which nothing comes for long is not late until a program waits for it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Outbox:
+    """Messages that were sent over one channel, the oldest first, until they are known to have been read."""
+
+    lane: Axis
+    """Whose process group must stay as long."""
+    rank: int
+    messages: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+    is_expected: bool = True
+    """Whether the other rank will read the last of them for sure: not so of an error."""
+
+
+_unread = set[_Outbox]()
+"""Those with messages in them, held by nobody else once their channels are gone."""
 
 
 class Channel:
@@ -42,26 +64,34 @@ class Channel:
 
     def __init__(self, lane: Axis, rank: int) -> None:
         self._lane, self._rank = lane, rank
-        self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
-        """Messages that were sent, the oldest first; their memory is kept until they have been read."""
+        self._outbox = _Outbox(lane, rank)
         self._room_there, self._room_here = HEAD_BYTES, HEAD_BYTES
         """Bytes of a message that the other rank can take, and those that we can."""
         self._spare: Tensor | None = None
         """Room that the last letter left free."""
 
-    def send(self, letter: Tensor) -> None:
-        """Send a letter, as `written` made it, without waiting; its memory must stay as it is."""
+    def send(self, letter: Tensor, *, is_expected: bool = True) -> None:
+        """Send a letter, as `written` made it, without waiting; its memory must stay as it is.
+
+        Args:
+            letter: It.
+            is_expected: Whether the other rank will read it for sure, so that this one must not end before.
+        """
         room = self._room_there
         self._room_there = _room_after(room, letter.numel())
         for part in (letter,) if letter.numel() <= room else (letter[:HEAD_BYTES], letter[HEAD_BYTES:]):
-            self._under_way.append((self._work(dist.isend, part), part))
+            self._outbox.messages.append((self._work(dist.isend, part), part))
             traffic.sent(_LABEL, part.numel(), 1)
+        self._outbox.is_expected = is_expected
+        _unread.add(self._outbox)
 
     def flush(self, *, but: int) -> None:
         """Wait until all that was sent has been read, but for so many of the latest messages."""
-        while len(self._under_way) > but:
-            work, part = self._under_way.popleft()
+        while len(self._outbox.messages) > but:
+            work, part = self._outbox.messages.popleft()
             self._wait(work, part, "send")
+        if not self._outbox.messages:
+            _unread.discard(self._outbox)
 
     def receive(self) -> tuple[Key, object]:
         """Wait for the next letter; its key and its content, a tensor on the axis' device."""
@@ -120,4 +150,20 @@ def channels_of(axis: Axis) -> dict[int, Channel]:
     group = dist.new_group(list(axis.ranks), timeout=_PATIENT, backend="gloo", use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup), "this rank is one of the group's"
     lane = replace(axis, group=group, lanes={}, measured=[], kept={})
+    for outbox in [*_unread]:  # these ranks have come to here, so they have read what they wanted of earlier meshes
+        if outbox.lane.ranks[outbox.rank] in lane.ranks:
+            _unread.discard(outbox)
+    atexit.unregister(_await_readers)
+    atexit.register(_await_readers)  # runs before what ends the process groups, which was registered earlier
     return {rank: Channel(lane, rank) for rank in range(axis.size) if rank != axis.rank}
+
+
+def _await_readers() -> None:
+    """Do not leave while other ranks may still want to read what this one has sent them."""
+    begin_s = now_s()
+    for outbox in [*_unread]:
+        is_wanted = outbox.is_expected and not hasattr(sys, "last_value")  # else the others are failing too
+        with suppress(RuntimeError):  # of a rank that is gone, or does not come
+            while is_wanted and outbox.messages:
+                left_s = outbox.lane.timeout_s - (now_s() - begin_s)
+                outbox.messages.popleft()[0].wait(timedelta(seconds=max(left_s, 0.001)))

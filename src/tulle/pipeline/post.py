@@ -59,7 +59,7 @@ class Post:
         """Send a copy of a tensor, or something that pickles, to some ranks of the axis."""
         letter = written(key, content)
         for rank in to:
-            self._channels[rank].send(letter)
+            self._channels[rank].send(letter, is_expected=key[0] != Kind.ERROR)
             if self._is_open:  # elsewhere nobody might be listening
                 self._channels[rank].flush(but=_SENDS_KEPT)
 
