@@ -326,6 +326,19 @@ def test_a_forward_that_raises_is_not_the_end_of_the_record(tmp_path):
     assert all({"loss", "backward_s"} <= line.keys() and line["forward_s"] > 0 for line in lines(tmp_path))
 
 
+def test_a_rank_that_slurm_started_has_a_record_of_its_own(tmp_path, monkeypatch):
+    for name, value in {"PROCID": "1", "NTASKS": "2", "JOB_NODELIST": "n[1-2]"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("TULLE_RUN_DIR", str(tmp_path))
+    record.current.cache_clear()
+    try:
+        tulle.log(loss=1.0)
+        record.current().close()
+    finally:
+        record.current.cache_clear()
+    assert [path.name for path in tmp_path.glob("*.jsonl")] == ["rank-1.jsonl"]
+
+
 @on_ranks(1)
 def test_a_profile_of_a_resumed_run_ends_after_as_many_steps_of_its_own(tmp_path):
     with pytest.MonkeyPatch.context() as patch, recording(tmp_path):

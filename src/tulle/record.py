@@ -24,11 +24,13 @@ from typing import Any, cast
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tulle.comm import now_s, traffic
 from tulle.engine import DataParallel, Observation
+from tulle.environment import detect
 from tulle.errors import DataError
 from tulle.mesh import Mesh
 from tulle.plan import Drift, Plan
@@ -92,7 +94,8 @@ def current() -> Recorder | None:
     folder = os.environ.get(RUN_DIR)
     if not folder:
         return None
-    return Recorder(Path(folder), int(os.environ.get("RANK", "0")), is_tracing=bool(os.environ.get(TIMELINE)))
+    rank = dist.get_rank() if dist.is_initialized() else detect().rank
+    return Recorder(Path(folder), rank, is_tracing=bool(os.environ.get(TIMELINE)))
 
 
 class Recorder:
@@ -154,7 +157,7 @@ class Recorder:
             optimizer.register_step_post_hook(self._after_optimizer)
         self._last = optimizers[-1]
         if self._rank == 0:
-            axes = {"axes": mesh.shape, "backend": torch.distributed.get_backend(), "device": str(mesh.device)}
+            axes = {"axes": mesh.shape, "backend": dist.get_backend(), "device": str(mesh.device)}
             write_whole(self._folder / "mesh.json", json.dumps(axes) + "\n")
 
     def log(
