@@ -38,6 +38,11 @@ def main() -> None:
     texts = [source for source, _ in parallel_text.read_pairs(str(options.text))]
     axes: dict[str, Any] = {name: int(size) for name, size in (axis.split("=") for axis in options.mesh.split(","))}
     mesh = tulle.init(**axes)
+    rank, ranks = (mesh["data"].rank, mesh["data"].size) if "data" in mesh else (0, 1)
+    if options.batch < ranks * options.micro_batches:
+        raise SystemExit(
+            f"--batch {options.batch} is too small for {options.micro_batches} micro-batches on {ranks} replicas"
+        )
     torch.manual_seed(options.seed)
     with tulle.deferred_init():  # nothing is allocated yet: each rank makes its stage only
         model = build(options)
@@ -51,7 +56,6 @@ def main() -> None:
     if options.checkpoint and options.checkpoint.exists():
         begin = tulle.load(options.checkpoint, model, optimizer)["step"]
     step = tulle.step(micro_batches=options.micro_batches)(train_step)
-    rank, ranks = (mesh["data"].rank, mesh["data"].size) if "data" in mesh else (0, 1)
     for number, batch in enumerate(itertools.islice(batches, begin, options.steps), start=begin + 1):
         loss = step(model, batch.chunk(ranks)[rank]).mean().item()
         tulle.clip_grad_norm_(model, 1.0)

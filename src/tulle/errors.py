@@ -12,6 +12,13 @@ TulleError
 A message says what was given, what was expected and the mend.
 """
 
+from __future__ import annotations
+
+import os
+import traceback
+
+import torch
+
 
 class TulleError(Exception):
     """The root of all errors that tulle raises on purpose."""
@@ -43,3 +50,19 @@ class CheckpointError(TulleError, RuntimeError):
 
 class CommunicationError(TulleError, RuntimeError):
     """A collective failed or timed out; the message names the rank that fell first if it is known."""
+
+
+def raised_in(error: BaseException) -> str:
+    """Where in the user's code an error came from, as ` (train.py:12, in forward)`, or nothing.
+
+    That is its innermost frame outside of tulle, PyTorch and Python's own library.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        is_pythons = frame.filename.startswith(_PYTHON) and "-packages" not in frame.filename
+        if not (is_pythons or frame.filename.startswith(_NOT_THE_USERS)):
+            return f" ({frame.filename}:{frame.lineno}, in {frame.name})"
+    return ""
+
+
+_PYTHON = os.path.join(os.path.dirname(os.__file__), "")
+_NOT_THE_USERS = ("<frozen", *(os.path.join(os.path.dirname(one), "") for one in (__file__, torch.__file__)))

@@ -1,7 +1,9 @@
 """The partition: exact beside brute force, within memory, obeying pins; and from a profile of a real model."""
 
+import inspect
 import itertools
 import math
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -203,8 +205,14 @@ def test_a_model_that_is_dealt_by_profile_trains_as_on_one_process():
 @on_ranks(2)
 def test_a_sample_that_does_not_fit_the_model_is_refused_on_all_ranks():
     mesh = tulle.init(pipe=-1)
-    with pytest.raises(PlanError, match="could not be profiled on the sample, because"):
+    said = (
+        rf"could not be profiled on the sample, because .* \({re.escape(inspect.getfile(Chain))}:\d+, in forward\)\. "
+    )
+    with pytest.raises(PlanError, match=said) as refused:
         pipeline.deal(Chain(), torch.zeros(2, WIDTH + 1), mesh["pipe"])
+    assert isinstance(refused.value.__cause__, RuntimeError)
+    with pytest.raises(PlanError, match=r"sample= holds no samples \(of shape \[0, 6\]\)"):
+        pipeline.deal(Chain(), torch.zeros(0, WIDTH), mesh["pipe"])
 
 
 def test_the_picture_has_a_box_for_each_piece_and_a_frame_for_each_pin():

@@ -7,16 +7,17 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from tulle.comm import barrier, gather_values
-from tulle.errors import PlanError, TulleError
+from tulle.errors import PlanError, TulleError, raised_in
 from tulle.mesh import Axis
 from tulle.pipeline.calls import Calls, coarsened
 from tulle.pipeline.homes import outward
 from tulle.pipeline.partition import Limits, Partition, partition
 from tulle.pipeline.pins import pins_of
 from tulle.pipeline.profile import profile
+from tulle.pipeline.structure import flatten
 
 logger = logging.getLogger("tulle")
 _LABEL = "the partition"
@@ -71,6 +72,7 @@ def deal(
         {'': 0}
     """
     count = stages or axis.size
+    cause: Exception | None = None
     barrier(axis)
     try:
         chosen = _deal(model, sample, axis, count, memory_bytes, {**pins_of(model), **(pins or {})})
@@ -78,13 +80,14 @@ def deal(
     except TulleError as error:
         chosen = error
     except Exception as error:
+        cause = error
         chosen = PlanError(
-            f"the model could not be profiled on the sample, because {type(error).__name__}: {error}. Give a sample "
-            "as the model is called with it, or an assignment of modules to stages"
+            f"the model could not be profiled on the sample, because {type(error).__name__}: {error}{raised_in(error)}"
+            ". Give a sample as the model is called with it, or an assignment of modules to stages"
         )
     heard = gather_values(chosen if axis.rank == 0 else None, axis, label=_LABEL)[0]
     if isinstance(heard, TulleError):
-        raise heard
+        raise heard from cause
     assert heard is not None, "rank 0 has chosen"
     if axis.rank == 0:
         logger.info("stages by profile:\n%s", heard.partition.table())
@@ -94,6 +97,10 @@ def deal(
 def _deal(
     model: nn.Module, sample: object, axis: Axis, stages: int, memory_bytes: int | None, pins: Mapping[str, int]
 ) -> Dealt:
+    tensors = [leaf for leaf in flatten(sample)[0] if isinstance(leaf, Tensor)]
+    if tensors and not any(tensor.numel() for tensor in tensors):
+        shapes = ", ".join(f"{list(tensor.shape)}" for tensor in tensors)
+        raise PlanError(f"sample= holds no samples (of shape {shapes}): give a micro-batch of one or more")
     pieces, calls = profile(model, sample, axis, stages)
     names = [piece.name for piece in pieces]
     limits = Limits(memory_bytes, NOMINAL_BYTES_PER_S, _pins_of_pieces(pins, names, calls))

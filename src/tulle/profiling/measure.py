@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from tulle.comm import gather_values, probe, raise_together
 from tulle.deferred import is_deferred
-from tulle.errors import ModelError, TulleError
+from tulle.errors import ModelError, TulleError, raised_in
 from tulle.memory.estimate import default_loss
 from tulle.mesh import Axis, Mesh, axis_of
 from tulle.pipeline import Piece
@@ -314,8 +314,8 @@ def _together(work: Callable[[], T], model: nn.Module, axis: Axis) -> T:
         error = found
     except Exception as found:
         error = ModelError(
-            f"a {type(model).__name__} could not be profiled on the sample, because {type(found).__name__}: {found}. "
-            "Give a sample as the model is called with it, and loss= if it does not return a loss"
+            f"a {type(model).__name__} could not be profiled on the sample, because {type(found).__name__}: {found}"
+            f"{raised_in(found)}. Give a sample as the model is called with it, and loss= if it does not return a loss"
         )
         error.__cause__ = found
     raise_together(error, axis, label=_LABEL)
