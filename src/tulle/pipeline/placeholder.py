@@ -14,10 +14,7 @@ from torch import Tensor
 from tulle.errors import ModelError
 from tulle.pipeline.outcome import Described
 from tulle.pipeline.structure import flatten
-
-
-class Witness:
-    """Lives as long as somebody has a placeholder that a program made, or the program runs."""
+from tulle.pipeline.tape import Witness
 
 
 class Operator(Protocol):
@@ -98,8 +95,8 @@ class Placeholder(Tensor):
     needs_grad: bool
     _described: Described
     family: Family
-    sent: dict[int, tuple[int, bool]]
-    """To whom it was sent: the version, and whether a gradient is to come back."""
+    sent: dict[int, tuple[int, int | None]]
+    """To whom it was sent: the version, and the number of the call for which a gradient is to come back, or None."""
     program: Operator
     witness: Witness
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,12 @@ from tulle.pipeline.letters import is_dense
 from tulle.pipeline.losses import is_backward, scaled
 from tulle.pipeline.operation import Call, check_asks, check_backward, check_given
 from tulle.pipeline.outcome import Constant, Described, Outcome, Same, describe, versions_of
-from tulle.pipeline.placeholder import Placeholder, Witness
+from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.randomness import forked_python, forked_torch, seed_of
 from tulle.pipeline.recompute import checkpointed, is_checkpointed, outside_of_checkpoint
 from tulle.pipeline.shapes import signature, writes_in_many
 from tulle.pipeline.structure import flatten, rebuild
+from tulle.pipeline.tape import Witness
 from tulle.pipeline.values import Values
 
 _NOT_FORKED = nullcontext()
@@ -81,8 +82,9 @@ class Program:
         """How often each module and operation was called so far, by name; "" is the model."""
         self._adopted = Adopted(holdings, self)
         self._fail = fail
-        self.witness = Witness()
+        self.witness = Witness(values.tape.phases)
         self._trace = ref(self.witness)
+        self._witnesses = WeakSet([self.witness])
         self._inside: str | None = None
         """What runs on this rank as in one process: a module, an operation or backward; None between these."""
         self.is_over = False
@@ -165,14 +167,26 @@ class Program:
         given = [gradients] if isinstance(gradients, Tensor) else gradients or [None] * len(losses)
         check_backward(losses, given, options)
         for loss, gradient in zip(losses, given, strict=True):
+            for one in (loss, gradient):
+                if isinstance(one, Placeholder):
+                    self._need(one)
             self.values.seed(loss, gradient, self.scale)
         self.has_graph = bool(options.get("retain_graph"))
         with self._around_backward():
             self._inside = "backward"  # what it recomputes runs where it ran, on that rank alone
             try:
-                self.values.backward(retain_graph=self.has_graph)
+                self.values.backward(self.witness.needed_phases(), retain_graph=self.has_graph)
             finally:
                 self._inside = None
+        if not self.has_graph:
+            for witness in list(self._witnesses):
+                witness.clear()
+
+    def cut_off(self) -> None:
+        """Outside of steps: what follows is apart from what was, which goes when nobody has anything of it any more."""
+        self.values.tape.cut_off()
+        self.witness = Witness(self.values.tape.phases)
+        self._witnesses.add(self.witness)
 
     def begin_call(self) -> int:
         """Note that the model is called; give the number of the call."""
@@ -197,7 +211,7 @@ class Program:
         self.is_over = True
         self.values.end()
         self._adopted.clear()
-        self.witness = Witness()
+        self.witness = Witness(self.values.tape.phases)
 
     @property
     def held(self) -> int:
@@ -225,6 +239,8 @@ class Program:
         for placeholder in call.placeholders:
             if self._read is not None:
                 self._read(placeholder, stage)
+            if torch.is_grad_enabled():
+                self._need(placeholder)
             self.values.bring(placeholder, rank, call.name)
             if known is None and self.values.rank_of(placeholder.stage) != rank and not is_dense(placeholder):
                 outcome = None  # it comes with other strides than it has at home: who runs the operation tells of it
@@ -234,11 +250,32 @@ class Program:
             return self._wrapped(call, stage, outcome, [None] * len(outcome.results))
         self.stage = stage
         self._stages.add(stage)
-        natives = [self.values.native(leaf) if isinstance(leaf, Placeholder) else leaf for leaf in call.leaves]
+        native = {id(leaf): self.values.native(leaf) for leaf in call.placeholders}
+        natives = [native.get(id(leaf), leaf) for leaf in call.leaves]
         versions = versions_of(natives)
         result = self._execute(call, natives, seed_of(self.seed, call.name, number), known)
         seen, values = describe(result, natives, versions)
+        self._put_back(call, natives, seen)
         return self._wrapped(call, stage, self.values.tell(call.name, seen, outcome, known), values)
+
+    def _need(self, placeholder: Placeholder) -> None:
+        """Note that gradients go back to an earlier call, if they do. Every rank comes here."""
+        is_ours = placeholder.program is self and placeholder.witness is not self.witness
+        if is_ours and placeholder.needs_grad and placeholder.witness.phases:  # else no call has made it
+            self.witness.needs.add(placeholder.witness)
+
+    def _take(self, leaf: Any) -> None:
+        """Note that what a placeholder stands for comes from the call at hand, if gradients go back to it."""
+        if isinstance(leaf, Placeholder) and leaf.program is self and leaf.needs_grad and torch.is_grad_enabled():
+            leaf.witness = self.witness
+
+    def _put_back(self, call: Call, natives: Sequence[Any], seen: Outcome) -> None:
+        """Let what an operation has written in, or gave back, be what its placeholder stands for."""
+        same = [result.argument for result in seen.results if isinstance(result, Same)]
+        for number in (*seen.written, *same):
+            leaf = call.leaves[number]
+            if isinstance(leaf, Placeholder) and leaf.local is not natives[number]:
+                leaf.local, leaf.phase = natives[number], self.values.tape.phase
 
     def _execute(self, call: Call, natives: list[Any], seed: int, known: Known | None) -> Any:
         """Run a module or an operation as in one process."""
@@ -268,9 +305,21 @@ class Program:
                         f"{leaf!r}, which lives at another stage, and which the module was not given as an argument: "
                         "pass it as one, or place both at one stage"
                     )
+                self._check_closure(leaf)
                 leaves[number] = self.values.native(leaf)
         args, kwargs = rebuild(spec, leaves)
         return function(*args, **kwargs)
+
+    def _check_closure(self, leaf: Placeholder) -> None:
+        """Only this rank knows that a gradient is to go back to an earlier call: the others would not walk it."""
+        known = len(self.witness.needs)
+        if torch.is_grad_enabled() and self._inside != "backward":
+            self._need(leaf)
+        if len(self.witness.needs) != known:
+            raise ModelError(
+                f"{self._inside!r} reads {leaf!r}, which an earlier call of the model made, and which the module was "
+                "not given as an argument: pass it as one, or detach it"
+            )
 
     def _wrapped(self, call: Call, stage: int, outcome: Outcome, values: Sequence[Any]) -> Any:
         """What the program gets to see of a result."""
@@ -280,6 +329,7 @@ class Program:
         for result, value in zip(outcome.results, values, strict=True):
             if isinstance(result, Same):
                 results.append(call.leaves[result.argument])
+                self._take(results[-1])
             elif isinstance(result, Constant):
                 results.append(result.value)
             else:
@@ -362,6 +412,7 @@ class Program:
         if torch.is_grad_enabled() and any(other.needs_grad for other in call.placeholders):
             for member in leaf.family.with_all(leaf):  # from now on all of them come from what runs now
                 member.needs_grad = True
+                self._take(member)
                 member.phase = None if member.local is None else self.values.tape.phase
         if (leaf.stage - stage) % self._axis.size:  # a module wrote in what it was sent: that is the tensor now
             if leaf.family.has_others:

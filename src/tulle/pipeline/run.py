@@ -198,8 +198,16 @@ class Runtime:
         return turn
 
     def _outside_of_steps(self) -> Program:
-        """The program that runs now, or a new one if nothing of the last waits for its backward."""
-        if self._current is None or not self._current.has_graph:
+        """The program that runs now, or a new one if nothing of the last waits for its backward.
+
+        If something does, it goes on, for one backward may go through several calls. What a rank has of calls of which
+        nothing is left is gone by itself.
+        """
+        if self._current is not None and self._current.has_graph:
+            if self._current.is_between_modules:
+                self._current.cut_off()
+                self.holdings.post.flush(but=_MESSAGES_KEPT)
+        else:
             number = self._next_number()
             self._number, self._backwards = number, 0
             self.holdings.post.begin(number)

@@ -15,7 +15,7 @@ program, so no rank waits for one that waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,8 @@ class _Enter(torch.autograd.Function):
 class Phase:
     """A stretch of one rank's forward that runs backward as one."""
 
+    call: int = 0
+    """The number of the call of the model, outside of steps, in or after which it ran."""
     is_over: bool = False
     """Whether its graph is gone."""
     received: list[tuple[int, int, Entry]] = field(default_factory=list)
@@ -93,11 +95,45 @@ class Phase:
         self.received, self.sent, self.cuts = [], [], []
 
 
+class Witness:
+    """Lives as long as somebody has a placeholder that a program made since a model was called, or the program runs on.
+
+    It holds what this rank did since then, so that outside of steps a call of which nothing is left leaves no graph.
+
+    Args:
+        phases: Of the tape; they grow.
+    """
+
+    def __init__(self, phases: list[Phase]) -> None:
+        self.phases = phases
+        self.needs = set[Witness]()
+        """Those of earlier calls of which something was read that gradients go back to; the same on all ranks."""
+
+    def clear(self) -> None:
+        """Let go of the graph."""
+        for phase in self.phases:
+            phase.clear()
+        self.phases[:] = [Phase(phase.call) for phase in self.phases[-1:]]
+
+    def needed_phases(self) -> list[Phase]:
+        """Its phases and those of all that it needs, in the order in which they ran."""
+        found: set[Witness] = {self}
+        ahead: list[Witness] = [self]
+        while ahead:
+            new = ahead.pop().needs - found
+            found |= new
+            ahead.extend(new)
+        return sorted((phase for one in found for phase in one.phases), key=lambda phase: phase.call)
+
+
 class Tape:
     """The phases of one micro-batch on one rank."""
 
     def __init__(self) -> None:
         self.phases: list[Phase] = [Phase()]
+        """Of the call of the model at hand, outside of steps."""
+        self.call = 0
+        """Its number."""
         self.left: int | None = None
         """While backward runs, how many phases have not come to their end."""
 
@@ -109,7 +145,7 @@ class Tape:
     def receive(self, number: int, source: int, value: Tensor) -> Tensor:
         """Enter a value that came from another rank."""
         if self.phase.sent:
-            self.phases.append(Phase())
+            self.phases.append(Phase(self.call))
         entry = Entry(value)
         self.phase.received.append((number, source, entry))
         return entry.tensor()
@@ -117,6 +153,11 @@ class Tape:
     def send(self, number: int, to: int, value: Tensor) -> None:
         """Note that a value leaves for another rank."""
         self.phase.sent.append((number, to, get_gradient_edge(value) if value.requires_grad else None))
+
+    def cut_off(self) -> None:
+        """Go on in a new phase, and leave those so far to who has them."""
+        self.call += 1
+        self.phases = [Phase(self.call)]
 
     def cut(self, value: Tensor, phase: Phase) -> Tensor:
         """Go on with a value of an earlier phase in this one."""
@@ -126,19 +167,21 @@ class Tape:
 
     def backward(
         self,
+        phases: Sequence[Phase],
         gradient_of: Callable[[int, int], Tensor | None],
         give: Callable[[int, int, Tensor | None], None],
         *,
         retain_graph: bool,
     ) -> None:
-        """Run backward through all phases.
+        """Run backward through phases.
 
         Args:
+            phases: In the order in which they ran, those of this tape the last.
             gradient_of: Called with a value's number and the rank it went to: waits for its gradient.
             give: Called with a value's number, the rank it came from, and its gradient.
             retain_graph: Whether there will be another backward.
         """
-        for left, phase in reversed(list(enumerate(self.phases, start=1))):
+        for left, phase in reversed(list(enumerate(phases, start=1))):
             self.left = left
             ends = [*phase.seeds]
             phase.seeds.clear()
@@ -153,5 +196,3 @@ class Tape:
             if not retain_graph:
                 phase.clear()
         self.left = None
-        if not retain_graph:
-            self.phases = [Phase()]

@@ -5,7 +5,7 @@ All ranks number what moves alike, because they run the same program: a number a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -51,10 +51,11 @@ class Values:
         if rank == home:
             return
         with_grad = placeholder.needs_grad and torch.is_grad_enabled()
-        version, had_grad = placeholder.sent.get(rank, (-1, False))
-        if version == placeholder.family.version and (had_grad or not with_grad):
+        version, since = placeholder.sent.get(rank, (-1, None))
+        call = self.tape.call
+        if version == placeholder.family.version and (since == call or not with_grad):
             return
-        placeholder.sent[rank] = placeholder.family.version, with_grad
+        placeholder.sent[rank] = placeholder.family.version, call if with_grad else None
         number = self._next()
         if self._rank == home:
             value = self.native(placeholder)
@@ -75,8 +76,10 @@ class Values:
         assert isinstance(phase, Phase)
         if phase.is_over:  # its value is still good; a backward into it says that it is over
             return value
-        placeholder.local, placeholder.phase = self.tape.cut(value, phase), self.tape.phase
-        return placeholder.local
+        cut = self.tape.cut(value, phase)
+        if phase.call == self.tape.call:  # else it is not to hold what later calls make of it
+            placeholder.local, placeholder.phase = cut, self.tape.phase
+        return cut
 
     def seed(self, loss: Placeholder, gradient: Tensor | None, scale: float) -> None:
         """Have backward begin at a loss. Every rank comes here."""
@@ -89,12 +92,12 @@ class Values:
             begin = torch.ones_like(value) if given is None else given.to(value.device)
             self.tape.phase.seeds.append((get_gradient_edge(value), begin * scale))
 
-    def backward(self, *, retain_graph: bool) -> None:
-        """Run backward through this rank's phases. Every rank comes here."""
+    def backward(self, phases: Sequence[Phase], *, retain_graph: bool) -> None:
+        """Run backward through these of this rank's phases. Every rank comes here, with those of the same calls."""
         self.name = f"backward of {self.name}"
         self._backwards += 1
         with torch.no_grad():
-            self.tape.backward(self._gradient_of, self._give_gradient, retain_graph=retain_graph)
+            self.tape.backward(phases, self._gradient_of, self._give_gradient, retain_graph=retain_graph)
         self.name = self.name.removeprefix("backward of ")
 
     def share(self, leaves: list[Any]) -> list[Any]:
