@@ -227,6 +227,31 @@ def test_a_layer_whose_weight_is_made_by_a_hook_is_gathered_with_what_is_around_
     assert worst_difference(found, wanted) < 1e-12
 
 
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_what_torchscript_reads_stays_whole_and_is_one_process(monkeypatch):
+    def made():
+        torch.manual_seed(0)
+        inner = torch.jit.script(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)))
+        model = nn.Sequential(nn.Linear(4, 4), inner, nn.Linear(4, 4)).double()
+        return model, torch.optim.Adam(model.parameters(), lr=0.05, eps=1e-3)
+
+    mesh = tulle.init(data=-1)
+    (model, optimizer), (reference, other) = made(), made()
+    said = []
+    monkeypatch.setattr("tulle.memory.shared_out.logger.warning", lambda text, *values: said.append(text % values))
+    tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, memory=FULL))
+    assert [name for name in ("0.weight", "1.0.weight") if model.get_parameter(name).numel() == 8] == ["0.weight"]
+    assert ["leaves the parameters of '1' whole" in text for text in said] == [True] * (mesh.rank == 0)
+    for network, stepped, rank, size in ((model, optimizer, mesh.rank, mesh.size), (reference, other, 0, 1)):
+        for step in range(2):
+            x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            network(x.chunk(size)[rank]).pow(2).mean().backward()
+            stepped.step()
+            stepped.zero_grad()
+    assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+
+
 def perturbed(model, x):
     """Gradients at weights a small step away, as sharpness-aware minimization takes them."""
     kept = [p.data.clone() for p in model.parameters()]

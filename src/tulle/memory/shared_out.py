@@ -14,6 +14,7 @@ whose result is made again in backward.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from tulle.memory.whole_states import cut_in_place
 from tulle.mesh import Axis
 from tulle.traits import makes_weights
 
+logger = logging.getLogger("tulle")
+
 _UNIT, _AHEAD, _WITHIN = "_tulle_shared_out", "_tulle_ahead", "_tulle_within"
 """The attributes by which a module holds what is gathered when it runs, by what, and which units ran within it."""
 
@@ -59,8 +62,8 @@ def share_out(
         model: With the same values on every rank of the axis.
         axis: `mesh["data"]`, say.
         units: Names of the modules whose parameters are gathered together when they run, `""` for the model; a
-            parameter goes with the innermost around it, and stays as it is if there is none. One whose
-            hooks make its weight goes with the next around it, too.
+            parameter goes with the innermost around it, and stays as it is if there is none, or if TorchScript reads
+            it. One whose hooks make its weight goes with the next around it, too.
         leave: Identities of parameters that stay as they are.
         stay: Of the units those whose wholes stay from forward to backward: the model, which runs from end to end.
         optimizers: Over the parameters. Of state that they have, each rank keeps its part.
@@ -77,7 +80,8 @@ def share_out(
         >>> sorted(share_out(model, tulle.init(data=-1)["data"], [""]))
         ['bias', 'weight']
     """
-    cuts = {id(p): cut for p in model.parameters() if id(p) not in leave and (cut := _cut(p, axis)) is not None}
+    stays_whole = {*leave, *_read_unseen(model, axis)}
+    cuts = {id(p): cut for p in model.parameters() if id(p) not in stays_whole and (cut := _cut(p, axis)) is not None}
     units = [unit for unit in units if not makes_weights(model.get_submodule(unit))]
     members = _members(model, units, cuts)
     for name in members:
@@ -102,6 +106,18 @@ def share_out(
     for optimizer in optimizers:
         _keep_parts(optimizer, {id(model.get_parameter(name)): shard for name, shard in found.items()})
     return found
+
+
+def _read_unseen(model: nn.Module, axis: Axis) -> set[int]:
+    """Identities of parameters that TorchScript reads, past what a module shows to Python: they stay whole."""
+    scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted and axis.rank == 0:
+        logger.warning(
+            "full_shard leaves the parameters of %r whole on every rank: TorchScript reads them by itself, so that they "
+            "cannot be gathered for it. Give the module as it was before torch.jit to have them shared out",
+            scripted[0],
+        )
+    return {id(parameter) for name in scripted for parameter in model.get_submodule(name).parameters()}
 
 
 def _members(model: nn.Module, units: Collection[str], cuts: Mapping[int, Shard]) -> dict[str, list[str]]:
@@ -134,9 +150,12 @@ def _share_inside(
     """Have the modules inside of a unit's gather what they have of it, if they are called apart."""
     for path, inner in module.named_modules():
         below = [member[len(path) + 1 :] for member in members if member.startswith(f"{path}.")]
-        is_called = "forward" not in inner.__dict__ and type(inner).forward is not nn.Module.forward
-        if below and is_called and _UNIT not in inner.__dict__:
+        if below and _UNIT not in inner.__dict__ and _is_called(inner):
             _share(inner, _unit(inner, f"{name}.{path}", below, cuts, ahead.axis, is_apart=True), ahead)
+
+
+def _is_called(module: nn.Module) -> bool:
+    return "forward" not in module.__dict__ and type(module).forward is not nn.Module.forward
 
 
 def _share(module: nn.Module, unit: Unit, ahead: Ahead) -> None:
