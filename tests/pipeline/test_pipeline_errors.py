@@ -154,6 +154,7 @@ def test_a_value_asked_for_on_some_ranks_only_runs_into_the_time_out():
 
 
 @on_ranks(2)
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_bad_arguments_are_refused_on_every_rank():
     mesh = tulle.init(pipe=-1)
     model = make(Chain)
@@ -167,6 +168,8 @@ def test_bad_arguments_are_refused_on_every_rank():
             pipeline.place(model, mesh["pipe"], assignment)
     with pytest.raises(PlanError, match="neither an assignment"):
         pipeline.place(model, mesh["pipe"])
+    with pytest.raises(ModelError, match="'0' is a ScriptModule"):
+        pipeline.place(nn.Sequential(torch.jit.script(nn.Linear(2, 2))), mesh["pipe"], {"0": 0})
     pipeline.place(model, mesh["pipe"], spread(model, 2))
     with pytest.raises(ModelError, match="placed before"):
         pipeline.place(model, mesh["pipe"], {"layers.0": 0})

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 import tulle
+from tulle.errors import ModelError
 from tulle.memory.estimate import default_loss
+from tulle.pipeline.calls import watch
 from tulle.placing import placements_of, tables_of
 from tulle.plan import Plan, footprints
 from tulle.profiling import rows_touched, timing, trained_tables
@@ -182,3 +184,40 @@ def test_a_sparse_optimizer_of_a_model_without_memory_is_tried_with_sparse_gradi
         model = nn.Sequential(nn.EmbeddingBag(20, 4, sparse=True), nn.Linear(4, 1))
     optimizers = [torch.optim.SparseAdam([model[0].weight]), torch.optim.Adam(model[1].parameters())]
     assert tried(optimizers).state_share == pytest.approx(2.0)
+
+
+class Switches(nn.Module):
+    """Takes another layer the first time that it is called, as BigBird does for short texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body: nn.Module = nn.Sequential(nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.body, nn.Sequential):
+            self.body = self.body[0]
+        return self.body(x)
+
+
+def test_a_forward_that_puts_other_modules_in_is_refused_until_it_has():
+    model, sample = Switches(), torch.ones(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ModelError, match=r"\('body' was Sequential and is Linear afterwards\), .* call the model once"):
+        tulle.profile(model, optimizer, sample)
+    model(sample)
+    assert [module.name for module in tulle.profile(model, optimizer, sample).modules] == ["body"]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_what_torchscript_calls_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(ModelError, match="'1' is a ScriptModule, .* give the module as it was before"):
+        tulle.profile(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("made", [torch.compile, nn.Module.compile])
+def test_what_is_within_a_compiled_module_is_not_taken_apart(made):
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)))
+    compiled = made(inner, backend="eager", fullgraph=True) or inner
+    calls = watch(nn.Sequential(nn.Linear(4, 4), compiled), (torch.ones(2, 4),), {})
+    assert list(calls.chains) == ["", "0", "1"]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tulle.pipeline.placeholder import is_about_shape
 from tulle.pipeline.recompute import intercept_functions, is_within_function
+from tulle.pipeline.unfit import kinds_of, refuse_replaced
 
 
 @dataclass(slots=True)
@@ -39,10 +42,17 @@ class Calls:
 
 
 def watch(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Calls:
-    """Run a model's forward, and see its calls."""
+    """Run a model's forward, and see its calls. What is within a compiled module is its own.
+
+    Raises:
+        ModelError: If the forward puts other modules in place of some.
+    """
     calls, begins_s = Calls(), []
     stack: list[nn.Module] = []
     names = {module: name for name, module in model.named_modules()}
+    compiled = [module for module in names if _is_compiled(module)]
+    whole = {inner for module in compiled for inner in module.modules() if inner is not module}
+    kinds = kinds_of(model)
 
     def enter(module: nn.Module, _: object) -> None:
         if is_within_function():  # its backward may call the module again, on one rank: who applies it stays whole
@@ -72,15 +82,27 @@ def watch(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Call
         calls.borrowers.update(names[module] for module in stack if inside[module].isdisjoint(owners))
 
     intercept_functions()
-    hooks = [module.register_forward_pre_hook(enter) for module in names]
-    hooks += [module.register_forward_hook(leave) for module in names]
+    seen = [module for module in names if module not in whole]
+    hooks = [module.register_forward_pre_hook(enter) for module in seen]
+    hooks += [module.register_forward_hook(leave) for module in seen]
     try:
-        with _Reads(read, computed):
+        with _uncompiled() if compiled else nullcontext(), _Reads(read, computed):
             model(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()
+    refuse_replaced(kinds, model)
     return calls
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By `module.compile()` or `torch.compile(module)`."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """A context in which compiled modules run as they were written: the compiler would trace what looks on."""
+    return torch.compiler.set_stance("force_eager")
 
 
 def _having(modules: Iterable[nn.Module]) -> dict[int, set[nn.Module]]:

@@ -24,6 +24,7 @@ from tulle.pipeline.lent import is_lacking
 from tulle.pipeline.partition import Partition
 from tulle.pipeline.run import Resident, Runtime, runtime_of
 from tulle.pipeline.tied import Tied
+from tulle.pipeline.unfit import refuse_scripted
 from tulle.pipeline.weights import pass_over_others, read_weights
 
 M = TypeVar("M", bound=nn.Module)
@@ -146,6 +147,7 @@ def _agreed(model: nn.Module, assignment: Assignment, axis: Axis) -> dict[str, i
     error: TulleError | None = None
     placed: dict[str, int] = {}
     try:
+        refuse_scripted(model)
         placed = outermost(model, assignment)
     except TulleError as wrong:
         error = wrong

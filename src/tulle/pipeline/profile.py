@@ -32,6 +32,7 @@ from tulle.pipeline.program import Program
 from tulle.pipeline.randomness import forked
 from tulle.pipeline.structure import flatten, rebuild
 from tulle.pipeline.tape import Entry
+from tulle.pipeline.unfit import refuse_scripted
 from tulle.pipeline.untouched import untouched
 from tulle.pipeline.values import Values
 from tulle.pipeline.written import written_back
@@ -53,7 +54,11 @@ def profile(model: nn.Module, sample: object, axis: Axis, stages: int) -> tuple[
 
     Returns:
         The pieces in the order in which they run, and the calls that were seen.
+
+    Raises:
+        ModelError: If a module is TorchScript's, or the forward puts other modules in place of some.
     """
+    refuse_scripted(model)
     args, kwargs = as_call(sample, axis.device)
     with untouched(model), written_back(model), lent(model, axis.device) as loans, forked(0):
         with torch.no_grad():

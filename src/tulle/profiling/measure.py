@@ -31,6 +31,7 @@ from tulle.pipeline.partition import COPIES
 from tulle.pipeline.profile import PIECES_PER_STAGE, as_call
 from tulle.pipeline.profile import profile as profile_pieces
 from tulle.pipeline.randomness import State
+from tulle.pipeline.unfit import kinds_of, refuse_replaced, refuse_scripted
 from tulle.profiling.calls import run_time_seconds
 from tulle.profiling.counts import Counts, count
 from tulle.profiling.machine import NOMINAL, measure_cluster, memory_bytes
@@ -220,9 +221,11 @@ def _in_steps(
 def _prepare(
     model: nn.Module, optimizers: Sequence[Optimizer], samples: Sequence[object], loss: Loss, *, is_first: bool
 ) -> _Prepared:
+    refuse_scripted(model)
     twin = Twin.of(model, optimizers, samples, loss)
     seen = looks(twin)
     twin.step(samples[0])
+    refuse_replaced(kinds_of(model), twin.model)
     return _Prepared(twin, seen, _cut(twin) if is_first else None)
 
 
