@@ -56,6 +56,14 @@ def test_the_full_state_is_a_copy():
     assert all(torch.equal(value, before[name]) for name, value in state.items())
 
 
+def test_a_sparse_buffer_is_in_the_full_state():
+    model = nn.Linear(2, 2)
+    model.register_buffer("edges", torch.eye(3).to_sparse())
+    state = full_state_dict(model)
+    assert torch.equal(state["edges"].to_dense(), torch.eye(3))
+    assert state["edges"] is not model.edges
+
+
 def export(path: Path, plan: str) -> None:
     model, _ = put(plan, *trained(0))
     with small_blocks():

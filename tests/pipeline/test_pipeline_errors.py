@@ -107,10 +107,29 @@ class Picks(nn.Module):
         return x[: 1 + int(x[0, 0] > 0)]
 
 
+class Overwrites(nn.Module):
+    """Writes what a later stage gives in a part of a tensor, which it takes before that comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        both = y.new_zeros(2, *y.shape)
+        both[0] = y
+        both[1].copy_(self.second(y))
+        return both.sum(0)
+
+
 @on_ranks(2)
 def test_what_cannot_work_is_refused_by_module_and_operation():
     _, model = two(Hides)
     match = "operation 'add' in 'second' reads Placeholder|failed with ModelError"
+    with pytest.raises((ModelError, CommunicationError), match=match):
+        pipeline.step(micro_batches=1)(train)(model, batches(1, 2)[0])
+    _, model = two(Overwrites)
+    match = "operation 'copy_' writes in Placeholder.*, of which there are views|failed with ModelError"
     with pytest.raises((ModelError, CommunicationError), match=match):
         pipeline.step(micro_batches=1)(train)(model, batches(1, 2)[0])
     _, model = two(Fickle)
@@ -170,6 +189,10 @@ def test_bad_arguments_are_refused_on_every_rank():
         pipeline.place(model, mesh["pipe"])
     with pytest.raises(ModelError, match="'0' is a ScriptModule"):
         pipeline.place(nn.Sequential(torch.jit.script(nn.Linear(2, 2))), mesh["pipe"], {"0": 0})
+    graph = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    graph.register_buffer("edges", torch.eye(2).to_sparse())
+    with pytest.raises(ModelError, match=r"'edges' is torch.sparse_coo .* do not travel between stages"):
+        pipeline.place(graph, mesh["pipe"], {"0": 0, "1": 1})
     pipeline.place(model, mesh["pipe"], spread(model, 2))
     with pytest.raises(ModelError, match="placed before"):
         pipeline.place(model, mesh["pipe"], {"layers.0": 0})

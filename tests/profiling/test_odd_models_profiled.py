@@ -211,7 +211,7 @@ def test_a_forward_that_puts_other_modules_in_is_refused_until_it_has():
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_what_torchscript_calls_is_refused_by_name():
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
-    with pytest.raises(ModelError, match="'1' is a ScriptModule, .* give the module as it was before"):
+    with pytest.raises(ModelError, match=r"'1' is a ScriptModule, .* give the module as it was before"):
         tulle.profile(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 4))
 
 
@@ -221,3 +221,13 @@ def test_what_is_within_a_compiled_module_is_not_taken_apart(made):
     compiled = made(inner, backend="eager", fullgraph=True) or inner
     calls = watch(nn.Sequential(nn.Linear(4, 4), compiled), (torch.ones(2, 4),), {})
     assert list(calls.chains) == ["", "0", "1"]
+
+
+def test_a_model_whose_copy_runs_its_own_forward_is_left_as_it_was():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    for layer in model:
+        layer.forward = lambda x, old=layer.forward: 2 * old(x)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    tulle.profile(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 4))
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == []
+    assert [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])] == []

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tulle.checkpoint.placed import Part, Sharded
+from tulle.checkpoint.ranks import Ranks
 from tulle.checkpoint.standing import Standing
 from tulle.checkpoint.state import versions_of, with_versions
 from tulle.comm import broadcast, lane, receive, send
@@ -48,6 +49,8 @@ def full_state_dict(model: nn.Module, *, everywhere: bool = False) -> dict[str, 
             state[name] = value
         elif firsts.get(name, name) != name:
             state[name] = state[firsts[name]]
+        elif value.layout != torch.strided:
+            state[name] = _sparse(name, value, standing)
         else:
             state[name] = _whole(name, value, standing, everywhere=everywhere, is_destination=is_destination)
     return with_versions(state, versions_of(own)) if is_destination else {}
@@ -122,6 +125,15 @@ def _ranges(value: Tensor, part: Part | None) -> list[range]:
 
 def _shape(value: Tensor, part: Part | None) -> tuple[int, ...]:
     return tuple(part.shape if part is not None else value.shape)
+
+
+def _sparse(name: str, value: Tensor, standing: Standing) -> Tensor:
+    """A copy of a sparse buffer, of which a stage has all."""
+    copied = None if standing.is_elsewhere(name) else value.detach().cpu().clone()
+    pipe = standing.axes.pipe if standing.axes else None
+    found = Ranks(pipe).gather(copied)[standing.holders.get(name, 0) if pipe else 0]
+    assert found is not None, "its holder has it"
+    return found
 
 
 def _whole(name: str, value: Tensor, standing: Standing, *, everywhere: bool, is_destination: bool) -> Tensor:

@@ -113,8 +113,8 @@ def _read_unseen(model: nn.Module, axis: Axis) -> set[int]:
     scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     if scripted and axis.rank == 0:
         logger.warning(
-            "full_shard leaves the parameters of %r whole on every rank: TorchScript reads them by itself, so that they "
-            "cannot be gathered for it. Give the module as it was before torch.jit to have them shared out",
+            "full_shard leaves the parameters of %r whole on every rank: TorchScript reads them by itself, so that "
+            "they cannot be gathered for it. Give the module as it was before torch.jit to have them shared out",
             scripted[0],
         )
     return {id(parameter) for name in scripted for parameter in model.get_submodule(name).parameters()}

@@ -241,6 +241,11 @@ def _made_equal(model: nn.Module, owners: Mapping[str, Sequence[int]], runtime: 
     tied: list[Tied] = []
     for number, (name, tensor) in enumerate(tensors_of(model)):
         if len(owners[name]) > 1:
+            if tensor.layout != torch.strided:
+                raise ModelError(
+                    f"{name!r} is {tensor.layout} and is held by the ranks {list(owners[name])}, but such values do "
+                    "not travel between stages: register it in the placed module that reads it"
+                )
             runtime.copy_from_first(tensor, owners[name], (-runtime.placed, number), name)
             if isinstance(tensor, nn.Parameter):
                 tied.append(Tied(name, tensor, owners[name]))

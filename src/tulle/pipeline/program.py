@@ -250,6 +250,8 @@ class Program:
             return self._wrapped(call, stage, outcome, [None] * len(outcome.results))
         self.stage = stage
         self._stages.add(stage)
+        if known is None and (target := call.written(outcome)) is not None:
+            self._check_family(call.leaves[target], call)  # now that what it reads has come
         native = {id(leaf): self.values.native(leaf) for leaf in call.placeholders}
         natives = [native.get(id(leaf), leaf) for leaf in call.leaves]
         versions = versions_of(natives)
@@ -364,7 +366,6 @@ class Program:
             return stage
         if not isinstance(call.leaves[target], Placeholder):
             call.leaves[target] = self._adopted.adopt(call.leaves[target], stage, self.values.tape.phase)
-        self._check_family(call.leaves[target], call)
         return call.leaves[target].stage
 
     def _dealt_out(
@@ -395,10 +396,14 @@ class Program:
         placeholder.needs_grad = needs_grad
         placeholder.family.version += 1  # copies elsewhere are as it was
 
-    def _check_family(self, placeholder: Placeholder, call: Call) -> None:
+    def _check_family(self, placeholder: Any, call: Call) -> None:
         """Refuse to write in memory of which gradients are told apart by now."""
-        crosses = placeholder.phase not in (None, self.values.tape.phase)
-        if crosses and placeholder.needs_grad and torch.is_grad_enabled() and placeholder.family.has_others:
+        if not isinstance(placeholder, Placeholder) or not placeholder.family.has_others:
+            return
+        known = (None, self.values.tape.phase)
+        members = placeholder.family.with_all(placeholder)
+        crosses = any(one.needs_grad and one.local is not None and one.phase not in known for one in members)
+        if crosses and torch.is_grad_enabled():
             raise ModelError(
                 f"the operation {call.name!r} writes in {placeholder!r}, of which there are views, after the stage has "
                 "received other values: gradients could not follow; write in a copy (.clone()) or inside one module"

@@ -32,6 +32,7 @@ from tulle.pipeline.profile import PIECES_PER_STAGE, as_call
 from tulle.pipeline.profile import profile as profile_pieces
 from tulle.pipeline.randomness import State
 from tulle.pipeline.unfit import kinds_of, refuse_replaced, refuse_scripted
+from tulle.pipeline.untouched import untouched
 from tulle.profiling.calls import run_time_seconds
 from tulle.profiling.counts import Counts, count
 from tulle.profiling.machine import NOMINAL, measure_cluster, memory_bytes
@@ -95,7 +96,8 @@ def profile(
     measure = _in_steps if _fits(model, axis) else _without_memory
     random_state = State.now()
     try:
-        found = measure(model, optimizers, samples, axis, loss or default_loss)
+        with untouched(model):  # which a copy reaches if a forward was set on it that holds the first one's
+            found = measure(model, optimizers, samples, axis, loss or default_loss)
         cluster = measure_cluster(axis)
         machine = replace(cluster.machine, **asdict(run_time_seconds(axis)))
         cluster = replace(cluster, machine=machine)
