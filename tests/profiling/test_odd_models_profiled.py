@@ -13,6 +13,7 @@ import tulle
 from tulle.errors import ModelError
 from tulle.memory.estimate import default_loss
 from tulle.pipeline.calls import watch
+from tulle.pipeline.profile import profile as profile_pieces
 from tulle.placing import placements_of, tables_of
 from tulle.plan import Plan, footprints
 from tulle.profiling import rows_touched, timing, trained_tables
@@ -231,3 +232,22 @@ def test_a_model_whose_copy_runs_its_own_forward_is_left_as_it_was():
     tulle.profile(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 4))
     assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == []
     assert [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])] == []
+
+
+class Expert(nn.Module):
+    """Keeps a loss of its own, which the model adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.gate, self.loss = nn.Linear(4, 4), nn.Linear(4, 1), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        self.loss = self.gate(y).pow(2).mean()
+        return y
+
+
+def test_what_keeps_a_loss_is_not_placed_whole():
+    model, mesh = nn.Sequential(Expert(), nn.Linear(4, 4)), tulle.init(data=1)
+    pieces, _ = profile_pieces(model, torch.ones(2, 4), mesh["data"], 2)
+    assert [piece.name for piece in pieces] == ["0.body", "0.gate", "1"]

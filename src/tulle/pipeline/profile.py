@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from tulle.comm import alone
 from tulle.mesh import Axis
+from tulle.pipeline.attributes import own_attributes
 from tulle.pipeline.calls import Calls, pieces_of, watch
 from tulle.pipeline.holdings import Holdings, Unit
 from tulle.pipeline.homes import outward
@@ -61,9 +62,10 @@ def profile(model: nn.Module, sample: object, axis: Axis, stages: int) -> tuple[
     refuse_scripted(model)
     args, kwargs = as_call(sample, axis.device)
     with untouched(model), written_back(model), lent(model, axis.device) as loans, forked(0):
+        before = {name: own_attributes(module) for name, module in model.named_modules()}
         with torch.no_grad():
             calls = watch(model, args, kwargs)
-        calls.borrowers |= _not_whole(model, calls)
+        calls.borrowers |= _not_whole(model, calls) | _keeping(model, before)
         largest = (calls.time_s.get("") or sum(calls.time_s.values())) / (stages * PIECES_PER_STAGE)
         names = pieces_of(model, calls, calls.time_s, largest)
         return _measured(model, names, (args, kwargs), alone(axis), loans), calls
@@ -145,6 +147,24 @@ def _not_whole(model: nn.Module, calls: Calls) -> set[str]:
         outer for name in trained for outer in outward(name)[1:] if any(outer not in on for on in calls.chains[name])
     }
     return around_hooked | past
+
+
+def _keeping(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Modules whose forward keeps numbers on themselves, such as a loss of experts, and those around them.
+
+    What they keep is read by others, and so must be there on all ranks: their code runs between modules.
+    """
+    keeping = {
+        name
+        for name, module in model.named_modules()
+        for attribute, value in own_attributes(module).items()
+        if value is not before.get(name, {}).get(attribute) and any(map(_is_number, flatten(value)[0]))
+    }
+    return {outer for name in keeping for outer in (name, *outward(name))}
+
+
+def _is_number(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 class _Weighed:

@@ -81,7 +81,8 @@ def profile(
         loss: From the model's result to the loss; None for its `loss`, or else the sum of what it gives.
 
     Raises:
-        ModelError: On every rank, if the model does not run on the samples.
+        ModelError: On every rank, if the model does not run on the samples, has a ScriptModule, or puts other modules
+            in place of its own when it runs.
 
     Example:
         >>> import torch, tulle
@@ -90,6 +91,7 @@ def profile(
         >>> [module.name for module in found.modules], found.tables[0].stream, found.tables[0].tokens
         (['0', '1'], ((tensor([1, 2]),),), 3.0)
     """
+    refuse_scripted(model)  # alike on all ranks
     axis = _alone() if mesh is None else _everyone(mesh)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
     samples = [sample, *further]
@@ -223,7 +225,6 @@ def _in_steps(
 def _prepare(
     model: nn.Module, optimizers: Sequence[Optimizer], samples: Sequence[object], loss: Loss, *, is_first: bool
 ) -> _Prepared:
-    refuse_scripted(model)
     twin = Twin.of(model, optimizers, samples, loss)
     seen = looks(twin)
     twin.step(samples[0])
