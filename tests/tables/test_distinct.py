@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tulle.tables.distinct import Distinct
+from tulle.tables.distinct import Distinct, Ids
 from tulle.tables.split import RowSplit
 
 
@@ -12,7 +12,9 @@ class Alone:
 
 
 def told(*ids: torch.Tensor) -> Distinct:
-    return Distinct.of(ids, [RowSplit(f"t{n}", num_rows=50, width=2, axis=Alone()) for n in range(len(ids))])
+    return Distinct.of(
+        [*map(Ids.of, ids)], [RowSplit(f"t{n}", num_rows=50, width=2, axis=Alone()) for n in range(len(ids))]
+    )
 
 
 def found(distinct, table, ids, *, is_checked=False):

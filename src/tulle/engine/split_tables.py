@@ -32,7 +32,7 @@ from tulle.engine.late_updates import LateUpdates
 from tulle.engine.trips import Pushes, SplitTable, Trip, Way, tell_together
 from tulle.errors import CommunicationError, ModelError
 from tulle.mesh import Axis
-from tulle.tables import ShardGradient, TableModule, placement_of, refuse, table_of, tell_the_end
+from tulle.tables import ShardGradient, TableModule, placement_of, table_of, tell_the_end
 
 _AGREED_AT_ONCE = 63
 _LABEL = "gradients of split tables"
@@ -104,7 +104,9 @@ class SplitTables:
         if torch.is_grad_enabled() and table.parameter.requires_grad:
             self._expect(trip)
         try:
-            return trip.look_up(table, ids, module.padding_idx)
+            found = trip.look_up(table, ids, module.padding_idx)
+            self._rows[table.number] = trip.rows(table)
+            return found
         except KeyError:
             raise ModelError(
                 f"a lookup in {table.name!r} on rank {self._axis.rank} asks for rows that were not told ahead: "
@@ -198,19 +200,13 @@ class SplitTables:
         """Trips, each of some tables and the ids of each, told together. Every rank must call it, with its own ids."""
         way = self._way_now()
         first, self._trips = self._trips + 1, self._trips + len(loads)
-        try:
-            made = [
-                Trip(number, tables, ids, way, read=self._read, came=self._gradient_came, module=module)
-                for number, (tables, ids) in enumerate(loads, start=first)
-            ]
-        except (IndexError, TypeError):
-            names = [table.name for tables, _ in loads for table in tables]
-            way.courier.submit(partial(refuse, names, way.axis)).result()
-            raise
+        made = [
+            Trip(number, tables, ids, way, read=self._read, came=self._gradient_came, module=module)
+            for number, (tables, ids) in enumerate(loads, start=first)
+        ]
         for trip in made:
             self._alive[trip.number] = trip
             trip.is_checked = self._late is None and trip.number.bit_count() <= _BITS_IF_CHECKED
-            self._rows |= trip.rows()
         tell_together(made)
         return made
 

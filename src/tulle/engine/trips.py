@@ -22,7 +22,22 @@ from torch import Tensor, nn
 from tulle.comm import Courier, Job, now_s, traffic
 from tulle.errors import ModelError
 from tulle.mesh import Axis
-from tulle.tables import Division, Pushed, Route, Split, TableModule, bundles, divide, fetch, push, tell, wish
+from tulle.tables import (
+    Division,
+    Ids,
+    Pushed,
+    Route,
+    Split,
+    TableModule,
+    Wish,
+    bundles,
+    divide,
+    fetch,
+    push,
+    refuse,
+    tell,
+    wish,
+)
 
 T = TypeVar("T", Tensor, Tensor | None)
 _LONGEST_COURTESY_S = 0.5
@@ -62,6 +77,19 @@ class Way:
     courier: Courier
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Told:
+    """What is known of a trip when it was told: one a bundle.
+
+    Args:
+        wishes: What this rank wants.
+        routes: How it comes.
+    """
+
+    wishes: Sequence[Wish]
+    routes: Sequence[Route]
+
+
 Pushes = Job[dict[int, Pushed]]
 """What is pushed here, by number of the table."""
 
@@ -95,17 +123,17 @@ class Trip:
         found = bundles([(table.split, table.parameter.dtype) for table in tables])
         self._bundles = [[tables[t] for t in of_bundle] for of_bundle in found]
         self._places = {table.number: (b, t) for b, some in enumerate(self._bundles) for t, table in enumerate(some)}
-        self._wishes = [
-            wish([ids[t].detach() for t in of_bundle], [tables[t].split for t in of_bundle]) for of_bundle in found
-        ]
+        self._ids = [[Ids.of(ids[t]) for t in of_bundle] for of_bundle in found]
         self._way = way
         self._read = read
         self._came = came
         self._bound = (module.max_norm, module.norm_type) if module is not None and module.max_norm else None
         self.is_scaled = module is not None and module.scale_grad_by_freq
-        self._told: Job[list[Route]] | None = None
-        """The routes of all trips that were told with this one."""
-        self._first_route = 0
+        self._told: Job[list[Told]] | None = None
+        """What is known of all trips that were told with this one."""
+        self._place = 0
+        """Its own among these."""
+        self._known: Told | None = None
         self._divided: Job[list[Division]] | None = None
         self._later: Way | None = None
         self.following: Trip | None = None
@@ -125,17 +153,29 @@ class Trip:
         """Lookups whose gradient has not come, by table."""
         self._gradients: dict[int, Tensor] = {}
 
-    def rows(self) -> dict[int, int]:
-        """How many distinct rows of each table this rank wants, by number of the table."""
-        return {number: len(self._wishes[bundle].distinct.of_table(t)) for number, (bundle, t) in self._places.items()}
+    def rows(self, table: SplitTable) -> int:
+        """How many distinct rows of a table this rank wants; waits until they are known."""
+        bundle, t = self._places[table.number]
+        starts = self._told_of(bundle).distinct.starts
+        return starts[t + 1] - starts[t]
 
     @property
     def gradients_bytes(self) -> int:
-        """Of all rows that this rank wants."""
+        """Of all rows that this rank wants; waits until they are known."""
         return sum(
             len(rows) * tables[0].split.width * tables[0].parameter.dtype.itemsize
-            for rows, tables in zip(self._wishes, self._bundles, strict=True)
+            for rows, tables in zip(self._answer().wishes, self._bundles, strict=True)
         )
+
+    def wish(self) -> list[Wish]:
+        """What this rank wants, one a bundle: for whoever tells it.
+
+        Raises:
+            IndexError: If a table has no such row.
+            TypeError: If ids are no whole numbers.
+        """
+        bundles = zip(self._ids, self._bundles, strict=True)
+        return [wish(ids, [table.split for table in tables]) for ids, tables in bundles]
 
     def divide(self, following: Trip, later: Way) -> None:
         """Find out which rows the next trip wants; gradients of the others go later. Every rank must call it.
@@ -205,7 +245,7 @@ class Trip:
         self._served = None
         assert self._values is not None, "begun just now"
         bundle, t = self._places[table.number]
-        distinct = self._wishes[bundle].distinct
+        distinct = self._told_of(bundle).distinct
         wanted = distinct.of_table(t)
         places = distinct.places(t, ids, is_checked=self.is_checked)
         padding_place = None if padding is None else _find(padding + distinct.bases[t], wanted)
@@ -272,10 +312,19 @@ class Trip:
             self._later.courier.submit(partial(second.push_after, self.following.may_pass, self._later.axis)),
         )
 
-    def _routes(self) -> list[Route]:
+    def _routes(self) -> Sequence[Route]:
         """One a bundle; waits until they are known."""
-        assert self._told is not None, "trips are told as soon as they are made"
-        return self._told.result()[self._first_route : self._first_route + len(self._wishes)]
+        return self._answer().routes
+
+    def _told_of(self, bundle: int) -> Wish:
+        """What was told of a bundle; waits until it is known."""
+        return self._answer().wishes[bundle]
+
+    def _answer(self) -> Told:
+        if self._known is None:
+            assert self._told is not None, "trips are told as soon as they are made"
+            self._known = self._told.result()[self._place]
+        return self._known
 
     def _current_versions(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():  # asked often
@@ -284,7 +333,7 @@ class Trip:
     def _order(self, table: SplitTable) -> Tensor:
         """`[rows]` where each row of a table, ascending, comes among those that travel with it."""
         bundle, t = self._places[table.number]
-        found = self._wishes[bundle]
+        found = self._told_of(bundle)
         return found.positions[found.distinct.starts[t] : found.distinct.starts[t + 1]]
 
     def _bundle_gradient(self, bundle: int) -> Tensor:
@@ -295,7 +344,7 @@ class Trip:
             return only.contiguous()
         first = tables[0]
         whole = torch.zeros(
-            len(self._wishes[bundle]), first.split.width, dtype=first.parameter.dtype, device=first.parameter.device
+            len(self._told_of(bundle)), first.split.width, dtype=first.parameter.dtype, device=first.parameter.device
         )
         for table in tables:
             gradient = found[table.number]
@@ -308,7 +357,7 @@ class Trip:
         tables = self._bundles[bundle]
         if not self.is_scaled and not any(table.is_sparse for table in tables):
             return None
-        whole = torch.zeros(len(self._wishes[bundle]), dtype=torch.int32, device=self._way.axis.device)
+        whole = torch.zeros(len(self._told_of(bundle)), dtype=torch.int32, device=self._way.axis.device)
         for table in tables:
             counts = self._lookups.pop(table.number, None)
             if counts is not None:
@@ -319,16 +368,27 @@ class Trip:
 def tell_together(trips: Sequence[Trip]) -> None:
     """Tell the owners the rows of some trips, in one exchange. Every rank must call it, alike.
 
+    Which rows these are is found out by the courier, beside what this thread computes. If they are none of the tables',
+    who asks for what was told hears of that; the other ranks do, too.
+
     Args:
         trips: Just made, in the order in which their values will be fetched, on one way.
     """
     way = trips[0]._way
-    told = way.courier.submit(partial(tell, [one for trip in trips for one in trip._wishes], way.axis))
-    first_route = 0
-    for trip in trips:
-        trip._told, trip._first_route = told, first_route
+    told = way.courier.submit(partial(_tell, trips, way.axis))
+    for place, trip in enumerate(trips):
+        trip._told, trip._place = told, place
         trip._is_last, trip.may_pass = trip is trips[-1], trips[-1].may_pass
-        first_route += len(trip._wishes)
+
+
+def _tell(trips: Sequence[Trip], axis: Axis) -> list[Told]:
+    try:
+        wishes = [trip.wish() for trip in trips]
+    except (IndexError, TypeError):
+        refuse([table.name for trip in trips for table in trip.tables.values()], axis)
+        raise
+    routes = iter(tell([one for of_trip in wishes for one in of_trip], axis))
+    return [Told(of_trip, [next(routes) for _ in of_trip]) for of_trip in wishes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Tables split over the ranks of an axis: one file a placement, and the exchanges that several tables share."""
 
 from tulle.tables.bundle import Route, Wish
+from tulle.tables.distinct import Ids
 from tulle.tables.division import Division, divide
 from tulle.tables.exchange import Pushed, bundles, fetch, push, refuse, tell, tell_the_end, wish
 from tulle.tables.gradient import ShardGradient
@@ -13,6 +14,7 @@ __all__ = [
     "PLACEMENTS",
     "ColumnSplit",
     "Division",
+    "Ids",
     "Pushed",
     "Route",
     "RowSplit",

@@ -18,14 +18,14 @@ from torch import Tensor
 from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.tables.blocks import Blocks, Shape
 from tulle.tables.bundle import Counts, Route, Wish, count_in
-from tulle.tables.distinct import Distinct
+from tulle.tables.distinct import Distinct, Ids
 from tulle.tables.split import ColumnSplit
 
 _COUNT_BYTES = 8
 
 
-def wish(ids: Sequence[Tensor], splits: Sequence[ColumnSplit]) -> Wish:
-    """What lookups of ids, in any shape and by table, want of all ranks."""
+def wish(ids: Sequence[Ids], splits: Sequence[ColumnSplit]) -> Wish:
+    """What lookups of ids, by table, want of all ranks."""
     distinct = Distinct.of(ids, splits)
     numbers = distinct.numbers(distinct.tables())
     told = numbers.int() if max(split.num_rows for split in splits) <= 2**31 else numbers

@@ -13,31 +13,32 @@ from tulle.tables.split import Split
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Source:
-    """The ids of one table, as they were told.
+class Ids:
+    """What is looked up in one table, to be worked on in another thread.
 
     Args:
-        ids: In any shape.
+        given: The ids, in any shape.
         version: How often they had been written.
-        places: `[ids]` where the row of each lies among the distinct rows of all tables.
+        copied: As they were then.
     """
 
-    ids: Tensor
+    given: Tensor
     version: int | None
-    places: Tensor
+    copied: Tensor
 
     @staticmethod
-    def of(ids: Tensor, places: Tensor) -> Source:
+    def of(ids: Tensor) -> Ids:
         """From ids as they are now."""
-        return Source(ids, _version(ids), places)
+        given = ids.detach()
+        return Ids(given, _version(given), given.clone())
 
-    def holds(self, ids: Tensor) -> bool:
+    def are(self, ids: Tensor) -> bool:
         """Whether others are the same memory, which nobody has written since."""
         return (
-            ids.data_ptr() == self.ids.data_ptr()
-            and (ids.shape, ids.stride(), ids.dtype) == (self.ids.shape, self.ids.stride(), self.ids.dtype)
+            ids.data_ptr() == self.given.data_ptr()
+            and (ids.shape, ids.stride(), ids.dtype) == (self.given.shape, self.given.stride(), self.given.dtype)
             and self.version is not None
-            and self.version == _version(self.ids) == _version(ids)
+            and self.version == _version(self.given) == _version(ids)
         )
 
 
@@ -49,35 +50,37 @@ class Distinct:
         rows: `[rows]` int64, ascending; a row of table t has `bases[t]` added to its number.
         bases: Of each table, and the end.
         starts: Where the rows of each table begin, and the end.
-        sources: The ids of each table.
+        ids: Of each table.
+        among: Of each, where the row of each id lies among the rows of all tables.
     """
 
     rows: Tensor
     bases: list[int]
     starts: list[int]
-    sources: Sequence[Source]
+    ids: Sequence[Ids]
+    among: Sequence[Tensor]
 
     @staticmethod
-    def of(ids: Sequence[Tensor], splits: Sequence[Split]) -> Distinct:
-        """From the ids of lookups in each table, in any shape.
+    def of(ids: Sequence[Ids], splits: Sequence[Split]) -> Distinct:
+        """From the ids of lookups in each table.
 
         Raises:
             IndexError: If a table has no such row.
             TypeError: If ids are no whole numbers.
         """
-        for one, split in zip(ids, splits, strict=True):
+        copied = [one.copied for one in ids]
+        for one, split in zip(copied, splits, strict=True):
             if one.dtype not in (torch.int32, torch.int64):
                 raise TypeError(f"ids of the table {split.name!r} are {one.dtype}, expected int32 or int64")
         bases = [0, *accumulate(split.num_rows for split in splits)]
-        keys = [one.reshape(-1).long() + base for one, base in zip(ids, bases, strict=False)]
+        keys = [one.reshape(-1).long() + base for one, base in zip(copied, bases, strict=False)]
         rows, found = torch.unique(keys[0] if len(keys) == 1 else torch.cat(keys), return_inverse=True)
         if len(ids) == 1:
             starts = [0, len(rows)]
         else:
             starts = torch.searchsorted(rows, torch.tensor(bases, device=rows.device)).tolist()
-        places = found.split([one.numel() for one in ids])
-        distinct = Distinct(rows, bases, starts, [*map(Source.of, ids, places)])
-        distinct._check(ids, splits)
+        distinct = Distinct(rows, bases, starts, ids, found.split([one.numel() for one in copied]))
+        distinct._check(copied, splits)
         return distinct
 
     def _check(self, ids: Sequence[Tensor], splits: Sequence[Split]) -> None:
@@ -110,9 +113,8 @@ class Distinct:
         Raises:
             KeyError: If one was not told.
         """
-        source = self.sources[table]
-        if not is_checked and source.holds(ids):
-            return source.places.view(ids.shape) - self.starts[table]
+        if not is_checked and self.ids[table].are(ids):
+            return self.among[table].view(ids.shape) - self.starts[table]
         rows, keys = self.of_table(table), (ids + self.bases[table]).long().contiguous()
         places = torch.searchsorted(rows, keys).clamp_(max=max(0, len(rows) - 1))
         if keys.numel() and not (len(rows) and torch.equal(rows[places], keys)):

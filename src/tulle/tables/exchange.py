@@ -18,6 +18,7 @@ from tulle.errors import CommunicationError, DataError
 from tulle.mesh import Axis
 from tulle.tables.blocks import exchange_blocks
 from tulle.tables.bundle import Route, Wish, rows_by_table
+from tulle.tables.distinct import Ids
 from tulle.tables.split import ColumnSplit, RowSplit, Split
 
 _REFUSED = -1
@@ -49,11 +50,11 @@ def bundles(splits: Sequence[tuple[Split, torch.dtype]]) -> list[list[int]]:
     return [*found.values()]
 
 
-def wish(ids: Sequence[Tensor], splits: Sequence[Split]) -> Wish:
+def wish(ids: Sequence[Ids], splits: Sequence[Split]) -> Wish:
     """What lookups in the tables of one bundle want.
 
     Args:
-        ids: Of each table, in any shape.
+        ids: Of each table.
         splits: The tables.
 
     Raises:

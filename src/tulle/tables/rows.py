@@ -20,14 +20,14 @@ from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, w
 from tulle.partition import Hashed
 from tulle.tables.blocks import Blocks, Shape
 from tulle.tables.bundle import Counts, Route, Wish, count_in
-from tulle.tables.distinct import Distinct
+from tulle.tables.distinct import Distinct, Ids
 from tulle.tables.split import RowSplit
 
 _COUNT_BYTES = 8
 
 
-def wish(ids: Sequence[Tensor], splits: Sequence[RowSplit]) -> Wish:
-    """What lookups of ids, in any shape and by table, want of the owners."""
+def wish(ids: Sequence[Ids], splits: Sequence[RowSplit]) -> Wish:
+    """What lookups of ids, by table, want of the owners."""
     distinct = Distinct.of(ids, splits)
     tables = distinct.tables()
     ranks = splits[0].axis.size
