@@ -36,7 +36,7 @@ class Machine:
         call_s: Seconds that the run-time of a pipeline takes for each placed module and micro-batch, there and back, on
             every rank: all run the program. What lookups in tables take besides their rows is counted in it too.
         operation_s: The same for an operation between modules, on what these have made.
-        micro_batch_s: The same for a micro-batch, whatever runs in it.
+        micro_batch_s: The same for a micro-batch, whatever runs in it. These defaults are those of GPT-2 on a CPU.
     """
 
     flop_per_s: float
@@ -44,9 +44,9 @@ class Machine:
     memory_bytes: int | None = None
     slowdown: float = 1.0
     link_slowdown: float = 1.0
-    call_s: float = 0.1e-3
-    operation_s: float = 0.08e-3
-    micro_batch_s: float = 0.5e-3
+    call_s: float = 0.2e-3
+    operation_s: float = 0.15e-3
+    micro_batch_s: float = 1e-3
 
 
 @dataclass(frozen=True, slots=True)

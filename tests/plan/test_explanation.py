@@ -148,3 +148,18 @@ def test_the_environment_names_what_stands_in_for_auto(monkeypatch):
     assert replayed("auto") == Path("plan.json")
     assert replayed("densify") == "densify"
     assert replayed({"words": "rows"}) == {"words": "rows"}
+
+
+def test_where_nothing_changes_only_the_furthest_clusters_are_planned():
+    profile = profile_of()
+    cluster = cluster_of(4)
+    plan, asked = best_plan(profile, cluster), []
+
+    def planner(other):
+        asked.append((other.ranks, other.across.bandwidth_bytes_per_s))
+        return plan
+
+    assert explained(plan, cluster, planner).prediction.changes == ()
+    assert len(asked) == 4
+    assert min(asked)[0] == 2
+    assert max(asked)[0] > 4

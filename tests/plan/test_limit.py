@@ -72,7 +72,7 @@ def test_a_limit_that_counts_what_overlaps_is_found_out(monkeypatch):
     monkeypatch.setattr(
         limit, "_synchronized_s", lambda convoys, works, dense_s: sum(map(total_s, works)) + sum(dense_s)
     )
-    assert max(of_plan for of_plan, _ in shares(0)) > 1.01
+    assert max(of_plan for of_plan, _ in shares(1)) > 1.01
 
 
 def test_what_another_schedule_and_other_buckets_make_of_a_deal_is_what_the_plan_is():

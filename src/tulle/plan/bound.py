@@ -8,15 +8,17 @@ before it have had a micro-batch, and they end after it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from tulle.memory import Memory
+from tulle.plan.deal import LETTERS, LOOKUP_CALLS
 from tulle.plan.plan import AT_READ, MODEL, Plan
 from tulle.plan.table_plan import TablePlan
 from tulle.plan.update import dense_s_per_byte, rest_s
 from tulle.plan.work import DATA, NARROW, Share, Work, total_s, work_of
-from tulle.workload import Cluster, Profile
+from tulle.workload import Cluster, ModuleProfile, Profile
 
 _HALVINGS = 20
 """Of what is not known of a best cut: a millionth of it is left."""
@@ -35,6 +37,10 @@ class Bound:
     cluster: Cluster
     _known: dict[object, float] = field(default_factory=dict)
     _kept: dict[object, list[Work]] = field(default_factory=dict)
+    _is_connected: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._is_connected = is_connected(self.profile.modules)
 
     def seconds(self, share: Share, memory: Memory, schedule: str, *, is_sharp: bool = True) -> float:
         """What no plan takes less than.
@@ -62,7 +68,8 @@ class Bound:
             ]
         working_s, sending_s = (_least_maximum(one, share.pipe, is_sharp=is_sharp) for one in (device_s, link_s))
         calls_s = self._calls_s(share)
-        busiest_s = max(working_s + count * calls_s, sending_s)
+        is_behind_lookups = share.pipe == 1 and schedule != AT_READ
+        busiest_s = max(working_s + count * calls_s, sending_s + (count * calls_s if is_behind_lookups else 0.0))
         turns_s = [total_s(piece) for piece in pieces]
         through_s = sum(turns_s)  # of one micro-batch
         if self._is_chain:
@@ -72,12 +79,17 @@ class Bound:
     def _calls_s(self, share: Share) -> float:
         """What each rank takes to run a micro-batch past all modules that are placed, if they are as few as can be.
 
-        Of axis `model` it could do so while it waits for sums.
+        Of axis `model` it could do so while it waits for sums. Without stages it takes what lookups do in tables whose
+        gradients are sparse: their rows travel, split or not.
         """
-        if share.pipe == 1 or share.model > 1:
+        if share.pipe == 1:
+            sparse = sum(table.is_sparse for table in self.profile.tables) if share.data > 1 else 0
+            return LOOKUP_CALLS * self.cluster.machine.call_s * sparse
+        if share.model > 1:
             return 0.0
         placed = {next((outer for outer in one.around if outer), one.name) for one in self.profile.modules}
-        return len(placed) * self.cluster.machine.call_s + self.cluster.machine.micro_batch_s
+        letters = 2 * LETTERS if self._is_connected else 0.0
+        return len(placed) * self.cluster.machine.call_s + (1 + letters) * self.cluster.machine.micro_batch_s
 
     @property
     def _is_chain(self) -> bool:
@@ -105,6 +117,21 @@ class Bound:
         if key not in self._kept:
             self._kept[key] = best_pieces(self.profile, self.cluster, share)
         return self._kept[key]
+
+
+def is_connected(pieces: Sequence[ModuleProfile]) -> bool:
+    """Whether any part of a model reads what the rest makes, or is read by it: then each stage is sent something.
+
+    Example:
+        >>> first, second = ModuleProfile("a", 1.0, 1.0), ModuleProfile("b", 1.0, 1.0, reads={"a": 8})
+        >>> is_connected([first, second]), is_connected([first, replace(second, reads={})])
+        (True, False)
+    """
+    group = {piece.name: piece.name for piece in pieces}
+    for piece in pieces:
+        joined = {group[one] for one in (piece.name, *piece.reads) if one in group}
+        group = {name: piece.name if one in joined else one for name, one in group.items()}
+    return len(set(group.values())) == 1
 
 
 def _least_maximum(seconds: list[float], stages: int, *, is_sharp: bool) -> float:

@@ -160,16 +160,26 @@ def _by_bandwidth(plan: Plan, cluster: Cluster, planner: Planner) -> Iterator[st
 
 
 def _first_change(plan: Plan, points: list[_Point], planner: Planner) -> Iterator[str]:
-    for point in points:
-        try:
-            other = planner(point.cluster)
-        except PlanError:
-            yield f"{point.name}: no plan fits in memory"
+    """The first point at which the choice is another one; none if it is the same at the last, which is looked at first.
+
+    Where links are slow, or ranks many, planning takes longest, and mostly nothing changes.
+    """
+    last = _change(plan, points[-1], planner) if points else None
+    for point in points if last is not None else ():
+        change = last if point is points[-1] else _change(plan, point, planner)
+        if change is not None:
+            yield f"{point.name}: {change}"
             return
-        has_other_ranks = point.cluster.ranks != math.prod(plan.mesh.values())
-        if changed := differences(plan, other, has_other_ranks=has_other_ranks):
-            yield f"{point.name}: {'; '.join(changed)}"
-            return
+
+
+def _change(plan: Plan, point: _Point, planner: Planner) -> str | None:
+    """What the choice would be instead, or None if it is the same."""
+    try:
+        other = planner(point.cluster)
+    except PlanError:
+        return "no plan fits in memory"
+    has_other_ranks = point.cluster.ranks != math.prod(plan.mesh.values())
+    return "; ".join(differences(plan, other, has_other_ranks=has_other_ranks)) or None
 
 
 def with_ranks(cluster: Cluster, ranks: int) -> Cluster | None:
