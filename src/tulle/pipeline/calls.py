@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tulle.pipeline.placeholder import is_about_shape
@@ -128,7 +129,7 @@ class _Reads(TorchFunctionMode):
         """Look, and let through."""
         if is_about_shape(func):
             return func(*args, **(kwargs or {}))
-        given = list(_tensors((*args, *(kwargs or {}).values())))
+        given = _tensors((args, kwargs))
         parameters = [one for one in given if isinstance(one, nn.Parameter)]
         for parameter in parameters:
             self._read(parameter)
@@ -137,18 +138,13 @@ class _Reads(TorchFunctionMode):
         elif not parameters:
             return func(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        for one in _tensors((result,)):
+        for one in _tensors(result):
             self._made[one] = True
         return result
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among values, and in lists of them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+def _tensors(value: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def pieces_of(model: nn.Module, calls: Calls, weights: dict[str, float], largest: float) -> list[str]:

@@ -1,4 +1,4 @@
-"""`run_time_seconds`: what the run-time of a pipeline takes, beside what modules do.
+"""`with_run_time`: what the run-time of a pipeline takes, beside what modules do.
 
 All ranks run the whole program of each micro-batch: its placed modules, and the operations between them.
 """
@@ -6,7 +6,7 @@ All ranks run the whole program of each micro-batch: its placed modules, and the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tulle.comm import alone, barrier, gather_values, now_s
 from tulle.mesh import Axis
 from tulle.pipeline import place, step
+from tulle.workload import Machine
 
 _FEW, _MANY = 4, 16
 """Modules of a model."""
@@ -22,21 +23,6 @@ _MICRO_BATCHES, _REPEATS = 4, 6
 _COLD = 2.0
 """What it takes among modules that compute, by what it takes in a chain that fits in the nearest cache: of GPT-2."""
 _LABEL = "the profile"
-
-
-@dataclass(frozen=True, slots=True)
-class RunTime:
-    """Seconds that the run-time of a pipeline takes, forward and backward; as `Machine` has them.
-
-    Args:
-        call_s: For one placed module and one micro-batch.
-        operation_s: For one operation between modules and one micro-batch.
-        micro_batch_s: For a micro-batch besides.
-    """
-
-    call_s: float
-    operation_s: float
-    micro_batch_s: float
 
 
 class _Chain(nn.Module):
@@ -60,18 +46,23 @@ class _Chain(nn.Module):
         return x
 
 
-def run_time_seconds(axis: Axis) -> RunTime:
-    """Measure it. Every rank of the axis must call it.
+def with_run_time(machine: Machine, axis: Axis) -> Machine:
+    """A machine with what the run-time of a pipeline takes on it, measured. Every rank of the axis must call it.
 
     What one rank takes that holds all modules is what each would take.
 
     Args:
+        machine: What else is known of it.
         axis: All of whose ranks do it at once.
     """
     few_s, many_s, mixed_s = (_beside(axis, *kind) for kind in ((_FEW, 0), (_MANY, 0), (_MANY, 2)))
     call_s = max(0.0, many_s - few_s) / (_MANY - _FEW)
-    operation_s, micro_batch_s = max(0.0, mixed_s - many_s) / (2 * _MANY), max(0.0, few_s - _FEW * call_s)
-    return RunTime(_COLD * call_s, _COLD * operation_s, _COLD * micro_batch_s)
+    return replace(
+        machine,
+        call_s=_COLD * call_s,
+        operation_s=_COLD * max(0.0, mixed_s - many_s) / (2 * _MANY),
+        micro_batch_s=_COLD * max(0.0, few_s - _FEW * call_s),
+    )
 
 
 def _beside(axis: Axis, length: int, operations: int) -> float:

@@ -11,7 +11,7 @@ import gc
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar, cast
 
 import torch
@@ -33,7 +33,7 @@ from tulle.pipeline.profile import profile as profile_pieces
 from tulle.pipeline.randomness import State
 from tulle.pipeline.unfit import kinds_of, refuse_replaced, refuse_scripted
 from tulle.pipeline.untouched import untouched
-from tulle.profiling.calls import run_time_seconds
+from tulle.profiling.calls import with_run_time
 from tulle.profiling.counts import Counts, count
 from tulle.profiling.machine import NOMINAL, measure_cluster, memory_bytes
 from tulle.profiling.optimizer import optimizer_profile, tried
@@ -101,8 +101,7 @@ def profile(
         with untouched(model):  # which a copy reaches if a forward was set on it that holds the first one's
             found = measure(model, optimizers, samples, axis, loss or default_loss)
         cluster = measure_cluster(axis)
-        machine = replace(cluster.machine, **asdict(run_time_seconds(axis)))
-        cluster = replace(cluster, machine=machine)
+        cluster = replace(cluster, machine=with_run_time(cluster.machine, axis))
     finally:
         random_state.restore()
         gc.collect()
