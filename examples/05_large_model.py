@@ -39,16 +39,15 @@ def main() -> None:
     axes: dict[str, Any] = {name: int(size) for name, size in (axis.split("=") for axis in options.mesh.split(","))}
     mesh = tulle.init(**axes)
     rank, ranks = (mesh["data"].rank, mesh["data"].size) if "data" in mesh else (0, 1)
-    if options.batch < ranks * options.micro_batches:
-        raise SystemExit(
-            f"--batch {options.batch} is too small for {options.micro_batches} micro-batches on {ranks} replicas"
-        )
+    at_least = ranks * (options.micro_batches or 1)
+    if options.batch < at_least:
+        raise SystemExit(f"--batch {options.batch} is too small for {at_least} micro-batches of all replicas")
     torch.manual_seed(options.seed)
     with tulle.deferred_init():  # nothing is allocated yet: each rank makes its stage only
         model = build(options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
     batches = endless_batches(texts, options)
-    sample = next(batches)[: options.batch // options.micro_batches]
+    sample = next(batches).chunk(ranks)[rank]
     model, optimizer = tulle.distribute(model, optimizer, mesh, sample={"input_ids": sample, "labels": sample})
     if mesh.rank == 0:
         print(tulle.plan(model, optimizer, mesh).explain(), flush=True)
@@ -102,7 +101,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mesh", default="pipe=-1", help="sizes of the axes data, pipe and model; -1 for the rest")
     parser.add_argument("--checkpoint", type=Path, help="a folder: gone on from, if it is there, and saved to")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    for name, default in {"width": 128, "depth": 4, "heads": 4, "length": 64, "batch": 16, "micro-batches": 4}.items():
+    parser.add_argument("--micro-batches", type=int, help="of each replica and step; else what the plan says")
+    for name, default in {"width": 128, "depth": 4, "heads": 4, "length": 64, "batch": 16}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     for name, default in {"steps": 100, "print-every": 10, "seed": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=default)

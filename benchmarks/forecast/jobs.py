@@ -117,8 +117,7 @@ def large_model(ranks: int) -> Job:
     """Example 05: a GPT-2 from its configuration, without sparse tables; its batch is one micro-batch."""
     del ranks
     example = load("05_large_model")
-    options = parsed(example)
-    options.batch //= options.micro_batches
+    options = parsed(example, "--batch", "4")
     texts = [source for source, _ in example.parallel_text.read_pairs(str(options.text))]
     batches = list(itertools.islice(example.endless_batches(texts, options), STEPS))
 

@@ -34,6 +34,7 @@ from tulle.environment import detect
 from tulle.errors import DataError
 from tulle.mesh import Mesh
 from tulle.plan import Drift, Plan
+from tulle.profiling.samples import samples_in
 from tulle.whole_file import write_whole
 
 RUN_DIR = "TULLE_RUN_DIR"
@@ -150,7 +151,7 @@ class Recorder:
         self._plan, self._engine = plan, engine
         self._drift = Drift.of(plan())
         self._models.add(model)
-        model.register_forward_pre_hook(_forward_begins)
+        model.register_forward_pre_hook(_forward_begins, with_kwargs=True)
         model.register_forward_hook(_forward_ends, always_call=True)  # also of one that raised
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
@@ -211,9 +212,13 @@ class Recorder:
         """Whether this very model was attached; its copies have its hooks too."""
         return module in self._models
 
-    def _before_forward(self, module: nn.Module, _: object) -> None:
+    def _before_forward(self, module: nn.Module, arguments: object) -> None:
         if module.training and self._is_ended:
             self._write_step()
+        if module.training and self._drift is not None:
+            samples = samples_in(arguments)
+            self._drift.called(samples)
+            self._open["samples"] = self._open.get("samples", 0) + samples
         self._depth += 1
         self._forward_began_s = now_s()
 
@@ -362,10 +367,10 @@ def _show_reasons() -> None:
 
 
 # Functions of the module, not bound methods: a model that is copied or pickled takes its hooks along.
-def _forward_begins(module: nn.Module, arguments: object) -> None:
+def _forward_begins(module: nn.Module, args: object, kwargs: object) -> None:
     recorder = current()
     if recorder is not None and recorder.watches(module):
-        recorder._before_forward(module, arguments)
+        recorder._before_forward(module, (args, kwargs))
 
 
 def _forward_ends(module: nn.Module, arguments: object, output: object) -> None:

@@ -99,6 +99,18 @@ def test_predictions_that_are_off_by_a_quarter_are_told_once(step_s, is_off):
     assert bool(said[49]) == is_off
 
 
+@pytest.mark.parametrize(("samples", "is_other"), [(16, False), (64, True), (4, True), (0, False)])
+def test_steps_of_another_size_than_predicted_are_told_as_such(samples, is_other):
+    drift = Drift.of(Plan({"data": 2, "pipe": 2}, prediction=PREDICTION))
+    said = ""
+    for _ in range(50):
+        for _ in range(2):  # micro-batches
+            drift.called(samples // 2)
+        said = drift.note(0.3) or said
+    assert ("give, as sample=, a batch as steps have it" in said) == is_other
+    assert (f"of 16 samples a replica, the last 50 were of {samples}" in said) == is_other
+
+
 def test_one_slow_step_is_no_drift():
     drift = Drift.of(Plan({"data": 4}, prediction=PREDICTION))
     assert not any(drift.note(5.0 if step == 3 else 0.1) for step in range(60))

@@ -33,6 +33,7 @@ class Fake:
     steps: int = 300
     loss: bool = True
     tokens: bool = True
+    samples: int = 0
     traffic: bool = True
     texts: bool = True
     plan: bool = True
@@ -144,6 +145,8 @@ def step_record(fake: Fake, rank: int, step: int, chance: random.Random) -> dict
         record["loss"] = 1.9 + 7.2 * math.exp(-step / 70) + 0.12 * shared.gauss(0, 1) + fake.noise * chance.gauss(0, 1)
     if fake.tokens:
         record["tokens"] = shared.randint(1900, 2100)
+    if fake.samples:
+        record["samples"] = fake.samples
     if fake.traffic and fake.ranks > 1:
         record["traffic"] = traffic(shared)
         record["bytes_sent"] = sum(sent["bytes_sent"] for sent in record["traffic"].values())

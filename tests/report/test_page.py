@@ -13,6 +13,7 @@ from tulle.errors import DataError
 from tulle.report import write
 from tulle.report.breakdown import traffic_bars
 from tulle.report.folder import read
+from tulle.report.panels import bytes_panel
 
 HOSTILE = '<script>alert("tulle")</script>'
 
@@ -221,6 +222,18 @@ def test_what_is_sent_at_the_start_only_is_told_apart(tmp_path: Path) -> None:
     _, page = page_of(folder)
     assert "At the start only, a rank sent in all: initial parameters 8.2 MB." in page.text
     assert "initial parameters 1 message" not in page.text
+
+
+def test_one_large_step_leaves_the_others_their_scale(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", Fake(ranks=2, steps=20))
+    for rank in range(2):
+        log = folder / f"rank-{rank}.jsonl"
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        lines[0]["traffic"]["network probe"] = {"scheme": "", "bytes_sent": 345_000_000, "messages": 1}
+        write_lines(log, lines)
+    panel = bytes_panel(read(folder))
+    assert "Step 1 sent 355 MB and reaches beyond the chart." in panel.caption
+    assert max(map(float, re.findall(r">([0-9.]+)</text>", panel.chart.narrow))) <= 20, "steps, and MB of the others"
 
 
 def test_tables_whose_scheme_was_given_share_one_table(tmp_path: Path) -> None:

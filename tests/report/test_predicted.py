@@ -37,6 +37,15 @@ def test_chosen_runner_up_and_measured_are_drawn_to_one_scale(run):
     assert found.binding == plan.prediction.binding
 
 
+def test_steps_of_another_size_are_not_held_against_the_prediction(run):
+    folder, plan, _ = run
+    for samples, is_other in ((plan.prediction.batch // 2, False), (2 * plan.prediction.batch, True)):
+        make_run(folder, Fake(steps=30, plan=False, samples=samples))
+        found = planned(read(folder))
+        assert (f"Those that ran were of {2 * samples} samples" in found.lead) == is_other
+        assert ("against what was predicted" in found.bars[-1].detail) != is_other
+
+
 def test_parts_stand_predicted_beside_measured(run):
     folder, _, _ = run
     rows = {row.part: row for row in planned(read(folder)).rows}

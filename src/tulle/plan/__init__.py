@@ -2,7 +2,7 @@
 
 from tulle.memory import Memory
 from tulle.plan.choice import PLAN, PlanLike, plan_as_given, plan_by_cost, plan_for_later, replayed
-from tulle.plan.drift import Drift
+from tulle.plan.drift import Drift, are_apart
 from tulle.plan.explanation import differences, explained
 from tulle.plan.footprint import Footprint, footprints
 from tulle.plan.lower import lower
@@ -29,6 +29,7 @@ __all__ = [
     "Shelf",
     "Space",
     "TablePlan",
+    "are_apart",
     "best_plan",
     "differences",
     "explained",

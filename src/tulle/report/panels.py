@@ -240,7 +240,7 @@ def _without_range(thinned: Thinned) -> Thinned:
 
 def _top(heights: Sequence[float] | FloatArray) -> tuple[float, bool]:
     """Return the top of a stacked chart, and whether a few heights (a slow first step) reach beyond it."""
-    highest, usual = float(np.max(heights)), float(np.percentile(heights, 97))
+    highest, usual = float(np.max(heights)), float(np.percentile(heights, 97, method="lower"))
     if highest > 1.6 * usual > 0:
         return 1.25 * usual, True
     return 1.05 * highest, False

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import tulle.report.quantity as quantity
-from tulle.plan import Plan, Prediction
+from tulle.plan import Plan, Prediction, are_apart
 from tulle.report.marks import Bar, Key, Segment
 from tulle.report.records import Run
 from tulle.report.series import FloatArray, mean_over_ranks, median, over_ranks, parts_of_step, warmed_up
@@ -41,12 +41,12 @@ def compared(prediction: Prediction, run: Run) -> list[Compared]:
         prediction: Of the plan.
         run: Of a training under it.
     """
-    measured = {name: _typical_s(matrix) for name, matrix in parts_of_step(run).items()}
+    measured = {name: _typical(matrix) for name, matrix in parts_of_step(run).items()}
     found = [Compared(name, prediction.parts_s.get(name), seconds) for name, seconds in measured.items()]
-    return [*found, Compared("step", prediction.step_s, _typical_s(over_ranks(run, lambda log: log.step_s)))]
+    return [*found, Compared("step", prediction.step_s, _typical(over_ranks(run, lambda log: log.step_s)))]
 
 
-def _typical_s(matrix: FloatArray) -> float:
+def _typical(matrix: FloatArray) -> float:
     return median(mean_over_ranks(warmed_up(matrix)))
 
 
@@ -96,6 +96,7 @@ def planned(run: Run) -> Explained | None:
         return None
     prediction = plan.prediction
     found = compared(prediction, run)
+    other = _other_batch(plan, prediction, run)
     stages, caption = _stages(plan, run.pieces)
     sure = (
         "no plan is faster"
@@ -104,12 +105,13 @@ def planned(run: Run) -> Explained | None:
     )
     return Explained(
         lead=f"A step of {quantity.plural(prediction.batch, 'sample')} was predicted to take "
-        f"{quantity.duration(prediction.step_s)} on {quantity.plural(prediction.ranks, 'rank')}, and {sure}.",
+        f"{quantity.duration(prediction.step_s)} on {quantity.plural(prediction.ranks, 'rank')}, and {sure}."
+        + (f" Those that ran were of {quantity.plural(other, 'sample')}: compare with care." if other else ""),
         decided=_decided(plan),
         runner_up=prediction.runner_up,
         binding=prediction.binding,
         changes=prediction.changes,
-        bars=_bars(prediction, found),
+        bars=_bars(prediction, found, other),
         legend=tuple(Key(colour, PART_LABELS.get(name, name)) for name, colour in PART_COLOURS.items()),
         rows=tuple(_row(one) for one in found),
         stages=stages,
@@ -128,7 +130,14 @@ def _decided(plan: Plan) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _bars(prediction: Prediction, found: list[Compared]) -> tuple[Bar, ...]:
+def _other_batch(plan: Plan, prediction: Prediction, run: Run) -> int:
+    """Samples of a step as it ran, of all replicas, if that is another size than was predicted; else 0."""
+    replicas = plan.mesh.get("data", 1)
+    called = _typical(over_ranks(run, lambda log: log.samples)) * replicas
+    return round(called) if are_apart(called, prediction.batch) else 0
+
+
+def _bars(prediction: Prediction, found: list[Compared], other_batch: int) -> tuple[Bar, ...]:
     measured = {one.part: one.measured_s for one in found}
     step_s = measured.pop("step")
     longest_s = max(prediction.step_s, prediction.runner_up_s or 0.0, step_s if step_s > 0 else 0.0)
@@ -143,6 +152,7 @@ def _bars(prediction: Prediction, found: list[Compared]) -> tuple[Bar, ...]:
         bars.append(Bar("runner-up", slower, quantity.duration(prediction.runner_up_s), (whole,)))
     if step_s > 0:
         off = f"median, {step_s / prediction.step_s - 1:+.0%} against what was predicted"
+        off = f"median, of {quantity.plural(other_batch, 'sample')}" if other_batch else off
         bars.append(Bar("measured", off, quantity.duration(step_s), _segments(measured, longest_s)))
     return tuple(bars)
 

@@ -29,6 +29,7 @@ NUMBERS = (
     "messages",
     "loss",
     "tokens",
+    "samples",
     "total_steps",
     "memory_peak_bytes",
 )

@@ -147,6 +147,7 @@ class Failure:
 class RankLog:
     """The steps of one rank, one array `[steps]` a column; NaN where a step did not record the number.
 
+    `samples` are those with which the model was called, where a prediction speaks of them.
     A loss that was recorded but was not finite is infinity, so that it is not taken for a missing one.
     `values` holds for each logged name an array `[steps]`, `traffic` the bytes sent for each
     (table, scheme), and `traffic_messages` the messages; 0 where there was no such traffic in a step.
@@ -166,6 +167,7 @@ class RankLog:
     messages: FloatArray
     loss: FloatArray
     tokens: FloatArray
+    samples: FloatArray
     total_steps: FloatArray
     memory_peak_bytes: FloatArray
     values: Mapping[str, FloatArray]
