@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,21 @@ _MULTIPLIERS = (0x2C1B3C6D, 0x297A2D39)
 _HALF = 0x7FFFFFFF
 _ROUND_KEYS = (0x1B873593, 0x3C6EF372, 0x5BE0CD19, 0x1F83D9AB)
 _SHARING_KEY = 0x2545F491
+
+
+def order_by_owner(owner: Tensor) -> Tensor:
+    """`[rows]` where rows lie, owner after owner; those of one owner in the order given.
+
+    Args:
+        owner: `[rows]` int64, of each row.
+
+    Example:
+        >>> order_by_owner(torch.tensor([1, 0, 1, 0])).tolist()
+        [1, 3, 0, 2]
+    """
+    if owner.device.type == "cpu":  # numpy sorts 16 bits by radix, however few there are: a fifth of torch's time
+        return torch.from_numpy(np.argsort(owner.numpy().astype(np.uint16), kind="stable"))
+    return torch.argsort(owner, stable=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class RowSparse:
             )
         if tensor.layout == torch.strided:
             indices = (tensor != 0).any(dim=1).nonzero().squeeze(1)
-            return RowSparse.trusted(indices, tensor[indices], tensor.shape[0], is_coalesced=True)
+            return RowSparse.trusted(indices, tensor.index_select(0, indices), tensor.shape[0], is_coalesced=True)
         if tensor.layout != torch.sparse_coo or tensor.sparse_dim() != 1:
             sparse_dim = f" with sparse_dim {tensor.sparse_dim()}" if tensor.layout == torch.sparse_coo else ""
             raise GradientError(
@@ -167,7 +167,7 @@ class Merge:
     def run(self) -> Tensor:
         """`[stored]` which of `rows` each entry of `order` belongs to."""
         run = torch.zeros_like(self.order)
-        run[self.starts] = 1
+        run.index_fill_(0, self.starts, 1)
         return run.cumsum(0) - 1
 
     def sum(self, values: Tensor) -> Tensor:
@@ -176,12 +176,22 @@ class Merge:
         Half-precision values are summed in float32.
         """
         if len(self.rows) == len(self.order):
-            return values[self.order]
+            return values.index_select(0, self.order)
         is_half = values.dtype in (torch.float16, torch.bfloat16)
         summed = F.embedding_bag(
             self.order, values.float() if is_half else values.contiguous(), self.starts, mode="sum"
         )
         return summed.to(values.dtype)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """`[n]` where each number lies in a permutation of `0 .. n - 1`.
+
+    Example:
+        >>> inverse(torch.tensor([2, 0, 1])).tolist()
+        [1, 2, 0]
+    """
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def _fill(rows: RowSparse, indices: Tensor, values: Tensor, num_rows: int, *, is_coalesced: bool) -> None:

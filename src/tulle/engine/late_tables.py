@@ -50,14 +50,14 @@ class MeanRows:
     def together(self, other: MeanRows) -> MeanRows:
         """With other rows, none of which is among these."""
         places, order = torch.cat([self.places, other.places]).sort()
-        return MeanRows(places, torch.cat([self.values, other.values])[order])
+        return MeanRows(places, torch.cat([self.values, other.values]).index_select(0, order))
 
     def at(self, places: Tensor) -> MeanRows:
         """Those that lie at some places, which may be named several times; numbered as they are named."""
         places = places.long()
         found = torch.searchsorted(self.places, places).clamp_(max=max(0, len(self.places) - 1))
         named = (self.places[found] == places).nonzero().squeeze(1) if len(self.places) else found[:0]
-        return MeanRows(named, self.values[found[named]])
+        return MeanRows(named, self.values.index_select(0, found[named]))
 
     def to_gradient(self, rows: int, *, is_sparse: bool) -> Tensor:
         """As a gradient of `[rows, width]`."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tulle.comm import Courier, Job, now_s, traffic
 from tulle.errors import ModelError
 from tulle.mesh import Axis
+from tulle.rows import inverse
 from tulle.tables import (
     Division,
     Ids,
@@ -263,7 +264,7 @@ class Trip:
         if len(self._bundles[bundle]) > 1 or not len(wanted):  # rows lie as `take` has put them
             return rows, places, padding_place
         order = self._order(table)
-        return rows, order[places], None if padding_place is None else int(order[padding_place])
+        return rows, order.take(places), None if padding_place is None else int(order[padding_place])
 
     def take(self, values: Tensor, table: SplitTable) -> Tensor:
         """The rows of one table, ascending, from those of all that travel with it; of one alone as they came."""
@@ -337,32 +338,29 @@ class Trip:
         return found.positions[found.distinct.starts[t] : found.distinct.starts[t + 1]]
 
     def _bundle_gradient(self, bundle: int) -> Tensor:
-        tables = self._bundles[bundle]
-        found = {table.number: self._gradients.pop(table.number, None) for table in tables}
-        only = found[tables[0].number]
-        if len(tables) == 1 and only is not None:
-            return only.contiguous()
-        first = tables[0]
-        whole = torch.zeros(
-            len(self._told_of(bundle)), first.split.width, dtype=first.parameter.dtype, device=first.parameter.device
-        )
-        for table in tables:
-            gradient = found[table.number]
-            if gradient is not None:
-                whole.index_copy_(0, self._order(table).to(whole.device), gradient)
-        return whole
+        tables, told = self._bundles[bundle], self._told_of(bundle)
+        found = [self._gradients.pop(table.number, None) for table in tables]
+        if len(tables) == 1 and found[0] is not None:
+            return found[0].contiguous()
+        width, like = tables[0].split.width, tables[0].parameter
+        by_table = [
+            torch.zeros(rows, width, dtype=like.dtype, device=like.device) if gradient is None else gradient
+            for gradient, rows in zip(found, told.distinct.lengths(), strict=True)
+        ]
+        return torch.cat(by_table).index_select(0, inverse(told.positions).to(like.device))
 
     def _bundle_lookups(self, bundle: int) -> Tensor | None:
         """How often rows were looked up, in the order in which they travel, if an owner must know."""
         tables = self._bundles[bundle]
         if not self.is_scaled and not any(table.is_sparse for table in tables):
             return None
-        whole = torch.zeros(len(self._told_of(bundle)), dtype=torch.int32, device=self._way.axis.device)
-        for table in tables:
-            counts = self._lookups.pop(table.number, None)
-            if counts is not None:
-                whole[self._order(table).to(whole.device)] = counts.to(whole.device)
-        return whole
+        told, device = self._told_of(bundle), self._way.axis.device
+        found = [self._lookups.pop(table.number, None) for table in tables]
+        by_table = [
+            torch.zeros(rows, dtype=torch.int32, device=device) if counts is None else counts.to(device)
+            for counts, rows in zip(found, told.distinct.lengths(), strict=True)
+        ]
+        return torch.cat(by_table).index_select(0, inverse(told.positions).to(device))
 
 
 def tell_together(trips: Sequence[Trip]) -> None:

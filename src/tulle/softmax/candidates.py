@@ -61,7 +61,8 @@ class Candidates:
         is_here, places = self.shard.locate(rows)
         tokens = is_here.nonzero().squeeze(1)
         rows, places = rows[tokens], places[tokens]
-        logits = (hidden[tokens].to(self.wide) * self.table[places].to(self.wide)).sum(1)
+        of_tokens, of_rows = hidden.index_select(0, tokens), self.table.index_select(0, places)
+        logits = (of_tokens.to(self.wide) * of_rows.to(self.wide)).sum(1)
         return Targets(tokens, places, rows, logits if self._bias is None else logits + self._bias[rows])
 
     def sum_of_logits(self, hidden: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Gradients:
         """`[places, width]`, the mean over ranks."""
         assert self._of_rows is not None, "it was said to be wanted"
         found, targets = self._found, self._found.targets
-        of_target_rows = self._of_targets.unsqueeze(1) * found.hidden[targets.tokens]
+        of_target_rows = self._of_targets.unsqueeze(1) * found.hidden.index_select(0, targets.tokens)
         total = self._of_rows.index_add_(0, targets.places, of_target_rows)
         if found.terms.label_smoothing:
             is_held = found.candidates.is_held
@@ -76,7 +76,8 @@ class Gradients:
         first, last = torch.searchsorted(
             targets.tokens, targets.tokens.new_tensor([of_rank.start, of_rank.stop])
         ).tolist()
-        of_targets = self._of_targets[first:last].unsqueeze(1) * found.candidates.table[targets.places[first:last]]
+        of_rows = found.candidates.table.index_select(0, targets.places[first:last])
+        of_targets = self._of_targets[first:last].unsqueeze(1) * of_rows
         of_hidden.index_add_(0, targets.tokens[first:last] - of_rank.start, of_targets)
         if self._sum_of_rows is not None:
             of_hidden.addr_(self._of_all[of_rank], self._sum_of_rows)

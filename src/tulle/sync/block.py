@@ -66,7 +66,7 @@ class Route:
 
         def finish() -> Tensor:
             sums = summed.wait()
-            return sums.view(len(sums) * block_rows, width)[self.sum_places]
+            return sums.view(len(sums) * block_rows, width).index_select(0, self.sum_places)
 
         return Deferred(finish)
 

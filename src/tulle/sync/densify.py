@@ -50,7 +50,7 @@ class Route:
 
         def finish() -> Tensor:
             whole = reduced.wait()
-            return table.from_wire(whole if len(self.rows) == self.length else whole[self.rows])
+            return table.from_wire(whole if len(self.rows) == self.length else whole.index_select(0, self.rows))
 
         return Deferred(finish)
 

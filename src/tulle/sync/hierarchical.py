@@ -67,7 +67,7 @@ class HierarchicalRoute:
         def finish() -> Tensor:
             whole = self.between.all_reduce(summed.wait()[self.share]).wait()
             shares = all_gather_parts(table.to_wire(whole), self.lengths, self.inside, label=table.label)
-            return table.from_wire(shares.wait()[self.places])
+            return table.from_wire(shares.wait().index_select(0, self.places))
 
         return Deferred(finish)
 

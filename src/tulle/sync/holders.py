@@ -35,7 +35,8 @@ def route(indices: Tensor, table: Table, counts: Sequence[int], axis: Axis) -> D
     gathered = gather_numbers(indices, counts, table.num_rows, table, axis)
 
     def owners(held: push_pull.Holdings) -> Tensor:
-        return held.ranks[held.order[held.starts + _chosen(held.rows, held.holders)]]
+        of_owner = held.order.index_select(0, held.starts + _chosen(held.rows, held.holders))
+        return held.ranks.index_select(0, of_owner)
 
     return Deferred(lambda: push_pull.settle(gathered.wait(), table, axis, owners))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,16 +31,17 @@ def pack(numbers: Tensor, places: int, index_dtype: torch.dtype) -> Tensor:
     """A message, uint8, of ascending distinct numbers in `0..places-1`."""
     if len(numbers) * index_dtype.itemsize <= -(-places // 8):
         return numbers.to(index_dtype).view(torch.uint8)
-    bits = torch.zeros(-(-places // 8) * 8, dtype=torch.uint8, device=numbers.device)
-    bits[numbers] = 1
-    return (bits.view(-1, 8) << _shifts(numbers.device)).sum(1, dtype=torch.uint8)
+    message = torch.zeros(-(-places // 8), dtype=torch.uint8, device=numbers.device)
+    return message.index_add_(0, numbers >> 3, (1 << (numbers & 7)).to(torch.uint8))  # no bit is added twice
 
 
 def unpack(message: Tensor, count: int, places: int, index_dtype: torch.dtype) -> Tensor:
     """The `count` numbers, int64 and ascending, of what `pack` wrote."""
     if count * index_dtype.itemsize <= -(-places // 8):
         return message.clone().view(index_dtype).long()  # a copy begins where its dtype may
-    bits = (message.unsqueeze(1) >> _shifts(message.device)) & 1
+    if message.device.type == "cpu":  # a tenth of what torch's operations take
+        return torch.from_numpy(np.flatnonzero(np.unpackbits(message.numpy(), bitorder="little").view(np.bool_)))
+    bits = (message.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8, device=message.device)) & 1
     # With the count known a GPU need not be waited for.
     return torch.nonzero_static(bits.view(-1), size=count).squeeze(1)
 
@@ -95,7 +97,3 @@ def tell_count(count: int, table: Table, axis: Axis) -> list[int]:
 def _sizes(looks: Characteristics) -> list[float]:
     """Bytes of each rank's message."""
     return [numbers_bytes(rows, looks.num_rows, looks.index_bytes) for rows in looks.rows_per_rank]
-
-
-def _shifts(device: torch.device) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=device)

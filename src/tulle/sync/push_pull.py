@@ -4,7 +4,7 @@
     rank 1 holds a b d        owner 1: c d
 
     route         which rows each rank holds, as in `allgather`; everything else follows from that
-    all_reduce    values to the owners; sums to all, put in their places as they come
+    all_reduce    values to the owners; sums to all, then put in order
 
 Where all row numbers at every rank would be too much, and owners follow from a partition alone, each rank tells only
 the owners, and the owners tell what they got (Zen, OSDI'25, section 3.1):
@@ -28,9 +28,9 @@ from torch import Tensor
 from tulle.comm import Deferred, all_gather, all_gather_parts, all_to_all_parts, release
 from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.mesh import Axis
-from tulle.partition import Contiguous, Partition
+from tulle.partition import Contiguous, Partition, order_by_owner
 from tulle.presence import Dealt
-from tulle.rows import Merge
+from tulle.rows import Merge, inverse
 from tulle.sync.numbers import gather_numbers, numbers_bytes, numbers_cost, tell_count, told_bytes
 from tulle.sync.table import Table
 
@@ -68,7 +68,7 @@ class Holdings:
         in_order, order = torch.sort(torch.cat(list(held)), stable=True)
         rows, runs, holders = torch.unique_consecutive(in_order, return_inverse=True, return_counts=True)
         places = torch.empty_like(runs)
-        places[order] = runs
+        places.scatter_(0, order, runs)
         lengths = torch.tensor([len(part) for part in held], device=rows.device)
         ranks = torch.repeat_interleave(torch.arange(len(held), device=rows.device), lengths, output_size=len(order))
         return Holdings(rows, order, holders.cumsum(0) - holders, holders, places, ranks)
@@ -88,7 +88,8 @@ class Route:
         merge: How those that come add up.
         owned: Distinct rows at each owner.
         rows: `[union]` the rows of the sum, ascending.
-        places: `[union]` where in them the sums belong that come, owner after owner; None where they come in order.
+        places: `[union]` where the sum of each lies among those that come, owner after owner; None where they come in
+            order.
     """
 
     table: Table
@@ -105,7 +106,7 @@ class Route:
     def all_reduce(self, values: Tensor) -> Deferred[Tensor]:
         """`[rows, width]` of this rank to `[union, width]`, bitwise the same on all ranks. Every rank must call it."""
         table = self.table
-        by_owner = table.to_wire(values if self.order is None else values[self.order])
+        by_owner = table.to_wire(values if self.order is None else values.index_select(0, self.order))
         parts, most_bytes = by_owner.split(list(self.leaving)), self.most_rows * by_owner.shape[1] * by_owner.itemsize
         pushed = all_to_all_parts(parts, self.coming, self.axis, label=table.label, most_bytes=most_bytes)
 
@@ -119,16 +120,11 @@ class Route:
 
     def _pull(self, sums: Tensor) -> Tensor:
         table = self.table
+        pulled = all_gather_parts(sums, self.owned, self.axis, label=table.label).wait()
         if self.places is None:
-            pulled = all_gather_parts(sums, self.owned, self.axis, label=table.label)
-            return table.from_wire(pulled.wait())
-        total = torch.empty(len(self.rows), table.width, dtype=table.dtype, device=table.device)
-        places = self.places.split(list(self.owned))
-
-        def arrived(owner: int, part: Tensor) -> None:
-            total.index_copy_(0, places[owner], table.from_wire(part))
-
-        release(all_gather_parts(sums, self.owned, self.axis, label=table.label, arrived=arrived).wait(), self.axis)
+            return table.from_wire(pulled)
+        total = table.from_wire(pulled.index_select(0, self.places))
+        release(pulled, self.axis)
         return total
 
 
@@ -164,20 +160,20 @@ def settle(held: Sequence[Tensor], table: Table, axis: Axis, owners: Owners, *, 
     """
     all_held = Holdings.of(held)
     owner = owners(all_held)
-    owner_of_held = owner[all_held.places]
+    owner_of_held = owner.index_select(0, all_held.places)
     mine = owner_of_held.split([len(part) for part in held])[axis.rank]
     to_me = owner_of_held == axis.rank
     return Route(
         table,
         axis,
-        order=None if is_ordered else torch.argsort(mine, stable=True),
+        order=None if is_ordered else order_by_owner(mine),
         leaving=torch.bincount(mine, minlength=axis.size).tolist(),
         coming=torch.bincount(all_held.ranks[to_me], minlength=axis.size).tolist(),
         most_rows=max(map(len, held)),
         merge=Merge.of(all_held.places[to_me]),
         owned=torch.bincount(owner, minlength=axis.size).tolist(),
         rows=all_held.rows,
-        places=None if is_ordered else torch.argsort(owner, stable=True),
+        places=None if is_ordered else inverse(order_by_owner(owner)),
     )
 
 
@@ -196,22 +192,20 @@ def _route_by_owners(indices: Tensor, table: Table, axis: Axis, partition: Parti
     """Steps 1 to 4."""
     owner, place = partition.place(indices)
     is_ordered = _is_ordered(partition)
-    order = None if is_ordered else torch.argsort(owner, stable=True)
+    order = None if is_ordered else order_by_owner(owner)
     matrix = all_gather(torch.bincount(owner, minlength=axis.size), axis, label=table.label)
 
     def finish() -> Route:
         sizes: list[list[int]] = matrix.wait().tolist()
         leaving, coming = sizes[axis.rank], [row[axis.rank] for row in sizes]
-        parts = (place if order is None else place[order]).to(table.index_dtype).split(leaving)
+        parts = (place if order is None else place.index_select(0, order)).to(table.index_dtype).split(leaving)
         merge = Merge.of(all_to_all_parts(parts, coming, axis, label=table.label).wait().long())
         owned = tell_count(len(merge.rows), table, axis)
         held = gather_numbers(merge.rows, owned, partition.places, table, axis).wait()
         rows = torch.cat([partition.rows(r, part) for r, part in enumerate(held)])
         places = None
         if not is_ordered:
-            rows, came = torch.sort(rows)
-            places = torch.empty_like(came)
-            places[came] = torch.arange(len(came), device=came.device)
+            rows, places = torch.sort(rows)
         most_rows = max(map(sum, sizes))
         return Route(table, axis, order, leaving, coming, most_rows, merge, owned, rows, places)
 

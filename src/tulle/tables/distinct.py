@@ -117,7 +117,7 @@ class Distinct:
             return self.among[table].view(ids.shape) - self.starts[table]
         rows, keys = self.of_table(table), (ids + self.bases[table]).long().contiguous()
         places = torch.searchsorted(rows, keys).clamp_(max=max(0, len(rows) - 1))
-        if keys.numel() and not (len(rows) and torch.equal(rows[places], keys)):
+        if keys.numel() and not (len(rows) and torch.equal(rows.take(places), keys)):
             raise KeyError(f"not all of these ids were told of table {table}")
         return places
 

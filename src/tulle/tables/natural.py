@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tulle.comm import all_to_all_parts, lane
 from tulle.mesh import Axis
-from tulle.partition import Contiguous
+from tulle.partition import Contiguous, order_by_owner
+from tulle.rows import inverse
 from tulle.tables.split import ColumnSplit, RowSplit, Split
 
 BLOCK_BYTES = 8 * 1024 * 1024
@@ -51,9 +52,7 @@ class RowOrder:
         position, lengths = self._by_owner(wanted[self.split.axis.rank], part)
         owned = self._owned(wanted, part)
         came = self._exchange([part.detach().index_select(0, places) for places in owned], lengths)
-        collected = torch.empty_like(came)
-        collected[position] = came
-        return collected
+        return came.index_select(0, inverse(position))
 
     @cached_property
     def _axis(self) -> Axis:
@@ -77,7 +76,8 @@ class RowOrder:
         """
         position, lengths = self._by_owner(held[self.split.axis.rank], part)
         places = self._owned(held, part)
-        came = self._exchange(list(block.to(part.device)[position].split(lengths)), [len(one) for one in places])
+        by_owner = block.to(part.device).index_select(0, position)
+        came = self._exchange(list(by_owner.split(lengths)), [len(one) for one in places])
         part[torch.cat(places)] = came
 
     def _owned(self, ranges: Sequence[range], part: Tensor) -> list[Tensor]:
@@ -90,7 +90,7 @@ class RowOrder:
     def _by_owner(self, rows: range, part: Tensor) -> tuple[Tensor, list[int]]:
         """Positions of a range's rows in the order in which they travel, by owner, and how many each owner has."""
         owner, _ = self.split.partition.place(torch.arange(rows.start, rows.stop))
-        position = torch.argsort(owner, stable=True).to(part.device)
+        position = order_by_owner(owner).to(part.device)
         return position, torch.bincount(owner, minlength=self.split.axis.size).tolist()
 
     def _exchange(self, parts: list[Tensor], lengths: list[int]) -> Tensor:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, work_cost
-from tulle.partition import Hashed
+from tulle.partition import Hashed, order_by_owner
+from tulle.rows import inverse
 from tulle.tables.blocks import Blocks, Shape
 from tulle.tables.bundle import Counts, Route, Wish, count_in
 from tulle.tables.distinct import Distinct, Ids
@@ -32,11 +33,10 @@ def wish(ids: Sequence[Ids], splits: Sequence[RowSplit]) -> Wish:
     tables = distinct.tables()
     ranks = splits[0].axis.size
     owner, place = Hashed.place_in(distinct.numbers(tables), tables, [split.partition for split in splits])
-    order = torch.argsort(owner, stable=True)
-    positions = torch.empty_like(order)
-    positions[order] = torch.arange(len(order), device=order.device)
+    order = order_by_owner(owner)
     counts = torch.bincount(owner * len(splits) + tables, minlength=ranks * len(splits)).view(ranks, -1).tolist()
-    return Wish(splits, distinct, positions, counts, place[order].int().split([sum(of_rank) for of_rank in counts]))
+    asked = place.index_select(0, order).int().split([sum(of_rank) for of_rank in counts])
+    return Wish(splits, distinct, inverse(order), counts, asked)
 
 
 class RowRoute(Route):
