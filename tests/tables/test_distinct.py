@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tulle.tables import rows
 from tulle.tables.distinct import Distinct, Ids
 from tulle.tables.split import RowSplit
 
@@ -51,6 +52,24 @@ def test_ids_whose_writes_nobody_counts_are_looked_for():
     with torch.inference_mode():
         batch[0] = 3
     assert found(distinct, 0, batch) == [3, 3]
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_ids_of_32_bits_are_found_in_tables_that_have_more_rows_together(is_checked):
+    sizes = [2**31 - 1, 100]
+    ids = [torch.tensor(some, dtype=torch.int32) for some in ([5, 2**31 - 2], [99, 3, 99])]
+    splits = [RowSplit(f"t{n}", num_rows=count, width=2, axis=Alone()) for n, count in enumerate(sizes)]
+    distinct = Distinct.of([*map(Ids.of, ids)], splits)
+    assert distinct.places(1, ids[1].clone(), is_checked=is_checked).tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize("num_rows", [2**20, 2**34])
+def test_owners_are_told_where_a_row_lies_however_many_they_have(num_rows):
+    split = RowSplit("t", num_rows=num_rows, width=2, axis=Alone())
+    ids = torch.arange(1000) * (num_rows // 1000)
+    [told_here] = rows.wish([Ids.of(ids)], [split]).told
+    assert told_here.dtype == (torch.int64 if num_rows > 2**31 else torch.int32)
+    assert sorted(split.partition.rows(0, told_here).tolist()) == ids.tolist()
 
 
 def test_nothing_is_found_in_nothing():

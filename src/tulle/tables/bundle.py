@@ -167,6 +167,11 @@ class Route(ABC):
         return [(sum(of_rank), self.splits[0].local_shape[1]) for of_rank in self.served]
 
 
+def as_told(numbers: Tensor, limit: int) -> Tensor:
+    """Numbers below a limit as they travel: int32 where each has one."""
+    return numbers.int() if limit <= 2**31 else numbers
+
+
 def rows_by_table(splits: Sequence[Split], counts: Counts) -> dict[str, int]:
     """Rows of each table, by its name, that all ranks but this one have to do with."""
     others = [of_rank for rank, of_rank in enumerate(counts) if rank != splits[0].axis.rank]

@@ -115,7 +115,7 @@ class Distinct:
         """
         if not is_checked and self.ids[table].are(ids):
             return self.among[table].view(ids.shape) - self.starts[table]
-        rows, keys = self.of_table(table), (ids + self.bases[table]).long().contiguous()
+        rows, keys = self.of_table(table), (ids.long() + self.bases[table]).contiguous()
         places = torch.searchsorted(rows, keys).clamp_(max=max(0, len(rows) - 1))
         if keys.numel() and not (len(rows) and torch.equal(rows.take(places), keys)):
             raise KeyError(f"not all of these ids were told of table {table}")

@@ -20,7 +20,7 @@ from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, w
 from tulle.partition import Hashed, order_by_owner
 from tulle.rows import inverse
 from tulle.tables.blocks import Blocks, Shape
-from tulle.tables.bundle import Counts, Route, Wish, count_in
+from tulle.tables.bundle import Counts, Route, Wish, as_told, count_in
 from tulle.tables.distinct import Distinct, Ids
 from tulle.tables.split import RowSplit
 
@@ -35,8 +35,8 @@ def wish(ids: Sequence[Ids], splits: Sequence[RowSplit]) -> Wish:
     owner, place = Hashed.place_in(distinct.numbers(tables), tables, [split.partition for split in splits])
     order = order_by_owner(owner)
     counts = torch.bincount(owner * len(splits) + tables, minlength=ranks * len(splits)).view(ranks, -1).tolist()
-    asked = place.index_select(0, order).int().split([sum(of_rank) for of_rank in counts])
-    return Wish(splits, distinct, inverse(order), counts, asked)
+    told = as_told(place.index_select(0, order), max(split.partition.places for split in splits))
+    return Wish(splits, distinct, inverse(order), counts, told.split([sum(of_rank) for of_rank in counts]))
 
 
 class RowRoute(Route):
