@@ -1,5 +1,7 @@
 """The promise of tensor parallelism for `torch.nn`: loss, gradients and parameters of one process."""
 
+import copy
+
 import pytest
 import torch
 from split_training import check_exact, differences, ids, numbers, square
@@ -10,6 +12,7 @@ import tulle
 from ranks import on_ranks
 from tulle import tensor_parallel
 from tulle.errors import ModelError
+from tulle.tensor_parallel.splitter import Splitter
 
 
 class Network(nn.Module):
@@ -219,3 +222,29 @@ def test_dropout_of_parts_keeps_a_byte_of_each_number_for_backward():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.untyped_storage().nbytes()), lambda _: x):
         layer.dropout(x)
     assert sum(saved) == x.numel()
+
+
+class Conv1D(nn.Module):
+    """As that of transformers: a linear layer whose weight is `[in_features, out_features]`."""
+
+    def __init__(self, features: int, inputs: int) -> None:
+        super().__init__()
+        self.nf = features
+        self.weight, self.bias = nn.Parameter(torch.ones(inputs, features) / 7), nn.Parameter(torch.ones(features))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
+def test_under_autocast_a_row_layer_gives_the_dtype_of_one_process(kind):
+    axis = tulle.init(model=-1)["model"]
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 6) if kind is nn.Linear else Conv1D(6, 8)
+    split, x = copy.deepcopy(layer), torch.randn(3, 8)
+    Splitter(axis).row(split)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = split(x.chunk(2, 1)[axis.rank]), layer(x)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)

@@ -50,7 +50,7 @@ class RowLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """This rank's part of the features to `[..., out_features]`, the same on every rank."""
         total = self.region.leave(functional.linear(input, self.weight))
-        return total if self.bias is None else total + self.bias
+        return total if self.bias is None else total + self.bias.to(total.dtype)  # autocast has made it narrow
 
 
 class RowTransposed(nn.Module):
@@ -63,7 +63,7 @@ class RowTransposed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """This rank's part of the features to `[..., out_features]`, the same on every rank."""
         total = self.region.leave(x @ self.weight)
-        return total if self.bias is None else total + self.bias
+        return total if self.bias is None else total + self.bias.to(total.dtype)  # autocast has made it narrow
 
 
 class SharedRows(nn.Module):
