@@ -4,7 +4,9 @@ import pytest
 
 import tulle
 from ranks import on_ranks
+from tulle.distribute.axes import Axes
 from tulle.distribute.in_order import PostInOrder
+from tulle.distribute.stages import _together
 from tulle.errors import CommunicationError
 from tulle.pipeline.post import Kind, Post
 
@@ -40,3 +42,11 @@ def test_ranks_that_wait_for_different_letters_are_told():
             CommunicationError, match=r"waits for another value than rank 0.*batches of the same shapes"
         ):
             post.has((Kind.VALUE, 1, 2))
+
+
+@on_ranks(4)
+def test_what_a_stage_exchanges_gives_up_when_all_else_does():
+    mesh = tulle.init(data=2, model=2, timeout=123.0)
+    stage = _together([mesh["data"], mesh["model"]], Axes.of(mesh).whole)
+    assert stage.ranks == (0, 1, 2, 3)
+    assert stage.timeout_s == mesh["data"].timeout_s == 123.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -166,6 +167,6 @@ def _together(axes: Sequence[Axis], whole: Axis) -> Axis:
     first, second = axes
     lines = gather_values(second.ranks, first, label="ranks of a stage")
     ranks = sorted(rank for line in lines for rank in line)
-    group = dist.new_group(ranks, use_local_synchronization=True)
+    group = dist.new_group(ranks, timeout=timedelta(seconds=first.timeout_s), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
     return replace(axis_of(group, name="stage"), device=whole.device)
