@@ -14,6 +14,7 @@ import torch.distributed as dist
 import tulle
 from ranks import on_ranks
 from tulle import board, comm
+from tulle.comm.pending import Exchange, translated
 from tulle.errors import CommunicationError, DataError, GradientError, MeshError
 from tulle.mesh import Axis
 
@@ -153,3 +154,10 @@ def test_of_several_errors_all_raise_that_of_the_lowest_rank():
 @on_ranks(1, 2)
 def test_where_nobody_found_anything_nobody_raises():
     comm.raise_together(None, tulle.init(data=-1)["data"], label="here")
+
+
+def test_an_error_of_the_backend_that_says_nothing_is_told_of_all_the_same():
+    axis = tulle.init(data=-1)["data"]
+    exchange = Exchange("send", axis, "words", 0, 0)
+    with pytest.raises(CommunicationError, match=r"send of words in step .* said: $"), translated(exchange):
+        raise RuntimeError

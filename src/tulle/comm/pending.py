@@ -99,7 +99,7 @@ def translated(exchange: Exchange):
         raise CommunicationError(
             f"{exchange.operation} of {exchange.name} in step {traffic.step} failed on rank {axis.rank} of axis "
             f"{axis.name!r} ({axis.size} ranks, timeout {axis.timeout_s:g} s): {cause}. "
-            f"The backend said: {str(error).splitlines()[0]}"
+            f"The backend said: {str(error).partition(chr(10))[0]}"
         ) from error
 
 
