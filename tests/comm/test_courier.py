@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ import tulle
 from ranks import on_ranks
 from tulle import comm
 from tulle.comm import Courier, Job, traffic
+from tulle.mesh import Axis
+from tulle.rows import RowSparse
+from tulle.tables.split import RowSplit
 
 CPU = torch.device("cpu")
 SOON_S = 20.0  # a wait that ends at once where all is well
@@ -120,6 +124,37 @@ def test_a_courier_that_is_dropped_ends_its_thread():
     thread.join(SOON_S)
     assert not thread.is_alive()
     assert job.result() == 3, "what it was given before is done"
+
+
+class Stream:
+    """What a job asks of a CUDA stream."""
+
+    device = CPU
+
+    def __init__(self) -> None:
+        self.waited_for: list[object] = []
+        self.wait_event = self.wait_stream = self.waited_for.append
+
+    def record_event(self) -> str:
+        return "given"
+
+
+def test_on_a_gpu_what_a_job_gives_is_waited_for_and_outlives_its_last_reader(monkeypatch):
+    theirs, ours, kept = Stream(), Stream(), []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: ours)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda one, stream: kept.append((one, stream)), raising=False)
+    axis = Axis("data", 0, 1, (0,), object(), CPU, 1.0, kept={"scratch": [torch.zeros(1)]})
+    tensors = [torch.tensor([n]) for n in range(4)]
+    rows = RowSparse.trusted(tensors[0], tensors[1].view(1, 1), 5)
+    given = {3: [rows, (tensors[2], None)], "split": RowSplit("words", 5, 1, axis), "sum": tensors[3]}
+    job = Job(lambda: given, theirs)
+    job.run()
+    assert theirs.waited_for == ["given"]
+    assert job.result() is given
+    assert ours.waited_for == [theirs]
+    assert sorted(one.item() for one, stream in kept if stream is ours) == [0, 1, 2, 3]
 
 
 def test_one_courier_does_not_wait_for_another():

@@ -2,7 +2,7 @@
 
 from tulle.comm.agree import gather_values, raise_together
 from tulle.comm.collectives import all_gather, all_reduce, barrier, broadcast
-from tulle.comm.courier import Courier, Job
+from tulle.comm.courier import Courier, Job, used_here
 from tulle.comm.differentiable import enter, exchange, gather, halo, leave, reduce_scatter, scatter
 from tulle.comm.eager import eager
 from tulle.comm.lane import alone, hosts_of, lane
@@ -44,4 +44,5 @@ __all__ = [
     "scatter",
     "send",
     "traffic",
+    "used_here",
 ]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import fields, is_dataclass
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 from weakref import WeakSet
 
 import torch
+from torch import Tensor
 
 from tulle.comm.traffic import now_s, traffic
+from tulle.mesh import Axis
 
 T = TypeVar("T")
 _LEAVING_S = 1.0
@@ -24,7 +27,9 @@ class Courier:
 
     Each job's collectives must be on process groups that nobody else uses, and all ranks must submit the same jobs
     in the same order. On CUDA the jobs run on a stream of their own: what a job is given is waited for, and what it
-    gives is waited for by the stream that calls `result`; neither waits for the host.
+    gives is waited for by the stream that calls `result`; neither waits for the host. What it gives may be dropped
+    while that stream has still to read it; of what it is given, and nobody holds until the result is there, a job must
+    say that it is `used_here`.
 
     Args:
         name: What its thread is called in a debugger.
@@ -95,7 +100,32 @@ class Job(Generic[T]):
             traffic.span("waiting", "wait: tables", begin_s, now_s())
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            used_here(*_tensors_in(result))
         return result
+
+
+def used_here(*tensors: Tensor) -> None:
+    """Have memory that belongs to another stream stay until the current one is done with it.
+
+    Memory is given back to the stream on which it was allocated as soon as no tensor holds it, and used there again,
+    whatever another stream has still to read.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def _tensors_in(value: object) -> Iterator[Tensor]:
+    """Those that a result is made of."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors_in([*value.values()])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors_in(one)
+    elif is_dataclass(value) and not isinstance(value, Axis | type):
+        yield from _tensors_in([getattr(value, field.name) for field in fields(value)])
 
 
 def _deliver(jobs: SimpleQueue[Callable[[], None] | None]) -> None:

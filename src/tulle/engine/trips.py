@@ -188,7 +188,7 @@ class Trip:
         self.following, self._later = following, later
 
         def work() -> list[Division]:
-            return divide(self._routes(), following._routes(), self._way.axis)
+            return divide(self._routes_in_turn(), following._routes_in_turn(), self._way.axis)
 
         self._divided = self._way.courier.submit(work)
 
@@ -316,6 +316,11 @@ class Trip:
     def _routes(self) -> Sequence[Route]:
         """One a bundle; waits until they are known."""
         return self._answer().routes
+
+    def _routes_in_turn(self) -> Sequence[Route]:
+        """The same for a job of the courier that told them; who else wants them has still to wait for its stream."""
+        assert self._told is not None, "trips are told as soon as they are made"
+        return self._told.result()[self._place].routes
 
     def _told_of(self, bundle: int) -> Wish:
         """What was told of a bundle; waits until it is known."""

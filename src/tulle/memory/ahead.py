@@ -109,8 +109,6 @@ class Ahead:
         if last is not None and before == last and last.unit in self._parts:
             self._coming = self._begin(last)
         wholes = coming.job.result()
-        for whole in wholes if self.axis.device.type == "cuda" else ():
-            whole.record_stream(torch.cuda.current_stream(whole.device))
         if what == FORWARD and in_backward() and not (unit.stays or unit.is_apart):
             self._recomputed = unit, [whole.detach() for whole in wholes]
         return wholes

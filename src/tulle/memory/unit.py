@@ -9,7 +9,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from tulle.comm import all_gather_parts, all_to_all_parts
+from tulle.comm import all_gather_parts, all_to_all_parts, used_here
 from tulle.errors import ModelError
 from tulle.memory.shard import Shard
 from tulle.mesh import Axis
@@ -44,7 +44,7 @@ class Unit:
         """The wholes, in memory of their own. Every rank of the axis must call it."""
         wholes: dict[int, Tensor] = {}
         for numbers, own in packed:
-            _used_by_courier(own)
+            used_here(own)
             sizes = [[*(self.shards[number].size_on(rank) for number in numbers), 1] for rank in range(self.axis.size)]
             gathered = all_gather_parts(own, [sum(of_rank) for of_rank in sizes], self.axis, label="parameters").wait()
             pieces = gathered.split([size for of_rank in sizes for size in of_rank])
@@ -128,16 +128,10 @@ def by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _used_by_courier(tensor: Tensor) -> None:
-    """Have memory that another stream filled stay until this one is done with it."""
-    if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
-
-
 def _for_rank(gradient: Tensor | None, shard: Shard, rank: int, like: Tensor) -> Tensor:
     """Of this rank's gradient of a whole what belongs to a rank, flat."""
     if gradient is None:
         return like.new_zeros(shard.size_on(rank))
-    _used_by_courier(gradient)
+    used_here(gradient)
     dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
     return dense.narrow(shard.dim, shard.begin_on(rank), shard.length(rank)).reshape(-1).to(like.dtype)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tulle.tables.columns as columns
 import tulle.tables.rows as rows
-from tulle.comm import all_to_all_parts, traffic
+from tulle.comm import all_to_all_parts, traffic, used_here
 from tulle.errors import CommunicationError, DataError
 from tulle.mesh import Axis
 from tulle.tables.blocks import exchange_blocks
@@ -152,6 +152,7 @@ def fetch(routes: Sequence[Route], served: Sequence[Sequence[Tensor]], axis: Axi
     Returns:
         `[rows, width]` a bundle, in the order in which its rows travel.
     """
+    used_here(*(part for parts in served for part in parts))
     rows_served = [route.rows_served() for route in routes]
     shapes = [route.fetched_shapes() for route in routes]
     most_bytes = [route.values_bytes(parts[0].dtype) for route, parts in zip(routes, served, strict=True)]
@@ -173,6 +174,7 @@ def push(
     Returns:
         By bundle and table.
     """
+    used_here(*gradients, *(route.places for route in routes), *(one for one in lookups if one is not None))
     rows_pushed = [route.rows_pushed() for route in routes]
     counted = [(b, counts.view(-1, 1)) for b, counts in enumerate(lookups) if counts is not None]
     counts_under_way = exchange_blocks(
