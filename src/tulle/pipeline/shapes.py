@@ -22,7 +22,7 @@ _UNKNOWN: Any = object()
 GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
 _OF_VALUES = (Tensor.__format__, GRADIENT)
 """Which a fake tensor answers too, but not with its own number or gradient."""
-_RESIZING = (F.interpolate, F.upsample)
+_RESIZING = (F.interpolate, F.upsample, F.fractional_max_pool2d, F.fractional_max_pool3d)
 """Whose shapes follow from a fraction."""
 T = TypeVar("T")
 
