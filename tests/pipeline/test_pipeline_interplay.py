@@ -4,6 +4,7 @@ import collections
 import copy
 import itertools
 import random
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -18,6 +19,9 @@ from ranks import on_ranks
 from tulle import pipeline
 from tulle.errors import CommunicationError, ModelError
 from tulle.pipeline import placement_of
+from tulle.pipeline.shapes import Shapes
+from tulle.pipeline.structure import flatten
+from tulle.pipeline.turns import Surroundings
 
 DTYPE = torch.float64
 
@@ -349,12 +353,41 @@ def test_shapes_that_follow_from_fractions():
     assert worst < 1e-12
 
 
+@on_ranks(1)
+def test_shapes_of_pools_follow_from_fractions_too():
+    shapes = Shapes()
+    for ratio, length in ((0.5, 10), (0.75, 15)):
+        leaves, spec = flatten(((torch.zeros(1, 1, 20, 20), 2), {"output_ratio": (ratio, ratio)}))
+        outcome = shapes.outcome(F.fractional_max_pool2d, leaves, spec)
+        assert outcome.results[0].shape == (1, 1, length, length)
+
+
 @on_ranks(2)
 def test_a_copy_that_is_placed_otherwise_is_refused():
     mesh = tulle.init(pipe=-1, timeout=8)
     model = placed_chain(mesh)
     with pytest.raises(ModelError, match="no values, while another rank has them"):
         pipeline.place(copy.deepcopy(model), mesh["pipe"], {"layers.0": 1, "layers.1": 0})
+
+
+def test_on_a_gpu_micro_batches_run_on_the_stream_of_the_step(monkeypatch):
+    entered = []
+
+    @contextmanager
+    def stream(one):
+        entered.append(one)
+        yield
+        entered.append(f"left {one}")
+
+    for name, found in {"is_initialized": True, "current_device": 0, "current_stream": "the step's"}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
+    monkeypatch.setattr(torch.cuda, "set_device", entered.append)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    surroundings = Surroundings()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "another thread's")
+    with surroundings:
+        assert entered == [0, "the step's"]
+    assert entered[2:] == ["left the step's"]
 
 
 def zeroes(model, x):

@@ -16,8 +16,10 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from tulle.board import read as read_first_failure
-from tulle.comm import now_s, traffic
+from tulle.comm import now_s, traffic, used_here
 from tulle.errors import CommunicationError
 from tulle.mesh import Axis
 from tulle.pipeline.channel import channels_of
@@ -70,7 +72,10 @@ class Post:
     def take(self, key: Key) -> Any:
         """The content of a letter that is there."""
         with self._arrival:
-            return self._mailbox.pop(key)
+            content = self._mailbox.pop(key)
+        if isinstance(content, Tensor):
+            used_here(content)  # the thread that listens has brought it to the device
+        return content
 
     def look(self, key: Key) -> Any:
         """The content of a letter that is there, and stays for others to read."""

@@ -259,11 +259,13 @@ class Surroundings(ExitStack):
         ]
         self._modes = _get_current_function_mode_stack()
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
 
     def __enter__(self) -> Surroundings:
         super().__enter__()
         if self._device is not None:
             torch.cuda.set_device(self._device)
+        self.enter_context(torch.cuda.stream(self._stream))
         # Not inference mode: its tensors do not tell what was written in them.
         self.enter_context(torch.set_grad_enabled(self._grad))
         for pack, unpack in self._hooks:
