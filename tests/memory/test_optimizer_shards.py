@@ -95,6 +95,21 @@ def test_the_number_of_ranks_does_not_matter():
     test_every_elementwise_optimizer_steps_as_in_one_process.body_on_ranks("AdamW")
 
 
+@on_ranks(2)
+def test_a_parameter_without_elements_is_stepped_by_nobody():
+    axis = tulle.init(data=-1)["data"]
+    model = nn.Linear(3, 1)
+    model.empty = nn.Parameter(torch.empty(0, 4, dtype=torch.bfloat16))  # the only one of its dtype
+    reference = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
+    shard_optimizer(optimizers[0], axis)
+    for one, optimizer in zip((model, reference), optimizers, strict=True):
+        (one(torch.ones(2, 3)).sum() + one.empty.sum()).backward()
+        optimizer.step()
+    assert torch.equal(model.weight, reference.weight)
+    assert model.empty.grad.shape == (0, 4)
+
+
 @on_ranks(2, 4)
 def test_each_rank_holds_its_share_of_the_state():
     axis = tulle.init(data=-1)["data"]

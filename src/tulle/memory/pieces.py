@@ -41,9 +41,9 @@ class Bucket:
 
 
 def lay_out(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Cut parameters into buckets of one dtype and device each."""
+    """Cut parameters that have elements into buckets of one dtype and device each."""
     open_buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for parameter in parameters:
+    for parameter in (one for one in parameters if one.numel()):
         bucket = open_buckets.setdefault((parameter.dtype, parameter.device), [])
         bucket.append(parameter)
         if sum(p.nbytes for p in bucket) >= BUCKET_BYTES:
