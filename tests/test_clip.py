@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import tulle
+from tulle.clip import Spread, spread_over
 from tulle.errors import GradientError
 
 NORMS = [1.0, 2.0, 3.5, math.inf]
@@ -146,3 +147,16 @@ def test_unless_asked_for_a_norm_that_is_not_finite_is_returned_as_in_torch():
 def test_finite_gradients_pass_the_check():
     sparse, _ = pair()
     tulle.clip_grad_norm_(sparse, 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("is_spread", [False, True])
+def test_gradients_of_complex_numbers_have_a_real_norm(is_spread):
+    parameters = [nn.Parameter(torch.full((3,), 3 + 4j)), nn.Parameter(torch.ones(2))]
+    for parameter in parameters:
+        parameter.grad = parameter.detach().clone()
+        if is_spread:  # over an axis of one rank
+            spread_over(parameter, Spread((tulle.init(data=-1)["data"],), counts=True))
+    total = tulle.clip_grad_norm_(parameters, 1.0)
+    assert total.dtype == torch.float32
+    assert total.item() == pytest.approx(77**0.5)
+    assert torch.linalg.vector_norm(torch.cat([p.grad for p in parameters])).item() == pytest.approx(1.0)

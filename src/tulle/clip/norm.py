@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from tulle.clip.bearer import plain
-from tulle.clip.spread import spread_of
+from tulle.clip.spread import Spread, spread_of
 from tulle.clip.total import is_summed, norm_over_ranks
 from tulle.errors import GradientError
 from tulle.rows import RowSparse
@@ -52,23 +52,12 @@ def clip_grad_norm_(
     gradients = [(name, p, _values(p.grad)) for name, p in named if p.grad is not None]
     # torch has no infinity norm of nothing. Of a part of a table every rank takes the norm, be it empty here.
     found = [(name, p, part) for name, p, part in gradients if part.numel() or isinstance(part, ShardGradient)]
-    values = [(name, part) for name, _, part in found]
-    parts = [part for _, part in values]
     spread = next((spread for _, p in named if (spread := spread_of(p)) is not None), None)
-    if spread is None and not values:
+    if spread is None and not found:
         return torch.tensor(0.0)
-    if spread is None:
-        total = get_total_norm(parts, float(norm_type))
-    else:
-        counted = [part for _, p, part in found if (own := spread_of(p)) is None or own.counts]
-        alone = [part for part in parts if isinstance(part, ShardGradient) and not is_summed(part, spread)]
-        uncounted = [part for part in alone if all(part is not c for c in counted)]
-        if uncounted:  # ranks of axis `data` take these together
-            get_total_norm(uncounted, float(norm_type))
-        dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize, default=torch.get_default_dtype())
-        total = norm_over_ranks(counted, spread, float(norm_type)).to(dtype)
+    total = _norm([(p, part) for _, p, part in found], spread, float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
-        to_blame = next((name for name, part in values if not part.isfinite().all()), "all")
+        to_blame = next((name for name, _, part in found if not part.isfinite().all()), "all")
         raise GradientError(
             f"the gradient norm is {total.item()}, expected a finite one; the first parameter to blame is {to_blame}: "
             "call tulle.distribute with check_finite=True to learn on which rank it began"
@@ -76,9 +65,25 @@ def clip_grad_norm_(
     # As in torch: a multiplication by 1 costs less than asking a GPU whether clipping is needed.
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     scale = vars(torch)["_foreach_mul_"]  # documented, but not exported
+    parts = [part for _, _, part in found]
     for device in {part.device for part in parts}:
         scale([part for part in parts if part.device == device], factor.to(device))
     return total
+
+
+def _norm(found: Sequence[tuple[Tensor, Tensor]], spread: Spread | None, norm_type: float) -> Tensor:
+    """The norm of all gradients, each given with its parameter. Every rank of the axes of the spread must call it."""
+    parts = [part for _, part in found]
+    if spread is None:
+        return get_total_norm(parts, norm_type)
+    counted = [part for p, part in found if (own := spread_of(p)) is None or own.counts]
+    alone = [part for part in parts if isinstance(part, ShardGradient) and not is_summed(part, spread)]
+    uncounted = [part for part in alone if all(part is not c for c in counted)]
+    if uncounted:  # ranks of axis `data` take these together
+        get_total_norm(uncounted, norm_type)
+    dtypes = (part.dtype.to_real() for part in parts)
+    dtype = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.get_default_dtype())
+    return norm_over_ranks(counted, spread, norm_type).to(dtype)
 
 
 def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> Iterable[tuple[str, Tensor]]:
