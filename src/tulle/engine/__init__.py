@@ -6,8 +6,8 @@ from tulle.engine.feed import Feed
 from tulle.engine.late_updates import check_reads
 from tulle.engine.replicas import broadcast_tensors, check_alike
 from tulle.engine.split_modules import adopt
+from tulle.engine.split_table import SplitTable
 from tulle.engine.tables import Observation, TableSettings
-from tulle.engine.trips import SplitTable
 
 __all__ = [
     "ENGINE",

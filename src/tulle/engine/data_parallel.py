@@ -35,10 +35,10 @@ from tulle.engine.finite import NonFinite
 from tulle.engine.foresight import Foresight, is_ids
 from tulle.engine.groups import TableGroup
 from tulle.engine.late_updates import LateUpdates
+from tulle.engine.split_table import SplitTable
 from tulle.engine.split_tables import SplitTables
 from tulle.engine.tables import Observation, TableSettings, TableSync, comes_by_rows, compact
 from tulle.engine.ties import Tie
-from tulle.engine.trips import SplitTable
 from tulle.engine.turns import Turns, best_piece_bytes
 from tulle.mesh import Axis
 from tulle.sync import Choice

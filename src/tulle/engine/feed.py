@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tulle.engine.departures import Departures
 from tulle.engine.sources import Sources
-from tulle.engine.trips import SplitTable, Trip
+from tulle.engine.split_table import SplitTable
+from tulle.engine.trips import Trip
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 

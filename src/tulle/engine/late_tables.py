@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tulle.engine.trips import Pushes, SplitTable, Trip
+from tulle.engine.split_table import SplitTable
+from tulle.engine.trips import Pushes, Trip
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
 from tulle.tables import Pushed, ShardGradient

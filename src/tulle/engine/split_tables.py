@@ -29,7 +29,8 @@ from tulle.engine.departures import Departures
 from tulle.engine.feed import Feed, IdsOf, Load
 from tulle.engine.late_tables import LateTable, MeanRows
 from tulle.engine.late_updates import LateUpdates
-from tulle.engine.trips import Pushes, SplitTable, Trip, Way, tell_together
+from tulle.engine.split_table import SplitTable
+from tulle.engine.trips import Pushes, Trip, Way, tell_together
 from tulle.errors import CommunicationError, ModelError
 from tulle.mesh import Axis
 from tulle.tables import ShardGradient, TableModule, placement_of, table_of, tell_the_end

@@ -14,60 +14,30 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tulle.comm import Courier, Job, now_s, traffic
+from tulle.comm import Courier, Job
+from tulle.engine.returned import Parcel, Returned
+from tulle.engine.split_table import SplitTable
 from tulle.errors import ModelError
 from tulle.mesh import Axis
-from tulle.rows import inverse
 from tulle.tables import (
     Division,
     Ids,
     Pushed,
     Route,
-    Split,
     TableModule,
     Wish,
     bundles,
     divide,
     fetch,
-    push,
     refuse,
     tell,
     wish,
 )
-
-T = TypeVar("T", Tensor, Tensor | None)
-_LONGEST_COURTESY_S = 0.5
-"""For so long at most delayed rows let the next values pass."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SplitTable:
-    """A table of which this rank holds a part.
-
-    Args:
-        number: Among the split tables of the model, the same on all ranks.
-        parameter: This rank's part.
-        split: Which part that is.
-        is_sparse: Whether its gradient is a sparse tensor: then rows that nobody looked up must not be in it.
-        is_foreseeable: Whether rows may be fetched before the lookup: not if that renormalizes them (`max_norm`), nor
-            if a lookup's gradient depends on what else it looks up (`scale_grad_by_freq`).
-    """
-
-    number: int
-    parameter: nn.Parameter
-    split: Split
-    is_sparse: bool
-    is_foreseeable: bool
-
-    @property
-    def name(self) -> str:
-        """The parameter's name in the model."""
-        return self.split.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +118,7 @@ class Trip:
         """Whether rows that were served before their lookup are looked at again then."""
         self._served: Sequence[Sequence[Tensor]] | None = None
         """What was given to each rank, a list a bundle, if it is to be looked at again."""
-        self._lookups: dict[int, Tensor] = {}
-        """How often each row was looked up by lookups whose gradient came, by table."""
-        self._waits = dict.fromkeys(self.tables, 0)
-        """Lookups whose gradient has not come, by table."""
-        self._gradients: dict[int, Tensor] = {}
+        self._returned = Returned(self._bundles, is_scaled=self.is_scaled)
 
     def rows(self, table: SplitTable) -> int:
         """How many distinct rows of a table this rank wants; waits until they are known."""
@@ -257,32 +223,28 @@ class Trip:
             lookups = torch.bincount(counted.reshape(-1), minlength=len(wanted)).int()
         values = self._values.result()[bundle]
         if is_trained:
-            self._waits[table.number] += 1
+            self._returned.expect(table)
             rows = cast("Tensor", _Rows.apply(table.parameter, values, self, table, lookups))
         else:
             rows = self.take(values, table)
         if len(self._bundles[bundle]) > 1 or not len(wanted):  # rows lie as `take` has put them
             return rows, places, padding_place
-        order = self._order(table)
+        order = self._told_of(bundle).order(t)
         return rows, order.take(places), None if padding_place is None else int(order[padding_place])
 
     def take(self, values: Tensor, table: SplitTable) -> Tensor:
         """The rows of one table, ascending, from those of all that travel with it; of one alone as they came."""
-        bundle, _ = self._places[table.number]
-        return values if len(self._bundles[bundle]) == 1 else values.index_select(0, self._order(table))
+        bundle, t = self._places[table.number]
+        return values if len(self._bundles[bundle]) == 1 else values.index_select(0, self._told_of(bundle).order(t))
 
     @property
     def is_complete(self) -> bool:
         """Whether every table of the trip was looked up and has its gradient."""
-        return len(self._gradients) == len(self.tables) and not any(self._waits.values())
+        return self._returned.is_complete
 
     def gradient_came(self, table: SplitTable, gradient: Tensor, lookups: Tensor | None) -> None:
         """Note the gradient of the rows of one lookup, and how often that looked each up."""
-        if lookups is not None:
-            self._lookups[table.number] = self._lookups.get(table.number, 0) + lookups
-        before = self._gradients.get(table.number)
-        self._gradients[table.number] = gradient if before is None else before + gradient
-        self._waits[table.number] -= 1
+        self._returned.come(table, gradient, lookups)
         self._came(self, table, gradient)
 
     def push(self, numbers: Sequence[int]) -> tuple[Pushes, Pushes | None]:
@@ -295,22 +257,23 @@ class Trip:
             What was pushed here; if the trip is divided, of prior rows only, and then of delayed ones.
         """
         chosen = [b for b, tables in enumerate(self._bundles) if any(table.number in numbers for table in tables)]
-        gradients = [self._bundle_gradient(b) for b in chosen]
-        lookups = [self._bundle_lookups(b) for b in chosen]
         tables = [[table.number if table.number in numbers else None for table in self._bundles[b]] for b in chosen]
+        told = self._answer()
+        parcel = Parcel(
+            tables,
+            [told.routes[b] for b in chosen],
+            [self._returned.gradient(b, told.wishes[b]) for b in chosen],
+            [self._returned.lookups(b, told.wishes[b]) for b in chosen],
+        )
         if self._divided is None or self._later is None or self.following is None:
-            told = self._routes()
-            load = _Load(tables, [told[b] for b in chosen], gradients, lookups)
-            return self._way.courier.submit(partial(load.push, self._way.axis, "rows")), None
+            return self._way.courier.submit(partial(parcel.push, self._way.axis, "rows")), None
         found = self._divided.result()
         divisions = [found[b] for b in chosen]
-        prior = [one.is_prior for one in divisions]
-        delayed = [~one.is_prior for one in divisions]
-        first = _Load(tables, [one.prior for one in divisions], _cut(gradients, prior), _cut(lookups, prior))
-        second = _Load(tables, [one.delayed for one in divisions], _cut(gradients, delayed), _cut(lookups, delayed))
+        prior = parcel.cut([one.prior for one in divisions], [one.is_prior for one in divisions])
+        delayed = parcel.cut([one.delayed for one in divisions], [~one.is_prior for one in divisions])
         return (
-            self._way.courier.submit(partial(first.push, self._way.axis, "prior rows")),
-            self._later.courier.submit(partial(second.push_after, self.following.may_pass, self._later.axis)),
+            self._way.courier.submit(partial(prior.push, self._way.axis, "prior rows")),
+            self._later.courier.submit(partial(delayed.push_after, self.following.may_pass, self._later.axis)),
         )
 
     def _routes(self) -> Sequence[Route]:
@@ -335,37 +298,6 @@ class Trip:
     def _current_versions(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():  # asked often
             return [table.parameter._version for table in self.tables.values()]
-
-    def _order(self, table: SplitTable) -> Tensor:
-        """`[rows]` where each row of a table, ascending, comes among those that travel with it."""
-        bundle, t = self._places[table.number]
-        found = self._told_of(bundle)
-        return found.positions[found.distinct.starts[t] : found.distinct.starts[t + 1]]
-
-    def _bundle_gradient(self, bundle: int) -> Tensor:
-        tables, told = self._bundles[bundle], self._told_of(bundle)
-        found = [self._gradients.pop(table.number, None) for table in tables]
-        if len(tables) == 1 and found[0] is not None:
-            return found[0].contiguous()
-        width, like = tables[0].split.width, tables[0].parameter
-        by_table = [
-            torch.zeros(rows, width, dtype=like.dtype, device=like.device) if gradient is None else gradient
-            for gradient, rows in zip(found, told.distinct.lengths(), strict=True)
-        ]
-        return torch.cat(by_table).index_select(0, inverse(told.positions).to(like.device))
-
-    def _bundle_lookups(self, bundle: int) -> Tensor | None:
-        """How often rows were looked up, in the order in which they travel, if an owner must know."""
-        tables = self._bundles[bundle]
-        if not self.is_scaled and not any(table.is_sparse for table in tables):
-            return None
-        told, device = self._told_of(bundle), self._way.axis.device
-        found = [self._lookups.pop(table.number, None) for table in tables]
-        by_table = [
-            torch.zeros(rows, dtype=torch.int32, device=device) if counts is None else counts.to(device)
-            for counts, rows in zip(found, told.distinct.lengths(), strict=True)
-        ]
-        return torch.cat(by_table).index_select(0, inverse(told.positions).to(device))
 
 
 def tell_together(trips: Sequence[Trip]) -> None:
@@ -394,43 +326,9 @@ def _tell(trips: Sequence[Trip], axis: Axis) -> list[Told]:
     return [Told(of_trip, [next(routes) for _ in of_trip]) for of_trip in wishes]
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """Gradients that go to the owners together.
-
-    Args:
-        tables: Numbers of the tables of each bundle; None for one of which nothing is wanted.
-        routes: One a bundle.
-        gradients: `[rows, width]` a bundle.
-        lookups: `[rows]` a bundle, or None.
-    """
-
-    tables: Sequence[Sequence[int | None]]
-    routes: Sequence[Route]
-    gradients: Sequence[Tensor]
-    lookups: Sequence[Tensor | None]
-
-    def push(self, axis: Axis, what: str) -> dict[int, Pushed]:
-        """Blocking; `what` names it on the timeline."""
-        begin_s = now_s()
-        came = push(self.routes, self.gradients, self.lookups, axis)
-        traffic.span("split tables", f"push: {what}", begin_s, now_s())
-        pairs = [pair for some in zip(self.tables, came, strict=True) for pair in zip(*some, strict=True)]
-        return {number: part for number, part in pairs if number is not None}
-
-    def push_after(self, others: threading.Event, axis: Axis) -> dict[int, Pushed]:
-        """The same, when others have passed, or after a while: a rank that they wait for may be waiting for this."""
-        others.wait(_LONGEST_COURTESY_S)
-        return self.push(axis, "delayed rows")
-
-
 def _is_bitwise(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same to the last bit, NaN too."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-def _cut(parts: Sequence[T], masks: Sequence[Tensor]) -> list[T]:
-    return [part[mask] if isinstance(part, Tensor) else part for part, mask in zip(parts, masks, strict=True)]
 
 
 class _Rows(torch.autograd.Function):

@@ -46,6 +46,10 @@ class Wish:
     def __len__(self) -> int:
         return len(self.distinct.rows)
 
+    def order(self, table: int) -> Tensor:
+        """`[rows]` where each row of a table, ascending, comes among those that travel with it."""
+        return self.positions[self.distinct.starts[table] : self.distinct.starts[table + 1]]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
