@@ -251,3 +251,75 @@ def test_what_keeps_a_loss_is_not_placed_whole():
     model, mesh = nn.Sequential(Expert(), nn.Linear(4, 4)), tulle.init(data=1)
     pieces, _ = profile_pieces(model, torch.ones(2, 4), mesh["data"], 2)
     assert [piece.name for piece in pieces] == ["0.body", "0.gate", "1"]
+
+
+class Forces(nn.Module):
+    """The gradients of an energy by positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds, self.body = nn.Embedding(9, 4), nn.Sequential(nn.Linear(7, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, kinds: Tensor, positions: Tensor) -> Tensor:
+        positions = positions.detach().requires_grad_()
+        energy = self.body(torch.cat([self.kinds(kinds), positions], dim=-1)).sum()
+        return torch.autograd.grad(energy, positions, create_graph=True)[0]
+
+
+class Residual(nn.Module):
+    """How far a network is from solving u' = u."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        u = self.body(x)
+        return (torch.autograd.grad(u.sum(), x, create_graph=True)[0] - u).pow(2).mean()
+
+
+class ScaledForces(nn.Module):
+    """Forces of a module within, times what it learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forces, self.scale = Forces(), nn.Linear(3, 3)
+
+    def forward(self, kinds: Tensor, positions: Tensor) -> Tensor:
+        return self.scale(self.forces(kinds, positions)).pow(2).sum()
+
+
+class Hooked(nn.Module):
+    """Hooks the gradient of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        hidden.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize(
+    ("made", "sample", "pieces", "tokens"),
+    [
+        (Residual, torch.ones(3, 1), [""], []),
+        (ScaledForces, (torch.tensor([1, 2, 2]), torch.ones(3, 3)), ["forces", "scale"], [3.0]),
+    ],
+)
+def test_a_forward_that_needs_gradients_is_profiled_and_what_asks_for_them_is_not_cut(made, sample, pieces, tokens):
+    model = made()
+    found = tulle.profile(model, torch.optim.SGD(model.parameters(), lr=0.1), sample)
+    assert [module.name for module in found.modules] == pieces
+    assert [table.tokens for table in found.tables] == tokens
+    with tulle.deferred_init():
+        model = made()
+    found, _ = profile_pieces(model, sample, tulle.init(data=1)["data"], 2)
+    assert [piece.name for piece in found] == pieces
+
+
+def test_lookups_of_a_forward_that_hooks_gradients_are_seen():
+    assert rows_touched(Hooked(), torch.ones(2, 4)) == {}

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tulle.pipeline.placeholder import is_about_shape
 from tulle.pipeline.recompute import intercept_functions, is_within_function
+from tulle.pipeline.trial import trial
 from tulle.pipeline.unfit import kinds_of, refuse_replaced
 
 
@@ -32,6 +33,8 @@ class Calls:
     """Of a module's own forward, without what it calls: operations on what modules with parameters have made."""
     borrowers: set[str] = field(default_factory=set)
     """Modules in whose calls parameters were read that are none of theirs, such as a table that a decoder is handed."""
+    asking: set[str] = field(default_factory=set)
+    """Modules whose own forward runs a backward, such as one that gives forces, the gradients of an energy."""
 
     def children(self) -> dict[str, list[str]]:
         """Of each module those whose first call came directly from within its call."""
@@ -43,17 +46,25 @@ class Calls:
 
 
 def watch(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Calls:
-    """Run a model's forward, and see its calls. What is within a compiled module is its own.
+    """Run a model's forward, without gradients if that does, and see its calls.
+
+    What is within a compiled module is its own.
 
     Raises:
         ModelError: If the forward puts other modules in place of some.
     """
+    kinds = kinds_of(model)
+    calls = trial(lambda: _watched(model, args, kwargs))
+    refuse_replaced(kinds, model)
+    return calls
+
+
+def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Calls:
     calls, begins_s = Calls(), []
     stack: list[nn.Module] = []
     names = {module: name for name, module in model.named_modules()}
     compiled = [module for module in names if _is_compiled(module)]
     whole = {inner for module in compiled for inner in module.modules() if inner is not module}
-    kinds = kinds_of(model)
 
     def enter(module: nn.Module, _: object) -> None:
         if is_within_function():  # its backward may call the module again, on one rank: who applies it stays whole
@@ -75,6 +86,9 @@ def watch(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Call
         if stack:
             calls.operations[names[stack[-1]]] += 1
 
+    def asked() -> None:
+        calls.asking.update(map(names.__getitem__, stack[-1:]))
+
     def read(parameter: nn.Parameter) -> None:
         # One that nobody had is lent, to a module that runs.
         owners = having.get(id(parameter)) or {
@@ -87,12 +101,11 @@ def watch(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Call
     hooks = [module.register_forward_pre_hook(enter) for module in seen]
     hooks += [module.register_forward_hook(leave) for module in seen]
     try:
-        with _uncompiled() if compiled else nullcontext(), _Reads(read, computed):
+        with _uncompiled() if compiled else nullcontext(), _Reads(read, computed, asked):
             model(*args, **kwargs)
     finally:
         for hook in hooks:
             hook.remove()
-    refuse_replaced(kinds, model)
     return calls
 
 
@@ -115,12 +128,17 @@ def _having(modules: Iterable[nn.Module]) -> dict[int, set[nn.Module]]:
     return having
 
 
-class _Reads(TorchFunctionMode):
-    """Tells of each parameter that an operation reads, and of each operation on what was made of some."""
+_BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
-    def __init__(self, read: Callable[[nn.Parameter], None], computed: Callable[[], None]) -> None:
+
+class _Reads(TorchFunctionMode):
+    """Tells of each parameter that an operation reads, of each operation on what was made of some, and of backwards."""
+
+    def __init__(
+        self, read: Callable[[nn.Parameter], None], computed: Callable[[], None], asked: Callable[[], None]
+    ) -> None:
         super().__init__()
-        self._read, self._computed = read, computed
+        self._read, self._computed, self._asked = read, computed, asked
         self._made = WeakTensorKeyDictionary()
 
     def __torch_function__(
@@ -129,6 +147,8 @@ class _Reads(TorchFunctionMode):
         """Look, and let through."""
         if is_about_shape(func):
             return func(*args, **(kwargs or {}))
+        if func in _BACKWARDS:
+            self._asked()
         given = _tensors((args, kwargs))
         parameters = [one for one in given if isinstance(one, nn.Parameter)]
         for parameter in parameters:
@@ -152,7 +172,7 @@ def pieces_of(model: nn.Module, calls: Calls, weights: dict[str, float], largest
 
     One that reads parameters of others is none: what it does itself runs between modules, where all can be read. Nor is
     one without state that is called in several places, an activation say: it runs at each where its arguments live, or
-    values would go to its stage and back.
+    values would go to its stage and back. One that runs a backward of its own is not cut, for that goes through it all.
 
     Args:
         model: The model.
@@ -163,7 +183,8 @@ def pieces_of(model: nn.Module, calls: Calls, weights: dict[str, float], largest
     children_of = calls.children()
 
     def within(name: str) -> list[str]:
-        children = [] if _hears_gradients(model.get_submodule(name)) else children_of.get(name, [])
+        is_whole = name in calls.asking or _hears_gradients(model.get_submodule(name))
+        children = [] if is_whole else children_of.get(name, [])
         children = [child for child in children if len(calls.chains[child]) == 1 or _has_state(model, child)]
         has_own = next(model.get_submodule(name).parameters(recurse=False), None) is not None
         is_small = weights[name] <= (4 * largest if has_own else largest)

@@ -33,6 +33,7 @@ from tulle.pipeline.program import Program
 from tulle.pipeline.randomness import forked
 from tulle.pipeline.structure import flatten, rebuild
 from tulle.pipeline.tape import Entry
+from tulle.pipeline.trial import trial
 from tulle.pipeline.unfit import refuse_scripted
 from tulle.pipeline.untouched import untouched
 from tulle.pipeline.values import Values
@@ -63,8 +64,7 @@ def profile(model: nn.Module, sample: object, axis: Axis, stages: int) -> tuple[
     args, kwargs = as_call(sample, axis.device)
     with untouched(model), written_back(model), lent(model, axis.device) as loans, forked(0):
         before = {name: own_attributes(module) for name, module in model.named_modules()}
-        with torch.no_grad():
-            calls = watch(model, args, kwargs)
+        calls = watch(model, args, kwargs)
         calls.borrowers |= _not_whole(model, calls) | _keeping(model, before)
         largest = (calls.time_s.get("") or sum(calls.time_s.values())) / (stages * PIECES_PER_STAGE)
         names = pieces_of(model, calls, calls.time_s, largest)
@@ -185,8 +185,8 @@ class _Weighed:
         self.activation_bytes += weighed[0][1]
         needs_grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         needs_grad = needs_grad or any(parameter.requires_grad for parameter in self._module.parameters())
-        with torch.no_grad():  # what follows is to know that a gradient would come, not to keep what it would need
-            results, spec = flatten(self._module._call_impl(*args, **kwargs))
+        results, spec = flatten(trial(lambda: self._module._call_impl(*args, **kwargs)))
+        # What follows is to know that a gradient would come, not to keep what it would need.
         return rebuild(spec, [_as_if_trained(result) if needs_grad else result for result in results])
 
     def _weigh(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, int]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from tulle.memory import LiveBytes
 
@@ -54,6 +55,7 @@ def count(
     parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     left: dict[int, int] = {}
     flops = FlopCounterMode(display=False)
+    flops.mod_tracker = _Untracked()
     left_bytes, seen_flop = 0, 0.0
 
     def pack(tensor: Tensor) -> Tensor:
@@ -80,6 +82,16 @@ def count(
         rest(loss)
     counts.peak_bytes = live.peak_bytes
     return counts
+
+
+class _Untracked(ModuleTracker):
+    """Counts all as one: what torch's hangs on a module's input cannot be there for `torch.autograd.grad` of a leaf."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 @contextmanager

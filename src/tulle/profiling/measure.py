@@ -239,8 +239,7 @@ def _cut(twin: Twin) -> _Pieces:
     except Exception as problem:  # whatever a model does with a placeholder
         logger.info("what pieces read of each other is not known: %s", str(problem).split("\n", 1)[0])
     args, kwargs = as_call(twin.samples[0], twin.device)
-    with torch.no_grad():
-        calls = watch(twin.model, args, kwargs)
+    calls = watch(twin.model, args, kwargs)
     largest = (calls.time_s.get("") or sum(calls.time_s.values())) / (STAGES * PIECES_PER_STAGE)
     names = pieces_of(twin.model, calls, calls.time_s, largest)
     return _Pieces(names, [{} for _ in names], _around(names, calls), _between(names, calls))

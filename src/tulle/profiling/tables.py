@@ -18,6 +18,7 @@ from tulle.pipeline.placeholder import is_about_shape
 from tulle.pipeline.profile import as_call
 from tulle.pipeline.randomness import State
 from tulle.pipeline.structure import flatten
+from tulle.pipeline.trial import trial
 from tulle.pipeline.untouched import untouched
 from tulle.pipeline.written import written_back
 from tulle.softmax import SoftmaxLayer
@@ -64,7 +65,7 @@ class Lookups:
 def rows_touched(model: nn.Module, sample: object) -> dict[str, Tensor]:
     """Distinct rows that one batch looks up in each trained table, ascending, by parameter name.
 
-    Runs one forward without gradients and leaves no trace: random states, buffers and rows are as before.
+    Runs one forward, without gradients if that does, and leaves no trace: random states, buffers, rows are as before.
     """
     return {name: lookups.rows for name, lookups in looked_up(model, sample).items()}
 
@@ -72,15 +73,21 @@ def rows_touched(model: nn.Module, sample: object) -> dict[str, Tensor]:
 def looked_up(model: nn.Module, sample: object) -> dict[str, Lookups]:
     """What one batch looks up in each trained table, by parameter name; leaves no trace, as `rows_touched`."""
     tables = trained_tables(model)
-    seen: dict[int, list[Tensor]] = {id(module.weight): [] for module in tables.values()}
-    with torch.no_grad(), _traceless(model), _Watch(seen, model) as watch:
-        call(model, sample)
+
+    def look() -> tuple[dict[int, list[Tensor]], set[int]]:
+        seen: dict[int, list[Tensor]] = {id(module.weight): [] for module in tables.values()}
+        with _Watch(seen, model) as watch:
+            call(model, sample)
+        return seen, watch.read
+
+    with _traceless(model):
+        seen, read = trial(look)
     found = {
         name: torch.cat([module.weight.new_empty(0, dtype=torch.long), *seen[id(module.weight)]])
         for name, module in tables.items()
     }
     return {
-        name: Lookups(torch.unique(ids), len(ids), is_read=id(tables[name].weight) in watch.read)
+        name: Lookups(torch.unique(ids), len(ids), is_read=id(tables[name].weight) in read)
         for name, ids in found.items()
     }
 
