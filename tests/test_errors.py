@@ -172,6 +172,16 @@ def test_a_plan_of_another_mesh():
         tulle.distribute(model, sgd(model), mesh, plan=tulle.Plan({"data": 8}))
 
 
+@on_ranks(2)
+def test_a_plan_that_no_mesh_can_have():
+    mesh = tulle.init(data=-1)
+    model = build(Words, 0)
+    plan = tulle.Plan({"data": mesh.size}, bucket_bytes=-1)
+    for given in (mesh, None):
+        with every_rank_raises(PlanError, "the plan has bucket_bytes=-1, expected a positive number", found_by=0):
+            tulle.distribute(model, sgd(model), given, plan=plan)
+
+
 @on_ranks(3)
 def test_ranks_with_different_plans():
     mesh = tulle.init(data=-1)

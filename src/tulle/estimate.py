@@ -102,7 +102,8 @@ def estimate(
 
     Raises:
         PlanError: If the mesh has an axis `pipe` and the plan no stages, a stage names no module, or the plan is for
-            another mesh, or a word such as "auto", which stands for one only where processes are.
+            another mesh, has what none can have, or is a word such as "auto", which stands for one only where processes
+            are.
         ModelError: If nothing that the model gives depends on its parameters.
 
     Example:
@@ -176,6 +177,7 @@ def _plan_of(given: Plan | str | os.PathLike[str] | Mapping[str, Any] | None, si
             "tulle.plan(model, mesh) makes one"
         )
     plan = given if isinstance(given, Plan) else Plan.read(given) if isinstance(given, Mapping) else Plan.load(given)
+    plan.check_values()
     if plan.mesh and _joined(plan.mesh) != _joined(sizes):
         raise PlanError(f"estimate was given a plan for the mesh {dict(plan.mesh)} and the mesh {dict(sizes)}")
     return plan

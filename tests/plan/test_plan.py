@@ -185,7 +185,7 @@ def test_the_json_that_the_next_tests_break_is_good():
         ),
         (GOOD | {"memory": {"precision": "int3"}}, "the precision 'int3', expected None or bf16 or fp16"),
         (GOOD | {"memory": {"full_shard": True, "shard_optimizer": True}}, "full_shard and shard_optimizer"),
-        (GOOD | {"memory": {"full_shard": "false"}}, "full_shard='false', expected true or false"),
+        (GOOD | {"memory": {"full_shard": "false"}}, "full_shard='false', expected True or False"),
         (GOOD | {"memory": {"recomputed": ["h.0"]}}, "'recomputed' is no entry of a Memory"),
         (GOOD | {"prediction": {"step_s": 0.0}}, "step_s=0.0, expected a time"),
     ],
@@ -309,6 +309,19 @@ def test_plans_say_what_differs():
         (replace(AXES, tensor_parallel=("mlp",)), "the plan's tensor_parallel names 'mlp'"),
         (replace(AXES, memory=Memory(recompute=("h.9",))), "the plan's memory names 'h.9'"),
         (replace(AXES, micro_batches=0), "micro_batches=0, expected a positive number"),
+        (replace(AXES, bucket_bytes=-1), "bucket_bytes=-1, expected a positive number"),
+        (replace(AXES, bucket_bytes=2.5e7), "bucket_bytes=25000000.0, expected a positive number"),
+        (replace(AXES, stages_per_rank=True), "stages_per_rank=True, expected a positive number"),
+        (replace(AXES, stages={"h.0": "last"}), "the plan has 'h.0' at stage 'last', expected a number from 0"),
+        (replace(AXES, stages=["h.0"]), "the plan has stages=['h.0'], expected stages of modules by name"),
+        (
+            replace(AXES, tables={"words": "rows"}),
+            "the plan has tables={'words': 'rows'}, expected a tuple of TablePlan",
+        ),
+        (replace(AXES, tables=("words",)), "the plan has 'words' among its tables, expected a TablePlan"),
+        (replace(AXES, tables=(replace(TAGS, scheme="zen"),)), "unknown scheme 'zen', expected one of auto, rows, "),
+        (replace(AXES, memory={"full_shard": True}), "memory={'full_shard': True}, expected a tulle.Memory"),
+        (replace(AXES, memory=Memory(full_shard="no")), "the plan has full_shard='no', expected True or False"),
     ],
 )
 def test_a_plan_that_does_not_fit_the_axes_is_refused(plan, text):

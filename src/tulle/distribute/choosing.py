@@ -174,6 +174,8 @@ def mesh_for(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], asked
         check_model(model, optimizer, whole)
         if isinstance(plan, os.PathLike) or (isinstance(plan, str) and plan.endswith(".json")):
             plan = Plan.load(plan)
+        if isinstance(plan, Plan):
+            plan.check_values()
     if asked.is_auto:
         plan = choose(model, as_optimizers(optimizer), whole, replace(asked, is_free=True))
     decided, asked = plan.plan if isinstance(plan, Chosen) else plan, replace(asked, plan=plan)

@@ -69,8 +69,12 @@ class Memory:
         """The same, if it can be.
 
         Raises:
-            PlanError: If it names a precision that is not known, or options that exclude one another.
+            PlanError: If it names a precision that is not known, has a flag that is none, or options that exclude one
+                another.
         """
+        for name in ("shard_optimizer", "full_shard"):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"the plan has {name}={getattr(self, name)!r}, expected True or False")
         if self.precision not in (None, *PRECISIONS):
             raise PlanError(
                 f"the plan has the precision {self.precision!r}, expected None or {' or '.join(PRECISIONS)}"

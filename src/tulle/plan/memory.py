@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tulle.errors import PlanError
 from tulle.memory import Memory
 from tulle.plan.entries import refuse_unknown
 
@@ -22,16 +21,9 @@ def memory_from_json(parsed: Mapping[str, Any]) -> Memory:
     """
     refuse_unknown(parsed, Memory)
     return Memory(
-        shard_optimizer=_flag(parsed, "shard_optimizer"),
-        full_shard=_flag(parsed, "full_shard"),
+        shard_optimizer=parsed.get("shard_optimizer", False),
+        full_shard=parsed.get("full_shard", False),
         recompute=tuple(str(name) for name in parsed.get("recompute", ())),
         offload=tuple(str(name) for name in parsed.get("offload", ())),
         precision=parsed.get("precision"),
     ).checked()
-
-
-def _flag(parsed: Mapping[str, Any], name: str) -> bool:
-    given = parsed.get(name, False)
-    if not isinstance(given, bool):
-        raise PlanError(f"the plan has {name}={given!r}, expected true or false")
-    return given

@@ -16,7 +16,7 @@ from tulle.plan.entries import refuse_unknown
 from tulle.plan.memory import memory_from_json
 from tulle.plan.prediction import MOST_NAMED, Prediction, some
 from tulle.plan.table_plan import TablePlan
-from tulle.sync import AUTO
+from tulle.sync import AUTO, check_scheme
 from tulle.tables import PLACEMENTS
 from tulle.whole_file import write_whole
 from tulle.workload import is_profile, network_from_json, network_to_json
@@ -31,6 +31,15 @@ SCHEDULES = (AT_STEP, AT_READ, AUTO)
 """When a replica is updated: in `optimizer.step()`, when somebody reads it afterwards, or which of these pays."""
 PIPELINE_SCHEDULES = ("1f1b", "eager-1f1b", "gpipe")
 """In which order a rank of axis `pipe` works on micro-batches; with several stages a rank they are interleaved."""
+
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "mesh": (Mapping, "sizes of axes by name"),
+    "tables": ((tuple, list), "a tuple of TablePlan"),
+    "stages": (Mapping, "stages of modules by name"),
+    "tensor_parallel": ((tuple, list), "a tuple of names"),
+    "memory": (Memory, "a tulle.Memory"),
+}
+"""What some fields of a plan must be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +231,27 @@ class Plan:
             prediction=Prediction.from_json(parsed["prediction"]) if parsed.get("prediction") else None,
         )
 
+    def check_values(self) -> None:
+        """Check what can be checked without mesh and model.
+
+        Raises:
+            PlanError: Naming what no plan can have.
+        """
+        for name, (kind, expected) in _KINDS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise PlanError(f"the plan has {name}={getattr(self, name)!r}, expected {expected}")
+        for table in self.tables:
+            if not isinstance(table, TablePlan):
+                raise PlanError(f"the plan has {table!r} among its tables, expected a TablePlan")
+            check_scheme(table.scheme, extra=(AUTO, *PLACEMENTS))
+        for name in ("bucket_bytes", "micro_batches", "stages_per_rank"):
+            _positive(getattr(self, name), name)
+        for name, stage in self.stages.items():
+            _stage(stage, name)
+        _one_of(SCHEDULES, self.schedule, "schedule")
+        _one_of(PIPELINE_SCHEDULES, self.pipeline_schedule, "pipeline_schedule")
+        self.memory.checked()
+
     def check(
         self,
         mesh: Mapping[str, int],
@@ -238,11 +268,7 @@ class Plan:
         Raises:
             PlanError: Naming what differs.
         """
-        _one_of(SCHEDULES, self.schedule, "schedule")
-        _one_of(PIPELINE_SCHEDULES, self.pipeline_schedule, "pipeline_schedule")
-        _positive(self.micro_batches, "micro_batches")
-        _positive(self.stages_per_rank, "stages_per_rank")
-        self.memory.checked()
+        self.check_values()
         if {name: size for name, size in self.mesh.items() if size > 1 or name in mesh} != dict(mesh):
             raise PlanError(f"the plan is for the mesh {dict(self.mesh)}, this one is {dict(mesh)}: make a plan for it")
         self._check_tables(tables)
@@ -266,8 +292,6 @@ class Plan:
 
     def _check_axes(self) -> None:
         """That what is said of an axis has one."""
-        for name, stage in self.stages.items():
-            _stage(stage, name)
         if self.stages and PIPE not in self.mesh:
             raise PlanError(f"the plan has stages, but its mesh has no axis {PIPE!r}: give tulle.init {PIPE}=")
         if self.tensor_parallel and MODEL not in self.mesh:
@@ -315,12 +339,12 @@ def _one_of(known: tuple[str, ...], given: str, name: str) -> str:
 
 
 def _positive(number: int, name: str) -> int:
-    if not isinstance(number, int) or number < 1:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise PlanError(f"the plan has {name}={number!r}, expected a positive number")
     return number
 
 
 def _stage(number: int, name: str) -> int:
-    if not isinstance(number, int) or number < 0:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise PlanError(f"the plan has {name!r} at stage {number!r}, expected a number from 0")
     return number
