@@ -113,9 +113,11 @@ def test_modules_that_repeat_are_found_outermost_first():
     assert list(repeated(model)) == ["blocks.0", "blocks.1"]
 
 
-def test_a_name_that_is_not_there_is_refused():
-    with pytest.raises(ModelError, match="was given 'x', but the Sequential has no module of that name"):
-        recompute(layers(), ["x"])
+@pytest.mark.parametrize("names", [["no"], "no"], ids=["several", "one"])
+def test_a_name_that_is_not_there_is_refused(names):
+    for save in (recompute, offload):
+        with pytest.raises(ModelError, match="was given 'no', but the Sequential has no module of that name"):
+            save(layers(), names)
 
 
 def test_a_class_that_nobody_uses_any_more_is_gone():

@@ -16,7 +16,7 @@ from profiles import profile_of
 from tulle import Plan
 from tulle.cost import Cost, Network
 from tulle.errors import PlanError
-from tulle.plan import BUCKET_BYTES, Memory, TablePlan
+from tulle.plan import BUCKET_BYTES, Memory, Space, TablePlan
 from tulle.sync import SCHEMES
 from tulle.workload import Profile
 
@@ -285,6 +285,18 @@ def test_a_plan_explains_what_it_does_along_each_axis():
         "stages (1f1b): by profile, 2 a rank",
         "split over axis model: all that is registered",
     ]
+
+
+def test_a_single_name_stands_for_a_list_of_it():
+    plan = Plan({"model": 2}, tensor_parallel="h.0", memory=Memory(recompute="h.0", offload=["h.1"]))
+    assert plan == Plan({"model": 2}, tensor_parallel=("h.0",), memory=Memory(recompute=("h.0",), offload=("h.1",)))
+    written = plan.to_json() | {"tensor_parallel": "h.0", "memory": {"recompute": "h.0", "offload": "h.1"}}
+    assert Plan.read(written) == plan
+    assert Space(schedules="step", pipeline_schedules="gpipe") == Space(
+        schedules=("step",), pipeline_schedules=("gpipe",)
+    )
+    with pytest.raises(TypeError, match="tulle was given 3, expected names, or one"):
+        Memory(recompute=3)
 
 
 def test_plans_say_what_differs():

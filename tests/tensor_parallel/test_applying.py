@@ -167,7 +167,10 @@ def test_what_cannot_be_selected_is_refused_by_name():
         tensor_parallel.register(3, split_gated)
     with pytest.raises(ModelError, match="sparse gradients, which is not split over a model axis"):
         tensor_parallel.apply(nn.Sequential(nn.Embedding(8, 2, sparse=True)), axis, select=["0"])
-    twice = tensor_parallel.apply(layers(), axis, select=["1"])
+    two = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tensor_parallel.apply(two, axis, smallest_bytes=0, leave="1")  # one name, not its letters
+    assert [len(one.weight) for one in two] == [2, 4]
+    twice = tensor_parallel.apply(layers(), axis, select="1")
     with pytest.raises(ModelError, match=r"^1\.self_attn was split before: call tensor_parallel\.apply once"):
         tensor_parallel.apply(twice, axis, select=["2"])
     with pytest.raises(ModelError, match=r"too short along dimension 0 for the 2 ranks"):

@@ -14,6 +14,7 @@ from torch import nn
 from tulle.errors import ModelError
 from tulle.memory.recompute import repeated
 from tulle.mesh import Mesh
+from tulle.names import as_names
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -45,7 +46,7 @@ def shard_fully(
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # half a second that others need not wait
 
     named = dict(model.named_modules())
-    chosen = list(repeated(model)) if modules is None else list(modules)
+    chosen = list(repeated(model)) if modules is None else list(as_names(modules))
     if missing := [name for name in chosen if name not in named]:
         raise ModelError(
             f"memory.shard_fully was given {missing[0]!r}, but the {type(model).__name__} has no module of that name"

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from tulle.memory.estimate import Estimate, Loss, estimate
 from tulle.memory.options import Memory
 from tulle.memory.recompute import repeated
+from tulle.names import as_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def lines(
         ('narrow', True)
     """
     plain = estimate(model, optimizer, sample, ranks=ranks, loss=loss)
-    names = tuple(repeated(model)) if recompute is None else tuple(recompute)
+    names = tuple(repeated(model)) if recompute is None else as_names(recompute)
     parameters_bytes = sum(p.nbytes for p in model.parameters())
     gathered_bytes = parameters_bytes * (ranks - 1) // ranks
     narrowed_bytes = gathered_bytes * torch.bfloat16.itemsize // next(model.parameters()).itemsize

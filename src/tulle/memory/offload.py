@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from tulle.derived import derived
 from tulle.errors import ModelError
 from tulle.memory.notes import Saved
+from tulle.names import as_names
 
 HORIZON = 4
 SMALLEST_BYTES = 1024 * 1024
@@ -176,7 +177,7 @@ def offload(
     Raises:
         ModelError: If the model has no such module.
     """
-    modules = dict(model.named_modules())
+    names, modules = as_names(names), dict(model.named_modules())
     if missing := [name for name in names if name not in modules]:
         raise ModelError(
             f"memory.offload was given {missing[0]!r}, but the {type(model).__name__} has no module of that name"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tulle.errors import PlanError
+from tulle.names import as_names
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """In which parameters can be kept, beside masters in their own dtype."""
@@ -35,6 +36,10 @@ class Memory:
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     precision: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "recompute", as_names(self.recompute))
+        object.__setattr__(self, "offload", as_names(self.offload))
 
     @property
     def narrow(self) -> torch.dtype | None:

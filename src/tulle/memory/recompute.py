@@ -24,6 +24,7 @@ from tulle.comm import gather_values
 from tulle.derived import derived
 from tulle.errors import ModelError
 from tulle.mesh import Axis
+from tulle.names import as_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ def recompute(model: nn.Module, names: Sequence[str]) -> None:
         ModelError: If the model has no such module.
     """
     modules = dict(model.named_modules())
-    for name in names:
+    for name in as_names(names):
         if name not in modules:
             raise ModelError(
                 f"memory.recompute was given {name!r}, but the {type(model).__name__} has no module of that name"

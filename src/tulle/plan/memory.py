@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tulle.memory import Memory
+from tulle.names import as_names
 from tulle.plan.entries import refuse_unknown
 
 
@@ -23,7 +24,7 @@ def memory_from_json(parsed: Mapping[str, Any]) -> Memory:
     return Memory(
         shard_optimizer=parsed.get("shard_optimizer", False),
         full_shard=parsed.get("full_shard", False),
-        recompute=tuple(str(name) for name in parsed.get("recompute", ())),
-        offload=tuple(str(name) for name in parsed.get("offload", ())),
+        recompute=tuple(map(str, as_names(parsed.get("recompute", ())))),
+        offload=tuple(map(str, as_names(parsed.get("offload", ())))),
         precision=parsed.get("precision"),
     ).checked()

@@ -12,6 +12,7 @@ from typing import Any
 from tulle.cost import Network
 from tulle.errors import PlanError
 from tulle.memory import Memory
+from tulle.names import as_names
 from tulle.plan.entries import refuse_unknown
 from tulle.plan.memory import memory_from_json
 from tulle.plan.prediction import MOST_NAMED, Prediction, some
@@ -36,7 +37,6 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "mesh": (Mapping, "sizes of axes by name"),
     "tables": ((tuple, list), "a tuple of TablePlan"),
     "stages": (Mapping, "stages of modules by name"),
-    "tensor_parallel": ((tuple, list), "a tuple of names"),
     "memory": (Memory, "a tulle.Memory"),
 }
 """What some fields of a plan must be."""
@@ -88,6 +88,9 @@ class Plan:
     tensor_parallel: tuple[str, ...] = ()
     memory: Memory = field(default_factory=Memory)
     prediction: Prediction | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensor_parallel", as_names(self.tensor_parallel))
 
     @property
     def schemes(self) -> dict[str, str]:
@@ -226,7 +229,7 @@ class Plan:
                 PIPELINE_SCHEDULES, parsed.get("pipeline_schedule", PIPELINE_SCHEDULES[0]), "pipeline_schedule"
             ),
             micro_batches=_positive(int(parsed.get("micro_batches", 1)), "micro_batches"),
-            tensor_parallel=tuple(str(name) for name in parsed.get("tensor_parallel", ())),
+            tensor_parallel=tuple(map(str, as_names(parsed.get("tensor_parallel", ())))),
             memory=memory_from_json(parsed.get("memory", {})),
             prediction=Prediction.from_json(parsed["prediction"]) if parsed.get("prediction") else None,
         )

@@ -9,6 +9,7 @@ from itertools import combinations, pairwise
 
 from tulle.errors import PlanError
 from tulle.memory import Memory
+from tulle.names import as_names
 from tulle.plan.plan import AT_READ, AT_STEP, BUCKET_BYTES, MODEL, PIPE
 from tulle.plan.work import AXES, DATA
 from tulle.workload import Profile
@@ -48,6 +49,10 @@ class Space:
     pipeline_schedules: tuple[str, ...] = ("1f1b",)
     buckets_bytes: tuple[int, ...] = BUCKETS_BYTES
     shares_with_tables: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "schedules", as_names(self.schedules))
+        object.__setattr__(self, "pipeline_schedules", as_names(self.pipeline_schedules))
 
     def meshes(self, ranks: int, profile: Profile) -> list[dict[str, int]]:
         """All arrangements of ranks that the model can use.

@@ -11,6 +11,7 @@ from torch.nn.modules import module as hooks
 
 from tulle.errors import ModelError
 from tulle.mesh import Axis
+from tulle.names import as_names
 from tulle.tensor_parallel.check import check_equal
 from tulle.tensor_parallel.loss import CausalLoss
 from tulle.tensor_parallel.registry import factory_of
@@ -71,7 +72,7 @@ def apply(  # noqa: PLR0913 - what is split, how, and its check
     """
     if check and sample is None:
         raise ModelError("tensor_parallel.apply was given check=True without a sample: give one batch as sample=")
-    walk = Walk(axis, moves_of(select), sequence, smallest_bytes, leave)
+    walk = Walk(axis, moves_of(select), sequence, smallest_bytes, as_names(leave))
     if axis.size > 1:
         with check_equal(model, axis, sample if check else None):
             _split([model], walk)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tulle.errors import ModelError
 from tulle.mesh import Axis
+from tulle.names import as_names
 from tulle.tensor_parallel.attention import SplitAttention
 from tulle.tensor_parallel.dropout import OwnRandomness, SplitDropout
 from tulle.tensor_parallel.embedding import VocabularyEmbedding
@@ -64,7 +65,7 @@ class Splitter:
             names: Arguments that come as activations do between layers.
             whole: Arguments that are whole on every rank in any case.
         """
-        regions = {name: self.region for name in names} | {name: self.whole_region for name in whole}
+        regions = {name: self.region for name in names} | {name: self.whole_region for name in as_names(whole)}
         module.register_forward_pre_hook(Entrance(module, regions), with_kwargs=True)
 
     def leave(self, module: nn.Module) -> None:

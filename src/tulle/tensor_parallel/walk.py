@@ -11,6 +11,7 @@ from torch import nn
 
 from tulle.errors import ModelError
 from tulle.mesh import Axis
+from tulle.names import as_names
 from tulle.tensor_parallel.placement import placements_of
 from tulle.tensor_parallel.readers import read_past
 from tulle.tensor_parallel.region import Sequences
@@ -137,7 +138,7 @@ class Walk:
         for number, layer in enumerate(layers):
             self._split_in_stack(layer, f"{_join(name, stack.layers)}.{number}", dim)
         last = layers[-1]
-        for part in stack.final:
+        for part in as_names(stack.final):
             if (found := getattr(stack_module, part, None)) is not None:
                 last = found
                 self.to.within(_join(name, part), sequence_dim=dim).norm(found)
@@ -233,7 +234,7 @@ def moves_of(select: Select | None) -> Mapping[str, str]:
     """
     if select is None:
         return {}
-    moves = dict(select) if isinstance(select, Mapping) else dict.fromkeys(select, AUTO)
+    moves = dict(select) if isinstance(select, Mapping) else dict.fromkeys(as_names(select), AUTO)
     for pattern, move in moves.items():
         if move not in MOVES:
             raise ModelError(f"select says {move!r} for {pattern!r}, expected one of {', '.join(MOVES)}")
