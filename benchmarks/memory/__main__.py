@@ -30,7 +30,7 @@ def main() -> None:
     rows: list[Row] = []
     for _ in range(options.rounds):
         for ranks in options.ranks:
-            ways = [way for way in WAYS if ranks > 1 or way in ("nothing", "narrow", "recompute")]
+            ways = [way for way in WAYS if ranks > 1 or way in ("nothing", "precision", "recompute")]
             rows += [one(ranks, way) for way in ways]
     model = {"words": WORDS, "width": WIDTH, "layers": LAYERS, "length": LENGTH, "samples": SAMPLES}
     machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}

@@ -22,7 +22,7 @@ from tulle.mesh import Mesh
 WORDS, WIDTH, HEADS, LAYERS, LENGTH, SAMPLES = 8_192, 256, 8, 8, 128, 4
 """Of a rank's batch: as many samples as these, whatever the number of ranks."""
 STEPS = 5
-WAYS = ("nothing", "shard_optimizer", "fully_shard", "narrow", "recompute", "tensor_parallel", "everything")
+WAYS = ("nothing", "shard_optimizer", "full_shard", "precision", "recompute", "tensor_parallel", "everything")
 
 
 class Language(nn.Module):
@@ -104,9 +104,9 @@ def options_of(way: str) -> memory.Memory:
     """What a way stands for."""
     everything = way == "everything"
     return memory.Memory(
-        shard_optimizer=way in ("shard_optimizer", "narrow") or everything,
-        full_shard=way == "fully_shard",
-        precision="bf16" if way == "narrow" else None,
+        shard_optimizer=way in ("shard_optimizer", "precision") or everything,
+        full_shard=way == "full_shard",
+        precision="bf16" if way == "precision" else None,
         recompute=tuple(f"encoder.layers.{n}" for n in range(LAYERS)) if way == "recompute" or everything else (),
     )
 

@@ -121,7 +121,7 @@ def test_each_option_is_a_line_with_its_saving_and_its_price():
     assert found["shard_optimizer"].sent_bytes == sum(p.nbytes for p in model.parameters()) * 3 // 4
     assert "forward of 4 modules runs twice" in str(found["recompute"])
     # bfloat16 halves the bytes of the gradients' all-reduce, 2 (n - 1) / n, and adds an all-gather, (n - 1) / n.
-    assert found["narrow"].sent_bytes == -(sum(p.nbytes for p in model.parameters()) * 3 // 8)
+    assert found["precision"].sent_bytes == -(sum(p.nbytes for p in model.parameters()) * 3 // 8)
 
 
 def test_the_model_its_optimizer_and_the_random_numbers_stay_as_they_were():

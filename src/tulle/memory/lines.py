@@ -20,7 +20,7 @@ class Line:
     """One option, against none.
 
     Args:
-        option: Its name.
+        option: Its name in `Memory`.
         options: The same as `estimate` takes it.
         estimate: With it alone.
         saving_bytes: Of the peak.
@@ -67,7 +67,7 @@ def lines(
         >>> optimizer = torch.optim.Adam(model.parameters())
         >>> best = lines(model, optimizer, torch.ones(2, 64), ranks=4)[0]
         >>> best.option, best.saving_bytes > 0
-        ('narrow', True)
+        ('precision', True)
     """
     plain = estimate(model, optimizer, sample, ranks=ranks, loss=loss)
     names = tuple(repeated(model)) if recompute is None else as_names(recompute)
@@ -77,9 +77,9 @@ def lines(
     narrow = Memory(shard_optimizer=True, precision="bf16")
     offers = [
         ("shard_optimizer", Memory(shard_optimizer=True), gathered_bytes, "exact"),
-        ("fully_shard", Memory(full_shard=True), gathered_bytes, "exact; layers wait for their parameters"),
+        ("full_shard", Memory(full_shard=True), gathered_bytes, "exact; layers wait for their parameters"),
         ("recompute", Memory(recompute=names), 0, f"exact; forward of {len(names)} modules runs twice"),
-        ("narrow", narrow, narrowed_bytes - gathered_bytes, "bfloat16 where float32 was"),
+        ("precision", narrow, narrowed_bytes - gathered_bytes, "bfloat16 where float32 was"),
     ]
     found: list[Line] = []
     for option, options, sent_bytes, price in offers:
