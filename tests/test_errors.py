@@ -9,6 +9,7 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ import mortal
 import tulle
 from models import Words, batches, build
 from ranks import on_ranks
+from tulle.cost import Network
 from tulle.errors import GradientError, MeshError, ModelError, PlanError, TulleError
 
 
@@ -186,8 +188,19 @@ def test_a_plan_that_no_mesh_can_have():
 def test_ranks_with_different_plans():
     mesh = tulle.init(data=-1)
     model = build(Words, 0)
-    with every_rank_raises(PlanError, f"rank {last()} was given the plan "):
-        tulle.distribute(model, sgd(model), mesh, plan="densify" if mesh.rank == last() else "auto")
+    plain = tulle.Plan({"data": mesh.size})
+    network = Network(latency_s=1e-4, bandwidth_bytes_per_s=1e9)
+    apart = {
+        "a plan, rank 0 'auto' with wire_dtype=None: give all": ("densify", "auto"),
+        "another plan than rank 0, bucket_bytes: 8 against 26214400; micro_batches: 2 against 1: give": (
+            replace(plain, bucket_bytes=8, micro_batches=2),
+            plain,
+        ),
+        "the plan of rank 0 with another network: give all ranks the same": (replace(plain, network=network), plain),
+    }
+    for text, (lasts, others) in apart.items():
+        with every_rank_raises(PlanError, f"rank {last()} was given {text}"):
+            tulle.distribute(model, sgd(model), mesh, plan=lasts if mesh.rank == last() else others)
 
 
 # Model and optimizer.

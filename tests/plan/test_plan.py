@@ -306,6 +306,9 @@ def test_plans_say_what_differs():
         "stages: {'embed': 0, 'h.0': 0, 'h.1': 1} against {}",
         f"memory: {AXES.memory} against {Memory()}",
     ]
+    assert AXES.diff(replace(AXES, stages={"embed": 0, "h.0": 1})) == [
+        "stages: {'h.0': 0, 'h.1': 1} against {'h.0': 1}",
+    ]
 
 
 @pytest.mark.parametrize(

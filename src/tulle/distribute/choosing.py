@@ -34,6 +34,8 @@ ANEW = "anew"
 """As a plan: `"auto"`, but what was kept of an earlier run does not count."""
 MAKE_ANEW = "TULLE_ANEW"
 """Set by `tulle run --anew`: `"auto"` is `"anew"`."""
+_SHOWN = 5
+"""Of what two plans do differently."""
 _OFFER = "everything is chosen, from a profile that takes seconds, if sample= is a batch that the model trains on"
 logger = logging.getLogger("tulle")
 
@@ -105,13 +107,21 @@ class Chosen:
     key: str = ""
 
 
-def _beside(plan: object, other: object) -> object:
-    """Of a plan as JSON, what is not alike in another."""
-    if isinstance(plan, dict) and isinstance(other, dict):
-        return {key: _beside(value, other.get(key)) for key, value in plan.items() if value != other.get(key)}
-    if isinstance(plan, list) and isinstance(other, list):
-        return [value for value in plan if value not in other]
-    return plan
+def _apart(given: Any, first: Any, rank: int) -> str:
+    """How what a rank was given, a plan as JSON or a word with the dtype on the wire, differs from what rank 0 was."""
+    if not (isinstance(given, dict) and isinstance(first, dict)):
+        shown = [
+            "a plan" if isinstance(one, dict) else f"{one[0]!r} with wire_dtype={one[1]}" for one in (given, first)
+        ]
+        return f"rank {rank} was given {shown[0]}, rank 0 {shown[1]}"
+    lines = Plan.from_json(given).diff(Plan.from_json(first))
+    measured = ", ".join(name for name, value in given.items() if value != first[name])
+    more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return (
+        f"rank {rank} was given another plan than rank 0, {'; '.join(lines[:_SHOWN])}{more}"
+        if lines
+        else f"rank {rank} was given the plan of rank 0 with another {measured}"
+    )
 
 
 def in_force(plan: Plan, engine: DataParallel) -> Plan:
@@ -142,11 +152,7 @@ def choose(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, asked:
     )
     for rank, (other, _) in enumerate(heard):
         if other != heard[0][0]:
-            first = heard[0][0]
-            raise PlanError(
-                f"rank {rank} was given the plan {_beside(other, first)}, rank 0 {_beside(first, other)}: "
-                "give all ranks the same"
-            )
+            raise PlanError(f"{_apart(other, heard[0][0], rank)}: give all ranks the same")
     sample = asked.sample if all(has_sample for _, has_sample in heard) else None
     chosen = given or _chosen(model, optimizers, mesh, replace(asked, sample=sample))
     plan = replace(chosen.plan, wire_dtype=wire_name)

@@ -131,10 +131,10 @@ class Plan:
             ["mesh: {'data': 2} against {'data': 4}", 'micro_batches: 1 against 8']
         """
         lines = [
-            f"{one.name}: {getattr(self, one.name)} against {getattr(other, one.name)}"
+            f"{one.name}: {_beside(mine, theirs)} against {_beside(theirs, mine)}"
             for one in fields(self)
             if one.name not in ("tables", "network", "offers", "prediction")
-            and getattr(self, one.name) != getattr(other, one.name)
+            and (mine := getattr(self, one.name)) != (theirs := getattr(other, one.name))
         ]
         mine, theirs = self.schemes, other.schemes
         for name in dict.fromkeys([*mine, *theirs]):
@@ -328,6 +328,13 @@ class Plan:
         if self.mesh.get(MODEL, 1) > 1:
             lines.append(f"split over axis {MODEL}: {some(self.tensor_parallel) or 'all that is registered'}")
         return lines
+
+
+def _beside(one: object, other: object) -> object:
+    """Of a mapping the entries that are not alike in another; all else as it is."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return {key: value for key, value in one.items() if key not in other or other[key] != value}
+    return one
 
 
 def _ends(names: Sequence[str]) -> str:
