@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
 import tulle
-from tulle.errors import ModelError
+from tulle.errors import MeshError, ModelError
 from tulle.memory.estimate import default_loss
 from tulle.pipeline.calls import watch
 from tulle.pipeline.profile import profile as profile_pieces
@@ -323,3 +323,23 @@ def test_a_forward_that_needs_gradients_is_profiled_and_what_asks_for_them_is_no
 
 def test_lookups_of_a_forward_that_hooks_gradients_are_seen():
     assert rows_touched(Hooked(), torch.ones(2, 4)) == {}
+
+
+def test_arguments_of_other_kinds_and_samples_that_the_model_does_not_take_are_refused_by_name():
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 1))
+    optimizer, sample, mesh = torch.optim.SGD(model.parameters(), lr=0.1), torch.tensor([1]), tulle.init(data=1)
+    bare = "a Sequential could not be profiled on the sample, a str without a tensor, because "
+    refusals = {
+        bare: (model, optimizer, "abc"),
+        "given a SGD as model, expected a torch.nn.Module": (optimizer, model, sample),
+        "given a generator as optimizer, expected": (model, model.parameters(), sample),
+        "given a int as optimizer, expected": (model, [optimizer, 3], sample),
+        "given a dict as mesh, expected what tulle.init returns": (model, optimizer, sample, {"data": 1}),
+    }
+    for text, arguments in refusals.items():
+        with pytest.raises((MeshError, ModelError), match=text):
+            tulle.profile(*arguments)
+    with pytest.raises(ModelError, match="given loss='mean', expected a function"):
+        tulle.profile(model, optimizer, sample, loss="mean")
+    with pytest.raises(ModelError, match=bare):
+        tulle.plan(model, optimizer, mesh, sample="abc")

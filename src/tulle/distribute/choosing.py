@@ -26,6 +26,7 @@ from tulle.placing import placements_of, tables_of
 from tulle.plan import Candidate, Plan, PlanLike, plan_as_given, plan_by_cost, plan_for_later
 from tulle.plan.choice import Shapes
 from tulle.profiling import sparse_tables, trained_tables
+from tulle.profiling.refusals import together
 from tulle.profiling.tables import looked_up
 from tulle.softmax import offers
 from tulle.sync import AUTO, Table, WireDtype, as_wire_dtype, gather_presence
@@ -228,7 +229,7 @@ def _measure(
 ) -> dict[str, Candidate]:
     """What the gradients of the tables look like on all ranks, and how each can be split."""
     modules = trained_tables(model)
-    seen = looked_up(model, sample)
+    seen = together(lambda: looked_up(model, sample), model, sample, axis)
     told = gather_values({name: (len(one.rows), one.is_read) for name, one in seen.items()}, axis, label="rows touched")
     heard = [{name: rows for name, (rows, _) in of_rank.items()} for of_rank in told]
     read = {name for of_rank in told for name, (_, is_read) in of_rank.items() if is_read}

@@ -10,18 +10,17 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tulle.comm import gather_values, probe, raise_together
+from tulle.comm import gather_values, probe
 from tulle.deferred import is_deferred
-from tulle.errors import ModelError, TulleError, raised_in
 from tulle.memory.estimate import default_loss
 from tulle.mesh import Axis, Mesh, axis_of
 from tulle.pipeline import Piece
@@ -37,6 +36,7 @@ from tulle.profiling.calls import with_run_time
 from tulle.profiling.counts import Counts, count
 from tulle.profiling.machine import NOMINAL, measure_cluster, memory_bytes
 from tulle.profiling.optimizer import optimizer_profile, tried
+from tulle.profiling.refusals import check_arguments, together
 from tulle.profiling.samples import samples_in
 from tulle.profiling.splits import splits
 from tulle.profiling.steps import Loss, Twin
@@ -51,7 +51,6 @@ _BACKWARD_SHARE = 2 / 3
 """Of forward and backward together, where only their sum is known: a matrix product has two in backward."""
 NOWHERE = Cluster(1, 1, Machine(1.0, 1.0), NOMINAL)
 _LABEL = "the profile"
-T = TypeVar("T")
 logger = logging.getLogger("tulle")
 
 
@@ -81,8 +80,9 @@ def profile(
         loss: From the model's result to the loss; None for its `loss`, or else the sum of what it gives.
 
     Raises:
-        ModelError: On every rank, if the model does not run on the samples, has a ScriptModule, or puts other modules
-            in place of its own when it runs.
+        ModelError: On every rank, if model, optimizer or loss is none, the model does not run on the samples, has a
+            ScriptModule, or puts other modules in place of its own when it runs.
+        MeshError: If the mesh is none.
 
     Example:
         >>> import torch, tulle
@@ -91,6 +91,7 @@ def profile(
         >>> [module.name for module in found.modules], found.tables[0].stream, found.tables[0].tokens
         (['0', '1'], ((tensor([1, 2]),),), 3.0)
     """
+    check_arguments(model, optimizer, mesh, loss)
     refuse_scripted(model)  # alike on all ranks
     axis = _alone() if mesh is None else _everyone(mesh)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
@@ -180,14 +181,16 @@ class _Prepared:
 def _in_steps(
     model: nn.Module, optimizers: Sequence[Optimizer], samples: Sequence[object], axis: Axis, loss: Loss
 ) -> Profile:
-    prepared = _together(lambda: _prepare(model, optimizers, samples, loss, is_first=axis.rank == 0), model, axis)
+    prepared = together(
+        lambda: _prepare(model, optimizers, samples, loss, is_first=axis.rank == 0), model, samples[0], axis
+    )
     twin = prepared.twin
     pieces = gather_values(prepared.pieces, axis, label=_LABEL)[0]
     assert pieces is not None, "rank 0 has cut the model"
-    counts = _together(lambda: _count(twin, pieces.names), model, axis)
+    counts = together(lambda: _count(twin, pieces.names), model, samples[0], axis)
     times = timed(twin, pieces.names, axis)
     fixed = fixed_share(twin, axis)
-    optimizer = _together(lambda: optimizer_profile(twin, times.update_s), model, axis)
+    optimizer = together(lambda: optimizer_profile(twin, times.update_s), model, samples[0], axis)
     owners = _owners(model, pieces.names)
     tables = table_profiles(model, optimizers, prepared.looks, owners, axis)
     dense_bytes, frozen_bytes = _bytes_of_pieces(model, owners, {table.name for table in tables})
@@ -261,7 +264,7 @@ def _without_memory(
 ) -> Profile:
     """Each module alone, lent some memory while it runs; what is computed between modules is not seen."""
     del loss  # of no module
-    measured = _together(lambda: profile_pieces(model, samples[0], axis, STAGES), model, axis)
+    measured = together(lambda: profile_pieces(model, samples[0], axis, STAGES), model, samples[0], axis)
     pieces, calls = gather_values(measured, axis, label=_LABEL)[0]
     cut = _Pieces.of(pieces, calls)
     owners = _owners(model, cut.names)
@@ -280,7 +283,7 @@ def _without_memory(
         )
         for piece, reads in zip(pieces, cut.reads, strict=True)
     )
-    optimizer = _together(lambda: tried(optimizers), model, axis)
+    optimizer = together(lambda: tried(optimizers), model, samples[0], axis)
     parameters_bytes = sum(parameter.nbytes for parameter in model.parameters())
     step_s = sum(piece.time_s for piece in pieces) + optimizer.step_s_per_byte * parameters_bytes
     return Profile("", 0, modules, tables, optimizer, NOWHERE, step_s, between=cut.between)
@@ -306,21 +309,3 @@ def _bytes_of_pieces(
         if name not in tables:
             (trained if parameter.requires_grad else frozen)[owners[name]] += parameter.nbytes
     return trained, frozen
-
-
-def _together(work: Callable[[], T], model: nn.Module, axis: Axis) -> T:
-    """What some work on every rank gives; raises on all ranks what it raises on any."""
-    error: TulleError | None = None
-    result: T | None = None
-    try:
-        result = work()
-    except TulleError as found:
-        error = found
-    except Exception as found:
-        error = ModelError(
-            f"a {type(model).__name__} could not be profiled on the sample, because {type(found).__name__}: {found}"
-            f"{raised_in(found)}. Give a sample as the model is called with it, and loss= if it does not return a loss"
-        )
-        error.__cause__ = found
-    raise_together(error, axis, label=_LABEL)
-    return cast("T", result)

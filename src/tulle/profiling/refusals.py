@@ -1,0 +1,70 @@
+"""What cannot be profiled, told on every rank alike: arguments that are none, a model that does not run on a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tulle.comm import raise_together
+from tulle.errors import MeshError, ModelError, TulleError, raised_in
+from tulle.mesh import Axis, Mesh
+from tulle.profiling.samples import apart
+
+LABEL = "the profile"
+T = TypeVar("T")
+
+
+def check_arguments(model: object, optimizer: object, mesh: object, loss: object) -> None:
+    """Check what a profile was given, but for the sample, which may be anything that the model takes.
+
+    Raises:
+        ModelError: Saying what was given and what was expected.
+        MeshError: Of the mesh.
+    """
+    optimizers = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    wrong = [one for one in optimizers if not isinstance(one, Optimizer)]
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"tulle.profile was given a {type(model).__name__} as model, expected a torch.nn.Module")
+    if wrong:
+        raise ModelError(
+            f"tulle.profile was given a {type(wrong[0]).__name__} as optimizer, "
+            "expected a torch.optim.Optimizer or a list of them"
+        )
+    if not (mesh is None or isinstance(mesh, Mesh)):
+        raise MeshError(f"tulle.profile was given a {type(mesh).__name__} as mesh, expected what tulle.init returns")
+    if not (loss is None or callable(loss)):
+        raise ModelError(f"tulle.profile was given loss={loss!r}, expected a function from the model's result to it")
+
+
+def together(work: Callable[[], T], model: nn.Module, sample: object, axis: Axis) -> T:
+    """What some work on every rank gives; raises on all what it raises on any. Every rank of the axis must call it.
+
+    Args:
+        work: Runs the model.
+        model: Named by the error, with where in its code it was.
+        sample: On which it runs.
+        axis: Of these ranks.
+
+    Raises:
+        ModelError: If the work raises what is no error of tulle's.
+    """
+    error: TulleError | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except TulleError as found:
+        error = found
+    except Exception as found:
+        has_tensors = any(isinstance(leaf, Tensor) for leaf in apart(sample)[0])
+        shown = "" if has_tensors else f", a {type(sample).__name__} without a tensor"
+        error = ModelError(
+            f"a {type(model).__name__} could not be profiled on the sample{shown}, because {type(found).__name__}: "
+            f"{found}{raised_in(found)}. Give a sample as the model is called with it, and loss= if it does not return "
+            "a loss"
+        )
+        error.__cause__ = found
+    raise_together(error, axis, label=LABEL)
+    return cast("T", result)
