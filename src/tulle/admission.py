@@ -13,6 +13,7 @@ from tulle.engine import engine_of
 from tulle.errors import ModelError
 from tulle.mesh import Mesh
 from tulle.tables import table_modules
+from tulle.traits import attribute_of
 
 O = TypeVar("O", bound=Optimizer | Sequence[Optimizer])  # noqa: E741
 
@@ -45,7 +46,7 @@ def check_model(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], me
         raise ModelError("the model is wrapped in DistributedDataParallel, expected a plain one: give model.module")
     if isinstance(model, torch.jit.ScriptModule):
         raise ModelError("the model is a ScriptModule, expected a plain torch.nn.Module: script what it is made of")
-    if hasattr(model, "no_sync"):
+    if attribute_of(model, "no_sync") is not None:
         raise ModelError(
             f"{type(model).__name__} has a no_sync of its own, which tulle.distribute would hide: rename it, or give "
             "the plain model within"

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SparseAdam
 
 ELEMENTWISE = (SGD, ASGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, SparseAdam)
 """Optimizers that treat every element by itself, so that a part of a parameter is updated as in the whole."""
+
+
+def attribute_of(owner: object, name: str) -> Any:
+    """An attribute that may not be there, None then: also where a user's `__getattr__` raises what it should not.
+
+    Example:
+        >>> class Wrapper(nn.Module):
+        ...     def __getattr__(self, name):
+        ...         return self._modules[name]  # a KeyError, where Python's own look-ups expect an AttributeError
+        >>> attribute_of(Wrapper(), "no_sync")
+    """
+    try:
+        return getattr(owner, name, None)
+    except Exception:  # `suppress` takes longer than the look-up
+        return None
 
 
 def makes_weights(module: nn.Module) -> bool:

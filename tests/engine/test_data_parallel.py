@@ -478,3 +478,31 @@ def test_parameters_are_kept_in_step_as_long_as_their_optimizer_is_there_and_not
     assert mean_gradient(weight, mesh) == mesh.rank
     with pytest.raises(ModelError, match=r"SGD was to step a parameter of shape \[2, 2\] .* nobody holds any more"):
         torch.optim.SGD([weight], lr=0.1).step()
+
+
+class Wrapper(nn.Module):
+    """Looks attributes up in a way of its own, with errors of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(2, 1)
+
+    def __getattr__(self, name: str) -> nn.Module:
+        return self._modules[name]  # a KeyError, where there is none
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+@on_ranks(2)
+def test_a_model_whose_attributes_raise_errors_of_their_own(tmp_path):
+    mesh = tulle.init(data=-1)
+    model = Wrapper()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    tulle.distribute(model, optimizer, mesh)
+    before = model.body.weight.detach().clone()
+    model(torch.full((1, 2), float(mesh.rank))).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(before - model.body.weight, torch.full((1, 2), 0.5))
+    tulle.save(tmp_path / "checkpoint", model, optimizer)
+    tulle.load(tmp_path / "checkpoint", model, optimizer)

@@ -14,6 +14,7 @@ from tulle.errors import CheckpointError
 from tulle.memory import named_shards, state_of_shards
 from tulle.tables.split import split_of
 from tulle.tensor_parallel import placements, state_of_parts
+from tulle.traits import attribute_of
 
 
 class Standing:
@@ -98,7 +99,7 @@ class Standing:
 def _check_savers(model: nn.Module) -> None:
     """Refuse modules of which this rank has parts that `distribute` did not make, as those of named dimensions."""
     for name, module in model.named_modules():
-        saver = getattr(module, "saved_with", None)
+        saver = attribute_of(module, "saved_with")
         if isinstance(saver, str):
             raise CheckpointError(
                 f"the module {name!r} ({type(module).__name__}) has parts of its parameters on each rank, of which "

@@ -19,6 +19,7 @@ from tulle.deferred.record import Record, View, record_of, was_changed
 from tulle.deferred.replay import Giver, Replay, Taker
 from tulle.errors import ModelError
 from tulle.mesh import Axis
+from tulle.traits import attribute_of
 
 
 @contextmanager
@@ -198,7 +199,7 @@ def _resets(model: nn.Module, wanted: Collection[str]) -> Record:
     record = Record()
     with record:
         for module in _children_first(model):
-            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            reset = attribute_of(module, "reset_parameters") or attribute_of(module, "_reset_parameters")
             if callable(reset) and any(tensor.device.type == "meta" for tensor in _tensors(module).values()):
                 reset()
     filled = {memory for call in record.calls for memory in call.changed}

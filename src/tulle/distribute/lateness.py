@@ -14,7 +14,7 @@ from tulle.distribute.axes import Axes
 from tulle.plan import AT_STEP, Plan
 from tulle.plan.lateness import schedule_by_cost
 from tulle.sync import AUTO
-from tulle.traits import ELEMENTWISE
+from tulle.traits import ELEMENTWISE, attribute_of
 
 
 def with_schedule(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) -> Plan:
@@ -38,5 +38,7 @@ def can_wait(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], axes
 
 def _is_compiled(module: nn.Module) -> bool:
     """By TorchScript, `module.compile()` or `torch.compile(module)`."""
-    by_compiler = getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+    by_compiler = (
+        getattr(module, "_compiled_call_impl", None) is not None or attribute_of(module, "_orig_mod") is not None
+    )
     return by_compiler or isinstance(module, torch.jit.ScriptModule)

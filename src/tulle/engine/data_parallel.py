@@ -43,6 +43,7 @@ from tulle.engine.turns import Turns, best_piece_bytes
 from tulle.mesh import Axis
 from tulle.sync import Choice
 from tulle.tables import TableModule, table_modules, table_of
+from tulle.traits import attribute_of
 
 GROUPED_BYTES = FIRST_BUCKET_BYTES
 """Tables travel apart if dense gradients of at least so many bytes come between theirs."""
@@ -374,7 +375,7 @@ def _is_joined(axis: Axis) -> bool:
 
 def engine_of(owner: nn.Module | Tensor) -> DataParallel | None:
     """The engine that keeps a model, or one parameter, in step, or None."""
-    found: DataParallel | Tie[DataParallel] | None = getattr(owner, ENGINE, None)
+    found: DataParallel | Tie[DataParallel] | None = attribute_of(owner, ENGINE)
     return found() if isinstance(found, Tie) else found
 
 

@@ -19,6 +19,7 @@ from tulle.pipeline.placeholder import is_about_shape
 from tulle.pipeline.recompute import intercept_functions, is_within_function
 from tulle.pipeline.trial import trial
 from tulle.pipeline.unfit import kinds_of, refuse_replaced
+from tulle.traits import attribute_of
 
 
 @dataclass(slots=True)
@@ -111,7 +112,7 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
 
 def _is_compiled(module: nn.Module) -> bool:
     """By `module.compile()` or `torch.compile(module)`."""
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+    return module._compiled_call_impl is not None or attribute_of(module, "_orig_mod") is not None
 
 
 def _uncompiled() -> AbstractContextManager[object]:

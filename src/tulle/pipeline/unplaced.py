@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from tulle.pipeline.losses import is_backward, scaled
 from tulle.pipeline.run import Step
 from tulle.pipeline.structure import flatten, rebuild
+from tulle.traits import attribute_of
 
 
 def one_by_one(step: Step) -> list[Any]:
@@ -23,7 +24,7 @@ def one_by_one(step: Step) -> list[Any]:
     for index, ((args, kwargs), share) in enumerate(zip(step.calls, step.shares, strict=True)):
         with ExitStack() as stack:
             for model in step.models if index < len(step) - 1 else ():
-                if (no_sync := getattr(model, "no_sync", None)) is not None:
+                if (no_sync := attribute_of(model, "no_sync")) is not None:
                     stack.enter_context(no_sync())
             stack.enter_context(_Scaled(share))
             leaves, spec = flatten(step.function(*args, **kwargs))

@@ -16,6 +16,7 @@ from tulle.tensor_parallel.check import check_equal
 from tulle.tensor_parallel.loss import CausalLoss
 from tulle.tensor_parallel.registry import factory_of
 from tulle.tensor_parallel.walk import Select, Walk, held_by_unknown, is_small, moves_of
+from tulle.traits import attribute_of
 
 SMALLEST_BYTES = 1024 * 1024
 """A layer that stands alone is split from this size on: below, what travels costs more than it saves."""
@@ -149,6 +150,6 @@ def _split(models: Sequence[nn.Module], walk: Walk) -> None:
         walk.start(model)
     walk.finish(models)
     for model in models:
-        loss = getattr(model, "loss_function", None)
+        loss = attribute_of(model, "loss_function")
         if walk.split_scores and getattr(loss, "__name__", "") == "ForCausalLMLoss":
             setattr(model, "loss_function", CausalLoss(walk.axis))  # noqa: B010 - a property of transformers' class
