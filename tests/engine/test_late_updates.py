@@ -1,5 +1,6 @@
 """Updates that wait until parameters are read: the numbers of one process, whoever looks at what and when."""
 
+import atexit
 import copy
 import gc
 import pickle
@@ -7,10 +8,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import (
@@ -31,6 +34,7 @@ from torch.optim import (
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import models
+import mortal
 import tulle
 from gigabit import give_network
 from models import Dense, Words, batches, build, worst_difference
@@ -621,3 +625,26 @@ def test_a_step_that_fails_has_done_nothing_and_can_be_done_again(is_done_again)
 
 def fail_of_memory(*_: object) -> None:
     raise RuntimeError("out of memory")
+
+
+def leave_with_an_update_on_the_way(folder: Path) -> None:
+    mesh = tulle.init(data=-1)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tulle.distribute(model, optimizer, mesh, plan=tulle.Plan(mesh.shape, schedule="read"))
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    make_all_true = LateUpdates.make_all_true
+
+    def note(updates: LateUpdates) -> None:
+        (folder / f"left-{mesh.rank}").write_text(f"{len(updates._waiting)} on the way, {dist.is_initialized()}")
+        make_all_true(updates)
+
+    LateUpdates.make_all_true = note
+    atexit._run_exitfuncs()  # as the interpreter's end does, which a forked process does not come to
+
+
+def test_what_is_on_the_way_at_the_end_is_awaited_before_process_groups_end(tmp_path):
+    with mortal.start(leave_with_an_update_on_the_way, tmp_path, ranks=2) as processes:
+        assert mortal.join(processes) == [0, 0]
+    assert [(tmp_path / f"left-{rank}").read_text() for rank in (0, 1)] == ["1 on the way, True"] * 2

@@ -140,6 +140,8 @@ class LateUpdates:
             optimizer.register_step_pre_hook(lambda *_: self.make_all_true())
         optimizer.register_state_dict_pre_hook(lambda *_: self.make_all_true())
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.make_all_true())
+        atexit.unregister(_leave_none)
+        atexit.register(_leave_none)  # runs before what ends the process groups, which was registered earlier
 
     def begin(self) -> None:
         """A backward is over, no bucket waits."""
@@ -288,7 +290,6 @@ def _neutral(device: torch.device) -> Iterator[None]:
 _living: WeakSet[LateUpdates] = WeakSet()
 
 
-@atexit.register
 def _leave_none() -> None:
     """Do not leave while other ranks, which may still want to read, need this one for what is on the way."""
     if not hasattr(sys, "last_value"):  # else the others are failing too
