@@ -70,6 +70,10 @@ def test_a_plain_state_loads_into_split_tables(placement):
     whole = tulle.full_state_dict(model, everywhere=True)
     assert all(torch.equal(whole[name], value) for name, value in plain.state_dict().items())
     model.load_state_dict(model.state_dict())
+    with pytest.raises(
+        RuntimeError, match=rf"words.weight: .* of shape \[1\], expected \[{WORDS}, {WIDTH}\], the whole, or"
+    ):
+        model.load_state_dict(plain.state_dict() | {"words.weight": torch.ones(1)})
     train(model, optimizer, batches(mesh, 1))
 
 

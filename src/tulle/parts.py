@@ -249,6 +249,38 @@ def guard(parameter: nn.Parameter, whole: Whole) -> None:
     _guard_again([parameter])
 
 
+def load_part(
+    part: Tensor,
+    key: str,
+    state: dict[str, Any],
+    errors: list[str],
+    *,
+    shape: Sequence[int],
+    take: Callable[[Tensor], Tensor],
+) -> None:
+    """Have a state that is to be loaded hold this rank's part, where it has the whole, as that of a plain model does.
+
+    Args:
+        part: What the parameter holds.
+        key: Of the parameter in the state.
+        state: As `load_state_dict` gives it to its hooks.
+        errors: What it will raise; a tensor that is neither is added, by the shape of the whole.
+        shape: Of the whole.
+        take: This rank's part of a whole.
+    """
+    value = state.get(key)
+    if not isinstance(value, Tensor):
+        return
+    if tuple(value.shape) == tuple(shape):
+        state[key] = take(value)
+    elif value.shape != part.shape:
+        errors.append(
+            f"size mismatch for {key}: the state has a tensor of shape {list(value.shape)}, expected {list(shape)}, "
+            "the whole, or this rank's part of it"
+        )
+        state[key] = part.detach()  # or torch would say the same by the part's shape
+
+
 def step_plainly(optimizer: Optimizer) -> None:
     """Have parts be plain parameters while an optimizer steps, as torch has fused kernels for these alone."""
     parts = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, Part)]

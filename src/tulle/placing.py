@@ -16,6 +16,7 @@ from tulle.deferred import give, materialize
 from tulle.engine import SplitTable
 from tulle.errors import PlanError
 from tulle.mesh import Axis
+from tulle.parts import load_part
 from tulle.softmax import SoftmaxLayer
 from tulle.tables import PLACEMENTS, Split, TableModule, guard_table, split_as, table_modules
 from tulle.traits import ELEMENTWISE, hold
@@ -187,11 +188,10 @@ def place(
     return placed
 
 
-def _take_part(split: Split, key: str, _: nn.Module, state: dict[str, Any], prefix: str, *others: object) -> None:
+def _take_part(split: Split, key: str, owner: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     """Load this rank's part where a state has the whole table, as that of a plain model does."""
-    value = state.get(prefix + key)
-    if isinstance(value, Tensor) and tuple(value.shape) == split.shape:
-        state[prefix + key] = split.take(value)
+    if (part := owner._parameters.get(key)) is not None:
+        load_part(part, prefix + key, state, others[-1], shape=split.shape, take=split.take)
 
 
 def _doubt(optimizers: Sequence[Optimizer]) -> None:

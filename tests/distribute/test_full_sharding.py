@@ -174,6 +174,11 @@ def test_states_are_whole_and_an_unused_parameter_has_no_gradient():
     assert worst_difference(model.state_dict(), whole) == 0.0
     model.load_state_dict({name: value + 1 for name, value in whole.items()})
     assert worst_difference(model.state_dict(), {name: value + 1 for name, value in whole.items()}) == 0.0
+    text = (
+        r"layer.weight_ih_l0: the state has a tensor of shape \[3, 12\], expected \[24, 3\], the whole, or this rank's"
+    )
+    with pytest.raises(RuntimeError, match=text):
+        model.load_state_dict(whole | {"layer.weight_ih_l0": torch.ones(3, 12)})
 
 
 @on_ranks(2)

@@ -9,10 +9,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from tulle.memory.shard import Shard, mark, shard_of
-from tulle.parts import guard
+from tulle.parts import guard, load_part
 from tulle.traits import hold
 
 _SHARDS = "_tulle_shards"
@@ -95,8 +95,7 @@ def _give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, _: objec
             state[prefix + name] = shard.whole(state[prefix + name], label=f"state_dict {prefix + name}")
 
 
-def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     for name, shard in module.__dict__[_SHARDS].items():
-        value = state.get(prefix + name)
-        if isinstance(value, Tensor) and value.shape == shard.shape:
-            state[prefix + name] = shard.part(value)
+        if (part := module._parameters.get(name)) is not None:
+            load_part(part, prefix + name, state, others[-1], shape=shard.shape, take=shard.part)
