@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import pickle
+import sys
 from dataclasses import replace
 
 import axes_models
@@ -21,6 +22,7 @@ from tulle.memory import named_shards
 from tulle.memory.shards import SHARDABLE
 from tulle.memory.unit import Unit
 from tulle.plan import Memory, Plan, plan_for_later
+from tulle.tables import ShardGradient
 
 LAYERS = ("encoder.layers.0", "encoder.layers.1")
 FULL = Memory(full_shard=True)
@@ -384,6 +386,32 @@ ASKED = {
     "any": lambda g: (g / 0).isinf().any(),
     "as they are": lambda g: torch.tensor(0.0) if g.add(1.0).tolist() and g.clone().dim() else g,
 }
+
+
+@on_ranks(2)
+def test_gradients_are_plain_within_a_step_and_not_to_hooks(monkeypatch):
+    mesh, model, module = tulle.init(data=-1), nn.Linear(4, 4), sys.modules[torch.optim.SGD.__module__]
+    kernel = module.sgd
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    within, around = [], []
+
+    def look(*_):
+        around.append(type(model.weight.grad))
+
+    def step(parameters, gradients, *args, **kwargs):
+        within.append(type(gradients[0]))
+        return kernel(parameters, gradients, *args, **kwargs)
+
+    monkeypatch.setattr(module, "sgd", step)
+    optimizer.register_step_post_hook(look)
+    tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, memory=FULL))
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.register_step_pre_hook(look)
+    optimizer.step()
+    optimizer.step()
+    assert within == [torch.Tensor, ShardGradient, torch.Tensor], "of a new hook it is known after one step"
+    assert around == [ShardGradient] * 5
 
 
 def by_hand(parameters):

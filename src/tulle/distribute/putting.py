@@ -47,7 +47,7 @@ from tulle.plan import AT_READ, Plan, PlanLike, replayed
 from tulle.profiling import profile_later, sparse_tables
 from tulle.record import current as current_recorder
 from tulle.sync import AUTO, WireDtype, as_wire_dtype
-from tulle.tables import TableModule
+from tulle.tables import TableModule, step_by_plain_gradients
 from tulle.traits import ELEMENTWISE
 
 OBSERVE_EVERY = "TULLE_OBSERVE_EVERY"
@@ -229,6 +229,8 @@ def _attach(optimizers: Sequence[Optimizer], engine: DataParallel, plan: Plan, a
     for one in optimizers:
         vars(one)[ENGINE] = engine  # modules of the model hold it too, but one may train without them
         step_plainly(one)
+        if type(one) in ELEMENTWISE:
+            step_by_plain_gradients(one)
     if engine.split_tables is not None:
         fetch_after_steps(optimizers, engine)
     if plan.schedule == AT_READ and axes.data.size > 1:

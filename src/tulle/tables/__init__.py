@@ -4,7 +4,7 @@ from tulle.tables.bundle import Route, Wish
 from tulle.tables.distinct import Ids
 from tulle.tables.division import Division, divide
 from tulle.tables.exchange import Pushed, bundles, fetch, push, refuse, tell, tell_the_end, wish
-from tulle.tables.gradient import ShardGradient
+from tulle.tables.gradient import ShardGradient, step_by_plain_gradients
 from tulle.tables.modules import TableModule, table_modules, table_of
 from tulle.tables.part import guard_table
 from tulle.tables.placements import PLACEMENTS, placement_of, split_as
@@ -31,6 +31,7 @@ __all__ = [
     "refuse",
     "split_as",
     "split_of",
+    "step_by_plain_gradients",
     "table_modules",
     "table_of",
     "tell",

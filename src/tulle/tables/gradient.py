@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from tulle.comm import all_reduce
 from tulle.mesh import Axis
-from tulle.parts import meets_parts, name_of
+from tulle.parts import Part, meets_parts, name_of
 
 FOREACH_NORM = vars(torch)["_foreach_norm"]
 UNSCALE = vars(torch)["_amp_foreach_non_finite_check_and_unscale_"]
@@ -83,6 +84,41 @@ class ShardGradient(torch.Tensor):
         """A pickle of a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach().__reduce_ex__(protocol)
+
+
+class _Plainly:
+    """Hooks of an optimizer's step, in which gradients of parts are plain: the class takes its time at each operation.
+
+    Hooks of others are to see the class: the one after the step is the first, and the one before it does nothing unless
+    it is the last, which it is from the next step on if another has come after it.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._number = optimizer.register_step_pre_hook(self._before).id
+        after = optimizer.register_step_post_hook(self._after).id
+        optimizer._optimizer_step_post_hooks.move_to_end(after, last=False)
+        self._plain: list[Tensor] = []
+
+    def _before(self, optimizer: Optimizer, arguments: tuple[object, ...], keywords: object) -> None:
+        self._plain.clear()
+        if len(arguments) == 1 and not keywords and next(reversed(optimizer._optimizer_step_pre_hooks)) == self._number:
+            gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+            self._plain += [gradient for gradient in gradients if type(gradient) is ShardGradient]
+            for gradient in self._plain:
+                gradient.__class__ = Tensor
+
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
+        for gradient in self._plain:
+            gradient.__class__ = ShardGradient
+        self._plain.clear()
+        hooks = optimizer._optimizer_step_pre_hooks
+        hooks[self._number] = hooks.pop(self._number)
+
+
+def step_by_plain_gradients(optimizer: Optimizer) -> None:
+    """Have gradients of parts be plain tensors while an optimizer steps that treats every number by itself."""
+    if any(isinstance(parameter, Part) for group in optimizer.param_groups for parameter in group["params"]):
+        _Plainly(optimizer)
 
 
 def over_ranks(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> Any:
