@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -28,6 +29,8 @@ import torch.distributed as dist
 from gigabit import GIGABIT
 
 COLLECTIVE_TIMEOUT_S = 20.0
+patches = pytest.MonkeyPatch()
+"""What a body patches by it stays so until its end, like what it patches by the fixture of that name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ def _answer(assignment: Assignment) -> bytes:
 
 def _run_body(assignment: Assignment) -> object:
     module, name, arguments, filters = pickle.loads(assignment.payload)
-    with warnings.catch_warnings(), _errors_of_threads():
+    with warnings.catch_warnings(), _errors_of_threads(), _constants_stay():
         warnings.resetwarnings()
         warnings.filters.extend(filters)
         torch.manual_seed(0)
@@ -127,7 +130,7 @@ def _run_body(assignment: Assignment) -> object:
             with contextlib.nullcontext() if assignment.probes else _known_network():
                 return body(**arguments)
         finally:
-            _undo(arguments.values())
+            _undo([*arguments.values(), patches])
 
 
 class _NoGroupError(Exception):
@@ -170,6 +173,34 @@ def _errors_of_threads() -> Iterator[None]:
         threading.excepthook = threading.__excepthook__
     if uncaught and uncaught[0].exc_value is not None:
         raise uncaught[0].exc_value
+
+
+@contextlib.contextmanager
+def _constants_stay() -> Iterator[None]:
+    """Put back what a body has set for good in the library's modules, and fail it.
+
+    This process is another rank of another team next: of one whose other ranks would go by other numbers, and wait.
+    """
+    before = _constants()
+    try:
+        yield
+    finally:
+        now = _constants()
+        changed = [place for place, value in before.items() if now.get(place, value) != value]
+        for module, name in changed:
+            setattr(sys.modules[module], name, before[module, name])
+    names = ", ".join(".".join(place) for place in changed)
+    assert not changed, f"the body has set {names} for good: set it by rank_process.patches"
+
+
+def _constants() -> dict[tuple[str, str], object]:
+    modules = [(name, vars(module)) for name, module in sys.modules.items() if name.split(".")[0] == "tulle"]
+    return {
+        (module, name): value
+        for module, names in modules
+        for name, value in names.items()
+        if name.isupper() and isinstance(value, int | float | str)
+    }
 
 
 def _find(module: str, name: str) -> Callable[..., object]:

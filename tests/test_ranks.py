@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import rank_process
 import ranks
+import tulle.mesh
 from ranks import DEADLINE_S, on_ranks, run_on_ranks
 
 
@@ -185,6 +186,19 @@ def patches_and_tells(name: str, monkeypatch: pytest.MonkeyPatch) -> bool:
 def test_what_one_body_patches_is_undone_before_the_next(monkeypatch):
     for _ in range(2):
         assert run_on_ranks(2, patches_and_tells, name="TULLE_PATCHED", monkeypatch=monkeypatch) == [False, False]
+
+
+def sets_a_constant() -> None:
+    tulle.mesh.DEFAULT_TIMEOUT_S = 1.0
+
+
+def timeout_of_a_mesh() -> float:
+    return tulle.mesh.DEFAULT_TIMEOUT_S
+
+
+def test_what_one_body_sets_for_good_fails_it_and_is_put_back():
+    assert "has set tulle.mesh.DEFAULT_TIMEOUT_S for good: set it by" in failure_of(1, sets_a_constant)
+    assert run_on_ranks(1, timeout_of_a_mesh) == [600.0]
 
 
 def raises_in_a_thread() -> None:

@@ -12,6 +12,7 @@ import tulle
 import tulle.engine.split_tables
 from gigabit import give_network
 from models import WIDTH, WORDS, difference_of_parts
+from rank_process import patches
 from ranks import on_ranks
 from tulle.cost import Network
 from tulle.engine import departures, engine_of
@@ -40,8 +41,8 @@ class Between(nn.Module):
 
 def pair(mesh: tulle.Mesh, schedule: str) -> tuple[Between, Between, list[SGD]]:
     """The model of all ranks and that of one process, small rows being worth a trip, and their optimizers."""
-    departures.LEAST_BYTES = 1  # of these processes, for as long as they live: the tests' tables are never worth one
-    tulle.engine.split_tables.WORTH_S = 0.0
+    patches.setattr(departures, "LEAST_BYTES", 1)  # the tests' tables are never worth one
+    patches.setattr(tulle.engine.split_tables, "WORTH_S", 0.0)
     give_network(mesh["data"], SLOW_WIRE)
     models = [Between().double() for _ in range(2)]
     optimizers = [SGD(one.parameters(), lr=0.5) for one in models]

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 import tulle
 from gigabit import give_network
+from rank_process import patches
 from ranks import on_ranks
 from tulle.errors import ModelError, PlanError
 from tulle.profiling import machine, measure, timing
@@ -168,7 +169,8 @@ def test_a_file_that_is_none_is_refused(tmp_path):
 
 @on_ranks(2)
 def test_on_a_mesh_each_rank_brings_its_samples():
-    timing.BUDGET_S = machine._OVERLAP_S = 0.01
+    patches.setattr(timing, "BUDGET_S", 0.01)
+    patches.setattr(machine, "_OVERLAP_S", 0.01)
     mesh = tulle.init(data=2)
     give_network(mesh["data"])
     model, optimizers = made()
