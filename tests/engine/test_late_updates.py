@@ -548,6 +548,27 @@ def test_a_model_that_is_dropped_while_it_waits_is_freed():
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("is_stepped", [False, True])
+def test_gradients_that_nobody_reads_hold_no_model_and_one_that_is_kept_is_true(is_stepped):
+    mesh = tulle.init(data=-1)
+    model, ours, reference, _ = after_a_step(mesh)
+    ids = batches(1, SAMPLES)[0]
+    model(ids.chunk(mesh.size)[mesh.rank]).backward()
+    reference(ids).backward()
+    if is_stepped:
+        ours.step()
+    gradient = model.out.weight.grad
+    assert type(gradient) is LateGradient
+    held = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model, ours
+    gc.collect()
+    assert [parameter() for parameter in held] == [None] * len(held)
+    assert type(gradient) is LateGradient
+    assert (gradient - reference.out.weight.grad).abs().max() < TOLERANCE
+    assert type(gradient) is Tensor
+
+
+@on_ranks(2)
 def test_a_schedule_that_is_unknown_or_cannot_be_kept_is_refused():
     mesh = tulle.init(data=-1)
     model = nn.Sequential(nn.Linear(2, 2))

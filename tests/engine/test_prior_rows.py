@@ -1,5 +1,8 @@
 """Rows that the next batch wants go first, the others behind its forward and backward: the numbers of one process."""
 
+import gc
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -261,3 +264,24 @@ def test_a_loop_that_is_left_and_one_that_follows_know_what_waits():
     for _ in steps(*both, mesh, 4):
         pass
     assert difference_of_parts(*both)[0] < TOLERANCE
+
+
+@on_ranks(2)
+def test_delayed_rows_that_nobody_reads_hold_no_model_and_a_gradient_that_is_kept_is_true():
+    mesh = tulle.init(data=-1)
+    model, ours, reference, theirs = pair(dense_words, models.adam, mesh)
+    for number in steps(model, ours, reference, theirs, mesh):
+        if number == 5:
+            break
+    gradient, split = model.words.weight.grad, split_of(model.words.weight)
+    assert isinstance(gradient, LateShardGradient)
+    held = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model, ours
+    for _ in range(200):  # the courier may have the next batch's rows under way
+        gc.collect()
+        if all(parameter() is None for parameter in held):
+            break
+        time.sleep(0.01)
+    assert [parameter() for parameter in held] == [None] * len(held)
+    assert isinstance(gradient, LateShardGradient)
+    assert (gradient - split.take(reference.words.weight.grad)).abs().max() < TOLERANCE

@@ -11,7 +11,7 @@ Source: Li et al., *PyTorch Distributed* (VLDB'20, section 3.2), gradient bucket
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Protocol
@@ -83,7 +83,7 @@ class Traveller(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Bucket:
     """Gradients of one dtype and device that travel together. Every rank makes the same buckets.
 
@@ -190,6 +190,16 @@ class Bucket:
         self.missing = len(self.slots)
         if self.buffers:
             self.buffers.share(flags[len(self.slots) :])
+
+    def alone(self) -> Callable[[Tensor], None]:
+        """What completes one gradient, of a bucket that was started, when its parameter may be gone."""
+        pending = [*self._pending]
+
+        def complete(gradient: Tensor) -> None:
+            for one in pending:
+                one.wait()
+
+        return complete
 
     def _begin(self) -> None:
         """Before the first gradient of a backward: leave the buffer to who holds gradients that parameters dropped.

@@ -12,6 +12,8 @@ Source: Li et al., *EmbRace* (ICPP'22), vertical scheduling.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +24,28 @@ from tulle.engine.trips import Pushes, Trip
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
 from tulle.tables import Pushed, ShardGradient
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Of a part of a table what its gradients depend on.
+
+    Args:
+        number: Of the table.
+        rows: Of the part.
+        dtype: Of its values.
+        is_sparse: Whether its gradients are sparse tensors.
+    """
+
+    number: int
+    rows: int
+    dtype: torch.dtype
+    is_sparse: bool
+
+    @staticmethod
+    def of(table: SplitTable) -> Kind:
+        """Of the part that this rank holds."""
+        return Kind(table.number, table.split.local_shape[0], table.parameter.dtype, table.is_sparse)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,16 +61,16 @@ class MeanRows:
     values: Tensor
 
     @staticmethod
-    def of(pushed: Pushed, table: SplitTable, axis: Axis, *, is_scaled: bool = False) -> MeanRows:
+    def of(pushed: Pushed, kind: Kind, axis: Axis, *, is_scaled: bool = False) -> MeanRows:
         """From the sum that was pushed here; `is_scaled` by how often each row was looked up."""
         places, values = pushed.places, pushed.values
         if pushed.lookups is not None and is_scaled:
             values = values / pushed.lookups.clamp(min=1).unsqueeze(1)
-        if pushed.lookups is not None and table.is_sparse:
+        if pushed.lookups is not None and kind.is_sparse:
             is_held = pushed.lookups > 0
             if not bool(is_held.all()):
                 places, values = places[is_held], values[is_held]
-        return MeanRows(places, values.to(table.parameter.dtype).div_(axis.size))
+        return MeanRows(places, values.to(kind.dtype).div_(axis.size))
 
     def together(self, other: MeanRows) -> MeanRows:
         """With other rows, none of which is among these."""
@@ -81,10 +105,8 @@ class LateTable:
     def __init__(self, table: SplitTable, prior: MeanRows, delayed: Pushes, following: Trip, axis: Axis) -> None:
         self.table = table
         self.following = following
-        self._prior = prior
-        self._delayed = delayed
-        self._axis = axis
-        self._gradient = ShardGradient.of(self._of_part(MeanRows(prior.places[:0], prior.values[:0])), axis)
+        self._rows = _Rows(Kind.of(table), prior, delayed, following.may_pass, axis)
+        self._gradient = ShardGradient.of(self._rows.of_part(MeanRows(prior.places[:0], prior.values[:0])), axis)
 
     @property
     def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -93,7 +115,7 @@ class LateTable:
 
     def ahead(self, places: Tensor) -> Tensor:
         """The gradient of prior rows that lie at some places, and of rows that have none: `[len(places), width]`."""
-        return self._prior.at(places).to_gradient(len(places), is_sparse=self.table.is_sparse)
+        return self._rows.prior.at(places).to_gradient(len(places), is_sparse=self.table.is_sparse)
 
     def whole(self) -> MeanRows:
         """All rows: waits for the delayed ones, which need not let others pass any more.
@@ -101,15 +123,44 @@ class LateTable:
         Raises:
             CommunicationError: If a rank is gone.
         """
-        self.following.may_pass.set()
-        delayed = MeanRows.of(self._delayed.result()[self.table.number], self.table, self._axis)
-        return self._prior.together(delayed)
+        return self._rows.whole()
 
     def finish(self) -> None:
         """Complete the gradient."""
-        whole = self._of_part(self.whole())
-        with torch._C.DisableTorchFunctionSubclass():
-            self._gradient.data = whole
+        self._rows.complete(self._gradient)
 
-    def _of_part(self, rows: MeanRows) -> Tensor:
-        return rows.to_gradient(self.table.split.local_shape[0], is_sparse=self.table.is_sparse)
+    def alone(self) -> Callable[[Tensor], None]:
+        """What completes the gradient when its parameter may be gone."""
+        return self._rows.complete
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Those of one gradient, without the parameter whose it is.
+
+    Args:
+        kind: Of the part.
+        prior: What has come.
+        delayed: What is on the way.
+        may_pass: To be set when delayed rows need not let others pass any more.
+        axis: Whose ranks hold the table.
+    """
+
+    kind: Kind
+    prior: MeanRows
+    delayed: Pushes
+    may_pass: threading.Event
+    axis: Axis
+
+    def whole(self) -> MeanRows:
+        self.may_pass.set()
+        delayed = MeanRows.of(self.delayed.result()[self.kind.number], self.kind, self.axis)
+        return self.prior.together(delayed)
+
+    def complete(self, gradient: Tensor) -> None:
+        whole = self.of_part(self.whole())
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient.data = whole
+
+    def of_part(self, rows: MeanRows) -> Tensor:
+        return rows.to_gradient(self.kind.rows, is_sparse=self.kind.is_sparse)

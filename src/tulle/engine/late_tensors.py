@@ -27,8 +27,12 @@ class _Late:
     __slots__ = ()
     plain: type[Tensor]
     """The class of the tensor when its values are there."""
-    make_true: Callable[[], None]
-    """Waits for the values and makes the tensor, and those that come with it, plain."""
+    complete: Callable[[Tensor], None]
+    """Waits for the values and makes this tensor, which it is given, and those that come with it, plain."""
+
+    def make_true(self: Any) -> None:
+        """Wait for the values."""
+        self.complete(self)
 
     @classmethod
     def __torch_function__(
@@ -101,15 +105,15 @@ def is_late(tensor: Tensor | None) -> bool:
     return isinstance(tensor, _Late)
 
 
-def make_late(tensor: Tensor, make_true: Callable[[], None]) -> None:
-    """Have the next look at a plain tensor call `make_true`, which must make it plain."""
+def make_late(tensor: Tensor, complete: Callable[[Tensor], None]) -> None:
+    """Have the next look at a plain tensor call `complete` with it, which must make it plain."""
     assert type(tensor) in _KINDS, "only plain tensors become late"
     tensor.__class__ = _KINDS[type(tensor)]
-    vars(tensor)["make_true"] = make_true
+    vars(tensor)["complete"] = complete
 
 
 def make_plain(tensor: Tensor) -> None:
     """The values are there; of a tensor that is not late nothing changes."""
     if isinstance(tensor, _Late):
         object.__setattr__(tensor, "__class__", tensor.plain)
-        del vars(tensor)["make_true"]
+        del vars(tensor)["complete"]

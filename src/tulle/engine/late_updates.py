@@ -20,13 +20,13 @@ from __future__ import annotations
 import atexit
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +55,12 @@ class Awaited(Protocol):
         """Wait for the values."""
         ...
 
+    def alone(self) -> Callable[[Tensor], object]:
+        """What completes one gradient when its parameter may be gone, which it does not hold."""
+        ...
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Update:
     """What a step of an optimizer has still to do for parameters of which the gradients come together."""
 
@@ -119,8 +123,8 @@ class LateUpdates:
         """Buckets in the order in which they were made true since the last `begin`."""
         self._waiting: dict[Awaited, list[_Update]] = {}
         """What is to be done when gradients are there."""
-        self._left_out: list[tuple[list[_Update], _Update]] = []
-        """What the step that is running does not see, and where that is noted."""
+        self._left_out: list[tuple[Awaited, _Update]] = []
+        """What the step that is running does not see, and what it waits for."""
         self._hooks: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """Numbers of our hooks before steps."""
         _living.add(self)
@@ -155,7 +159,8 @@ class LateUpdates:
     def postpone(self, awaited: Awaited) -> None:
         """Let gradients be waited for when somebody looks at one of them or, after a step, at their parameters."""
         for _, gradient in awaited.gradients:
-            make_late(gradient, partial(self.make_true, awaited))
+            # A parameter holds its gradient where no garbage collector sees it, so this must not hold the parameter.
+            make_late(gradient, partial(_complete, ref(self), ref(awaited), awaited.alone()))
         self._waiting[awaited] = []
 
     def make_true(self, awaited: Awaited) -> None:
@@ -225,8 +230,9 @@ class LateUpdates:
     def _undo(self) -> list[Pair]:
         """Of a step that failed nothing is to be done: gives what it was not to see."""
         pairs = [pair for _, update in self._left_out for pair in update.pairs]
-        for updates, failed in self._left_out:
-            updates[:] = [update for update in updates if update is not failed]
+        for awaited, failed in self._left_out:
+            if failed in (updates := self._waiting.get(awaited, [])):
+                updates.remove(failed)
         self._left_out.clear()
         return pairs
 
@@ -246,16 +252,32 @@ class LateUpdates:
                 if number not in options:
                     options[number] = _options(optimizer.param_groups[number])
                 updates.append(_Update(optimizer, options[number], pairs))
-                self._left_out.append((updates, updates[-1]))
+                self._left_out.append((awaited, updates[-1]))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         hooks, ours = optimizer._optimizer_step_pre_hooks, self._hooks[optimizer]
         hooks[ours] = hooks.pop(ours)  # to the end: hooks that came after it see gradients first
-        for parameter, gradient in [pair for _, update in self._left_out for pair in update.pairs]:
-            parameter.grad = gradient
-            assert is_late(gradient), "nobody could look at it"
-            make_late(parameter, vars(gradient)["make_true"])
+        for awaited, update in self._left_out:
+            for parameter, gradient in update.pairs:
+                parameter.grad = gradient
+                assert is_late(gradient), "nobody could look at it"
+                make_late(parameter, partial(_make_true, self, awaited))
         self._left_out.clear()
+
+
+def _make_true(late: LateUpdates, awaited: Awaited, parameter: Tensor) -> None:
+    late.make_true(awaited)
+
+
+def _complete(
+    late: ref[LateUpdates], awaited: ref[Awaited], alone: Callable[[Tensor], object], gradient: Tensor
+) -> None:
+    updates, waiting = late(), awaited()
+    if updates is not None and waiting is not None:
+        updates.make_true(waiting)
+    else:  # the model is gone, and nothing is to be updated
+        alone(gradient)
+        make_plain(gradient)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

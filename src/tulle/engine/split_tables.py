@@ -27,7 +27,7 @@ from tulle.comm import Courier, all_gather, all_gather_parts, gather_values, lan
 from tulle.cost import Network, exchange_cost
 from tulle.engine.departures import Departures
 from tulle.engine.feed import Feed, IdsOf, Load
-from tulle.engine.late_tables import LateTable, MeanRows
+from tulle.engine.late_tables import Kind, LateTable, MeanRows
 from tulle.engine.late_updates import LateUpdates
 from tulle.engine.split_table import SplitTable
 from tulle.engine.trips import Pushes, Trip, Way, tell_together
@@ -261,7 +261,7 @@ class SplitTables:
         for trip, (first, later) in pushes:
             for number, pushed in first.result().items():
                 table = trip.tables[number]
-                rows = MeanRows.of(pushed, table, self._axis, is_scaled=trip.is_scaled)
+                rows = MeanRows.of(pushed, Kind.of(table), self._axis, is_scaled=trip.is_scaled)
                 late = LateTable(table, rows, later, trip.following, self._axis) if later and trip.following else None
                 if late is None:
                     _accumulate(table, rows)
