@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 _COUNT = "tulle/failures"
 _FIRST = "tulle/failure"
 _WAITING = "tulle/waiting"
+_PLACE = "tulle/place"
 
 
 def leave(text: str) -> None:
@@ -64,6 +65,33 @@ def absent(key: str, ranks: Sequence[int], *, patience_s: float = 1.0) -> list[i
     except (RuntimeError, OSError):
         pass
     return missing
+
+
+def places(key: str, rank: int, text: str, ranks: int) -> dict[int, str]:
+    """Leave word where this rank is, and give the places of those that have left word under the same key.
+
+    Never raises.
+    """
+    found: dict[int, str] = {}
+    try:
+        store = _store()
+        if store is not None:
+            store.set(f"{_PLACE}/{key}/{rank}", text)
+            there = [other for other in range(ranks) if store.check([f"{_PLACE}/{key}/{other}"])]
+            found = {other: store.get(f"{_PLACE}/{key}/{other}").decode() for other in there}
+    except (RuntimeError, OSError):
+        pass
+    return found
+
+
+def forget_place(key: str, rank: int) -> None:
+    """This rank has gone on. Never raises."""
+    try:
+        store = _store()
+        if store is not None:
+            store.delete_key(f"{_PLACE}/{key}/{rank}")
+    except (RuntimeError, OSError):
+        pass
 
 
 @cache

@@ -1,13 +1,16 @@
 """Ranks that call other modules while parameters are shared out are told so, on all ranks, by the modules' names."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 import tulle
+from rank_process import patches
 from ranks import on_ranks
 from tulle.errors import ModelError
-from tulle.memory import Shard
+from tulle.memory import Shard, course
 from tulle.memory.unit import Unit
 
 WIDTH = 6
@@ -41,15 +44,47 @@ def test_in_the_first_steps_both_modules_are_named(widths):
         model(torch.ones(2, WIDTH), expert=mesh.rank)
 
 
+class Layers(nn.Module):
+    """Some of which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)) for width in (8, 300, 16, 8)
+        )
+
+    def forward(self, x: torch.Tensor, left_out: int = -1) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x if number == left_out else layer(x)
+        return x.pow(2).mean()
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, where: str) -> torch.Tensor:
+    """Of another branch: a layer or an expert of another size than is due in forward, or in backward."""
+    if where == "backward":
+        return model.layers[0](x).pow(2).mean() + 0 * model(x).detach()
+    return model(x, left_out=2) if where == "forward" else model(x, expert=0)
+
+
 @on_ranks(2)
-def test_later_they_are_not_mixed_where_they_are_of_one_size():
-    model, optimizer, mesh = shared_out([8, 8])
-    for step in range(4):
-        model(torch.ones(2, WIDTH), expert=step % 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with pytest.raises(ModelError, match=rf"'experts\.\d.*' on rank {mesh.rank}, another on rank {1 - mesh.rank}"):
-        model(torch.ones(2, WIDTH), expert=mesh.rank)
+@pytest.mark.parametrize("where", ["forward", "expert", "backward"])
+def test_in_later_steps_they_are_named_too_and_nothing_is_announced_until_then(where):
+    patches.setattr(course, "LONG_S", 0.1)
+    mesh = tulle.init(data=-1, timeout=8)
+    model, arguments = (Experts([8, 300]), {"expert": 1}) if where == "expert" else (Layers(), {})
+    optimizer = torch.optim.AdamW(model.parameters())
+    tulle.distribute(model, optimizer, mesh, plan=tulle.Plan({"data": 2}, memory=FULL))
+    x = torch.ones(2, WIDTH)
+    for _ in range(4):
+        with mock.patch.object(course, "gather_values", wraps=course.gather_values) as announced:
+            model(x, **arguments).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not announced.called
+    what = r"(parameters|gradients) of '\w+\.\d.*'"
+    text = rf"{what} on rank {1 - mesh.rank}, {what} on rank {mesh.rank}"
+    with pytest.raises(ModelError, match=text):
+        (loss_of(model, x, where) if mesh.rank else model(x, **arguments)).backward()
 
 
 @on_ranks(3)

@@ -90,10 +90,17 @@ class Job(Generic[T]):
         finally:
             self._work = None  # what it holds can go
 
-    def result(self) -> T:
-        """Wait, and give the result, or raise what the work raised."""
+    def result(self, *, meanwhile: Callable[[], None] | None = None, after_s: float = 1.0) -> T:
+        """Wait, and give the result, or raise what the work raised.
+
+        Args:
+            meanwhile: Called each time so many seconds have passed; what it raises ends the wait.
+            after_s: These.
+        """
         begin_s = now_s()
         try:
+            while meanwhile is not None and not self._is_done(after_s):
+                meanwhile()
             result = self._future.result()
         finally:
             traffic.waited(now_s() - begin_s)
@@ -102,6 +109,13 @@ class Job(Generic[T]):
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             used_here(*_tensors_in(result))
         return result
+
+    def _is_done(self, within_s: float) -> bool:
+        try:
+            self._future.exception(within_s)
+        except TimeoutError:
+            return False
+        return True
 
 
 def used_here(*tensors: Tensor) -> None:

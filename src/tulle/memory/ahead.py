@@ -7,11 +7,9 @@
 
 What comes next is what came next the last two times. Which units run, and in which order, must be alike on all ranks
 anyway, so all predict alike, and a wrong prediction costs its bytes and nothing else: it is dropped by all. What a rank
-sends never hangs on the values that it has. Ranks that take other branches would send messages of other sizes, at which
-gloo ends the process, or mix what is of one size: in the first steps each exchange is announced, which finds them by
-name, and afterwards each bears the mark of its unit. Nothing is predicted from one call of a model to the next, in
-between which its user may write to parameters, nor across a step of an optimizer. At most one unit is gathered ahead,
-and the gradients of at most one are on the way.
+sends never hangs on the values that it has. Ranks that take other branches are found by name (`tulle.memory.course`).
+Nothing is predicted from one call of a model to the next, in between which its user may write to parameters, nor across
+a step of an optimizer. At most one unit is gathered ahead, and the gradients of at most one are on the way.
 
 Source: Zhao et al., *PyTorch FSDP* (VLDB'23), section 3.3.
 """
@@ -19,10 +17,9 @@ Source: Zhao et al., *PyTorch FSDP* (VLDB'23), section 3.3.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TypeVar
 from weakref import ref
 
 import torch
@@ -30,17 +27,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tulle.comm import Courier, Job, gather_values, lane
-from tulle.memory.unit import Unit, other_branch
+from tulle.comm import lane
+from tulle.memory.course import Course, Sent
+from tulle.memory.unit import Unit
 from tulle.mesh import Axis
 
-T = TypeVar("T")
 FORWARD, EVALUATING, BACKWARD = "forward", "evaluating", "backward"
 """What a unit is gathered for."""
 _COUNTED = 1000
 """Later uses of a unit without a step of an optimizer count as one."""
-_ANNOUNCED_STEPS, _ANNOUNCED_EXCHANGES = 2, 500
-"""For so many steps, and exchanges at most, ranks tell one another what comes before it comes."""
 _FOLLOWER = "_tulle_ahead"
 """The attribute by which a part knows, weakly, what gathers it."""
 
@@ -60,7 +55,7 @@ class _Coming:
 
     use: _Use
     parts: Sequence[nn.Parameter]
-    job: Job[list[Tensor]]
+    job: Sent[list[Tensor]]
 
 
 class Ahead:
@@ -73,8 +68,8 @@ class Ahead:
     def __init__(self, axis: Axis) -> None:
         self.axis = axis if Ahead in axis.kept else lane(axis, "shared out")
         if Ahead not in self.axis.kept:
-            self.axis.kept[Ahead] = Courier("tulle shared out", axis.device)
-        self._courier: Courier = self.axis.kept[Ahead]
+            self.axis.kept[Ahead] = Course(self.axis)
+        self._course: Course = self.axis.kept[Ahead]
         self._parts: dict[Unit, Sequence[nn.Parameter]] = {}
         self._uses: Counter[tuple[Unit, str]] = Counter()
         self._followed: dict[_Use, tuple[_Use | None, _Use | None]] = {}
@@ -83,8 +78,7 @@ class Ahead:
         self._recomputed: tuple[Unit, list[Tensor]] | None = None
         """The wholes that a unit was just recomputed with: backward reads them next."""
         self._coming: _Coming | None = None
-        self._leaving: ref[Job[list[Tensor | None]]] | None = None
-        self._steps = self._exchanges = 0
+        self._leaving: ref[Sent[list[Tensor | None]]] | None = None
 
     def gather(self, unit: Unit, parts: Sequence[nn.Parameter], what: str, *, call: int) -> list[Tensor]:
         """The wholes of a unit, and the next one's are begun. Every rank of the axis must call it, in the same order.
@@ -99,8 +93,7 @@ class Ahead:
         if recomputed is not None and recomputed[0] is unit and what == BACKWARD:
             return recomputed[1]
         self._parts[unit] = parts
-        use = _Use(unit, what, 0 if what == EVALUATING else min(self._uses[unit, what], _COUNTED))
-        self._uses[unit, what] += 1
+        use = _Use(unit, what, self._time(unit, what))
         self._learn(use, call)
         coming, self._coming = self._coming, None
         if coming is None or coming.use != use or any(a is not b for a, b in zip(coming.parts, parts, strict=True)):
@@ -115,12 +108,13 @@ class Ahead:
 
     def reduce(
         self, unit: Unit, gradients: Sequence[Tensor | None], parts: Sequence[Tensor]
-    ) -> Job[list[Tensor | None]]:
+    ) -> Sent[list[Tensor | None]]:
         """Send gradients to the ranks that keep the parts. Every rank of the axis must call it, in the same order."""
         leaving = None if self._leaving is None else self._leaving()
         if leaving is not None:
             leaving.result()
-        job = self._submit("gradients of", unit, partial(unit.reduce, gradients, parts))
+        which = "gradients", self._time(unit, "gradients")
+        job = self._course.submit(f"gradients of {unit.name!r}", which, partial(unit.reduce, gradients, parts))
         self._leaving = ref(job)
         return job
 
@@ -131,7 +125,6 @@ class Ahead:
 
     def end_step(self) -> None:
         """Parameters have changed: what was gathered of them is old."""
-        self._steps += 1
         self._uses.clear()
         self._last = self._coming = self._recomputed = None
 
@@ -141,14 +134,14 @@ class Ahead:
 
     def _begin(self, use: _Use) -> _Coming:
         parts = self._parts[use.unit]
-        job = self._submit("parameters of", use.unit, partial(use.unit.gather, use.unit.pack(parts)))
-        return _Coming(use, parts, job)
+        which, gather = (use.what, use.number), partial(use.unit.gather, use.unit.pack(parts))
+        return _Coming(use, parts, self._course.submit(f"parameters of {use.unit.name!r}", which, gather))
 
-    def _submit(self, what: str, unit: Unit, exchange: Callable[[], T]) -> Job[T]:
-        self._exchanges += 1
-        if self._steps < _ANNOUNCED_STEPS and self._exchanges <= _ANNOUNCED_EXCHANGES:
-            return self._courier.submit(partial(_announced, f"{what} {unit.name!r}", self.axis, exchange))
-        return self._courier.submit(exchange)
+    def _time(self, unit: Unit, what: str) -> int:
+        """For which time since the last step of an optimizer; calls that only evaluate are not told apart."""
+        number = self._uses[unit, what]
+        self._uses[unit, what] += what != EVALUATING
+        return min(number, _COUNTED)
 
     def _learn(self, use: _Use, call: int) -> None:
         if self._last is not None:
@@ -163,18 +156,6 @@ class Ahead:
     def __deepcopy__(self, memo: object) -> Ahead:
         """A copied model's parts lie where the model's do. One rank may make a copy alone."""
         return Ahead(self.axis)
-
-
-def _announced(exchange: str, axis: Axis, do: Callable[[], T]) -> T:
-    """Tell the others what comes, and do it if all say the same. Every rank of the axis must call it.
-
-    Raises:
-        ModelError: On every rank, if they do not.
-    """
-    for rank, theirs in enumerate(gather_values(exchange, axis, label="what comes next")):
-        if theirs != exchange:
-            raise other_branch(f"{theirs} on rank {rank}, {exchange} on rank {axis.rank}")
-    return do()
 
 
 @cache

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tulle.comm import Job
+from tulle.memory.course import Sent
 from tulle.memory.unit import Unit
 
 _numbers = count()
@@ -31,9 +31,9 @@ class Arrival:
     """Gradients of one unit's parts, under way: those of each of its calls."""
 
     def __init__(self) -> None:
-        self._jobs: list[Job[list[Tensor | None]]] = []
+        self._jobs: list[Sent[list[Tensor | None]]] = []
 
-    def expect(self, job: Job[list[Tensor | None]]) -> None:
+    def expect(self, job: Sent[list[Tensor | None]]) -> None:
         """More are under way."""
         self._jobs.append(job)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tulle.comm import all_gather_parts, all_to_all_parts, used_here
-from tulle.errors import ModelError
+from tulle.memory.course import other_branch
 from tulle.memory.shard import Shard
 from tulle.mesh import Axis
 
@@ -109,15 +109,6 @@ class Unit:
         for rank, mark in enumerate(marks):
             if mark != self._mark:
                 raise other_branch(f"{self.name!r} on rank {self.axis.rank}, another on rank {rank}")
-
-
-def other_branch(said: str) -> ModelError:
-    """What to raise where ranks are at different modules."""
-    return ModelError(
-        f"full_shard gathers the parameters of a module from all ranks, but these are at different ones: {said}. Have "
-        "all ranks call the same modules in the same order, also where data or the rank decide (experts, early exits), "
-        "or leave full_shard out of the plan"
-    )
 
 
 def by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:

@@ -1,0 +1,116 @@
+"""`Course`: the exchanges of all models of one axis, in their order; it finds by name ranks that are at other ones.
+
+What came after an exchange the last time is expected to come again, by all ranks alike, and goes at once. Any other is
+announced before it goes. So ranks that take other branches do not meet in exchanges of other sizes, at which gloo ends
+the process, nor in any: one of them announces, and the other does not hear it. Who waits for long tells the store where
+it is, and looks there for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Generic, TypeVar
+
+from tulle.board import forget_place, places
+from tulle.comm import Courier, Job, gather_values
+from tulle.errors import CommunicationError, ModelError
+from tulle.mesh import Axis
+
+T = TypeVar("T")
+LONG_S = 3.0
+"""After so many seconds of waiting ranks look where the others are."""
+
+
+class Course:
+    """The exchanges of one axis, which all its ranks must have in the same order.
+
+    Args:
+        axis: On a process group that nothing else uses.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self._courier = Courier("tulle shared out", axis.device)
+        self._followed: dict[tuple[str, Hashable], tuple[str, Hashable]] = {}
+        """What came after an exchange the last time."""
+        self._last: tuple[str, Hashable] = "", None
+        self._exchanges = 0
+
+    def submit(self, exchange: str, which: Hashable, do: Callable[[], T]) -> Sent[T]:
+        """Have an exchange done in its turn. Every rank of the axis must call it, in the same order.
+
+        Args:
+            exchange: What it is, in words.
+            which: Of several such in a step; not the same one is followed by the same.
+            do: Does it.
+        """
+        is_expected = self._followed.get(self._last) == (exchange, which)
+        self._followed[self._last] = self._last = exchange, which
+        self._exchanges += 1
+        job = self._courier.submit(do if is_expected else partial(_announced, exchange, self.axis, do))
+        return Sent(job, exchange, self._exchanges, self.axis)
+
+
+class Sent(Generic[T]):
+    """An exchange that was submitted.
+
+    Args:
+        job: Does it.
+        exchange: What it is.
+        number: Of the exchange on this axis.
+        axis: Whose ranks take part.
+    """
+
+    def __init__(self, job: Job[T], exchange: str, number: int, axis: Axis) -> None:
+        self._job, self._exchange, self._number, self._axis = job, exchange, number, axis
+        self._is_asking = False
+
+    def result(self) -> T:
+        """Wait for it, and give what it gave.
+
+        Raises:
+            ModelError: If other ranks are at another exchange.
+            CommunicationError: If a rank is gone, or does not come, naming the exchange.
+        """
+        try:
+            result = self._job.result(meanwhile=self._ask, after_s=LONG_S)
+        except CommunicationError as error:
+            raise CommunicationError(f"while this rank was at {self._exchange}: {error}") from error
+        if self._is_asking:
+            forget_place(self._key, self._axis.rank)
+        return result
+
+    @property
+    def _key(self) -> str:
+        return f"{self._axis.group.group_name}/{self._number}"
+
+    def _ask(self) -> None:
+        self._is_asking = True
+        for rank, theirs in places(self._key, self._axis.rank, self._exchange, self._axis.size).items():
+            _check(self._exchange, theirs, rank, self._axis)
+
+
+def other_branch(said: str) -> ModelError:
+    """What to raise where ranks are at different modules."""
+    return ModelError(
+        f"full_shard gathers the parameters of a module from all ranks, but these are at different ones: {said}. Have "
+        "all ranks call the same modules in the same order, also where data or the rank decide (experts, early exits), "
+        "or leave full_shard out of the plan"
+    )
+
+
+def _announced(exchange: str, axis: Axis, do: Callable[[], T]) -> T:
+    """Tell the others what comes, and do it if all say the same. Every rank of the axis must call it.
+
+    Raises:
+        ModelError: On every rank, if they do not.
+    """
+    for rank, theirs in enumerate(gather_values(exchange, axis, label="what comes next")):
+        _check(exchange, theirs, rank, axis)
+    return do()
+
+
+def _check(exchange: str, theirs: str, rank: int, axis: Axis) -> None:
+    if theirs != exchange:
+        raise other_branch(f"{theirs} on rank {rank}, {exchange} on rank {axis.rank}")
