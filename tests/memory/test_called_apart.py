@@ -1,12 +1,16 @@
 """Modules that are called without the one that gathers for them, or that write into parameters, train as ever."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call, grad, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
 
 import tulle
 from ranks import on_ranks
+from tulle.errors import ModelError
 from tulle.memory import share_out, shared_out
 
 
@@ -100,3 +104,25 @@ def test_the_twin_that_forgets_what_was_written_is_found(monkeypatch):
     monkeypatch.setattr(shared_out, "_write_back", lambda *_: None)
     with pytest.raises(AssertionError):
         compare("written")
+
+
+@on_ranks(2)
+def test_transforms_take_wholes_and_say_so():
+    axis, x = tulle.init(data=-1)["data"], torch.randn(3, 6)
+    torch.manual_seed(0)
+    model, plain = (nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    share_out(model, axis, ["", "2"])
+    wholes = tulle.full_state_dict(model, everywhere=True)
+    parts = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    for transform in (vmap, jacrev, lambda of: grad(lambda x: of(x).sum())):
+        expected = transform(plain)(x)
+        with pytest.raises(ModelError, match=r"\(vmap, grad, jacrev.*give torch.func.functional_call\(model, wholes"):
+            transform(model)(x)
+        assert torch.allclose(transform(partial(functional_call, model, wholes))(x), expected)
+    with pytest.raises(ModelError, match=r"this rank's part, \[4, 6\], for 'weight' of .* the whole, \[8, 6\]: give"):
+        functional_call(model, parts, (x,))
+    jacobian = jacrev(lambda wholes: functional_call(model, wholes, (x,)))(wholes)
+    assert torch.allclose(
+        jacobian["2.weight"], jacrev(lambda one: functional_call(plain, one, (x,)))(wholes)["2.weight"]
+    )

@@ -42,6 +42,10 @@ logger = logging.getLogger("tulle")
 
 _UNIT, _AHEAD, _WITHIN = "_tulle_shared_out", "_tulle_ahead", "_tulle_within"
 """The attributes by which a module holds what is gathered when it runs, by what, and which units ran within it."""
+_WHOLES = (
+    "give torch.func.functional_call(model, wholes, ...) what tulle.full_state_dict(model, everywhere=True) gives, or "
+    "leave full_shard out of the plan"
+)
 
 
 def share_out(
@@ -221,14 +225,38 @@ class _SharedOut(nn.Module):
         """As before."""
         unit: Unit = self.__dict__[_UNIT]
         if unit.places:
-            path, name, _ = unit.places[0]
-            if not isinstance(self.get_submodule(path)._parameters[name], nn.Parameter):  # what is around it runs
+            path, name, number = unit.places[0]
+            given = self.get_submodule(path)._parameters[name]
+            if not isinstance(given, nn.Parameter):  # what is around it runs
+                if not unit.is_apart:
+                    _check_whole(given, unit.shards[number], name, unit)
                 return super().forward(*arguments, **keywords)
         return _run(self, unit, partial(super().forward, *arguments, **keywords))
 
 
+def _check_whole(given: Tensor | None, shard: Shard, name: str, unit: Unit) -> None:
+    """Raise if `torch.func.functional_call` was given a part."""
+    if given is not None and given.shape == shard.local_shape and given.shape != shard.shape:
+        raise ModelError(
+            f"torch.func.functional_call was given this rank's part, {list(given.shape)}, for {name!r} of "
+            f"{unit.name!r}, which full_shard has shared out over the ranks; expected was the whole, "
+            f"{list(shard.shape)}: {_WHOLES}"
+        )
+
+
+def _refuse_transforms(module: nn.Module) -> None:
+    """Raise within `torch.func.vmap`, `grad`, `jacrev` and the like, which cannot gather."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        raise ModelError(
+            f"a transform of torch.func (vmap, grad, jacrev, ...) was given a {type(module).__name__} whose parameters "
+            f"full_shard has shared out over the ranks, which it cannot gather: {_WHOLES}"
+        )
+
+
 @eager
 def _run(module: nn.Module, unit: Unit, forward: Callable[[], Any]) -> Any:
+    if unit.places:
+        _refuse_transforms(module)
     owners = [(module.get_submodule(path), name, number) for path, name, number in unit.places]
     by_number = {number: owner._parameters[name] for owner, name, number in owners}
     parts = [part for _, part in sorted(by_number.items()) if isinstance(part, nn.Parameter)]
