@@ -1,6 +1,8 @@
 """A mesh arranges the processes of a run along named axes, the same on all ranks, or says why it cannot."""
 
 import re
+import threading
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -8,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 import tulle
+import tulle.comm
 from ranks import on_ranks
 from tulle.errors import MeshError
-from tulle.mesh import resolve
+from tulle.mesh import _wake, resolve, will_wait
 
 
 @pytest.mark.parametrize(
@@ -152,3 +155,21 @@ def test_a_new_group_gives_up_after_the_timeout():
     if axis.rank == 0:
         with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
             dist.all_reduce(torch.zeros(1), group=axis.group)
+
+
+@on_ranks(3)
+def test_at_the_end_threads_that_wait_for_other_ranks_are_woken():
+    mesh = tulle.init(data=-1)
+    lane = tulle.comm.lane(mesh["data"], "never used")
+
+    def listen(source: int) -> None:
+        with suppress(RuntimeError):
+            dist.irecv(torch.empty(1), source, lane.group).wait()
+
+    sources = [rank for rank in range(mesh.size) if rank != mesh.rank]
+    threads = [will_wait(threading.Thread(target=listen, args=(source,), daemon=True)) for source in sources]
+    for thread in threads:
+        thread.start()
+    dist.barrier()
+    _wake()
+    assert not any(thread.is_alive() for thread in threads)

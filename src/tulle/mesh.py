@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import atexit
 import math
+import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -23,6 +26,10 @@ from tulle.errors import MeshError
 
 DEFAULT_TIMEOUT_S = 600.0
 _SETTLING_S = 0.05
+_WAKING_S = 1.0
+_NEVER_SENT = 2**30
+"""The tag of a message that nobody sends."""
+_waiting: WeakSet[threading.Thread] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,12 +255,38 @@ def _in_force(group: dist.ProcessGroup, device: torch.device, timeout_s: float) 
     return timeout_s
 
 
+def will_wait(thread: threading.Thread) -> threading.Thread:
+    """Note a daemon thread that waits for other ranks, so that it is woken before the process ends."""
+    _waiting.add(thread)
+    return thread
+
+
 def _leave() -> None:
     if dist.is_initialized():
+        if hasattr(sys, "last_value") or any(thread.is_alive() for thread in _waiting):
+            _wake()
         dist.destroy_process_group()
         # gloo's threads still let go of the last collective's tensors. One that waits for the interpreter when that
         # ends is unwound by it and aborts the process; in a sleep it gets its turn.
         time.sleep(_SETTLING_S)
+
+
+def _wake() -> None:
+    """Have all that still waits for other ranks fail now: a thread that wakes when the interpreter ends aborts it.
+
+    A wait that times out closes all connections of its group of gloo, and nothing else does.
+    """
+    message = torch.empty(1)
+    for group in [*dist.distributed_c10d._world.pg_names]:
+        is_gloo = dist.get_backend(group) == "gloo"
+        for rank in dist.get_process_group_ranks(group) if is_gloo else ():
+            with suppress(RuntimeError, ValueError):  # of a rank that is gone nothing is waited for; nor of this one
+                work = dist.irecv(message, rank, group, tag=_NEVER_SENT)
+                assert work is not None, "this rank is one of the group's"
+                work.wait(timedelta(milliseconds=1))
+    deadline_s = time.monotonic() + _WAKING_S
+    for thread in [*_waiting]:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
 def _resolve(axes: Mapping[str, int], size: int) -> tuple[dict[str, int], MeshError | None]:

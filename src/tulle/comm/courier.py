@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tulle.comm.traffic import now_s, traffic
-from tulle.mesh import Axis
+from tulle.mesh import Axis, will_wait
 
 T = TypeVar("T")
 _LEAVING_S = 1.0
@@ -46,8 +46,12 @@ class Courier:
     def submit(self, work: Callable[[], T]) -> Job[T]:
         """Have some work done in its turn."""
         if self._thread is None:
-            self._thread = threading.Thread(target=_deliver, args=(self._jobs,), name=self._name, daemon=True)
+            self._thread = will_wait(
+                threading.Thread(target=_deliver, args=(self._jobs,), name=self._name, daemon=True)
+            )
             self._thread.start()
+            atexit.unregister(_close_all)
+            atexit.register(_close_all)  # runs before what ends the process groups, which was registered earlier
         job = Job(work, self._stream)
         self._jobs.put(job.run)
         return job
@@ -149,7 +153,6 @@ def _deliver(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
         del run
 
 
-@atexit.register
 def _close_all() -> None:
     for courier in list(_couriers):
         courier.close()

@@ -128,6 +128,8 @@ class LateUpdates:
         self._hooks: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         """Numbers of our hooks before steps."""
         _living.add(self)
+        atexit.unregister(_leave_none)
+        atexit.register(_leave_none)  # runs before what ends the process groups, which was registered earlier
 
     def attach(self, optimizer: Optimizer, *, is_elementwise: bool) -> None:
         """Have the steps of an optimizer leave for later what is still on the way.
@@ -144,8 +146,6 @@ class LateUpdates:
             optimizer.register_step_pre_hook(lambda *_: self.make_all_true())
         optimizer.register_state_dict_pre_hook(lambda *_: self.make_all_true())
         optimizer.register_load_state_dict_pre_hook(lambda *_: self.make_all_true())
-        atexit.unregister(_leave_none)
-        atexit.register(_leave_none)  # runs before what ends the process groups, which was registered earlier
 
     def begin(self) -> None:
         """A backward is over, no bucket waits."""

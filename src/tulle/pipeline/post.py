@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch import Tensor
 from tulle.board import read as read_first_failure
 from tulle.comm import now_s, traffic, used_here
 from tulle.errors import CommunicationError
-from tulle.mesh import Axis
+from tulle.mesh import Axis, will_wait
 from tulle.pipeline.channel import channels_of
 from tulle.pipeline.letters import Key, Kind, written
 
@@ -158,12 +159,13 @@ class Post:
 
     def tell(self, error: BaseException | None) -> None:
         """Tell all ranks that this one is done with the step, or that what runs now, in a step or not, failed."""
-        text = (
-            ""
-            if error is None
-            else f"{type(error).__name__}: {error}" + "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        )
-        self.send((Kind.END if error is None else Kind.ERROR, self._run, 0), text, to=self._others())
+        if error is None:
+            self.send((Kind.END, self._run, 0), "", to=self._others())
+            return
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        for rank in self._others():
+            with suppress(CommunicationError):  # one that is gone keeps nobody else from hearing of it
+                self.send((Kind.ERROR, self._run, 0), f"{type(error).__name__}: {error}{notes}", to=[rank])
 
     def flush(self, *, but: int = 0) -> None:
         """Wait until all that was sent has been read, but for so many of the latest messages to each rank.
@@ -188,7 +190,7 @@ class Post:
             is_other = source in self._channels
             if is_other and source not in self._listening and not self._has_ended(source):
                 thread = threading.Thread(target=self._read, args=(source,), daemon=True, name=f"post from {source}")
-                self._listening[source] = thread
+                self._listening[source] = will_wait(thread)
                 thread.start()
 
     def _has_ended(self, source: int) -> bool:
