@@ -1,5 +1,6 @@
 """Calls of a placed model outside of steps: gradients through several of them, and no graph of those that are over."""
 
+import copy
 import gc
 from weakref import WeakSet
 
@@ -73,3 +74,48 @@ def test_gradients_go_back_through_several_calls():
     assert 0 < len(mine) < len(wanted)
     for name, parameter in mine.items():
         torch.testing.assert_close(parameter.grad, 2 * wanted[name].grad, rtol=1e-12, atol=0)
+
+
+class Statistics(nn.Module):
+    """Keeps averages of what it computes between its modules: in place, anew, and as `+=` puts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        for name in ("early", "late", "average", "total"):
+            self.register_buffer(name, torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x - self.average)
+        result = self.second(hidden - self.total)
+        with torch.no_grad():
+            self.early.mul_(0.9).add_(hidden.mean(0))
+            self.late.add_(result.mean(0))
+            self.average = 0.9 * self.average + 0.1 * result.mean(0)
+            self.total += hidden.mean(0)
+        return result
+
+
+def train(model: nn.Module) -> Tensor:
+    loss = model(data()).pow(2).mean()
+    loss.backward()
+    return loss
+
+
+@on_ranks(2)
+def test_buffers_that_forward_writes_or_replaces_are_those_of_one_process_on_every_rank():
+    mesh = tulle.init(pipe=-1, timeout=8)
+    alone = make(Statistics)
+    within, outside, without_gradients = copy.deepcopy(alone), copy.deepcopy(alone), copy.deepcopy(alone)
+    for model in (within, outside, without_gradients):
+        pipeline.place(model, mesh["pipe"], {"first": 0, "second": 1})
+    for _ in range(2):
+        train(alone)
+        pipeline.step(micro_batches=1)(train)(within)
+        train(outside)
+        with torch.no_grad():
+            without_gradients(data())
+        for model in (within, outside, without_gradients):
+            for name, buffer in alone.named_buffers():
+                assert type(model.get_buffer(name)) is Tensor
+                torch.testing.assert_close(model.get_buffer(name), buffer, rtol=1e-12, atol=0)

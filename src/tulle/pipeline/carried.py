@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tulle.pipeline.attributes import own_attributes
 from tulle.pipeline.homes import outward
+from tulle.pipeline.placeholder import Placeholder
 
 
 class Carried:
@@ -32,6 +33,7 @@ class Carried:
         units = set(placed)
         between = {name: module for name, module in model.named_modules() if units.isdisjoint(outward(name))}
         self._between = list(between.values())
+        self._names = list(between)
         self._placed = [model.get_submodule(name) for name in placed]
         self._tensors = [*model.parameters(), *model.buffers()]
         self._versions: list[int] = []
@@ -44,6 +46,15 @@ class Carried:
     def is_likely(self) -> bool:
         """Whether something is, or no step has shown yet that nothing is."""
         return bool(self._is_seen) or (self._is_seen is None and not self.is_idle)
+
+    def replaced(self) -> list[tuple[str, dict[str, Any], str, Placeholder]]:
+        """Buffers in whose places code between modules has put what it computed: their names, and where that hangs."""
+        return [
+            (f"{name}.{key}" if name else key, module._buffers, key, value)
+            for name, module in zip(self._names, self._between, strict=True)
+            for key, value in module._buffers.items()
+            if isinstance(value, Placeholder)
+        ]
 
     def begin(self) -> None:
         """A step begins."""

@@ -94,3 +94,8 @@ class Holdings:
         if known is not None:
             self.note(tensor, stage, *known)
             self.settled[known] = tensor
+
+    def replace(self, tensor: Tensor, model: int, name: str) -> None:
+        """Note that a buffer which lived on all ranks does so again, as another tensor than before."""
+        self.settled.pop((model, name), None)
+        self.note(tensor, None, model, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 
 from tulle.comm import now_s, traffic
@@ -118,6 +120,8 @@ class Runtime:
         try:
             with forked(seed_of(program.seed, program.begin_call())), versioned(), run_in_this_thread(program):
                 result = call(*args, **kwargs)
+            with versioned():
+                self._even_out(may_need_grad=True)
         except BaseException as error:
             self._fail(error)
             raise
@@ -230,6 +234,7 @@ class Runtime:
             yield
             if self._current is not None:
                 self._add_up_tied([self._current], -self._number, first=self._backwards << _MOST_TIED_BITS)
+            self._even_out()
         except BaseException as error:
             self._undo_tied()
             self._fail(error)
@@ -282,12 +287,37 @@ class Runtime:
         with turn.backward():
             yield
 
-    def _even_out(self, number: int) -> None:
-        """Have all ranks hold what one of them has written in buffers that are in no unit, for checkpoints."""
-        for index, ((_, name), tensor) in enumerate(sorted(self.holdings.settled.items(), key=lambda item: item[0]), 1):
-            home = self.holdings.stages[id(tensor)] % self.axis.size
-            others = [rank for rank in range(self.axis.size) if rank != home]
-            self.copy_from_first(tensor, [home, *others], (number, index), name)
+    def _even_out(self, number: int | None = None, *, may_need_grad: bool = False) -> None:
+        """Have all ranks hold what one of them has written in buffers of no unit, or put in their places.
+
+        Args:
+            number: Of the letters; default one of their own, if there are any.
+            may_need_grad: Whether a backward may come yet, to what was put there.
+        """
+        replaced = [
+            (model, *found)
+            for model, resident in sorted(self.models.items())
+            for found in resident.carried.replaced()
+            if not (may_need_grad and found[-1].needs_grad)
+        ]
+        if not replaced and not self.holdings.settled:
+            return
+        number = self._next_number() if number is None else number
+        letters = itertools.count(1)
+        for model, name, buffers, key, value in replaced:
+            home = value.stage % self.axis.size
+            local = value.local if self.axis.rank == home else None
+            empty = partial(torch.empty, value.shape, dtype=value.dtype, device=value.device)
+            tensor = empty() if local is None else local.detach()
+            self._copy_to_all(tensor, home, (number, next(letters)), name)
+            self.holdings.replace(tensor, model, name)
+            buffers[key] = tensor
+        for (_, name), tensor in sorted(self.holdings.settled.items(), key=lambda item: item[0]):
+            self._copy_to_all(tensor, self.holdings.stages[id(tensor)] % self.axis.size, (number, next(letters)), name)
+
+    def _copy_to_all(self, tensor: Tensor, home: int, number: tuple[int, int], name: str) -> None:
+        others = [rank for rank in range(self.axis.size) if rank != home]
+        self.copy_from_first(tensor, [home, *others], number, name)
 
     def next_model(self) -> int:
         """The number of a model that is placed now; what failed before it does not concern it."""
