@@ -6,6 +6,7 @@ import pytest
 import torch
 from split_training import check_exact, ids, numbers, square, train
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
@@ -297,6 +298,40 @@ class ReadsByOtherWays(nn.Module):
 def test_weights_that_are_read_by_way_of_variables_names_and_lists_are_seen():
     model = ReadsByOtherWays()
     assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["untouched", "two.0"]
+
+
+class Adapts(nn.Module):
+    """Takes all parameters of some of its layers on the way from forward; of others' first ones the dtype, or later."""
+
+    def __init__(self):
+        super().__init__()
+        self.adapted, self.averaged, self.asked, self.counted = (nn.Linear(4, 8) for _ in range(4))
+
+    def forward(self, x):
+        self._follow()
+        names = dict(self.adapted.named_parameters())
+        weights = {name: weight * 0.5 for name, weight in names.items()}
+        return functional_call(self.adapted, weights, x), self.asked(x).to(next(self.asked.parameters()).dtype)
+
+    def _follow(self):
+        for one in self.averaged.parameters():
+            one.data = one.data * 0.9
+
+    def count(self):
+        return sum(one.numel() for one in self.counted.parameters())
+
+
+def test_layers_all_of_whose_parameters_forward_takes_stay_whole_unless_asked_for():
+    assert tensor_parallel.known(Adapts(), smallest_bytes=0, ranks=2) == ["asked", "counted"]
+
+
+@on_ranks(2)
+def test_a_layer_that_is_lent_whole_weights_by_another_name_says_so():
+    axis, model = model_axis(), nn.Sequential(nn.Linear(4, 8))
+    lent = {name: value.detach().clone() for name, value in model.named_parameters()}
+    tensor_parallel.apply(model, axis, select={"0": "auto"})
+    with pytest.raises(ModelError, match=r"0 gives 8 features where a rank's part of it has 4.*functional_call"):
+        functional_call(model, lent, torch.ones(2, 4))
 
 
 def test_to_see_which_weights_are_read_computes_none():

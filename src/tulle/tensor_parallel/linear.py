@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tulle.derived import derived
+from tulle.errors import ModelError
 from tulle.tensor_parallel.placement import gather_uneven, length_on
 from tulle.tensor_parallel.region import Region
 
@@ -39,6 +40,12 @@ class Column(nn.Module):
             return features
         axis = region.axis
         lengths = [length_on(rank, self.gathered, axis.size) for rank in range(axis.size)]
+        if features.shape[-1] != lengths[axis.rank]:
+            raise ModelError(
+                f"{region.label} gives {features.shape[-1]} features where a rank's part of it has "
+                f"{lengths[axis.rank]}: its weight is another than the one that was split, as by "
+                "torch.func.functional_call with whole tensors; leave it out, with select or Plan.tensor_parallel"
+            )
         return gather_uneven(features, lengths, axis, features.dim() - 1, label=region.label)
 
 

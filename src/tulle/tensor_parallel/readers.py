@@ -8,12 +8,16 @@ of `getattr`, `get_submodule` and `get_parameter` with a name that is written th
 
     layer = self.layers[0]                                        # of all items if the number is not written there
     return [x @ one.weight.T for one in self.layers], x @ layer.weight.T
+
+Where forward comes to it, all of a module is read too, as for `torch.func.functional_call`:
+
+    adapted = {name: p - self.rate * g for (name, p), g in zip(self.net.named_parameters(), gradients)}
 """
 
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from types import CodeType, FunctionType
@@ -29,6 +33,8 @@ _ANY = "*"
 """In a chain, any item of a list or mapping of modules."""
 _BY_NAME = {"get_submodule", "get_parameter"}
 """Methods of modules that take a chain as their argument."""
+_ALL = {"parameters", "named_parameters", "state_dict"}
+"""Methods that give all parameters of a module and of what is in it."""
 _NOTHING = {"PUSH_NULL", "PRECALL", "NOP", "CACHE", "EXTENDED_ARG", "COPY_FREE_VARS", "FOR_ITER"}
 """Names of instructions that leave what is known of the stack as it is."""
 
@@ -46,34 +52,62 @@ def read_past(model: nn.Module) -> Iterator[nn.Parameter]:
         >>> [list(parameter.shape) for parameter in read_past(Tied())]
         [[8, 4]]
     """
-    for module in model.modules():
-        for *path, last in _chains_of(type(module)):
-            found: list[nn.Module | None] = [module]
-            for name in path:
-                within = [one._modules for one in found if one is not None]
-                found = [
-                    child
-                    for children in within
-                    for child in (children.values() if name == _ANY else [children.get(name)])
-                ]
-            for one in found:
-                # Not the attribute: to ask a parametrization or a property would compute it.
-                if one is not None and (parameter := one._parameters.get(last)) is not None:
-                    yield parameter
+    modules = list(model.modules())
+    reached = _reached({type(module) for module in modules})
+    for module in modules:
+        for method, chains in _chains_of(type(module)).items():
+            for *path, last in chains:
+                for one in _at(module, path):
+                    if last in _ALL:
+                        yield from one.parameters() if method in reached else ()
+                    # Not the attribute: to ask a parametrization or a property would compute it.
+                    elif (parameter := one._parameters.get(last)) is not None:
+                        yield parameter
+
+
+def _at(module: nn.Module, path: Sequence[str]) -> list[nn.Module]:
+    """The modules to which a chain of names leads."""
+    found = [module]
+    for name in path:
+        children = [one._modules.values() if name == _ANY else [one._modules.get(name)] for one in found]
+        found = [child for some in children for child in some if child is not None]
+    return found
+
+
+def _reached(kinds: Iterable[type[nn.Module]]) -> set[str]:
+    """Names of methods that forward calls, directly or not, and of all else that these read."""
+    names: set[str] = set()
+    following = {"forward"}
+    while following:
+        names |= following
+        codes = [method.__code__ for kind in kinds for name, method in _methods(kind) if name in following]
+        following = {name for code in codes for name in _names_in(code)} - names
+    return names
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _methods(kind: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
+    """The methods of a class, but for torch's own."""
+    for one in kind.__mro__:
+        if issubclass(one, nn.Module) and not one.__module__.startswith("torch."):
+            yield from ((name, method) for name, method in vars(one).items() if isinstance(method, FunctionType))
 
 
 @cache
-def _chains_of(kind: type[nn.Module]) -> frozenset[Chain]:
-    """Chains of two and more attributes that the methods of a class, but for torch's own, follow from `self`."""
-    own = [one for one in kind.__mro__ if issubclass(one, nn.Module) and not one.__module__.startswith("torch.")]
-    methods = [
-        method
-        for one in own
-        for name, method in vars(one).items()
-        if isinstance(method, FunctionType) and not name.lstrip("_").startswith(_BEFORE)
-    ]
-    codes = [method.__code__ for method in methods if method.__code__.co_argcount]
-    return frozenset(chain for code in codes for chain in _chains_in(code, {code.co_varnames[0]: {()}}))
+def _chains_of(kind: type[nn.Module]) -> dict[str, frozenset[Chain]]:
+    """Chains of two and more attributes that the methods of a class follow from `self`, by the methods' names."""
+    chains: dict[str, frozenset[Chain]] = {}
+    for name, method in _methods(kind):
+        code = method.__code__
+        if code.co_argcount and not name.lstrip("_").startswith(_BEFORE):
+            chains[name] = chains.get(name, frozenset()).union(_chains_in(code, {code.co_varnames[0]: {()}}))
+    return chains
 
 
 def _chains_in(code: CodeType, aliases: dict[str, set[Chain]]) -> Iterator[Chain]:
@@ -84,7 +118,8 @@ def _chains_in(code: CodeType, aliases: dict[str, set[Chain]]) -> Iterator[Chain
         aliases: By local variable the chains that it may stand for; of `self` the empty one.
     """
     chains: set[Chain] = set()  # what is on top of the stack may be
-    is_asked = is_named = False  # whether what follows is given to getattr, and whether a constant has named a chain
+    given_to = ""  # the function that is: getattr, or next, which takes the first only of all that there are
+    is_named = False  # whether a constant has named a chain
     instructions = (one for one in dis.get_instructions(code) if one.opname not in _NOTHING)
     for instruction, following in pairwise(instructions):  # the last one returns
         does, value = instruction.opname, instruction.argval
@@ -94,15 +129,16 @@ def _chains_in(code: CodeType, aliases: dict[str, set[Chain]]) -> Iterator[Chain
         elif does in ("LOAD_ATTR", "LOAD_METHOD"):
             chains = _extended(chains, value)
         elif is_named:
-            chains = _named(chains, value, is_asked=is_asked, is_item=_takes_item(following))
+            chains = _named(chains, value, is_asked=given_to == "getattr", is_item=_takes_item(following))
         elif does == "GET_ITER":
             chains = _extended(chains, _ANY)
             aliases.setdefault(".0", set()).update(chains)  # in the function of a comprehension
         elif not _goes_on(instruction, was_named=was_named):
             chains = set()
-        is_asked = (is_asked and bool(chains)) or (does == "LOAD_GLOBAL" and value == "getattr")
-        if (is_named or does == "LOAD_ATTR") and following.argval not in _ABOUT:
-            yield from (chain for chain in chains if len(chain) > 1)
+        given_to = value if does == "LOAD_GLOBAL" else given_to if chains else ""
+        is_read = (is_named or does == "LOAD_ATTR") and following.argval not in _ABOUT
+        takes_all = does in ("LOAD_ATTR", "LOAD_METHOD") and given_to != "next"
+        yield from (chain for chain in chains if len(chain) > 1 and (takes_all if chain[-1] in _ALL else is_read))
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _chains_in(constant, aliases)
