@@ -1,6 +1,7 @@
 """What can be selected, what is refused, and what stays as it was: names, weights, optimizers, copies."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -298,6 +299,38 @@ class ReadsByOtherWays(nn.Module):
 def test_weights_that_are_read_by_way_of_variables_names_and_lists_are_seen():
     model = ReadsByOtherWays()
     assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["untouched", "two.0"]
+
+
+def as_it_is(method):
+    @functools.wraps(method)
+    def wrapped(self, x):
+        return method(self, x)
+
+    return wrapped
+
+
+class ReadsInDecorated(nn.Module):
+    """Reads weights in methods that are decorated, and in properties."""
+
+    def __init__(self):
+        super().__init__()
+        self.decorated, self.property, self.cached, self.untouched = (nn.Linear(4, 8) for _ in range(4))
+
+    @property
+    def half(self):
+        return self.property.weight * 0.5
+
+    @functools.cached_property
+    def rows(self):
+        return len(self.cached.weight)
+
+    @as_it_is
+    def forward(self, x):
+        return self.decorated.weight @ x.T, self.half @ x.T, self.untouched(x) * self.rows
+
+
+def test_weights_that_are_read_in_decorated_methods_and_properties_are_seen():
+    assert tensor_parallel.known(ReadsInDecorated(), smallest_bytes=0, ranks=2) == ["untouched"]
 
 
 class Adapts(nn.Module):

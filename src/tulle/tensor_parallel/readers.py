@@ -17,8 +17,9 @@ Where forward comes to it, all of a module is read too, as for `torch.func.funct
 from __future__ import annotations
 
 import dis
+import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from types import CodeType, FunctionType
 
@@ -93,10 +94,15 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _methods(kind: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
-    """The methods of a class, but for torch's own."""
+    """The methods of a class, but for torch's own: those that are decorated and properties as they were written."""
     for one in kind.__mro__:
-        if issubclass(one, nn.Module) and not one.__module__.startswith("torch."):
-            yield from ((name, method) for name, method in vars(one).items() if isinstance(method, FunctionType))
+        if not issubclass(one, nn.Module) or one.__module__.startswith("torch."):
+            continue
+        for name, value in vars(one).items():
+            if isinstance(value, property | cached_property):
+                value = value.fget if isinstance(value, property) else value.func
+            if isinstance(value, FunctionType) and isinstance(method := inspect.unwrap(value), FunctionType):
+                yield name, method
 
 
 @cache
