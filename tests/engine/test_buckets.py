@@ -1,8 +1,11 @@
 """Buckets: what travels together, and that a gradient becomes a view of the buffer."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tulle
 from ranks import on_ranks
@@ -48,6 +51,38 @@ def test_a_reduced_gradient_is_a_view_with_the_strides_of_its_parameter():
         assert torch.equal(slot.parameter.grad, torch.full_like(slot.parameter, 0.5))
     first, second = (slot.parameter.grad for slot in both)
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
+class Calls(TorchDispatchMode):
+    """Counts operations."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_kept", [False, True], ids=["new gradients", "gradients that are views already"])
+def test_small_gradients_are_taken_in_by_few_calls_in_whatever_order_they_come(is_kept):
+    axis = tulle.init(data=-1)["data"]
+    some = slots(*[torch.zeros(number % 7, 3) for number in range(60)], torch.zeros(50_000))
+    bucket = Bucket(some, axis)
+    for step in range(2):
+        for number, slot in enumerate(some):
+            if slot.parameter.grad is None or not is_kept:
+                slot.parameter.grad = torch.zeros_like(slot.parameter)
+            slot.parameter.grad.fill_(number + axis.rank + step)
+            slot.is_fired = True
+        with Calls() as calls:
+            for position in [*range(30), *reversed(range(30, 60)), 60]:
+                bucket.arrive(position)
+        assert calls.number < 10
+        bucket.start()
+        bucket.finish()
+        for number, slot in enumerate(some):
+            assert torch.equal(slot.parameter.grad, torch.full_like(slot.parameter, number + 0.5 + step))
 
 
 @on_ranks(3)

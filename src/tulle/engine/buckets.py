@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, groupby
 from math import ceil
 from typing import Protocol
 
@@ -27,6 +28,10 @@ from tulle.mesh import Axis
 FIRST_BUCKET_BYTES = 1024 * 1024
 """The first bucket is small, so that communication begins early (DDP's choice too)."""
 LABEL = "dense gradients"
+_SMALL_BYTES = 64 * 1024
+"""A gradient below this takes less time than the call that divides it does, and is taken in with others."""
+_TOGETHER_BYTES = 256 * 1024
+"""So many bytes of them are taken in at once, while they are in the cache still."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +109,11 @@ class Bucket:
     _views: list[Tensor] = field(init=False)
     _flags: Tensor = field(init=False)
     _pieces: Sequence[Tensor] = field(init=False)
+    _offsets: list[int] = field(init=False)
+    """Where each view begins, and the last one ends."""
+    _waiting: list[int] = field(init=False, default_factory=list)
+    """Positions of small gradients that have arrived and are to be taken in."""
+    _waiting_bytes: int = field(init=False, default=0)
     _references: tuple[int, list[int]] = field(init=False)
     """To the buffer and to each view as long as nobody else holds one."""
     _pending: list[Pending[Tensor]] = field(init=False, default_factory=list)
@@ -121,6 +131,7 @@ class Bucket:
         flags = len(sizes) + (len(self.buffers) if self.buffers else 0)
         options = self.slots[0].parameter if self.slots else torch.empty(0, device=self.axis.device)
         self._flat = torch.zeros(sum(sizes) + flags, dtype=options.dtype, device=options.device)
+        self._offsets = [*accumulate(sizes, initial=0)]
         *parts, self._flags = self._flat.split([*sizes, flags])
         self._views = [_like(part, slot.parameter) for part, slot in zip(parts, self.slots, strict=True)]
         pieces = max(1, round(self._flat.nbytes / self.piece_bytes)) if self.piece_bytes else 1
@@ -141,15 +152,25 @@ class Bucket:
         """Whether it must be waited for to know, on this rank, which parameters have gradients and buffers changed."""
         return bool(self.buffers) or not all(slot.is_fired for slot in self.slots)
 
-    @torch.no_grad()
     def arrive(self, position: int) -> None:
-        """Take in the gradient of one slot, divided by the number of ranks; the parameter's gradient is now a view."""
+        """Take in the gradient of one slot, divided by the number of ranks; the parameter's gradient is then a view.
+
+        Small ones wait for others, at the longest until all are there.
+        """
         slot = self.slots[position]
         slot.arrive()
         self._begin()
-        self._take(position)
-        slot.parameter.grad = self._views[position]
         self.missing -= 1
+        size_bytes = self._views[position].nbytes
+        if size_bytes >= _SMALL_BYTES:
+            with torch.no_grad():
+                self._take(position)
+            slot.parameter.grad = self._views[position]
+        else:
+            self._waiting.append(position)
+            self._waiting_bytes += size_bytes
+        if self._waiting and (not self.missing or self._waiting_bytes >= _TOGETHER_BYTES):
+            self._take_together()
 
     def start(self) -> None:
         """Start the all-reduce; slots whose gradient did not come send what they have from before, or zeros."""
@@ -166,12 +187,16 @@ class Bucket:
     def _fill(self) -> None:
         """Complete what travels."""
         self._begin()
+        if self._waiting:
+            self._take_together()
         for position, slot in enumerate(self.slots):
-            if not slot.is_arrived or slot.parameter.grad is not self._views[position]:
-                self._take(position)
-            slot.is_fired = slot.is_fired and slot.parameter.grad is not None
+            gradient, view = slot.parameter.grad, self._views[position]
+            if slot.is_arrived and gradient is view:
+                continue
+            self._take(position)
+            slot.is_fired = slot.is_fired and gradient is not None
             if slot.is_fired:  # let the gradient that was copied go now, before the next bucket is filled
-                slot.parameter.grad = self._views[position]
+                slot.parameter.grad = view
         flags = [slot.is_fired for slot in self.slots] + (self.buffers.marks() if self.buffers else [])
         self._flags.copy_(torch.tensor(flags, dtype=self._flags.dtype), non_blocking=True)
 
@@ -219,6 +244,29 @@ class Bucket:
         """To the buffer, from tensors that lie in it, and to each view."""
         storage = self._flat.untyped_storage()
         return torch._C._storage_Use_Count(storage._cdata), [sys.getrefcount(view) for view in self._views]
+
+    @torch.no_grad()
+    def _take_together(self) -> None:
+        """Take in the small gradients that have arrived: a call for all to copy, one for neighbours to divide."""
+        positions = sorted(self._waiting)
+        self._waiting, self._waiting_bytes = [], 0
+        slots, views = [self.slots[p] for p in positions], [self._views[p] for p in positions]
+        gradients = [slot.parameter.grad for slot in slots]
+        dense = [one for one in gradients if one is not None and one.layout == torch.strided]
+        if len(dense) < len(positions):
+            for position in positions:
+                self._take(position)
+        elif dense:
+            torch._foreach_copy_(views, dense)  # nothing happens where the gradient is the view already
+            torch._foreach_mul_([*self._stretches(positions)], 1.0 / self.axis.size)
+        for slot, view in zip(slots, views, strict=True):
+            slot.parameter.grad = view
+
+    def _stretches(self, positions: Sequence[int]) -> Iterator[Tensor]:
+        """What gradients at these positions fill of the buffer, neighbours as one."""
+        for _, stretch in groupby(enumerate(positions), lambda numbered: numbered[1] - numbered[0]):
+            neighbours = [position for _, position in stretch]
+            yield self._flat[self._offsets[neighbours[0]] : self._offsets[neighbours[-1] + 1]]
 
     def _take(self, position: int) -> None:
         gradient, view = self.slots[position].parameter.grad, self._views[position]

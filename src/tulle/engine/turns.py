@@ -47,9 +47,10 @@ class Turns:
 
     def arrived(self, item: Traveller) -> None:
         """One of an item's gradients has come: submit, in the one order, whatever is complete."""
-        if not item.missing:
-            ready_s = now_s() - self._begin_s
-            self._ready_s[id(item)] = min(ready_s, self._ready_s.get(id(item), ready_s))
+        if item.missing:
+            return
+        ready_s = now_s() - self._begin_s
+        self._ready_s[id(item)] = min(ready_s, self._ready_s.get(id(item), ready_s))
         self._advance(at_end=False)
 
     def end(self) -> None:
