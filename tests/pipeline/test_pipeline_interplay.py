@@ -470,3 +470,17 @@ def test_what_compile_has_made_of_a_module_is_called():
     pipeline.place(model, mesh["pipe"], {"layers.0": 0, "layers.1": 1})
     pipeline.step(micro_batches=2)(loss_of)(model, data())
     assert bool(called) == (mesh.rank == 0)
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_what_is_compiled_around_placed_modules_gives_the_numbers_of_one_process():
+    mesh = tulle.init(pipe=-1, timeout=8)
+    reference = make(Chain)
+    wanted = loss_of(reference, data())
+    model = placed_chain(mesh)
+    model.layers[1].compile(backend="eager")  # what it leaves there is called by the module's stage
+    found = torch.compile(F.mse_loss, backend="eager")(torch.compile(model, backend="eager")(data()), 0 * data())
+    found.backward()
+    assert abs(found.item() - wanted.item()) < 1e-12
+    assert worst_gradient(model, reference) < 1e-12

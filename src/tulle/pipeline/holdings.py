@@ -15,7 +15,7 @@ from tulle.pipeline.post import Post
 from tulle.pipeline.shapes import Shapes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Unit:
     """A module that runs on one rank as a whole.
 

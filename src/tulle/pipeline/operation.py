@@ -75,8 +75,8 @@ def check_given(call: Call) -> None:
             continue
         if leaf.is_meta:
             raise ModelError(
-                f"{call.name!r} was given a tensor of shape {list(leaf.shape)} on device meta: take mesh.device, not "
-                "that of the model's parameters, which are on device meta where they do not live"
+                f"{call.name!r} was given a tensor of shape {list(leaf.shape)} on device meta, as parameters are "
+                "where they do not live: make tensors on mesh.device, and compute with parameters within tulle.step"
             )
         if isinstance(leaf, nn.Parameter) and leaf.requires_grad and torch.is_grad_enabled():
             raise ModelError(

@@ -12,7 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from tulle.comm import gather_values, raise_together
+from tulle.comm import eager, gather_values, raise_together
 from tulle.deferred import give, is_deferred, materialize, swappable, values_of
 from tulle.errors import ModelError, PlanError, TulleError
 from tulle.mesh import Axis
@@ -60,14 +60,20 @@ class PlacedCall:
     Args:
         placement: Of the model.
         root: The model's own call.
+        calls: How each module that is placed is called.
     """
 
-    def __init__(self, placement: Placement, root: Callable[..., Any]) -> None:
+    def __init__(
+        self, placement: Placement, root: Callable[..., Any], calls: Sequence[tuple[Unit, Callable[..., Any]]]
+    ) -> None:
         self.placement = placement
-        self._root = root
+        self._root, self._calls = root, calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model on all ranks."""
+        for unit, call in self._calls:
+            if unit.module._compiled_call_impl is not call:  # module.compile() put its own there
+                unit.compiled, unit.module._compiled_call_impl = unit.module._compiled_call_impl, call
         return self.placement.runtime.call_model(self._root, args, kwargs)
 
 
@@ -173,11 +179,12 @@ def _give_values(model: nn.Module, owners: Mapping[str, Sequence[int]], axis: Ax
 def _follow_calls(model: nn.Module, units: Sequence[Unit], placement: Placement) -> None:
     """Have calls of placed modules, and of the model, come to the run-time."""
     runtime = placement.runtime
-    for unit in units:
-        if unit.name:
-            unit.module._compiled_call_impl = _as_unit(runtime, unit)
-    root = next((_as_unit(runtime, unit) for unit in units if not unit.name), model._call_impl)
-    model._compiled_call_impl = PlacedCall(placement, root)
+    calls = [(unit, _as_unit(runtime, unit)) for unit in units]
+    within = [(unit, call) for unit, call in calls if unit.name]
+    for unit, call in within:
+        unit.module._compiled_call_impl = call
+    root = next((call for unit, call in calls if not unit.name), model._call_impl)
+    model._compiled_call_impl = PlacedCall(placement, root, within)
     _placed.add(model)
 
 
@@ -284,6 +291,7 @@ def _let_go(tensor: Tensor, name: str) -> None:
 
 
 def _as_unit(runtime: Runtime, unit: Unit) -> Callable[..., Any]:
+    @eager
     def call(*args: Any, **kwargs: Any) -> Any:
         return runtime.call_unit(unit, args, kwargs)
 

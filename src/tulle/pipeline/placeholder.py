@@ -11,6 +11,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from tulle.comm import eager
 from tulle.errors import ModelError
 from tulle.pipeline.outcome import Described
 from tulle.pipeline.structure import flatten
@@ -156,6 +157,7 @@ def is_about_shape(function: Callable[..., Any]) -> bool:
     return getattr(function, "__self__", None).__name__ not in _TENSOR_PROPERTIES  # type: ignore[union-attr]
 
 
+@eager
 def intercept(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], program: Operator | None
 ) -> Any:

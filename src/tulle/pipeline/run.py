@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from tulle.comm import now_s, traffic
+from tulle.comm import eager, now_s, traffic
 from tulle.mesh import Axis
 from tulle.pipeline.carried import Carried
 from tulle.pipeline.holdings import Holdings, Unit
@@ -111,6 +111,7 @@ class Runtime:
         program = running.get()
         return (program if isinstance(program, Program) else self._outside_of_steps()).call_unit(unit, args, kwargs)
 
+    @eager
     def call_model(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A model was called: within a step as a part of its program, else as one of its own."""
         if running.get() is not None:
