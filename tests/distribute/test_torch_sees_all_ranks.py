@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 
 import tulle
 from ranks import on_ranks
+from tulle.clip import Bearer
+from tulle.errors import GradientError
 from tulle.plan import Plan, plan_for_later
 
 SHAPES = [
@@ -32,6 +35,22 @@ def test_torchs_own_clipping_is_that_of_one_process(shape):
     found = train(model, several, *place, clip=torchs)
     assert found[1::2] == pytest.approx(wanted[1::2], rel=1e-12), "norms"
     assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+
+
+@on_ranks(4)
+def test_clipping_some_parameters_is_tulles_alone():
+    reference = build("stack")
+    train_step(reference, batch_of(0))
+    wanted = [nn.utils.clip_grad_norm_(part.parameters(), 0.1).item() for part in reference.children()]
+    model, _, place = distributed("stack", {"pipe": 2, "model": 2})
+    train_step(model, batch_of(0, *place))
+    for clip in (nn.utils.clip_grad_norm_, partial(nn.utils.clip_grad_norm_, foreach=True)):
+        with pytest.raises(
+            GradientError, match=r"^the norm of 1 of this rank's \d+ gradients was asked for, but the mo"
+        ):
+            clip(next(p for p in model.parameters() if isinstance(p.grad, Bearer)), 0.1)
+    found = [tulle.clip_grad_norm_(part, 0.1).item() for part in model.children()]
+    assert found == pytest.approx(wanted, rel=1e-12)
 
 
 @on_ranks(4)

@@ -21,6 +21,7 @@ from torch.nn.utils import get_total_norm
 from tulle.clip.spread import Spread, spread_of
 from tulle.clip.total import norm_over_ranks
 from tulle.comm import all_reduce
+from tulle.errors import GradientError
 from tulle.tables import ShardGradient
 from tulle.tables.gradient import FOREACH_NORM, UNSCALE, norms_over_ranks, order_of_norms, over_ranks
 
@@ -39,13 +40,17 @@ class Burden:
     parameters: Sequence[Tensor]
     takes_norms: bool
 
-    def norm(self, order: float, bearer: Tensor) -> Tensor:
-        """The norm that makes up that of all ranks' dense gradients with this rank's others."""
-        mine = [
+    def dense(self) -> list[tuple[Tensor, Tensor]]:
+        """This rank's parameters that have dense gradients, and these."""
+        return [
             (parameter, plain(parameter.grad))
             for parameter in self.parameters
             if parameter.grad is not None and parameter.grad.layout == torch.strided
         ]
+
+    def norm(self, order: float, bearer: Tensor) -> Tensor:
+        """The norm that makes up that of all ranks' dense gradients with this rank's others."""
+        mine = self.dense()
         counted = [gradient for p, gradient in mine if (spread := spread_of(p)) is None or spread.counts]
         total = norm_over_ranks(counted, self.spread, order)
         if math.isinf(order):
@@ -94,12 +99,56 @@ class PartBearer(Bearer, ShardGradient):  # pyright: ignore[reportIncompatibleMe
     """The gradient of a part that speaks for all: where it does not, it is what other parts' are."""
 
 
+class BearerNorm(torch.Tensor):
+    """The norm of a gradient that speaks for all, which is of use beside those of all of this rank's others only."""
+
+    burden: Burden
+
+    @classmethod
+    def of(cls, norm: Tensor, burden: Burden) -> BearerNorm:
+        """Turn a norm into one."""
+        found = norm.as_subclass(cls)
+        found.burden = burden
+        return found
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Let all operations see a plain tensor, if what stacks norms for that of all has as many as it should.
+
+        Raises:
+            GradientError: If it has fewer.
+        """
+        if func is torch.stack and args:
+            norm = next(one for one in args[0] if isinstance(one, BearerNorm))
+            norm._check_among(len(args[0]))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def _check_among(self, count: int) -> None:
+        expected = len(self.burden.dense())
+        if count < expected:
+            axes = " and ".join(repr(axis.name) for axis in self.burden.spread.axes)
+            raise GradientError(
+                f"the norm of {count} of this rank's {expected} gradients was asked for, but the model is split over "
+                f"axis {axes}, and functions of torch know the norm of all gradients only: clip some of them with "
+                "tulle.clip_grad_norm_(parameters, max_norm)"
+            )
+
+
 def plain(gradient: Tensor) -> Tensor:
     """The same numbers, in the same memory, as a gradient that speaks for itself."""
     if not isinstance(gradient, Bearer):
         return gradient
     itself = gradient.as_subclass(Tensor)
-    return ShardGradient.of(itself, gradient.axis, gradient.count) if isinstance(gradient, PartBearer) else itself
+    if not isinstance(gradient, PartBearer):
+        return itself
+    return ShardGradient.of(itself, gradient.axis, gradient.count, cut=gradient.cut)
 
 
 def _norms(gradients: Sequence[Tensor], norms: Sequence[Tensor], order: float) -> list[Tensor]:
@@ -107,10 +156,11 @@ def _norms(gradients: Sequence[Tensor], norms: Sequence[Tensor], order: float) -
     speaks = [isinstance(gradient, Bearer) and gradient.burden.takes_norms for gradient in gradients]
     others = [g.as_subclass(Tensor) if is_all else g for g, is_all in zip(gradients, speaks, strict=True)]
     found = norms_over_ranks(others, norms, order)
-    return [
-        gradient.burden.norm(order, gradient).to(norm) if is_all and isinstance(gradient, Bearer) else norm
-        for gradient, norm, is_all in zip(gradients, found, speaks, strict=True)
-    ]
+    for t, gradient in enumerate(gradients):
+        if isinstance(gradient, Bearer):
+            of_all = gradient.burden.norm(order, gradient).to(found[t]) if speaks[t] else found[t]
+            found[t] = BearerNorm.of(of_all, gradient.burden)
+    return found
 
 
 def _agree_on_infinities(gradients: Sequence[Tensor], found: Tensor) -> None:

@@ -55,7 +55,7 @@ def clip_grad_norm_(
     spread = next((spread for _, p in named if (spread := spread_of(p)) is not None), None)
     if spread is None and not found:
         return torch.tensor(0.0)
-    total = _norm([(p, part) for _, p, part in found], spread, float(norm_type))
+    total = _norm([(p, part) for _, p, part in found], [p for _, p in named], spread, float(norm_type))
     if error_if_nonfinite and not torch.isfinite(total):
         to_blame = next((name for name, _, part in found if not part.isfinite().all()), "all")
         raise GradientError(
@@ -71,8 +71,17 @@ def clip_grad_norm_(
     return total
 
 
-def _norm(found: Sequence[tuple[Tensor, Tensor]], spread: Spread | None, norm_type: float) -> Tensor:
-    """The norm of all gradients, each given with its parameter. Every rank of the axes of the spread must call it."""
+def _norm(
+    found: Sequence[tuple[Tensor, Tensor]], asked: Sequence[Tensor], spread: Spread | None, norm_type: float
+) -> Tensor:
+    """The norm of all gradients. Every rank of the axes of the spread must call it.
+
+    Args:
+        found: Each parameter that has a gradient here, and that.
+        asked: All parameters.
+        spread: Over which axes they lie; None if they do not.
+        norm_type: As in torch.
+    """
     parts = [part for _, part in found]
     if spread is None:
         return get_total_norm(parts, norm_type)
@@ -81,8 +90,8 @@ def _norm(found: Sequence[tuple[Tensor, Tensor]], spread: Spread | None, norm_ty
     uncounted = [part for part in alone if all(part is not c for c in counted)]
     if uncounted:  # ranks of axis `data` take these together
         get_total_norm(uncounted, norm_type)
-    dtypes = (part.dtype.to_real() for part in parts)
-    dtype = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.get_default_dtype())
+    # Of a rank that has none of these gradients, by its parameters, which are on `meta` then.
+    dtype = max((one.dtype.to_real() for one in parts or asked), key=lambda dtype: dtype.itemsize)
     return norm_over_ranks(counted, spread, norm_type).to(dtype)
 
 
