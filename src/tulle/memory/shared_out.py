@@ -225,8 +225,8 @@ class _SharedOut(nn.Module):
         """As before."""
         unit: Unit = self.__dict__[_UNIT]
         if unit.places:
-            path, name, number = unit.places[0]
-            given = self.get_submodule(path)._parameters[name]
+            _, name, number = unit.places[0]
+            _, given = _at(self, unit, *unit.places[0])
             if not isinstance(given, nn.Parameter):  # what is around it runs
                 if not unit.is_apart:
                     _check_whole(given, unit.shards[number], name, unit)
@@ -234,9 +234,9 @@ class _SharedOut(nn.Module):
         return _run(self, unit, partial(super().forward, *arguments, **keywords))
 
 
-def _check_whole(given: Tensor | None, shard: Shard, name: str, unit: Unit) -> None:
+def _check_whole(given: Tensor, shard: Shard, name: str, unit: Unit) -> None:
     """Raise if `torch.func.functional_call` was given a part."""
-    if given is not None and given.shape == shard.local_shape and given.shape != shard.shape:
+    if given.shape == shard.local_shape and given.shape != shard.shape:
         raise ModelError(
             f"torch.func.functional_call was given this rank's part, {list(given.shape)}, for {name!r} of "
             f"{unit.name!r}, which full_shard has shared out over the ranks; expected was the whole, "
@@ -257,8 +257,9 @@ def _refuse_transforms(module: nn.Module) -> None:
 def _run(module: nn.Module, unit: Unit, forward: Callable[[], Any]) -> Any:
     if unit.places:
         _refuse_transforms(module)
-    owners = [(module.get_submodule(path), name, number) for path, name, number in unit.places]
-    by_number = {number: owner._parameters[name] for owner, name, number in owners}
+    found = [(name, number, *_at(module, unit, path, name, number)) for path, name, number in unit.places]
+    owners = [(owner, name, number) for name, number, owner, _ in found]
+    by_number = {number: part for _, number, _, part in found}
     parts = [part for _, part in sorted(by_number.items()) if isinstance(part, nn.Parameter)]
     with in_pass(module.__dict__[_WITHIN]) as (whole, is_outermost):
         arrival, views = whole.views(unit, parts)
@@ -273,6 +274,26 @@ def _run(module: nn.Module, unit: Unit, forward: Callable[[], Any]) -> Any:
         if is_outermost:
             module.__dict__[_WITHIN] = whole.called
         return result
+
+
+def _at(module: nn.Module, unit: Unit, path: str, name: str, number: int) -> tuple[nn.Module, Tensor]:
+    """The module that has one of a unit's parameters, and what stands there: the part, or the whole within a call.
+
+    Raises:
+        ModelError: If it is neither, which would travel as what it is not.
+    """
+    try:
+        owner = module.get_submodule(path)
+        there = owner._parameters[name]
+    except (AttributeError, KeyError):
+        owner, there = module, None
+    if there is None or (isinstance(there, nn.Parameter) and there.shape != unit.shards[number].local_shape):
+        raise ModelError(
+            f"{f'{path}.{name}'.lstrip('.')!r} of {unit.name} was shared out by full_shard, and has been taken away or "
+            "replaced by another parameter since: complete the model before it is distributed, or write into the "
+            "parameters that it has, by load_state_dict"
+        )
+    return owner, there
 
 
 def _write_back(call: _Call, wholes: Sequence[Tensor], versions: Sequence[int]) -> None:
