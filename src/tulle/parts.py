@@ -154,8 +154,8 @@ class _Part(Tensor):
     ) -> None:
         """Refuse what is not to see a part, alone or together with other tensors."""
         is_by_number = name in _BY_NUMBER and not (name in _INDEXED and _is_of_all(args[1], self))
-        mixes = is_by_number or name in _DRAWN or _mixes(name, self, args, keywords)
-        if mixes and given[0] is self:
+        is_mixed = is_by_number or name in _DRAWN or mixes(name, self, getattr(self, _WHOLE).dim, args, keywords)
+        if is_mixed and given[0] is self:
             _refuse(self, name)
 
     def _checked(self, name: str, result: Any, *, adds_up: bool) -> Any:
@@ -334,9 +334,9 @@ def _is_of_all(index: Any, part: Tensor) -> bool:
     return all(one is ... or (isinstance(one, slice) and one == slice(None)) for one in several)
 
 
-def _mixes(name: str, part: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Whether a function mixes numbers along the dimension that is cut."""
-    cut, count = getattr(part, _WHOLE).dim, part.dim()
+def mixes(name: str, part: Tensor, cut: int, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether a function, by its name, mixes numbers of a part along the dimension that is cut."""
+    count = part.dim()
     if name in ("layer_norm", "rms_norm"):
         shape = keywords.get("normalized_shape", args[1] if len(args) > 1 else part.shape)
         return cut >= count - len(shape)

@@ -66,7 +66,7 @@ class Replicas(DataParallel):
         for parameter in self._shared:
             shard = shard_of(parameter)
             if shard is not None and type(parameter.grad) is Tensor:
-                ShardGradient.of(parameter.grad, shard.axis, shard.shape.numel())
+                ShardGradient.of(parameter.grad, shard.axis, shard.shape.numel(), cut=shard.dim)
         if self.is_syncing:
             self.appoint()
 

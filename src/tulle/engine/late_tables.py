@@ -106,7 +106,8 @@ class LateTable:
         self.table = table
         self.following = following
         self._rows = _Rows(Kind.of(table), prior, delayed, following.may_pass, axis)
-        self._gradient = ShardGradient.of(self._rows.of_part(MeanRows(prior.places[:0], prior.values[:0])), axis)
+        none = self._rows.of_part(MeanRows(prior.places[:0], prior.values[:0]))
+        self._gradient = ShardGradient.of(none, axis, cut=table.cut)
 
     @property
     def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tulle.comm import all_reduce
+from tulle.errors import GradientError
 from tulle.mesh import Axis
-from tulle.parts import Part, meets_parts, name_of
+from tulle.parts import Part, meets_parts, mixes, name_of
 
 FOREACH_NORM = vars(torch)["_foreach_norm"]
 UNSCALE = vars(torch)["_amp_foreach_non_finite_check_and_unscale_"]
@@ -40,20 +41,23 @@ class ShardGradient(torch.Tensor):
 
     What makes one number of all of it (norms, as methods, as functions, and as gradient clipping takes them; sums;
     the largest; whether any or all are), and the check for infinities of a gradient scaler, is over all ranks: every
-    rank must ask. Other operations see a plain tensor.
+    rank must ask. What mixes numbers along the dimension that is cut is refused; other operations see a plain tensor.
     """
 
     axis: Axis
     count: int | None = None
     """Numbers in the whole; None if parts have places that stay empty."""
+    cut: int | None = None
+    """The dimension that is; None if what goes along it is not to be looked at."""
 
     @classmethod
-    def of(cls, gradient: Tensor, axis: Axis, count: int | None = None) -> ShardGradient:
+    def of(cls, gradient: Tensor, axis: Axis, count: int | None = None, *, cut: int | None = None) -> ShardGradient:
         """Turn a plain gradient into one; it stays the object that it is."""
         gradient.__class__ = cls  # as_subclass refuses sparse tensors
         assert isinstance(gradient, ShardGradient), "just made so"
         gradient.axis = axis
         gradient.count = count
+        gradient.cut = cut
         return gradient
 
     @classmethod
@@ -122,15 +126,29 @@ def step_by_plain_gradients(optimizer: Optimizer) -> None:
 
 
 def over_ranks(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> Any:
-    """What a function gives of whole gradients, if it gave `result` of parts. Every rank of their axis must call it."""
+    """What a function gives of whole gradients, if it gave `result` of parts. Every rank of their axis must call it.
+
+    Raises:
+        GradientError: If it mixed numbers along the dimension that is cut.
+    """
     if (order := order_of_norms(func, args, keywords)) is not None and func is FOREACH_NORM:
         return norms_over_ranks(args[0], result, order)
     gradient = args[0] if args else None
-    if not isinstance(gradient, ShardGradient) or not isinstance(result, Tensor) or type(result) is not Tensor:
+    if not isinstance(gradient, ShardGradient):
         return result
     name = name_of(func)
+    with torch._C.DisableTorchFunctionSubclass():
+        is_mixed = gradient.cut is not None and mixes(name, gradient, gradient.cut, args, keywords)
+    if is_mixed:
+        raise GradientError(
+            f"{name} was asked of a gradient along dimension {gradient.cut}, of which this rank has a part, "
+            f"{list(gradient.shape)}: norms, sums and the like of all of it are known, along that dimension none are. "
+            "Take a plan that leaves the parameter whole; .clone() gives this rank's part"
+        )
+    if not isinstance(result, Tensor) or type(result) is not Tensor:
+        return result
     if name in _BY_NUMBER and result.shape == gradient.shape and "out" not in keywords:
-        return ShardGradient.of(result, gradient.axis, gradient.count)
+        return ShardGradient.of(result, gradient.axis, gradient.count, cut=gradient.cut)
     if result.dim() or not gradient.dim():
         return result
     with torch.no_grad():
