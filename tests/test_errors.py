@@ -227,6 +227,10 @@ def test_an_optimizer_that_is_none():
         distribute(model, [])
     with every_rank_raises(ModelError, "given a LambdaLR among the optimizers, expected torch.optim's", found_by=0):
         distribute(model, [sgd(model), scheduler])
+    wrapper = torch.optim.Optimizer.__new__(type("Lookahead", (torch.optim.Optimizer,), {}))
+    wrapper.param_groups = sgd(model).param_groups
+    with every_rank_raises(ModelError, "Lookahead is an Optimizer whose __init__ did not call super()", found_by=0):
+        distribute(model, wrapper)
 
 
 @on_ranks(1, 2)

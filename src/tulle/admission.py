@@ -29,6 +29,11 @@ def as_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]
     for one in optimizers:
         if not isinstance(one, Optimizer):
             raise ModelError(f"tulle was given a {type(one).__name__} among the optimizers, expected torch.optim's")
+        if not hasattr(one, "_optimizer_step_pre_hooks"):  # what Optimizer.__init__ makes first
+            raise ModelError(
+                f"{type(one).__name__} is an Optimizer whose __init__ did not call super().__init__, so that its steps "
+                "cannot be followed: call it, or give tulle the optimizer that it wraps and wrap that afterwards"
+            )
     return list(optimizers)
 
 

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import tulle
 from ranks import on_ranks, run_on_ranks
-from tulle.errors import ModelError, PlanError
+from tulle.errors import GradientError, ModelError, PlanError
 from tulle.memory import named_shards
 from tulle.memory.shards import SHARDABLE
 from tulle.memory.unit import Unit
@@ -199,7 +199,7 @@ def test_what_cannot_be_shared_out_is_refused():
     model = build("stack")
     namesake = type("Adam", (torch.optim.SGD,), {})
     for optimizer in (torch.optim.LBFGS(model.parameters()), namesake(model.parameters())):
-        refused = f"full_shard, but {type(optimizer).__name__} does not treat every number of a parameter by itself"
+        refused = f"full_shard, but {type(optimizer).__name__} is not known to treat every number of a parameter by"
         with pytest.raises(PlanError, match=refused):
             tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, memory=FULL))
 
@@ -211,6 +211,27 @@ def test_gradients_that_are_to_have_gradients_are_refused():
     tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh, plan=Plan(mesh.shape, memory=FULL))
     with pytest.raises(ModelError, match=r"of Linear were asked for with create_graph=True, .* without full_shard"):
         model(torch.ones(1, 4)).pow(2).sum().backward(create_graph=True)
+
+
+@on_ranks(2)
+def test_parameters_that_others_take_the_place_of_are_named_before_anything_is_sent():
+    mesh = tulle.init(data=-1)
+
+    def take_away(model):
+        model[1] = nn.Tanh()
+
+    def replace_bias(model):
+        model[1].bias = nn.Parameter(torch.zeros(4))
+
+    for change, name in ((take_away, "1.weight"), (replace_bias, "1.bias")):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh, plan=Plan(mesh.shape, memory=FULL))
+        model(torch.ones(1, 4)).sum().backward()
+        change(model)
+        with pytest.raises(
+            ModelError, match=f"^'{name}' of Sequential was shared out by full_shard, and has been taken"
+        ):
+            model(torch.ones(1, 4))
 
 
 @on_ranks(2)
@@ -435,7 +456,13 @@ def test_norms_of_gradients_are_those_of_the_whole(how):
             if how == "full_shard" or asked not in ("mean", "min"):  # some places of a part of rows stay empty
                 assert ask(mine.grad).item() == pytest.approx(ask(theirs.grad).item(), rel=1e-10), (name, asked)
     assert by_hand([*model.parameters()]) == pytest.approx(by_hand([*reference.parameters()]), rel=1e-12)
-    gradient = next(p.grad for p in model.parameters() if type(p.grad) is not torch.Tensor)
+    gradient = next(p.grad for p in model.parameters() if type(p.grad) is not torch.Tensor and p.dim() == 2)
+    for along in (lambda g: g.norm(dim=gradient.cut), lambda g: (g**2).mean(gradient.cut, keepdim=True)):
+        with pytest.raises(
+            GradientError, match=f"was asked of a gradient along dimension {gradient.cut}, of which this"
+        ):
+            along(gradient)
+    assert gradient.norm(dim=1 - gradient.cut).shape == gradient.shape[gradient.cut : gradient.cut + 1]
     for plain in (copy.deepcopy(gradient), pickle.loads(pickle.dumps(gradient)), gradient + 0):
         assert type(plain) is torch.Tensor
         assert plain.tolist() == gradient.tolist()

@@ -90,6 +90,22 @@ def test_every_elementwise_optimizer_steps_as_in_one_process(name):
     assert difference(optimizer.state_dict(), expected.state_dict()) < 1e-12
 
 
+@on_ranks(2)
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_a_compiled_step_sends_without_the_compiler():
+    mesh = tulle.init(data=-1)
+    reference = nn.Linear(3, 3)
+    model = copy.deepcopy(reference)
+    _, optimizer = tulle.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh)
+    shard_optimizer(optimizer, mesh["data"])
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    for one, take in ((model, step), (reference, torch.optim.SGD(reference.parameters(), lr=0.1).step)):
+        one(torch.ones(2, 3)).sum().backward()
+        take()
+    assert difference(dict(model.state_dict()), dict(reference.state_dict())) < 1e-6
+
+
 @on_ranks(1, 2, 4)
 def test_the_number_of_ranks_does_not_matter():
     test_every_elementwise_optimizer_steps_as_in_one_process.body_on_ranks("AdamW")

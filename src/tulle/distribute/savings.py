@@ -42,7 +42,7 @@ def check_savings(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer],
             why = (
                 "takes sparse gradients alone, and steps parameters that are in no table with such"
                 if isinstance(optimizer, SparseAdam)
-                else "does not treat every number of a parameter by itself"
+                else "is not known to treat every number of a parameter by itself"
             )
             raise PlanError(
                 f"the plan has {what}, but {type(optimizer).__name__} {why}: use one of "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
-from tulle.comm import all_gather_parts, gather_values
+from tulle.comm import all_gather_parts, eager, gather_values
 from tulle.errors import GradientError, ModelError
 from tulle.memory.pieces import Bucket, Piece, deal, flat, laid_out_like, lay_out
 from tulle.mesh import Axis
@@ -74,6 +74,7 @@ class OptimizerShards:
             for parameter in stepped:
                 parameter.data = parameter.data.to(self.narrow)
 
+    @eager
     def before_step(self, _optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Have the optimizer see this rank's pieces and their gradients instead of the parameters."""
         closures = [*arguments[1:], keywords.get("closure")]  # the first argument is the optimizer
@@ -92,6 +93,7 @@ class OptimizerShards:
             group["params"] = pieces
         self._versions = self._versions_now()
 
+    @eager
     @torch.no_grad()
     def after_step(self, *_: object) -> None:
         """Put the parameters back, and gather what the other ranks stepped. Every rank of the axis must call it."""
