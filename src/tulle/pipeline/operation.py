@@ -53,6 +53,35 @@ class Call:
         return 0 if is_in_place and isinstance(self.leaves[0], Tensor) else None
 
 
+def dealt_out(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], home_of: Callable[[Tensor], int | None]
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The calls of an operation that writes in each of many tensors (`torch._foreach_mul_`), one for each stage.
+
+    At one stage it would write in copies of what lives at others, such as gradients that are clipped.
+
+    Args:
+        args: Of the operation; the first are the tensors.
+        kwargs: Of the operation.
+        home_of: Gives the stage where one of them lives, or None.
+
+    Example:
+        >>> dealt_out((["a", "b", "c"], [1, 2, 3]), {"alpha": 2}, home_of=lambda tensor: int(tensor == "b"))
+        [((['a', 'c'], [1, 3]), {'alpha': 2}), ((['b'], [2]), {'alpha': 2})]
+    """
+    homes = list(map(home_of, args[0]))
+
+    def part(given: Any, home: int | None) -> Any:
+        if not isinstance(given, list | tuple) or len(given) != len(homes):
+            return given
+        return [one for one, at in zip(given, homes, strict=True) if at == home]
+
+    return [
+        (tuple(part(one, home) for one in args), {key: part(one, home) for key, one in kwargs.items()})
+        for home in dict.fromkeys(homes)
+    ]
+
+
 def check_asks(function: Callable[..., Any], args: Sequence[Any], placeholders: Sequence[Placeholder]) -> None:
     """Refuse to ask for gradients that may lie on several ranks; those of a parameter are at its own."""
     is_refused = not placeholders and function == GRADIENT and args[0].is_leaf and args[0].requires_grad
@@ -84,6 +113,25 @@ def check_given(call: Call) -> None:
                 'that was placed, so that one rank only would train it: place its module too (at {"": stage}), or '
                 "make it a part of the model"
             )
+
+
+def check_family(target: object, phase: object, *, by: str) -> None:
+    """Refuse to write in memory of which gradients are told apart by now.
+
+    Args:
+        target: What is written in.
+        phase: Of the tape, that is being recorded.
+        by: Name of the operation.
+    """
+    if not isinstance(target, Placeholder) or not target.family.has_others:
+        return
+    members = target.family.with_all(target)
+    crosses = any(one.needs_grad and one.local is not None and one.phase not in (None, phase) for one in members)
+    if crosses and torch.is_grad_enabled():
+        raise ModelError(
+            f"the operation {by!r} writes in {target!r}, of which there are views, after the stage has received other "
+            "values: gradients could not follow; write in a copy (.clone()) or inside one module"
+        )
 
 
 def check_backward(losses: Sequence[Any], gradients: Sequence[Any], options: Mapping[str, Any]) -> None:

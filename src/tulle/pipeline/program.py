@@ -25,7 +25,7 @@ from tulle.pipeline.hooks import hooks_for_all
 from tulle.pipeline.interception import interception_aside
 from tulle.pipeline.letters import is_dense
 from tulle.pipeline.losses import is_backward, scaled
-from tulle.pipeline.operation import Call, check_asks, check_backward, check_given
+from tulle.pipeline.operation import Call, check_asks, check_backward, check_family, check_given, dealt_out
 from tulle.pipeline.outcome import Constant, Described, Outcome, Same, describe, versions_of
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.randomness import forked_python, forked_torch, seed_of
@@ -108,7 +108,7 @@ class Program:
             return scaled(function, args, kwargs, self.scale) if is_backward(function) else function(*args, **kwargs)
         if self._axis.size > 1:
             check_given(call)
-            if len(dealt := self._dealt_out(function, args, kwargs)) > 1:
+            if writes_in_many(function) and len(dealt := dealt_out(args, kwargs, self._home)) > 1:
                 for part, named in dealt:
                     self.operate(function, part, named)
                 return args[0]
@@ -251,7 +251,7 @@ class Program:
         self.stage = stage
         self._stages.add(stage)
         if known is None and (target := call.written(outcome)) is not None:
-            self._check_family(call.leaves[target], call)  # now that what it reads has come
+            check_family(call.leaves[target], self.values.tape.phase, by=call.name)  # now that what it reads has come
         native = {id(leaf): self.values.native(leaf) for leaf in call.placeholders}
         natives = [native.get(id(leaf), leaf) for leaf in call.leaves]
         versions = versions_of(natives)
@@ -368,46 +368,15 @@ class Program:
             call.leaves[target] = self._adopted.adopt(call.leaves[target], stage, self.values.tape.phase)
         return call.leaves[target].stage
 
-    def _dealt_out(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """The calls of an operation that writes in each of many tensors (`torch._foreach_mul_`), one for each stage.
-
-        At one stage it would write in copies of what lives at others, such as gradients that are clipped.
-        """
-        if not writes_in_many(function):
-            return []
-        homes = [
-            placed.stage if isinstance(placed := self._adopted.placed(one), Placeholder) else None for one in args[0]
-        ]
-
-        def part(given: Any, home: int | None) -> Any:
-            if not isinstance(given, list | tuple) or len(given) != len(homes):
-                return given
-            return [one for one, at in zip(given, homes, strict=True) if at == home]
-
-        return [
-            (tuple(part(one, home) for one in args), {key: part(one, home) for key, one in kwargs.items()})
-            for home in dict.fromkeys(homes)
-        ]
+    def _home(self, tensor: Tensor) -> int | None:
+        """The stage where a tensor lives, None if on all ranks."""
+        placed = self._adopted.placed(tensor)
+        return placed.stage if isinstance(placed, Placeholder) else None
 
     def _mark(self, placeholder: Placeholder, *, needs_grad: bool) -> None:
         """Have all ranks know that a tensor was detached in place, or made to need a gradient."""
         placeholder.needs_grad = needs_grad
         placeholder.family.version += 1  # copies elsewhere are as it was
-
-    def _check_family(self, placeholder: Any, call: Call) -> None:
-        """Refuse to write in memory of which gradients are told apart by now."""
-        if not isinstance(placeholder, Placeholder) or not placeholder.family.has_others:
-            return
-        known = (None, self.values.tape.phase)
-        members = placeholder.family.with_all(placeholder)
-        crosses = any(one.needs_grad and one.local is not None and one.phase not in known for one in members)
-        if crosses and torch.is_grad_enabled():
-            raise ModelError(
-                f"the operation {call.name!r} writes in {placeholder!r}, of which there are views, after the stage has "
-                "received other values: gradients could not follow; write in a copy (.clone()) or inside one module"
-            )
 
     def _was_written(self, call: Call, number: int, stage: int) -> None:
         leaf = call.leaves[number]
