@@ -154,6 +154,9 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[
     with torch.no_grad():
         if (order := _order(name, gradient, args, keywords)) is not None:
             return norms_over_ranks([gradient], [result], order)[0]
+        if name in ("std", "var") and gradient.count is not None:
+            variance = _variance(gradient, gradient.count, args, keywords)
+            return variance.sqrt() if name == "std" else variance
         return _one_number(name, gradient, result)
 
 
@@ -191,6 +194,16 @@ def _order(name: str, gradient: Tensor, args: Sequence[Any], keywords: Mapping[s
         return None  # of a matrix
     order = 2.0 if order in (None, "fro") else order
     return float(order) if not isinstance(order, str) and order >= 0 else None
+
+
+def _variance(gradient: ShardGradient, count: int, args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor:
+    """Of all numbers of the whole, so many, with the correction that a call of `std` or `var` asks for."""
+    unbiased = keywords.get("unbiased", args[1] if len(args) > 1 and isinstance(args[1], bool) else True)
+    correction = keywords.get("correction", unbiased)
+    with torch._C.DisableTorchFunctionSubclass():
+        mean = all_reduce(gradient.sum(), gradient.axis, label=_LABEL).wait() / count
+        squares = all_reduce((gradient - mean).abs().square().sum(), gradient.axis, label=_LABEL).wait()
+    return squares / max(0, count - (1 if correction is None else correction))
 
 
 def _one_number(name: str, gradient: ShardGradient, result: Tensor) -> Tensor:
