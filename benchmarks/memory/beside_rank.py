@@ -16,8 +16,9 @@ from torch.optim import AdamW
 
 import tulle
 from tulle import memory
-from tulle.comm import Job, traffic
+from tulle.comm import traffic
 from tulle.memory.ahead import Ahead
+from tulle.memory.course import Sent
 from tulle.memory.unit import Unit
 from tulle.plan import Memory, Plan
 
@@ -65,7 +66,7 @@ class Waiting(Ahead):
 
     def reduce(
         self, unit: Unit, gradients: Sequence[Tensor | None], parts: Sequence[Tensor]
-    ) -> Job[list[Tensor | None]]:
+    ) -> Sent[list[Tensor | None]]:
         """Sums that are there."""
         job = super().reduce(unit, gradients, parts)
         job.result()

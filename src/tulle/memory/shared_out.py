@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -246,7 +246,7 @@ def _check_whole(given: Tensor, shard: Shard, name: str, unit: Unit) -> None:
 
 def _refuse_transforms(module: nn.Module) -> None:
     """Raise within `torch.func.vmap`, `grad`, `jacrev` and the like, which cannot gather."""
-    if torch._C._functorch.maybe_current_level() is not None:
+    if cast("Any", torch._C)._functorch.maybe_current_level() is not None:
         raise ModelError(
             f"a transform of torch.func (vmap, grad, jacrev, ...) was given a {type(module).__name__} whose parameters "
             f"full_shard has shared out over the ranks, which it cannot gather: {_WHOLES}"

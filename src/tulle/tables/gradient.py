@@ -10,8 +10,9 @@ To optimizers it is a plain tensor.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -100,7 +101,7 @@ class _Plainly:
     def __init__(self, optimizer: Optimizer) -> None:
         self._number = optimizer.register_step_pre_hook(self._before).id
         after = optimizer.register_step_post_hook(self._after).id
-        optimizer._optimizer_step_post_hooks.move_to_end(after, last=False)
+        cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks).move_to_end(after, last=False)
         self._plain: list[Tensor] = []
 
     def _before(self, optimizer: Optimizer, arguments: tuple[object, ...], keywords: object) -> None:
