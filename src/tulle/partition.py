@@ -165,9 +165,3 @@ def scatter(numbers: Tensor, key: int) -> Tensor:
     for multiplier in _MULTIPLIERS:
         mixed = ((mixed ^ (mixed >> 15)) * multiplier) & _HALF
     return mixed ^ (mixed >> 14)
-
-
-def imbalance(counts: Tensor) -> float:
-    """`max_j n |I_j| / |I|` of the rows at each owner, 1 if all have as many (Zen, OSDI'25, section 3.2)."""
-    total = int(counts.sum())
-    return float(counts.max()) * len(counts) / total if total else 1.0
