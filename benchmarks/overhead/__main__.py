@@ -23,6 +23,8 @@ PAIRS = [
     ("chain", 1, "tulle", "plain"),
     ("translator", 1, "tulle", "plain"),
     ("recommender", 1, "tulle", "plain"),
+    ("many", 2, "tulle", "ddp"),
+    ("recommender", 2, "tulle", "ddp"),
     ("chain", 4, "tulle", "ddp"),
     ("translator", 4, "tulle", "ddp"),
     ("recommender", 4, "tulle", "ddp"),
@@ -35,20 +37,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each row (%(default)s)")
     parser.add_argument("--rounds", type=int, default=20, help="pairs in a run (%(default)s)")
+    parser.add_argument("--only", metavar="MODEL:RANKS", help="this row alone, many:2 say; the others stay as they are")
     options = parser.parse_args()
-    times = []
-    for workload, ranks, way, baseline in PAIRS:
-        runs = [
-            measure(ranks, workload, "--pair", way, baseline, "--rounds", str(options.rounds))
-            for _ in range(options.repeats)
-        ]
-        times.append({"workload": workload, "ranks": ranks, "way": way, "baseline": baseline, "runs": runs})
-        print(time_row(times[-1]), flush=True)
-    memory = []
-    for workload, ranks, way in MEMORY:
-        runs = [measure(ranks, workload, "--memory", way) for _ in range(options.repeats)]
-        memory.append({"workload": workload, "way": way, "ranks": ranks, "runs": runs})
-        print(memory_row(memory[-1]), flush=True)
+    path = HERE / "results.json"
+    before = json.loads(path.read_text()) if options.only else {}
+    times, memory = before.get("times", []), before.get("memory", [])
     machine = {
         "processor": processor(),
         "cores": os.cpu_count(),
@@ -56,8 +49,26 @@ def main() -> None:
         "torch": torch.__version__,
         "command": " ".join(["python", *sys.argv]),
     }
-    results = {"machine": machine, "times": times, "memory": memory}
-    (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    own = {"machine": machine | {"load": os.getloadavg()[0]}} if options.only else {}
+    for workload, ranks, way, baseline in PAIRS:
+        if options.only not in (None, f"{workload}:{ranks}"):
+            continue
+        runs = [
+            measure(ranks, workload, "--pair", way, baseline, "--rounds", str(options.rounds))
+            for _ in range(options.repeats)
+        ]
+        row = {"workload": workload, "ranks": ranks, "way": way, "baseline": baseline}
+        times = [one for one in times if not row.items() <= one.items()] + [row | own | {"runs": runs}]
+        print(time_row(times[-1]), flush=True)
+    for workload, ranks, way in MEMORY:
+        if options.only not in (None, f"{workload}:{ranks}"):
+            continue
+        runs = [measure(ranks, workload, "--memory", way) for _ in range(options.repeats)]
+        row = {"workload": workload, "way": way, "ranks": ranks}
+        memory = [one for one in memory if not row.items() <= one.items()] + [row | own | {"runs": runs}]
+        print(memory_row(memory[-1]), flush=True)
+    results = {"machine": before.get("machine", machine), "times": times, "memory": memory}
+    path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def measure(ranks: int, *arguments: str) -> dict[str, object]:

@@ -36,6 +36,18 @@ class Chain(nn.Module):
         return self.layers(x).pow(2).mean()
 
 
+class Many(nn.Module):
+    """A thousand tiny parameters, where all that is left is what a library does for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(512)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mean square of the output for `[samples, 8]`."""
+        return self.layers(x).pow(2).mean()
+
+
 class Recommender(nn.Module):
     """A table of 500,000 x 128 with sparse gradients under a small head."""
 
@@ -68,5 +80,6 @@ def zipf(tokens: int, rows: int, generator: torch.Generator, exponent: float = 1
 WORKLOADS = {
     "translator": Workload(Translator, lambda g: torch.randint(8000, (8, 32), generator=g)),
     "chain": Workload(Chain, lambda g: torch.randn(256, 256, generator=g)),
+    "many": Workload(Many, lambda g: torch.randn(8, 8, generator=g)),
     "recommender": Workload(Recommender, lambda g: zipf(2048, 500_000, g)),
 }
