@@ -430,6 +430,24 @@ def by_hook(module):
     return nn.utils.spectral_norm(module)
 
 
+def adapted(layer):
+    """A layer with an adapter around it, which shows the layer's weight as its own."""
+    shown = {name: property(lambda self, name=name: getattr(self.layer, name)) for name in ("weight", "bias")}
+    kind = type("Adapted", (nn.Linear,), shown)
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    made.layer, made.in_features, made.out_features = layer, layer.in_features, layer.out_features
+    return made
+
+
+@on_ranks(2)
+def test_a_layer_with_an_adapter_around_it_is_not_cut():
+    model = nn.Sequential(adapted(nn.Linear(4, 4)))
+    with pytest.raises(ModelError, match=r"^0 has the weight of another module, as an adapter around a layer does"):
+        tensor_parallel.apply(model, tulle.init(model=-1)["model"], select={"0": "column"})
+    assert model[0].weight.shape == (4, 4)
+
+
 def by_parametrization(module):
     return nn.utils.parametrizations.weight_norm(module)
 

@@ -217,7 +217,8 @@ class Splitter:
             sections: Lengths of the sections along it, each of which is cut; one if None.
 
         Raises:
-            ModelError: If it is tied to one that is cut another way, or ranks are more than there is to cut.
+            ModelError: If it is tied to one that is cut another way, or another module's, or ranks are more than there
+                is to cut.
         """
         parameter = getattr(module, name, None)
         if parameter is None:
@@ -226,6 +227,11 @@ class Splitter:
             raise ModelError(
                 f"{self.name} has no parameter {name}: it is made of others, as by weight_norm, and cannot be cut: "
                 "leave the module out with select"
+            )
+        if parameter is not module._parameters.get(name):
+            raise ModelError(
+                f"{self.name} has the {name} of another module, as an adapter around a layer does (peft), whose own "
+                "parameters would not be cut with it: leave the module out with select, or of Plan.tensor_parallel"
             )
         known = self.cuts.get(id(parameter))
         shape = known[1].shape if known else parameter.shape
