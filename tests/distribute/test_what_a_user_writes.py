@@ -10,6 +10,7 @@ from torch import nn
 import tulle
 from gigabit import give_cluster
 from ranks import on_ranks
+from tulle.errors import ModelError
 
 
 class Translator(nn.Module):
@@ -151,3 +152,20 @@ def test_a_model_that_was_dropped_takes_no_part_in_the_lookahead_of_the_next():
     del model, optimizer
     for _ in tulle.lookahead([torch.zeros(1)]):
         assert dropped() is None
+
+
+@on_ranks(2)
+def test_initializers_of_layers_that_are_split_are_refused_by_name():
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, _ = tulle.distribute(model, optimizer, tulle.init(model=2))
+    layer = model[0]
+    assert layer.linear1.weight.shape == (8, 8)
+    for draw in (layer.linear1.reset_parameters, lambda: nn.init.xavier_normal_(layer.linear1.weight)):
+        with pytest.raises(
+            ModelError, match=r"on '0.linear1.weight', of which this rank has a part \(\[8, 8\] of \[16, 8\]"
+        ):
+            draw()
+    nn.init.zeros_(layer.linear1.weight)
+    layer.norm1.reset_parameters()
+    model[1].reset_parameters()

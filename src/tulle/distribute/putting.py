@@ -48,6 +48,7 @@ from tulle.profiling import profile_later, sparse_tables
 from tulle.record import current as current_recorder
 from tulle.sync import AUTO, WireDtype, as_wire_dtype
 from tulle.tables import TableModule, step_by_plain_gradients
+from tulle.tensor_parallel import refuse_draws
 from tulle.traits import ELEMENTWISE
 
 OBSERVE_EVERY = "TULLE_OBSERVE_EVERY"
@@ -143,6 +144,7 @@ def distribute(
         follow_stages(model, engine)
     _attach(optimizers, engine, decided, axes)
     refuse_hooks(engine)
+    refuse_draws(model)
     take_wholes(model, optimizers)
     shard_states(model, optimizers, decided, axes)
     explain_lookups(model, axes.whole.rank)

@@ -15,16 +15,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from tulle.comm import gather
+from tulle.errors import ModelError
 from tulle.mesh import Axis
 
 _PLACEMENTS = "_tulle_placements"
 """The attribute by which a module holds the placements of its own parameters."""
+_DRAWS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "random_")
+"""Methods by which initializers write random numbers, all of torch's but `orthogonal_`."""
 _gives_parts: ContextVar[bool] = ContextVar("gives parts", default=False)
 
 
@@ -137,6 +141,21 @@ def placements(model: nn.Module) -> dict[str, Placement]:
         {}
     """
     return dict(_named_placements(model))
+
+
+def refuse_draws(model: nn.Module) -> None:
+    """Have parts refuse initializers from now on: all ranks would draw the same numbers."""
+    for name, placement in placements(model).items():
+        for draw in _DRAWS:
+            setattr(model.get_parameter(name), draw, partial(_refuse_draw, name, placement))
+
+
+def _refuse_draw(name: str, placement: Placement, *_: object, **__: object) -> NoReturn:
+    raise ModelError(
+        f"an initializer was called on {name!r}, of which this rank has a part ({list(placement.local_shape)} of "
+        f"{list(placement.shape)}, axis {placement.axis.name!r}): all ranks would draw the same numbers. Initialize "
+        "the model before tulle.distribute, or load_state_dict of a whole state"
+    )
 
 
 @contextmanager
