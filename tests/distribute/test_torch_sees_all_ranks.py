@@ -42,7 +42,9 @@ def test_clipping_some_parameters_is_tulles_alone():
     reference = build("stack")
     train_step(reference, batch_of(0))
     wanted = [nn.utils.clip_grad_norm_(part.parameters(), 0.1).item() for part in reference.children()]
-    model, _, place = distributed("stack", {"pipe": 2, "model": 2})
+    stages = {"words": 0, "encoder.layers.0": 0, "encoder.layers.1": 1, "out": 1}  # several gradients on each
+    plan = tulle.Plan({"pipe": 2, "model": 2}, stages=stages)
+    model, _, place = distributed("stack", {"pipe": 2, "model": 2}, plan)
     train_step(model, batch_of(0, *place))
     for clip in (nn.utils.clip_grad_norm_, partial(nn.utils.clip_grad_norm_, foreach=True)):
         with pytest.raises(
