@@ -1,5 +1,6 @@
 """The planner finds what trying everything finds, keeps to the memory, and says how sure it is."""
 
+import math
 import re
 from dataclasses import replace
 from itertools import combinations, product
@@ -11,6 +12,7 @@ from tulle.errors import PlanError
 from tulle.plan import Memory, Plan, Space, TablePlan, best_plan, footprints, lower, search
 from tulle.plan.bound import Bound
 from tulle.plan.exchange import Tariff
+from tulle.plan.lateness import WORTH_S, put_off_s
 from tulle.plan.search import MOST_WORK, Search, handicap
 from tulle.plan.space import BUCKETS_BYTES
 from tulle.simulate import run
@@ -20,7 +22,10 @@ WAYS = (*FLAT, "rows", "columns")
 
 
 def seconds_of(plan, profile, cluster, batch):
-    return handicap(plan.schedule, plan.memory) * run(lower(plan, profile, cluster, batch=batch)).step_s
+    forecast = run(lower(plan, profile, cluster, batch=batch))
+    if plan.schedule == "read" and put_off_s(forecast.by_kind) < WORTH_S:
+        return math.inf
+    return handicap(plan.schedule, plan.memory) * forecast.step_s
 
 
 def every_plan(profile, ranks, samples, *, with_recomputed):
@@ -250,3 +255,13 @@ def test_the_search_ends_alike_on_all_ranks():
 def test_a_step_with_fewer_samples_than_replicas_is_refused_as_such():
     with pytest.raises(PlanError, match="a step of 1 samples is too small for every mesh of 4 ranks"):
         best_plan(profile_of(), cluster_of(4), batch=1, space=Space(mesh={"data": 4}))
+
+
+@pytest.mark.parametrize(
+    ("worth_s", "schedules", "chosen"),
+    [(0.02, ("step", "read"), "read"), (0.05, ("step", "read"), "step"), (0.05, ("read",), "read")],
+)
+def test_updates_wait_for_reads_only_where_enough_is_put_off(worth_s, schedules, chosen, monkeypatch):
+    monkeypatch.setattr(search, "WORTH_S", worth_s)  # of 31 ms
+    space = Space(mesh={"pipe": 1, "model": 1}, schedules=schedules)
+    assert best_plan(profile_of(1, ranks=4), cluster_of(4, bandwidth_bytes_per_s=3e8), space=space).schedule == chosen

@@ -1,6 +1,8 @@
-"""Whether it pays to update parameters when they are read, from what communication alone is predicted to take."""
+"""Whether it pays to update parameters when they are read, by what communication that could hide takes."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from tulle.cost import Network, all_reduce_cost
 from tulle.plan.plan import AT_READ, AT_STEP, Plan
@@ -8,6 +10,16 @@ from tulle.tables import PLACEMENTS
 
 WORTH_S = 0.02
 """What must at least be put off in a step: waiting for pieces one by one costs some of it (`benchmarks/scheduling`)."""
+
+
+def put_off_s(by_kind: Mapping[str, float]) -> float:
+    """Seconds of what could hide behind the next forward, from those of each kind of traffic in a step.
+
+    Example:
+        >>> put_off_s({"dense": 0.01, "rows": 0.004, "compute": 0.1})
+        0.012
+    """
+    return by_kind.get("dense", 0.0) + by_kind.get("rows", 0.0) / 2
 
 
 def schedule_by_cost(plan: Plan, dense_bytes: int, network: Network, ranks: int) -> str:

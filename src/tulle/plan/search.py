@@ -30,10 +30,11 @@ from tulle.plan.deal import Deal
 from tulle.plan.exchange import Tariff
 from tulle.plan.explanation import binding, differences, links_of, parts_of
 from tulle.plan.footprint import footprints_of
+from tulle.plan.lateness import WORTH_S, put_off_s
 from tulle.plan.limit import least_seconds
 from tulle.plan.lower import lowered
 from tulle.plan.moving import on_machine
-from tulle.plan.plan import AT_READ, MODEL, PIPE, Plan
+from tulle.plan.plan import AT_READ, AT_STEP, MODEL, PIPE, Plan
 from tulle.plan.prediction import HANDICAP, Prediction
 from tulle.plan.saving import with_recomputed
 from tulle.plan.space import MOST_CUTS, Space, cuts
@@ -311,6 +312,9 @@ class Search:
         step = lowered(deal)
         forecast = run(step)
         self.worked += STEP_WORK + len(step.tasks)
+        others = self.space.schedules_for(deal.plan.mesh, deal.plan.memory)
+        if deal.plan.schedule == AT_READ and AT_STEP in others and put_off_s(forecast.by_kind) < WORTH_S:
+            return
         found = Found(
             handicap(deal.plan.schedule, deal.plan.memory) * forecast.step_s, deal.plan, forecast, memory_bytes
         )
