@@ -146,16 +146,17 @@ def placements(model: nn.Module) -> dict[str, Placement]:
 def refuse_draws(model: nn.Module) -> None:
     """Have parts refuse initializers from now on: all ranks would draw the same numbers."""
     for name, placement in placements(model).items():
+        refusal = (
+            f"an initializer was called on {name!r}, of which this rank has a part ({list(placement.local_shape)} of "
+            f"{list(placement.shape)}, axis {placement.axis.name!r}): all ranks would draw the same numbers. Initialize "
+            "the model before tulle.distribute, or load_state_dict of a whole state"
+        )
         for draw in _DRAWS:
-            setattr(model.get_parameter(name), draw, partial(_refuse_draw, name, placement))
+            setattr(model.get_parameter(name), draw, partial(_refuse, refusal))
 
 
-def _refuse_draw(name: str, placement: Placement, *_: object, **__: object) -> NoReturn:
-    raise ModelError(
-        f"an initializer was called on {name!r}, of which this rank has a part ({list(placement.local_shape)} of "
-        f"{list(placement.shape)}, axis {placement.axis.name!r}): all ranks would draw the same numbers. Initialize "
-        "the model before tulle.distribute, or load_state_dict of a whole state"
-    )
+def _refuse(refusal: str, *_: object, **__: object) -> NoReturn:
+    raise ModelError(refusal)
 
 
 @contextmanager
