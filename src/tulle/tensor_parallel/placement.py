@@ -148,8 +148,8 @@ def refuse_draws(model: nn.Module) -> None:
     for name, placement in placements(model).items():
         refusal = (
             f"an initializer was called on {name!r}, of which this rank has a part ({list(placement.local_shape)} of "
-            f"{list(placement.shape)}, axis {placement.axis.name!r}): all ranks would draw the same numbers. Initialize "
-            "the model before tulle.distribute, or load_state_dict of a whole state"
+            f"{list(placement.shape)}, axis {placement.axis.name!r}): all ranks would draw the same numbers: "
+            "initialize the model before tulle.distribute, or load_state_dict of a whole state"
         )
         for draw in _DRAWS:
             setattr(model.get_parameter(name), draw, partial(_refuse, refusal))
