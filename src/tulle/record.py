@@ -33,7 +33,7 @@ from tulle.engine import DataParallel, Observation
 from tulle.environment import detect
 from tulle.errors import DataError
 from tulle.mesh import Mesh
-from tulle.plan import Drift, Plan
+from tulle.plan import Plan
 from tulle.profiling.samples import samples_in
 from tulle.whole_file import write_whole
 
@@ -111,7 +111,7 @@ class Recorder:
         self._engine: DataParallel | None = None
         self._plan: Callable[[], Plan] | None = None
         self._plan_written: Plan | None = None
-        self._drift: Drift | None = None
+        self._has_prediction = False
         self._step = 0
         self._open: dict[str, Any] = {}
         self._texts: dict[str, str] = {}
@@ -149,7 +149,7 @@ class Recorder:
             engine: Keeps the model in step.
         """
         self._plan, self._engine = plan, engine
-        self._drift = Drift.of(plan())
+        self._has_prediction = plan().prediction is not None
         self._models.add(model)
         model.register_forward_pre_hook(_forward_begins, with_kwargs=True)
         model.register_forward_hook(_forward_ends, always_call=True)  # also of one that raised
@@ -215,10 +215,8 @@ class Recorder:
     def _before_forward(self, module: nn.Module, arguments: object) -> None:
         if module.training and self._is_ended:
             self._write_step()
-        if module.training and self._drift is not None:
-            samples = samples_in(arguments)
-            self._drift.called(samples)
-            self._open["samples"] = self._open.get("samples", 0) + samples
+        if module.training and self._has_prediction:
+            self._open["samples"] = self._open.get("samples", 0) + samples_in(arguments)
         self._depth += 1
         self._forward_began_s = now_s()
 
@@ -264,18 +262,10 @@ class Recorder:
         self._waited_before_s = traffic.wait_s
         self._bytes_before, self._messages_before = total.bytes_sent, total.messages
         self._is_ended = True
-        self._look_at_drift(self._open["step_s"])
         if self._stop_after:
             self._open["total_steps"] = self._stop_after
         if self._step == self._stop_after:
             raise SystemExit(0)
-
-    def _look_at_drift(self, step_s: float) -> None:
-        """Say, in the log and the report, that steps do not take what the plan predicted."""
-        said = self._drift.note(step_s) if self._drift else None
-        if said is not None and self._rank == 0:
-            logging.getLogger("tulle").warning("%s", said)
-            self._texts["plan"] = said
 
     def _traffic(self) -> dict[str, dict[str, Any]]:
         schemes = self._engine.schemes() if self._engine else {}

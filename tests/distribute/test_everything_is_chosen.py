@@ -131,7 +131,7 @@ def test_a_kept_plan_that_was_off_is_told_of():
     key = next(path.stem for path in shelf.folder.glob("*.json") if shelf.find(path.stem).diff(plan) == [])
     stepping = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
     with mock.patch(LOGGER) as logger, mock.patch("tulle.distribute.watching.now_s", side_effect=range(10**6)):
-        watch(plan, nn.Linear(1, 1), stepping, key=key if mesh.rank == 0 else "", is_told=False)
+        watch(plan, nn.Linear(1, 1), stepping, key=key if mesh.rank == 0 else "")
         for _ in range(60):
             stepping.step()
     assert logger.warning.call_count == 1

@@ -148,9 +148,9 @@ def distribute(
     take_wholes(model, optimizers)
     shard_states(model, optimizers, decided, axes)
     explain_lookups(model, axes.whole.rank)
-    recorder = current_recorder()
     if axes.whole.rank == 0:
-        watch(decided, model, optimizers[-1], key=chosen.key, is_told=recorder is not None)
+        watch(decided, model, optimizers[-1], key=chosen.key)
+    recorder = current_recorder()
     if recorder is not None:
         recorder.attach(model, optimizers, mesh, plan=lambda: in_force(decided, engine), engine=engine)
     return model, optimizer

@@ -17,7 +17,6 @@ from torch import Tensor
 from tulle.comm import now_s, traffic
 from tulle.engine.split_table import SplitTable
 from tulle.mesh import Axis
-from tulle.rows import inverse
 from tulle.tables import Pushed, Route, Wish, push
 
 _LONGEST_COURTESY_S = 0.5
@@ -69,7 +68,7 @@ class Returned:
             torch.zeros(rows, width, dtype=like.dtype, device=like.device) if gradient is None else gradient
             for gradient, rows in zip(found, wish.distinct.lengths(), strict=True)
         ]
-        return torch.cat(by_table).index_select(0, inverse(wish.positions).to(like.device))
+        return wish.travelling(by_table)
 
     def lookups(self, bundle: int, wish: Wish) -> Tensor | None:
         """How often rows were looked up, in the order in which they travel, if an owner must know; handed over."""
@@ -82,7 +81,7 @@ class Returned:
             torch.zeros(rows, dtype=torch.int32, device=device) if counts is None else counts.to(device)
             for counts, rows in zip(found, wish.distinct.lengths(), strict=True)
         ]
-        return torch.cat(by_table).index_select(0, inverse(wish.positions).to(device))
+        return wish.travelling(by_table)
 
 
 @dataclass(frozen=True, slots=True)

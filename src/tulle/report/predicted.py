@@ -151,9 +151,11 @@ def _bars(prediction: Prediction, found: list[Compared], other_batch: int) -> tu
         )
         bars.append(Bar("runner-up", slower, quantity.duration(prediction.runner_up_s), (whole,)))
     if step_s > 0:
-        off = f"median, {step_s / prediction.step_s - 1:+.0%} against what was predicted"
-        off = f"median, of {quantity.plural(other_batch, 'sample')}" if other_batch else off
-        bars.append(Bar("measured", off, quantity.duration(step_s), _segments(measured, longest_s)))
+        off = f"{step_s / prediction.step_s - 1:+.0%} against what was predicted"
+        compared_to = f"of {quantity.plural(other_batch, 'sample')}" if other_batch else off
+        bars.append(
+            Bar("measured", f"median, {compared_to}", quantity.duration(step_s), _segments(measured, longest_s))
+        )
     return tuple(bars)
 
 

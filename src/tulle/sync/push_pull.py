@@ -122,11 +122,13 @@ class Route:
 
     def _pull(self, sums: Tensor) -> Tensor:
         table = self.table
-        if self.places is None:
-            return table.from_wire(all_gather_parts(sums, self.owned, self.axis, label=table.label).wait())
-        if table.width * table.dtype.itemsize < _WIDE_BYTES:
-            pulled = all_gather_parts(sums, self.owned, self.axis, label=table.label).wait()
-            total = table.from_wire(pulled.index_select(0, inverse(self.places)))
+        if self.places is None or table.width * table.dtype.itemsize < _WIDE_BYTES:
+            pulling = all_gather_parts(sums, self.owned, self.axis, label=table.label)
+            if self.places is None:
+                return table.from_wire(pulling.wait())
+            order = inverse(self.places)  # while the wire is busy
+            pulled = pulling.wait()
+            total = table.from_wire(pulled.index_select(0, order))
             release(pulled, self.axis)
             return total
         total = torch.empty(len(self.rows), table.width, dtype=table.dtype, device=table.device)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tulle.rows import Merge
+from tulle.rows import Merge, inverse
 from tulle.tables.blocks import Blocks, Shape
 from tulle.tables.distinct import Distinct
 from tulle.tables.split import Split
@@ -49,6 +49,11 @@ class Wish:
     def order(self, table: int) -> Tensor:
         """`[rows]` where each row of a table, ascending, comes among those that travel with it."""
         return self.positions[self.distinct.starts[table] : self.distinct.starts[table + 1]]
+
+    def travelling(self, by_table: Sequence[Tensor]) -> Tensor:
+        """`[rows, ...]` in the order in which rows travel, of what is given for those of each table, ascending."""
+        whole = torch.cat(list(by_table))
+        return whole.index_select(0, inverse(self.positions).to(whole.device))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
