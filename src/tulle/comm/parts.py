@@ -3,7 +3,8 @@
 What they give may be handed back (`tulle.comm.release`) once it was read, for the next one to receive into.
 Lengths are known on every rank's CPU before (a fixed-size all-gather told them), so nothing here waits for a size.
 
-What all ranks know to be small is left to the backend's own all-to-all, which takes two thirds of the processor time.
+What all ranks know to be small is left to the backend's own all-to-all, which takes half to two thirds of the time and
+of the processor's; a gathered part goes into it once for each rank.
 All else is made of sends and receives in rounds: in round k, rank r sends to r + k and receives from r - k. Started all
 at once, large messages collide at the receivers and lose a seventh to a third of the link; with two rounds under way
 they do not. Small ones go at once, because a round costs a latency (`docs/design.md`, 2026-11-21).
@@ -36,6 +37,8 @@ ROUNDS_UNDER_WAY = 2
 
 BACKEND_BYTES = 1024 * 1024
 """An all-to-all in which ranks send no more is left to the backend: it takes as long as rounds, and less of a core."""
+BACKEND_GATHER_BYTES = 256 * 1024
+"""The same of an all-gather, whose part is copied for each rank."""
 BACKEND_S = 0.008
 """The same in seconds on the wire, where the network was measured: at 1 Gbit/s as many bytes, at 10 ten times more."""
 
@@ -60,6 +63,10 @@ def all_gather_parts(
     Returns:
         All parts end to end, in the order of ranks: `[sum(lengths), ...]`.
     """
+    most_bytes = (axis.size - 1) * max(lengths) * math.prod(part.shape[1:]) * part.element_size()
+    is_small = most_bytes <= BACKEND_GATHER_BYTES and is_for_backend(most_bytes, axis)
+    if arrived is None and is_small:
+        return exchange_by_backend("all-gather", [part] * axis.size, lengths, axis, label)
     return _exchange("all-gather", [part] * axis.size, lengths, axis, label, arrived)
 
 
@@ -85,9 +92,11 @@ def all_to_all_parts(
 
 def is_for_backend(most_bytes: int, axis: Axis) -> bool:
     """Whether an exchange in which the fullest rank sends so much is left to the backend's own all-to-all."""
-    is_gloo = axis.size > 1 and axis.device.type == "cpu" and dist.get_backend(axis.group) == "gloo"
     limit = BACKEND_S * axis.measured[0].bandwidth_bytes_per_s if axis.measured else BACKEND_BYTES
-    return is_gloo and most_bytes <= limit
+    if most_bytes > limit or axis.size == 1 or axis.device.type != "cpu":
+        return False
+    # Two partners of a larger axis share its group: others of it do not call.
+    return dist.get_backend(axis.group) == "gloo" and dist.get_world_size(axis.group) == axis.size
 
 
 def exchange_by_backend(

@@ -21,7 +21,7 @@ from tulle.engine.buckets import Slot
 from tulle.engine.foresight import Foreseen, Foresight
 from tulle.engine.tables import TableSync
 from tulle.rows import RowSparse
-from tulle.sync import ABSENT, Gradient, Routes, count
+from tulle.sync import ABSENT, Gradient, Routes, count, indices_of
 
 
 class TableGroup:
@@ -47,12 +47,14 @@ class TableGroup:
         self._unchecked: dict[int, RowSparse] = {}
         """By position, gradients as a GPU stored them: taken to be of the ids looked up until that is checked."""
         self._settled: Job[Routes] | None = None
-        self._summed: Job[list[Gradient]] | None = None
+        self._summed: Job[Sequence[Gradient]] | None = None
+        self._room: int | None = None
+        """Rows that a parcel of this step has room for; None where rows are foretold."""
 
     @property
     def is_foreseen(self) -> bool:
         """Whether the rows of this step have been told, or will not be."""
-        return bool(self._foreseen) or not self._is_foreseeable
+        return bool(self._foreseen) or not self._is_foreseeable or self._room is not None
 
     @property
     def is_looked_up(self) -> bool:
@@ -105,9 +107,16 @@ class TableGroup:
         self._unchecked.clear()
         self.missing = len(self.slots)
 
-    def _sum(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """On the courier's thread: sum what was foreseen, or, if any rank was wrong, tell what is and sum that."""
+    def _sum(self, gradients: Sequence[Gradient]) -> Sequence[Gradient]:
+        """On the courier's thread."""
         begin_s = now_s()
+        sums = self._summed_now(gradients)
+        self._sync.note(self.slots, now_s() - begin_s)
+        self._room = self._sync.room(self.slots)
+        return sums
+
+    def _summed_now(self, gradients: Sequence[Gradient]) -> Sequence[Gradient]:
+        """Sum what was foreseen, or, if nothing was or any rank was wrong, tell what is and sum that."""
         if self._settled is not None:
             is_right = all(_is_of(gradient, seen) for gradient, seen in zip(gradients, self._foreseen, strict=True))
             is_right = is_right and self._is_checked()
@@ -116,17 +125,15 @@ class TableGroup:
             confirmed = self._sync.confirm(is_right)  # before the values, behind which it would have to wait
             sums = routes.sum(given).wait()
             if confirmed.wait():
-                self._sync.note(self.slots, now_s() - begin_s)
                 return sums
             # On all ranks alike: after a first wrong guess wait for backward, after a second guess no more.
             self._is_foreseeable, self._is_early = self._is_early, False
         told = {position: self._mean(stored.coalesce(), is_ours=False) for position, stored in self._unchecked.items()}
         gradients = [told.get(position, gradient) for position, gradient in enumerate(gradients)]
-        indices = [gradient.indices.long() if isinstance(gradient, RowSparse) else None for gradient in gradients]
-        settled = self._sync.settle(indices, [count(gradient) for gradient in gradients], self.slots)
-        sums = settled.sum(gradients).wait()
-        self._sync.note(self.slots, now_s() - begin_s)
-        return sums
+        if self._room is not None:
+            return self._sync.sum_in_parcel(gradients, self.slots, self._room)
+        counts = [count(gradient) for gradient in gradients]
+        return self._sync.settle(indices_of(gradients), counts, self.slots).sum(gradients).wait()
 
     def _take(self, position: int) -> Gradient:
         gradient = self.slots[position].parameter.grad

@@ -7,6 +7,7 @@ step is in `tulle.engine.groups`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -24,11 +25,15 @@ from tulle.sync import (
     DENSE,
     Choice,
     Chooser,
+    Gradient,
+    Parcel,
     Routes,
     Table,
     announce_counts,
     choose_together,
+    count,
     gather_presence,
+    indices_of,
     route,
 )
 
@@ -38,6 +43,14 @@ _MEMORY = 0.9
 """Weight of the past in the running mean of measured seconds."""
 _OBSERVED_EVERY = 500
 """Gradients are measured at steps 1, 2, 4, 8, ... and then in every one of so many: that is under 0.5% of the time."""
+
+
+_WORDS = 3
+"""That ranks tell each other of a table: its rows, and of the last step what was sent and how long it took."""
+_FORGETTING = 0.02
+"""Part by which what the fullest rank holds nears what it holds now, in a step."""
+_SPARE = 0.03
+"""Room of a parcel beyond what the fullest rank held of late, as a part of that; its square root where that is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +74,19 @@ class _Convoy:
     """None where a scheme was given."""
     choices: dict[str, Choice] = field(default_factory=dict)
     """The last of each table."""
+    fullest_rows: float = 0.0
+    """Of all its tables on the rank that has most, of late; 0 if some table did not come by rows in the last step."""
+
+    @property
+    def predicted_s(self) -> float:
+        """Of the scheme in force, all tables together; 0 before the first choice, or where a scheme was given."""
+        choice = next(iter(self.choices.values()), None)
+        return dict(choice.candidates)[choice.scheme].seconds if choice else 0.0
+
+    def fill(self, rows: Sequence[int]) -> None:
+        """Take note of the rows that each rank holds of all its tables."""
+        most = max(rows)
+        self.fullest_rows = max(most, self.fullest_rows - _FORGETTING * (self.fullest_rows - most))
 
     @property
     def scheme(self) -> str:
@@ -177,18 +203,41 @@ class TableSync:
             counts: What this rank announces of each.
             slots: The tables.
         """
-        states = [self._states[slot.name] for slot in slots]
-        sent_bytes = [state.sent.bytes_sent for state in states]
-        told = announce_counts([*counts, *sent_bytes, *(state.took_us for state in states)], self._lane).wait()
-        heard = [numbers[: len(slots)] for numbers in told]
-        # By column: what all ranks sent for each table in the last step, and how long it took them.
-        columns = [*zip(*(numbers[len(slots) :] for numbers in told), strict=True)]
-        for state, sent, took in zip(states, columns[: len(slots)], columns[len(slots) :], strict=True):
-            self._note(state, sent, took)
-        tables = [self._table(slot) for slot in slots]
-        self._observe(indices, tables, heard)
-        schemes = [self.scheme(table.name) for table in tables]
-        return route(indices, tables, heard, schemes, self._lane).wait()
+        told = announce_counts(self._words(counts, slots), self._lane).wait()
+        return self._route(indices, self._hear(told, indices, slots), slots)
+
+    def room(self, slots: Sequence[Slot]) -> int | None:
+        """Rows for which a parcel with some tables' gradients should have room, the same number on all ranks.
+
+        Returns:
+            None where they go the way of their scheme: it was given, or is no slower by prediction.
+        """
+        convoy, *others = {self._states[slot.name].convoy for slot in slots}
+        if others or not convoy.predicted_s or not convoy.fullest_rows or self.axis.device.type != "cpu":
+            return None
+        room = math.ceil(convoy.fullest_rows + max(_SPARE * convoy.fullest_rows, math.sqrt(convoy.fullest_rows)))
+        parcel = Parcel([self._table(slot) for slot in slots], room, _WORDS * len(slots))
+        # One exchange less to tell row numbers is in the prediction; one to tell counts goes besides.
+        is_faster = parcel.seconds(self.network, self.axis.size) <= convoy.predicted_s + self.network.latency_s
+        return room if is_faster else None
+
+    def sum_in_parcel(self, gradients: Sequence[Gradient], slots: Sequence[Slot], room: int) -> Sequence[Gradient]:
+        """Sum some tables' gradients by one exchange, or, where some rank's do not fit, by their schemes.
+
+        Every rank must call it.
+
+        Args:
+            gradients: This rank's, coalesced.
+            slots: The tables.
+            room: What `room` gave.
+        """
+        tables, counts = [self._table(slot) for slot in slots], [count(gradient) for gradient in gradients]
+        words = self._words(counts, slots)
+        exchanged = Parcel(tables, room, len(words)).exchange(words, gradients, self._lane).wait()
+        indices = indices_of(gradients)
+        heard = self._hear(exchanged.words(), indices, slots)
+        sums = exchanged.sum(heard)
+        return self._route(indices, heard, slots).sum(gradients).wait() if sums is None else sums
 
     def confirm(self, is_right: bool) -> Deferred[bool]:  # noqa: FBT001 - the word that is sent
         """Whether all ranks' gradients have the rows that were told. Every rank must call it."""
@@ -203,6 +252,26 @@ class TableSync:
             state.took_us = round(seconds * 1e6)
             state.sent = Count(now.bytes_sent - state.before.bytes_sent, now.messages - state.before.messages)
             state.before = now
+
+    def _words(self, counts: Sequence[int], slots: Sequence[Slot]) -> list[int]:
+        states = [self._states[slot.name] for slot in slots]
+        return [*counts, *(state.sent.bytes_sent for state in states), *(state.took_us for state in states)]
+
+    def _hear(
+        self, told: Sequence[Sequence[int]], indices: Sequence[Tensor | None], slots: Sequence[Slot]
+    ) -> list[Sequence[int]]:
+        """Take note of what all ranks told, choose schemes where they are due, and give the counts."""
+        heard = [words[: len(slots)] for words in told]
+        # By column: what all ranks sent for each table in the last step, and how long it took them.
+        columns = [*zip(*(words[len(slots) :] for words in told), strict=True)]
+        for slot, sent, took in zip(slots, columns[: len(slots)], columns[len(slots) :], strict=True):
+            self._note(self._states[slot.name], sent, took)
+        self._observe(indices, [self._table(slot) for slot in slots], heard)
+        return heard
+
+    def _route(self, indices: Sequence[Tensor | None], heard: Sequence[Sequence[int]], slots: Sequence[Slot]) -> Routes:
+        schemes = [self.scheme(slot.name) for slot in slots]
+        return route(indices, [self._table(slot) for slot in slots], heard, schemes, self._lane).wait()
 
     @staticmethod
     def _note(state: _State, sent_bytes: Sequence[int], took_us: Sequence[int]) -> None:
@@ -235,6 +304,10 @@ class TableSync:
         convoys: dict[_Convoy, list[int]] = {}
         for t in held:
             convoys.setdefault(self._states[tables[t].name].convoy, []).append(t)
+        for convoy, members in convoys.items():
+            convoy.fill([sum(rows) for rows in zip(*(held[t] for t in members), strict=True)])
+        for t in {*range(len(tables))} - held.keys():
+            self._states[tables[t].name].convoy.fullest_rows = 0.0
         due = {
             convoy for convoy, members in convoys.items() if convoy.is_due({tables[t].name: held[t] for t in members})
         }

@@ -4,6 +4,7 @@ from tulle.sync.all_reduce import all_reduce
 from tulle.sync.characteristics import characteristics, gather_presence
 from tulle.sync.chooser import Chooser
 from tulle.sync.ddp_hook import DDPState, ddp_hook
+from tulle.sync.parcel import Parcel
 from tulle.sync.reduce import (
     ABSENT,
     DENSE,
@@ -12,6 +13,7 @@ from tulle.sync.reduce import (
     announce,
     announce_counts,
     count,
+    indices_of,
     route,
     sum_gradients,
 )
@@ -28,6 +30,7 @@ __all__ = [
     "Chooser",
     "DDPState",
     "Gradient",
+    "Parcel",
     "Routes",
     "Table",
     "WireDtype",
@@ -42,6 +45,7 @@ __all__ = [
     "count",
     "ddp_hook",
     "gather_presence",
+    "indices_of",
     "route",
     "scheme_named",
     "sum_gradients",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -55,8 +56,6 @@ class Group:
     """Tables that travel as one."""
 
     members: Sequence[int]
-    offsets: Sequence[int]
-    """The number of each member's first row in the numbering of the group."""
     route: Deferred[Route]
 
 
@@ -103,24 +102,13 @@ class Routes:
             for t, pending in reduced:
                 sums[t] = pending.wait()
             for group, pending in summed:
-                for t, rows in zip(group.members, self._split(group, pending.wait()), strict=True):
+                members = [self.tables[t] for t in group.members]
+                parts = split_rows(group.route.wait().rows, pending.wait(), members)
+                for t, rows in zip(group.members, parts, strict=True):
                     sums[t] = rows
             return sums
 
         return Deferred(finish)
-
-    def _split(self, group: Group, values: Tensor) -> list[RowSparse]:
-        rows = group.route.wait().rows
-        ends = [len(rows)]
-        if len(group.members) > 1:
-            ends = torch.searchsorted(rows, torch.tensor(group.offsets[1:], device=rows.device)).tolist() + ends
-        parts: list[RowSparse] = []
-        begin = 0
-        for t, offset, end in zip(group.members, group.offsets, ends, strict=True):
-            numbers = rows[begin:end] - offset if offset else rows[begin:end]
-            parts.append(RowSparse.trusted(numbers, values[begin:end], self.tables[t].num_rows, is_coalesced=True))
-            begin = end
-        return parts
 
 
 def route(
@@ -163,8 +151,12 @@ def sum_gradients(
     axis: Axis,
 ) -> Deferred[list[Gradient]]:
     """Phases 2 and 3 at once, for gradients that are there. Every rank of the axis must call it."""
-    indices = [gradient.indices.long() if isinstance(gradient, RowSparse) else None for gradient in gradients]
-    return route(indices, tables, counts, schemes, axis).sum(gradients)
+    return route(indices_of(gradients), tables, counts, schemes, axis).sum(gradients)
+
+
+def indices_of(gradients: Sequence[Gradient]) -> list[Tensor | None]:
+    """The row numbers of each gradient, int64; None where it is dense or there is none."""
+    return [gradient.indices.long() if isinstance(gradient, RowSparse) else None for gradient in gradients]
 
 
 def count(gradient: Gradient) -> int:
@@ -183,20 +175,48 @@ def _group(
     axis: Axis,
 ) -> Group:
     """Number the rows of several tables through, and route them as those of one."""
-    first = tables[members[0]]
-    offsets = [0]
-    for t in members:
-        offsets.append(offsets[-1] + tables[t].num_rows)
+    of_members = [tables[t] for t in members]
+    held = [sum(max(0, rows[t]) for t in members) for rows in counts]
+    whole = as_one(of_members, [counts[axis.rank][t] for t in members])
+    return Group(members, start(number_through(indices, of_members), whole, held, axis))
+
+
+def as_one(tables: Sequence[Table], counts: Sequence[int]) -> Table:
+    """Several tables of one kind as one whose rows are numbered through; `counts` of this rank are their shares."""
+    if len(tables) == 1:
+        return tables[0]
+    shares = {table.name: max(0, rows) for table, rows in zip(tables, counts, strict=True)}
+    return replace(tables[0], num_rows=sum(table.num_rows for table in tables), shares=shares)
+
+
+def number_through(indices: Sequence[Tensor | None], tables: Sequence[Table]) -> Tensor:
+    """Row numbers of several tables as those of one, ascending; None where there are none of a table."""
     numbered = [
         rows + offset if offset else rows
-        for rows, offset in zip(indices, offsets, strict=False)
+        for rows, offset in zip(indices, _offsets(tables), strict=True)
         if rows is not None and len(rows)
     ]
-    held = [sum(max(0, rows[t]) for t in members) for rows in counts]
-    shares = {tables[t].name: max(0, counts[axis.rank][t]) for t in members}
-    whole = replace(first, num_rows=offsets[-1], shares=shares) if len(members) > 1 else first
-    mine = _end_to_end(numbered) if numbered else torch.empty(0, dtype=torch.int64, device=first.device)
-    return Group(members, offsets[:-1], start(mine, whole, held, axis))
+    return _end_to_end(numbered) if numbered else torch.empty(0, dtype=torch.int64, device=tables[0].device)
+
+
+def split_rows(rows: Tensor, values: Tensor, tables: Sequence[Table]) -> list[RowSparse]:
+    """Rows that were numbered through, ascending and distinct, with their values, by table."""
+    offsets = _offsets(tables)
+    ends = [len(rows)]
+    if len(tables) > 1:
+        ends = torch.searchsorted(rows, torch.tensor(offsets[1:], device=rows.device)).tolist() + ends
+    parts: list[RowSparse] = []
+    begin = 0
+    for table, offset, end in zip(tables, offsets, ends, strict=True):
+        numbers = rows[begin:end] - offset if offset else rows[begin:end]
+        parts.append(RowSparse.trusted(numbers, values[begin:end], table.num_rows, is_coalesced=True))
+        begin = end
+    return parts
+
+
+def _offsets(tables: Sequence[Table]) -> list[int]:
+    """The number of each table's first row where they are numbered through."""
+    return [0, *accumulate(table.num_rows for table in tables[:-1])]
 
 
 def _values(gradient: Gradient, table: Table) -> Tensor:

@@ -59,7 +59,7 @@ class Table:
 
     def characteristics(self, rows_per_rank: Sequence[int], presence: Presence | None = None) -> Characteristics:
         """What its gradient looks like when each rank holds so many distinct rows."""
-        return Characteristics(self.num_rows, self.width, self._wire.itemsize, tuple(rows_per_rank), presence)
+        return Characteristics(self.num_rows, self.width, self.wire.itemsize, tuple(rows_per_rank), presence)
 
     @property
     def label(self) -> str | Mapping[str, int]:
@@ -73,14 +73,15 @@ class Table:
 
     def to_wire(self, values: Tensor) -> Tensor:
         """Values as they travel, contiguous."""
-        return values.to(self._wire).contiguous()
+        return values.to(self.wire).contiguous()
 
     def from_wire(self, values: Tensor) -> Tensor:
         """What travelled, as the gradient's values."""
         return values.to(self.dtype)
 
     @property
-    def _wire(self) -> torch.dtype:
+    def wire(self) -> torch.dtype:
+        """Of values as they travel."""
         return self.wire_dtype or self.dtype
 
 

@@ -1,0 +1,163 @@
+"""`Parcel`: row numbers and values of a step in one message, whose length all ranks know from the steps before.
+
+    foretold    counts | row numbers | are they right? | values     three of four exchanges while the model computes
+    parcel      counts + row numbers + values                       one, when the gradients are there
+
+However little travels, an exchange takes a processor about as long as gloo takes to send some hundred kilobytes: where
+it is little, to hide three of them costs more than to leave them out. A parcel has room for the rows of the fullest
+rank of late and a few more. In a step in which some rank has more, all see it from the counts, and go the long way.
+
+    message     values [room, width] | row numbers [room] | words: counts, and what else ranks tell each other
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tulle.comm import Deferred, all_gather_parts, release
+from tulle.cost import Network, exchange_cost, work_cost
+from tulle.mesh import Axis
+from tulle.rows import Merge, RowSparse
+from tulle.sync.reduce import ABSENT, Gradient, as_one, count, number_through, split_rows
+from tulle.sync.table import Table
+
+_WORD = torch.int64
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What all ranks know of a message before there is one.
+
+    Args:
+        tables: Of one width and dtype, on CPU.
+        room: Rows that it can hold.
+        words: How many numbers ranks tell each other, the counts of rows first.
+    """
+
+    tables: Sequence[Table]
+    room: int
+    words: int
+
+    @property
+    def bytes(self) -> int:
+        """Of the message: so many whole rows that those of all ranks lie in step in what is received."""
+        return _round_up(self._words_at + self.words * _WORD.itemsize, math.lcm(self._row_bytes, _WORD.itemsize))
+
+    def seconds(self, network: Network, ranks: int) -> float:
+        """Predicted, where all ranks have as many rows as there is room for."""
+        others, held_bytes = ranks - 1, ranks * self.room * self._row_bytes
+        work = work_cost(network, summed_bytes=held_bytes, copied_bytes=held_bytes, numbers=ranks * self.room)
+        return exchange_cost(others * self.bytes, others, network, rounds=min(1, others)).seconds + work.seconds
+
+    def exchange(self, words: Sequence[int], gradients: Sequence[Gradient], axis: Axis) -> Deferred[Exchanged]:
+        """Send it to every other rank. Every rank of the axis must call it.
+
+        Args:
+            words: This rank's, its counts of rows first.
+            gradients: Of each table, coalesced. If they do not fit, or one is dense, only the words are told.
+            axis: Whose ranks take part.
+        """
+        message = torch.empty(self.bytes, dtype=torch.uint8)
+        message[self._words_at :].view(_WORD)[: self.words] = torch.tensor(words)
+        counts = [count(gradient) for gradient in gradients]
+        if self.holds(counts):
+            self._fill(message, gradients)
+        whole = as_one(self.tables, counts)
+        gathered = all_gather_parts(message.view(1, -1), [1] * axis.size, axis, label=whole.label)
+        return Deferred(lambda: Exchanged(self, gathered.wait(), axis))
+
+    def holds(self, counts: Sequence[int]) -> bool:
+        """Whether one rank's gradients find room, by what it announces of each."""
+        return all(rows >= 0 or rows == ABSENT for rows in counts) and sum(max(0, rows) for rows in counts) <= self.room
+
+    def unpack(self, message: Tensor, counts: Sequence[int]) -> Tensor:
+        """The row numbers in a message, int64, numbered through the tables."""
+        held = sum(max(0, rows) for rows in counts)
+        dtype = self._whole.index_dtype
+        return message[self._numbers_at : self._words_at].view(dtype)[:held].long()
+
+    def words_of(self, message: Tensor) -> list[int]:
+        """The words in a message."""
+        return message[self._words_at :].view(_WORD)[: self.words].tolist()
+
+    def as_rows(self, received: Tensor) -> Tensor:
+        """All that was received `[ranks, bytes]` as rows: of those of each rank the first ones are values."""
+        return received.view(-1).view(self._whole.wire).view(-1, self._whole.width)
+
+    @property
+    def rows_apart(self) -> int:
+        """In `as_rows` from a rank's first row to the next rank's."""
+        return self.bytes // self._row_bytes
+
+    def _fill(self, message: Tensor, gradients: Sequence[Gradient]) -> None:
+        rows = [gradient if isinstance(gradient, RowSparse) else None for gradient in gradients]
+        numbers = number_through([None if held is None else held.indices for held in rows], self.tables)
+        message[self._numbers_at : self._words_at].view(self._whole.index_dtype)[: len(numbers)] = numbers
+        room = message[: self.room * self._row_bytes].view(self._whole.wire).view(self.room, self._whole.width)
+        begin = 0
+        for held in rows:
+            if held is not None:
+                room[begin : begin + len(held.values)] = held.values
+                begin += len(held.values)
+
+    @property
+    def _whole(self) -> Table:
+        return as_one(self.tables, [0] * len(self.tables))
+
+    @property
+    def _row_bytes(self) -> int:
+        return self._whole.width * self._whole.wire.itemsize
+
+    @property
+    def _numbers_at(self) -> int:
+        return _round_up(self.room * self._row_bytes, _WORD.itemsize)
+
+    @property
+    def _words_at(self) -> int:
+        return _round_up(self._numbers_at + self.room * self._whole.index_dtype.itemsize, _WORD.itemsize)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exchanged:
+    """The parcels of all ranks.
+
+    Args:
+        parcel: What they are.
+        received: `[ranks, bytes]`.
+        axis: Whose ranks took part.
+    """
+
+    parcel: Parcel
+    received: Tensor
+    axis: Axis
+
+    def words(self) -> list[list[int]]:
+        """Of each rank."""
+        return [self.parcel.words_of(message) for message in self.received]
+
+    def sum(self, counts: Sequence[Sequence[int]]) -> list[RowSparse] | None:
+        """Each table's gradient summed over the ranks, in their order; None if some rank's did not fit.
+
+        Args:
+            counts: What each rank announced of each table. Of a table that no rank has there is no sum: so None too.
+        """
+        parcel = self.parcel
+        is_any_of_each = all(any(rows >= 0 for rows in of_ranks) for of_ranks in zip(*counts, strict=True))
+        if not is_any_of_each or not all(map(parcel.holds, counts)):
+            return None
+        held = [parcel.unpack(message, rows) for message, rows in zip(self.received, counts, strict=True)]
+        merge = Merge.of(torch.cat(held))
+        places = torch.cat([torch.arange(len(rows)) + r * parcel.rows_apart for r, rows in enumerate(held)])
+        in_received = Merge(merge.rows, places.index_select(0, merge.order), merge.starts)
+        sums = in_received.sum(parcel.tables[0].from_wire(parcel.as_rows(self.received)))
+        release(self.received, self.axis)
+        return split_rows(merge.rows, sums, parcel.tables)
+
+
+def _round_up(number: int, to: int) -> int:
+    return -(-number // to) * to

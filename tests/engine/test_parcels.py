@@ -1,0 +1,114 @@
+"""Few rows travel in one message with their numbers: right whatever the gradients are, on all ranks alike."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import models
+import tulle
+from gigabit import GIGABIT, give_network
+from lookups import FORESEEN, NOT_FORESEEN, Beside, Lookups, makes_a_gradient_dense_on_rank_0, train
+from models import WORDS, batches, build
+from ranks import on_ranks
+from tulle.comm import gather_values, traffic
+from tulle.cost import Network
+from tulle.engine import engine_of
+from tulle.sync import Parcel
+
+
+@contextmanager
+def parcels_sent() -> Iterator[list[bool]]:
+    """Of each parcel that this rank sent, whether the sums were in it."""
+    sent: list[bool] = []
+    exchange = Parcel.exchange
+
+    def watched(parcel: Parcel, words, gradients, axis):
+        pending = exchange(parcel, words, gradients, axis)
+        sent.append(pending.wait().sum([words[: len(gradients)] for words in pending.wait().words()]) is not None)
+        return pending
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Parcel, "exchange", watched)
+        patch.setattr("tulle.sync.parcel.release", lambda *_: None)  # the sums are taken a second time
+        yield sent
+
+
+@on_ranks(2, 3)
+def test_gradients_are_those_of_one_process_however_rows_are_looked_up():
+    mesh = tulle.init(data=-1)
+    for case in [*FORESEEN, *NOT_FORESEEN]:
+        with parcels_sent() as sent:
+            model = train(case, mesh)
+        assert sent, case[1].__name__
+        assert gather_values(sent, mesh["data"], label="here") == [sent] * mesh.size, "on all ranks alike"
+        if case in FORESEEN[:1]:
+            assert sent == [True] * 3, "from the second step on"
+            assert engine_of(model)._groups[0]._room >= 4
+
+
+@on_ranks(2)
+def test_a_dense_gradient_is_summed_all_the_same_and_rows_are_foretold_once():
+    mesh = tulle.init(data=-1)
+    with parcels_sent() as sent:
+        train((Lookups, makes_a_gradient_dense_on_rank_0), mesh)
+    assert sent == [True, False], "of steps 2 and 3; in step 4 the counts go ahead"
+
+
+@on_ranks(2, 3)
+def test_more_rows_than_there_is_room_for_go_the_long_way_and_make_room():
+    mesh = tulle.init(data=-1)
+    axis = give_network(mesh["data"])
+    model, [optimizer] = tulle.distribute(model := build(Beside, 0), models.sgd(model), mesh)
+    rooms: list[int | None] = []
+    with parcels_sent() as sent:
+        for ids in (3, 3, WORDS, WORDS, WORDS, 3):
+            used = torch.arange(ids if axis.rank == axis.size - 1 else 3)
+            (model.read(model.words(used)) + model.read(model.tags(used))).backward()
+            assert model.words.weight.grad.coalesce().indices().tolist() == [[*range(ids)]]
+            optimizer.step()
+            optimizer.zero_grad()
+            rooms.append(engine_of(model)._groups[0]._room)
+    assert sent == [True, False, True, True, True]
+    assert rooms == [9, 9, *[rooms[2]] * 3, rooms[5]]
+    assert 2 * WORDS < rooms[2] <= 1.2 * 2 * WORDS
+    assert 2 * WORDS < rooms[5] < rooms[2], "what it was is forgotten, but slowly"
+
+
+@on_ranks(2)
+def test_a_parcel_is_one_message_to_each_rank_where_rows_foretold_are_four():
+    mesh = tulle.init(data=-1)
+    messages: dict[str, int] = {}
+    for plan in ("auto", "allgather"):
+        give_network(mesh["data"])
+        model, [optimizer] = tulle.distribute(model := build(Lookups, 0), models.sgd(model), mesh, plan=plan)
+        for ids in batches(4, 4):
+            before = traffic.total.messages
+            model.read(model.words(ids)).backward()
+            messages[plan] = traffic.total.messages - before
+            optimizer.step()
+            optimizer.zero_grad()
+    assert messages["allgather"] - messages["auto"] == 3, "row numbers, counts, and whether they were right"
+
+
+@on_ranks(2)
+def test_where_rows_are_many_or_a_scheme_is_given_no_parcel_is_sent():
+    mesh = tulle.init(data=-1)
+    slow = Network(latency_s=1e-7, bandwidth_bytes_per_s=1e3)
+    for plan, network in (("auto", slow), ("allgather", GIGABIT), ("densify", GIGABIT)):
+        axis = mesh["data"]
+        axis.measured.clear()
+        give_network(axis, network)
+        model, [optimizer] = tulle.distribute(model := build(Lookups, 0), models.sgd(model), mesh, plan=plan)
+        with parcels_sent() as sent:
+            for ids in batches(3, 4):
+                looks_at(model, ids).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not sent, plan
+
+
+def looks_at(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model.read(model.words(ids))
