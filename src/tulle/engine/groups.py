@@ -49,7 +49,7 @@ class TableGroup:
         self._settled: Job[Routes] | None = None
         self._summed: Job[Sequence[Gradient]] | None = None
         self._room: int | None = None
-        """Rows that a parcel of this step has room for; None where rows are foretold."""
+        """Rows that a packet of this step has room for; None where rows are foretold."""
 
     @property
     def is_foreseen(self) -> bool:
@@ -131,7 +131,7 @@ class TableGroup:
         told = {position: self._mean(stored.coalesce(), is_ours=False) for position, stored in self._unchecked.items()}
         gradients = [told.get(position, gradient) for position, gradient in enumerate(gradients)]
         if self._room is not None:
-            return self._sync.sum_in_parcel(gradients, self.slots, self._room)
+            return self._sync.sum_in_packet(gradients, self.slots, self._room)
         counts = [count(gradient) for gradient in gradients]
         return self._sync.settle(indices_of(gradients), counts, self.slots).sum(gradients).wait()
 

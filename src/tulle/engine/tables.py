@@ -26,7 +26,7 @@ from tulle.sync import (
     Choice,
     Chooser,
     Gradient,
-    Parcel,
+    Packet,
     Routes,
     Table,
     announce_counts,
@@ -50,7 +50,7 @@ _WORDS = 3
 _FORGETTING = 0.02
 """Part by which what the fullest rank holds nears what it holds now, in a step."""
 _SPARE = 0.03
-"""Room of a parcel beyond what the fullest rank held of late, as a part of that; its square root where that is more."""
+"""Room of a packet beyond what the fullest rank held of late, as a part of that; its square root where that is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ class TableSync:
         return self._route(indices, self._hear(told, indices, slots), slots)
 
     def room(self, slots: Sequence[Slot]) -> int | None:
-        """Rows for which a parcel with some tables' gradients should have room, the same number on all ranks.
+        """Rows for which a packet with some tables' gradients should have room, the same number on all ranks.
 
         Returns:
             None where they go the way of their scheme: it was given, or is no slower by prediction.
@@ -216,12 +216,12 @@ class TableSync:
         if others or not convoy.predicted_s or not convoy.fullest_rows or self.axis.device.type != "cpu":
             return None
         room = math.ceil(convoy.fullest_rows + max(_SPARE * convoy.fullest_rows, math.sqrt(convoy.fullest_rows)))
-        parcel = Parcel([self._table(slot) for slot in slots], room, _WORDS * len(slots))
+        packet = Packet([self._table(slot) for slot in slots], room, _WORDS * len(slots))
         # One exchange less to tell row numbers is in the prediction; one to tell counts goes besides.
-        is_faster = parcel.seconds(self.network, self.axis.size) <= convoy.predicted_s + self.network.latency_s
+        is_faster = packet.seconds(self.network, self.axis.size) <= convoy.predicted_s + self.network.latency_s
         return room if is_faster else None
 
-    def sum_in_parcel(self, gradients: Sequence[Gradient], slots: Sequence[Slot], room: int) -> Sequence[Gradient]:
+    def sum_in_packet(self, gradients: Sequence[Gradient], slots: Sequence[Slot], room: int) -> Sequence[Gradient]:
         """Sum some tables' gradients by one exchange, or, where some rank's do not fit, by their schemes.
 
         Every rank must call it.
@@ -233,7 +233,7 @@ class TableSync:
         """
         tables, counts = [self._table(slot) for slot in slots], [count(gradient) for gradient in gradients]
         words = self._words(counts, slots)
-        exchanged = Parcel(tables, room, len(words)).exchange(words, gradients, self._lane).wait()
+        exchanged = Packet(tables, room, len(words)).exchange(words, gradients, self._lane).wait()
         indices = indices_of(gradients)
         heard = self._hear(exchanged.words(), indices, slots)
         sums = exchanged.sum(heard)

@@ -4,7 +4,7 @@ from tulle.sync.all_reduce import all_reduce
 from tulle.sync.characteristics import characteristics, gather_presence
 from tulle.sync.chooser import Chooser
 from tulle.sync.ddp_hook import DDPState, ddp_hook
-from tulle.sync.parcel import Parcel
+from tulle.sync.packet import Packet
 from tulle.sync.reduce import (
     ABSENT,
     DENSE,
@@ -30,7 +30,7 @@ __all__ = [
     "Chooser",
     "DDPState",
     "Gradient",
-    "Parcel",
+    "Packet",
     "Routes",
     "Table",
     "WireDtype",

@@ -7,7 +7,7 @@ import tulle
 from ranks import on_ranks
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
-from tulle.sync import ABSENT, DENSE, Gradient, Parcel, Table, count, sum_gradients
+from tulle.sync import ABSENT, DENSE, Gradient, Packet, Table, count, sum_gradients
 
 ROOM = 9
 
@@ -24,9 +24,9 @@ def gradient(of: Table, rank: int, rows: int) -> RowSparse:
     return RowSparse.trusted(numbers, values, of.num_rows, is_coalesced=True)
 
 
-def summed(parcel: Parcel, gradients: list[Gradient], axis: Axis) -> list[RowSparse] | None:
+def summed(packet: Packet, gradients: list[Gradient], axis: Axis) -> list[RowSparse] | None:
     counts = [count(one) for one in gradients]
-    exchanged = parcel.exchange([*counts, 7 + axis.rank], gradients, axis).wait()
+    exchanged = packet.exchange([*counts, 7 + axis.rank], gradients, axis).wait()
     words = exchanged.words()
     assert [of_rank[-1] for of_rank in words] == [7 + rank for rank in range(axis.size)]
     return exchanged.sum([of_rank[: len(gradients)] for of_rank in words])
@@ -45,7 +45,7 @@ def test_sums_are_those_of_the_scheme_that_gathers_bit_for_bit(dtype, wire_dtype
             gradients[2] = None
         counts = [[2, 4, 3], [0, 1, ABSENT], [4, 0, 5]][: axis.size]
         expected = sum_gradients(gradients, tables, counts, ["allgather"] * 3, axis).wait()
-        ours = summed(Parcel(tables, ROOM, 4), gradients, axis)
+        ours = summed(Packet(tables, ROOM, 4), gradients, axis)
         for mine, theirs in zip(ours, expected, strict=True):
             assert torch.equal(mine.indices, theirs.indices)
             assert torch.equal(mine.values, theirs.values)
@@ -56,12 +56,12 @@ def test_sums_are_those_of_the_scheme_that_gathers_bit_for_bit(dtype, wire_dtype
 def test_what_does_not_fit_on_one_rank_is_no_sum_on_any():
     axis = tulle.init(data=-1)["data"]
     tables = [table(number, 4, torch.float64, None) for number in range(2)]
-    parcel = Parcel(tables, ROOM, 3)
+    packet = Packet(tables, ROOM, 3)
     is_last = axis.rank == axis.size - 1
 
     def of(first: Gradient, second: Gradient) -> list[RowSparse] | None:
         usual: list[Gradient] = [gradient(each, axis.rank, 4) for each in tables]
-        return summed(parcel, [first, second] if is_last else usual, axis)
+        return summed(packet, [first, second] if is_last else usual, axis)
 
     fits = [gradient(each, axis.rank, 4) for each in tables]
     assert of(*fits) is not None
@@ -69,13 +69,13 @@ def test_what_does_not_fit_on_one_rank_is_no_sum_on_any():
     assert of(fits[0], gradient(tables[1], 0, ROOM - 3)) is None, "one row too many"
     assert of(fits[0], fits[1].to_dense()) is None
     assert of(fits[0], None) is not None
-    assert summed(parcel, [fits[0], None], axis) is None, "of a table that no rank has there is no sum"
+    assert summed(packet, [fits[0], None], axis) is None, "of a table that no rank has there is no sum"
 
 
 def test_predicted_bytes_are_those_of_the_message():
     tables = [table(0, 3, torch.float32, None)]
-    assert Parcel(tables, 10, 1).bytes == 168, "10 rows of 12 bytes, 10 numbers of 4, a word of 8, in whole 24 bytes"
-    assert Parcel(tables, 10, 2).bytes == 192
-    assert not Parcel(tables, 10, 1).holds([DENSE])
-    assert Parcel(tables, 10, 1).holds([10])
-    assert not Parcel(tables, 10, 1).holds([11])
+    assert Packet(tables, 10, 1).bytes == 168, "10 rows of 12 bytes, 10 numbers of 4, a word of 8, in whole 24 bytes"
+    assert Packet(tables, 10, 2).bytes == 192
+    assert not Packet(tables, 10, 1).holds([DENSE])
+    assert Packet(tables, 10, 1).holds([10])
+    assert not Packet(tables, 10, 1).holds([11])

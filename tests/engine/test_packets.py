@@ -16,23 +16,23 @@ from ranks import on_ranks
 from tulle.comm import gather_values, traffic
 from tulle.cost import Network
 from tulle.engine import engine_of
-from tulle.sync import Parcel
+from tulle.sync import Packet
 
 
 @contextmanager
-def parcels_sent() -> Iterator[list[bool]]:
-    """Of each parcel that this rank sent, whether the sums were in it."""
+def packets_sent() -> Iterator[list[bool]]:
+    """Of each packet that this rank sent, whether the sums were in it."""
     sent: list[bool] = []
-    exchange = Parcel.exchange
+    exchange = Packet.exchange
 
-    def watched(parcel: Parcel, words, gradients, axis):
-        pending = exchange(parcel, words, gradients, axis)
+    def watched(packet: Packet, words, gradients, axis):
+        pending = exchange(packet, words, gradients, axis)
         sent.append(pending.wait().sum([words[: len(gradients)] for words in pending.wait().words()]) is not None)
         return pending
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Parcel, "exchange", watched)
-        patch.setattr("tulle.sync.parcel.release", lambda *_: None)  # the sums are taken a second time
+        patch.setattr(Packet, "exchange", watched)
+        patch.setattr("tulle.sync.packet.release", lambda *_: None)  # the sums are taken a second time
         yield sent
 
 
@@ -40,7 +40,7 @@ def parcels_sent() -> Iterator[list[bool]]:
 def test_gradients_are_those_of_one_process_however_rows_are_looked_up():
     mesh = tulle.init(data=-1)
     for case in [*FORESEEN, *NOT_FORESEEN]:
-        with parcels_sent() as sent:
+        with packets_sent() as sent:
             model = train(case, mesh)
         assert sent, case[1].__name__
         assert gather_values(sent, mesh["data"], label="here") == [sent] * mesh.size, "on all ranks alike"
@@ -52,7 +52,7 @@ def test_gradients_are_those_of_one_process_however_rows_are_looked_up():
 @on_ranks(2)
 def test_a_dense_gradient_is_summed_all_the_same_and_rows_are_foretold_once():
     mesh = tulle.init(data=-1)
-    with parcels_sent() as sent:
+    with packets_sent() as sent:
         train((Lookups, makes_a_gradient_dense_on_rank_0), mesh)
     assert sent == [True, False], "of steps 2 and 3; in step 4 the counts go ahead"
 
@@ -63,7 +63,7 @@ def test_more_rows_than_there_is_room_for_go_the_long_way_and_make_room():
     axis = give_network(mesh["data"])
     model, [optimizer] = tulle.distribute(model := build(Beside, 0), models.sgd(model), mesh)
     rooms: list[int | None] = []
-    with parcels_sent() as sent:
+    with packets_sent() as sent:
         for ids in (3, 3, WORDS, WORDS, WORDS, 3):
             used = torch.arange(ids if axis.rank == axis.size - 1 else 3)
             (model.read(model.words(used)) + model.read(model.tags(used))).backward()
@@ -78,7 +78,7 @@ def test_more_rows_than_there_is_room_for_go_the_long_way_and_make_room():
 
 
 @on_ranks(2)
-def test_a_parcel_is_one_message_to_each_rank_where_rows_foretold_are_four():
+def test_a_packet_is_one_message_to_each_rank_where_rows_foretold_are_four():
     mesh = tulle.init(data=-1)
     messages: dict[str, int] = {}
     for plan in ("auto", "allgather"):
@@ -94,7 +94,7 @@ def test_a_parcel_is_one_message_to_each_rank_where_rows_foretold_are_four():
 
 
 @on_ranks(2)
-def test_where_rows_are_many_or_a_scheme_is_given_no_parcel_is_sent():
+def test_where_rows_are_many_or_a_scheme_is_given_no_packet_is_sent():
     mesh = tulle.init(data=-1)
     slow = Network(latency_s=1e-7, bandwidth_bytes_per_s=1e3)
     for plan, network in (("auto", slow), ("allgather", GIGABIT), ("densify", GIGABIT)):
@@ -102,7 +102,7 @@ def test_where_rows_are_many_or_a_scheme_is_given_no_parcel_is_sent():
         axis.measured.clear()
         give_network(axis, network)
         model, [optimizer] = tulle.distribute(model := build(Lookups, 0), models.sgd(model), mesh, plan=plan)
-        with parcels_sent() as sent:
+        with packets_sent() as sent:
             for ids in batches(3, 4):
                 looks_at(model, ids).backward()
                 optimizer.step()

@@ -1,10 +1,10 @@
-"""`Parcel`: row numbers and values of a step in one message, whose length all ranks know from the steps before.
+"""`Packet`: row numbers and values of a step in one message, whose length all ranks know from the steps before.
 
     foretold    counts | row numbers | are they right? | values     three of four exchanges while the model computes
-    parcel      counts + row numbers + values                       one, when the gradients are there
+    packet      counts + row numbers + values                       one, when the gradients are there
 
 However little travels, an exchange takes a processor about as long as gloo takes to send some hundred kilobytes: where
-it is little, to hide three of them costs more than to leave them out. A parcel has room for the rows of the fullest
+it is little, to hide three of them costs more than to leave them out. A packet has room for the rows of the fullest
 rank of late and a few more. In a step in which some rank has more, all see it from the counts, and go the long way.
 
     message     values [room, width] | row numbers [room] | words: counts, and what else ranks tell each other
@@ -30,7 +30,7 @@ _WORD = torch.int64
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Packet:
     """What all ranks know of a message before there is one.
 
     Args:
@@ -124,21 +124,21 @@ class Parcel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exchanged:
-    """The parcels of all ranks.
+    """The packets of all ranks.
 
     Args:
-        parcel: What they are.
+        packet: What they are.
         received: `[ranks, bytes]`.
         axis: Whose ranks took part.
     """
 
-    parcel: Parcel
+    packet: Packet
     received: Tensor
     axis: Axis
 
     def words(self) -> list[list[int]]:
         """Of each rank."""
-        return [self.parcel.words_of(message) for message in self.received]
+        return [self.packet.words_of(message) for message in self.received]
 
     def sum(self, counts: Sequence[Sequence[int]]) -> list[RowSparse] | None:
         """Each table's gradient summed over the ranks, in their order; None if some rank's did not fit.
@@ -146,17 +146,17 @@ class Exchanged:
         Args:
             counts: What each rank announced of each table. Of a table that no rank has there is no sum: so None too.
         """
-        parcel = self.parcel
+        packet = self.packet
         is_any_of_each = all(any(rows >= 0 for rows in of_ranks) for of_ranks in zip(*counts, strict=True))
-        if not is_any_of_each or not all(map(parcel.holds, counts)):
+        if not is_any_of_each or not all(map(packet.holds, counts)):
             return None
-        held = [parcel.unpack(message, rows) for message, rows in zip(self.received, counts, strict=True)]
+        held = [packet.unpack(message, rows) for message, rows in zip(self.received, counts, strict=True)]
         merge = Merge.of(torch.cat(held))
-        places = torch.cat([torch.arange(len(rows)) + r * parcel.rows_apart for r, rows in enumerate(held)])
+        places = torch.cat([torch.arange(len(rows)) + r * packet.rows_apart for r, rows in enumerate(held)])
         in_received = Merge(merge.rows, places.index_select(0, merge.order), merge.starts)
-        sums = in_received.sum(parcel.tables[0].from_wire(parcel.as_rows(self.received)))
+        sums = in_received.sum(packet.tables[0].from_wire(packet.as_rows(self.received)))
         release(self.received, self.axis)
-        return split_rows(merge.rows, sums, parcel.tables)
+        return split_rows(merge.rows, sums, packet.tables)
 
 
 def _round_up(number: int, to: int) -> int:
