@@ -25,9 +25,13 @@ PAIRS = [
     ("recommender", 1, "tulle", "plain"),
     ("many", 2, "tulle", "ddp"),
     ("recommender", 2, "tulle", "ddp"),
+    ("features", 2, "tulle", "ddp"),
+    ("few", 2, "tulle", "ddp"),
     ("chain", 4, "tulle", "ddp"),
     ("translator", 4, "tulle", "ddp"),
     ("recommender", 4, "tulle", "ddp"),
+    ("features", 4, "tulle", "ddp"),
+    ("few", 4, "tulle", "ddp"),
 ]
 MEMORY = [(workload, 4, way) for workload in ("chain", "translator", "recommender") for way in ("ddp", "tulle")]
 

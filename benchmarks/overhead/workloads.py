@@ -61,6 +61,32 @@ class Recommender(nn.Module):
         return self.head(self.table(ids)).pow(2).mean()
 
 
+class Features(nn.Module):
+    """Ten tables of 50,000 x 64 with sparse gradients, looked up side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(50_000, 64, sparse=True) for _ in range(10))
+        self.head = nn.Linear(64, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Mean square of the score of each of `[tokens]` ids."""
+        return self.head(sum(table(ids) for table in self.tables)).pow(2).mean()
+
+
+class Few(nn.Module):
+    """A table of 2,000 x 128 with sparse gradients: so few rows that little but the exchange itself is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2000, 128, sparse=True)
+        self.head = nn.Linear(128, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Mean square of the score of each of `[tokens]` ids."""
+        return self.head(self.table(ids)).pow(2).mean()
+
+
 @dataclass(frozen=True)
 class Workload:
     """A model and how to draw a batch for it."""
@@ -82,4 +108,6 @@ WORKLOADS = {
     "chain": Workload(Chain, lambda g: torch.randn(256, 256, generator=g)),
     "many": Workload(Many, lambda g: torch.randn(8, 8, generator=g)),
     "recommender": Workload(Recommender, lambda g: zipf(2048, 500_000, g)),
+    "features": Workload(Features, lambda g: torch.randint(50_000, (512,), generator=g)),
+    "few": Workload(Few, lambda g: torch.randint(2000, (2048,), generator=g)),
 }
