@@ -5,6 +5,7 @@ import copy
 import itertools
 import random
 from contextlib import contextmanager
+from inspect import getattr_static
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ import tulle
 from ranks import on_ranks
 from tulle import pipeline
 from tulle.errors import CommunicationError, ModelError
-from tulle.pipeline import placement_of
+from tulle.pipeline import placement_of, recompute
 from tulle.pipeline.shapes import Shapes
 from tulle.pipeline.structure import flatten
 from tulle.pipeline.turns import Surroundings
@@ -334,6 +335,11 @@ class QuantizedTwo(nn.Module):
 def test_a_function_of_a_parameter_that_a_module_recomputes_stays_in_it():
     worst, _, _ = both(QuantizedTwo, {"first": 0, "second": 1}, steps=2)
     assert worst < 1e-12
+
+
+def test_functions_apply_may_be_a_class_method_of_c(monkeypatch):
+    monkeypatch.setattr(recompute, "_apply", getattr_static(dict, "fromkeys"))  # of the type that torch 2.15 has
+    assert recompute._application.__wrapped__(dict)(["a"]) == {"a": None}
 
 
 class Pyramid(nn.Module):

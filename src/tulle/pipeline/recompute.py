@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import lru_cache
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from tulle.pipeline.placeholder import Placeholder, running
 _is_asked: ContextVar[bool] = ContextVar("_is_asked", default=False)
 """Whether the reentrant variant is around us."""
 _is_within_function: ContextVar[bool] = ContextVar("_is_within_function", default=False)
-_apply = Function.apply
+_apply = getattr_static(Function, "apply")
+"""A class method of Python's, from torch 2.15 on one of C's, which has no `__func__`."""
 _autograd: Any = vars(torch._C)["_autograd"]
 
 
@@ -86,7 +88,7 @@ def _application(kind: type[Function]) -> Callable[..., Any]:
     def apply(*args: Any, **kwargs: Any) -> Any:
         token = _is_within_function.set(kind is not CheckpointFunction)
         try:
-            return _apply.__func__(kind, *args, **kwargs)
+            return _apply.__get__(None, kind)(*args, **kwargs)
         finally:
             _is_within_function.reset(token)
 
