@@ -268,7 +268,8 @@ def _dress(axes: Axes, frame: Frame, drawing: Drawing) -> None:
         axes.minorticks_off()
     else:
         if frame.from_zero:
-            axes.set_ylim(bottom=0, top=frame.top)
+            top = 1.05 * axes.dataLim.y1 if frame.top is None else frame.top  # a level line lies below the edge, too
+            axes.set_ylim(bottom=0, top=top if top > 0 else None)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=drawing.steps_ticks, integer=True, min_n_ticks=1))
     axes.xaxis.set_major_formatter(FuncFormatter(_tick))
@@ -276,8 +277,10 @@ def _dress(axes: Axes, frame: Frame, drawing: Drawing) -> None:
 
 
 def _tick(value: float, _position: int | None = None) -> str:
-    if abs(value) >= 1e7:
+    if abs(value) >= 1e10:
         return f"{value:.3g}"  # a loss that explodes
+    if abs(value) >= 1e7:
+        return f"{value / 1e6:,.4g} M"
     return f"{value:,.0f}" if math.isclose(value, round(value), abs_tol=1e-9) else f"{value:,.4g}"
 
 
