@@ -129,6 +129,8 @@ def exchange(tensor: Tensor, axis: Axis, *, split_dim: int, join_dim: int, label
 def halo(tensor: Tensor, axis: Axis, *, dim: int, before: int, after: int, label: str) -> Tensor:
     """This rank's part with what borders on it: entries of its neighbours, and zeros beyond the ends.
 
+    Every rank of the axis must call it.
+
     Args:
         tensor: This rank's part, of one shape on all ranks.
         axis: Whose ranks hold the parts.

@@ -27,7 +27,12 @@ def deferred_init() -> Iterator[None]:
     """Build a model within it without memory: its parameters are on device meta, and what would fill them is recorded.
 
     `materialize` (or `tulle.distribute` and `pipeline.place`, which call it) gives them the values that they would have
-    had, with the same random numbers, if no other were drawn in between.
+    had, with the same random numbers, if no other were drawn in between. All ranks build the model alike, from one seed;
+    nothing is sent.
+
+    Raises:
+        ModelError: If the model reads a number of a tensor while it is built, if torch is seeded or draws for real
+            between two of its random numbers, or if a tensor of one such context is changed in another.
 
     Example:
         >>> import torch, tulle

@@ -97,7 +97,7 @@ def distribute(
         The model and the optimizer that were given.
 
     Raises:
-        MeshError: If the mesh has no axis `data`.
+        MeshError: If `mesh` is none, or has an axis of several ranks besides `data`, `pipe` and `model`.
         PlanError: If the plan is none of the above, or is for another model or mesh.
         ModelError: If optimizer and model do not belong together, the ranks' models differ (naming the parameter), the
             model is not on the mesh's device, or a table needs what is not there (`max_norm` with dense gradients).

@@ -62,7 +62,7 @@ def ddp_hook(
     """A communication hook with which DDP trains `nn.Embedding(sparse=True)` by any scheme of tulle, on any backend.
 
     Dense buckets are all-reduced as DDP does. Sparse ones go through `tulle.sync.all_reduce` in a thread and on a
-    process group of their own, while backward goes on. Gradients are means, as DDP's.
+    process group of their own, while backward goes on. Gradients are means, as DDP's. All ranks register it alike.
 
     Args:
         state: What was given to `register_comm_hook`: None for DDP over all processes, the process group or axis that
