@@ -1,0 +1,95 @@
+"""What cannot be done with parameters that are shared out is refused by name."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from axes_models import build, distributed, worst_difference
+from sharded_plans import FULL, planned
+from torch import nn
+
+import tulle
+from ranks import on_ranks
+from tulle.errors import ModelError, PlanError
+from tulle.memory import named_shards
+from tulle.plan import Memory, Plan
+
+
+@on_ranks(2)
+def test_a_part_is_not_taken_for_the_whole():
+    model, _, _ = distributed("stack", {"data": 2}, plan=planned("stack", {"data": 2}, FULL))
+    weight = model.encoder.layers[0].linear1.weight
+    shard = named_shards(model)["encoder.layers.0.linear1.weight"]
+    wrong = {
+        "T": lambda: torch.ones(2, shard.shape[1]).double() @ weight.T,
+        "__getitem__": lambda: weight[0],
+        "normal_": lambda: nn.init.normal_(weight),
+        "mean": lambda: (weight * weight).mean().backward(),
+    }
+    for taker, read in wrong.items():
+        with pytest.raises(ModelError, match=rf"^{taker} was given 'encoder\.layers\.0\.linear1\.weight' as if all"):
+            read()
+    (gradient,) = torch.autograd.grad((weight**2).sum(), [weight])
+    assert torch.equal(gradient, 2 * weight.detach())
+    kept = io.BytesIO()
+    torch.save(weight, kept)
+    kept.seek(0)
+    loaded = torch.load(kept)
+    assert type(loaded) is nn.Parameter
+    assert torch.equal(loaded, weight.detach())
+
+
+@on_ranks(2)
+def test_what_cannot_be_shared_out_is_refused():
+    mesh = tulle.init(data=-1)
+    model = build("stack")
+    namesake = type("Adam", (torch.optim.SGD,), {})
+    for optimizer in (torch.optim.LBFGS(model.parameters()), namesake(model.parameters())):
+        refused = f"full_shard, but {type(optimizer).__name__} is not known to treat every number of a parameter by"
+        with pytest.raises(PlanError, match=refused):
+            tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, memory=FULL))
+
+
+@on_ranks(2)
+def test_gradients_that_are_to_have_gradients_are_refused():
+    mesh = tulle.init(data=-1)
+    model = nn.Linear(4, 4)
+    tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh, plan=Plan(mesh.shape, memory=FULL))
+    with pytest.raises(ModelError, match=r"of Linear were asked for with create_graph=True, .* without full_shard"):
+        model(torch.ones(1, 4)).pow(2).sum().backward(create_graph=True)
+
+
+@on_ranks(2)
+def test_parameters_that_others_take_the_place_of_are_named_before_anything_is_sent():
+    mesh = tulle.init(data=-1)
+
+    def take_away(model):
+        model[1] = nn.Tanh()
+
+    def replace_bias(model):
+        model[1].bias = nn.Parameter(torch.zeros(4))
+
+    for change, name in ((take_away, "1.weight"), (replace_bias, "1.bias")):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh, plan=Plan(mesh.shape, memory=FULL))
+        model(torch.ones(1, 4)).sum().backward()
+        change(model)
+        with pytest.raises(
+            ModelError, match=f"^'{name}' of Sequential was shared out by full_shard, and has been taken"
+        ):
+            model(torch.ones(1, 4))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("shape", "memory"), [({"data": 2}, FULL), ({"model": 2}, Memory())], ids=str)
+def test_a_pickle_says_what_to_take_instead(shape, memory):
+    model, _, _ = distributed("stack", shape, plan=Plan(shape, memory=memory))
+    for pickled in (model, model.encoder.layers[0], nn.Sequential(model)):
+        for write in (pickle.dumps, lambda one: torch.save(one, io.BytesIO())):
+            with pytest.raises(ModelError, match=r"^a \w+ was to be pickled, .* take tulle\.save, or torch\.save of"):
+                write(pickled)
+    copied = copy.deepcopy(model)
+    assert type(copied.encoder.layers[0]) is type(model.encoder.layers[0])
+    assert worst_difference(copied.state_dict(), model.state_dict()) == 0.0

@@ -1,0 +1,155 @@
+"""Operations between the modules of a pipeline: in place, detached, by functions of one's own, of any shape."""
+
+from inspect import getattr_static
+
+import torch
+import torch.nn.functional as F
+from beside_one_process import DTYPE, both, data
+from pipeline_networks import WIDTH, make
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import tulle
+from ranks import on_ranks
+from tulle import pipeline
+from tulle.pipeline import recompute
+from tulle.pipeline.shapes import Shapes
+from tulle.pipeline.structure import flatten
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        y = self.first(x)
+        z = self.second(y)
+        y += 1
+        y[:, 0] = z[:, 1]
+        canvas = torch.zeros(len(x), WIDTH, dtype=x.dtype)
+        canvas[:, 1:] += y[:, 1:]
+        w = self.second(y)
+        y.add_(z)
+        return w + self.third(y) + canvas
+
+
+@on_ranks(2)
+def test_writes_between_modules_are_seen_in_inference_mode():
+    mesh = tulle.init(pipe=-1)
+    model, reference = make(InPlace), make(InPlace)
+    pipeline.place(model, mesh["pipe"], {"first": 0, "second": 1, "third": 0})
+    x = data()
+    with torch.inference_mode():
+        out, expected = model(x), reference(x)
+        out += 1
+        again = model.second(out)
+        out[:, 0] = 3
+        assert torch.tensor(out.tolist(), dtype=DTYPE).sub(expected + 1).abs()[:, 1:].max() < 1e-12
+        e = reference.second(expected + 1)
+        assert torch.tensor(again.tolist(), dtype=DTYPE).sub(e).abs().max() < 1e-12
+        got = pipeline.step(micro_batches=2)(lambda model, x: model(x))(model, x).concat()
+        assert got.sub(expected).abs().max() < 1e-12
+
+
+class Detaches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        y = self.first(x)
+        a = self.third(y.sum(0))
+        y = self.first(x)
+        self.second(y).detach_()
+        y.detach_()
+        b = self.second(y) + y * 2
+        z = self.first(x).detach().requires_grad_()
+        return a + b * 2 + self.third(z * 2)
+
+
+@on_ranks(2)
+def test_what_is_detached_in_place_is_so_on_all_ranks():
+    worst, _, _ = both(Detaches, {"first": 0, "second": 1, "third": 1}, steps=2)
+    assert worst < 1e-12
+
+
+class Signs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.sign() * weight.abs().mean()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Quantized(nn.Linear):
+    def inner(self, x):
+        return F.linear(x, Signs.apply(self.weight), self.bias).tanh()
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+class QuantizedTwo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Quantized(WIDTH, WIDTH), Quantized(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@on_ranks(2)
+def test_a_function_of_a_parameter_that_a_module_recomputes_stays_in_it():
+    worst, _, _ = both(QuantizedTwo, {"first": 0, "second": 1}, steps=2)
+    assert worst < 1e-12
+
+
+def test_functions_apply_may_be_a_class_method_of_c(monkeypatch):
+    monkeypatch.setattr(recompute, "_apply", getattr_static(dict, "fromkeys"))  # of the type that torch 2.15 has
+    assert recompute._application.__wrapped__(dict)(["a"]) == {"a": None}
+
+
+class Pyramid(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv1d(1, 2, 3, padding=1), nn.Conv1d(2, 1, 3, padding=1)
+
+    def forward(self, x):
+        x = self.first(x.unsqueeze(1))
+        parts = [F.interpolate(x, scale_factor=s) for s in (0.5, 2.0)]
+        return sum(self.second(p).mean(-1) for p in parts)
+
+
+@on_ranks(2)
+def test_shapes_that_follow_from_fractions():
+    worst, _, _ = both(Pyramid, {"first": 0, "second": 1}, steps=1)
+    assert worst < 1e-12
+
+
+@on_ranks(1)
+def test_shapes_of_pools_follow_from_fractions_too():
+    shapes = Shapes()
+    for ratio, length in ((0.5, 10), (0.75, 15)):
+        leaves, spec = flatten(((torch.zeros(1, 1, 20, 20), 2), {"output_ratio": (ratio, ratio)}))
+        outcome = shapes.outcome(F.fractional_max_pool2d, leaves, spec)
+        assert outcome.results[0].shape == (1, 1, length, length)
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        f = torch.fft.fft(self.first(x)).conj()
+        g = F.linear(f, self.second.weight.to(f.dtype)).conj()
+        return torch.cat([g.real, g.imag])
+
+
+@on_ranks(2)
+def test_conjugates_travel():
+    worst, _, _ = both(Complex, {"first": 0, "second": 1})
+    assert worst < 1e-12

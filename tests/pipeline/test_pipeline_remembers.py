@@ -1,0 +1,104 @@
+"""Models and hooks that remember between forwards keep micro-batches in order, on any number of stages."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from beside_one_process import both
+from pipeline_networks import WIDTH, Chain
+from torch import nn
+
+from ranks import on_ranks
+
+
+class Features(nn.Module):
+    """Hooks that remember in a dictionary of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        features = {}
+        for n, layer in enumerate(self.layers):
+            layer.register_forward_hook(lambda _, __, out, n=n: features.__setitem__(n, out))
+        self.get = lambda n: features[n]
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x + self.get(0) * self.get(2)
+
+
+@on_ranks(3)
+def test_hooks_that_remember_outside_of_the_model_keep_micro_batches_in_order():
+    worst, _, _ = both(Features, {f"layers.{n}": min(n, 2) for n in range(4)})
+    assert worst < 1e-12
+
+
+class Counter(Chain):
+    def __init__(self):
+        super().__init__(4)
+        self.calls = 0
+
+    def forward(self, x):
+        for layer in self.layers:
+            self.calls = (self.calls + 1) % 8
+            if self.calls % 5 != 2:
+                x = layer(x).tanh()
+        return x
+
+
+class Private(Chain):
+    def __init__(self):
+        super().__init__(4)
+        self.rng = np.random.default_rng(0)
+        self.other = random.Random(1)
+        self.third = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.rng.random() + self.other.random() + torch.rand(1, generator=self.third).item() > 0.8:
+                x = layer(x).tanh()
+        return x
+
+
+class Iterates(Chain):
+    def __init__(self):
+        super().__init__(4)
+        self.turn = itertools.cycle([1, 1, 0, 1, 0])
+
+    def forward(self, x):
+        for layer in self.layers:
+            if next(self.turn):
+                x = layer(x).tanh()
+        return x
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("kind", [Counter, Private, Iterates])
+@pytest.mark.parametrize("by_profile", [False, True])
+def test_models_that_decide_by_a_state_of_their_own_equal_one_process(kind, by_profile):
+    worst, _, _ = both(kind, {f"layers.{n}": min(n, 2) for n in range(4)}, by_profile=by_profile, micro_batches=8)
+    assert worst < 1e-12
+
+
+class Reassigned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.seen = []
+
+    def forward(self, x):
+        x = self.first(x)
+        self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        self.seen.append(len(x))
+        return self.second(x - self.mean) * len(self.seen)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("by_profile", [False, True])
+def test_buffers_that_are_set_anew_and_lists_are_as_before_a_profile(by_profile):
+    worst, _, _ = both(Reassigned, {"first": 0, "second": 1}, by_profile=by_profile)
+    assert worst < 1e-12

@@ -1,0 +1,224 @@
+"""What a step of a pipeline takes, finds and is called with: tokenizers' results, trainers, other models, hooks."""
+
+import collections
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from beside_one_process import DTYPE, both, data, loss_of, placed_chain
+from pipeline_networks import WIDTH, Chain, TiedEnds, make, worst_gradient
+from torch import nn
+
+import tulle
+from ranks import on_ranks
+from tulle import pipeline
+from tulle.errors import CommunicationError, ModelError
+from tulle.pipeline import placement_of
+from tulle.pipeline.turns import Surroundings
+
+
+class Encoding(collections.UserDict):
+    def __getattr__(self, name):
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def on_encoding(model, batch, pair):
+    assert len(batch.x) == 2, len(batch.x)
+    assert len(pair[0]["x"]) == 2
+    loss = model(batch.x).pow(2).mean()
+    loss.backward()
+    return loss
+
+
+@on_ranks(2)
+def test_what_a_tokenizer_gives_is_cut():
+    model = placed_chain(tulle.init(pipe=-1))
+    step = pipeline.step(micro_batches=4)(on_encoding)
+    batch = Encoding({"x": data(), "n": 3})
+    step(model, batch, (Encoding({"x": data()}), data()))
+    step = pipeline.step(micro_batches=4, split={"batch.n": None})(on_encoding)
+    step(model, batch, (Encoding({"x": data()}), data()))
+
+
+class Trainer:
+    def __init__(self, model):
+        self.model = model
+
+    @pipeline.step(micro_batches=4)
+    def step(self, x):
+        return loss_of(self.model, x)
+
+
+@on_ranks(2)
+def test_a_step_finds_the_model_of_a_trainer_or_a_closure():
+    model = placed_chain(tulle.init(pipe=-1))
+    runtime = placement_of(model).runtime
+    Trainer(model).step(data())
+    assert runtime.programs == 6, runtime.programs
+
+    @pipeline.step(micro_batches=4)
+    def step(x):
+        return loss_of(model, x)
+
+    step(data())
+    assert runtime.programs == 11, runtime.programs
+
+
+def plain_too(model, critic, x):
+    loss = critic(x).pow(2).mean()
+    loss.backward()
+    return loss_of(model, x) + loss.detach()
+
+
+@on_ranks(2)
+def test_a_loss_of_a_model_that_is_not_placed_counts_by_its_share():
+    model = placed_chain(tulle.init(pipe=-1))
+    critic, ref = make(Chain), make(Chain)
+    pipeline.step(micro_batches=4)(plain_too)(model, critic, data())
+    ref(data()).pow(2).mean().backward()
+    assert worst_gradient(critic, ref) < 1e-12
+
+
+def with_plain_parameters(model, criterion, x):
+    loss = criterion(model(x)).pow(2).mean()
+    loss.backward()
+    return loss
+
+
+@on_ranks(2)
+def test_a_trained_parameter_of_no_placed_model_is_refused():
+    mesh = tulle.init(pipe=-1, timeout=8)
+    model = placed_chain(mesh)
+    # A rank that waits for one that has raised is told why.
+    with pytest.raises((ModelError, CommunicationError), match="trained and in no model that was placed"):
+        pipeline.step(micro_batches=4)(with_plain_parameters)(model, nn.Linear(WIDTH, 1).double(), data())
+
+
+@on_ranks(2)
+def test_a_loss_that_is_kept_can_be_read_after_the_step():
+    mesh = tulle.init(pipe=-1, timeout=8)
+    model = placed_chain(mesh)
+    kept = []
+
+    @pipeline.step(micro_batches=2)
+    def step(model, x):
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        kept.append(loss)
+
+    step(model, data())
+    assert (kept[0] + kept[1]).item() > 0
+    step(model, data())
+    assert sum(one.item() for one in kept) > 0
+
+
+@on_ranks(2)
+def test_a_copy_that_is_placed_otherwise_is_refused():
+    mesh = tulle.init(pipe=-1, timeout=8)
+    model = placed_chain(mesh)
+    with pytest.raises(ModelError, match="no values, while another rank has them"):
+        pipeline.place(copy.deepcopy(model), mesh["pipe"], {"layers.0": 1, "layers.1": 0})
+
+
+def test_on_a_gpu_micro_batches_run_on_the_stream_of_the_step(monkeypatch):
+    entered = []
+
+    @contextmanager
+    def stream(one):
+        entered.append(one)
+        yield
+        entered.append(f"left {one}")
+
+    for name, found in {"is_initialized": True, "current_device": 0, "current_stream": "the step's"}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
+    monkeypatch.setattr(torch.cuda, "set_device", entered.append)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    surroundings = Surroundings()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "another thread's")
+    with surroundings:
+        assert entered == [0, "the step's"]
+    assert entered[2:] == ["left the step's"]
+
+
+def zeroes(model, x):
+    model.zero_grad()
+    return loss_of(model, x)
+
+
+@on_ranks(2)
+def test_zero_grad_within_a_step_reaches_tied_parameters():
+    worst, _, _ = both(TiedEnds, {"embed": 0, "middle": 0, "other": 1, "head": 1}, zeroes, micro_batches=1)
+    assert worst < 1e-12
+
+
+def backs(model, x):
+    y = model(x)
+    g = torch.arange(float(y.numel()), dtype=DTYPE).view_as(y)
+    torch.autograd.backward(y, g, retain_graph=True)
+    torch.autograd.backward([y.sum()], [torch.tensor(3.0, dtype=DTYPE)], True)
+    torch.autograd.backward(tensors=[y.sum()], grad_tensors=[torch.tensor(5.0, dtype=DTYPE)], retain_graph=True)
+    torch.autograd.backward((y.sum(),), torch.tensor(5.0, dtype=DTYPE), retain_graph=True)
+    y.backward(g)
+    return y.sum()
+
+
+@on_ranks(2)
+def test_every_way_to_call_backward():
+    worst, _, _ = both(Chain, {"layers.0": 0, "layers.1": 1}, backs, micro_batches=1, steps=2)
+    assert worst < 1e-12
+
+
+def freezes(model, x):
+    loss = loss_of(model, x)
+    for layer in model.layers[:3]:
+        layer.requires_grad_(False)
+    y = model.layers[0](x).sum()
+    assert not y.requires_grad
+    return loss + y.detach()
+
+
+@on_ranks(2)
+def test_parameters_that_a_step_freezes_are_frozen_on_all_ranks():
+    worst, _, _ = both(Chain, {"layers.0": 0, "layers.1": 1}, freezes, micro_batches=1, steps=3)
+    assert worst < 1e-12
+
+
+@on_ranks(2)
+def test_hooks_of_saved_tensors_hold_in_a_step():
+    mesh = tulle.init(pipe=-1, timeout=8)
+    model = placed_chain(mesh)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(1) or t, lambda t: t):
+        pipeline.step(micro_batches=2)(loss_of)(model, data())
+    assert packed
+
+
+@on_ranks(2)
+def test_what_compile_has_made_of_a_module_is_called():
+    mesh = tulle.init(pipe=-1, timeout=8)
+    model = make(Chain)
+    called = []
+    compiled = model.layers[0]._call_impl
+    model.layers[0]._compiled_call_impl = lambda *a, **k: called.append(1) or compiled(*a, **k)
+    pipeline.place(model, mesh["pipe"], {"layers.0": 0, "layers.1": 1})
+    pipeline.step(micro_batches=2)(loss_of)(model, data())
+    assert bool(called) == (mesh.rank == 0)
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_what_is_compiled_around_placed_modules_gives_the_numbers_of_one_process():
+    mesh = tulle.init(pipe=-1, timeout=8)
+    reference = make(Chain)
+    wanted = loss_of(reference, data())
+    model = placed_chain(mesh)
+    model.layers[1].compile(backend="eager")  # what it leaves there is called by the module's stage
+    found = torch.compile(F.mse_loss, backend="eager")(torch.compile(model, backend="eager")(data()), 0 * data())
+    found.backward()
+    assert abs(found.item() - wanted.item()) < 1e-12
+    assert worst_gradient(model, reference) < 1e-12

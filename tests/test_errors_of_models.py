@@ -1,0 +1,181 @@
+"""Models, optimizers and tables that cannot be distributed raise the same clear error on every rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+
+import models
+import tulle
+from models import Words, build
+from raised_alike import every_rank_raises, last, sgd
+from ranks import on_ranks
+from tulle.errors import ModelError
+
+
+def distribute(model: object, optimizer: object) -> None:
+    tulle.distribute(model, optimizer, tulle.init(data=-1))
+
+
+@on_ranks(1, 2)
+def test_a_model_that_is_none():
+    with every_rank_raises(ModelError, "given a function as model, expected a torch.nn.Module", found_by=0):
+        distribute(lambda x: x, sgd(nn.Linear(1, 1)))
+
+
+@on_ranks(1, 2)
+def test_an_optimizer_that_is_none():
+    model = build(Words, 0)
+    scheduler = LambdaLR(sgd(model), lambda step: 1.0)
+    expected = "as optimizer, expected a torch.optim.Optimizer or a list of them"
+    with every_rank_raises(ModelError, f"given a LambdaLR {expected}", found_by=0):
+        distribute(model, scheduler)
+    with every_rank_raises(ModelError, f"given a list {expected}", found_by=0):
+        distribute(model, [])
+    with every_rank_raises(ModelError, "given a LambdaLR among the optimizers, expected torch.optim's", found_by=0):
+        distribute(model, [sgd(model), scheduler])
+    wrapper = torch.optim.Optimizer.__new__(type("Lookahead", (torch.optim.Optimizer,), {}))
+    wrapper.param_groups = sgd(model).param_groups
+    with every_rank_raises(ModelError, "Lookahead is an Optimizer whose __init__ did not call super()", found_by=0):
+        distribute(model, wrapper)
+
+
+@on_ranks(1, 2)
+def test_an_optimizer_of_another_model():
+    model = build(Words, 0)
+    text = (
+        "parameter 0 of group 0 of SGD, of shape [40, 6], is not a parameter of this Words: "
+        "make it from model.parameters() after the model is complete"
+    )
+    with every_rank_raises(ModelError, text, found_by=0):
+        distribute(model, sgd(build(Words, 0)))
+
+
+@on_ranks(3)
+def test_an_optimizer_of_another_model_on_one_rank_only():
+    model = build(Words, 0)
+    others = SGD([{"params": [model.out.bias]}, {"params": [model.out.weight, nn.Parameter(torch.ones(3))]}], lr=0.1)
+    with every_rank_raises(ModelError, "parameter 1 of group 1 of SGD, of shape [3], is not", found_by=last()):
+        distribute(model, others if dist.get_rank() == last() else sgd(model))
+
+
+def widened(model: Words) -> None:
+    model.hidden = nn.Linear(models.WIDTH, 9).double()
+
+
+def halved(model: Words) -> None:
+    model.hidden.weight = nn.Parameter(model.hidden.weight.half())
+
+
+def frozen(model: Words) -> None:
+    model.hidden.weight.requires_grad_(requires_grad=False)
+
+
+def lengthened(model: Words) -> None:
+    model.register_buffer("more", torch.zeros(2))
+
+
+@on_ranks(3)
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (widened, "parameter hidden.weight float64 [6, 6] against parameter hidden.weight float64 [9, 6]"),
+        (halved, "parameter hidden.weight float64 [6, 6] against parameter hidden.weight float16 [6, 6]"),
+        (frozen, "parameter hidden.weight float64 [6, 6] against parameter hidden.weight float64 [6, 6] frozen"),
+        (lengthened, "buffer more float32 [2] is only on one of them"),
+    ],
+)
+def test_ranks_whose_models_differ_are_told_where(change, text):
+    model = build(Words, 0)
+    if dist.get_rank() == last():
+        change(model)
+    whole = f"the models of rank 0 and rank {last()} of axis 'data' differ: {text}: build the same model on every rank"
+    with every_rank_raises(ModelError, whole):
+        distribute(model, sgd(model))
+
+
+@on_ranks(2)
+def test_ranks_whose_lookups_or_optimizers_differ_are_told_where():
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Embedding(9, 2, sparse=rank == 1))
+    text = "differ: lookup 0 Embedding(9, 2) against lookup 0 Embedding(9, 2, sparse=True): build the same"
+    with every_rank_raises(ModelError, text):
+        distribute(model, sgd(model))
+    model = nn.Sequential(nn.Embedding(9, 2))
+    with every_rank_raises(ModelError, "differ: optimizer SGD lr=0.1 "):
+        distribute(model, SGD(model.parameters(), lr=0.1 + rank))
+
+
+@on_ranks(1, 2)
+def test_a_model_on_the_meta_device_that_nothing_fills():
+    model = nn.Module()
+    model.register_parameter("scale", nn.Parameter(torch.empty(2, device="meta")))
+    text = "'scale' is on device meta, and Module has no reset_parameters that fills it: build the model within tulle."
+    with pytest.raises(ModelError, match=text):
+        distribute(model, sgd(model))
+
+
+@on_ranks(1, 2)
+def test_a_model_with_a_lazy_layer():
+    model = nn.Sequential(nn.LazyLinear(3))
+    text = "parameter '0.weight' has no shape yet (a lazy module): call the model once before"
+    with every_rank_raises(ModelError, text, found_by=0):
+        distribute(model, SGD([nn.Parameter(torch.ones(1))], lr=0.1))
+
+
+@on_ranks(1, 2)
+def test_a_model_that_is_distributed_already():
+    model = build(Words, 0)
+    distribute(model, sgd(model))
+    with every_rank_raises(ModelError, "the model is distributed already: call tulle.distribute once", found_by=0):
+        distribute(model, sgd(model))
+
+
+@on_ranks(1, 2)
+def test_a_model_that_ddp_wraps():
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    text = "the model is wrapped in DistributedDataParallel, expected a plain one: give model.module"
+    with every_rank_raises(ModelError, text, found_by=0):
+        distribute(model, sgd(model))
+
+
+@on_ranks(1, 2)
+def test_a_distributed_model_is_not_wrapped_by_ddp_which_would_overwrite_parts():
+    model = nn.Sequential(nn.Embedding(8, 2), nn.Linear(2, 1))
+    tulle.distribute(model, sgd(model), tulle.init(data=-1), plan="rows")
+    before = model[0].weight.detach().clone()
+    with pytest.raises(ModelError, match="the model is distributed already, and DistributedDataParallel would write"):
+        nn.parallel.DistributedDataParallel(model)
+    assert torch.equal(model[0].weight.detach(), before)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_a_table_that_scales_by_frequency(is_sparse):
+    model = nn.Sequential(nn.Embedding(9, 2, sparse=is_sparse, scale_grad_by_freq=True))
+    text = "'0' has scale_grad_by_freq=True, which counts in one rank's batch only: split the table, tulle.distribute"
+    with every_rank_raises(ModelError, text, found_by=0):
+        distribute(model, sgd(model))
+
+
+@on_ranks(2)
+def test_a_table_with_max_norm_and_dense_gradients():
+    model = nn.Sequential(nn.Embedding(9, 2, max_norm=1.0))
+    text = "'0' has max_norm=1.0 and dense gradients, so that ranks do not learn which rows the others looked up"
+    with every_rank_raises(ModelError, text, found_by=0):
+        distribute(model, sgd(model))
+
+
+@on_ranks(2)
+def test_a_table_that_is_the_model_has_no_name_and_its_plan_a_key():
+    model = nn.Embedding(9, 2, max_norm=1.0)
+    with pytest.raises(ModelError, match=r"^(rank 0: )?the Embedding has max_norm=1.0 .*plan={'weight': 'rows'}\)"):
+        distribute(model, sgd(model))
+
+
+@on_ranks(1)
+def test_alone_every_table_will_do():
+    model = nn.Sequential(nn.Embedding(9, 2, max_norm=1.0), nn.Embedding(9, 2, scale_grad_by_freq=True))
+    distribute(model, sgd(model))
