@@ -81,8 +81,8 @@ def build(options: argparse.Namespace) -> nn.Module:
     extra = {"d_ff": 4 * options.width, "d_kv": options.width // options.heads} if options.model == "t5" else {}
     if options.model in ("llama", "mixtral"):
         extra = {"intermediate_size": 4 * options.width, "num_key_value_heads": options.heads}
-    settings = {"vocab_size": BYTES, "pad_token_id": 0, "use_cache": False, "decoder_start_token_id": 0} | sizes | extra
-    return getattr(hf, kind)(getattr(hf, config)(**settings))
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0)
+    return getattr(hf, kind)(getattr(hf, config)(vocab_size=BYTES, use_cache=False, **ids, **sizes, **extra))
 
 
 def endless_batches(texts: list[str], options: argparse.Namespace) -> Iterator[Tensor]:

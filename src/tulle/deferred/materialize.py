@@ -27,7 +27,7 @@ def deferred_init() -> Iterator[None]:
     """Build a model within it without memory: its parameters are on device meta, and what would fill them is recorded.
 
     `materialize` (or `tulle.distribute` and `pipeline.place`, which call it) gives them the values that they would have
-    had, with the same random numbers, if no other were drawn in between. All ranks build the model alike, from one seed;
+    had, with the same random numbers, if no other were drawn in between. All ranks build the model alike, of one seed;
     nothing is sent.
 
     Raises:

@@ -88,12 +88,7 @@ def share_out(
     cuts = {id(p): cut for p in model.parameters() if id(p) not in stays_whole and (cut := _cut(p, axis)) is not None}
     units = [unit for unit in units if not makes_weights(model.get_submodule(unit))]
     members = _members(model, units, cuts)
-    for name in members:
-        if "forward" in model.get_submodule(name).__dict__:
-            raise ModelError(
-                f"{name or type(model).__name__!r} has a forward of its own, which was set on the object, so that "
-                "nothing could be gathered before it runs: define it in a class, or compile it after tulle.distribute"
-            )
+    _refuse_forwards_of_objects(model, members)
     ahead = Ahead(axis)
     gathered = {id(model.get_submodule(unit).get_parameter(name)) for unit, names in members.items() for name in names}
     named = model.named_parameters(remove_duplicate=False)
@@ -110,6 +105,15 @@ def share_out(
     for optimizer in optimizers:
         _keep_parts(optimizer, {id(model.get_parameter(name)): shard for name, shard in found.items()})
     return found
+
+
+def _refuse_forwards_of_objects(model: nn.Module, units: Collection[str]) -> None:
+    for name in units:
+        if "forward" in model.get_submodule(name).__dict__:
+            raise ModelError(
+                f"{name or type(model).__name__!r} has a forward of its own, which was set on the object, so that "
+                "nothing could be gathered before it runs: define it in a class, or compile it after tulle.distribute"
+            )
 
 
 def _read_unseen(model: nn.Module, axis: Axis) -> set[int]:

@@ -25,6 +25,8 @@ RANKS_SHOWN = 12
 EARLIER_TEXTS = 4
 TEXT_ROWS = 40
 TEXT_CHARACTERS = 20_000
+OTHER = "other"
+"""As records call the scheme of what goes by none."""
 SMALL = 1e-3
 """Of the most bytes: what sends less shares one bar."""
 
@@ -68,7 +70,7 @@ def traffic_bars(run: Run) -> tuple[Bar, ...]:
     bars = [
         _traffic_bar(
             name,
-            ", ".join(filter(None, (scheme, quantity.plural(_mean_messages(run, (name, scheme)), "message")))),
+            _how_it_was_sent(run, name, scheme),
             bytes_sent,
             colour=colours[name, scheme],
             percent=100 * bytes_sent / most_bytes,
@@ -93,6 +95,11 @@ def traffic_at_the_start(run: Run) -> str:
     sent = {key: traffic_of(run, key) for key in traffic_keys(run)}
     at_start = {name: float(one.sum()) for (name, _), one in sent.items() if one.any() and not warmed_up(one).any()}
     return ", ".join(f"{name} {quantity.size(bytes_sent)}" for name, bytes_sent in at_start.items())
+
+
+def _how_it_was_sent(run: Run, name: str, scheme: str) -> str:
+    messages = quantity.plural(_mean_messages(run, (name, scheme)), "message")
+    return messages if scheme in ("", OTHER) else f"{scheme}, {messages}"
 
 
 def _mean_messages(run: Run, key: tuple[str, str]) -> int:

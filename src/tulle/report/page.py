@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import tulle.report.characteristics as characteristics
-import tulle.report.quantity as quantity
 from tulle.errors import DataError
 from tulle.report.folder import read
 from tulle.report.records import Run
@@ -81,7 +80,7 @@ def render(run: Run, baseline: Run | None = None) -> str:
         tables_shown=TABLES_SHOWN,
         rows_shown=ROWS_SHOWN,
         links=headline.links(run),
-        bucket=quantity.size(run.plan.bucket_bytes or 0) if run.plan else "",
+        bucket=f"{run.plan.bucket_bytes / 2**20:g} MiB" if run.plan and run.plan.bucket_bytes else "",
         torn_lines=sum(log.torn_lines for log in run.ranks),
         odd_lines=sum(log.odd_lines for log in run.ranks),
     )
