@@ -9,8 +9,8 @@ others than one process has, without a word:
 
 These raise, and so does what mixes numbers along the dimension that is cut: of a table of which a rank has whole rows
 `F.normalize(words.weight, dim=1)` is right, and with `dim=0` it is not. Of `parameter.data` only this, rows read or
-written by number and numbers drawn are refused, of `parameter.detach()` nothing: it is for who knows that only a part
-lies here.
+written by number, numbers drawn and what leaves torch (`numpy()`, `tolist()`) are refused, of `parameter.detach()`
+nothing: it is for who knows that only a part lies here.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _BY_NUMBER = _INDEXED | {
     *("channel_shuffle", "multinomial", "argwhere"),
 }
 """Names of what depends on where a number lies."""
+_LEAVES = {"numpy", "tolist", "__array__", "__dlpack__"}
+"""Names of what takes the numbers out of torch, where nothing knows any more that they are a part."""
 _DRAWN = {"uniform_", "normal_", "kaiming_uniform_", "bernoulli_", "exponential_", "log_normal_", "random_", "view_as"}
 """Names of what writes random numbers, methods of tensors or functions of `torch.nn.init`; by the last of them
 `orthogonal_` does, and nobody else needs it of a parameter."""
@@ -154,7 +156,8 @@ class _Part(Tensor):
     ) -> None:
         """Refuse what is not to see a part, alone or together with other tensors."""
         is_by_number = name in _BY_NUMBER and not (name in _INDEXED and _is_of_all(args[1], self))
-        is_mixed = is_by_number or name in _DRAWN or mixes(name, self, getattr(self, _WHOLE).dim, args, keywords)
+        is_taken = is_by_number or name in _DRAWN or name in _LEAVES
+        is_mixed = is_taken or mixes(name, self, getattr(self, _WHOLE).dim, args, keywords)
         if is_mixed and given[0] is self:
             _refuse(self, name)
 
@@ -186,7 +189,7 @@ class _Guarded(_Part):
             return result
         if not _fits(result, self):
             _refuse(self, name)
-        if name == "data":
+        if name == "data" or (name == "cpu" and result is not self and not result.requires_grad):
             return _become(PartData, result, self)  # an object of its own, unlike what an operation in place gives
         if result.requires_grad and result.grad_fn is not None:
             if result.dim():
@@ -213,7 +216,10 @@ class PartValues(_Guarded):
 
 
 class PartData(_Part):
-    """`parameter.data` of a part."""
+    """`parameter.data` of a part, or a copy of it on the CPU."""
+
+    def _checked(self, name: str, result: Any, *, adds_up: bool) -> Any:
+        return _become(PartData, result, self) if name == "cpu" else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A plain tensor of the same numbers."""
@@ -377,7 +383,9 @@ def name_of(func: Callable[..., Any]) -> str:
 def _refuse(part: Tensor, name: str) -> NoReturn:
     whole: Whole = getattr(part, _WHOLE)
     hint = "; a penalty may have p.pow(2).sum() or p.abs().sum(), of which each part gives its share"
-    raise ModelError(whole.refusal(name) + (hint if name in _NORMS else ""))
+    if name in _LEAVES:
+        hint = "; tulle.full_state_dict(model), called on every rank, gives rank 0 all of it"
+    raise ModelError(whole.refusal(name) + (hint if name in _NORMS | _LEAVES else ""))
 
 
 def _check_gradients(given: Iterable[Tensor]) -> None:

@@ -4,6 +4,7 @@ import copy
 import pickle
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,6 +50,9 @@ WRONG = {
     "unbind": lambda table: list(table),
     "normal_": lambda table: nn.init.normal_(table),
     "uniform_": lambda table: table.data.uniform_(-0.1, 0.1),
+    "numpy": lambda table: table.data.cpu().numpy(),
+    "tolist": lambda table: table.tolist(),
+    "__array__": lambda table: np.asarray(table.data),
 }
 WRONG_IN_TRAINING = {
     "linear": lambda table: F.linear(HIDDEN, (table * 2.0).tanh().to(HIDDEN.dtype)),
