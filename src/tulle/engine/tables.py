@@ -22,6 +22,7 @@ from tulle.rows import RowSparse
 from tulle.sync import (
     ABSENT,
     AUTO,
+    COUNTS,
     DENSE,
     Choice,
     Chooser,
@@ -242,7 +243,7 @@ class TableSync:
     def confirm(self, is_right: bool) -> Deferred[bool]:  # noqa: FBT001 - the word that is sent
         """Whether all ranks' gradients have the rows that were told. Every rank must call it."""
         word = torch.tensor([is_right], device=self._lane.device)
-        heard = all_gather(word, self._lane, label="row counts")
+        heard = all_gather(word, self._lane, label=COUNTS)
         return Deferred(lambda: bool(heard.wait().all()))
 
     def note(self, slots: Sequence[Slot], seconds: float) -> None:

@@ -7,6 +7,7 @@ from tulle.sync.ddp_hook import DDPState, ddp_hook
 from tulle.sync.packet import Packet
 from tulle.sync.reduce import (
     ABSENT,
+    COUNTS,
     DENSE,
     Gradient,
     Routes,
@@ -23,6 +24,7 @@ from tulle.sync.table import Table, WireDtype, as_wire_dtype
 __all__ = [
     "ABSENT",
     "AUTO",
+    "COUNTS",
     "DENSE",
     "FLAT",
     "SCHEMES",

@@ -23,7 +23,8 @@ from tulle.comm import Deferred, all_gather_parts, release
 from tulle.cost import Network, exchange_cost, work_cost
 from tulle.mesh import Axis
 from tulle.rows import Merge, RowSparse
-from tulle.sync.reduce import ABSENT, Gradient, as_one, count, number_through, split_rows
+from tulle.sync.numbers import numbers_bytes
+from tulle.sync.reduce import ABSENT, COUNTS, Gradient, as_one, count, number_through, split_rows
 from tulle.sync.table import Table
 
 _WORD = torch.int64
@@ -67,8 +68,8 @@ class Packet:
         counts = [count(gradient) for gradient in gradients]
         if self.holds(counts):
             self._fill(message, gradients)
-        whole = as_one(self.tables, counts)
-        gathered = all_gather_parts(message.view(1, -1), [1] * axis.size, axis, label=whole.label)
+        label = self._shares(counts) if self.holds(counts) else COUNTS
+        gathered = all_gather_parts(message.view(1, -1), [1] * axis.size, axis, label=label)
         return Deferred(lambda: Exchanged(self, gathered.wait(), axis))
 
     def holds(self, counts: Sequence[int]) -> bool:
@@ -93,6 +94,15 @@ class Packet:
     def rows_apart(self) -> int:
         """In `as_rows` from a rank's first row to the next rank's."""
         return self.bytes // self._row_bytes
+
+    def _shares(self, counts: Sequence[int]) -> dict[str, int]:
+        """Of the bytes: of each table what its rows take by a scheme, the rest for that no counts were told before."""
+        index_bytes = self._whole.index_dtype.itemsize
+        shares = {
+            table.name: round(max(0, rows) * self._row_bytes + numbers_bytes(max(0, rows), table.num_rows, index_bytes))
+            for table, rows in zip(self.tables, counts, strict=True)
+        }
+        return shares | {COUNTS: self.bytes - sum(shares.values())}
 
     def _fill(self, message: Tensor, gradients: Sequence[Gradient]) -> None:
         rows = [gradient if isinstance(gradient, RowSparse) else None for gradient in gradients]

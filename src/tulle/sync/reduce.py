@@ -33,6 +33,8 @@ DENSE = -1
 """Announced for a dense gradient."""
 ABSENT = -2
 """Announced where there is no gradient."""
+COUNTS = "row counts"
+"""What an exchange is for in which ranks tell each other how many rows they have."""
 
 
 def announce(gradients: Sequence[Gradient], axis: Axis) -> Deferred[list[list[int]]]:
@@ -47,7 +49,7 @@ def announce(gradients: Sequence[Gradient], axis: Axis) -> Deferred[list[list[in
 def announce_counts(counts: Sequence[int], axis: Axis) -> Deferred[list[list[int]]]:
     """Phase 1, where the counts are known and the gradients are not yet there."""
     mine = torch.tensor(counts, dtype=torch.int64)
-    gathered = all_gather(mine.to(axis.device, non_blocking=True), axis, label="row counts")
+    gathered = all_gather(mine.to(axis.device, non_blocking=True), axis, label=COUNTS)
     return Deferred(lambda: gathered.wait().tolist())
 
 
