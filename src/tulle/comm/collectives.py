@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tulle.comm.parts import AT_ONCE_BYTES, all_gather_parts, exchange_by_backend, is_for_backend
+from tulle.comm.parts import AT_ONCE_BYTES, all_gather_parts
 from tulle.comm.pending import Deferred, Exchange, Label, Pending, done, translated
 from tulle.mesh import Axis
 
@@ -57,11 +57,8 @@ def all_gather(tensor: Tensor, axis: Axis, *, label: Label) -> Deferred[Tensor]:
     gloo passes parts on from rank to rank, `size - 1` latencies one after the other: small ones go straight to all.
     """
     if tensor.nbytes * axis.size <= AT_ONCE_BYTES and axis.size > 1 and dist.get_backend(axis.group) != "nccl":
-        lengths, part = [1] * axis.size, tensor.contiguous().view(1, tensor.numel())
-        if is_for_backend(tensor.nbytes * axis.size, axis):
-            gathered = exchange_by_backend("all-gather", [part] * axis.size, lengths, axis, label)
-        else:
-            gathered = all_gather_parts(part, lengths, axis, label=label)
+        part = tensor.contiguous().view(1, tensor.numel())
+        gathered = all_gather_parts(part, [1] * axis.size, axis, label=label)
         return Deferred(lambda: gathered.wait().view(axis.size, *tensor.shape))
     exchange = Exchange("all-gather", axis, label, (axis.size - 1) * tensor.nbytes, axis.size - 1)
     if axis.size == 1:
