@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
@@ -133,7 +134,9 @@ class Folder:
                 damaged = archive.testzip()
             if damaged is not None:
                 raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
-            run = torch.load(self.path / RUN, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():  # what is sparse in here is small, whatever torch 2.15 says of large ones
+                warnings.filterwarnings("ignore", message="Validating sparse tensor invariants")
+                run = torch.load(self.path / RUN, map_location="cpu", weights_only=True)
         except Exception as problem:  # a damaged file can make the reader raise anything
             said = [*str(problem).splitlines(), type(problem).__name__][0]
             raise self.damaged(RUN, f"the reader said: {said}") from problem
