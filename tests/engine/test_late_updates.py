@@ -1,6 +1,5 @@
 """Updates that wait until parameters are read: the numbers of one process, whatever is done to gradients and when."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -270,6 +269,7 @@ def test_split_tables_and_late_updates_are_those_of_one_process(placement):
     assert worst_difference(model, reference)[0] < TOLERANCE
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @on_ranks(2)
 def test_a_schedule_that_is_unknown_or_cannot_be_kept_is_refused():
     mesh = tulle.init(data=-1)
@@ -278,9 +278,7 @@ def test_a_schedule_that_is_unknown_or_cannot_be_kept_is_refused():
     plan = replace(tulle.plan(model, optimizer, mesh), schedule="sometime")
     with pytest.raises(PlanError, match="the plan has the schedule 'sometime', expected one of step, read"):
         tulle.distribute(model, optimizer, mesh, plan=plan)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit's own
-        model.append(torch.jit.script(nn.Linear(2, 2)))
+    model.append(torch.jit.script(nn.Linear(2, 2)))
     optimizer = SGD(model.parameters(), lr=0.1)
     with pytest.raises(PlanError, match="the scripted module '1' reads its own unseen: give the plan with schedule="):
         tulle.distribute(model, optimizer, mesh, plan=replace(plan, schedule="read"))
