@@ -113,12 +113,6 @@ def command(way: str, requests: Path, output: Path, folder: Path = DEFAULT_FOLDE
     return [str(peer.python(folder)), str(peer.worker), *arguments]
 
 
-def check_command(way: str, folder: Path = DEFAULT_FOLDER) -> list[str]:
-    """The command of one rank that trains a tiny job in `way` and compares it with one process."""
-    peer = PEERS[WAYS[way].peer]
-    return [str(peer.python(folder)), str(peer.worker), "--way", way, "--check"]
-
-
 def environment() -> dict[str, str]:
     """What a worker needs besides torchrun's variables: the common job, and its libraries' programs."""
     return {"PYTHONPATH": str(HERE.parent), "PYTHONUNBUFFERED": "1", "PATH": os.environ.get("PATH", "")}
