@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,7 @@ OF_NO_VALUES = frozenset(
 """What may be asked of any tensor as it is: all that `zero_grad` asks, and that who fetches rows asks."""
 _AS_IT_IS = OF_NO_VALUES | {Tensor.detach}
 """What may be asked of a part as it is."""
+_GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
 _WHOLE = "_tulle_part_of"
 """The attribute by which a part knows what it is a part of."""
 
@@ -125,13 +126,13 @@ class _Part(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Let pass what treats every number by itself.
+        """Let pass what treats every number by itself; and what backward does with a part that forward was let have.
 
         Raises:
             ModelError: Naming the parameter, what it was given to, and the mend.
         """
         keywords = kwargs or {}
-        if func in _AS_IT_IS:
+        if func in _AS_IT_IS or torch._C._current_graph_task_id() != -1:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **keywords)
         if not _KNOWN.issuperset(types):
@@ -199,8 +200,21 @@ class _Guarded(_Part):
         return result
 
 
+def _gradient_of(part: Tensor) -> Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        return _GRADIENT.__get__(part)
+
+
+def _give_gradient(part: Tensor, gradient: Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRADIENT.__set__(part, gradient)
+
+
 class Part(_Guarded, nn.Parameter):
     """A parameter that holds a part of what it stands for."""
+
+    # Each step asks for it several times; by way of `__torch_function__` that takes four times as long.
+    grad = cast("Any", property(_gradient_of, _give_gradient, partial(_give_gradient, gradient=None)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter of the same numbers."""
@@ -226,6 +240,8 @@ class PartData(_Part):
         return memo.setdefault(id(self), self.clone())
 
 
+_PLAIN = {Part: nn.Parameter, PartValues: Tensor}
+"""By class of what may be lent to code that knows parts, what it is then."""
 _KNOWN = {Part, PartValues, PartData, Tensor, nn.Parameter}
 
 
@@ -295,11 +311,24 @@ def step_plainly(optimizer: Optimizer) -> None:
         optimizer.register_step_post_hook(partial(_guard_again, parts))
 
 
+def lift(tensors: Iterable[Tensor | None]) -> list[tuple[Tensor, type[Tensor]]]:
+    """Have those that are guarded be plain, for code that knows that they are parts; give them, for `lower`."""
+    lifted = [(one, type(one)) for one in tensors if one is not None and type(one) in _PLAIN]
+    for part, kind in lifted:
+        object.__setattr__(part, "__class__", _PLAIN[kind])
+    return lifted
+
+
+def lower(lifted: Iterable[tuple[Tensor, type[Tensor]]]) -> None:
+    """Guard again what `lift` gave."""
+    for part, kind in lifted:
+        if type(part) is _PLAIN[kind]:
+            object.__setattr__(part, "__class__", kind)
+
+
 def _unguard(parts: Sequence[nn.Parameter], _: Optimizer, arguments: tuple[object, ...], keywords: object) -> None:
     if len(arguments) == 1 and not keywords:  # else a closure may call the model
-        for part in parts:
-            if type(part) is Part:
-                object.__setattr__(part, "__class__", nn.Parameter)
+        lift(parts)
 
 
 def _guard_again(parts: Sequence[nn.Parameter], *_: object) -> None:

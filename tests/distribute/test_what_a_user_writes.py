@@ -1,16 +1,20 @@
 """The loops of the README run on any mesh, as they stand."""
 
+import copy
 import weakref
 
 import pytest
 import torch
 from axes_models import worst_difference
 from torch import nn
+from torch.nn.utils import prune
 
 import tulle
 from gigabit import give_cluster
 from ranks import on_ranks
+from tulle import tensor_parallel
 from tulle.errors import ModelError
+from tulle.parts import Part
 
 
 class Translator(nn.Module):
@@ -154,18 +158,92 @@ def test_a_model_that_was_dropped_takes_no_part_in_the_lookahead_of_the_next():
         assert dropped() is None
 
 
+class Gate(nn.Module):
+    """Reads the weights of a layer in it, which its rule for axis `model` knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x):
+        return self.down(nn.functional.linear(x, self.up.weight, self.up.bias).tanh())
+
+
+def split_gate(gate: Gate, to: tensor_parallel.Splitter) -> None:
+    to.enter(gate, "x")
+    to.column(gate.up)
+    to.row(gate.down)
+
+
+def with_layers():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+    return nn.Sequential(layer, Gate(), nn.Linear(8, 1)).double()
+
+
+X = torch.randn(4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+WRONG = {
+    "kaiming_uniform_": lambda linear: linear.reset_parameters(),
+    "uniform_": lambda linear: nn.init.xavier_uniform_(linear.weight),
+    "normal_": lambda linear: linear.weight.data.normal_(),
+    "__getitem__": lambda linear: linear.weight[3],
+    "linear": lambda linear: nn.functional.linear(X, linear.weight),
+    "cdist": lambda linear: torch.cdist(X[0], linear.weight),
+    "norm": lambda linear: linear.weight.norm().backward(),
+    "view": lambda linear: prune.l1_unstructured(linear, "weight", 0.5),
+}
+
+
 @on_ranks(2)
-def test_initializers_of_layers_that_are_split_are_refused_by_name():
-    model = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, _ = tulle.distribute(model, optimizer, tulle.init(model=2))
-    layer = model[0]
-    assert layer.linear1.weight.shape == (8, 8)
-    for draw in (layer.linear1.reset_parameters, lambda: nn.init.xavier_normal_(layer.linear1.weight)):
+def test_a_part_of_a_layer_is_not_taken_for_the_whole():
+    tensor_parallel.register(Gate, split_gate)
+    model, reference = with_layers(), with_layers()
+    tulle.distribute(model, torch.optim.SGD(model.parameters(), 0.1), tulle.init(model=2))
+    for taker, wrong in WRONG.items():
         with pytest.raises(
-            ModelError, match=r"on '0.linear1.weight', of which this rank has a part \(\[8, 8\] of \[16, 8\]"
+            ModelError, match=rf"^{taker} was given '0.linear1.weight' .* this rank has \[8, 8\] of \[16, 8\]"
         ):
-            draw()
-    nn.init.zeros_(layer.linear1.weight)
-    layer.norm1.reset_parameters()
-    model[1].reset_parameters()
+            wrong(model[0].linear1)
+        wrong(reference[0].linear1)  # the twin: of a layer that is whole it is right
+    nn.init.zeros_(model[0].linear1.weight)
+    model[0].norm1.reset_parameters()
+    model[2].reset_parameters()
+    with pytest.raises(RuntimeError, match=r"linear1.weight: .* of shape \[4, 8\], expected \[16, 8\], the whole"):
+        model.load_state_dict({"0.linear1.weight": torch.zeros(4, 8)}, strict=False)
+
+
+def penalized(model, averaged):
+    """A loop that does to each number of the weights what it likes, with a step of first-order MAML in it."""
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-3)
+    if averaged is None:
+        tulle.distribute(model, optimizer, tulle.init(model=2))
+        averaged = copy.deepcopy(model)
+    for _ in range(3):
+        moved = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        gradients = torch.autograd.grad(model(X).pow(2).mean(), [*moved.values()])
+        moved = {name: p - 0.1 * g for (name, p), g in zip(moved.items(), gradients, strict=True)}
+        loss = torch.func.functional_call(model, moved, (X,)).pow(2).mean()
+        (loss + 0.01 * sum(p.pow(2).sum() + p.cosh().sum() for p in model.parameters())).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for average, parameter in zip(averaged.parameters(), model.parameters(), strict=True):
+                parameter.mul_(0.99).clamp_(-1.0, 1.0)
+                parameter.data.add_(parameter.tanh(), alpha=-1e-3)
+                average.lerp_(parameter, 0.5)
+            torch._foreach_mul_([*model.parameters()], 0.999)
+    return model, averaged
+
+
+@on_ranks(2)
+def test_what_treats_every_number_of_a_layer_by_itself_goes_on_with_the_numbers_of_one_process():
+    tensor_parallel.register(Gate, split_gate)
+    reference = with_layers()
+    for found, wanted in zip(
+        penalized(with_layers(), None), penalized(reference, copy.deepcopy(reference)), strict=True
+    ):
+        assert worst_difference(found.state_dict(), wanted.state_dict()) < 1e-12
+    model, averaged = penalized(with_layers(), None)
+    assert type(model[0].linear1.weight) is Part, "guarded again after each forward and each step"
+    assert type(averaged[0].linear1.weight) is nn.Parameter

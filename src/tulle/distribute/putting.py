@@ -48,7 +48,7 @@ from tulle.profiling import profile_later, sparse_tables
 from tulle.record import current as current_recorder
 from tulle.sync import AUTO, WireDtype, as_wire_dtype
 from tulle.tables import TableModule, step_by_plain_gradients
-from tulle.tensor_parallel import refuse_draws
+from tulle.tensor_parallel import guard_parts
 from tulle.traits import ELEMENTWISE
 
 OBSERVE_EVERY = "TULLE_OBSERVE_EVERY"
@@ -142,9 +142,9 @@ def distribute(
     make_usual(model, Usual(decided.micro_batches, checked(decided.pipeline_schedule)))
     if axes.pipe is not None:
         follow_stages(model, engine)
+    guard_parts(model)
     _attach(optimizers, engine, decided, axes)
     refuse_hooks(engine)
-    refuse_draws(model)
     take_wholes(model, optimizers)
     shard_states(model, optimizers, decided, axes)
     explain_lookups(model, axes.whole.rank)

@@ -9,6 +9,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from tulle.clip import Bearer, Burden, Spokesman, Spread
@@ -16,6 +17,7 @@ from tulle.comm import gather_values
 from tulle.distribute.axes import Axes
 from tulle.distribute.held import Held
 from tulle.engine import DataParallel
+from tulle.engine.ends import NOT_RUNNING
 from tulle.memory import shard_of
 from tulle.plan import Memory
 from tulle.tables import ShardGradient, split_of
@@ -46,10 +48,11 @@ class Replicas(DataParallel):
         for name, parameter in shared.items():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_shard_arrived(ref(self), name))
-        if axes.data.size == 1 and axes.pipe is None:  # no backward is followed to its end
+        if axes.data.size == 1 and axes.pipe is None:  # else each backward is followed to its end
+            arrived = _appointed_at_end(ref(self))
             for voice in self._voices:
                 for parameter in voice.parameters:
-                    parameter.register_post_accumulate_grad_hook(_arrived(ref(self)))
+                    parameter.register_post_accumulate_grad_hook(arrived)
 
     def came(self, name: str, gradient: Tensor) -> None:
         """A gradient that others have kept in step is complete."""
@@ -160,10 +163,20 @@ def _shard_arrived(engine: ref[Replicas], name: str) -> Any:
     return begin_backward
 
 
-def _arrived(engine: ref[Replicas]) -> Any:
-    def appoint(_: Tensor) -> None:
+def _appointed_at_end(engine: ref[Replicas]) -> Any:
+    """Of each backward, once: to look through all gradients at each of them would take the square of their number."""
+    followed = NOT_RUNNING
+
+    def appoint() -> None:
         alive = engine()
         if alive is not None:
             alive.appoint()
 
-    return appoint
+    def arrived(_: Tensor) -> None:
+        nonlocal followed
+        backward = torch._C._current_graph_task_id()
+        if backward != followed:
+            followed = backward
+            Variable._execution_engine.queue_callback(appoint)
+
+    return arrived

@@ -4,7 +4,7 @@ from tulle.tensor_parallel import hugging_face, torch_layers
 from tulle.tensor_parallel.clip import clip_grad_norm_, gradient_norm
 from tulle.tensor_parallel.convert import apply, enabled, known
 from tulle.tensor_parallel.loss import cross_entropy
-from tulle.tensor_parallel.placement import Placement, placements, refuse_draws, state_of_parts
+from tulle.tensor_parallel.placement import Placement, guard_parts, placements, state_of_parts
 from tulle.tensor_parallel.registry import register
 from tulle.tensor_parallel.splitter import Splitter
 
@@ -16,10 +16,10 @@ __all__ = [
     "cross_entropy",
     "enabled",
     "gradient_norm",
+    "guard_parts",
     "hugging_face",
     "known",
     "placements",
-    "refuse_draws",
     "register",
     "state_of_parts",
     "torch_layers",

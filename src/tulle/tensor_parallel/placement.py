@@ -15,20 +15,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tulle.comm import gather
-from tulle.errors import ModelError
 from tulle.mesh import Axis
+from tulle.parts import guard, load_part
 
 _PLACEMENTS = "_tulle_placements"
 """The attribute by which a module holds the placements of its own parameters."""
-_DRAWS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "random_")
-"""Methods by which initializers write random numbers, all of torch's but `orthogonal_`."""
 _gives_parts: ContextVar[bool] = ContextVar("gives parts", default=False)
 
 
@@ -143,20 +140,38 @@ def placements(model: nn.Module) -> dict[str, Placement]:
     return dict(_named_placements(model))
 
 
-def refuse_draws(model: nn.Module) -> None:
-    """Have parts refuse initializers from now on: all ranks would draw the same numbers."""
-    for name, placement in placements(model).items():
-        refusal = (
-            f"an initializer was called on {name!r}, of which this rank has a part ({list(placement.local_shape)} of "
-            f"{list(placement.shape)}, axis {placement.axis.name!r}): all ranks would draw the same numbers: "
-            "initialize the model before tulle.distribute, or load_state_dict of a whole state"
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """A parameter of which a rank has its part."""
+
+    name: str
+    placement: Placement
+
+    @property
+    def dim(self) -> int:
+        """The one along which it is cut."""
+        return self.placement.dim
+
+    def refusal(self, taker: str) -> str:
+        """Names the parameter, its shapes, and the mend."""
+        placement = self.placement
+        return (
+            f"{taker} was given {self.name!r} as if all of it were here, but axis {placement.axis.name!r} splits it: "
+            f"this rank has {list(placement.local_shape)} of {list(placement.shape)}. Do it before tulle.distribute, "
+            "leave the layer out of Plan.tensor_parallel, take the whole from model.state_dict() and give it back by "
+            "load_state_dict, or take its .detach(), which is this rank's part"
         )
-        for draw in _DRAWS:
-            setattr(model.get_parameter(name), draw, partial(_refuse, refusal))
+
+    def refusal_of_gradient(self) -> None:
+        """That of the part is given."""
 
 
-def _refuse(refusal: str, *_: object, **__: object) -> NoReturn:
-    raise ModelError(refusal)
+def guard_parts(model: nn.Module) -> None:
+    """Guard parameters of which this rank has a part, from now on: only layers that are split take them as they are."""
+    for name, placement in placements(model).items():
+        parameter = model.get_parameter(name)
+        if type(parameter) is nn.Parameter and not parameter.is_meta:  # else it lives at another stage of a pipeline
+            guard(parameter, _Split(name, placement))
 
 
 @contextmanager
@@ -186,8 +201,9 @@ def _give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, _: objec
                 state[key] = placement.whole(part, label=f"state_dict {key}")
 
 
-def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     for name, placement in placements_of(module).items():
-        value = state.get(prefix + name)
-        if isinstance(value, Tensor) and value.shape == placement.shape:
-            state[prefix + name] = placement.part(value)
+        part, value = module._parameters.get(name), state.get(prefix + name)
+        is_part = isinstance(value, Tensor) and value.shape == placement.local_shape  # shared out further, it may be
+        if part is not None and not is_part:
+            load_part(part, prefix + name, state, others[-1], shape=placement.shape, take=placement.part)

@@ -12,6 +12,7 @@ from torch import nn
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.names import as_names
+from tulle.tensor_parallel.inside import inside
 from tulle.tensor_parallel.placement import placements_of
 from tulle.tensor_parallel.readers import read_past
 from tulle.tensor_parallel.region import Sequences
@@ -45,7 +46,7 @@ class Walk:
     leave: Collection[str] = ()
     seen: set[int] = field(default_factory=set)
     matched: set[str] = field(default_factory=set)
-    split: list[str] = field(default_factory=list)
+    split: list[nn.Module] = field(default_factory=list)
     split_scores: list[str] = field(default_factory=list)
     stacks: list[str] = field(default_factory=list)
     unknown: set[int] = field(default_factory=set)
@@ -70,7 +71,7 @@ class Walk:
             return
         else:
             factory(module, self.to.within(name))
-        self.split.append(name)
+        self.split.append(module)
 
     def start(self, model: nn.Module) -> None:
         """Split a model.
@@ -87,7 +88,11 @@ class Walk:
         self.visit(model, "", UNTOUCHED if self.moves else AUTO)
 
     def finish(self, models: Sequence[nn.Module]) -> None:
-        """Raise if anything that was asked for has not come about, or a tied parameter is half split."""
+        """Let split modules see parts as they are.
+
+        Raises:
+            ModelError: If anything that was asked for has not come about, or a tied parameter is half split.
+        """
         names = " and ".join(type(model).__name__ for model in models)
         for pattern in self.moves:
             if pattern not in self.matched:
@@ -107,6 +112,9 @@ class Walk:
             )
         for model in models:
             self._check_tied(model)
+        with_parts = (module for model in models for module in model.modules() if placements_of(module))
+        for module in {id(module): module for module in (*self.split, *with_parts)}.values():
+            inside(module)
         logger.info("axis %s splits %d modules of %s", self.axis.name, len(self.split), names)
 
     def _visit_children(self, module: nn.Module, name: str, move: str) -> None:
@@ -157,7 +165,7 @@ class Walk:
             )
         factory(layer, self.to.within(name, sequence_dim=dim))
         self.seen.add(id(layer))
-        self.split.append(name)
+        self.split.append(layer)
 
     def _by_hand(self, module: nn.Module, name: str, move: str) -> None:
         """What a pattern says of one layer."""

@@ -1,0 +1,45 @@
+"""`inside`: the forward of a split module knows that it has parts, and is to meet none of their guard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from tulle.derived import derived
+from tulle.parts import lift, lower
+from tulle.tensor_parallel.placement import placements_of
+
+_WITHIN = "_tulle_parts_within"
+"""The attribute by which a module holds those in it that have parts."""
+
+
+class _Inside(nn.Module):
+    """What a module's class gains: within its forward parts are plain tensors."""
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """As before."""
+        lifted = lift(_parameters(self))
+        try:
+            return super().forward(*arguments, **keywords)
+        finally:
+            lower(lifted)
+
+
+def _parameters(module: nn.Module) -> list[Tensor | None]:
+    """As they are now: `torch.func.functional_call` lends others."""
+    found: list[Tensor | None] = [*module._parameters.values()]
+    for one in module.__dict__[_WITHIN]:
+        found += one._parameters.values()
+    return found
+
+
+def inside(module: nn.Module) -> None:
+    """Have parts be plain tensors, of a class without a guard, while a module's forward runs.
+
+    Args:
+        module: Which has parts, or whose rule says how those in it are used.
+    """
+    kind = type(module)
+    module.__dict__[_WITHIN] = tuple(one for one in module.modules() if one is not module and placements_of(one))
+    object.__setattr__(module, "__class__", derived(_Inside, kind, name=kind.__name__, module=kind.__module__))
