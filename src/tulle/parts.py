@@ -1,9 +1,9 @@
 """`Part`: a parameter that holds a part of what it stands for, and is not to be taken for the whole.
 
 A rank holds some rows of a split table, in an order of their own, or some columns, or its share of a weight that is
-shared out. What treats every number by itself (an optimizer, weight decay, a penalty, a moving average, a mask) does to
-the part what it would do to the whole. A product with it, a row read by its number, or numbers drawn anew would be
-others than one process has, without a word:
+shared out, or of a layer that is split. What treats every number by itself (an optimizer, weight decay, a penalty, a
+moving average, a mask) does to the part what it would do to the whole. A product with it, a row read by its number, or
+numbers drawn anew would be others than one process has, without a word:
 
     hidden @ words.weight.T,  F.linear(hidden, words.weight),  words.weight[3],  nn.init.normal_(words.weight)
 

@@ -12,6 +12,7 @@ from torch import nn
 import tulle
 from ranks import on_ranks
 from tulle.clip import Bearer
+from tulle.distribute.replicas import Replicas
 from tulle.errors import GradientError
 from tulle.plan import Plan, plan_for_later
 
@@ -35,6 +36,18 @@ def test_torchs_own_clipping_is_that_of_one_process(shape):
     found = train(model, several, *place, clip=torchs)
     assert found[1::2] == pytest.approx(wanted[1::2], rel=1e-12), "norms"
     assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+
+
+@on_ranks(2)
+def test_who_speaks_for_all_is_looked_for_once_a_backward(monkeypatch):
+    model, _, _ = distributed("stack", {"model": 2})
+    appointed = []
+    appoint = Replicas.appoint
+    monkeypatch.setattr(Replicas, "appoint", lambda engine: (appointed.append(engine), appoint(engine)))
+    for number in range(1, 3):
+        train_step(model, batch_of(0))
+        assert len(appointed) == number * MICRO_BATCHES
+        assert sum(isinstance(p.grad, Bearer) for p in model.parameters()) == 1
 
 
 @on_ranks(4)

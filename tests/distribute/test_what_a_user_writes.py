@@ -158,6 +158,20 @@ def test_a_model_that_was_dropped_takes_no_part_in_the_lookahead_of_the_next():
         assert dropped() is None
 
 
+class Product(torch.autograd.Function):
+    """A kernel of the user's own, whose backward reads the weight too."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.flatten(0, 1).T @ x.flatten(0, 1)
+
+
 class Gate(nn.Module):
     """Reads the weights of a layer in it, which its rule for axis `model` knows."""
 
@@ -166,7 +180,7 @@ class Gate(nn.Module):
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x):
-        return self.down(nn.functional.linear(x, self.up.weight, self.up.bias).tanh())
+        return self.down((Product.apply(x, self.up.weight) + self.up.bias).tanh())
 
 
 def split_gate(gate: Gate, to: tensor_parallel.Splitter) -> None:
