@@ -22,7 +22,7 @@ import tulle.checkpoint.folder
 from checkpoints import Noisy, contents, fails_halfway, good_checkpoint, optimizers_of, saved, state_of, trained
 from models import build
 from ranks import run_on_ranks
-from tulle.errors import CheckpointError
+from tulle.errors import CheckpointError, ModelError
 
 
 @pytest.fixture
@@ -42,6 +42,19 @@ def test_arguments_in_another_order_are_told(tmp_path):
     for call in (tulle.save, tulle.load):
         with pytest.raises(CheckpointError, match=r"a Noisy was given for .* expected its name, before the model"):
             call(model, optimizers, tmp_path)
+
+
+def test_what_is_no_model_is_refused(checkpoint, tmp_path):
+    optimizer = Adam(nn.Linear(2, 2).parameters())
+    calls = (
+        lambda: tulle.save(tmp_path / "other", optimizer, optimizer),
+        lambda: tulle.load(checkpoint, optimizer),
+        lambda: tulle.full_state_dict(optimizer),
+        lambda: tulle.save_safetensors(tmp_path / "other.safetensors", optimizer),
+    )
+    for call in calls:
+        with pytest.raises(ModelError, match="was given a Adam as model, expected a torch.nn.Module"):
+            call()
 
 
 def test_a_checkpoint_that_is_missing_is_named(tmp_path):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import tulle
 from models import worst_difference
 from ranks import on_ranks
+from tulle.errors import ModelError
 from tulle.softmax import SampledSoftmax, ShardedSoftmax
 from tulle.softmax.negatives import LogUniform
 
@@ -156,3 +157,16 @@ def test_ranks_that_drew_apart_would_differ():
     sampler = LogUniform(ROWS, SAMPLES)
     one, other = (softmax(hidden, target, sampler.draw(number)) for number in (0, 1))
     assert abs(one - other) > 1e-6
+
+
+@pytest.mark.parametrize(
+    ("table", "samples", "message"),
+    [
+        (nn.Linear(4, 2), 3, "given a Linear as table and samples=3, expected an nn.Embedding"),
+        (nn.Embedding(4, 2), 0, "samples=0, expected an nn.Embedding, .* and how many to draw, 1 at least"),
+        (nn.Embedding(4, 2), 2.5, "samples=2.5, expected"),
+    ],
+)
+def test_what_nothing_can_be_drawn_from_is_refused(table, samples, message):
+    with pytest.raises(ModelError, match=message):
+        SampledSoftmax(table, samples=samples)

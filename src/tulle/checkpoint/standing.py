@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tulle.checkpoint.placed import Part, Sharded, Share, memory_of
 from tulle.checkpoint.ranks import Ranks
 from tulle.distribute.adopted import axes_of
-from tulle.errors import CheckpointError
+from tulle.errors import CheckpointError, ModelError
 from tulle.memory import named_shards, state_of_shards
 from tulle.tables.split import split_of
 from tulle.tensor_parallel import placements, state_of_parts
@@ -97,7 +97,9 @@ class Standing:
 
 
 def _check_savers(model: nn.Module) -> None:
-    """Refuse modules of which this rank has parts that `distribute` did not make, as those of named dimensions."""
+    """Refuse what is no module, and modules of which this rank has parts that `distribute` did not make, as those of named dimensions."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"tulle was given a {type(model).__name__} as model, expected a torch.nn.Module")
     for name, module in model.named_modules():
         saver = attribute_of(module, "saved_with")
         if isinstance(saver, str):

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tulle.errors import ModelError
 from tulle.softmax.layer import Reduction, SoftmaxLayer
 from tulle.softmax.negatives import LogUniform
 
@@ -26,6 +27,9 @@ class SampledSoftmax(SoftmaxLayer):
     Attributes:
         sampler: What draws.
         draws: How many times rows were drawn in training, from which those of the next follow.
+
+    Raises:
+        ModelError: If the table is no `nn.Embedding`, or `samples` no number above zero.
 
     Example:
         >>> import torch, tulle
@@ -52,6 +56,11 @@ class SampledSoftmax(SoftmaxLayer):
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__(label_smoothing=0.0, ignore_index=ignore_index, reduction=reduction)
+        if not isinstance(table, nn.Embedding) or not isinstance(samples, int) or samples < 1:
+            raise ModelError(
+                f"SampledSoftmax was given a {type(table).__name__} as table and samples={samples!r}, expected an "
+                "nn.Embedding, which looks up the rows that are drawn, and how many to draw, 1 at least"
+            )
         self.table = table
         self.sampler = LogUniform(table.num_embeddings, samples)
         self.register_buffer("draws", torch.zeros((), dtype=torch.int64))

@@ -65,8 +65,11 @@ class ShardedSoftmax(SoftmaxLayer):
                 f"ShardedSoftmax was given num_rows={num_rows}, width={width} and "
                 f"weight={type(weight).__name__}: give it either both numbers, or a parameter as weight"
             )
+        shape = list(weight.shape) if isinstance(weight, nn.Parameter) else [num_rows, width]
+        if len(shape) != 2 or not all(isinstance(size, int) and size >= 0 for size in shape):
+            raise ModelError(f"ShardedSoftmax was given a table of shape {shape}, expected [num_rows, width]")
         self._is_tied = is_tied
-        self.weight = weight if is_tied else nn.Parameter(torch.empty(num_rows or 0, width or 0))
+        self.weight = weight if is_tied else nn.Parameter(torch.empty(*shape))
         self.bias = nn.Parameter(torch.empty(len(self.weight))) if bias else None
         self.reset_parameters()
 
