@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer, SparseAdam
 from torch.utils._pytree import tree_map_only
 
-from tulle.errors import DataError, PlanError
+from tulle.errors import DataError, ModelError, PlanError
 from tulle.memory.estimate import Estimate, Loss, count_on_a_copy, default_loss, on_a_rank
 from tulle.memory.recompute import repeated
 from tulle.memory.stages import Stages, count_stages
@@ -104,7 +104,7 @@ def estimate(
         PlanError: If the mesh has an axis `pipe` and the plan no stages, a stage names no module, or the plan is for
             another mesh, has what none can have, or is a word such as "auto", which stands for one only where processes
             are.
-        ModelError: If nothing that the model gives depends on its parameters.
+        ModelError: If the model is none, or nothing that it gives depends on its parameters.
 
     Example:
         >>> import torch
@@ -116,6 +116,8 @@ def estimate(
         >>> found.ranks[0].activations_bytes > found.ranks[1].activations_bytes  # it holds two micro-batches
         True
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"estimate was given a {type(model).__name__} as model, expected a torch.nn.Module")
     sizes = dict(mesh.shape if isinstance(mesh, Mesh) else mesh)
     chosen = _plan_of(plan, sizes)
     ranks = sizes.get(PIPE, 1)

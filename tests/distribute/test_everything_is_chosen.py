@@ -173,8 +173,9 @@ class Odd(nn.Module):
 def test_what_cannot_be_profiled_is_planned_by_its_tables():
     mesh = tulle.init(data=2)
     model = Odd()
-    with give_cluster(mesh):
+    with give_cluster(mesh), mock.patch("tulle.distribute.choosing.logger") as logger:
         plan = tulle.plan(model, torch.optim.SGD(model.parameters(), 0.1), mesh, sample=torch.tensor([[1, 2]]))
+    assert logger.warning.call_count == (mesh.rank == 0), "all know it, one says it"
     assert plan.prediction is None
     assert plan.tables[0].density is not None
     assert "there is one of me" in plan.explain()

@@ -10,7 +10,7 @@ import tulle
 from ranks import on_ranks
 from tulle import pipeline
 from tulle.comm import gather_values
-from tulle.errors import DataError, PlanError
+from tulle.errors import DataError, ModelError, PlanError
 from tulle.estimate import StepEstimate, estimate
 from tulle.memory import LiveBytes, Memory
 from tulle.memory.estimate import Estimate, tensor_bytes
@@ -113,6 +113,11 @@ def test_columns_are_ranks_along_pipe_and_measured_peaks_are_one_for_each():
 def test_what_is_no_plan_for_the_mesh_is_refused(plan, said):
     with pytest.raises(PlanError, match=said):
         estimate(Layers(1), torch.randn(2, 4, WIDTH), {"data": 2}, plan)
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(ModelError, match="estimate was given a NoneType as model, expected a"):
+        estimate(None, torch.ones(2), {"data": 2})
 
 
 def test_a_mesh_with_stages_needs_a_plan_that_says_which():

@@ -319,7 +319,7 @@ def test_plans_say_what_differs():
         (replace(AXES, stages={"h.0": -1}), "'h.0' at stage -1, expected a number from 0"),
         (
             replace(AXES, stages={"h.7": 1}),
-            "the plan's stages names 'h.7', which is not a module of the model: it has e",
+            "the plan's stages names 'h.7', which is not a module of the model: it has embed, h, h.0, ",
         ),
         (replace(AXES, tensor_parallel=("mlp",)), "the plan's tensor_parallel names 'mlp'"),
         (replace(AXES, memory=Memory(recompute=("h.9",))), "the plan's memory names 'h.9'"),

@@ -1,10 +1,15 @@
 """Under `tulle profile`, what a script trains is profiled on the batches that it trains on."""
 
+import copy
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import tulle
+from tulle.distribute import putting
 from tulle.profiling import PROFILE, timing
 from tulle.workload import Profile
 
@@ -54,6 +59,19 @@ def test_a_call_by_position_and_by_name_is_profiled_with_both(asked):
         optimizer.step()
         optimizer.zero_grad()
     assert [module.name for module in Profile.load(asked).modules] == ["words", "head"]
+
+
+@pytest.mark.usefixtures("asked")
+def test_the_plan_is_chosen_for_a_model_that_can_still_be_copied():
+    choose = putting.choose
+
+    def copied_and_chosen(model: nn.Module, *rest: Any) -> Any:
+        copy.deepcopy(model)  # as a plan for a sample is made
+        return choose(model, *rest)
+
+    with mock.patch("tulle.distribute.putting.choose", side_effect=copied_and_chosen) as choosing:
+        train(1)
+    assert choosing.called
 
 
 def test_fewer_make_none(asked):

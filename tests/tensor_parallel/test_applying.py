@@ -12,7 +12,7 @@ from torch.nn import functional
 import tulle
 from ranks import on_ranks
 from tulle import tensor_parallel
-from tulle.errors import ModelError
+from tulle.errors import MeshError, ModelError
 from tulle.tensor_parallel.dropout import OwnRandomness
 from tulle.tensor_parallel.region import Region
 
@@ -150,6 +150,17 @@ def test_what_cannot_be_selected_is_refused_by_name():
             tensor_parallel.apply(layers(), axis, **options)
     with pytest.raises(ModelError, match=r"was given 3, expected a subclass of nn\.Module"):
         tensor_parallel.register(3, split_gated)
+    with pytest.raises(ModelError, match="was given 3 as the factory of Linear, expected a function of a module"):
+        tensor_parallel.register(nn.Linear, 3)
+    with pytest.raises(ModelError, match=r"tensor_parallel\.apply was given a NoneType, expected a torch\.nn\.Module"):
+        tensor_parallel.apply(None, axis)
+    with pytest.raises(MeshError, match=r"tensor_parallel\.apply was given a str as axis, expected one of a mesh"):
+        tensor_parallel.apply(layers(), "model")
+    with (
+        pytest.raises(MeshError, match=r"tensor_parallel\.enabled was given a Mesh as axis"),
+        tensor_parallel.enabled(tulle.init(model=2)),
+    ):
+        layers()
     with pytest.raises(ModelError, match="sparse gradients, which is not split over a model axis"):
         tensor_parallel.apply(nn.Sequential(nn.Embedding(8, 2, sparse=True)), axis, select=["0"])
     two = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -142,7 +142,7 @@ def choose(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, asked:
         given = _given(asked, mesh, shapes, others)
         decided = given.plan if given else None
         if decided is not None:
-            decided.check(mesh.shape, {**shapes, **others}, {name for name, _ in model.named_modules()})
+            decided.check(mesh.shape, {**shapes, **others}, dict(model.named_modules()))
         wire_dtype = as_wire_dtype(asked.lossy or (decided.wire_dtype if decided else None))
     wire_name = str(wire_dtype).removeprefix("torch.") if wire_dtype else None
     if decided is not None:
@@ -198,7 +198,7 @@ def _chosen(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, asked
     found = Planned(None)
     if asked.sample is not None and axes.whole.size > 1:
         found = planned(Wanted(model, optimizers, mesh, asked.sample, asked.is_anew, asked.is_free))
-        if found.plan is None:
+        if found.plan is None and axes.whole.rank == 0:
             logger.warning("only what happens to tables is chosen, because %s", found.reason)
     decided = found.plan or _by_tables(model, optimizers, axes.data, mesh, asked)
     split = split_anyway(model, optimizers, axes)

@@ -135,7 +135,7 @@ def _kept(key: str, wanted: Wanted) -> Plan | None:
     if found is None:
         return None
     tables = {name: _shape(wanted.model, name) for name in tables_of(wanted.model)}
-    modules = {name for name, _ in wanted.model.named_modules()}
+    modules = dict(wanted.model.named_modules())
     try:
         found.check(found.mesh if wanted.is_free else wanted.mesh.shape, tables, modules)
     except PlanError as error:

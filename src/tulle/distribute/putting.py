@@ -119,8 +119,8 @@ def distribute(
         check_model(model, optimizer, mesh)
     optimizers = as_optimizers(optimizer)
     check_alike(model, axes.whole, optimizers)
-    profile_later(model, optimizers, mesh)
     chosen = choose(model, optimizers, mesh, asked)
+    profile_later(model, optimizers, mesh)  # behind the choice, which copies the model with its hooks
     decided = with_schedule(chosen.plan, model, optimizers, axes)
     placements = decided.placements if axes.data.size > 1 else {}
     with alike(axes, "the plan"):

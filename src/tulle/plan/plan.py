@@ -308,7 +308,7 @@ class Plan:
         for field_name, names in named.items():
             for name in names:
                 if name not in modules:
-                    near = ", ".join(list(modules)[1:6])
+                    near = ", ".join([module for module in modules if module][:5])
                     raise PlanError(
                         f"the plan's {field_name} names {name!r}, which is not a module of the model: "
                         f"it has {near}, ..."

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules import module as hooks
 
 from tulle.errors import ModelError
-from tulle.mesh import Axis
+from tulle.mesh import Axis, check_axis
 from tulle.names import as_names
 from tulle.tensor_parallel.check import check_equal
 from tulle.tensor_parallel.loss import CausalLoss
@@ -60,6 +60,7 @@ def apply(  # noqa: PLR0913 - what is split, how, and its check
         The model that was given. After an error it is of no use.
 
     Raises:
+        MeshError: If `axis` is none.
         ModelError: If a pattern matches nothing that can be split, heads do not divide among the ranks, a parameter
             is tied to one that stays whole, or the check finds a difference, naming it.
 
@@ -71,6 +72,9 @@ def apply(  # noqa: PLR0913 - what is split, how, and its check
         >>> layer(torch.ones(1, 3, 8)).shape
         torch.Size([1, 3, 8])
     """
+    check_axis(axis, by="tensor_parallel.apply")
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"tensor_parallel.apply was given a {type(model).__name__}, expected a torch.nn.Module")
     if check and sample is None:
         raise ModelError("tensor_parallel.apply was given check=True without a sample: give one batch as sample=")
     walk = Walk(axis, moves_of(select), sequence, smallest_bytes, as_names(leave))
@@ -122,6 +126,7 @@ def enabled(
         >>> with enabled(mesh["model"]):
         ...     model = torch.nn.TransformerEncoderLayer(8, 2, 16)
     """
+    check_axis(axis, by="tensor_parallel.enabled")
     made: dict[int, nn.Module] = {}
     owned: set[int] = set()
 

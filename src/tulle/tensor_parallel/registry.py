@@ -51,7 +51,7 @@ def register(module_class: type[M], factory: Factory[M]) -> None:
             for all the module's descendants: those that it leaves alone stay whole.
 
     Raises:
-        ModelError: If `module_class` is not a class of modules.
+        ModelError: If `module_class` is not a class of modules, or `factory` cannot be called.
 
     Example:
         >>> from torch import nn
@@ -70,6 +70,11 @@ def register(module_class: type[M], factory: Factory[M]) -> None:
     """
     if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
         raise ModelError(f"tensor_parallel.register was given {module_class!r}, expected a subclass of nn.Module")
+    if not callable(factory):
+        raise ModelError(
+            f"tensor_parallel.register was given {factory!r} as the factory of {module_class.__name__}, expected a "
+            "function of a module and a Splitter"
+        )
     _factories[path_of(module_class)] = factory
 
 
