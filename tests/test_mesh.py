@@ -149,6 +149,12 @@ def test_a_timeout_that_is_no_time_is_refused(timeout):
         tulle.init(data=-1, timeout=timeout)
 
 
+@pytest.mark.parametrize("backend", ["glo", 3], ids=repr)
+def test_a_backend_that_is_not_there_is_refused(backend):
+    with pytest.raises(MeshError, match=f"the backend {backend!r} is not in this build of PyTorch: use gloo"):
+        tulle.init(data=-1, backend=backend)
+
+
 @on_ranks(4)
 def test_a_new_group_gives_up_after_the_timeout():
     axis = tulle.init(data=2, pipe=2, timeout=0.2)["data"]

@@ -173,6 +173,12 @@ def test_parts_that_do_not_fit_are_refused(indices, values, text):
         tulle.RowSparse(indices, values, NUM_ROWS)
 
 
+@pytest.mark.parametrize("num_rows", [-5, 7.0, "7", None])
+def test_a_number_of_rows_that_is_none_is_refused(num_rows):
+    with pytest.raises(GradientError, match=f"RowSparse was given num_rows={num_rows!r}, expected the number of"):
+        tulle.RowSparse(INDICES, VALUES, num_rows)
+
+
 @pytest.mark.parametrize("index_dtype", INTEGERS)
 @pytest.mark.parametrize("wrong", [-1, NUM_ROWS, 2**31 - 1])
 def test_a_row_out_of_range_is_named(wrong, index_dtype):

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, cast
 from torch import Tensor
 
 from tulle.engine import Feed, living_split_tables
-from tulle.errors import ModelError
+from tulle.errors import DataError, ModelError
 
 T = TypeVar("T")
 Ids = Callable[[Any], Mapping[str, Tensor]] | Mapping[str, Any]
@@ -79,7 +79,8 @@ def lookahead(loader: Iterable[T], *, ids: Ids | None = None) -> Lookahead[T]:
             the model's lookups are given, if these are tensors of the batch or parts of them.
 
     Raises:
-        DataError: Before a rank's last batch, if another has more, and rows are told ahead by then.
+        DataError: If `loader` cannot be iterated over; before a rank's last batch, if another has more, and rows are
+            told ahead by then.
         ModelError: In the loop, if `ids` names no table, or no key of the batch, or a lookup asks for a row that was
             not told.
 
@@ -91,6 +92,8 @@ def lookahead(loader: Iterable[T], *, ids: Ids | None = None) -> Lookahead[T]:
 
     Source: Li et al., *EmbRace* (ICPP'22): ids are known before values; DESIGN idea 4.
     """
+    if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+        raise DataError(f"tulle.lookahead was given a {type(loader).__name__}, expected batches to iterate over")
     return Lookahead(loader, ids)
 
 

@@ -118,12 +118,13 @@ def init(*, timeout: float | timedelta | None = None, backend: str | None = None
     Args:
         timeout: Seconds after which a collective gives up (default 600). A process group that the caller
             initialized before keeps its own.
-        backend: `torch.distributed` backend; default nccl where there is a GPU for each process, else gloo.
+        backend: `torch.distributed` backend; default nccl where there is a GPU for each process, else gloo. A process
+            group that was initialized before keeps its own.
         **axes: Size of each axis, the slowest-varying first; one may be -1 for "the rest". Default `data=-1`.
 
     Raises:
         MeshError: If the sizes do not multiply to the number of processes, an axis is not a positive number,
-            or processes name different axes.
+            processes name different axes, or the backend is not there.
 
     Example:
         >>> import tulle
@@ -137,6 +138,8 @@ def init(*, timeout: float | timedelta | None = None, backend: str | None = None
     if error is not None and size == 1:
         raise error
     timeout_s = _seconds(timeout)
+    if backend is not None:
+        _check_backend(backend)
     device = _device(launch, backend)
     if not dist.is_initialized():
         _join(launch, backend or ("nccl" if device.type == "cuda" else "gloo"), timeout_s, device)
@@ -212,9 +215,13 @@ def _device(launch: Launch, backend: str | None) -> torch.device:
     return device
 
 
-def _join(launch: Launch, backend: str, timeout_s: float, device: torch.device) -> None:
-    if launch.size > 1 and backend != "fake" and not dist.is_backend_available(backend):
+def _check_backend(backend: str) -> None:
+    if backend != "fake" and not (isinstance(backend, str) and dist.is_backend_available(backend)):
         raise MeshError(f"the backend {backend!r} is not in this build of PyTorch: use gloo, or install one with it")
+
+
+def _join(launch: Launch, backend: str, timeout_s: float, device: torch.device) -> None:
+    _check_backend(backend)
     timeout = timedelta(seconds=timeout_s)
     bound = device if device.type == "cuda" else None
     if launch.launcher == "alone":

@@ -223,6 +223,8 @@ def _check(indices: Tensor, values: Tensor, num_rows: int) -> None:
         raise GradientError(
             f"RowSparse was given indices on {indices.device} and values on {values.device}: move them to one device"
         )
+    if not isinstance(num_rows, int) or num_rows < 0:
+        raise GradientError(f"RowSparse was given num_rows={num_rows!r}, expected the number of the table's rows")
     if len(indices):
         low, high = (int(bound) for bound in torch.aminmax(indices))
         if low < 0 or high >= num_rows:

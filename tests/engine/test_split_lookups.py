@@ -15,7 +15,7 @@ from models import batches
 from ranks import on_ranks
 from tulle import placing
 from tulle.engine import engine_of
-from tulle.errors import CommunicationError, ModelError, PlanError
+from tulle.errors import CommunicationError, DataError, ModelError, PlanError
 from tulle.tables import ShardGradient, split_of
 
 ROWS, WIDTH = 40, 6
@@ -238,6 +238,8 @@ def test_rows_that_were_not_told_are_named_with_the_mend():
         pair(next(batches_ahead))
     with pytest.raises(ModelError, match=r"ids of 'third', the tables .* are: first.weight, second.weight"):
         next(iter(tulle.lookahead([ids], ids={"third": 0})))
+    with pytest.raises(DataError, match=r"tulle\.lookahead was given a int, expected batches to iterate over"):
+        tulle.lookahead(3)
 
 
 @on_ranks(2)
