@@ -53,7 +53,7 @@ def test_what_is_no_model_is_refused(checkpoint, tmp_path):
         lambda: tulle.save_safetensors(tmp_path / "other.safetensors", optimizer),
     )
     for call in calls:
-        with pytest.raises(ModelError, match="was given a Adam as model, expected a torch.nn.Module"):
+        with pytest.raises(ModelError, match=r"was given a Adam as model, expected a torch\.nn\.Module"):
             call()
 
 

@@ -230,6 +230,13 @@ def test_an_axis_that_is_not_simulated_is_refused():
         Step({"expert": 2}, ())
 
 
+def test_no_ranks_and_no_steps_are_refused():
+    with pytest.raises(PlanError, match="a simulated mesh has data=0, expected a positive number of ranks"):
+        Step({"pipe": 2, "data": 0}, ())
+    with pytest.raises(PlanError, match="given steps=0, expected a positive number"):
+        run(Step({"data": 2}, (Task("x", "device", 1.0),)), steps=0)
+
+
 @pytest.mark.parametrize("make", [lambda: Noise(-0.1), lambda: Stragglers(2.0, 1.5), lambda: Stragglers(0.1, 0.0)])
 def test_noise_that_cannot_be_is_refused(make):
     with pytest.raises(PlanError, match="needed"):

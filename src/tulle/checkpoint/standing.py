@@ -97,7 +97,7 @@ class Standing:
 
 
 def _check_savers(model: nn.Module) -> None:
-    """Refuse what is no module, and modules of which this rank has parts that `distribute` did not make, as those of named dimensions."""
+    """Refuse what is no module, and modules with parts that `distribute` did not make, as those of named dimensions."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"tulle was given a {type(model).__name__} as model, expected a torch.nn.Module")
     for name, module in model.named_modules():

@@ -20,6 +20,7 @@ from statistics import median_low
 
 import numpy as np
 
+from tulle.errors import PlanError
 from tulle.simulate.forecast import Forecast, Times
 from tulle.simulate.noise import Array, Noise, Stragglers, slownesses
 from tulle.simulate.task import AXES, RESOURCES, Step
@@ -45,6 +46,9 @@ def run(
         stragglers: Which ranks are slow; None: none.
         seed: The same noise and stragglers for the same seed.
 
+    Raises:
+        PlanError: If no step is to be counted.
+
     Example:
         >>> from tulle.simulate import Step, Task
         >>> backward = Task("backward", "device", 0.010)
@@ -54,6 +58,8 @@ def run(
         >>> round(forecast.step_s, 6), round(forecast.exposed_s, 6)
         (0.015, 0.004)
     """
+    if steps < 1:
+        raise PlanError(f"simulate.run was given steps={steps}, expected a positive number of steps to count")
 
     def events() -> Iterator[Times]:
         if noise or stragglers:

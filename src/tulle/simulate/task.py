@@ -84,6 +84,9 @@ class Step:
         unknown = [name for name in self.mesh if name not in AXES]
         if unknown:
             raise PlanError(f"a simulated mesh has the axes {', '.join(AXES)}; {unknown[0]!r} is none of them")
+        for name, size in self.mesh.items():
+            if size < 1:
+                raise PlanError(f"a simulated mesh has {name}={size}, expected a positive number of ranks")
         for index, task in enumerate(self.tasks):
             _check(task, index, self)
 
