@@ -69,7 +69,7 @@ class ShardedSoftmax(SoftmaxLayer):
         if len(shape) != 2 or not all(isinstance(size, int) and size >= 0 for size in shape):
             raise ModelError(f"ShardedSoftmax was given a table of shape {shape}, expected [num_rows, width]")
         self._is_tied = is_tied
-        self.weight = weight if is_tied else nn.Parameter(torch.empty(*shape))
+        self.weight = weight if is_tied else nn.Parameter(torch.empty(num_rows or 0, width or 0))
         self.bias = nn.Parameter(torch.empty(len(self.weight))) if bias else None
         self.reset_parameters()
 
