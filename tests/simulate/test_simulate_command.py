@@ -90,6 +90,10 @@ def test_the_table_is_for_people(job, capsys):
     assert "hosts" in shown
     assert "Weak scaling: 16 samples a rank and step" in shown
     assert "embedding.weight" in shown
+    assert execute(["simulate", str(job / "plan.json"), "--hosts", "1", "--strong", "--batch", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "Strong scaling: 1 sample a step" in shown
+    assert "On 1 rank of axis data; 8 recorded batches, and" in shown
 
 
 def test_a_folder_gets_forecast_and_timeline(job, capsys):

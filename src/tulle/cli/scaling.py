@@ -182,8 +182,9 @@ def points_table(rows: Sequence[dict[str, Any]], *, is_strong: bool) -> Table:
             quantity.rate(row["samples_per_s"]),
             quantity.share(row["efficiency"]),
         )
-    batch = quantity.count(rows[0]["batch"])
-    dealt = f"{batch} samples a step" if is_strong else f"{quantity.ratio(_a_rank(rows[0]))} samples a rank and step"
+    batch, a_rank = rows[0]["batch"], _a_rank(rows[0])
+    each = quantity.plural(int(a_rank), "sample") if a_rank == int(a_rank) else f"{quantity.ratio(a_rank)} samples"
+    dealt = f"{quantity.plural(batch, 'sample')} a step" if is_strong else f"{each} a rank and step"
     table.caption = (
         f"{'Strong' if is_strong else 'Weak'} scaling: {dealt}. Times in ms, of one rank and step;\n"
         "waits: for communication; idle: for slower ranks or other stages.\n"
@@ -227,7 +228,8 @@ def tables_table(rows: Sequence[dict[str, Any]]) -> Table:
         )
     recorded, ranks = rows[0]["recorded_batches"], rows[0]["ranks"]
     table.caption = (
-        f"On {ranks:,} ranks of axis data; {recorded:,} recorded batches, and by their law what is beyond them."
+        f"On {quantity.plural(ranks, 'rank')} of axis data; {quantity.plural(recorded, 'recorded batch')}, "
+        "and by their law what is beyond them."
     )
     table.caption_justify = "left"
     return table

@@ -123,10 +123,10 @@ def plural(number: int, noun: str) -> str:
     """Write a number with its noun.
 
     Example:
-        >>> plural(1, "process"), plural(4, "process"), plural(2, "step")
-        ('1 process', '4 processes', '2 steps')
+        >>> plural(1, "process"), plural(4, "process"), plural(2, "step"), plural(3, "batch")
+        ('1 process', '4 processes', '2 steps', '3 batches')
     """
-    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
     return f"{number:,} {noun}{ending}"
 
 
