@@ -32,8 +32,10 @@ def test_an_optimizer_that_is_none():
     expected = "as optimizer, expected a torch.optim.Optimizer or a list of them"
     with every_rank_raises(ModelError, f"given a LambdaLR {expected}", found_by=0):
         distribute(model, scheduler)
-    with every_rank_raises(ModelError, f"given a list {expected}", found_by=0):
-        distribute(model, [])
+    for given, nothing in (("a NoneType", None), ("an empty list", [])):
+        by_hand = "for parameters that the loop writes itself, give a torch.optim.SGD over them that never steps"
+        with every_rank_raises(ModelError, f"given {given} {expected}: {by_hand}", found_by=0):
+            distribute(model, nothing)
     with every_rank_raises(ModelError, "given a LambdaLR among the optimizers, expected torch.optim's", found_by=0):
         distribute(model, [sgd(model), scheduler])
     wrapper = torch.optim.Optimizer.__new__(type("Lookahead", (torch.optim.Optimizer,), {}))

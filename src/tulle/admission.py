@@ -22,9 +22,10 @@ def as_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]
     """One optimizer or several, as a list."""
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     if not isinstance(optimizers, Sequence) or not optimizers:
+        hint = ": for parameters that the loop writes itself, give a torch.optim.SGD over them that never steps"
         raise ModelError(
-            f"tulle was given a {type(optimizer).__name__} as optimizer, "
-            "expected a torch.optim.Optimizer or a list of them"
+            f"tulle was given {'an empty' if optimizer == [] else 'a'} {type(optimizer).__name__} as optimizer, "
+            f"expected a torch.optim.Optimizer or a list of them{hint if not optimizer else ''}"
         )
     for one in optimizers:
         if not isinstance(one, Optimizer):
