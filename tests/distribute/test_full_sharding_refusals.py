@@ -93,3 +93,18 @@ def test_a_pickle_says_what_to_take_instead(shape, memory):
     copied = copy.deepcopy(model)
     assert type(copied.encoder.layers[0]) is type(model.encoder.layers[0])
     assert worst_difference(copied.state_dict(), model.state_dict()) == 0.0
+
+
+STAGES = Plan({"pipe": 2}, stages={"0": 0, "1": 1})
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("shape", "plan"), [({"pipe": 2}, STAGES), ({"model": 2}, "auto")], ids=["pipe", "model"])
+def test_a_model_of_which_a_rank_has_a_stage_or_split_layers_is_not_pickled(shape, plan):
+    model = nn.Sequential(nn.Embedding(40, 4), nn.Linear(4, 4))
+    tulle.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), tulle.init(**shape), plan=plan)
+    with pytest.raises(
+        ModelError, match=r"^a Sequential was to be pickled, .* may have parts only .* take tulle\.save"
+    ):
+        pickle.dumps(model)
+    assert type(copy.deepcopy(model)) is nn.Sequential

@@ -46,13 +46,15 @@ class Distributed:
         """A copy, or a pickle, is the plain model that was given to `distribute`.
 
         Raises:
-            ModelError: If it is pickled, and parts of it are of classes that no pickle finds.
+            ModelError: If it is pickled, and parts of it are of classes that no pickle finds, or on other ranks.
         """
         given = super().__getstate__()
         state = given if isinstance(given, dict) else self.__dict__
         kept = {name: value for name, value in state.items() if name not in (ENGINE, _PLAN, _AXES, _CLASS)}
         plain = self.__dict__[_CLASS]
-        return (_empty_copy, (Copied(plain.__name__), plain), kept) if is_derived(plain) else (_empty, (plain,), kept)
+        if is_derived(plain) or self.__dict__[_AXES].splitting:
+            return _empty_copy, (Copied(plain.__name__), plain), kept
+        return _empty, (plain,), kept
 
 
 def _refuse_ddp() -> Iterator[str]:
