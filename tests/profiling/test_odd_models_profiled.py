@@ -168,6 +168,24 @@ def test_a_batch_of_a_tokenizers_class_is_a_batch():
     assert [len(half["ids"]), len(half["mask"]), half["scale"]] == [4, 4, 2.0]
 
 
+class Convolution(nn.Module):
+    """Features of a graph's nodes, each the sum of its neighbours'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, features, graph):
+        return self.outer(torch.sparse.mm(graph, self.inner(features).relu())).mean()
+
+
+def test_a_graph_as_a_sparse_tensor_is_profiled_whole():
+    model, sample = Convolution(), (torch.ones(6, 4), torch.eye(6).to_sparse())
+    assert halved(sample) == (sample, 1.0)
+    found = tulle.profile(model, torch.optim.SGD(model.parameters(), 0.1), sample)
+    assert {"inner", "outer"} <= {piece.name for piece in found.modules}
+
+
 def test_frozen_parameters_are_held_by_every_micro_batch_and_a_step_needs_what_it_was_seen_to():
     body, table = nn.Linear(256, 256), nn.Embedding(2000, 32)
     model = nn.Sequential(table, nn.Linear(32, 256), body, nn.Linear(256, 2))

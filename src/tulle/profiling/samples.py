@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tulle.pipeline.structure import Spec, flatten, rebuild
@@ -38,15 +39,16 @@ def size_of(sample: object) -> int:
 
 
 def halved(sample: object) -> tuple[object, float]:
-    """A sample with half of the entries along the first dimension of what has as many, and the share that is left."""
+    """A sample with half of the entries along the first dimension of what has as many, and the share that is left.
+
+    Sparse tensors have no slices, and are mostly graphs: what holds one stays whole.
+    """
     leaves, spec = apart(sample)
     batch = _samples_in(leaves)
-    if batch == 1:
+    counted = [isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == batch for leaf in leaves]
+    if batch == 1 or any(one and leaf.layout != torch.strided for one, leaf in zip(counted, leaves, strict=True)):
         return sample, 1.0
-    cut = [
-        leaf[: batch // 2] if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == batch else leaf
-        for leaf in leaves
-    ]
+    cut = [leaf[: batch // 2] if one else leaf for one, leaf in zip(counted, leaves, strict=True)]
     return rebuild(spec, cut), (batch // 2) / batch
 
 
