@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -89,10 +89,23 @@ class _Convoy:
         most = max(rows)
         self.fullest_rows = max(most, self.fullest_rows - _FORGETTING * (self.fullest_rows - most))
 
+    packet_s: float = 0.0
+    """Predicted of the packets in which all its tables travel; 0 where they do not."""
+
     @property
     def scheme(self) -> str:
-        """In force: given, chosen, or `"auto"` before the first choice."""
+        """In force: given, chosen, or `"auto"` before the first choice; rows in packets are gathered."""
+        if self.packet_s:
+            return "allgather"
         return (self.chooser.scheme if self.chooser else None) or self.given
+
+    def choice(self, name: str) -> Choice | None:
+        """That in force for a table, None where there is none yet."""
+        choice = self.choices.get(name)
+        if choice is None or self.chooser is None or choice.scheme != self.chooser.scheme:
+            return None
+        in_packets = f"{choice.reason}; in one message with row numbers and counts {self.packet_s * 1e3:.3g} ms"
+        return replace(choice, scheme=self.scheme, reason=in_packets) if self.packet_s else choice
 
     def is_due(self, held: Mapping[str, Sequence[int]]) -> bool:
         """Take note of the rows that each rank holds, by table; whether a scheme is to be chosen now."""
@@ -170,11 +183,7 @@ class TableSync:
     @property
     def choices(self) -> dict[str, Choice]:
         """The choice in force for each table that was not given a scheme and has had a gradient."""
-        return {
-            name: choice
-            for name, state in self._states.items()
-            if (choice := state.convoy.choices.get(name)) and choice.scheme == state.convoy.scheme
-        }
+        return {name: choice for name, state in self._states.items() if (choice := state.convoy.choice(name))}
 
     @property
     def measured(self) -> dict[str, Cost]:
@@ -214,13 +223,17 @@ class TableSync:
             None where they go the way of their scheme: it was given, or is no slower by prediction.
         """
         convoy, *others = {self._states[slot.name].convoy for slot in slots}
+        convoy.packet_s = 0.0
         if others or not convoy.predicted_s or not convoy.fullest_rows or self.axis.device.type != "cpu":
             return None
         room = math.ceil(convoy.fullest_rows + max(_SPARE * convoy.fullest_rows, math.sqrt(convoy.fullest_rows)))
         packet = Packet([self._table(slot) for slot in slots], room, _WORDS * len(slots))
+        packet_s = packet.seconds(self.network, self.axis.size)
         # One exchange less to tell row numbers is in the prediction; one to tell counts goes besides.
-        is_faster = packet.seconds(self.network, self.axis.size) <= convoy.predicted_s + self.network.latency_s
-        return room if is_faster else None
+        if packet_s > convoy.predicted_s + self.network.latency_s:
+            return None
+        convoy.packet_s = packet_s
+        return room
 
     def sum_in_packet(self, gradients: Sequence[Gradient], slots: Sequence[Slot], room: int) -> Sequence[Gradient]:
         """Sum some tables' gradients by one exchange, or, where some rank's do not fit, by their schemes.
@@ -344,7 +357,7 @@ class TableSync:
         before = convoy.scheme
         choices = convoy.chooser.choose([*looks.values()])
         convoy.choices.update(zip(looks, choices, strict=True))
-        if before != convoy.scheme and self.axis.rank == 0:
+        if not convoy.packet_s and before != convoy.scheme and self.axis.rank == 0:
             for name, choice in zip(looks, choices, strict=True):
                 logger.info("table %s: %s", name, choice.reason)
         return choices
