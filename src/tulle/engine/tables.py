@@ -124,8 +124,12 @@ class _State:
     """This rank's last exchange, its waiting for slower ranks included."""
     sent: Count = field(default_factory=Count)
     """By this rank in the last step."""
+    sent_by: str = ""
+    """The scheme in force in it."""
     before: Count = field(default_factory=Count)
     measured: Cost | None = None
+    measured_of: str = ""
+    """The scheme that was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +269,7 @@ class TableSync:
             state, now = self._states[slot.name], traffic.sent_for(slot.name)
             state.took_us = round(seconds * 1e6)
             state.sent = Count(now.bytes_sent - state.before.bytes_sent, now.messages - state.before.messages)
-            state.before = now
+            state.sent_by, state.before = self.scheme(slot.name), now
 
     def _words(self, counts: Sequence[int], slots: Sequence[Slot]) -> list[int]:
         states = [self._states[slot.name] for slot in slots]
@@ -292,7 +296,9 @@ class TableSync:
         """Keep what all ranks told of their last step: who came last waited for nobody."""
         seconds = min(took_us) / 1e6
         if seconds:
-            mean_s = _MEMORY * state.measured.seconds + (1 - _MEMORY) * seconds if state.measured else seconds
+            before = state.measured if state.measured_of == state.sent_by else None
+            mean_s = _MEMORY * before.seconds + (1 - _MEMORY) * seconds if before else seconds
+            state.measured_of = state.sent_by
             state.measured = Cost(max(sent_bytes), state.sent.messages, mean_s)
 
     def take_observations(self) -> list[Observation]:
@@ -364,9 +370,9 @@ class TableSync:
 
     def _keep(self, looks: Mapping[str, Characteristics], choices: Sequence[Choice]) -> None:
         for (name, seen), choice in zip(looks.items(), choices, strict=True):
-            self._observations[name] = Observation(
-                self._step, name, self.scheme(name), seen, choice.candidates, self._states[name].measured
-            )
+            state, scheme = self._states[name], self.scheme(name)
+            measured = state.measured if state.measured_of == scheme else None
+            self._observations[name] = Observation(self._step, name, scheme, seen, choice.candidates, measured)
 
 
 def _is_sparse(heard: Sequence[Sequence[int]], position: int) -> bool:
