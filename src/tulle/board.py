@@ -1,10 +1,11 @@
-"""Where a rank that fails leaves word, so that the others can say who fell first instead of "connection closed"."""
+"""Where a rank that fails, or leaves, says so, so that the others can say who fell first, not "connection closed"."""
 
 from __future__ import annotations
 
+import atexit
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import TracebackType
 
@@ -15,6 +16,13 @@ _COUNT = "tulle/failures"
 _FIRST = "tulle/failure"
 _WAITING = "tulle/waiting"
 _PLACE = "tulle/place"
+_DOING = "tulle/doing"
+_LEFT = "tulle/left"
+_MEND = "every rank must take as many steps (give all as many batches, as a loader with drop_last=True does)"
+_kept: list[tuple[Store, int]] = []
+"""The way to the board, and this rank, for the end of the process, by which the process group may be gone."""
+_step: list[Callable[[], int]] = []
+"""What tells the number of the step that came last."""
 
 
 def leave(text: str) -> None:
@@ -94,6 +102,60 @@ def forget_place(key: str, rank: int) -> None:
         pass
 
 
+def tell(rank: int, doing: str) -> None:
+    """Leave word what a rank of the run is doing while others may wait for it; empty to take it back. Never raises."""
+    try:
+        store = _store()
+        if store is not None:
+            store.set(f"{_DOING}/{rank}", doing)
+    except (RuntimeError, OSError):
+        pass
+
+
+def doing(rank: int) -> str:
+    """What a rank of the run has left word to be doing, if it has. Never raises."""
+    return _read(f"{_DOING}/{rank}")
+
+
+def departed(ranks: Sequence[int]) -> str | None:
+    """Which of some ranks of the run have left without an error, in words, or None. Never raises."""
+    steps = {rank: step for rank in ranks if (step := _read(f"{_LEFT}/{rank}"))}
+    if not steps:
+        return None
+    return f"{' and '.join(f'rank {rank} left after step {step}' for rank, step in steps.items())}: {_MEND}"
+
+
+def count_steps(step: Callable[[], int]) -> None:
+    """Have the number of the step that came last told by this."""
+    _step[:] = [step]
+
+
+def attend(*, outlives: bool) -> None:
+    """Leave word at the end of the process that it left, unless an exception ends it.
+
+    Args:
+        outlives: Whether the store is there when the processes have gone, as that of a launcher is.
+    """
+    _kept.clear()
+    store = _store()
+    if store is not None and dist.get_world_size() > 1:
+        if outlives:
+            _kept.append((store, dist.get_rank()))
+        atexit.unregister(leave_in_peace)
+        atexit.register(leave_in_peace)  # runs before what ends the process group, which was registered earlier
+
+
+def leave_in_peace() -> None:
+    """Leave word that this rank left without an error. Never raises."""
+    try:
+        store = _store()
+        found = [*_kept] if store is None else [(store, dist.get_rank())]
+        for board, rank in found if not hasattr(sys, "last_value") else ():
+            board.set(f"{_LEFT}/{rank}", str(max((step() for step in _step), default=0)))
+    except (RuntimeError, OSError):
+        pass
+
+
 @cache
 def watch() -> None:
     """Leave word of an exception that nobody catches, before the process ends and its connections close."""
@@ -106,6 +168,14 @@ def watch() -> None:
         previous(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _read(key: str) -> str:
+    try:
+        store = _store()
+        return store.get(key).decode() if store is not None and store.check([key]) else ""
+    except (RuntimeError, OSError):
+        return ""
 
 
 def _store() -> Store | None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
-from tulle.board import watch
+from tulle.board import attend, watch
 from tulle.cost import Network
 from tulle.environment import Launch, check_alone, detect
 from tulle.errors import MeshError
@@ -146,6 +146,7 @@ def init(*, timeout: float | timedelta | None = None, backend: str | None = None
     rank = dist.get_rank()
     hosts = _check_agreement(shape, error, rank - launch.local_rank)
     watch()
+    attend(outlives=launch.launcher == "torchrun")
     return Mesh(_axes(shape, rank, device, timeout_s, hosts), rank, size, device)
 
 

@@ -77,6 +77,19 @@ def test_when_a_rank_has_gone_the_others_raise_and_name_it(call):
     leave_the_team()  # as a process would that has raised: another may wait for it rather than for the first
 
 
+@on_ranks(3)
+def test_when_ranks_have_left_without_an_error_the_others_say_after_which_step():
+    rank = dist.get_rank()
+    comm.traffic.step = 17
+    if rank > 0:
+        tulle.init(data=-1)
+        board.leave_in_peace()
+        leave_the_team()
+        return
+    text = failure_of(all_reduce)
+    assert ": rank 1 left after step 17 and rank 2 left after step 17: every rank must take as many steps (give" in text
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("call", CALLS)
 def test_when_a_rank_stands_still_the_others_raise_within_the_timeout(call):

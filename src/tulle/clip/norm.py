@@ -11,6 +11,7 @@ from torch.nn.utils import get_total_norm
 from tulle.clip.bearer import plain
 from tulle.clip.spread import Spread, spread_of
 from tulle.clip.total import is_summed, norm_over_ranks
+from tulle.engine import average_by_hand, engine_of
 from tulle.errors import GradientError
 from tulle.rows import RowSparse
 from tulle.tables import ShardGradient
@@ -28,7 +29,8 @@ def clip_grad_norm_(
 
     As `torch.nn.utils.clip_grad_norm_`, which refuses sparse gradients, and knows nothing of other ranks. Call it after
     `loss.backward()`: gradients are the same on every rank of the data axis then, and so is the norm, without a
-    message. Of a model that is split over axes `pipe` or `model` every rank must call it; one number travels.
+    message; those that were set by hand are averaged first, for which every rank must call it. Of a model that is split
+    over axes `pipe` or `model` every rank must call it; one number travels.
 
     Args:
         parameters: A model, a parameter, or several.
@@ -49,6 +51,8 @@ def clip_grad_norm_(
     """
     named = list(_named(parameters))
     _check_clippers(named)
+    owners = {engine for _, p in named if (engine := engine_of(p)) is not None and engine.home.size > 1}
+    average_by_hand([p for _, p in named], owners)
     gradients = [(name, p, _values(p.grad)) for name, p in named if p.grad is not None]
     # torch has no infinity norm of nothing. Of a part of a table every rank takes the norm, be it empty here.
     found = [(name, p, part) for name, p, part in gradients if part.numel() or isinstance(part, ShardGradient)]

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
-from tulle.board import absent, come
+from tulle.board import absent, come, departed, doing
 from tulle.board import read as read_first_failure
 from tulle.comm.traffic import now_s, traffic
 from tulle.errors import CommunicationError
@@ -95,7 +95,7 @@ def translated(exchange: Exchange):
         raise
     except RuntimeError as error:
         axis = exchange.axis
-        cause = read_first_failure() or _who_is_late(exchange)
+        cause = read_first_failure() or departed(axis.ranks) or _who_is_late(exchange)
         raise CommunicationError(
             f"{exchange.operation} of {exchange.name} in step {traffic.step} failed on rank {axis.rank} of axis "
             f"{axis.name!r} ({axis.size} ranks, timeout {axis.timeout_s:g} s): {cause}. "
@@ -110,7 +110,9 @@ def _who_is_late(exchange: Exchange) -> str:
     late = absent(key, range(exchange.axis.size))
     if not late or len(late) == exchange.axis.size:
         return "no rank has said why: see the log of each rank"
-    return f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} did not come to it: see the log there"
+    text = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} did not come to it"
+    told = [f"rank {rank} {word}" for rank in late if (word := doing(exchange.axis.ranks[rank]))]
+    return f"{text}: {', '.join(told) or 'see the log there'}"
 
 
 def done(exchange: Exchange, result: T) -> Pending[T]:

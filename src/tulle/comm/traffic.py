@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from tulle.board import count_steps
+
 
 @dataclass(slots=True)
 class Count:
@@ -94,6 +96,7 @@ class Traffic:
 
 traffic = Traffic()
 """This process's counters."""
+count_steps(lambda: traffic.step)
 
 
 def covered_s(spans: Iterable[Span]) -> float:

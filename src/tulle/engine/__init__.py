@@ -1,5 +1,6 @@
 """The run-time of data parallelism: buckets of dense gradients, tables of sparse ones, split tables, replicas."""
 
+from tulle.engine.by_hand import average_by_hand
 from tulle.engine.covered import watch_steps
 from tulle.engine.data_parallel import ENGINE, DataParallel, engine_of, living_split_tables
 from tulle.engine.feed import Feed
@@ -17,6 +18,7 @@ __all__ = [
     "SplitTable",
     "TableSettings",
     "adopt",
+    "average_by_hand",
     "broadcast_tensors",
     "check_alike",
     "check_reads",

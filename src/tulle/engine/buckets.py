@@ -33,6 +33,8 @@ _SMALL_BYTES = 64 * 1024
 """A gradient below this takes less time than the call that divides it does, and is taken in with others."""
 _TOGETHER_BYTES = 256 * 1024
 """So many bytes of them are taken in at once, while they are in the cache still."""
+MEAN = "_tulle_mean"
+"""The attribute of a gradient that was averaged over the ranks: its identity, which copies of it do not have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +77,11 @@ class Traveller(Protocol):
 
     slots: Sequence[Slot]
     missing: int
+
+    @property
+    def writes(self) -> int:
+        """How often something was written to any of the gradients."""
+        ...
 
     def arrive(self, position: int) -> None:
         """Take in the gradient of one slot."""
@@ -134,7 +141,7 @@ class Bucket:
         self._flat = torch.zeros(sum(sizes) + flags, dtype=options.dtype, device=options.device)
         self._offsets = [*accumulate(sizes, initial=0)]
         *parts, self._flags = self._flat.split([*sizes, flags])
-        self._views = [_like(part, slot.parameter) for part, slot in zip(parts, self.slots, strict=True)]
+        self._views = [as_mean(_like(part, slot.parameter)) for part, slot in zip(parts, self.slots, strict=True)]
         pieces = max(1, round(self._flat.nbytes / self.piece_bytes)) if self.piece_bytes else 1
         self._pieces = self._flat.split(max(1, ceil(self._flat.numel() / pieces)))
 
@@ -147,6 +154,11 @@ class Bucket:
     def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Each parameter and the view that is its gradient."""
         return [(slot.parameter, view) for slot, view in zip(self.slots, self._views, strict=True)]
+
+    @property
+    def writes(self) -> int:
+        """How often something was written to any of the gradients."""
+        return self._flat._version
 
     @property
     def needs_flags(self) -> bool:
@@ -277,6 +289,17 @@ class Bucket:
             view.copy_(gradient.to_dense()).div_(self.axis.size)
         else:  # in place where the gradient is the view already
             torch.mul(gradient, 1.0 / self.axis.size, out=view)
+
+
+def as_mean(gradient: Tensor) -> Tensor:
+    """Mark a tensor as a gradient that is, or will be, the mean over the ranks."""
+    setattr(gradient, MEAN, id(gradient))
+    return gradient
+
+
+def is_mean(gradient: Tensor | None) -> bool:
+    """Whether a gradient is so marked."""
+    return getattr(gradient, MEAN, None) == id(gradient)
 
 
 def lay_out(slots: Sequence[Slot], bucket_bytes: int) -> Iterator[list[Slot]]:

@@ -7,8 +7,9 @@ for these is the first to be seen with them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tulle.engine.data_parallel import engine_of, is_cut_off, living_engines
+from tulle.engine.by_hand import average_by_hand
+from tulle.engine.data_parallel import DataParallel, engine_of, is_cut_off, living_engines
 from tulle.engine.ends import NOT_RUNNING
 from tulle.errors import ModelError
 
@@ -31,21 +33,51 @@ _strangers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 """Optimizers that have nothing to do with a distributed model, and of how many parameters that was found."""
 
 
-def _look(optimizer: Optimizer, *_: object) -> None:
-    """Raise if an optimizer is to step with gradients that are not kept in step, or not yet.
+def _look(
+    optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Raise if an optimizer is to step with gradients that are not kept in step, or not yet; average those set by hand.
+
+    A hook of torch's: gets the arguments of `step`, the optimizer among them, and gives others if they hold a closure.
 
     Raises:
         ModelError: Naming a parameter that was added, unfrozen or replaced; or if a backward is under way.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    alone = [parameter for parameter in parameters if engine_of(parameter) is None]
+    parameters = _parameters(optimizer)
+    owners = [engine_of(parameter) for parameter in parameters]
+    alone = [parameter for parameter, owner in zip(parameters, owners, strict=True) if owner is None]
     trained = [parameter for parameter in alone if parameter.grad is not None]
     if len(alone) == len(parameters):
         if trained and _strangers.get(optimizer) != len(parameters):
             _check_not_replaced(trained, optimizer)
             _strangers[optimizer] = len(parameters)
-    elif any(engine.home.size > 1 for parameter in parameters if (engine := engine_of(parameter)) is not None):
+        return None
+    engines = {engine for engine in {*owners} if engine is not None and engine.home.size > 1}
+    has_closure = any(callable(one) for one in (*arguments[1:], *keywords.values()))
+    if engines:
         _check_covered(trained)
+        average_by_hand(parameters, engines, optimizer, has_closure=has_closure)
+    if not engines or not has_closure:
+        return None
+    followed = tuple(_followed(one, optimizer, engines) if callable(one) else one for one in arguments[1:])
+    named = {name: _followed(one, optimizer, engines) if callable(one) else one for name, one in keywords.items()}
+    return (optimizer, *followed), named
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _followed(closure: Callable[..., Any], optimizer: Optimizer, engines: set[DataParallel]) -> Callable[..., Any]:
+    """A closure after which gradients that it has set by hand are averaged."""
+
+    @wraps(closure)
+    def follow(*arguments: Any, **keywords: Any) -> Any:
+        loss = closure(*arguments, **keywords)
+        average_by_hand(_parameters(optimizer), engines, optimizer)
+        return loss
+
+    return follow
 
 
 def _check_covered(trained: Sequence[Tensor]) -> None:

@@ -17,14 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tulle.comm import gather_values, lane, probe, traffic
 from tulle.cost import Cost, Network
@@ -54,6 +56,33 @@ ENGINE = "_tulle_engine"
 knows it."""
 _KEPT = "_tulle_engine_kept"
 """The attribute by which a module that has such parameters holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """How an engine stood when an optimizer stepped.
+
+    Args:
+        steps: Its synchronized backward passes, and averages of gradients that were set by hand.
+        averages: These.
+        last_average: After how many steps the last of these was.
+        writes: How often something was written to gradients that it gave.
+    """
+
+    steps: int = 0
+    averages: int = 0
+    last_average: int = 0
+    writes: int = 0
+
+    @property
+    def backwards(self) -> int:
+        """Its synchronized backward passes alone."""
+        return self.steps - self.averages
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether the last gradients were set by hand, or none have come yet."""
+        return self.last_average == self.steps
 
 
 class DataParallel:
@@ -86,11 +115,14 @@ class DataParallel:
         # A group of its own for every further model: two in one backward interleave as each rank's graph has it.
         self.axis = lane(axis, f"model {self.number}") if self.number else axis
         self.steps = 0
-        """Synchronized backward passes so far."""
+        """Synchronized backward passes so far, and averages of gradients that were set by hand."""
         self.table_sync: TableSync | None = None
         """The run-time of the tables, from the first backward on."""
         self.late: LateUpdates | None = None
         """The updates that wait until their parameters are read, if they do."""
+        self.stepped: WeakKeyDictionary[Optimizer, Stepped] = WeakKeyDictionary()
+        """How this stood when each optimizer stepped last."""
+        self._averages = self._last_average = 0
         self._settings = settings
         self._bucket_bytes = bucket_bytes
         self._non_finite = NonFinite(self.axis) if check_finite else None
@@ -101,6 +133,7 @@ class DataParallel:
         came, network = partial(_split_came, ref(self)), partial(probe, axis)
         self.split_tables = SplitTables(splits, self.axis, came=came, network=network) if splits else None
         """The run-time of the tables of which each rank has a part."""
+        self._by_parameter = {id(slot.parameter): slot for slot in self._slots.values()}
         self._tables = set(tables)
         self._is_syncing = True
         self._backward = NOT_RUNNING
@@ -153,6 +186,28 @@ class DataParallel:
         for group in self._groups:
             self._foresee(group)
         self.end_backward()
+
+    def average(self, slots: Sequence[Slot]) -> None:
+        """Average all gradients, some of which were set by hand. Every rank must call it.
+
+        Args:
+            slots: Of these.
+        """
+        if self._non_finite is not None:
+            for slot in slots:
+                self._non_finite.look(slot.name, slot.parameter.grad)
+        self._averages += 1
+        self.synchronize()
+        self._last_average = self.steps
+
+    def slot_of(self, parameter: Tensor) -> Slot | None:
+        """The slot of a replica, or None."""
+        return self._by_parameter.get(id(parameter))
+
+    @property
+    def now(self) -> Stepped:
+        """How this stands."""
+        return Stepped(self.steps, self._averages, self._last_average, sum(item.writes for item in self._items))
 
     def update_late(self) -> LateUpdates:
         """Let updates wait until somebody reads what they write; attach the optimizers. Every rank must call it."""

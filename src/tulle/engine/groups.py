@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from tulle.comm import Job, now_s
-from tulle.engine.buckets import Slot
+from tulle.engine.buckets import Slot, as_mean
 from tulle.engine.foresight import Foreseen, Foresight
 from tulle.engine.tables import TableSync
 from tulle.rows import RowSparse
@@ -50,6 +50,11 @@ class TableGroup:
         self._summed: Job[Sequence[Gradient]] | None = None
         self._room: int | None = None
         """Rows that a packet of this step has room for; None where rows are foretold."""
+
+    @property
+    def writes(self) -> int:
+        """How often something was written to any of the gradients."""
+        return sum(slot.parameter.grad._version for slot in self.slots if slot.parameter.grad is not None)
 
     @property
     def is_foreseen(self) -> bool:
@@ -97,9 +102,9 @@ class TableGroup:
                 renormalize = self._sync.settings.renormalize.get(slot.name)
                 if renormalize is not None:
                     renormalize(total.indices)
-                slot.parameter.grad = total.to_sparse_coo()
+                slot.parameter.grad = as_mean(total.to_sparse_coo())
             elif total is not None:
-                slot.parameter.grad = total
+                slot.parameter.grad = as_mean(total)
             self._gradients[position] = None
             slot.is_fired = slot.is_arrived = False
         self._settled = self._summed = None
