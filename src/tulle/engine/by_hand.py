@@ -34,6 +34,7 @@ _LONG_S = 3.0
 """After so many seconds the others are told what this rank waits for."""
 
 
+@eager
 def average_by_hand(
     parameters: Sequence[Tensor],
     engines: Iterable[DataParallel],
@@ -67,7 +68,6 @@ def average_by_hand(
             engine.stepped[optimizer] = engine.now
 
 
-@eager
 def _average(engine: DataParallel, parameters: Sequence[Tensor], before: Stepped | None, *, has_closure: bool) -> None:
     """Average what one engine keeps in step.
 
@@ -78,7 +78,8 @@ def _average(engine: DataParallel, parameters: Sequence[Tensor], before: Stepped
         has_closure: Whether gradients may still come within the step.
     """
     slots = [slot for p in parameters if (slot := engine.slot_of(p)) is not None]
-    if engine.late is not None and not all(is_mean(slot.parameter.grad) for slot in slots):
+    is_any_unknown = any(slot.parameter.grad is not None and not is_mean(slot.parameter.grad) for slot in slots)
+    if engine.late is not None and is_any_unknown:
         engine.late.make_replicas_true()  # what is on the way counts as not sent
     given = [slot for slot in slots if slot.parameter.grad is not None and not slot.is_fired]
     now = engine.now
