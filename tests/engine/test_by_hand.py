@@ -159,7 +159,8 @@ def by_turns(loop: Loop, ids: Tensor) -> None:
 
 Habit = Callable[[Loop, Tensor], None]
 CASES: list[tuple[type[nn.Module], models.Recipe, list[Habit]]] = [
-    (Words, models.sgd, [puts, replaces, clips, adds_up, closes, ascends_first, only_rank_0, by_turns]),
+    (Words, models.sgd, [puts, replaces, clips, adds_up]),
+    (Words, models.sgd, [closes, ascends_first, only_rank_0, by_turns]),
     (Words, models.sparse_adam_and_adam, [puts, takes_turns]),
     (Tied, models.adam, [puts, replaces]),
     (Dense, models.momentum, [puts, copies, goes_on_with_a_copy, adds_to_backward, only_rank_0]),
