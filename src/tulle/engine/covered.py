@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tulle.engine.by_hand import average_by_hand
-from tulle.engine.data_parallel import DataParallel, engine_of, is_cut_off, living_engines
+from tulle.engine.data_parallel import ENGINE, DataParallel, is_cut_off, living_engines
 from tulle.engine.ends import NOT_RUNNING
 from tulle.errors import ModelError
 
@@ -44,7 +44,8 @@ def _look(
         ModelError: Naming a parameter that was added, unfrozen or replaced; or if a backward is under way.
     """
     parameters = _parameters(optimizer)
-    owners = [engine_of(parameter) for parameter in parameters]
+    # As `engine_of` gives it, in half the time: it is asked of all parameters in every step.
+    owners = [None if (tie := vars(parameter).get(ENGINE)) is None else tie() for parameter in parameters]
     alone = [parameter for parameter, owner in zip(parameters, owners, strict=True) if owner is None]
     trained = [parameter for parameter in alone if parameter.grad is not None]
     if len(alone) == len(parameters):
