@@ -156,7 +156,8 @@ def place(
         axis: Whose ranks hold the parts.
         parts: What `materialize_parts` gave, for a model that was deferred.
     """
-    _doubt(optimizers if placements and axis.rank == 0 else ())
+    if axis.rank == 0:
+        _doubt(model, optimizers, placements)
     tables, outputs = tables_of(model), outputs_of(model)
     placed: list[SplitTable] = []
     for number, (name, placement) in enumerate(sorted(placements.items())):
@@ -194,13 +195,19 @@ def _take_part(split: Split, key: str, owner: nn.Module, state: dict[str, Any], 
         load_part(part, prefix + key, state, others[-1], shape=split.shape, take=split.take)
 
 
-def _doubt(optimizers: Sequence[Optimizer]) -> None:
-    for kind in {type(optimizer) for optimizer in optimizers} - {*ELEMENTWISE}:
-        logger.warning(
-            "%s is not known to treat every element by itself; if it looks at whole tensors (at their norm, say), it "
-            "sees this rank's part only of tables that are split",
-            kind.__name__,
-        )
+def _doubt(model: nn.Module, optimizers: Sequence[Optimizer], placements: Mapping[str, str]) -> None:
+    for optimizer in optimizers:
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        name = next((name for name in placements if id(model.get_parameter(name)) in stepped), None)
+        if name is not None and type(optimizer) not in ELEMENTWISE:
+            logger.warning(
+                "%s is not known to treat every element by itself; if it looks at whole tensors (at their norm, say), "
+                "it sees this rank's part only of %r and other tables that are split: then keep those as replicas "
+                "(plan={%r: 'auto'}), or step them by another optimizer",
+                type(optimizer).__name__,
+                name,
+                name,
+            )
 
 
 def _refused_by_optimizer(parameter: Tensor, optimizers: Sequence[Optimizer]) -> str | None:

@@ -64,7 +64,8 @@ def _check_sees_enough(optimizer: Optimizer, split: Mapping[str, Placement], mod
     if axes.whole.rank == 0:
         logger.warning(
             "%s is not known to treat every element by itself; if it looks at whole tensors (at their norm, say), it "
-            "sees this rank's part only of %r and others, which are split over axis 'model'",
+            "sees this rank's part only of %r and others, which are split over axis 'model': then leave those layers "
+            "out of Plan.tensor_parallel, or step them by another optimizer",
             kind.__name__,
             name,
         )

@@ -49,7 +49,8 @@ def _look(optimizer: Optimizer, *_: object) -> None:
         _doubted.add(optimizer)
         logger.warning(
             "%s is not known to treat every element by itself; if it looks at whole tensors (at their norm, say), its "
-            "updates are others than those of one process: %s",
+            "updates are others than those of one process: %s. Then keep tables as replicas and layers whole, without "
+            "full_shard, or take an optimizer of torch's",
             kind.__name__,
             has,
         )
