@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tulle.comm import Count, Courier, Deferred, all_gather, lane, traffic
 from tulle.cost import Characteristics, Cost, Network
 from tulle.engine.buckets import Slot
+from tulle.engine.convoy import Convoy
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
 from tulle.sync import (
@@ -48,8 +49,6 @@ _OBSERVED_EVERY = 500
 
 _WORDS = 3
 """That ranks tell each other of a table: its rows, and of the last step what was sent and how long it took."""
-_FORGETTING = 0.02
-"""Part by which what the fullest rank holds nears what it holds now, in a step."""
 _SPARE = 0.03
 """Room of a packet beyond what the fullest rank held of late, as a part of that; its square root where that is more."""
 
@@ -66,60 +65,11 @@ class Observation:
     measured: Cost | None
 
 
-@dataclass(slots=True, eq=False)
-class _Convoy:
-    """Tables that travel as one, if they travel by rows at all, and so have one scheme."""
-
-    given: str
-    chooser: Chooser | None
-    """None where a scheme was given."""
-    choices: dict[str, Choice] = field(default_factory=dict)
-    """The last of each table."""
-    fullest_rows: float = 0.0
-    """Of all its tables on the rank that has most, of late; 0 if some table did not come by rows in the last step."""
-
-    @property
-    def predicted_s(self) -> float:
-        """Of the scheme in force, all tables together; 0 before the first choice, or where a scheme was given."""
-        choice = next(iter(self.choices.values()), None)
-        return dict(choice.candidates)[choice.scheme].seconds if choice else 0.0
-
-    def fill(self, rows: Sequence[int]) -> None:
-        """Take note of the rows that each rank holds of all its tables."""
-        most = max(rows)
-        self.fullest_rows = max(most, self.fullest_rows - _FORGETTING * (self.fullest_rows - most))
-
-    packet_s: float = 0.0
-    """Predicted of the packets in which all its tables travel; 0 where they do not."""
-
-    @property
-    def scheme(self) -> str:
-        """In force: given, chosen, or `"auto"` before the first choice; rows in packets are gathered."""
-        if self.packet_s:
-            return "allgather"
-        return (self.chooser.scheme if self.chooser else None) or self.given
-
-    def choice(self, name: str) -> Choice | None:
-        """That in force for a table, None where there is none yet."""
-        choice = self.choices.get(name)
-        if choice is None or self.chooser is None or choice.scheme != self.chooser.scheme:
-            return None
-        in_packets = f"{choice.reason}; in one message with row numbers and counts {self.packet_s * 1e3:.3g} ms"
-        return replace(choice, scheme=self.scheme, reason=in_packets) if self.packet_s else choice
-
-    def is_due(self, held: Mapping[str, Sequence[int]]) -> bool:
-        """Take note of the rows that each rank holds, by table; whether a scheme is to be chosen now."""
-        if self.chooser is None:
-            return False
-        is_drifted = self.chooser.is_due([sum(rows) for rows in zip(*held.values(), strict=True)])
-        return is_drifted or not held.keys() <= self.choices.keys()
-
-
 @dataclass(slots=True)
 class _State:
     """What is known of one table's gradients."""
 
-    convoy: _Convoy
+    convoy: Convoy
     took_us: int = 0
     """This rank's last exchange, its waiting for slower ranks included."""
     sent: Count = field(default_factory=Count)
@@ -177,12 +127,12 @@ class TableSync:
 
     def form_convoys(self, slots: Sequence[Slot]) -> None:
         """Have tables that are summed together travel as one, where width, dtype and what was given allow it."""
-        convoys: dict[object, _Convoy] = {}
+        convoys: dict[object, Convoy] = {}
         for slot in slots:
             parameter, given = slot.parameter, self.settings.schemes.get(slot.name, AUTO)
             chooser = Chooser(self.network, self.axis.size) if given == AUTO else None
             kind = given, parameter.shape[1], parameter.dtype
-            self._states[slot.name] = _State(convoys.setdefault(kind, _Convoy(given, chooser)))
+            self._states[slot.name] = _State(convoys.setdefault(kind, Convoy(given, chooser)))
 
     @property
     def choices(self) -> dict[str, Choice]:
@@ -321,7 +271,7 @@ class TableSync:
     ) -> None:
         """Keep the running means of rows; measure the gradients when it is time, or a choice is due."""
         held = {t: [max(0, rows[t]) for rows in heard] for t in range(len(tables)) if _is_sparse(heard, t)}
-        convoys: dict[_Convoy, list[int]] = {}
+        convoys: dict[Convoy, list[int]] = {}
         for t in held:
             convoys.setdefault(self._states[tables[t].name].convoy, []).append(t)
         for convoy, members in convoys.items():
@@ -358,7 +308,7 @@ class TableSync:
         presences = gather_presence(numbers, [tables[t] for t in seen], counts, self._lane)
         return {t: tables[t].characteristics(held[t], presence) for t, presence in zip(seen, presences, strict=True)}
 
-    def _choose(self, convoy: _Convoy, looks: Mapping[str, Characteristics]) -> list[Choice]:
+    def _choose(self, convoy: Convoy, looks: Mapping[str, Characteristics]) -> list[Choice]:
         assert convoy.chooser is not None, "a scheme that was given is not due"
         before = convoy.scheme
         choices = convoy.chooser.choose([*looks.values()])

@@ -1,0 +1,63 @@
+"""`Convoy`: tables of one group that travel as one: what is known of their rows, and the scheme that this led to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from tulle.sync import Choice, Chooser
+
+_FORGETTING = 0.02
+"""Part by which what the fullest rank holds nears what it holds now, in a step."""
+
+
+@dataclass(slots=True, eq=False)
+class Convoy:
+    """Tables that travel as one, if they travel by rows at all, and so have one scheme.
+
+    Args:
+        given: The scheme that was given, or `"auto"`.
+        chooser: Chooses it; None where one was given.
+    """
+
+    given: str
+    chooser: Chooser | None
+    choices: dict[str, Choice] = field(default_factory=dict)
+    """The last of each table."""
+    fullest_rows: float = 0.0
+    """Of all its tables on the rank that has most, of late; 0 if some table did not come by rows in the last step."""
+    packet_s: float = 0.0
+    """Predicted of the packets in which all its tables travel; 0 where they do not."""
+
+    @property
+    def predicted_s(self) -> float:
+        """Of the scheme that was chosen, all tables together; 0 before the first choice, or where one was given."""
+        choice = next(iter(self.choices.values()), None)
+        return dict(choice.candidates)[choice.scheme].seconds if choice else 0.0
+
+    def fill(self, rows: Sequence[int]) -> None:
+        """Take note of the rows that each rank holds of all its tables."""
+        most = max(rows)
+        self.fullest_rows = max(most, self.fullest_rows - _FORGETTING * (self.fullest_rows - most))
+
+    @property
+    def scheme(self) -> str:
+        """In force: given, chosen, or `"auto"` before the first choice; rows in packets are gathered."""
+        if self.packet_s:
+            return "allgather"
+        return (self.chooser.scheme if self.chooser else None) or self.given
+
+    def choice(self, name: str) -> Choice | None:
+        """That in force for a table, None where there is none yet."""
+        choice = self.choices.get(name)
+        if choice is None or self.chooser is None or choice.scheme != self.chooser.scheme:
+            return None
+        in_packets = f"{choice.reason}; in one message with row numbers and counts {self.packet_s * 1e3:.3g} ms"
+        return replace(choice, scheme=self.scheme, reason=in_packets) if self.packet_s else choice
+
+    def is_due(self, held: Mapping[str, Sequence[int]]) -> bool:
+        """Take note of the rows that each rank holds, by table; whether a scheme is to be chosen now."""
+        if self.chooser is None:
+            return False
+        is_drifted = self.chooser.is_due([sum(rows) for rows in zip(*held.values(), strict=True)])
+        return is_drifted or not held.keys() <= self.choices.keys()
