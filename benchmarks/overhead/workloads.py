@@ -49,11 +49,11 @@ class Many(nn.Module):
 
 
 class Recommender(nn.Module):
-    """A table of 500,000 x 128 with sparse gradients under a small head."""
+    """A table of `rows` x 128 with sparse gradients under a small head."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.table = nn.Embedding(500_000, 128, sparse=True)
+        self.table = nn.Embedding(rows, 128, sparse=True)
         self.head = nn.Linear(128, 1)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -72,19 +72,6 @@ class Features(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Mean square of the score of each of `[tokens]` ids."""
         return self.head(sum(table(ids) for table in self.tables)).pow(2).mean()
-
-
-class Few(nn.Module):
-    """A table of 2,000 x 128 with sparse gradients: so few rows that little but the exchange itself is left."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(2000, 128, sparse=True)
-        self.head = nn.Linear(128, 1)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Mean square of the score of each of `[tokens]` ids."""
-        return self.head(self.table(ids)).pow(2).mean()
 
 
 @dataclass(frozen=True)
@@ -107,7 +94,7 @@ WORKLOADS = {
     "translator": Workload(Translator, lambda g: torch.randint(8000, (8, 32), generator=g)),
     "chain": Workload(Chain, lambda g: torch.randn(256, 256, generator=g)),
     "many": Workload(Many, lambda g: torch.randn(8, 8, generator=g)),
-    "recommender": Workload(Recommender, lambda g: zipf(2048, 500_000, g)),
+    "recommender": Workload(lambda: Recommender(500_000), lambda g: zipf(2048, 500_000, g)),
     "features": Workload(Features, lambda g: torch.randint(50_000, (512,), generator=g)),
-    "few": Workload(Few, lambda g: torch.randint(2000, (2048,), generator=g)),
+    "few": Workload(lambda: Recommender(2000), lambda g: torch.randint(2000, (2048,), generator=g)),
 }

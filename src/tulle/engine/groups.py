@@ -21,7 +21,7 @@ from tulle.engine.buckets import Slot, as_mean
 from tulle.engine.foresight import Foreseen, Foresight
 from tulle.engine.tables import TableSync
 from tulle.rows import RowSparse
-from tulle.sync import ABSENT, Gradient, Routes, count, indices_of
+from tulle.sync import ABSENT, Gradient, Packet, Routes, count, indices_of
 
 
 class TableGroup:
@@ -48,8 +48,8 @@ class TableGroup:
         """By position, gradients as a GPU stored them: taken to be of the ids looked up until that is checked."""
         self._settled: Job[Routes] | None = None
         self._summed: Job[Sequence[Gradient]] | None = None
-        self._room: int | None = None
-        """Rows that a packet of this step has room for; None where rows are foretold."""
+        self._packet: Packet | None = None
+        """In which rows travel in this step; None where they are foretold."""
 
     @property
     def writes(self) -> int:
@@ -59,7 +59,7 @@ class TableGroup:
     @property
     def is_foreseen(self) -> bool:
         """Whether the rows of this step have been told, or will not be."""
-        return bool(self._foreseen) or not self._is_foreseeable or self._room is not None
+        return bool(self._foreseen) or not self._is_foreseeable or self._packet is not None
 
     @property
     def is_looked_up(self) -> bool:
@@ -117,7 +117,7 @@ class TableGroup:
         begin_s = now_s()
         sums = self._summed_now(gradients)
         self._sync.note(self.slots, now_s() - begin_s)
-        self._room = self._sync.room(self.slots)
+        self._packet = self._sync.packet(self.slots)
         return sums
 
     def _summed_now(self, gradients: Sequence[Gradient]) -> Sequence[Gradient]:
@@ -135,8 +135,8 @@ class TableGroup:
             self._is_foreseeable, self._is_early = self._is_early, False
         told = {position: self._mean(stored.coalesce(), is_ours=False) for position, stored in self._unchecked.items()}
         gradients = [told.get(position, gradient) for position, gradient in enumerate(gradients)]
-        if self._room is not None:
-            return self._sync.sum_in_packet(gradients, self.slots, self._room)
+        if self._packet is not None:
+            return self._sync.sum_in_packet(gradients, self.slots, self._packet)
         counts = [count(gradient) for gradient in gradients]
         return self._sync.settle(indices_of(gradients), counts, self.slots).sum(gradients).wait()
 

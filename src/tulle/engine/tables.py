@@ -45,8 +45,6 @@ _MEMORY = 0.9
 """Weight of the past in the running mean of measured seconds."""
 _OBSERVED_EVERY = 500
 """Gradients are measured at steps 1, 2, 4, 8, ... and then in every one of so many: that is under 0.5% of the time."""
-
-
 _WORDS = 3
 """That ranks tell each other of a table: its rows, and of the last step what was sent and how long it took."""
 _SPARE = 0.03
@@ -170,8 +168,8 @@ class TableSync:
         told = announce_counts(self._words(counts, slots), self._lane).wait()
         return self._route(indices, self._hear(told, indices, slots), slots)
 
-    def room(self, slots: Sequence[Slot]) -> int | None:
-        """Rows for which a packet with some tables' gradients should have room, the same number on all ranks.
+    def packet(self, slots: Sequence[Slot]) -> Packet | None:
+        """In which some tables' gradients should travel next, the same on all ranks.
 
         Returns:
             None where they go the way of their scheme: it was given, or is no slower by prediction.
@@ -187,9 +185,9 @@ class TableSync:
         if packet_s > convoy.predicted_s + self.network.latency_s:
             return None
         convoy.packet_s = packet_s
-        return room
+        return packet
 
-    def sum_in_packet(self, gradients: Sequence[Gradient], slots: Sequence[Slot], room: int) -> Sequence[Gradient]:
+    def sum_in_packet(self, gradients: Sequence[Gradient], slots: Sequence[Slot], packet: Packet) -> Sequence[Gradient]:
         """Sum some tables' gradients by one exchange, or, where some rank's do not fit, by their schemes.
 
         Every rank must call it.
@@ -197,11 +195,10 @@ class TableSync:
         Args:
             gradients: This rank's, coalesced.
             slots: The tables.
-            room: What `room` gave.
+            packet: What `packet` gave.
         """
-        tables, counts = [self._table(slot) for slot in slots], [count(gradient) for gradient in gradients]
-        words = self._words(counts, slots)
-        exchanged = Packet(tables, room, len(words)).exchange(words, gradients, self._lane).wait()
+        words = self._words([count(gradient) for gradient in gradients], slots)
+        exchanged = packet.exchange(words, gradients, self._lane).wait()
         indices = indices_of(gradients)
         heard = self._hear(exchanged.words(), indices, slots)
         sums = exchanged.sum(heard)

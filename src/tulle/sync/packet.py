@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from tulle.sync.table import Table
 _WORD = torch.int64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Packet:
     """What all ranks know of a message before there is one.
 
@@ -43,11 +43,20 @@ class Packet:
     tables: Sequence[Table]
     room: int
     words: int
+    bytes: int = field(init=False)
+    """Of the message: so many whole rows that those of all ranks lie in step in what is received."""
+    _whole: Table = field(init=False)
+    _row_bytes: int = field(init=False)
+    _numbers_at: int = field(init=False)
+    _words_at: int = field(init=False)
 
-    @property
-    def bytes(self) -> int:
-        """Of the message: so many whole rows that those of all ranks lie in step in what is received."""
-        return _round_up(self._words_at + self.words * _WORD.itemsize, math.lcm(self._row_bytes, _WORD.itemsize))
+    def __post_init__(self) -> None:
+        self._whole = as_one(self.tables, [0] * len(self.tables))
+        self._row_bytes = self._whole.width * self._whole.wire.itemsize
+        self._numbers_at = _round_up(self.room * self._row_bytes, _WORD.itemsize)
+        self._words_at = _round_up(self._numbers_at + self.room * self._whole.index_dtype.itemsize, _WORD.itemsize)
+        end = self._words_at + self.words * _WORD.itemsize
+        self.bytes = _round_up(end, math.lcm(self._row_bytes, _WORD.itemsize))
 
     def seconds(self, network: Network, ranks: int) -> float:
         """Predicted, where all ranks have as many rows as there is room for."""
@@ -66,9 +75,10 @@ class Packet:
         message = torch.empty(self.bytes, dtype=torch.uint8)
         message[self._words_at :].view(_WORD)[: self.words] = torch.tensor(words)
         counts = [count(gradient) for gradient in gradients]
+        label = COUNTS
         if self.holds(counts):
             self._fill(message, gradients)
-        label = self._shares(counts) if self.holds(counts) else COUNTS
+            label = self._shares(counts)
         gathered = all_gather_parts(message.view(1, -1), [1] * axis.size, axis, label=label)
         return Deferred(lambda: Exchanged(self, gathered.wait(), axis))
 
@@ -114,22 +124,6 @@ class Packet:
             if held is not None:
                 room[begin : begin + len(held.values)] = held.values
                 begin += len(held.values)
-
-    @property
-    def _whole(self) -> Table:
-        return as_one(self.tables, [0] * len(self.tables))
-
-    @property
-    def _row_bytes(self) -> int:
-        return self._whole.width * self._whole.wire.itemsize
-
-    @property
-    def _numbers_at(self) -> int:
-        return _round_up(self.room * self._row_bytes, _WORD.itemsize)
-
-    @property
-    def _words_at(self) -> int:
-        return _round_up(self._numbers_at + self.room * self._whole.index_dtype.itemsize, _WORD.itemsize)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
