@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -100,6 +101,26 @@ def test_a_rank_without_rows_does_not_hurt_the_others():
         assert nobody.shape == (ROWS, WIDTH), scheme
         assert len(nobody.indices) == 0, scheme
         check_training(Table, nothing_on_rank_0, mesh, plan=scheme)
+
+
+class Added(Table):
+    """Words and tags, whose rows are added: to both tables autograd gives one and the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.tags = (nn.Embedding(ROWS, WIDTH, sparse=True) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """A loss of `[samples]` row numbers."""
+        return torch.tanh(self.out(self.words(ids) + self.tags(ids))).sum()
+
+
+@on_ranks(2)
+def test_tables_whose_rows_are_added_get_a_gradient_each():
+    """Where they are of one row, DDP divides the one gradient that both have in place for each of them."""
+    mesh = tulle.init(data=-1)
+    for plan, count in product(("auto", "densify", "balanced"), (1, 6)):
+        check_training(Added, lambda model, rank, step, n=count: model(ids_of(rank, step, n)), mesh, plan=plan)
 
 
 @on_ranks(2)

@@ -29,6 +29,19 @@ class Words(nn.Module):
         return torch.tanh(self.out(self.words(ids))).pow(2).sum() + self.out.bias.sum()
 
 
+class Added(Words):
+    """Words and positions, whose rows are added: to both tables autograd gives one and the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = (nn.Embedding(ROWS, WIDTH, sparse=True) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """A loss of row numbers."""
+        positions = self.positions(torch.arange(ids.shape[-1]).expand_as(ids))
+        return torch.tanh(self.out(self.words(ids) + positions)).pow(2).sum()
+
+
 class WithUnused(Words):
     """Has a second table, which not every loss depends on."""
 
@@ -76,6 +89,11 @@ def plain(model: nn.Module, ids: Tensor, rank: int, step: int) -> Tensor:
 def nothing_on_rank_0(model: nn.Module, ids: Tensor, rank: int, step: int) -> Tensor:
     """Rank 0 has no sample."""
     return model(ids if rank else ids[:0])
+
+
+def one_id(model: nn.Module, ids: Tensor, rank: int, step: int) -> Tensor:
+    """A batch of one row number."""
+    return model(ids[:1, :1])
 
 
 def padding_on_rank_0(model: nn.Module, ids: Tensor, rank: int, step: int) -> Tensor:
@@ -147,6 +165,8 @@ class Case:
 
 CASES = [
     Case("sparse tables at all", "pytorch#17356"),
+    Case("tables whose rows are added", "found here", model=Added),
+    Case("tables whose rows are added, one id a rank", "found here", Added, one_id),
     Case("a rank without samples", "pytorch#87497", loss=nothing_on_rank_0),
     Case("a rank with padding only", "pytorch#87497", loss=padding_on_rank_0),
     Case("an unused table", "pytorch#80496", model=WithUnused),

@@ -45,7 +45,7 @@ def test_a_disturbed_measurement_does_not_promise_an_endless_bandwidth():
 @on_ranks(2, probes=True)
 def test_every_number_is_of_its_own_measurement():
     module = sys.modules["tulle.comm.probe"]
-    in_turn = iter([[1e-3], [11e-3], [2e-3], [3e-3], [23e-3], [8.192e-3], [4e-3], [5e-3]])
+    in_turn = iter([[1e-3], [11e-3], [2e-3], [3e-3], [23e-3], [65.536e-3], [4e-3], [5e-3]])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_times", lambda work, repeats, axis: next(in_turn))
         network = comm.probe(tulle.init(data=-1)["data"])

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tulle.sync import Choice, Chooser
-
-_FORGETTING = 0.02
-"""Part by which what the fullest rank holds nears what it holds now, in a step."""
+from tulle.sync import Choice, Chooser, Room
 
 
 @dataclass(slots=True, eq=False)
@@ -24,21 +21,10 @@ class Convoy:
     chooser: Chooser | None
     choices: dict[str, Choice] = field(default_factory=dict)
     """The last of each table."""
-    fullest_rows: float = 0.0
-    """Of all its tables on the rank that has most, of late; 0 if some table did not come by rows in the last step."""
+    room: Room = field(default_factory=Room)
+    """For rows of all its tables, in one packet."""
     packet_s: float = 0.0
     """Predicted of the packets in which all its tables travel; 0 where they do not."""
-
-    @property
-    def predicted_s(self) -> float:
-        """Of the scheme that was chosen, all tables together; 0 before the first choice, or where one was given."""
-        choice = next(iter(self.choices.values()), None)
-        return dict(choice.candidates)[choice.scheme].seconds if choice else 0.0
-
-    def fill(self, rows: Sequence[int]) -> None:
-        """Take note of the rows that each rank holds of all its tables."""
-        most = max(rows)
-        self.fullest_rows = max(most, self.fullest_rows - _FORGETTING * (self.fullest_rows - most))
 
     @property
     def scheme(self) -> str:

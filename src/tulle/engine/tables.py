@@ -7,7 +7,6 @@ step is in `tulle.engine.groups`.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -47,8 +46,6 @@ _OBSERVED_EVERY = 500
 """Gradients are measured at steps 1, 2, 4, 8, ... and then in every one of so many: that is under 0.5% of the time."""
 _WORDS = 3
 """That ranks tell each other of a table: its rows, and of the last step what was sent and how long it took."""
-_SPARE = 0.03
-"""Room of a packet beyond what the fullest rank held of late, as a part of that; its square root where that is more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,15 +173,12 @@ class TableSync:
         """
         convoy, *others = {self._states[slot.name].convoy for slot in slots}
         convoy.packet_s = 0.0
-        if others or not convoy.predicted_s or not convoy.fullest_rows or self.axis.device.type != "cpu":
+        if others:
             return None
-        room = math.ceil(convoy.fullest_rows + max(_SPARE * convoy.fullest_rows, math.sqrt(convoy.fullest_rows)))
-        packet = Packet([self._table(slot) for slot in slots], room, _WORDS * len(slots))
-        packet_s = packet.seconds(self.network, self.axis.size)
-        # One exchange less to tell row numbers is in the prediction; one to tell counts goes besides.
-        if packet_s > convoy.predicted_s + self.network.latency_s:
-            return None
-        convoy.packet_s = packet_s
+        tables, ranks, words = [self._table(slot) for slot in slots], self.axis.size, _WORDS * len(slots)
+        scheme_s = convoy.chooser.predicted_s if convoy.chooser else 0.0
+        packet = convoy.room.packet(tables, self.network, ranks, words=words, scheme_s=scheme_s)
+        convoy.packet_s = packet.seconds(self.network, ranks) if packet else 0.0
         return packet
 
     def sum_in_packet(self, gradients: Sequence[Gradient], slots: Sequence[Slot], packet: Packet) -> Sequence[Gradient]:
@@ -272,9 +266,9 @@ class TableSync:
         for t in held:
             convoys.setdefault(self._states[tables[t].name].convoy, []).append(t)
         for convoy, members in convoys.items():
-            convoy.fill([sum(rows) for rows in zip(*(held[t] for t in members), strict=True)])
+            convoy.room.fill([sum(rows) for rows in zip(*(held[t] for t in members), strict=True)])
         for t in {*range(len(tables))} - held.keys():
-            self._states[tables[t].name].convoy.fullest_rows = 0.0
+            self._states[tables[t].name].convoy.room.fullest_rows = 0.0
         due = {
             convoy for convoy, members in convoys.items() if convoy.is_due({tables[t].name: held[t] for t in members})
         }

@@ -4,7 +4,7 @@ from tulle.sync.all_reduce import all_reduce
 from tulle.sync.characteristics import characteristics, gather_presence
 from tulle.sync.chooser import Chooser
 from tulle.sync.ddp_hook import DDPState, ddp_hook
-from tulle.sync.packet import Packet
+from tulle.sync.packet import Packet, Room
 from tulle.sync.reduce import (
     ABSENT,
     COUNTS,
@@ -33,6 +33,7 @@ __all__ = [
     "DDPState",
     "Gradient",
     "Packet",
+    "Room",
     "Routes",
     "Table",
     "WireDtype",

@@ -78,8 +78,8 @@ def all_reduce(
     if op not in _OPERATIONS:
         raise PlanError(f"unknown operation {op!r}, expected one of {', '.join(_OPERATIONS)}")
     wire = as_wire_dtype(wire_dtype)
-    local, refusal = _read(grad)
-    counts, sparse_dim = _announce(local, refusal, (scheme, op, wire), axis)
+    local, refusal = read(grad)
+    counts, sparse_dim = announce(local, refusal, (scheme, op, wire), axis)
     assert local is not None, "a refused gradient was raised by all ranks"
     factor = 1.0 / axis.size if op == "mean" else 1.0
     if all(held == DENSE for held in counts):
@@ -88,13 +88,14 @@ def all_reduce(
         return cast("G", reduce_dense(sent, axis, label="gradient").wait().to(local.dtype))
     table = local.table(sparse_dim, wire)
     if scheme == AUTO and DENSE not in counts:
-        scheme = _chosen(local, table, counts, axis)
+        key = (all_reduce, local.shape, local.sparse_dim, table.dtype, table.wire_dtype)
+        scheme = chosen(axis.kept.setdefault(key, Chooser(probe(axis), axis.size)), local, table, counts, axis)
     [total] = sum_gradients([local.scaled(factor, table)], [table], [[held] for held in counts], [scheme], axis).wait()
-    return cast("G", _as_given(grad, total, local.shape, sparse_dim))
+    return cast("G", as_given(grad, total, local.shape, sparse_dim))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Local:
+class Local:
     """This rank's gradient: rows of a matrix, or dense, and the shape that it came with."""
 
     gradient: RowSparse | Tensor
@@ -104,6 +105,7 @@ class _Local:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of its values."""
         return self.gradient.dtype if isinstance(self.gradient, Tensor) else self.gradient.values.dtype
 
     def table(self, sparse_dim: int, wire_dtype: torch.dtype | None) -> Table:
@@ -113,15 +115,16 @@ class _Local:
         return Table("gradient", num_rows, width, self.dtype, device, wire_dtype)
 
     def scaled(self, factor: float, table: Table) -> Gradient:
+        """The gradient times a factor; a dense one in the shape of the table."""
         if isinstance(self.gradient, RowSparse):
             return self.gradient.scaled(factor)
         return (self.gradient * factor).reshape(table.num_rows, table.width)
 
 
-def _read(grad: RowSparse | Tensor) -> tuple[_Local | None, GradientError | None]:
+def read(grad: RowSparse | Tensor) -> tuple[Local | None, GradientError | None]:
     """The gradient as coalesced rows or a dense tensor, or why it is refused."""
     if isinstance(grad, RowSparse):
-        return _Local(grad.coalesce(), grad.shape, 1), None
+        return Local(grad.coalesce(), grad.shape, 1), None
     if not isinstance(grad, Tensor):
         return None, GradientError(
             f"tulle.sync.all_reduce was given a {type(grad).__name__}, "
@@ -133,14 +136,14 @@ def _read(grad: RowSparse | Tensor) -> tuple[_Local | None, GradientError | None
             f"expected a floating-point dtype and at most {_DIMENSIONS} dimensions"
         )
     if grad.layout == torch.strided:
-        return _Local(grad.detach(), tuple(grad.shape), 0), None
+        return Local(grad.detach(), tuple(grad.shape), 0), None
     if grad.layout != torch.sparse_coo or grad.sparse_dim() == 0:
         kind = f"{grad.layout} tensor{' without a sparse dimension' if grad.layout == torch.sparse_coo else ''}"
         return None, GradientError(
             f"tulle.sync.all_reduce was given a {kind}, expected a dense one or sparse COO: "
             "convert it with tensor.to_sparse()"
         )
-    return _Local(_as_rows(grad.detach()), tuple(grad.shape), grad.sparse_dim()), None
+    return Local(_as_rows(grad.detach()), tuple(grad.shape), grad.sparse_dim()), None
 
 
 def _as_rows(grad: Tensor) -> RowSparse:
@@ -153,7 +156,7 @@ def _as_rows(grad: Tensor) -> RowSparse:
     return RowSparse.trusted(numbers, values, num_rows, is_coalesced=grad.is_coalesced()).coalesce()
 
 
-def _as_given(grad: RowSparse | Tensor, total: Gradient, shape: Sequence[int], sparse_dim: int) -> Gradient:
+def as_given(grad: RowSparse | Tensor, total: Gradient, shape: Sequence[int], sparse_dim: int) -> Gradient:
     """The sum in the kind that was given, or dense if any rank's gradient was."""
     if isinstance(total, Tensor):
         return total.view(*shape)
@@ -166,12 +169,8 @@ def _as_given(grad: RowSparse | Tensor, total: Gradient, shape: Sequence[int], s
     return torch.sparse_coo_tensor(indices, values, tuple(shape), is_coalesced=True, check_invariants=False)
 
 
-def _chosen(local: _Local, table: Table, counts: Sequence[int], axis: Axis) -> str:
-    """The scheme in force for gradients of this shape on this axis."""
-    key = (all_reduce, local.shape, local.sparse_dim, table.dtype, table.wire_dtype)
-    if key not in axis.kept:
-        axis.kept[key] = Chooser(probe(axis), axis.size)
-    chooser: Chooser = axis.kept[key]
+def chosen(chooser: Chooser, local: Local, table: Table, counts: Sequence[int], axis: Axis) -> str:
+    """The scheme in force for rows of which each rank holds so many. Every rank must call it."""
     if chooser.is_due(counts):
         assert isinstance(local.gradient, RowSparse), "no rank announced a dense tensor"
         [presence] = gather_presence([local.gradient.indices.long()], [table], [[held] for held in counts], axis)
@@ -180,8 +179,8 @@ def _chosen(local: _Local, table: Table, counts: Sequence[int], axis: Axis) -> s
     return chooser.scheme
 
 
-def _announce(
-    local: _Local | None,
+def announce(
+    local: Local | None,
     refusal: GradientError | None,
     options: tuple[str, str, torch.dtype | None],
     axis: Axis,

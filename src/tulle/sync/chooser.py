@@ -26,6 +26,8 @@ class Chooser:
     def __init__(self, network: Network, ranks: int) -> None:
         self.scheme: str | None = None
         """In force, None before the first choice."""
+        self.predicted_s = 0.0
+        """Of it, all tables together, as they were when it was chosen; 0 before the first choice."""
         self._network = network
         self._ranks = ranks
         self._rows_at_choice = 0.0
@@ -42,6 +44,7 @@ class Chooser:
         """Choose for gradients that look like this, one a table."""
         choices = choose_together(looks, self._network, self._ranks)
         self.scheme = choices[0].scheme
+        self.predicted_s = dict(choices[0].candidates)[self.scheme].seconds
         held = [sum(rows) for rows in zip(*(look.rows_per_rank for look in looks), strict=True)]
         self._rows_at_choice = self._mean_rows = sum(held) / len(held)
         return choices

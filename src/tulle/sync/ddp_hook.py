@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from tulle.comm import Courier, lane
 from tulle.mesh import Axis, Mesh, axis_of
-from tulle.sync.all_reduce import all_reduce
+from tulle.sync.persistent import PersistentAllReduce
 from tulle.sync.schemes import AUTO, check_scheme
 from tulle.sync.table import WireDtype, as_wire_dtype
 
@@ -32,28 +32,27 @@ class DDPState:
     wire_dtype: WireDtype = None
     _axis: Axis = field(init=False)
     _courier: Courier | None = field(init=False, default=None)
+    _reductions: dict[object, PersistentAllReduce] = field(init=False, default_factory=dict)
+    """By number of the bucket, shape and dtype: DDP gives buckets other numbers after the first step."""
 
     def __post_init__(self) -> None:
         check_scheme(self.scheme)
         as_wire_dtype(self.wire_dtype)
         self._axis = self.axis if isinstance(self.axis, Axis) else axis_of(self.axis)
 
-    def start(self, gradient: Tensor) -> torch.futures.Future[Tensor]:
-        """Begin to reduce a sparse gradient to its mean, beside backward."""
+    def start(self, gradient: Tensor, bucket: int) -> torch.futures.Future[Tensor]:
+        """Begin to reduce the sparse gradient of a bucket to its mean, beside backward."""
         if self._courier is None:
             self._courier = Courier("tulle ddp_hook", self._axis.device)
-        axis = lane(self._axis, "ddp_hook")
+        kind = bucket, gradient.shape, gradient.dtype
+        if kind not in self._reductions:
+            axis = lane(self._axis, "ddp_hook")
+            self._reductions[kind] = PersistentAllReduce(axis, self.scheme, self.wire_dtype)
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[gradient.device] if gradient.is_cuda else None
         )
-        self._courier.submit(partial(self._reduce, gradient, axis, future))
+        self._courier.submit(partial(_reduce, gradient, self._reductions[kind], future))
         return future
-
-    def _reduce(self, gradient: Tensor, axis: Axis, future: torch.futures.Future[Tensor]) -> None:
-        try:
-            future.set_result(all_reduce(gradient, axis, scheme=self.scheme, wire_dtype=self.wire_dtype))
-        except Exception as error:
-            future.set_exception(error)  # pyright: ignore[reportArgumentType] - torch's annotation is wrong
 
 
 def ddp_hook(
@@ -61,8 +60,8 @@ def ddp_hook(
 ) -> torch.futures.Future[Tensor]:
     """A communication hook with which DDP trains `nn.Embedding(sparse=True)` by any scheme of tulle, on any backend.
 
-    Dense buckets are all-reduced as DDP does. Sparse ones go through `tulle.sync.all_reduce` in a thread and on a
-    process group of their own, while backward goes on. Gradients are means, as DDP's. All ranks register it alike.
+    Dense buckets are all-reduced as DDP does. Sparse ones are reduced as by `tulle.sync.all_reduce`, in a thread and on
+    a process group of their own, while backward goes on. Gradients are means, as DDP's. All ranks register it alike.
 
     Args:
         state: What was given to `register_comm_hook`: None for DDP over all processes, the process group or axis that
@@ -82,11 +81,18 @@ def ddp_hook(
     ready = _state_of(state)
     gradient = bucket.buffer()
     if gradient.layout != torch.strided:
-        return ready.start(gradient)
+        return ready.start(gradient, bucket.index())
     mean = gradient.div_(ready._axis.size)
     work = dist.all_reduce(mean, group=ready._axis.group, async_op=True)
     assert work is not None, "an asynchronous collective returns its work on every rank of its group"
     return work.get_future().then(lambda future: future.value()[0])
+
+
+def _reduce(gradient: Tensor, reduction: PersistentAllReduce, future: torch.futures.Future[Tensor]) -> None:
+    try:
+        future.set_result(reduction.mean(gradient))
+    except Exception as error:
+        future.set_exception(error)  # pyright: ignore[reportArgumentType] - torch's annotation is wrong
 
 
 def _state_of(state: DDPState | Axis | Mesh | dist.ProcessGroup | None) -> DDPState:

@@ -28,6 +28,10 @@ from tulle.sync.reduce import ABSENT, COUNTS, Gradient, as_one, count, number_th
 from tulle.sync.table import Table
 
 _WORD = torch.int64
+_SPARE = 0.03
+"""Room beyond what the fullest rank held of late, as a part of that; its square root where that is more."""
+_FORGETTING = 0.02
+"""Part by which what the fullest rank holds nears what it holds now, in a step."""
 
 
 @dataclass(slots=True, eq=False)
@@ -161,6 +165,38 @@ class Exchanged:
         sums = in_received.sum(packet.tables[0].from_wire(packet.as_rows(self.received)))
         release(self.received, self.axis)
         return split_rows(merge.rows, sums, packet.tables)
+
+
+@dataclass(slots=True, eq=False)
+class Room:
+    """How many rows a packet should hold, the same on all ranks, as all hear the same counts."""
+
+    fullest_rows: float = 0.0
+    """Of all its tables on the rank that has most, of late; 0 if some table did not come by rows in the last step."""
+
+    def fill(self, rows: Sequence[int]) -> None:
+        """Take note of the rows that each rank holds of all its tables."""
+        most = max(rows)
+        self.fullest_rows = max(most, self.fullest_rows - _FORGETTING * (self.fullest_rows - most))
+
+    def packet(
+        self, tables: Sequence[Table], network: Network, ranks: int, *, words: int, scheme_s: float
+    ) -> Packet | None:
+        """In which the tables' rows should travel next; None where they go by their scheme, no slower by prediction.
+
+        Args:
+            tables: As those of `Packet`.
+            network: What the axis gives.
+            ranks: Of the axis.
+            words: As those of `Packet`.
+            scheme_s: Predicted seconds of the scheme in force; 0 where there is none.
+        """
+        if not scheme_s or not self.fullest_rows or tables[0].device.type != "cpu":
+            return None
+        spare = max(_SPARE * self.fullest_rows, math.sqrt(self.fullest_rows))
+        packet = Packet(tables, math.ceil(self.fullest_rows + spare), words)
+        # One exchange less to tell row numbers is in the prediction; one to tell counts goes besides.
+        return packet if packet.seconds(network, ranks) <= scheme_s + network.latency_s else None
 
 
 def _round_up(number: int, to: int) -> int:

@@ -1,0 +1,81 @@
+"""Plain DDP with `tulle.sync.ddp_hook` gives the mean of the ranks' gradients, step after step."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import tulle
+from gigabit import give_network
+from ranks import on_ranks
+from tulle.comm import gather_values
+from tulle.errors import PlanError
+from tulle.sync import DDPState, Packet
+
+ROWS = 200
+
+
+class Reader(nn.Module):
+    """Two tables of one shape, of which one is read much more than the other, one of another width, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.tags = (nn.Embedding(ROWS, 4, sparse=True).double() for _ in range(2))
+        self.bags = nn.EmbeddingBag(ROWS, 3, sparse=True).double()
+        self.out = nn.Linear(7, 1).double()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        both = self.words(ids) + self.tags(ids[:1])
+        return self.out(torch.cat([both, self.bags(ids.view(-1, 1))], dim=1)).square().sum()
+
+
+def ids_of(rank: int, step: int) -> Tensor:
+    """A few of all; in step 3 many on the last rank, in step 4 those of one row on all."""
+    counts = {3: 20 * (rank + 1) ** 2, 4: 1}
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, ROWS, (counts.get(step, 5 + rank),), generator=generator)
+
+
+def expected(ranks: int, step: int) -> list[Tensor]:
+    """The mean over the ranks of each parameter's gradient, by one process."""
+    model = Reader()
+    for rank in range(ranks):
+        (model(ids_of(rank, step)) / ranks).backward()
+    return [parameter.grad.to_dense() for parameter in model.parameters()]
+
+
+@on_ranks(2, 3)
+def test_gradients_are_those_of_one_process_with_and_without_packets(monkeypatch):
+    axis = tulle.init(data=-1)["data"]
+    sent: list[bool] = []
+    exchange = Packet.exchange
+
+    def watched(packet, words, gradients, axis):
+        sent.append(packet.holds(words))
+        return exchange(packet, words, gradients, axis)
+
+    monkeypatch.setattr(Packet, "exchange", watched)
+    for state, is_in_packets in ((DDPState(give_network(axis)), True), (DDPState(axis, scheme="balanced"), False)):
+        sent.clear()
+        model = DistributedDataParallel(Reader())
+        model.register_comm_hook(state, tulle.sync.ddp_hook)
+        for step in range(7):
+            model.zero_grad()
+            model(ids_of(axis.rank, step)).backward()
+            for parameter, gradient in zip(model.parameters(), expected(axis.size, step), strict=True):
+                torch.testing.assert_close(parameter.grad.to_dense(), gradient, rtol=1e-12, atol=1e-14)
+        heard = gather_values(sent, axis, label="here")
+        if is_in_packets:
+            assert [len(of_rank) for of_rank in heard] == [16] * axis.size, "three tables, numbered anew after step 1"
+            assert not all(heard[-1]), "in step 3 the last rank has more rows than there is room for"
+            assert any(heard[-1])
+        else:
+            assert heard == [[]] * axis.size
+
+
+@on_ranks(2)
+def test_a_scheme_that_does_not_exist_is_told_when_the_state_is_made():
+    tulle.init(data=-1)
+    with pytest.raises(PlanError, match="unknown scheme 'fastest'"):
+        DDPState(scheme="fastest")
