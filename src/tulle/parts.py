@@ -24,67 +24,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tulle.errors import ModelError
+from tulle.torch_functions import (
+    DRAWS,
+    EACH_BY_ITSELF,
+    LEAVES_TORCH,
+    NORMS,
+    PRODUCTS,
+    adds_up,
+    goes_by_place,
+    mixes,
+    name_of,
+)
 
 T = TypeVar("T", bound=Tensor)
 
-_INDEXED = {"__getitem__", "__setitem__"}
-_BY_NUMBER = _INDEXED | {
-    *("unbind", "flip", "roll", "tril", "tril_", "triu", "triu_", "eye", "fill_diagonal_", "masked_scatter_"),
-    *("index_add_", "index_copy_", "index_fill_", "index_put_", "put_", "scatter_", "scatter_add_", "scatter_reduce_"),
-    *("fliplr", "flipud", "rot90", "take_along_dim", "gather", "take", "scatter", "scatter_add", "scatter_reduce"),
-    *("channel_shuffle", "multinomial", "argwhere"),
-}
-"""Names of what depends on where a number lies."""
-_LEAVES = {"numpy", "tolist", "__array__", "__dlpack__"}
-"""Names of what takes the numbers out of torch, where nothing knows any more that they are a part."""
-_DRAWN = {"uniform_", "normal_", "kaiming_uniform_", "bernoulli_", "exponential_", "log_normal_", "random_", "view_as"}
-"""Names of what writes random numbers, methods of tensors or functions of `torch.nn.init`; by the last of them
-`orthogonal_` does, and nobody else needs it of a parameter."""
-_PRODUCTS = {
-    *("T", "mT", "H", "mH", "t", "transpose", "swapaxes", "swapdims", "permute", "adjoint"),
-    *("__matmul__", "__rmatmul__", "matmul", "mm", "addmm", "bmm", "einsum", "tensordot", "inner", "outer"),
-    *("cdist", "linear", "bilinear", "transpose_", "t_", "swapaxes_", "swapdims_", "transpose_copy", "movedim"),
-    *("moveaxis", "baddbmm", "addbmm", "chain_matmul", "cov", "corrcoef", "scaled_dot_product_attention"),
-    *("cholesky", "cholesky_inverse", "cholesky_solve", "qr", "pinverse", "inverse", "matrix_exp", "matrix_power"),
-    *("linalg_cholesky", "linalg_cholesky_ex", "linalg_inv", "linalg_inv_ex", "linalg_pinv", "linalg_qr", "linalg_lu"),
-    *("linalg_matrix_exp", "linalg_matrix_power", "linalg_multi_dot", "linalg_solve", "linalg_solve_triangular"),
-}
-"""Names of what would give numbers of a shape that fits where a part is square."""
-_MIXES = {
-    *("group_norm", "instance_norm", "batch_norm", "local_response_norm", "cross", "linalg_cross", "diff", "gradient"),
-    *("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d", "unique", "unique_consecutive", "searchsorted"),
-    *("fft_fft2", "fft_ifft2", "fft_fftn", "fft_ifftn", "fft_hfft2", "fft_hfftn", "fft_irfft2", "fft_irfftn"),
-}
-"""Names of what may give a part's shape, and mixes numbers along several dimensions."""
-_ALONG: Mapping[str, tuple[int, int | None]] = {
-    **dict.fromkeys(("softmax", "log_softmax", "softmin", "special_softmax", "special_log_softmax"), (1, None)),
-    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "cumsum_", "cumprod_"), (1, None)),
-    **dict.fromkeys(("sort", "argsort"), (1, -1)),
-    **dict.fromkeys(("topk", "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"), (2, -1)),
-    **dict.fromkeys(("fft_fftshift", "fft_ifftshift"), (1, None)),
-    "msort": (9, 0),
-    "normalize": (2, 1),
-    "gumbel_softmax": (4, -1),
-}
-"""By name of what mixes numbers along a dimension and gives a part's shape: which argument says the dimension, and what
-that is if none does; None for all."""
-_REDUCED: Mapping[str, int] = {
-    **dict.fromkeys(("sum", "nansum", "mean", "nanmean", "prod", "max", "min", "amax", "amin", "aminmax"), 1),
-    **dict.fromkeys(("argmax", "argmin", "var", "std", "var_mean", "std_mean", "logsumexp", "median", "nanmedian"), 1),
-    **dict.fromkeys(("mode", "all", "any", "count_nonzero"), 1),
-    **dict.fromkeys(("norm", "linalg_vector_norm", "linalg_norm", "quantile", "nanquantile", "kthvalue"), 2),
-}
-"""By name of what makes one number of those along a dimension: which argument says it, if it is not to be all."""
-_PLACES = {"argmax", "argmin", "max", "min", "median", "nanmedian", "mode", "kthvalue"}
-"""Names of those that also give where it lies."""
-_SUMS = {"sum", "nansum", "dot", "vdot"}
-"""Names of what gives one number whose gradient is right for each part; its value is this rank's share."""
-_LOSSES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
-"""Names of what does so with `reduction="sum"`."""
-_NORMS = {"norm", "linalg_vector_norm"}
-"""Names of what does so with the order 1."""
-_AS_THEY_ARE = ("_foreach_", "_fused_", "_amp_", "new_")
-"""How the names of functions begin that treat every number of many tensors by itself, or ask for dtype and device."""
 OF_NO_VALUES = frozenset(
     accessor
     for name in ("grad", "requires_grad", "is_leaf", "_version", "dtype", "device")
@@ -139,7 +92,7 @@ class _Part(Tensor):
             return NotImplemented  # what is still under way comes first
         name = name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.autograd.backward or name.startswith(_AS_THEY_ARE):
+            if func is torch.autograd.backward or name.startswith(EACH_BY_ITSELF):
                 return func(*args, **keywords)
             given = [*_tensors(args), *_tensors(keywords.values())]
             part = next(one for one in given if isinstance(one, _Part))
@@ -150,20 +103,19 @@ class _Part(Tensor):
             result = func(*args, **keywords)
             if not isinstance(result, Tensor | tuple | list):
                 return result
-            return part._checked(name, result, adds_up=_adds_up(name, args, keywords))
+            return part._checked(name, result, is_sum=adds_up(name, args, keywords))
 
     def _check_given(
         self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Mapping[str, Any]
     ) -> None:
         """Refuse what is not to see a part, alone or together with other tensors."""
-        is_by_number = name in _BY_NUMBER and not (name in _INDEXED and _is_of_all(args[1], self))
-        is_taken = is_by_number or name in _DRAWN or name in _LEAVES
+        is_taken = goes_by_place(name, self, args) or name in DRAWS or name in LEAVES_TORCH
         is_mixed = is_taken or mixes(name, self, getattr(self, _WHOLE).dim, args, keywords)
         if is_mixed and given[0] is self:
             _refuse(self, name)
 
-    def _checked(self, name: str, result: Any, *, adds_up: bool) -> Any:
-        """What a function gave, if nobody need look at it; `adds_up` if one number of it is right for each part."""
+    def _checked(self, name: str, result: Any, *, is_sum: bool) -> Any:
+        """What a function gave, if nobody need look at it; `is_sum` if one number of it is right for each part."""
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -179,14 +131,14 @@ class _Guarded(_Part):
         self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Mapping[str, Any]
     ) -> None:
         super()._check_given(name, given, args, keywords)
-        if name in _PRODUCTS or not all(_fits(one, self) or _is_number(one) for one in given):
+        if name in PRODUCTS or not all(_fits(one, self) or _is_number(one) for one in given):
             _refuse(self, name)
 
-    def _checked(self, name: str, result: Any, *, adds_up: bool) -> Any:
+    def _checked(self, name: str, result: Any, *, is_sum: bool) -> Any:
         if not isinstance(result, Tensor):
             for one in result:
                 if isinstance(one, Tensor):
-                    self._checked(name, one, adds_up=adds_up)
+                    self._checked(name, one, is_sum=is_sum)
             return result
         if not _fits(result, self):
             _refuse(self, name)
@@ -195,7 +147,7 @@ class _Guarded(_Part):
         if result.requires_grad and result.grad_fn is not None:
             if result.dim():
                 return _become(PartValues, result, self)
-            if not adds_up:  # to print it does no harm
+            if not is_sum:  # to print it does no harm
                 result.register_hook(lambda _: _refuse(self, name))
         return result
 
@@ -232,7 +184,7 @@ class PartValues(_Guarded):
 class PartData(_Part):
     """`parameter.data` of a part, or a copy of it on the CPU."""
 
-    def _checked(self, name: str, result: Any, *, adds_up: bool) -> Any:
+    def _checked(self, name: str, result: Any, *, is_sum: bool) -> Any:
         return _become(PartData, result, self) if name == "cpu" else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -361,60 +313,12 @@ def _is_number(tensor: Tensor) -> bool:
     return tensor.numel() == 1 and tensor.is_floating_point() and not isinstance(tensor, _Part)
 
 
-def _is_of_all(index: Any, part: Tensor) -> bool:
-    """Whether an index takes numbers wherever they lie: all of them, or those under a mask."""
-    if isinstance(index, Tensor):
-        return index.dtype == torch.bool and index.shape == part.shape
-    several = index if isinstance(index, tuple) else (index,)
-    return all(one is ... or (isinstance(one, slice) and one == slice(None)) for one in several)
-
-
-def mixes(name: str, part: Tensor, cut: int, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Whether a function, by its name, mixes numbers of a part along the dimension that is cut."""
-    count = part.dim()
-    if name in ("layer_norm", "rms_norm"):
-        shape = keywords.get("normalized_shape", args[1] if len(args) > 1 else part.shape)
-        return cut >= count - len(shape)
-    if name in ("renorm", "renorm_"):  # along all dimensions but one
-        return any(dim % count != cut for dim in _dims(keywords, args, 2) or ())
-    if name in _REDUCED:
-        dims = {dim % count for dim in _dims(keywords, args, _REDUCED[name]) or ()}
-        if name in _PLACES:
-            return cut in dims or (not dims and name.startswith("arg"))
-        return cut in dims and len(dims) < count  # of one number of all it is seen whether somebody needs it
-    if name in _ALONG:
-        place, usual = _ALONG[name]
-        dims = _dims(keywords, args, place) or (() if usual is None else (usual,))
-        return not dims or any(dim % count == cut for dim in dims)
-    return name in _MIXES
-
-
-def _dims(keywords: Mapping[str, Any], args: Sequence[Any], place: int) -> Sequence[int] | None:
-    """The dimensions that a call says, or None."""
-    said = keywords.get("dim", keywords.get("axis", args[place] if len(args) > place else None))
-    several = said if isinstance(said, list | tuple) else (said,)
-    return several if all(isinstance(one, int) and not isinstance(one, bool) for one in several) else None
-
-
-def _adds_up(name: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Whether one number that a function gives is a sum, over all numbers, of what each gives by itself."""
-    if name in _NORMS:
-        return keywords.get("p", keywords.get("ord", args[1] if len(args) > 1 else None)) == 1
-    return name in _SUMS or (name in _LOSSES and keywords.get("reduction") == "sum")
-
-
-def name_of(func: Callable[..., Any]) -> str:
-    """The name of a function of torch, or of the property that it reads."""
-    name = getattr(func, "__name__", "")
-    return getattr(func, "__self__", func).__name__ if name == "__get__" else name
-
-
 def _refuse(part: Tensor, name: str) -> NoReturn:
     whole: Whole = getattr(part, _WHOLE)
     hint = "; a penalty may have p.pow(2).sum() or p.abs().sum(), of which each part gives its share"
-    if name in _LEAVES:
+    if name in LEAVES_TORCH:
         hint = "; tulle.full_state_dict(model), called on every rank, gives rank 0 all of it"
-    raise ModelError(whole.refusal(name) + (hint if name in _NORMS | _LEAVES else ""))
+    raise ModelError(whole.refusal(name) + (hint if name in NORMS | LEAVES_TORCH else ""))
 
 
 def _check_gradients(given: Iterable[Tensor]) -> None:

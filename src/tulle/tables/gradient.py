@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from tulle.comm import all_reduce
 from tulle.errors import GradientError
 from tulle.mesh import Axis
-from tulle.parts import Part, meets_parts, mixes, name_of
+from tulle.parts import Part, meets_parts
+from tulle.torch_functions import mixes, name_of
 
 FOREACH_NORM = vars(torch)["_foreach_norm"]
 UNSCALE = vars(torch)["_amp_foreach_non_finite_check_and_unscale_"]

@@ -1,0 +1,126 @@
+"""What functions of torch do with the numbers of a tensor, by the functions' names.
+
+It decides what may be done to a part of a parameter (`tulle.parts`), or of a gradient: what treats every number by
+itself does to the part what it would do to the whole; what goes by where numbers lie, or mixes those along the
+dimension that is cut, does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_INDEXED = {"__getitem__", "__setitem__"}
+_BY_PLACE = _INDEXED | {
+    *("unbind", "flip", "roll", "tril", "tril_", "triu", "triu_", "eye", "fill_diagonal_", "masked_scatter_"),
+    *("index_add_", "index_copy_", "index_fill_", "index_put_", "put_", "scatter_", "scatter_add_", "scatter_reduce_"),
+    *("fliplr", "flipud", "rot90", "take_along_dim", "gather", "take", "scatter", "scatter_add", "scatter_reduce"),
+    *("channel_shuffle", "multinomial", "argwhere"),
+}
+"""Names of what depends on where a number lies."""
+LEAVES_TORCH = {"numpy", "tolist", "__array__", "__dlpack__"}
+"""Names of what takes the numbers out of torch, where nothing knows any more that they are a part."""
+DRAWS = {"uniform_", "normal_", "kaiming_uniform_", "bernoulli_", "exponential_", "log_normal_", "random_", "view_as"}
+"""Names of what writes random numbers, methods of tensors or functions of `torch.nn.init`; by the last of them
+`orthogonal_` does, and nobody else needs it of a parameter."""
+PRODUCTS = {
+    *("T", "mT", "H", "mH", "t", "transpose", "swapaxes", "swapdims", "permute", "adjoint"),
+    *("__matmul__", "__rmatmul__", "matmul", "mm", "addmm", "bmm", "einsum", "tensordot", "inner", "outer"),
+    *("cdist", "linear", "bilinear", "transpose_", "t_", "swapaxes_", "swapdims_", "transpose_copy", "movedim"),
+    *("moveaxis", "baddbmm", "addbmm", "chain_matmul", "cov", "corrcoef", "scaled_dot_product_attention"),
+    *("cholesky", "cholesky_inverse", "cholesky_solve", "qr", "pinverse", "inverse", "matrix_exp", "matrix_power"),
+    *("linalg_cholesky", "linalg_cholesky_ex", "linalg_inv", "linalg_inv_ex", "linalg_pinv", "linalg_qr", "linalg_lu"),
+    *("linalg_matrix_exp", "linalg_matrix_power", "linalg_multi_dot", "linalg_solve", "linalg_solve_triangular"),
+}
+"""Names of what would give numbers of a shape that fits where a part is square."""
+_MIXES = {
+    *("group_norm", "instance_norm", "batch_norm", "local_response_norm", "cross", "linalg_cross", "diff", "gradient"),
+    *("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d", "unique", "unique_consecutive", "searchsorted"),
+    *("fft_fft2", "fft_ifft2", "fft_fftn", "fft_ifftn", "fft_hfft2", "fft_hfftn", "fft_irfft2", "fft_irfftn"),
+}
+"""Names of what may give a part's shape, and mixes numbers along several dimensions."""
+_ALONG: Mapping[str, tuple[int, int | None]] = {
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "special_softmax", "special_log_softmax"), (1, None)),
+    **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "cumsum_", "cumprod_"), (1, None)),
+    **dict.fromkeys(("sort", "argsort"), (1, -1)),
+    **dict.fromkeys(("topk", "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"), (2, -1)),
+    **dict.fromkeys(("fft_fftshift", "fft_ifftshift"), (1, None)),
+    "msort": (9, 0),
+    "normalize": (2, 1),
+    "gumbel_softmax": (4, -1),
+}
+"""By name of what mixes numbers along a dimension and gives a part's shape: which argument says the dimension, and what
+that is if none does; None for all."""
+_REDUCED: Mapping[str, int] = {
+    **dict.fromkeys(("sum", "nansum", "mean", "nanmean", "prod", "max", "min", "amax", "amin", "aminmax"), 1),
+    **dict.fromkeys(("argmax", "argmin", "var", "std", "var_mean", "std_mean", "logsumexp", "median", "nanmedian"), 1),
+    **dict.fromkeys(("mode", "all", "any", "count_nonzero"), 1),
+    **dict.fromkeys(("norm", "linalg_vector_norm", "linalg_norm", "quantile", "nanquantile", "kthvalue"), 2),
+}
+"""By name of what makes one number of those along a dimension: which argument says it, if it is not to be all."""
+_PLACES = {"argmax", "argmin", "max", "min", "median", "nanmedian", "mode", "kthvalue"}
+"""Names of those that also give where it lies."""
+_SUMS = {"sum", "nansum", "dot", "vdot"}
+"""Names of what gives one number whose gradient is right for each part; its value is this rank's share."""
+_LOSSES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
+"""Names of what does so with `reduction="sum"`."""
+NORMS = {"norm", "linalg_vector_norm"}
+"""Names of what does so with the order 1."""
+EACH_BY_ITSELF = ("_foreach_", "_fused_", "_amp_", "new_")
+"""How the names of functions begin that treat every number of many tensors by itself, or ask for dtype and device."""
+
+
+def goes_by_place(name: str, part: Tensor, args: Sequence[Any]) -> bool:
+    """Whether what a function gives of a part, or writes in it, depends on where numbers lie."""
+    return name in _BY_PLACE and not (name in _INDEXED and _is_of_all(args[1], part))
+
+
+def mixes(name: str, part: Tensor, cut: int, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether a function, by its name, mixes numbers of a part along the dimension that is cut."""
+    count = part.dim()
+    if name in ("layer_norm", "rms_norm"):
+        shape = keywords.get("normalized_shape", args[1] if len(args) > 1 else part.shape)
+        return cut >= count - len(shape)
+    if name in ("renorm", "renorm_"):  # along all dimensions but one
+        return any(dim % count != cut for dim in _dims(keywords, args, 2) or ())
+    if name in _REDUCED:
+        dims = {dim % count for dim in _dims(keywords, args, _REDUCED[name]) or ()}
+        if name in _PLACES:
+            return cut in dims or (not dims and name.startswith("arg"))
+        return cut in dims and len(dims) < count  # of one number of all it is seen whether somebody needs it
+    if name in _ALONG:
+        place, usual = _ALONG[name]
+        dims = _dims(keywords, args, place) or (() if usual is None else (usual,))
+        return not dims or any(dim % count == cut for dim in dims)
+    return name in _MIXES
+
+
+def _dims(keywords: Mapping[str, Any], args: Sequence[Any], place: int) -> Sequence[int] | None:
+    """The dimensions that a call says, or None."""
+    said = keywords.get("dim", keywords.get("axis", args[place] if len(args) > place else None))
+    several = said if isinstance(said, list | tuple) else (said,)
+    return several if all(isinstance(one, int) and not isinstance(one, bool) for one in several) else None
+
+
+def adds_up(name: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether one number that a function gives is a sum, over all numbers, of what each gives by itself."""
+    if name in NORMS:
+        return keywords.get("p", keywords.get("ord", args[1] if len(args) > 1 else None)) == 1
+    return name in _SUMS or (name in _LOSSES and keywords.get("reduction") == "sum")
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """The name of a function of torch, or of the property that it reads."""
+    name = getattr(func, "__name__", "")
+    return getattr(func, "__self__", func).__name__ if name == "__get__" else name
+
+
+def _is_of_all(index: Any, part: Tensor) -> bool:
+    """Whether an index takes numbers wherever they lie: all of them, or those under a mask."""
+    if isinstance(index, Tensor):
+        return index.dtype == torch.bool and index.shape == part.shape
+    several = index if isinstance(index, tuple) else (index,)
+    return all(one is ... or (isinstance(one, slice) and one == slice(None)) for one in several)
