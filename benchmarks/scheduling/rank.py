@@ -15,7 +15,7 @@ from torch.optim import Adam
 
 import tulle
 from tulle.comm import traffic
-from tulle.engine import data_parallel
+from tulle.engine import reducer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
 
@@ -49,7 +49,7 @@ class Run:
         plan = replace(tulle.plan(self.model, self.optimizer, mesh), schedule=WAYS[way])
         tulle.distribute(self.model, self.optimizer, mesh, plan=plan)
         self.batch = torch.randn(arguments.samples, arguments.width, generator=torch.Generator().manual_seed(mesh.rank))
-        data_parallel._REORDERED_AFTER = 4 if way.endswith("urgency") else -1
+        reducer._REORDERED_AFTER = 4 if way.endswith("urgency") else -1
         self.steps(5)
 
     def steps(self, count: int) -> dict[str, float]:

@@ -71,7 +71,7 @@ def test_what_forward_looked_up_is_told_ahead_and_right():
     mesh = tulle.init(data=-1)
     for case in FORESEEN:
         model, heard = hear(case, mesh)
-        groups = engine_of(model)._groups
+        groups = engine_of(model).reducer.groups
         assert all(group._is_foreseeable for group in groups), case[1].__name__
         # The first step, in which the tables are found, has nobody to tell.
         assert heard == [True] * (STEPS - 1) * len(groups), case[1].__name__
@@ -82,11 +82,11 @@ def test_what_was_told_in_vain_is_told_anew_and_no_longer_ahead():
     mesh = tulle.init(data=-1)
     for case in NOT_FORESEEN:
         model, heard = hear(case, mesh)
-        assert not any(group._is_early for group in engine_of(model)._groups), case[1].__name__
+        assert not any(group._is_early for group in engine_of(model).reducer.groups), case[1].__name__
         assert 1 <= heard.count(False) <= 2, f"{case[1].__name__}: {heard}, in forward, in backward, then never again"
         if heard.count(False) == 2:
             assert heard[-1] is False
-            assert not any(group._is_foreseeable for group in engine_of(model)._groups), case[1].__name__
+            assert not any(group._is_foreseeable for group in engine_of(model).reducer.groups), case[1].__name__
         told = tulle.comm.gather_values(heard, mesh["data"], label="here")
         assert told == [heard] * mesh.size, "on all ranks alike"
 
@@ -115,7 +115,7 @@ def test_rows_are_told_while_forward_still_computes_and_not_from_one_that_is_not
     mesh = tulle.init(data=-1)
     model, [optimizer] = tulle.distribute(model := build(Lookups, 0), models.sgd(model), mesh, plan="allgather")
     for step, ids in enumerate(batches(3, 4)):
-        groups = engine_of(model)._groups
+        groups = engine_of(model).reducer.groups
         with torch.no_grad():
             model.words(ids)
         assert not any(group.is_foreseen for group in groups)
@@ -137,4 +137,4 @@ def test_lookups_are_not_kept_from_step_to_step(kind):
         model(ids).backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert all(not foresight._noted for foresight in engine_of(model)._foresights.values())
+        assert all(not foresight._noted for foresight in engine_of(model).reducer.foresights.values())

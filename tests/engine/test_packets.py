@@ -46,7 +46,7 @@ def test_gradients_are_those_of_one_process_however_rows_are_looked_up():
         assert gather_values(sent, mesh["data"], label="here") == [sent] * mesh.size, "on all ranks alike"
         if case in FORESEEN[:1]:
             assert sent == [True] * 3, "from the second step on"
-            assert engine_of(model)._groups[0]._packet.room >= 4
+            assert engine_of(model).reducer.groups[0]._packet.room >= 4
 
 
 @on_ranks(2)
@@ -70,7 +70,7 @@ def test_more_rows_than_there_is_room_for_go_the_long_way_and_make_room():
             assert model.words.weight.grad.coalesce().indices().tolist() == [[*range(ids)]]
             optimizer.step()
             optimizer.zero_grad()
-            rooms.append(engine_of(model)._groups[0]._packet.room)
+            rooms.append(engine_of(model).reducer.groups[0]._packet.room)
     assert sent == [True, False, True, True, True]
     assert rooms == [9, 9, *[rooms[2]] * 3, rooms[5]]
     assert 2 * WORDS < rooms[2] <= 1.2 * 2 * WORDS

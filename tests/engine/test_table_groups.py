@@ -58,7 +58,7 @@ def batch(rank: int, step: int) -> Tensor:
 
 def names(model: nn.Module) -> list[list[str]]:
     """The tables of each group, in the order in which groups travel."""
-    return [[slot.name for slot in group.slots] for group in engine_of(model)._groups]
+    return [[slot.name for slot in group.slots] for group in engine_of(model).reducer.groups]
 
 
 def distributed(kind, mesh: tulle.Mesh, plan: str = "allgather") -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -113,7 +113,7 @@ def test_a_table_with_a_large_layer_between_it_and_the_next_travels_during_backw
     model, optimizer = distributed(large, mesh)
     step_together(model, optimizer, mesh, 0)
     assert names(model) == [["target.weight"], ["source.weight"]]
-    first, last = engine_of(model)._groups
+    first, last = engine_of(model).reducer.groups
     seen: list[bool] = []
 
     def wait_for_the_first(_: Tensor) -> None:
@@ -134,7 +134,7 @@ def test_tables_with_little_between_them_wait_for_one_another():
     model, optimizer = distributed(small, mesh)
     step_together(model, optimizer, mesh, 0)
     assert names(model) == [["target.weight", "source.weight"]]
-    [group] = engine_of(model)._groups
+    [group] = engine_of(model).reducer.groups
     seen: list[tuple[bool, int]] = []
     model.before_source.append(lambda _: seen.append((group._summed is None, group.missing)))
     for step in range(1, STEPS):

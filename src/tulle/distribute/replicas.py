@@ -59,10 +59,6 @@ class Replicas(DataParallel):
         own = gradient.as_subclass(Tensor) if isinstance(gradient, ShardGradient) else gradient
         self._split_came(name, own)
 
-    def _fix_order(self) -> None:
-        if self._slots or len(self._buffers):  # else all is shared out, and nothing travels at the end
-            super()._fix_order()
-
     def end_backward(self) -> None:
         """All gradients are there."""
         super().end_backward()

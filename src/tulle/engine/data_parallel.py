@@ -15,9 +15,8 @@ Source: Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any
@@ -30,59 +29,28 @@ from torch.optim import Optimizer
 
 from tulle.comm import gather_values, lane, probe, traffic
 from tulle.cost import Cost, Network
-from tulle.engine.buckets import FIRST_BUCKET_BYTES, Bucket, Slot, Traveller, lay_out
+from tulle.engine.buckets import Slot
 from tulle.engine.buffers import Buffers
 from tulle.engine.ends import NOT_RUNNING, end_with
 from tulle.engine.finite import NonFinite
 from tulle.engine.foresight import Foresight, is_ids
-from tulle.engine.groups import TableGroup
 from tulle.engine.late_updates import LateUpdates
+from tulle.engine.reducer import Reducer
 from tulle.engine.split_table import SplitTable
 from tulle.engine.split_tables import SplitTables
-from tulle.engine.tables import Observation, TableSettings, TableSync, comes_by_rows, compact
+from tulle.engine.stepped import Stepped
+from tulle.engine.tables import Observation, TableSettings, compact
 from tulle.engine.ties import Tie
-from tulle.engine.turns import Turns, best_piece_bytes
 from tulle.mesh import Axis
 from tulle.sync import Choice
 from tulle.tables import TableModule, table_modules, table_of
 from tulle.traits import attribute_of
 
-GROUPED_BYTES = FIRST_BUCKET_BYTES
-"""Tables travel apart if dense gradients of at least so many bytes come between theirs."""
-_REORDERED_AFTER = 4
-"""Backwards after which the order of these pieces is fixed; the first ones are slow."""
 ENGINE = "_tulle_engine"
 """The attribute by which a distributed model, and an optimizer, holds its engine, and each of its trained parameters
 knows it."""
 _KEPT = "_tulle_engine_kept"
 """The attribute by which a module that has such parameters holds it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stepped:
-    """How an engine stood when an optimizer stepped.
-
-    Args:
-        steps: Its synchronized backward passes, and averages of gradients that were set by hand.
-        averages: These.
-        last_average: After how many steps the last of these was.
-        writes: How often something was written to gradients that it gave.
-    """
-
-    steps: int = 0
-    averages: int = 0
-    last_average: int = 0
-    writes: int = 0
-
-    @property
-    def backwards(self) -> int:
-        """Its synchronized backward passes alone."""
-        return self.steps - self.averages
-
-    @property
-    def is_by_hand(self) -> bool:
-        """Whether the last gradients were set by hand, or none have come yet."""
-        return self.last_average == self.steps
 
 
 class DataParallel:
@@ -116,15 +84,11 @@ class DataParallel:
         self.axis = lane(axis, f"model {self.number}") if self.number else axis
         self.steps = 0
         """Synchronized backward passes so far, and averages of gradients that were set by hand."""
-        self.table_sync: TableSync | None = None
-        """The run-time of the tables, from the first backward on."""
         self.late: LateUpdates | None = None
         """The updates that wait until their parameters are read, if they do."""
         self.stepped: WeakKeyDictionary[Optimizer, Stepped] = WeakKeyDictionary()
         """How this stood when each optimizer stepped last."""
         self._averages = self._last_average = 0
-        self._settings = settings
-        self._bucket_bytes = bucket_bytes
         self._non_finite = NonFinite(self.axis) if check_finite else None
         split = {table.name for table in splits}
         self._slots = {
@@ -134,23 +98,23 @@ class DataParallel:
         self.split_tables = SplitTables(splits, self.axis, came=came, network=network) if splits else None
         """The run-time of the tables of which each rank has a part."""
         self._by_parameter = {id(slot.parameter): slot for slot in self._slots.values()}
-        self._tables = set(tables)
         self._is_syncing = True
         self._backward = NOT_RUNNING
-        self._first_order: list[str] = []
-        self._items: list[Traveller] = []
-        self._places: dict[str, tuple[Traveller, int]] = {}
-        self._turns = Turns()
-        self._buffers = Buffers(model, self.axis)
-        self._groups: list[TableGroup] = []
-        self._foresights = self._watch(model) if axis.size > 1 else {}
+        buffers = Buffers(model, self.axis)
+        foresights = _watch_lookups(model, self._slots.values()) if axis.size > 1 else {}
+        self.reducer = Reducer(self._slots, self.axis, axis, set(tables), settings, bucket_bytes, buffers, foresights)
+        """What averages the gradients of replicas."""
         _alive.add(self)
         self.tie(model, [*(table.parameter for table in splits), *(slot.parameter for slot in self._slots.values())])
+        self._watch_gradients(splits)
+
+    def _watch_gradients(self, splits: Sequence[SplitTable]) -> None:
+        """Have each gradient seen when it is complete."""
         for table in splits:
-            if axis.size > 1 and table.parameter.requires_grad:  # a softmax over it has gradients of its own
+            if self.home.size > 1 and table.parameter.requires_grad:  # a softmax over it has gradients of its own
                 table.parameter.register_post_accumulate_grad_hook(partial(_split_arrived, ref(self), table.name))
         for slot in self._slots.values():
-            if axis.size > 1 or check_finite:
+            if self.home.size > 1 or self._non_finite is not None:
                 hook = partial(_arrived, ref(self), slot.name)
                 slot.hook = slot.parameter.register_post_accumulate_grad_hook(hook).id
 
@@ -181,10 +145,9 @@ class DataParallel:
         """Send the sums of what has added up within `no_sync`, without a backward. Every rank must call it."""
         for slot in self._slots.values():  # also what came from other stages, of parameters that these hold too
             slot.is_fired |= slot.parameter.grad is not None
-        self._turns.begin()
+        self.reducer.begin_backward()
         traffic.step = self.steps + 1
-        for group in self._groups:
-            self._foresee(group)
+        self.reducer.foresee_all(self.steps + 1)
         self.end_backward()
 
     def average(self, slots: Sequence[Slot]) -> None:
@@ -207,7 +170,7 @@ class DataParallel:
     @property
     def now(self) -> Stepped:
         """How this stands."""
-        return Stepped(self.steps, self._averages, self._last_average, sum(item.writes for item in self._items))
+        return Stepped(self.steps, self._averages, self._last_average, self.reducer.writes)
 
     def update_late(self) -> LateUpdates:
         """Let updates wait until somebody reads what they write; attach the optimizers. Every rank must call it."""
@@ -224,23 +187,27 @@ class DataParallel:
     @property
     def network(self) -> Network | None:
         """The network by which schemes were chosen, None before the first backward or without tables."""
-        return self.table_sync.network if self.table_sync else None
+        sync = self.reducer.table_sync
+        return sync.network if sync else None
 
     def choices(self) -> dict[str, Choice]:
         """The choice in force for each table that was not given a scheme, from the first backward on."""
-        return self.table_sync.choices if self.table_sync else {}
+        sync = self.reducer.table_sync
+        return sync.choices if sync else {}
 
     def measured(self) -> dict[str, Cost]:
         """What each table's exchange was seen to take."""
-        return self.table_sync.measured if self.table_sync else {}
+        sync = self.reducer.table_sync
+        return sync.measured if sync else {}
 
     def take_observations(self) -> list[Observation]:
         """What was measured of the tables' gradients since the last call."""
-        return self.table_sync.take_observations() if self.table_sync else []
+        sync = self.reducer.table_sync
+        return sync.take_observations() if sync else []
 
     def schemes(self) -> dict[str, tuple[str, int]]:
         """The scheme or placement in force, and the rows of this rank's last gradient or lookups, by table."""
-        sync, split = self.table_sync, self.split_tables
+        sync, split = self.reducer.table_sync, self.split_tables
         found = (
             {slot.name: (sync.scheme(slot.name), sync.rows.get(slot.name, 0)) for slot in sync.slots} if sync else {}
         )
@@ -259,15 +226,8 @@ class DataParallel:
             compact(slot.parameter)
             return
         if self._begin_backward():
-            for group in self._groups:
-                self._foresee(group)
-        if not self._items:
-            if self.axis.size > 1:
-                self._first_order.append(slot.name)
-        elif not slot.lets_others_first():  # else it goes at the end, as these have left it
-            item, position = self._places[slot.name]
-            item.arrive(position)
-            self._turns.arrived(item)
+            self.reducer.foresee_all(self.steps + 1)
+        self.reducer.arrive(slot)
 
     def _split_came(self, name: str, gradient: Tensor) -> None:
         """A gradient for rows of a split table is complete."""
@@ -281,28 +241,16 @@ class DataParallel:
         if backward == self._backward:
             return False
         self._backward = backward
-        self._turns.begin()
+        self.reducer.begin_backward()
         traffic.step = self.steps + 1
         end_with(backward, self)
         return True
 
     def _looked_up(self, parameter: Tensor, module: TableModule, ids: Tensor) -> None:
-        """Note a lookup, and tell the other ranks its rows if it was the last one of a group.
-
-        All ranks tell the groups in one order, each once a step. What another forward, without a backward, makes one
-        of them tell is found to be wrong when the gradients come.
-        """
-        self._foresights[id(parameter)].note(module, ids)
-        for group in self._groups if self._is_syncing and module.training else ():
-            if not group.is_foreseen:
-                if not group.is_looked_up:
-                    return
-                self._foresee(group)
-
-    def _foresee(self, group: TableGroup) -> None:
-        assert self.table_sync is not None, "groups have what their tables share"
-        self.table_sync.begin_step(self.steps + 1)
-        group.foresee()
+        """Note a lookup, and tell the other ranks its rows if it was the last one of a group."""
+        self.reducer.foresights[id(parameter)].note(module, ids)
+        if self._is_syncing and module.training:
+            self.reducer.foresee_looked_up(self.steps + 1)
 
     def end_backward(self) -> None:
         """All gradients are there: submit what has not been, and wait for everything."""
@@ -315,96 +263,12 @@ class DataParallel:
         if self.late is not None:  # where gradients of split tables were all that came
             self.late.make_replicas_true()
         if self.axis.size > 1:
-            if not self._items:
-                self._fix_order()
-            self._turns.end()
+            self.reducer.submit_all(self.steps, is_late=self.late is not None)
             if self.split_tables is not None:
                 self.split_tables.end_backward()
-            # Tables first: what a bucket waits for is then there.
-            in_turn = sorted(self._items, key=lambda item: not isinstance(item, TableGroup))
-            for item in in_turn if self.late is None else self._postponed(in_turn, self.late):
-                item.finish()
-            for foresight in self._foresights.values():  # also of a table that turned out to get dense gradients
-                foresight.forget()
+            self.reducer.finish(self.steps, self.late)
         if self._non_finite is not None:  # after the sums, so that the next backward finds nothing under way
             self._non_finite.raise_if_any(self.steps)
-
-    def _postponed(self, items: Sequence[Traveller], late: LateUpdates) -> list[Traveller]:
-        """Have buckets waited for when their gradients or parameters are read; give what must be waited for now."""
-        if self.steps == _REORDERED_AFTER:
-            self._turns.reorder(late.read, self.axis, probe(self.home))
-        late.begin()
-        now: list[Traveller] = []
-        for item in items:
-            if isinstance(item, Bucket) and late.takes(item):
-                late.postpone(item)
-            else:
-                now.append(item)
-        return now
-
-    def _fix_order(self) -> None:
-        """After the first backward: find the tables, and lay out buckets in the order of rank 0's gradients."""
-        gradients = {name: slot.parameter.grad for name, slot in self._slots.items()}
-        kinds = {name: comes_by_rows(gradient) for name, gradient in gradients.items() if gradient is not None}
-        heard = gather_values((self._first_order, kinds), self.axis, label="the order of gradients")
-        found = {kind for _, by_rows in heard for kind in by_rows.items()}
-        self._tables |= {name for name, by_rows in found if by_rows}
-        # Tied to an output layer, say: a sparse and a dense gradient add up to a dense one, here or elsewhere.
-        self._tables -= {name for name, by_rows in found if not by_rows}
-        order = list(dict.fromkeys([*heard[0][0], *reversed(self._slots)]))
-        place = {name: number for number, name in enumerate(order)}
-        dense = [self._slots[name] for name in order if name not in self._tables]
-        self._items = [*(self._buckets(dense) if self.late is None else self._late_buckets(dense))]
-        if self._tables:
-            self.table_sync, self._groups = self._sync_tables(order)
-        for group in self._groups:
-            last_table = max(place[slot.name] for slot in group.slots)
-            turn = sum(all(place[slot.name] < last_table for slot in item.slots) for item in self._items)
-            self._items.insert(turn, group)
-        self._places = {slot.name: (item, position) for item in self._items for position, slot in enumerate(item.slots)}
-        self._turns = Turns(self._items)
-
-    def _buckets(self, slots: Sequence[Slot]) -> list[Bucket]:
-        """Buckets of which the last carries the marks of the buffers."""
-        laid_out = list(lay_out(slots, self._bucket_bytes)) or ([[]] if len(self._buffers) else [])
-        buckets = [Bucket(slots, self.axis) for slots in laid_out[:-1]]
-        buckets += [Bucket(slots, self.axis, self._buffers if len(self._buffers) else None) for slots in laid_out[-1:]]
-        return buckets
-
-    def _late_buckets(self, slots: Sequence[Slot]) -> list[Bucket]:
-        """Small buckets, which are waited for one by one, on a lane of their own, where nobody waits behind them."""
-        network = probe(self.home)  # while nothing else is under way
-        own = lane(self.axis, "late updates")
-        piece_bytes = min(self._bucket_bytes, best_piece_bytes(network, self.axis.size))
-        marks = [Bucket([], self.axis, self._buffers)] if len(self._buffers) else []
-        return [Bucket(part, own, piece_bytes=piece_bytes) for part in lay_out(slots, piece_bytes)] + marks
-
-    def _sync_tables(self, order: Sequence[str]) -> tuple[TableSync, list[TableGroup]]:
-        slots = [self._slots[name] for name in order if name in self._tables]
-        sync = TableSync(slots, self.axis, probe(self.home), self._settings)
-        sync.begin_step(self.steps)
-        groups: list[list[Slot]] = []
-        dense_bytes = GROUPED_BYTES
-        for name in order:
-            slot = self._slots[name]
-            if name not in self._tables:
-                dense_bytes += slot.parameter.nbytes
-                continue
-            if dense_bytes >= GROUPED_BYTES:
-                groups.append([])
-            groups[-1].append(slot)
-            dense_bytes = 0
-        return sync, [TableGroup(group, sync, self._foresights) for group in groups]
-
-    def _watch(self, model: nn.Module) -> dict[int, Foresight]:
-        """Have the lookups in tables noted, by the identity of their parameter."""
-        trained = {id(slot.parameter) for slot in self._slots.values()}
-        foresights: dict[int, Foresight] = {}
-        for _, module, table in table_modules(model):
-            if id(table) in trained:
-                foresights.setdefault(id(table), Foresight())
-                module.register_forward_pre_hook(_looked_up, with_kwargs=True)
-        return foresights
 
 
 _alive: WeakSet[DataParallel] = WeakSet()
@@ -438,6 +302,17 @@ def is_cut_off(parameter: Tensor) -> bool:
     """Whether a parameter was kept in step with those of other ranks, and is not any more, as its model is gone."""
     found: Tie[DataParallel] | None = getattr(parameter, ENGINE, None)
     return found is not None and found.is_cut
+
+
+def _watch_lookups(model: nn.Module, slots: Iterable[Slot]) -> dict[int, Foresight]:
+    """Have the lookups in trained tables noted, by the identity of their parameter."""
+    trained = {id(slot.parameter) for slot in slots}
+    foresights: dict[int, Foresight] = {}
+    for _, module, table in table_modules(model):
+        if id(table) in trained:
+            foresights.setdefault(id(table), Foresight())
+            module.register_forward_pre_hook(_looked_up, with_kwargs=True)
+    return foresights
 
 
 # A function of the module, not a bound method: a model that is copied takes its hooks along, but not its engine.
