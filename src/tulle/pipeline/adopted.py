@@ -14,7 +14,7 @@ from tulle.errors import ModelError
 from tulle.pipeline.holdings import Holdings
 from tulle.pipeline.outcome import Described
 from tulle.pipeline.placeholder import Operator, Placeholder
-from tulle.pipeline.tape import Witness
+from tulle.pipeline.tape import Graph
 
 
 class Adopted:
@@ -29,7 +29,7 @@ class Adopted:
         self._holdings, self._axis, self._program = holdings, holdings.post.axis, program
         self._known: dict[int, Placeholder] = {}
         self._kept: list[Tensor] = []
-        self._witness = Witness([])
+        self._graph = Graph([])
         """Of those that no call has made."""
 
     def placed(self, leaf: Any) -> Any:
@@ -44,7 +44,7 @@ class Adopted:
             made = Placeholder(_described(leaf), stage, self._program, self._axis.device)
             if self._axis.rank == stage % self._axis.size:
                 made.local = leaf  # a leaf of autograd: no phase of the tape
-            made.witness = self._witness
+            made.graph = self._graph
             return self._remember(leaf, made)
         if self._known and leaf._base is not None and id(leaf._base) in self._known:
             base = self._known[id(leaf._base)]

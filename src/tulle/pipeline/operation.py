@@ -16,6 +16,10 @@ from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.shapes import GRADIENT
 from tulle.pipeline.structure import Spec
 
+SETS_TRAINED = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
+"""Operations that set whether a parameter is trained."""
+_SETS_GRADIENT = Tensor.grad.__set__  # type: ignore[attr-defined]
+
 
 @dataclass(slots=True)
 class Call:
@@ -51,6 +55,13 @@ class Call:
             "__imul__",
         )
         return 0 if is_in_place and isinstance(self.leaves[0], Tensor) else None
+
+
+def is_for_all(function: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Whether a parameter is set to be trained or not, or to have no gradient: what all ranks do alike."""
+    if not isinstance(args[0] if args else None, nn.Parameter):
+        return False
+    return function in SETS_TRAINED or (function == _SETS_GRADIENT and args[1] is None)
 
 
 def dealt_out(

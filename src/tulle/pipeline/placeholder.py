@@ -15,14 +15,16 @@ from tulle.comm import eager
 from tulle.errors import ModelError
 from tulle.pipeline.outcome import Described
 from tulle.pipeline.structure import flatten
-from tulle.pipeline.tape import Witness
+from tulle.pipeline.tape import Graph
 
 
 class Operator(Protocol):
     """What runs operations on placeholders: a program."""
 
-    witness: Witness
-    """Which each placeholder that it makes keeps."""
+    @property
+    def graph(self) -> Graph:
+        """Which each placeholder that it makes keeps."""
+        ...
 
     @property
     def is_between_modules(self) -> bool:
@@ -99,7 +101,7 @@ class Placeholder(Tensor):
     sent: dict[int, tuple[int, int | None]]
     """To whom it was sent: the version, and the number of the call for which a gradient is to come back, or None."""
     program: Operator
-    witness: Witness
+    graph: Graph
 
     @staticmethod
     def __new__(
@@ -109,7 +111,7 @@ class Placeholder(Tensor):
         made = Tensor._make_wrapper_subclass(
             cls, described.shape, strides=described.stride or None, dtype=described.dtype, device=device
         )
-        made.stage, made.program, made.witness = stage, program, program.witness
+        made.stage, made.program, made.graph = stage, program, program.graph
         made.local, made.phase = None, None
         made.needs_grad, made._described = described.needs_grad, described
         made.family, made.sent = Family(), {}

@@ -13,31 +13,38 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
-from weakref import WeakSet, ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tulle.errors import ModelError
 from tulle.pipeline.adopted import Adopted
+from tulle.pipeline.graphs import Graphs
 from tulle.pipeline.holdings import Holdings, Known, Unit
 from tulle.pipeline.hooks import hooks_for_all
 from tulle.pipeline.interception import interception_aside
 from tulle.pipeline.letters import is_dense
 from tulle.pipeline.losses import is_backward, scaled
-from tulle.pipeline.operation import Call, check_asks, check_backward, check_family, check_given, dealt_out
+from tulle.pipeline.operation import (
+    SETS_TRAINED,
+    Call,
+    check_asks,
+    check_backward,
+    check_family,
+    check_given,
+    dealt_out,
+    is_for_all,
+)
 from tulle.pipeline.outcome import Constant, Described, Outcome, Same, describe, versions_of
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.randomness import forked_python, forked_torch, seed_of
-from tulle.pipeline.recompute import checkpointed, is_checkpointed, outside_of_checkpoint
+from tulle.pipeline.recompute import as_checkpointed, outside_of_checkpoint
 from tulle.pipeline.shapes import signature, writes_in_many
 from tulle.pipeline.structure import flatten, rebuild
-from tulle.pipeline.tape import Witness
+from tulle.pipeline.tape import Graph
 from tulle.pipeline.values import Values
 
 _NOT_FORKED = nullcontext()
-_SET_GRADIENT = Tensor.grad.__set__  # type: ignore[attr-defined]
-_SET_TRAINED = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
 _MARKS = ("detach_", "requires_grad_")
 """Operations that change whether a tensor needs a gradient, and nothing else."""
 Read = Callable[[Placeholder, int], None]
@@ -82,9 +89,7 @@ class Program:
         """How often each module and operation was called so far, by name; "" is the model."""
         self._adopted = Adopted(holdings, self)
         self._fail = fail
-        self.witness = Witness(values.tape.phases)
-        self._trace = ref(self.witness)
-        self._witnesses = WeakSet([self.witness])
+        self._graphs = Graphs(values.tape)
         self._inside: str | None = None
         """What runs on this rank as in one process: a module, an operation or backward; None between these."""
         self.is_over = False
@@ -96,7 +101,7 @@ class Program:
         """Run an operation between modules. Every rank comes here."""
         if self._inside is not None:
             return self._within_unit(function, args, kwargs)
-        if _is_for_all(function, args):
+        if is_for_all(function, args):
             return self._set_on_all(function, args, kwargs)
         leaves, spec = flatten((args, kwargs))
         leaves = [self._adopted.placed(leaf) for leaf in leaves]
@@ -144,7 +149,7 @@ class Program:
         with interception_aside():
             leaves, spec = flatten((args, kwargs))
             leaves = [self._adopted.placed(leaf) for leaf in leaves]
-            call = Call(_caller(hooks.caller), leaves, spec, unit.name, unit)
+            call = Call(as_checkpointed(hooks.caller), leaves, spec, unit.name, unit)
             if self._axis.size > 1:
                 check_given(call)
             frozen = self.holdings.frozen.get(unit.model)
@@ -175,22 +180,20 @@ class Program:
         with self._around_backward():
             self._inside = "backward"  # what it recomputes runs where it ran, on that rank alone
             try:
-                self.values.backward(self.witness.needed_phases(), retain_graph=self.has_graph)
+                self.values.backward(self._graphs.now.needed_phases(), retain_graph=self.has_graph)
             finally:
                 self._inside = None
         if not self.has_graph:
-            for witness in list(self._witnesses):
-                witness.clear()
+            self._graphs.clear()
 
     def cut_off(self) -> None:
         """Outside of steps: what follows is apart from what was, which goes when nobody has anything of it any more."""
-        self.values.tape.cut_off()
-        self.witness = Witness(self.values.tape.phases)
-        self._witnesses.add(self.witness)
+        self._graphs.cut_off()
 
-    def begin_call(self) -> int:
-        """Note that the model is called; give the number of the call."""
-        return self._count_call("")
+    def count_call(self, name: str = "") -> int:
+        """The number of this call among those of a module or operation, or of the model; all ranks count alike."""
+        self._calls[name] = self._calls.get(name, 0) + 1
+        return self._calls[name]
 
     def visible(self, value: Any) -> Any:
         """What the model gives, with placeholders for what has come to live on one rank."""
@@ -211,7 +214,7 @@ class Program:
         self.is_over = True
         self.values.end()
         self._adopted.clear()
-        self.witness = Witness(self.values.tape.phases)
+        self._graphs.end()
 
     @property
     def held(self) -> int:
@@ -227,7 +230,12 @@ class Program:
     @property
     def is_kept(self) -> bool:
         """Whether anybody remembers, past the end, a value that it made: a module, or a hook of the user's."""
-        return self._trace() is not None
+        return self._graphs.is_kept
+
+    @property
+    def graph(self) -> Graph:
+        """Of the call of the model at hand: what is made now keeps it."""
+        return self._graphs.now
 
     @property
     def is_between_modules(self) -> bool:
@@ -244,7 +252,7 @@ class Program:
             self.values.bring(placeholder, rank, call.name)
             if known is None and self.values.rank_of(placeholder.stage) != rank and not is_dense(placeholder):
                 outcome = None  # it comes with other strides than it has at home: who runs the operation tells of it
-        number = self._count_call(call.name)
+        number = self.count_call(call.name)
         if rank != self._axis.rank:
             outcome = self.values.hear(call.name, rank, outcome, known)
             return self._wrapped(call, stage, outcome, [None] * len(outcome.results))
@@ -260,16 +268,14 @@ class Program:
         self._put_back(call, natives, seen)
         return self._wrapped(call, stage, self.values.tell(call.name, seen, outcome, known), values)
 
-    def _need(self, placeholder: Placeholder) -> None:
-        """Note that gradients go back to an earlier call, if they do. Every rank comes here."""
-        is_ours = placeholder.program is self and placeholder.witness is not self.witness
-        if is_ours and placeholder.needs_grad and placeholder.witness.phases:  # else no call has made it
-            self.witness.needs.add(placeholder.witness)
+    def _need(self, placeholder: Placeholder) -> bool:
+        """Note that gradients go back to an earlier call, if they do; whether that is news. Every rank comes here."""
+        return placeholder.program is self and self._graphs.need(placeholder)
 
     def _take(self, leaf: Any) -> None:
         """Note that what a placeholder stands for comes from the call at hand, if gradients go back to it."""
-        if isinstance(leaf, Placeholder) and leaf.program is self and leaf.needs_grad and torch.is_grad_enabled():
-            leaf.witness = self.witness
+        if isinstance(leaf, Placeholder) and leaf.program is self:
+            self._graphs.take(leaf)
 
     def _put_back(self, call: Call, natives: Sequence[Any], seen: Outcome) -> None:
         """Let what an operation has written in, or gave back, be what its placeholder stands for."""
@@ -314,10 +320,7 @@ class Program:
 
     def _check_closure(self, leaf: Placeholder) -> None:
         """Only this rank knows that a gradient is to go back to an earlier call: the others would not walk it."""
-        known = len(self.witness.needs)
-        if torch.is_grad_enabled() and self._inside != "backward":
-            self._need(leaf)
-        if len(self.witness.needs) != known:
+        if torch.is_grad_enabled() and self._inside != "backward" and self._need(leaf):
             raise ModelError(
                 f"{self._inside!r} reads {leaf!r}, which an earlier call of the model made, and which the module was "
                 "not given as an argument: pass it as one, or detach it"
@@ -353,7 +356,7 @@ class Program:
     def _set_on_all(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Set for a parameter, on all ranks, whether it is trained, or that it has no gradient yet."""
         result = function(*args, **kwargs)
-        if function in _SET_TRAINED:
+        if function in SETS_TRAINED:
             self._adopted.forget(args[0])
             self.holdings.note_frozen()
         return result
@@ -395,22 +398,3 @@ class Program:
                     "there are views: give it a copy (.clone()), or place both at one stage"
                 )
             leaf.stage, leaf.sent = stage, {}
-
-    def _count_call(self, name: str) -> int:
-        """The number of this call among those of a module or operation; all ranks count alike."""
-        self._calls[name] = self._calls.get(name, 0) + 1
-        return self._calls[name]
-
-
-def _is_for_all(function: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Whether a parameter is set to be trained or not, or to have no gradient."""
-    if not isinstance(args[0] if args else None, nn.Parameter):
-        return False
-    return function in _SET_TRAINED or (function == _SET_GRADIENT and args[1] is None)
-
-
-def _caller(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs a placed module; again during backward, if the program is within a checkpoint."""
-    if is_checkpointed() and torch.is_grad_enabled():
-        return lambda *args, **kwargs: checkpointed(function, args, kwargs)
-    return function

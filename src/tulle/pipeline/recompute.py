@@ -29,11 +29,6 @@ _apply = getattr_static(Function, "apply")
 _autograd: Any = vars(torch._C)["_autograd"]
 
 
-def is_checkpointed() -> bool:
-    """Whether the program is within a checkpointed function."""
-    return _is_asked.get() or _hooks_of_checkpoint() is not None
-
-
 def is_within_function() -> bool:
     """Whether the forward of an `autograd.Function` runs, whose backward may run again what it calls."""
     return _is_within_function.get()
@@ -55,9 +50,11 @@ class outside_of_checkpoint:  # noqa: N801 - used like a function; a class costs
             _autograd._push_saved_tensors_default_hooks(*self._hooks.pop())
 
 
-def checkpointed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a placed module so that backward runs it again."""
-    return checkpoint(function, *args, use_reentrant=False, **kwargs)
+def as_checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What runs a placed module; again during backward, if the program is within a checkpointed function."""
+    if torch.is_grad_enabled() and (_is_asked.get() or _hooks_of_checkpoint() is not None):
+        return lambda *args, **kwargs: checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return function
 
 
 def intercept_functions() -> None:

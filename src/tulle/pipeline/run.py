@@ -119,7 +119,7 @@ class Runtime:
         self._note_frozen()
         program = self._outside_of_steps()
         try:
-            with forked(seed_of(program.seed, program.begin_call())), versioned(), run_in_this_thread(program):
+            with forked(seed_of(program.seed, program.count_call())), versioned(), run_in_this_thread(program):
                 result = call(*args, **kwargs)
             with versioned():
                 self._even_out(may_need_grad=True)

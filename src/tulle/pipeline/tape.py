@@ -95,10 +95,10 @@ class Phase:
         self.received, self.sent, self.cuts = [], [], []
 
 
-class Witness:
-    """Lives as long as somebody has a placeholder that a program made since a model was called, or the program runs on.
+class Graph:
+    """The phases of one call of a model; it lives as long as a placeholder that was made since, or the program runs on.
 
-    It holds what this rank did since then, so that outside of steps a call of which nothing is left leaves no graph.
+    So outside of steps a call of which nothing is left leaves nothing behind.
 
     Args:
         phases: Of the tape; they grow.
@@ -106,7 +106,7 @@ class Witness:
 
     def __init__(self, phases: list[Phase]) -> None:
         self.phases = phases
-        self.needs = set[Witness]()
+        self.needs = set[Graph]()
         """Those of earlier calls of which something was read that gradients go back to; the same on all ranks."""
 
     def clear(self) -> None:
@@ -117,8 +117,8 @@ class Witness:
 
     def needed_phases(self) -> list[Phase]:
         """Its phases and those of all that it needs, in the order in which they ran."""
-        found: set[Witness] = {self}
-        ahead: list[Witness] = [self]
+        found: set[Graph] = {self}
+        ahead: list[Graph] = [self]
         while ahead:
             new = ahead.pop().needs - found
             found |= new
