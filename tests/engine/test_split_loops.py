@@ -1,0 +1,104 @@
+"""Loops over `tulle.lookahead` with tables that are split: within one another, and over batches that change."""
+
+import pytest
+import torch
+from split_networks import ROWS, build, step, worst
+from torch.optim import SGD
+
+import tulle
+from models import batches
+from ranks import on_ranks
+from tulle.engine import engine_of
+from tulle.errors import ModelError
+
+TOLERANCE = 1e-12
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_rows_that_are_written_between_their_fetch_and_the_lookup_are_fetched_anew_or_refused(is_seen):
+    mesh = tulle.init(data=-1)
+    reference, model = build("embedding", 0), build("embedding", 0)
+    theirs, ours = SGD(reference.parameters(), lr=0.5), SGD(model.parameters(), lr=0.5)
+    tulle.distribute(model, ours, mesh, plan="rows")
+    data = batches(6, 4 * mesh.size)
+    loop = zip(data, tulle.lookahead([ids.chunk(mesh.size)[mesh.rank] for ids in data]), strict=True)
+
+    def train() -> None:
+        for whole, ids in loop:
+            step(reference, [theirs], [reference(whole)])
+            step(model, [ours], [model(ids)])
+            with torch.no_grad():
+                reference.table.weight.clamp_(-0.5, 0.5)
+                (model.table.weight if is_seen else model.table.weight.data).clamp_(-0.5, 0.5)
+
+    if not is_seen:
+        with pytest.raises(ModelError, match=r"rows of table.weight were written, by .data say, after they had been"):
+            train()
+        return
+    train()
+    assert worst(model, reference) < TOLERANCE
+
+
+def validated(model, optimizer, cut):
+    """A loop that begins, and is interrupted by, loops without gradients."""
+    data = [cut(ids) for ids in batches(8, 6)]
+    for number, ids in enumerate(tulle.lookahead([*data[:2], *data])):
+        if number % 4 == 1:
+            with torch.no_grad():
+                for other in tulle.lookahead(data[:3]):
+                    model(other)
+        if number > 1:
+            step(model, [optimizer], [model(ids)])
+
+
+def side_by_side(model, optimizer, cut):
+    data = [cut(ids) for ids in batches(8, 6)]
+    for ids, others in zip(tulle.lookahead(data), tulle.lookahead(data[::-1]), strict=True):
+        step(model, [optimizer], [model(ids) + 2 * model(others)])
+
+
+def left_and_dropped_within_the_next(model, optimizer, cut):
+    data = [cut(ids) for ids in batches(8, 6)]
+    left = iter(tulle.lookahead(data))
+    for _ in range(4):
+        step(model, [optimizer], [model(next(left))])
+    for number, ids in enumerate(tulle.lookahead(data)):
+        if number == 5:
+            left.close()
+        step(model, [optimizer], [model(ids)])
+    step(model, [optimizer], [model(data[0])])
+
+
+def masked_in_place(model, optimizer, cut):
+    masks = torch.rand(8, 6, 5, generator=torch.Generator().manual_seed(1)) < 0.3
+    for mask, ids in zip(masks, tulle.lookahead([cut(ids).clone() for ids in batches(8, 6)]), strict=True):
+        ids[cut(mask)] = ROWS - 1
+        step(model, [optimizer], [model(ids)])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("loop", [validated, side_by_side, left_and_dropped_within_the_next, masked_in_place])
+def test_loops_within_loops_and_batches_that_change_in_them_give_the_numbers_of_one_process(loop):
+    mesh = tulle.init(data=-1)
+    reference, model = build("embedding", 0), build("embedding", 0)
+    theirs, ours = SGD(reference.parameters(), lr=0.5), SGD(model.parameters(), lr=0.5)
+    tulle.distribute(model, ours, mesh, plan="rows")
+    loop(model, ours, lambda whole: whole.chunk(mesh.size)[mesh.rank])
+    loop(reference, theirs, lambda whole: whole)
+    assert worst(model, reference) < TOLERANCE
+
+
+@on_ranks(2)
+def test_an_evaluation_teaches_nothing_of_where_ids_lie():
+    mesh = tulle.init(data=-1)
+    model = build("embedding", 0)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    tulle.distribute(model, optimizer, mesh, plan="rows")
+    data = batches(4, 4)
+    for ids in tulle.lookahead(data):
+        with torch.no_grad():
+            model(ids)
+    for number, ids in enumerate(tulle.lookahead(data)):
+        assert bool(engine_of(model).split_tables._learned.trips) == (number == 3), "two are watched, the next is told"
+        step(model, [optimizer], [model(ids)])

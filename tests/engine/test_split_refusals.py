@@ -1,0 +1,127 @@
+"""What cannot be done with tables that are split is refused, on all ranks, with the mend."""
+
+import re
+from unittest.mock import patch
+
+import pytest
+import torch
+from split_networks import ROWS, WIDTH, Lookup, Pair, build, step
+from torch import nn
+from torch.optim import SGD
+
+import tulle
+from models import batches
+from ranks import on_ranks
+from tulle import placing
+from tulle.errors import CommunicationError, DataError, ModelError, PlanError
+
+
+@pytest.mark.slow  # a time-out
+@on_ranks(2)
+def test_a_rank_that_evaluates_alone_is_told_that_all_must():
+    mesh = tulle.init(data=-1)
+    model = build("embedding", seed=9)
+    optimizer = SGD(model.parameters(), lr=0.5)
+    tulle.distribute(model, optimizer, mesh, plan="rows")
+    ids = torch.arange(12)
+    step(model, [optimizer], [model(ids)])
+    if mesh["data"].rank == 0:
+        with torch.no_grad(), pytest.raises(CommunicationError, match="in evaluation too"):
+            model(ids)
+    else:
+        with pytest.raises(CommunicationError, match=r"table\.weight in step 1 failed on rank 1"):
+            model(ids)
+
+
+@on_ranks(2)
+def test_rows_that_were_not_told_are_named_with_the_mend():
+    mesh = tulle.init(data=-1)
+    pair = Pair(nn.Embedding(ROWS, WIDTH), nn.Embedding(ROWS, WIDTH))
+    pair, _ = tulle.distribute(pair, SGD(pair.parameters(), lr=0.1), mesh, plan="rows")
+    ids = torch.arange(8).view(2, 4)
+    batches_ahead = iter(tulle.lookahead([ids] * 3, ids=lambda batch: {"first": batch[:1], "second": batch}))
+    with pytest.raises(ModelError, match=r"'first.weight' on rank \d asks for rows that were not told ahead: let the"):
+        pair(next(batches_ahead))
+    with pytest.raises(ModelError, match=r"ids of 'third', the tables .* are: first.weight, second.weight"):
+        next(iter(tulle.lookahead([ids], ids={"third": 0})))
+    with pytest.raises(DataError, match=r"tulle\.lookahead was given a int, expected batches to iterate over"):
+        tulle.lookahead(3)
+
+
+@on_ranks(2)
+def test_what_cannot_be_split_says_why():
+    mesh = tulle.init(data=-1)
+    tied = nn.Sequential(nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, ROWS, bias=False))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(PlanError, match=r"splits '0.weight' by rows, but 1 \(Linear\) reads the whole of it"):
+        tulle.distribute(tied, SGD(tied.parameters(), lr=0.1), mesh, plan="rows")
+    bounded = Lookup(nn.Embedding(ROWS, WIDTH, max_norm=1.0))
+    with pytest.raises(PlanError, match="max_norm needs the norms of whole rows: split it by rows"):
+        tulle.distribute(bounded, SGD(bounded.parameters(), lr=0.1), mesh, plan="columns")
+    plain = Lookup(nn.Embedding(ROWS, WIDTH))
+    with pytest.raises(PlanError, match="LBFGS does not treat every element by itself"):
+        tulle.distribute(plain, torch.optim.LBFGS(plain.parameters()), mesh, plan="rows")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (
+            torch.tensor([[1, ROWS]]),
+            "'table.weight' was asked for row 40 on rank 1, expected rows 0..39: check the",
+        ),
+        (torch.tensor([[-1, 2]]), "'table.weight' was asked for row -1 on rank 1, expected rows 0..39"),
+        (
+            torch.tensor([[1.0, 2.0]]),
+            "ids of the table 'table.weight' are torch.float32, expected int32 or int64",
+        ),
+    ],
+)
+def test_ids_that_are_no_rows_are_told_to_all_ranks(wrong, named, is_known):
+    mesh = tulle.init(data=-1)
+    model = build("sum", 0)
+    model, optimizer = tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan="rows")
+    for ids in batches(3, 4) if is_known else []:
+        step(model, [optimizer], [model(ids)])
+    if mesh.rank == 1:
+        with pytest.raises((IndexError, TypeError), match=re.escape(named)):
+            model(wrong)
+    else:
+        with pytest.raises(CommunicationError, match=r"rank 1 of axis 'data' looked up, in step \d, what is no row of"):
+            model(torch.tensor([[1, 2]]))
+
+
+@on_ranks(2)
+def test_a_key_that_the_batch_has_not_is_named():
+    mesh = tulle.init(data=-1)
+    model = build("sum", 0)
+    tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan="rows")
+    with pytest.raises(
+        ModelError, match="given 'user' as the key of the ids of 'table', and the batch has users, items"
+    ):
+        next(iter(tulle.lookahead([{"users": torch.tensor([1]), "items": torch.tensor([2])}], ids={"table": "user"})))
+
+
+class Scaled(SGD):
+    """An optimizer that tulle does not know."""
+
+
+@on_ranks(2)
+def test_an_optimizer_that_is_not_known_is_doubted_in_the_log():
+    mesh = tulle.init(data=-1)
+    model = build("sum", 0)
+    with patch.object(placing.logger, "warning") as warn:
+        tulle.distribute(model, Scaled(model.parameters(), lr=0.1), mesh, plan="rows")
+    assert [call.args[1] for call in warn.call_args_list] == (["Scaled"] if mesh.rank == 0 else [])
+
+
+@on_ranks(2)
+def test_a_tensor_in_the_place_of_a_split_table_is_refused():
+    mesh = tulle.init(data=-1)
+    model = build("sum", 0)
+    tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan="rows")
+    averaged = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(ModelError, match=r"a tensor of shape \[\d+, 6\] that was put in the place of a split table"):
+        torch.func.functional_call(model, averaged, (torch.tensor([[1, 2]]),))
