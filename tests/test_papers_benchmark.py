@@ -26,7 +26,7 @@ def papers_on_path(monkeypatch):
 
 
 def test_gather_and_reduce_scale_as_the_paper_says():
-    import densifying as paper
+    import densifying_job as paper
 
     found = {
         n: paper.weak_efficiency(paper.weak(n), way(paper.weak(n)))
@@ -38,21 +38,21 @@ def test_gather_and_reduce_scale_as_the_paper_says():
 
 
 def test_a_slower_network_would_not_meet_the_papers_curve():
-    import densifying as paper
+    import densifying_job as paper
 
     slower = paper.weak(1200, paper.Fitted(all_reduced_bytes_per_s=0.8e9))
     assert paper.weak_efficiency(slower, paper.reduce(slower)) < 0.95 * 91
 
 
 def test_buffers_are_as_large_as_the_papers():
-    import densifying as paper
+    import densifying_job as paper
 
     assert 64 * paper.weak(64).slices_bytes == pytest.approx(11.4e9, rel=0.01)
     assert pytest.approx(139e6, rel=0.01) == paper.TABLE_BYTES
 
 
 def test_the_plan_scales_weakly_and_strongly_at_least_as_the_paper():
-    import densifying as paper
+    import densifying_job as paper
 
     many = paper.weak(1200)
     assert paper.weak_efficiency(many, paper.planned(many)) >= 91
