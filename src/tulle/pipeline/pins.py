@@ -20,6 +20,8 @@ _entered: list[int] = []
 def stage(number: int) -> Iterator[None]:
     """Pin the modules that are made, and made part of another, within this context to a stage; the innermost wins.
 
+    Every rank must build the model alike; nothing is sent. A partition by profile leaves pinned modules where they are.
+
     Args:
         number: Of the stage, from 0.
 

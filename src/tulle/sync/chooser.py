@@ -34,14 +34,18 @@ class Chooser:
         self._mean_rows = 0.0
 
     def is_due(self, held: Sequence[int]) -> bool:
-        """Take note of the rows that each rank holds in this step; whether a scheme is to be chosen now."""
+        """Take note of the rows that each rank holds in this step; whether a scheme is to be chosen now.
+
+        Args:
+            held: Distinct rows by rank, of all tables together.
+        """
         mean_rows = sum(held) / len(held)
         self._mean_rows = _MEMORY * self._mean_rows + (1 - _MEMORY) * mean_rows if self.scheme else mean_rows
         low, high = sorted((self._mean_rows + 1, self._rows_at_choice + 1))
         return self.scheme is None or high >= DRIFT * low
 
     def choose(self, looks: Sequence[Characteristics]) -> list[Choice]:
-        """Choose for gradients that look like this, one a table."""
+        """Choose for gradients that look like this, one a table; the scheme that all get is in force then."""
         choices = choose_together(looks, self._network, self._ranks)
         self.scheme = choices[0].scheme
         self.predicted_s = dict(choices[0].candidates)[self.scheme].seconds

@@ -40,6 +40,10 @@ COUNTS = "row counts"
 def announce(gradients: Sequence[Gradient], axis: Axis) -> Deferred[list[list[int]]]:
     """Phase 1: tell every rank what this one has. Every rank of the axis must call it.
 
+    Args:
+        gradients: This rank's, one a table, coalesced.
+        axis: Whose ranks take part.
+
     Returns:
         `counts[r][t]`: rows of table t on rank r, -1 if dense there, -2 if there is none.
     """
@@ -47,7 +51,15 @@ def announce(gradients: Sequence[Gradient], axis: Axis) -> Deferred[list[list[in
 
 
 def announce_counts(counts: Sequence[int], axis: Axis) -> Deferred[list[list[int]]]:
-    """Phase 1, where the counts are known and the gradients are not yet there."""
+    """Phase 1, where the counts are known and the gradients are not yet there. Every rank of the axis must call it.
+
+    Args:
+        counts: One a table: what `count` would give of this rank's gradient.
+        axis: Whose ranks take part.
+
+    Returns:
+        What `announce` gives.
+    """
     mine = torch.tensor(counts, dtype=torch.int64)
     gathered = all_gather(mine.to(axis.device, non_blocking=True), axis, label=COUNTS)
     return Deferred(lambda: gathered.wait().tolist())
@@ -55,7 +67,7 @@ def announce_counts(counts: Sequence[int], axis: Axis) -> Deferred[list[list[int
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Tables that travel as one."""
+    """Tables that travel as one: their numbers, and the way of their rows, numbered through."""
 
     members: Sequence[int]
     route: Deferred[Route]
@@ -63,7 +75,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routes:
-    """What phase 2 settled: which rows of which tables go where; `sum` takes the values."""
+    """What phase 2 settled: which rows of which tables go where; `sum` takes the values. `route` makes it.
+
+    Args:
+        tables: The tables, the same on all ranks.
+        dense: Numbers of those of which a rank has a dense gradient.
+        groups: Those that travel by rows, by scheme, width and dtype; in none are those that no rank has a gradient of.
+        axis: Whose ranks take part.
+    """
 
     tables: Sequence[Table]
     dense: Sequence[int]
@@ -128,6 +147,12 @@ def route(
         counts: What `announce` gave.
         schemes: Name of each table's scheme, the same on all ranks.
         axis: Whose ranks take part.
+
+    Returns:
+        By which the values can go as soon as they are there; row numbers are under way.
+
+    Raises:
+        PlanError: If there is no scheme of a name.
     """
     dense: list[int] = []
     by_kind: dict[object, list[int]] = {}
@@ -152,7 +177,18 @@ def sum_gradients(
     schemes: Sequence[str],
     axis: Axis,
 ) -> Deferred[list[Gradient]]:
-    """Phases 2 and 3 at once, for gradients that are there. Every rank of the axis must call it."""
+    """Phases 2 and 3 at once, for gradients that are there. Every rank of the axis must call it.
+
+    Args:
+        gradients: This rank's, one a table, coalesced.
+        tables: The tables, the same on all ranks.
+        counts: What `announce` gave.
+        schemes: Name of each table's scheme, the same on all ranks.
+        axis: Whose ranks take part.
+
+    Returns:
+        What `Routes.sum` gives.
+    """
     return route(indices_of(gradients), tables, counts, schemes, axis).sum(gradients)
 
 

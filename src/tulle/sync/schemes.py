@@ -64,6 +64,12 @@ class Choice:
     """Which scheme a table gets, for which characteristics, and what each candidate was predicted to cost.
 
     Of tables that travel as one, bytes are a table's share, by rows; messages and seconds are those of all together.
+
+    Args:
+        scheme: Its name.
+        reason: Why it was chosen, in words.
+        characteristics: What the table's gradient looked like.
+        candidates: All schemes by name, with the cost of each.
     """
 
     scheme: str
@@ -73,12 +79,17 @@ class Choice:
 
     @property
     def density(self) -> float:
-        """At which density."""
+        """Distinct rows that a rank holds as a share of the table's, 0 to 1, at the choice."""
         return self.characteristics.density
 
 
 def choose(characteristics: Characteristics, network: Network, ranks: int) -> Choice:
-    """The scheme of least predicted seconds for a gradient that looks like this.
+    """The scheme of least predicted seconds for a gradient that looks like this. Nothing is sent.
+
+    Args:
+        characteristics: What the table's gradient looks like.
+        network: What the axis gives, its latency in seconds and its bandwidth in bytes a second.
+        ranks: Number of ranks.
 
     Example:
         >>> few = Characteristics(num_rows=500_000, width=128, value_bytes=4, rows_per_rank=(960, 970, 955, 961))
