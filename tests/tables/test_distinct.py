@@ -67,7 +67,7 @@ def test_ids_of_32_bits_are_found_in_tables_that_have_more_rows_together(is_chec
 def test_owners_are_told_where_a_row_lies_however_many_they_have(num_rows):
     split = RowSplit("t", num_rows=num_rows, width=2, axis=Alone())
     ids = torch.arange(1000) * (num_rows // 1000)
-    [told_here] = rows.wish([Ids.of(ids)], [split]).told
+    [told_here] = rows.request_of([Ids.of(ids)], [split]).told
     assert told_here.dtype == (torch.int64 if num_rows > 2**31 else torch.int32)
     assert sorted(split.partition.rows(0, told_here).tolist()) == ids.tolist()
 

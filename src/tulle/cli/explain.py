@@ -14,7 +14,7 @@ from rich.text import Text
 from tulle.cli.console import console
 from tulle.cli.finish import Finished
 from tulle.cli.options import Split
-from tulle.cli.plan import Wish
+from tulle.cli.plan import PlanRequest
 from tulle.cli.profile import NAME, NO_PROFILE
 from tulle.cli.run import RunOptions, run
 from tulle.errors import PlanError
@@ -75,7 +75,7 @@ def _planned(folder: Path) -> Plan | None:
     path = folder / NAME
     if not path.exists():
         return None
-    found = Wish(Change()).plan(Profile.load(path), is_anew=True)
+    found = PlanRequest(Change()).plan(Profile.load(path), is_anew=True)
     found.save(folder / BEST, profile=path)
     return found
 

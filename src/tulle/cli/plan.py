@@ -28,7 +28,7 @@ _PREFIXES |= {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class PlanRequest:
     """What a plan is wanted for.
 
     Args:
@@ -108,8 +108,8 @@ def plan(  # noqa: PLR0913 - typer makes each argument an option
     change the choice. What is not given is as it was profiled. tulle run --plan FILE trains with it.
     """
     change = changed(hosts, processes_per_host, bandwidth, latency)
-    wish = Wish(change, None if memory is None else size(memory), batch, axes(mesh) if mesh else ())
-    found = wish.plan(Profile.load(profile), is_anew=anew)
+    request = PlanRequest(change, None if memory is None else size(memory), batch, axes(mesh) if mesh else ())
+    found = request.plan(Profile.load(profile), is_anew=anew)
     if output is not None:
         try:
             found.save(output, profile=profile)

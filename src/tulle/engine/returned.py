@@ -17,7 +17,7 @@ from torch import Tensor
 from tulle.comm import now_s, traffic
 from tulle.engine.split_table import SplitTable
 from tulle.mesh import Axis
-from tulle.tables import Pushed, Route, Wish, push
+from tulle.tables import Pushed, Request, Route, push
 
 _LONGEST_COURTESY_S = 0.5
 """For so long at most delayed rows let the next values pass."""
@@ -57,7 +57,7 @@ class Returned:
         """Whether every table was looked up and has its gradient."""
         return len(self._gradients) == len(self._waits) and not any(self._waits.values())
 
-    def gradient(self, bundle: int, wish: Wish) -> Tensor:
+    def gradient(self, bundle: int, request: Request) -> Tensor:
         """`[rows, width]` of a bundle, in the order in which its rows travel, handed over; zeros where none came."""
         tables = self._bundles[bundle]
         found = [self._gradients.pop(table.number, None) for table in tables]
@@ -66,11 +66,11 @@ class Returned:
         width, like = tables[0].split.width, tables[0].parameter
         by_table = [
             torch.zeros(rows, width, dtype=like.dtype, device=like.device) if gradient is None else gradient
-            for gradient, rows in zip(found, wish.distinct.lengths(), strict=True)
+            for gradient, rows in zip(found, request.distinct.lengths(), strict=True)
         ]
-        return wish.travelling(by_table)
+        return request.travelling(by_table)
 
-    def lookups(self, bundle: int, wish: Wish) -> Tensor | None:
+    def lookups(self, bundle: int, request: Request) -> Tensor | None:
         """How often rows were looked up, in the order in which they travel, if an owner must know; handed over."""
         tables = self._bundles[bundle]
         if not self._is_scaled and not any(table.is_sparse for table in tables):
@@ -79,9 +79,9 @@ class Returned:
         found = [self._lookups.pop(table.number, None) for table in tables]
         by_table = [
             torch.zeros(rows, dtype=torch.int32, device=device) if counts is None else counts.to(device)
-            for counts, rows in zip(found, wish.distinct.lengths(), strict=True)
+            for counts, rows in zip(found, request.distinct.lengths(), strict=True)
         ]
-        return wish.travelling(by_table)
+        return request.travelling(by_table)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,15 +28,15 @@ from tulle.tables import (
     Division,
     Ids,
     Pushed,
+    Request,
     Route,
     TableModule,
-    Wish,
     bundles,
     divide,
     fetch,
     refuse,
+    request_of,
     tell,
-    wish,
 )
 
 
@@ -53,11 +53,11 @@ class Told:
     """What is known of a trip when it was told: one a bundle.
 
     Args:
-        wishes: What this rank wants.
+        requests: What this rank wants.
         routes: How it comes.
     """
 
-    wishes: Sequence[Wish]
+    requests: Sequence[Request]
     routes: Sequence[Route]
 
 
@@ -131,18 +131,18 @@ class Trip:
         """Of all rows that this rank wants; waits until they are known."""
         return sum(
             len(rows) * tables[0].split.width * tables[0].parameter.dtype.itemsize
-            for rows, tables in zip(self._answer().wishes, self._bundles, strict=True)
+            for rows, tables in zip(self._answer().requests, self._bundles, strict=True)
         )
 
-    def wish(self) -> list[Wish]:
+    def requests(self) -> list[Request]:
         """What this rank wants, one a bundle: for whoever tells it.
 
         Raises:
             IndexError: If a table has no such row.
             TypeError: If ids are no whole numbers.
         """
-        bundles = zip(self._ids, self._bundles, strict=True)
-        return [wish(ids, [table.split for table in tables]) for ids, tables in bundles]
+        found = zip(self._ids, self._bundles, strict=True)
+        return [request_of(ids, [table.split for table in tables]) for ids, tables in found]
 
     def divide(self, following: Trip, later: Way) -> None:
         """Find out which rows the next trip wants; gradients of the others go later. Every rank must call it.
@@ -262,8 +262,8 @@ class Trip:
         parcel = Parcel(
             tables,
             [told.routes[b] for b in chosen],
-            [self._returned.gradient(b, told.wishes[b]) for b in chosen],
-            [self._returned.lookups(b, told.wishes[b]) for b in chosen],
+            [self._returned.gradient(b, told.requests[b]) for b in chosen],
+            [self._returned.lookups(b, told.requests[b]) for b in chosen],
         )
         if self._divided is None or self._later is None or self.following is None:
             return self._way.courier.submit(partial(parcel.push, self._way.axis, "rows")), None
@@ -285,9 +285,9 @@ class Trip:
         assert self._told is not None, "trips are told as soon as they are made"
         return self._told.result()[self._place].routes
 
-    def _told_of(self, bundle: int) -> Wish:
+    def _told_of(self, bundle: int) -> Request:
         """What was told of a bundle; waits until it is known."""
-        return self._answer().wishes[bundle]
+        return self._answer().requests[bundle]
 
     def _answer(self) -> Told:
         if self._known is None:
@@ -318,12 +318,12 @@ def tell_together(trips: Sequence[Trip]) -> None:
 
 def _tell(trips: Sequence[Trip], axis: Axis) -> list[Told]:
     try:
-        wishes = [trip.wish() for trip in trips]
+        requests = [trip.requests() for trip in trips]
     except (IndexError, TypeError):
         refuse([table.name for trip in trips for table in trip.tables.values()], axis)
         raise
-    routes = iter(tell([one for of_trip in wishes for one in of_trip], axis))
-    return [Told(of_trip, [next(routes) for _ in of_trip]) for of_trip in wishes]
+    routes = iter(tell([one for of_trip in requests for one in of_trip], axis))
+    return [Told(of_trip, [next(routes) for _ in of_trip]) for of_trip in requests]
 
 
 def _is_bitwise(one: Tensor, other: Tensor) -> bool:

@@ -171,7 +171,7 @@ class _Place:
         )
 
     def _preference(self, turn: Turn, *, is_full: bool) -> tuple[int, ...]:
-        wish = preference(
+        preferred = preference(
             self.schedule, turn.micro_batch, self.ranks, turn.stage, in_backward=turn.is_backward, is_full=is_full
         )
-        return (*wish, turn.stage)
+        return (*preferred, turn.stage)

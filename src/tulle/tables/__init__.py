@@ -1,9 +1,9 @@
 """Tables split over the ranks of an axis: one file a placement, and the exchanges that several tables share."""
 
-from tulle.tables.bundle import Route, Wish
+from tulle.tables.bundle import Request, Route
 from tulle.tables.distinct import Ids
 from tulle.tables.division import Division, divide
-from tulle.tables.exchange import Pushed, bundles, fetch, push, refuse, tell, tell_the_end, wish
+from tulle.tables.exchange import Pushed, bundles, fetch, push, refuse, request_of, tell, tell_the_end
 from tulle.tables.gradient import ShardGradient, step_by_plain_gradients
 from tulle.tables.modules import TableModule, table_modules, table_of
 from tulle.tables.part import guard_table
@@ -16,12 +16,12 @@ __all__ = [
     "Division",
     "Ids",
     "Pushed",
+    "Request",
     "Route",
     "RowSplit",
     "ShardGradient",
     "Split",
     "TableModule",
-    "Wish",
     "bundles",
     "divide",
     "fetch",
@@ -29,6 +29,7 @@ __all__ = [
     "placement_of",
     "push",
     "refuse",
+    "request_of",
     "split_as",
     "split_of",
     "step_by_plain_gradients",
@@ -36,5 +37,4 @@ __all__ = [
     "table_of",
     "tell",
     "tell_the_end",
-    "wish",
 ]

@@ -1,6 +1,6 @@
 """Tables of one placement, width and dtype that travel as one: their rows in one numbering, table after table.
 
-Wish     what this rank wants:  distinct rows of all tables, ascending; in which order they travel
+Request  what this rank wants:  distinct rows of all tables, ascending; in which order they travel
 Route    after numbers were exchanged: how values come, and how gradients go and add up
 """
 
@@ -26,7 +26,7 @@ Counts = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Wish:
+class Request:
     """What this rank wants of a bundle, and what it tells the others of it.
 
     Args:
@@ -161,7 +161,7 @@ class Route(ABC):
 
     @abstractmethod
     def assemble(self, blocks: Blocks) -> Tensor:
-        """`[rows, width]` of this rank's wish, in the order in which rows travel."""
+        """`[rows, width]` of this rank's request, in the order in which rows travel."""
 
     @abstractmethod
     def push(self, gradient: Tensor) -> Sequence[Tensor]:

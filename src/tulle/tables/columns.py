@@ -17,21 +17,21 @@ from torch import Tensor
 
 from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.tables.blocks import Blocks, Shape
-from tulle.tables.bundle import Counts, Route, Wish, as_told, count_in
+from tulle.tables.bundle import Counts, Request, Route, as_told, count_in
 from tulle.tables.distinct import Distinct, Ids
 from tulle.tables.split import ColumnSplit
 
 _COUNT_BYTES = 8
 
 
-def wish(ids: Sequence[Ids], splits: Sequence[ColumnSplit]) -> Wish:
+def request_of(ids: Sequence[Ids], splits: Sequence[ColumnSplit]) -> Request:
     """What lookups of ids, by table, want of all ranks."""
     distinct = Distinct.of(ids, splits)
     numbers = distinct.numbers(distinct.tables())
     told = as_told(numbers, max(split.num_rows for split in splits))
     ranks = splits[0].axis.size
     in_order = torch.arange(len(told), device=told.device)
-    return Wish(splits, distinct, in_order, [distinct.lengths()] * ranks, [told] * ranks)
+    return Request(splits, distinct, in_order, [distinct.lengths()] * ranks, [told] * ranks)
 
 
 class ColumnRoute(Route):

@@ -17,7 +17,7 @@ from tulle.comm import all_to_all_parts, traffic, used_here
 from tulle.errors import CommunicationError, DataError
 from tulle.mesh import Axis
 from tulle.tables.blocks import exchange_blocks
-from tulle.tables.bundle import Route, Wish, rows_by_table
+from tulle.tables.bundle import Request, Route, rows_by_table
 from tulle.tables.distinct import Ids
 from tulle.tables.split import ColumnSplit, RowSplit, Split
 
@@ -50,7 +50,7 @@ def bundles(splits: Sequence[tuple[Split, torch.dtype]]) -> list[list[int]]:
     return [*found.values()]
 
 
-def wish(ids: Sequence[Ids], splits: Sequence[Split]) -> Wish:
+def request_of(ids: Sequence[Ids], splits: Sequence[Split]) -> Request:
     """What lookups in the tables of one bundle want.
 
     Args:
@@ -63,26 +63,26 @@ def wish(ids: Sequence[Ids], splits: Sequence[Split]) -> Wish:
     """
     by_columns = [split for split in splits if isinstance(split, ColumnSplit)]
     if by_columns:
-        return columns.wish(ids, by_columns)
-    return rows.wish(ids, [split for split in splits if isinstance(split, RowSplit)])
+        return columns.request_of(ids, by_columns)
+    return rows.request_of(ids, [split for split in splits if isinstance(split, RowSplit)])
 
 
-def tell(wishes: Sequence[Wish], axis: Axis) -> list[Route]:
+def tell(requests: Sequence[Request], axis: Axis) -> list[Route]:
     """Tell the owners which rows are wanted, and hear which the others want here: counts, then numbers.
 
     Raises:
         CommunicationError: If another rank had to `refuse`.
     """
-    rows_told = [rows_by_table(one.splits, one.counts) for one in wishes]
+    rows_told = [rows_by_table(one.splits, one.counts) for one in requests]
     label = dict.fromkeys((name for of_tables in rows_told for name in of_tables), 1)
-    tables = [len(one.splits) for one in wishes]
-    lengths = [length for one in wishes for length in one.distinct.lengths()]
-    counts = [[count for one in wishes for count in one.counts[rank]] + lengths for rank in range(axis.size)]
+    tables = [len(one.splits) for one in requests]
+    lengths = [length for one in requests for length in one.distinct.lengths()]
+    counts = [[count for one in requests for count in one.counts[rank]] + lengths for rank in range(axis.size)]
     came = _exchange_counts([*torch.tensor(counts, device=axis.device)], axis, label)
     _check_told(came, axis, label)
     served, wanted = (heard.split(tables, dim=1) for heard in came.chunk(2, dim=1))
     most_rows = [int(by_rank.sum(1).max()) for by_rank in wanted]
-    numbers = [[part.to(axis.device).view(-1, 1) for part in one.told] for one in wishes]
+    numbers = [[part.to(axis.device).view(-1, 1) for part in one.told] for one in requests]
     shapes = [[(rows, 1) for rows in of_bundle.sum(1).tolist()] for of_bundle in served]
     number_bytes = [most * parts[0].itemsize for most, parts in zip(most_rows, numbers, strict=True)]
     heard = exchange_blocks(numbers, shapes, axis, rows=rows_told, most_bytes=number_bytes).wait()
@@ -90,7 +90,7 @@ def tell(wishes: Sequence[Wish], axis: Axis) -> list[Route]:
         (columns.ColumnRoute if isinstance(one.splits[0], ColumnSplit) else rows.RowRoute)(
             one.splits, len(one), one.counts, of_bundle.tolist(), blocks.stacked().view(-1), most
         )
-        for one, of_bundle, blocks, most in zip(wishes, served, heard, most_rows, strict=True)
+        for one, of_bundle, blocks, most in zip(requests, served, heard, most_rows, strict=True)
     ]
 
 

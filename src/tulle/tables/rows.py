@@ -20,14 +20,14 @@ from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, w
 from tulle.partition import Hashed, order_by_owner
 from tulle.rows import inverse
 from tulle.tables.blocks import Blocks, Shape
-from tulle.tables.bundle import Counts, Route, Wish, as_told, count_in
+from tulle.tables.bundle import Counts, Request, Route, as_told, count_in
 from tulle.tables.distinct import Distinct, Ids
 from tulle.tables.split import RowSplit
 
 _COUNT_BYTES = 8
 
 
-def wish(ids: Sequence[Ids], splits: Sequence[RowSplit]) -> Wish:
+def request_of(ids: Sequence[Ids], splits: Sequence[RowSplit]) -> Request:
     """What lookups of ids, by table, want of the owners."""
     distinct = Distinct.of(ids, splits)
     tables = distinct.tables()
@@ -36,7 +36,7 @@ def wish(ids: Sequence[Ids], splits: Sequence[RowSplit]) -> Wish:
     order = order_by_owner(owner)
     counts = torch.bincount(owner * len(splits) + tables, minlength=ranks * len(splits)).view(ranks, -1).tolist()
     told = as_told(place.index_select(0, order), max(split.partition.places for split in splits))
-    return Wish(splits, distinct, inverse(order), counts, told.split([sum(of_rank) for of_rank in counts]))
+    return Request(splits, distinct, inverse(order), counts, told.split([sum(of_rank) for of_rank in counts]))
 
 
 class RowRoute(Route):
