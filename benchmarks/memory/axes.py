@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import tulle
-from tulle.comm import Courier, Job, gather_values
+from tulle.comm import BackgroundThread, Job, gather_values
 from tulle.estimate import estimate
 from tulle.memory import LiveBytes
 from tulle.memory.estimate import tensor_bytes
@@ -32,7 +32,7 @@ from tulle.mesh import axis_of
 from tulle.plan import Memory, Plan
 
 HERE = Path(__file__).parent
-_SUBMIT = Courier.submit
+_SUBMIT = BackgroundThread.submit
 WORDS, WIDTH, HEADS, LAYERS, LENGTH, SAMPLES, MICRO_BATCHES = 2_048, 256, 8, 8, 64, 16, 4
 """Samples of a step, over all replicas."""
 MESH = {"data": 2, "pipe": 2, "model": 2}
@@ -175,14 +175,14 @@ def one(way: str, shape: dict[str, int]) -> Row:
 def count_couriers(live: LiveBytes) -> None:
     """Count what threads that send make, too: an operation is counted in the thread that asks for it."""
 
-    def submit(courier: Courier, work: Callable[[], Any]) -> Job[Any]:
+    def submit(background: BackgroundThread, work: Callable[[], Any]) -> Job[Any]:
         def counted() -> Any:
             with live:
                 return work()
 
-        return _SUBMIT(courier, counted)
+        return _SUBMIT(background, counted)
 
-    Courier.submit = submit  # pyright: ignore[reportAttributeAccessIssue]
+    BackgroundThread.submit = submit  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def parts(shape: dict[str, int]) -> tuple[str, ...]:

@@ -148,9 +148,9 @@ def test_rows_that_nobody_wants_next_are_not_waited_for_before_the_next_forward(
     traffic.is_tracing = True
     for number in steps(*both, mesh):
         if number == 4:
-            tables._later.courier.submit(gate.wait)  # the step's delayed rows are behind this
+            tables._later.background.submit(gate.wait)  # the step's delayed rows are behind this
         if number == 5:  # two steps were done without them
-            assert not tables._later.courier.submit(lambda: None)._future.done()
+            assert not tables._later.background.submit(lambda: None)._future.done()
             gate.set()
     traffic.is_tracing = False
     pushes = [span.name for span in traffic.take_spans() if span.track == "split tables"]
@@ -277,7 +277,7 @@ def test_delayed_rows_that_nobody_reads_hold_no_model_and_a_gradient_that_is_kep
     assert isinstance(gradient, LateShardGradient)
     held = [weakref.ref(parameter) for parameter in model.parameters()]
     del model, ours
-    for _ in range(200):  # the courier may have the next batch's rows under way
+    for _ in range(200):  # the background thread may have the next batch's rows under way
         gc.collect()
         if all(parameter() is None for parameter in held):
             break

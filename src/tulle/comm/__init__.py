@@ -1,8 +1,8 @@
-"""Typed collectives over `torch.distributed`, counting bytes and messages; those with gradients; probe and courier."""
+"""Typed collectives that count bytes and messages, some with gradients; the network probe; the background thread."""
 
 from tulle.comm.agree import gather_values, raise_together
+from tulle.comm.background import BackgroundThread, Job, used_here
 from tulle.comm.collectives import all_gather, all_reduce, barrier, broadcast
-from tulle.comm.courier import Courier, Job, used_here
 from tulle.comm.differentiable import enter, exchange, gather, halo, leave, reduce_scatter, scatter
 from tulle.comm.eager import eager
 from tulle.comm.lane import alone, hosts_of, lane
@@ -13,8 +13,8 @@ from tulle.comm.scratch import release
 from tulle.comm.traffic import Count, Traffic, now_s, traffic
 
 __all__ = [
+    "BackgroundThread",
     "Count",
-    "Courier",
     "Deferred",
     "Job",
     "Pending",

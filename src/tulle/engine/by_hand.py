@@ -22,7 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from tulle.board import tell
-from tulle.comm import Courier, all_gather, eager, gather_values, lane, now_s, traffic
+from tulle.comm import BackgroundThread, all_gather, eager, gather_values, lane, now_s, traffic
 from tulle.engine.buckets import MEAN, Slot, is_mean
 from tulle.engine.data_parallel import DataParallel
 from tulle.engine.stepped import Stepped
@@ -114,8 +114,8 @@ def _agree(engine: DataParallel, by_hand: Sequence[str], kept: Sequence[str]) ->
         kept: Names of those whose gradient is what backward gave.
     """
     axis, traffic.step = engine.axis, engine.steps + 1
-    courier = axis.kept.setdefault(_LABEL, Courier("tulle by hand", axis.device))
-    job = courier.submit(partial(_heard, axis, by_hand, kept))
+    background = axis.kept.setdefault(_LABEL, BackgroundThread("tulle by hand", axis.device))
+    job = background.submit(partial(_heard, axis, by_hand, kept))
     here = axis.ranks[axis.rank]
     waits = partial(tell, here, f"waits for all ranks to average gradients, as {_named(by_hand)} set by hand")
     begin_s = now_s()

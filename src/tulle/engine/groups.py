@@ -73,7 +73,7 @@ class TableGroup:
         self._foreseen = [foresight.take() for foresight in self._foresights]
         indices = [None if seen is None else seen.rows for seen in self._foreseen]
         counts = [ABSENT if rows is None else len(rows) for rows in indices]
-        self._settled = self._sync.courier.submit(partial(self._sync.settle, indices, counts, self.slots))
+        self._settled = self._sync.background.submit(partial(self._sync.settle, indices, counts, self.slots))
 
     def arrive(self, position: int) -> None:
         """Take in one table's gradient, coalesced; the parameter's own is released until the sum is there."""
@@ -91,7 +91,7 @@ class TableGroup:
         for slot, gradient in zip(self.slots, self._gradients, strict=True):
             if isinstance(gradient, RowSparse):
                 self._sync.rows[slot.name] = len(gradient.indices)
-        self._summed = self._sync.courier.submit(partial(self._sum, list(self._gradients)))
+        self._summed = self._sync.background.submit(partial(self._sum, list(self._gradients)))
 
     def finish(self) -> None:
         """Wait, and give each table its mean gradient."""
@@ -113,7 +113,7 @@ class TableGroup:
         self.missing = len(self.slots)
 
     def _sum(self, gradients: Sequence[Gradient]) -> Sequence[Gradient]:
-        """On the courier's thread."""
+        """On the background thread."""
         begin_s = now_s()
         sums = self._summed_now(gradients)
         self._sync.note(self.slots, now_s() - begin_s)

@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tulle.comm import Courier, all_gather, all_gather_parts, gather_values, lane
+from tulle.comm import BackgroundThread, all_gather, all_gather_parts, gather_values, lane
 from tulle.cost import Network, exchange_cost
 from tulle.engine.departures import Departures
 from tulle.engine.feed import Feed, IdsOf, Load
@@ -70,9 +70,11 @@ class SplitTables:
         self._by_parameter = {id(table.parameter): table for table in tables}
         self._axis = axis
         self._report = came
-        self._way = Way(lane(axis, "split tables"), Courier("tulle split tables", axis.device))
+        self._way = Way(lane(axis, "split tables"), BackgroundThread("tulle split tables", axis.device))
         # A rank that evaluates alone waits in vain; on the others' way its messages would be taken for theirs.
-        self._evaluating = Way(lane(axis, "lookups without gradients"), Courier("tulle evaluation", axis.device))
+        self._evaluating = Way(
+            lane(axis, "lookups without gradients"), BackgroundThread("tulle evaluation", axis.device)
+        )
         self._agreement = lane(axis, "agreement on split tables")
         self._later: Way | None = None
         self._late: LateUpdates | None = None
@@ -130,7 +132,7 @@ class SplitTables:
             late: Where their updates wait.
         """
         self._late = late
-        self._later = Way(lane(self._axis, "delayed rows"), Courier("tulle delayed rows", self._axis.device))
+        self._later = Way(lane(self._axis, "delayed rows"), BackgroundThread("tulle delayed rows", self._axis.device))
 
     def placements(self) -> dict[str, tuple[str, int]]:
         """How each table is split, and how many distinct rows this rank's last lookups were told to have, by name."""
@@ -180,7 +182,7 @@ class SplitTables:
 
     def wait(self) -> None:
         """Return when no exchange is under way: for those who time them."""
-        self._way.courier.submit(lambda: None).result()
+        self._way.background.submit(lambda: None).result()
 
     def _table_of(self, module: TableModule) -> SplitTable:
         found = self._by_parameter.get(id(table_of(module)))
@@ -214,7 +216,7 @@ class SplitTables:
     def _no_trips(self, names: Sequence[str]) -> None:
         """Tell the others that this rank has no further step, in place of trips of these tables."""
         way = self._way_now()
-        way.courier.submit(partial(tell_the_end, names, way.axis)).result()
+        way.background.submit(partial(tell_the_end, names, way.axis)).result()
 
     def _way_now(self) -> Way:
         """On what lookups travel that are made here and now."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from tulle.comm import Count, Courier, Deferred, all_gather, lane, traffic
+from tulle.comm import BackgroundThread, Count, Deferred, all_gather, lane, traffic
 from tulle.cost import Characteristics, Cost, Network
 from tulle.engine.buckets import Slot
 from tulle.engine.convoy import Convoy
@@ -109,7 +109,7 @@ class TableSync:
         self.axis = axis
         # On a group of their own, so that a few rows do not wait behind the buckets that are under way.
         self._lane = lane(axis, "tables")
-        self.courier = Courier("tulle tables", axis.device)
+        self.background = BackgroundThread("tulle tables", axis.device)
         self.network = network
         self.settings = settings
         self._states: dict[str, _State] = {}

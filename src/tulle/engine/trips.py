@@ -1,7 +1,7 @@
 """`Trip`: rows of split tables that are fetched together, and whose gradients are pushed together.
 
     numbers told   ->   owners serve values   ->   lookups   ->   gradients   ->   pushed to the owners
-    (courier)           (this thread; courier)      (autograd)                      (courier)
+    (background)        (this thread; background)   (autograd)                      (background)
 
 Values are served as they are when the fetch begins; if a table changes before the lookup, they are fetched anew.
 A trip that knows the next one cuts its gradients in two: rows that the next one wants go first, and the others, on a
@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tulle.comm import Courier, Job
+from tulle.comm import BackgroundThread, Job
 from tulle.engine.returned import Parcel, Returned
 from tulle.engine.split_table import SplitTable
 from tulle.errors import ModelError
@@ -45,7 +45,7 @@ class Way:
     """On what the rows of split tables travel: an axis of their own and the thread that does their exchanges."""
 
     axis: Axis
-    courier: Courier
+    background: BackgroundThread
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,7 +156,7 @@ class Trip:
         def work() -> list[Division]:
             return divide(self._routes_in_turn(), following._routes_in_turn(), self._way.axis)
 
-        self._divided = self._way.courier.submit(work)
+        self._divided = self._way.background.submit(work)
 
     def begin_fetch(self) -> None:
         """Have the values under way, as they are now, unless these are already. Every rank must call it."""
@@ -178,7 +178,7 @@ class Trip:
                 if self._is_last:
                     self.may_pass.set()
 
-        self._values = self._way.courier.submit(work)
+        self._values = self._way.background.submit(work)
 
     def _serve(self, routes: Sequence[Route]) -> list[Sequence[Tensor]]:
         """The rows that each rank wants of this one, as they are now."""
@@ -266,14 +266,14 @@ class Trip:
             [self._returned.lookups(b, told.requests[b]) for b in chosen],
         )
         if self._divided is None or self._later is None or self.following is None:
-            return self._way.courier.submit(partial(parcel.push, self._way.axis, "rows")), None
+            return self._way.background.submit(partial(parcel.push, self._way.axis, "rows")), None
         found = self._divided.result()
         divisions = [found[b] for b in chosen]
         prior = parcel.cut([one.prior for one in divisions], [one.is_prior for one in divisions])
         delayed = parcel.cut([one.delayed for one in divisions], [~one.is_prior for one in divisions])
         return (
-            self._way.courier.submit(partial(prior.push, self._way.axis, "prior rows")),
-            self._later.courier.submit(partial(delayed.push_after, self.following.may_pass, self._later.axis)),
+            self._way.background.submit(partial(prior.push, self._way.axis, "prior rows")),
+            self._later.background.submit(partial(delayed.push_after, self.following.may_pass, self._later.axis)),
         )
 
     def _routes(self) -> Sequence[Route]:
@@ -281,7 +281,7 @@ class Trip:
         return self._answer().routes
 
     def _routes_in_turn(self) -> Sequence[Route]:
-        """The same for a job of the courier that told them; who else wants them has still to wait for its stream."""
+        """The same for a job of the thread that told them; who else wants them has still to wait for its stream."""
         assert self._told is not None, "trips are told as soon as they are made"
         return self._told.result()[self._place].routes
 
@@ -303,14 +303,14 @@ class Trip:
 def tell_together(trips: Sequence[Trip]) -> None:
     """Tell the owners the rows of some trips, in one exchange. Every rank must call it, alike.
 
-    Which rows these are is found out by the courier, beside what this thread computes. If they are none of the tables',
-    who asks for what was told hears of that; the other ranks do, too.
+    Which rows these are is found out by the background thread, beside what this one computes. If they are none of the
+    tables', who asks for what was told hears of that; the other ranks do, too.
 
     Args:
         trips: Just made, in the order in which their values will be fetched, on one way.
     """
     way = trips[0]._way
-    told = way.courier.submit(partial(_tell, trips, way.axis))
+    told = way.background.submit(partial(_tell, trips, way.axis))
     for place, trip in enumerate(trips):
         trip._told, trip._place = told, place
         trip._is_last, trip.may_pass = trip is trips[-1], trips[-1].may_pass

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Generic, TypeVar
 
 from tulle.board import forget_place, places
-from tulle.comm import Courier, Job, gather_values
+from tulle.comm import BackgroundThread, Job, gather_values
 from tulle.errors import CommunicationError, ModelError
 from tulle.mesh import Axis
 
@@ -31,7 +31,7 @@ class Course:
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
-        self._courier = Courier("tulle shared out", axis.device)
+        self._background = BackgroundThread("tulle shared out", axis.device)
         self._followed: dict[tuple[str, Hashable], tuple[str, Hashable]] = {}
         """What came after an exchange the last time."""
         self._last: tuple[str, Hashable] = "", None
@@ -48,7 +48,7 @@ class Course:
         is_expected = self._followed.get(self._last) == (exchange, which)
         self._followed[self._last] = self._last = exchange, which
         self._exchanges += 1
-        job = self._courier.submit(do if is_expected else partial(_announced, exchange, self.axis, do))
+        job = self._background.submit(do if is_expected else partial(_announced, exchange, self.axis, do))
         return Sent(job, exchange, self._exchanges, self.axis)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from tulle.comm import Courier, lane
+from tulle.comm import BackgroundThread, lane
 from tulle.mesh import Axis, Mesh, axis_of
 from tulle.sync.persistent import PersistentAllReduce
 from tulle.sync.schemes import AUTO, check_scheme
@@ -31,7 +31,7 @@ class DDPState:
     scheme: str = AUTO
     wire_dtype: WireDtype = None
     _axis: Axis = field(init=False)
-    _courier: Courier | None = field(init=False, default=None)
+    _background: BackgroundThread | None = field(init=False, default=None)
     _reductions: dict[object, PersistentAllReduce] = field(init=False, default_factory=dict)
     """By number of the bucket, shape and dtype: DDP gives buckets other numbers after the first step."""
 
@@ -42,8 +42,8 @@ class DDPState:
 
     def start(self, gradient: Tensor, bucket: int) -> torch.futures.Future[Tensor]:
         """Begin to reduce the sparse gradient of a bucket to its mean, beside backward."""
-        if self._courier is None:
-            self._courier = Courier("tulle ddp_hook", self._axis.device)
+        if self._background is None:
+            self._background = BackgroundThread("tulle ddp_hook", self._axis.device)
         kind = bucket, gradient.shape, gradient.dtype
         if kind not in self._reductions:
             axis = lane(self._axis, "ddp_hook")
@@ -51,7 +51,7 @@ class DDPState:
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[gradient.device] if gradient.is_cuda else None
         )
-        self._courier.submit(partial(_reduce, gradient, self._reductions[kind], future))
+        self._background.submit(partial(_reduce, gradient, self._reductions[kind], future))
         return future
 
 

@@ -1,6 +1,7 @@
 """Three exchanges of a set of bundles, each one message a rank: row numbers, their values, and their gradients.
 
-All are blocking; a courier does them beside forward and backward. Every rank of the axis must call each, alike.
+All are blocking; a background thread does them beside forward and backward. Every rank of the axis must call each,
+alike.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A courier does its jobs in order, beside its process, and whatever happens to one comes out at `result()`."""
+"""A background thread does its jobs in order, and whatever happens to one comes out at `result()`."""
 
 import gc
 import threading
@@ -11,7 +11,7 @@ import torch
 import tulle
 from ranks import on_ranks
 from tulle import comm
-from tulle.comm import Courier, Job, traffic
+from tulle.comm import BackgroundThread, Job, traffic
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
 from tulle.tables.split import RowSplit
@@ -21,17 +21,17 @@ SOON_S = 20.0  # a wait that ends at once where all is well
 
 
 @pytest.fixture
-def courier():
-    one = Courier("test", CPU)
+def background():
+    one = BackgroundThread("test", CPU)
     yield one
     one.close()
 
 
-def test_jobs_are_done_in_the_order_in_which_they_came_by_one_other_thread(courier):
+def test_jobs_are_done_in_the_order_in_which_they_came_by_one_other_thread(background):
     seen: list[tuple[int, int]] = []
     held = threading.Event()
-    first = courier.submit(lambda: held.wait(SOON_S))
-    jobs = [courier.submit(lambda k=k: seen.append((k, threading.get_ident()))) for k in range(50)]
+    first = background.submit(lambda: held.wait(SOON_S))
+    jobs = [background.submit(lambda k=k: seen.append((k, threading.get_ident()))) for k in range(50)]
     assert seen == [], "nobody overtakes the first"
     held.set()
     assert first.result() is True
@@ -42,38 +42,38 @@ def test_jobs_are_done_in_the_order_in_which_they_came_by_one_other_thread(couri
     assert seen[0][1] != threading.get_ident()
 
 
-def test_a_result_is_given_as_often_as_it_is_asked_for(courier):
-    job = courier.submit(lambda: [1, 2])
+def test_a_result_is_given_as_often_as_it_is_asked_for(background):
+    job = background.submit(lambda: [1, 2])
     assert job.result() is job.result()
     assert job.result() == [1, 2]
 
 
-def test_what_a_job_raises_comes_out_at_its_result_and_the_next_job_is_done(courier):
+def test_what_a_job_raises_comes_out_at_its_result_and_the_next_job_is_done(background):
     def fall() -> None:
         raise ValueError("this one fell")
 
-    fallen, next_one = courier.submit(fall), courier.submit(lambda: 7)
+    fallen, next_one = background.submit(fall), background.submit(lambda: 7)
     assert next_one.result() == 7
     for _ in range(2):
         with pytest.raises(ValueError, match="this one fell"):
             fallen.result()
 
 
-def test_a_job_lets_go_of_what_it_worked_on(courier):
+def test_a_job_lets_go_of_what_it_worked_on(background):
     class Large:
         pass
 
     large = Large()
     left = weakref.ref(large)
-    job = courier.submit(lambda large=large: id(large))
+    job = background.submit(lambda large=large: id(large))
     del large
     job.result()
-    courier.submit(lambda: None).result()  # the thread has gone on
+    background.submit(lambda: None).result()  # the thread has gone on
     gc.collect()
     assert left() is None
 
 
-def test_only_what_the_process_waits_for_counts_as_its_waiting(courier):
+def test_only_what_the_process_waits_for_counts_as_its_waiting(background):
     held = threading.Event()
 
     def wait_there() -> None:
@@ -85,7 +85,7 @@ def test_only_what_the_process_waits_for_counts_as_its_waiting(courier):
     traffic.take_spans()
     traffic.is_tracing = True
     try:
-        job = courier.submit(wait_there)
+        job = background.submit(wait_there)
         assert traffic.wait_s == before_s
         threading.Timer(0.05, held.set).start()
         job.result()
@@ -98,27 +98,27 @@ def test_only_what_the_process_waits_for_counts_as_its_waiting(courier):
     assert traffic.wait_s - before_s > 1.0, "the twin: what this thread waits is counted"
 
 
-def test_a_courier_that_is_closed_has_done_its_jobs_and_may_be_given_new_ones(courier):
-    jobs = [courier.submit(lambda k=k: k) for k in range(5)]
-    thread = courier._thread
-    courier.close()
+def test_a_background_thread_that_is_closed_has_done_its_jobs_and_may_be_given_new_ones(background):
+    jobs = [background.submit(lambda k=k: k) for k in range(5)]
+    thread = background._thread
+    background.close()
     assert not thread.is_alive()
     assert [job.result() for job in jobs] == list(range(5))
-    courier.close()  # again: nothing is left to do
-    assert courier.submit(lambda: 8).result() == 8
+    background.close()  # again: nothing is left to do
+    assert background.submit(lambda: 8).result() == 8
 
 
-def test_a_courier_that_has_no_job_has_no_thread(courier):
-    assert courier._thread is None
-    courier.close()
-    assert courier._thread is None
+def test_without_a_job_no_thread_runs(background):
+    assert background._thread is None
+    background.close()
+    assert background._thread is None
 
 
-def test_a_courier_that_is_dropped_ends_its_thread():
-    courier = Courier("dropped", CPU)
-    job = courier.submit(lambda: 3)
-    thread, left = courier._thread, weakref.ref(courier)
-    del courier
+def test_a_background_thread_ends_when_nobody_holds_it():
+    background = BackgroundThread("dropped", CPU)
+    job = background.submit(lambda: 3)
+    thread, left = background._thread, weakref.ref(background)
+    del background
     gc.collect()
     assert left() is None
     thread.join(SOON_S)
@@ -158,7 +158,7 @@ def test_on_a_gpu_what_a_job_gives_is_waited_for_and_outlives_its_last_reader(mo
 
 
 def test_one_courier_does_not_wait_for_another():
-    slow, fast = Courier("slow", CPU), Courier("fast", CPU)
+    slow, fast = BackgroundThread("slow", CPU), BackgroundThread("fast", CPU)
     held = threading.Event()
     waiting: Job[bool] = slow.submit(lambda: held.wait(SOON_S))
     assert fast.submit(lambda: "there").result() == "there"
@@ -170,10 +170,10 @@ def test_one_courier_does_not_wait_for_another():
 
 
 @on_ranks(2, 3)
-def test_couriers_exchange_beside_the_process_and_beside_each_other():
+def test_background_threads_exchange_beside_the_process_and_beside_each_other():
     axis = tulle.init(data=-1)["data"]
     lanes = [comm.lane(axis, name) for name in ("first", "second")]
-    couriers = [Courier("first", CPU), Courier("second", CPU)]
+    threads = [BackgroundThread("first", CPU), BackgroundThread("second", CPU)]
 
     def exchange(step: int, which: int) -> float:
         gathered = comm.all_gather_parts(torch.full((3,), float(step)), [3] * axis.size, lanes[which], label="there")
@@ -182,11 +182,11 @@ def test_couriers_exchange_beside_the_process_and_beside_each_other():
 
     jobs = {}
     for step in range(10):
-        for which in (0, 1) if axis.rank else (1, 0):  # each courier's own order is all that must agree
-            jobs[step, which] = couriers[which].submit(lambda step=step, which=which: exchange(step, which))
+        for which in (0, 1) if axis.rank else (1, 0):  # each thread's own order is all that must agree
+            jobs[step, which] = threads[which].submit(lambda step=step, which=which: exchange(step, which))
         mine = comm.all_reduce(torch.tensor(float(step)), axis, label="here").wait()
         assert mine.item() == step * axis.size
     for (step, which), job in jobs.items():
         assert job.result() == axis.size * (3 * step + which)
-    for courier in couriers:
-        courier.close()
+    for background in threads:
+        background.close()

@@ -1,4 +1,4 @@
-"""`Courier`: a thread that does exchanges of several steps, one after the other, while backward computes."""
+"""`BackgroundThread`: does exchanges of several steps, one after the other, while forward and backward compute."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tulle.mesh import Axis, will_wait
 
 T = TypeVar("T")
 _LEAVING_S = 1.0
-_couriers: WeakSet[Courier] = WeakSet()
+_threads: WeakSet[BackgroundThread] = WeakSet()
 
 
-class Courier:
+class BackgroundThread:
     """Does jobs in the order in which they were submitted, in a thread of its own.
 
     Each job's collectives must be on process groups that nobody else uses, and all ranks must submit the same jobs
@@ -41,7 +41,7 @@ class Courier:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        _couriers.add(self)
+        _threads.add(self)
 
     def submit(self, work: Callable[[], T]) -> Job[T]:
         """Have some work done in its turn."""
@@ -68,7 +68,7 @@ class Courier:
 
 
 class Job(Generic[T]):
-    """Some work that a courier does; `result` waits for it."""
+    """Some work that a background thread does; `result` waits for it."""
 
     def __init__(self, work: Callable[[], T], stream: torch.cuda.Stream | None) -> None:
         self._work: Callable[[], T] | None = work
@@ -147,12 +147,12 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _deliver(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
-    # A function and not a method, so that the thread does not keep its courier alive.
+    # A function and not a method, so that the thread does not keep its `BackgroundThread` alive.
     while (run := jobs.get()) is not None:
         run()
         del run
 
 
 def _close_all() -> None:
-    for courier in list(_couriers):
-        courier.close()
+    for thread in list(_threads):
+        thread.close()
