@@ -126,7 +126,7 @@ def _follow(found: ByRows, record: Record, number: int, call: Call) -> bool:
     memory = found.view.memory
     name = call.name
     if memory in call.made:
-        return _made(found, record, number, call, name)
+        return _made(found, number, call, name)
     target = call.arguments[0]
     if memory not in call.changed or len(call.views) != 1:
         return False  # another tensor is made of it, or it of another
@@ -140,7 +140,7 @@ def _follow(found: ByRows, record: Record, number: int, call: Call) -> bool:
     return _pointwise(found, call)
 
 
-def _made(found: ByRows, record: Record, number: int, call: Call, name: str) -> bool:
+def _made(found: ByRows, number: int, call: Call, name: str) -> bool:
     """The call that allocates the memory."""
     if name in _EMPTY:
         return True

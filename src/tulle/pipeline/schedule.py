@@ -68,17 +68,14 @@ def stages_here(rank: int, ranks: int, stages: int) -> int:
     return max(1, len(range(rank, stages, ranks)))
 
 
-def preference(
-    schedule: Schedule, micro_batch: int, ranks: int, stage: int, *, in_backward: bool, is_full: bool = True
-) -> tuple[int, ...]:
-    """Of what is ready, a rank takes that of which this is smallest.
+def preference(micro_batch: int, ranks: int, stage: int, *, in_backward: bool, is_full: bool) -> tuple[int, ...]:
+    """Of what is ready, a rank takes that of which this is smallest, whatever the schedule: that says what is ready.
 
     Forward while there is room, to feed the ranks behind, else backward, which makes room: one forward, one backward.
     By groups of as many micro-batches as ranks, in each group all of one stage and then all of the next; in backward
     the other way round.
 
     Args:
-        schedule: Which; it says what is ready (`gpipe`: no backward before the last forward), not what comes first.
         micro_batch: Its number.
         ranks: On the axis.
         stage: That the micro-batch has come to on this rank.

@@ -227,7 +227,7 @@ class Turns:
     def _preference(self, turn: Turn, *, is_full: bool) -> tuple[int, ...]:
         in_backward, ranks = turn.in_backward or turn.is_at_backward, self._post.axis.size
         stage = turn.program.stage_in_backward if in_backward else turn.program.stage
-        return preference(self._schedule, turn.micro_batch, ranks, stage, in_backward=in_backward, is_full=is_full)
+        return preference(turn.micro_batch, ranks, stage, in_backward=in_backward, is_full=is_full)
 
     def _await_letters(self, *, but: Collection[Turn]) -> None:
         """Wait until one comes that was not there; what is there already is of no use yet."""

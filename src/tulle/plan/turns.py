@@ -171,7 +171,5 @@ class _Place:
         )
 
     def _preference(self, turn: Turn, *, is_full: bool) -> tuple[int, ...]:
-        preferred = preference(
-            self.schedule, turn.micro_batch, self.ranks, turn.stage, in_backward=turn.is_backward, is_full=is_full
-        )
+        preferred = preference(turn.micro_batch, self.ranks, turn.stage, in_backward=turn.is_backward, is_full=is_full)
         return (*preferred, turn.stage)
