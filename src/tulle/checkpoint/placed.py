@@ -7,7 +7,6 @@ of the axis alike.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -96,7 +95,7 @@ def memory_of(tensor: Tensor) -> tuple[object, ...] | None:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-class Placed(ABC):
+class Placed:
     """A tensor of a checkpoint.
 
     Args:
@@ -104,10 +103,14 @@ class Placed(ABC):
         tensor: What this rank has of it.
         shape: Of the whole.
         boxes: Of the blocks that this rank reads: of each in turn `values`, or `room` and then `settle`, is called.
+        is_writer: Whether this rank writes them too.
     """
 
-    def __init__(self, path: Path, tensor: Tensor, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    def __init__(
+        self, path: Path, tensor: Tensor, shape: Sequence[int], boxes: Sequence[Box], *, is_writer: bool = True
+    ) -> None:
         self.path = path
+        self._is_writer = is_writer
         self.tensor = tensor.detach()
         self.shape = tuple(shape)
         self.boxes = boxes
@@ -125,7 +128,7 @@ class Placed(ABC):
     @property
     def written(self) -> Sequence[Box]:
         """Of the blocks that this rank writes: together those of all ranks are the whole tensor, once."""
-        return self.boxes
+        return self.boxes if self._is_writer else ()
 
     def blocks(self) -> Iterator[tuple[Box, Tensor]]:
         """What this rank writes, block by block."""
@@ -135,11 +138,11 @@ class Placed(ABC):
         """A block of what the ranks have."""
         return self.room(number)
 
-    @abstractmethod
     def room(self, number: int) -> Tensor:
-        """Where to read a block to."""
+        """Where to read a block to: the rows that it has of this rank's tensor, where these lie as in the whole."""
+        return _rows_of(self.tensor, self.boxes[number])
 
-    def settle(self, number: int, block: Tensor) -> None:  # noqa: B027
+    def settle(self, number: int, block: Tensor) -> None:
         """Take in a block that was read; it may lie where it belongs already."""
 
 
@@ -153,17 +156,7 @@ class Replicated(Placed):
     """
 
     def __init__(self, path: Path, tensor: Tensor, *, is_writer: bool) -> None:
-        super().__init__(path, tensor, tensor.shape, _row_blocks(tensor, (0,) * tensor.ndim))
-        self._is_writer = is_writer
-
-    @property
-    def written(self) -> Sequence[Box]:
-        """See `Placed`."""
-        return self.boxes if self._is_writer else ()
-
-    def room(self, number: int) -> Tensor:
-        """See `Placed`."""
-        return _rows_of(self.tensor, self.boxes[number])
+        super().__init__(path, tensor, tensor.shape, _row_blocks(tensor, (0,) * tensor.ndim), is_writer=is_writer)
 
 
 class ByColumns(Placed):
@@ -177,17 +170,7 @@ class ByColumns(Placed):
     """
 
     def __init__(self, path: Path, tensor: Tensor, split: ColumnSplit, *, is_writer: bool) -> None:
-        super().__init__(path, tensor, split.shape, _row_blocks(tensor, (0, split.first_column)))
-        self._is_writer = is_writer
-
-    @property
-    def written(self) -> Sequence[Box]:
-        """See `Placed`."""
-        return self.boxes if self._is_writer else ()
-
-    def room(self, number: int) -> Tensor:
-        """See `Placed`."""
-        return _rows_of(self.tensor, self.boxes[number])
+        super().__init__(path, tensor, split.shape, _row_blocks(tensor, (0, split.first_column)), is_writer=is_writer)
 
 
 class ByRows(Placed):
@@ -202,17 +185,11 @@ class ByRows(Placed):
 
     def __init__(self, path: Path, tensor: Tensor, order: RowOrder, *, is_writer: bool) -> None:
         split = order.split
-        self._is_writer = is_writer
         self._order = order
         self._ranges = list(blocks_of_chunks(split, block_rows_of(tensor.element_size() * split.width)))
         mine = [ranges[split.axis.rank] for ranges in self._ranges]
         boxes = [Box((rows.start, 0), (len(rows), split.width)) for rows in mine]
-        super().__init__(path, tensor, split.shape, boxes)
-
-    @property
-    def written(self) -> Sequence[Box]:
-        """See `Placed`."""
-        return self.boxes if self._is_writer else ()
+        super().__init__(path, tensor, split.shape, boxes, is_writer=is_writer)
 
     def values(self, number: int) -> Tensor:
         """See `Placed`. Every rank of the axis must call it, for as many blocks; some may be empty."""
@@ -244,13 +221,7 @@ class BySections(Placed):
             for box in _row_blocks(stretch, offsets) if stretch.numel() else ():
                 boxes.append(box)
                 self._rooms.append(stretch.narrow(0, box.offsets[0] - offsets[0], box.sizes[0]))
-        self._is_writer = is_writer
-        super().__init__(path, tensor, part.shape, boxes)
-
-    @property
-    def written(self) -> Sequence[Box]:
-        """See `Placed`."""
-        return self.boxes if self._is_writer else ()
+        super().__init__(path, tensor, part.shape, boxes, is_writer=is_writer)
 
     def room(self, number: int) -> Tensor:
         """See `Placed`."""

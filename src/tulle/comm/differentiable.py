@@ -170,19 +170,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis, label: str, dim: int) -> Tensor:
         ctx.about = axis, label, dim
-        return _gathered(tensor, axis, label, dim)
+        return _joined(all_gather(tensor.contiguous(), axis, label=label).wait(), dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return _applied(_Scatter, gradients[0], *ctx.about), None, None, None
 
 
-class _GatherToSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Axis, label: str, dim: int) -> Tensor:
-        ctx.about = axis, label, dim
-        return _gathered(tensor, axis, label, dim)
-
+class _GatherToSum(_Gather):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return _applied(_ReduceScatter, gradients[0], *ctx.about), None, None, None
@@ -273,10 +268,6 @@ def _applied(function: type[torch.autograd.Function], *arguments: object) -> Ten
 def _untraced(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
     """What is sent is not to be traced: the compiler would take its size for a symbol, and send while it looks."""
     return function.apply(*arguments)
-
-
-def _gathered(tensor: Tensor, axis: Axis, label: str, dim: int) -> Tensor:
-    return _joined(all_gather(tensor.contiguous(), axis, label=label).wait(), dim)
 
 
 def _exchanged(tensor: Tensor, axis: Axis, label: str, dim: int) -> Tensor:
