@@ -16,7 +16,7 @@ from profiles import profile_of
 from tulle import Plan
 from tulle.cost import Cost, Network
 from tulle.errors import PlanError
-from tulle.plan import BUCKET_BYTES, Memory, Space, TablePlan
+from tulle.plan import BUCKET_BYTES, Memory, Prediction, Space, TablePlan
 from tulle.sync import SCHEMES
 from tulle.workload import Profile
 
@@ -63,6 +63,16 @@ def test_a_plan_comes_back_from_its_file_as_it_was(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     assert Plan.load(str(tmp_path / "plan.json")) == plan
+
+
+def test_plans_that_are_alike_are_one_key(tmp_path):
+    predicted = Prediction(32, 4, 0.1, {"forward": 0.1}, {}, (10**9,), bound_s=0.1)
+    for plan in (PLAN, AXES, replace(PLAN, prediction=predicted)):
+        plan.save(tmp_path / "plan.json")
+        assert {plan: "kept"}[Plan.load(tmp_path / "plan.json")] == "kept"
+        assert len({plan, replace(plan, bucket_bytes=1), replace(plan, mesh={"data": 8})}) == 3
+    assert hash(replace(PLAN, tables=[WORDS, TAGS], offers=[])) == hash(PLAN)
+    assert {predicted, replace(predicted)} == {predicted}
 
 
 numbers = st.floats(0, 1e12, allow_nan=False)

@@ -74,14 +74,14 @@ class Plan:
         source.weight (8,000 x 256): allgather: given
     """
 
-    mesh: Mapping[str, int]
+    mesh: Mapping[str, int] = field(hash=False)
     tables: tuple[TablePlan, ...] = ()
     bucket_bytes: int = BUCKET_BYTES
     network: Network | None = None
     wire_dtype: str | None = None
     offers: tuple[str, ...] = ()
     schedule: str = AT_STEP
-    stages: Mapping[str, int] = field(default_factory=dict)
+    stages: Mapping[str, int] = field(default_factory=dict, hash=False)
     stages_per_rank: int = 1
     pipeline_schedule: str = PIPELINE_SCHEDULES[0]
     micro_batches: int = 1
@@ -91,6 +91,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensor_parallel", as_names(self.tensor_parallel))
+        for name in ("tables", "offers"):
+            if isinstance(given := getattr(self, name), list):  # a tuple has a hash
+                object.__setattr__(self, name, tuple(given))
 
     @property
     def schemes(self) -> dict[str, str]:

@@ -40,8 +40,8 @@ class Prediction:
     batch: int
     ranks: int
     step_s: float
-    parts_s: Mapping[str, float]
-    links_s: Mapping[str, float]
+    parts_s: Mapping[str, float] = field(hash=False)
+    links_s: Mapping[str, float] = field(hash=False)
     memory_bytes: tuple[int, ...]
     bound_s: float
     runner_up: tuple[str, ...] = ()

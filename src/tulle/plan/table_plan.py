@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tulle.cost import Characteristics, Cost
@@ -35,8 +35,8 @@ class TablePlan:
     scheme: str
     reason: str = ""
     density: float | None = None
-    candidates: Mapping[str, Cost] | None = None
-    characteristics: Mapping[str, float] | None = None
+    candidates: Mapping[str, Cost] | None = field(default=None, hash=False)
+    characteristics: Mapping[str, float] | None = field(default=None, hash=False)
     measured: Cost | None = None
 
     def with_choice(self, choice: Choice | None, measured: Cost | None) -> TablePlan:
