@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer, SparseAdam
 from torch.utils._pytree import tree_map_only
 
-from tulle.errors import DataError, ModelError, PlanError
+from tulle.errors import DataError, MeshError, ModelError, PlanError
 from tulle.memory.estimate import Estimate, Loss, count_on_a_copy, default_loss, on_a_rank
 from tulle.memory.recompute import repeated
 from tulle.memory.stages import Stages, count_stages
@@ -102,9 +102,10 @@ def estimate(
 
     Raises:
         PlanError: If the mesh has an axis `pipe` and the plan no stages, a stage names no module, or the plan is for
-            another mesh, has what none can have, or is a word such as "auto", which stands for one only where processes
-            are.
-        ModelError: If the model is none, or nothing that it gives depends on its parameters.
+            another mesh, has what none can have, is none, or is a word such as "auto", which stands for one only where
+            processes are.
+        MeshError: If the mesh is none.
+        ModelError: If the model or the optimizer is none, or nothing that it gives depends on its parameters.
 
     Example:
         >>> import torch
@@ -118,7 +119,7 @@ def estimate(
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"estimate was given a {type(model).__name__} as model, expected a torch.nn.Module")
-    sizes = dict(mesh.shape if isinstance(mesh, Mesh) else mesh)
+    sizes = _sizes_of(mesh)
     chosen = _plan_of(plan, sizes)
     ranks = sizes.get(PIPE, 1)
     if ranks > 1 and not chosen.stages:
@@ -173,7 +174,8 @@ class _Several:
 def _plan_of(given: Plan | str | os.PathLike[str] | Mapping[str, Any] | None, sizes: Mapping[str, int]) -> Plan:
     if given is None:
         return Plan(mesh=sizes)
-    if isinstance(given, str) and Path(given).suffix != ".json":
+    is_path = isinstance(given, os.PathLike) or (isinstance(given, str) and Path(given).suffix == ".json")
+    if not (is_path or isinstance(given, Plan | Mapping)):
         raise PlanError(
             f"estimate was given plan={given!r}, expected a Plan, its JSON, the path of one (*.json) or None: "
             "tulle.plan(model, mesh) makes one"
@@ -183,6 +185,19 @@ def _plan_of(given: Plan | str | os.PathLike[str] | Mapping[str, Any] | None, si
     if plan.mesh and _joined(plan.mesh) != _joined(sizes):
         raise PlanError(f"estimate was given a plan for the mesh {dict(plan.mesh)} and the mesh {dict(sizes)}")
     return plan
+
+
+def _sizes_of(mesh: object) -> dict[str, int]:
+    sizes = mesh.shape if isinstance(mesh, Mesh) else mesh
+    if not isinstance(sizes, Mapping):
+        raise MeshError(
+            f"estimate was given a {type(mesh).__name__} as mesh, expected what tulle.init returns, or sizes of axes "
+            "by name"
+        )
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise MeshError(f"estimate was given a mesh with {name}={size!r}, expected a positive number of ranks")
+    return dict(sizes)
 
 
 def _joined(mesh: Mapping[str, int]) -> dict[str, int]:
@@ -199,6 +214,11 @@ def _optimizer_of(given: Optimizers | None, model: nn.Module) -> Optimizer:
         given += [SparseAdam(sparse)] if sparse else []
     if isinstance(given, Optimizer):
         return given
+    if not (callable(given) or (isinstance(given, Sequence) and all(isinstance(one, Optimizer) for one in given))):
+        raise ModelError(
+            f"estimate was given a {type(given).__name__} as optimizer, expected one or several of torch.optim, or "
+            "what makes one of parameters"
+        )
     return cast("Optimizer", _Several(given)) if isinstance(given, Sequence) else given(model.parameters())
 
 

@@ -80,12 +80,13 @@ def save_safetensors(
         >>> pathlib.Path(path).read_bytes()[8:41]
         b'{"__metadata__":{"format":"pt"},"'
     """
-    standing, path = Standing(model), Path(path)
+    standing = Standing(model)
     ranks, state, shapes = standing.ranks, standing.state(), standing.shapes()
     firsts = standing.first_names(state)
     entries: list[_Entry] = []
     notes: dict[str, str] = {"format": "pt", **(metadata or {})}
     with ranks.alike():
+        path = _checked(path)
         for name, value in state.items():
             _check(name, value)
             first = firsts.get(name, name)
@@ -109,6 +110,14 @@ def save_safetensors(
             _drain(blocks)
             raise
         _drain(blocks)
+
+
+def _checked(path: object) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(
+            f"a {type(path).__name__} was given for the file, expected its name: tulle.save_safetensors(path, model)"
+        )
+    return Path(path)
 
 
 def _check(name: str, value: object) -> None:

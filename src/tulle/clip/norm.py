@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,8 @@ from tulle.engine import average_by_hand, engine_of
 from tulle.errors import GradientError
 from tulle.rows import RowSparse
 from tulle.tables import ShardGradient
+
+_EXPECTED = "expected a model, a parameter, or several: model, or model.parameters()"
 
 
 @torch.no_grad()
@@ -39,8 +43,9 @@ def clip_grad_norm_(
         error_if_nonfinite: Whether to raise, rather than scale, when the norm is NaN or infinite.
 
     Raises:
-        GradientError: If a parameter is a part of which only named dimensions know how it is laid out; or, if asked
-            for, if the norm is not finite, naming the first parameter that is to blame.
+        GradientError: If something else is given than parameters, or numbers; if a parameter is a part of which only
+            named dimensions know how it is laid out; or, if asked for, if the norm is not finite, naming the first
+            parameter that is to blame.
 
     Example:
         >>> import torch, tulle
@@ -51,6 +56,7 @@ def clip_grad_norm_(
     """
     named = list(_named(parameters))
     _check_clippers(named)
+    order = _checked_order(max_norm, norm_type)
     owners = {engine for _, p in named if (engine := engine_of(p)) is not None and engine.home.size > 1}
     average_by_hand([p for _, p in named], owners)
     gradients = [(name, p, _values(p.grad)) for name, p in named if p.grad is not None]
@@ -59,7 +65,7 @@ def clip_grad_norm_(
     spread = next((spread for _, p in named if (spread := spread_of(p)) is not None), None)
     if spread is None and not found:
         return torch.tensor(0.0)
-    total = _norm([(p, part) for _, p, part in found], [p for _, p in named], spread, float(norm_type))
+    total = _norm([(p, part) for _, p, part in found], [p for _, p in named], spread, order)
     if error_if_nonfinite and not torch.isfinite(total):
         to_blame = next((name for name, _, part in found if not part.isfinite().all()), "all")
         raise GradientError(
@@ -103,16 +109,34 @@ def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> Iterable[tuple[
     if isinstance(parameters, nn.Module):
         return parameters.named_parameters()
     several = [parameters] if isinstance(parameters, Tensor) else parameters
+    if not isinstance(several, Iterable):
+        raise GradientError(f"clip_grad_norm_ was given a {type(several).__name__}, {_EXPECTED}")
     return ((f"number {number}", parameter) for number, parameter in enumerate(several))
 
 
 def _check_clippers(named: Iterable[tuple[str, Tensor]]) -> None:
     for name, parameter in named:
+        if not isinstance(parameter, Tensor):
+            raise GradientError(
+                f"clip_grad_norm_ was given a {type(parameter).__name__} among the parameters, {_EXPECTED}"
+            )
         clipper = getattr(parameter, "clipped_with", None)
         if isinstance(clipper, str):
             raise GradientError(
                 f"of the parameter {name!r} this rank has a part; only {clipper} knows how it is laid out: call that"
             )
+
+
+def _checked_order(max_norm: object, norm_type: Any) -> float:
+    """The order of the norm, if it and the largest norm can be."""
+    if not isinstance(max_norm, Real | Tensor):
+        raise GradientError(f"clip_grad_norm_ was given max_norm={max_norm!r}, expected a number")
+    try:
+        return float(norm_type)
+    except (TypeError, ValueError) as error:
+        raise GradientError(
+            f"clip_grad_norm_ was given norm_type={norm_type!r}, expected the order of a norm: 2, or 'inf'"
+        ) from error
 
 
 def _values(gradient: Tensor) -> Tensor:

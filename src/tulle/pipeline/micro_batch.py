@@ -72,7 +72,7 @@ def _cut_argument(
 def _cut_leaf(name: str, leaf: Any, dimension: int, count: int, lengths: dict[str, int]) -> Sequence[Any]:
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return [leaf] * count
-    if dimension >= leaf.dim():
+    if not -leaf.dim() <= dimension < leaf.dim():
         raise DataError(f"{name!r} is to be cut along dimension {dimension}, but has the shape {list(leaf.shape)}")
     lengths[f"{name} of shape {list(leaf.shape)}"] = leaf.shape[dimension]
     return leaf.tensor_split(count, dimension)

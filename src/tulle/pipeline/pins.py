@@ -37,7 +37,7 @@ def stage(number: int) -> Iterator[None]:
         >>> pipeline.pins_of(model)
         {'head': 1}
     """
-    if not isinstance(number, int) or number < 0:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise PlanError(f"stage was given {number!r}, expected the number of a stage: 0, 1, ...")
     _entered.append(number)
     hook = register_module_module_registration_hook(_pin)

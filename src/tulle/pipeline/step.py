@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, overload
 
 from tulle.errors import PlanError
@@ -54,7 +54,8 @@ def step(
         for each result.
 
     Raises:
-        PlanError: If there is no such schedule, no positive number of micro-batches, or something else than a function.
+        PlanError: If there is no such schedule, no positive number of micro-batches, no dimension in `split`, or
+            something else than a function.
         DataError: From the call, if the batch cannot be cut so.
         CommunicationError: From the call, if another rank failed, or nothing came from it in time.
 
@@ -72,11 +73,16 @@ def step(
     """
     if not (function is None or callable(function)):
         raise PlanError(f"step was given {function!r}, expected the step function, or micro_batches={function!r}")
-    if not (micro_batches is None or (isinstance(micro_batches, int) and micro_batches > 0)):
+    is_number = isinstance(micro_batches, int) and not isinstance(micro_batches, bool)
+    if not (micro_batches is None or (is_number and micro_batches > 0)):
         raise PlanError(f"step was given micro_batches={micro_batches!r}, expected a positive number")
+    _check_split(split)
     order = None if schedule is None else checked(schedule)
 
     def decorate(function: Callable[P, Any]) -> Callable[P, Any]:
+        if not callable(function):
+            raise PlanError(f"step(...) decorates a step function, but was given {function!r}")
+
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> Any:
             models = models_of(function, args, kwargs)
@@ -91,3 +97,17 @@ def step(
         return run
 
     return decorate if function is None else decorate(function)
+
+
+def _check_split(split: object) -> None:
+    """Raise if it cannot say along which dimensions arguments are cut."""
+    if not isinstance(split, Mapping | None):
+        raise PlanError(
+            f"step was given split={split!r}, expected dimensions by names of arguments: {{'batch': 1}}, say"
+        )
+    for name, dimension in (split or {}).items():
+        is_dimension = isinstance(dimension, int) and not isinstance(dimension, bool)
+        if not (isinstance(name, str) and (dimension is None or is_dimension)):
+            raise PlanError(
+                f"step was given split={{{name!r}: {dimension!r}}}, expected a dimension, or None, by a name"
+            )

@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from tulle.cost import Network
@@ -33,11 +34,13 @@ SCHEDULES = (AT_STEP, AT_READ, AUTO)
 PIPELINE_SCHEDULES = ("1f1b", "eager-1f1b", "gpipe")
 """In which order a rank of axis `pipe` works on micro-batches; with several stages a rank they are interleaved."""
 
-_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+_KINDS: dict[str, tuple[type | tuple[type, ...] | UnionType, str]] = {
     "mesh": (Mapping, "sizes of axes by name"),
     "tables": ((tuple, list), "a tuple of TablePlan"),
     "stages": (Mapping, "stages of modules by name"),
     "memory": (Memory, "a tulle.Memory"),
+    "network": (Network | None, "a network or None"),
+    "offers": ((tuple, list), "a tuple of texts"),
 }
 """What some fields of a plan must be."""
 
@@ -133,6 +136,8 @@ class Plan:
             >>> Plan({"data": 2}).diff(Plan({"data": 4}, micro_batches=8))
             ["mesh: {'data': 2} against {'data': 4}", 'micro_batches: 1 against 8']
         """
+        if not isinstance(other, Plan):
+            raise PlanError(f"Plan.diff was given a {type(other).__name__}, expected a Plan: Plan.load(path), say")
         lines = [
             f"{one.name}: {_beside(mine, theirs)} against {_beside(theirs, mine)}"
             for one in fields(self)
@@ -163,6 +168,8 @@ class Plan:
         Raises:
             PlanError: If the file is missing or is not a plan, saying what is wrong.
         """
+        if not isinstance(path, str | os.PathLike):
+            raise PlanError(f"Plan.load was given a {type(path).__name__}, expected the path of a file")
         try:
             parsed = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -250,6 +257,8 @@ class Plan:
             if not isinstance(table, TablePlan):
                 raise PlanError(f"the plan has {table!r} among its tables, expected a TablePlan")
             check_scheme(table.scheme, extra=(AUTO, *PLACEMENTS))
+        for name, size in self.mesh.items():
+            _positive(size, f"axis {name}")
         for name in ("bucket_bytes", "micro_batches", "stages_per_rank"):
             _positive(getattr(self, name), name)
         for name, stage in self.stages.items():
