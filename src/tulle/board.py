@@ -18,6 +18,8 @@ _WAITING = "tulle/waiting"
 _PLACE = "tulle/place"
 _DOING = "tulle/doing"
 _LEFT = "tulle/left"
+_COME = "tulle/come"
+_BEGUN = "tulle/begun"
 _MEND = "every rank must take as many steps (give all as many batches, as a loader with drop_last=True does)"
 _kept: list[tuple[Store, int]] = []
 """The way to the board, and this rank, for the end of the process, by which the process group may be gone."""
@@ -100,6 +102,61 @@ def forget_place(key: str, rank: int) -> None:
             store.delete_key(f"{_PLACE}/{key}/{rank}")
     except (RuntimeError, OSError):
         pass
+
+
+def arrive(key: str) -> None:
+    """Leave word that this rank has come. Never raises."""
+    try:
+        store = _store()
+        if store is not None:
+            store.set(f"{_COME}/{key}", "")
+    except (RuntimeError, OSError):
+        pass
+
+
+def have_come(keys: Sequence[str], *, patience_s: float = 0.0) -> bool:
+    """Whether all have left word under these keys within so many seconds, or there is no board. Never raises."""
+    begin_s, pause_s = time.monotonic(), 0.001
+    try:
+        store = _store()
+        while store is not None and not store.check([f"{_COME}/{key}" for key in keys]):
+            if time.monotonic() - begin_s >= patience_s:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(0.05, 2 * pause_s)
+    except (RuntimeError, OSError):
+        pass
+    return True
+
+
+def take_back(key: str) -> None:
+    """This rank has not come, after all. Never raises."""
+    try:
+        store = _store()
+        if store is not None:
+            store.delete_key(f"{_COME}/{key}")
+    except (RuntimeError, OSError):
+        pass
+
+
+def begin(count: int) -> None:
+    """Leave word of the how-manieth backward of this rank begins. Never raises."""
+    try:
+        store = _store()
+        if store is not None:
+            store.set(f"{_BEGUN}/{dist.get_rank()}", str(count))  # without an answer: some microseconds
+    except (RuntimeError, OSError):
+        pass
+
+
+def begun(rank: int) -> int:
+    """Which backward of a rank of the run has begun, of those of which it has left word. Never raises."""
+    return int(_read(f"{_BEGUN}/{rank}") or 0)
+
+
+def has_left(rank: int) -> bool:
+    """Whether a rank of the run has left without an error. Never raises."""
+    return bool(_read(f"{_LEFT}/{rank}"))
 
 
 def tell(rank: int, doing: str) -> None:

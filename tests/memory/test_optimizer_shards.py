@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import time
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from torch import nn
 
 import tulle
 from ranks import on_ranks
-from tulle.errors import GradientError, ModelError
+from tulle import board
+from tulle.errors import CommunicationError, GradientError, ModelError
 from tulle.memory import compute_in, shard_optimizer
+from tulle.plan import Memory
 
 STEPS = 4
 OPTIMIZERS = {
@@ -298,3 +301,37 @@ def test_masters_follow_what_is_written_to_their_parameters():
     assert torch.equal(master, torch.stack([torch.full((3,), 2.0), begin[1]]) + 2.0**-12)
     model.load_state_dict({"weight": torch.ones(2, 3)})
     assert torch.equal(optimizer.state_dict()["state"][0]["master"], torch.ones(2, 3))
+
+
+@on_ranks(2)
+def test_a_state_that_one_rank_asks_for_alone_is_refused_as_soon_as_another_steps():
+    mesh = tulle.init(data=-1)
+    model = nn.Linear(4, 4)
+    model, optimizer = tulle.distribute(
+        model,
+        torch.optim.Adam(model.parameters()),
+        mesh,
+        plan=tulle.Plan(mesh.shape, memory=Memory(shard_optimizer=True)),
+    )
+    for step in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        if step == 1:  # that others come later is no fault
+            time.sleep(0.5 * mesh.rank)
+            assert len(optimizer.state_dict()["state"]) == 2
+    text = (
+        r"optimizer.state_dict\(\) was called on rank 0 of axis 'data', but rank 1 has begun another step: .* `if rank"
+    )
+    begin_s = time.monotonic()
+    if mesh.rank == 0:
+        with pytest.raises(CommunicationError, match=text):
+            optimizer.state_dict()
+        assert time.monotonic() - begin_s < 5, "it waited for the time-out"
+    model(torch.ones(2, 4)).sum().backward()  # nothing was begun, so that it can go on
+    optimizer.step()
+    assert len(optimizer.state_dict()["state"]) == 2
+    if mesh.rank == 1:
+        board.leave_in_peace()
+    else:
+        with pytest.raises(CommunicationError, match="but rank 1 has left: of an optimizer"):
+            optimizer.state_dict()

@@ -1,6 +1,7 @@
 """Typed collectives that count bytes and messages, some with gradients; the network probe; the background thread."""
 
 from tulle.comm.agree import gather_values, raise_together
+from tulle.comm.assembly import assemble, follow_steps
 from tulle.comm.background import BackgroundThread, Job, used_here
 from tulle.comm.collectives import all_gather, all_reduce, barrier, broadcast
 from tulle.comm.differentiable import enter, exchange, gather, halo, leave, reduce_scatter, scatter
@@ -24,11 +25,13 @@ __all__ = [
     "all_reduce",
     "all_to_all_parts",
     "alone",
+    "assemble",
     "barrier",
     "broadcast",
     "eager",
     "enter",
     "exchange",
+    "follow_steps",
     "gather",
     "gather_values",
     "halo",

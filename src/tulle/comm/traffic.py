@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from tulle.board import count_steps
+from tulle.board import begin, count_steps
 
 
 @dataclass(slots=True)
@@ -47,12 +47,27 @@ class Traffic:
     """Since somebody last took them."""
     wait_s: float = 0.0
     step: int = 0
+    begun: int = 0
+    """How many backwards have begun whose gradients travel."""
+    is_followed: bool = False
+    """Whether others are told so."""
     is_tracing: bool = False
     spans: list[Span] = field(default_factory=list)
     is_background: threading.local = field(default_factory=threading.local)
     """Has a `flag` in threads that work beside backward: their waiting holds nobody up."""
     _ever: dict[str, Count] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, step: int) -> None:
+        """A backward begins whose gradients travel; or what is sent in its stead.
+
+        Args:
+            step: The number of the step.
+        """
+        self.step = step
+        self.begun += 1
+        if self.is_followed:
+            begin(self.begun)
 
     def sent(self, label: str | Mapping[str, int], bytes_sent: int, messages: int) -> None:
         """Count one exchange under `label`, or, where several tables travel together, under each by its share."""

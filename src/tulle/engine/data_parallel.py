@@ -146,7 +146,7 @@ class DataParallel:
         for slot in self._slots.values():  # also what came from other stages, of parameters that these hold too
             slot.is_fired |= slot.parameter.grad is not None
         self.reducer.begin_backward()
-        traffic.step = self.steps + 1
+        traffic.begin(self.steps + 1)
         self.reducer.foresee_all(self.steps + 1)
         self.end_backward()
 
@@ -242,7 +242,7 @@ class DataParallel:
             return False
         self._backward = backward
         self.reducer.begin_backward()
-        traffic.step = self.steps + 1
+        traffic.begin(self.steps + 1)
         end_with(backward, self)
         return True
 

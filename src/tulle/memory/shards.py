@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
-from tulle.comm import all_gather_parts, eager, gather_values
+from tulle.comm import all_gather_parts, assemble, eager, follow_steps, gather_values
 from tulle.errors import GradientError, ModelError
 from tulle.memory.pieces import Bucket, Piece, deal, flat, laid_out_like, lay_out
 from tulle.mesh import Axis
@@ -29,6 +29,10 @@ LABEL = "stepped parameters"
 STATE_LABEL = "optimizer state"
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
 """Entries of an optimizer's state that are one number for a whole parameter."""
+_MEND = (
+    "of an optimizer whose state is sharded over the ranks each has a part, so every rank of the axis must call it. "
+    "Take it in front of `if rank == 0:`, within which it is saved, or tulle.save(path, model, optimizer)"
+)
 _MASTER = "master"
 """The name under which an optimizer's state has the masters."""
 
@@ -102,7 +106,13 @@ class OptimizerShards:
             self._share(bucket)
 
     def whole_state(self) -> dict[Tensor, dict[str, Any]]:
-        """The optimizer's state as one process would have it, by parameter. Every rank of the axis must call it."""
+        """The optimizer's state as one process would have it, by parameter. Every rank of the axis must call it.
+
+        Raises:
+            CommunicationError: If others do not, which is noticed when they take another step or leave.
+        """
+        if self.axis.size > 1:
+            assemble(self.axis, "optimizer.state_dict()", _MEND)
         self._follow_parameters()
         whole: dict[Tensor, dict[str, Any]] = {}
         for bucket in self.buckets:
@@ -257,7 +267,7 @@ def shard_optimizer(
 
     The optimizer stays the same object. Its parameters stay replicas, bitwise alike, and what it steps is what one
     process would. `state_dict()` is whole, as that of one process, and `load_state_dict` takes such a one: every rank
-    of the axis must call them.
+    of the axis must call them. One that calls `state_dict()` alone raises when the others take another step or leave.
 
     Args:
         optimizer: Of `torch.optim`, element-wise, over dense parameters; before its first step, or after.
@@ -290,6 +300,8 @@ def shard_optimizer(
     if axis.size == 1 and narrow is None:
         return shards
     shards.take_parts(dict(optimizer.state))
+    if axis.size > 1:
+        follow_steps(axis)
     optimizer.register_step_pre_hook(shards.before_step)
     optimizer.register_step_post_hook(shards.after_step)
     _give_whole_states(optimizer, shards)

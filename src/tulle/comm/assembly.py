@@ -1,0 +1,77 @@
+"""`assemble`: ranks wait for one another before they exchange something, and soon learn of one that will not come.
+
+Until all are there nothing is sent but words on the board: who came alone has begun no exchange, in which the others
+would take part with another one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from tulle.board import arrive, begun, has_left, have_come, read, take_back
+from tulle.comm.agree import gather_values
+from tulle.comm.traffic import now_s, traffic
+from tulle.errors import CommunicationError
+from tulle.mesh import Axis
+
+logger = logging.getLogger("tulle")
+_LOOKING_S = 0.2
+"""Each time after so many seconds it is looked what the others do."""
+_LONG_S = 3.0
+"""After so many it is told who is waited for."""
+_PASSED = "assemblies"
+
+
+def assemble(axis: Axis, what: str, mend: str) -> None:
+    """Wait until all ranks of an axis are here. Every rank of it must call it, alike.
+
+    Args:
+        axis: Whose ranks are to come.
+        what: What they come to: `"optimizer.state_dict()"`, say.
+        mend: What to do where some do not come, as the end of a sentence.
+
+    Raises:
+        CommunicationError: If a rank has begun another step (after `follow_steps`), has left, or failed, or does
+            not come within the axis' time-out.
+    """
+    passed = axis.kept.get(_PASSED, 0)
+    keys = [f"{axis.group.group_name}/{passed}/{rank}" for rank in range(axis.size)]
+    begin_s, is_told = now_s(), False
+    arrive(keys[axis.rank])
+    while not have_come(keys, patience_s=_LOOKING_S):
+        missing = [rank for rank, key in enumerate(keys) if not have_come([key])]
+        waited_s = now_s() - begin_s
+        word = _why_not(axis, missing)
+        if word is None and waited_s > axis.timeout_s:
+            word = f"{_named(missing)} did not come in {axis.timeout_s:g} s"
+        if missing and word is not None:
+            take_back(keys[axis.rank])
+            raise CommunicationError(f"{what} was called on rank {axis.rank} of axis {axis.name!r}, but {word}: {mend}")
+        if missing and waited_s > _LONG_S and not is_told:
+            logger.warning("%s on rank %d waits for %s: %s", what, axis.rank, _named(missing), mend)
+            is_told = True
+    traffic.waited(now_s() - begin_s)
+    axis.kept[_PASSED] = passed + 1
+    if passed:  # all are here, so that nobody looks for the last time any more
+        take_back(f"{axis.group.group_name}/{passed - 1}/{axis.rank}")
+
+
+def follow_steps(axis: Axis) -> None:
+    """Have `assemble` notice ranks that have begun another step, for microseconds a step. Every rank must call it."""
+    traffic.begun = max(gather_values(traffic.begun, axis, label="steps"))  # what came before need not be alike
+    traffic.is_followed = True
+
+
+def _why_not(axis: Axis, missing: Sequence[int]) -> str | None:
+    """Why some ranks will not come, if it is known."""
+    for rank in missing:
+        if begun(axis.ranks[rank]) > traffic.begun:
+            return f"rank {rank} has begun another step"
+        if has_left(axis.ranks[rank]):
+            return f"rank {rank} has left"
+    return read(patience_s=0.0)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
