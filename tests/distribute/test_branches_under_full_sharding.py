@@ -1,5 +1,6 @@
 """Ranks that call other modules while parameters are shared out are told so, on all ranks, by the modules' names."""
 
+import time
 from unittest import mock
 
 import pytest
@@ -42,6 +43,22 @@ def test_in_the_first_steps_both_modules_are_named(widths):
     text = rf"parameters of 'experts\.{theirs}.*' on rank {theirs}, parameters of 'experts\.{ours}.*' on rank {ours}"
     with pytest.raises(ModelError, match=text):
         model(torch.ones(2, WIDTH), expert=mesh.rank)
+
+
+@on_ranks(2)
+def test_a_state_that_one_rank_asks_for_alone_is_told_long_before_the_time_out():
+    patches.setattr(course, "LONG_S", 0.1)
+    model, optimizer, mesh = shared_out([8, 8])
+    for _ in range(3):
+        model(torch.ones(2, WIDTH), expert=0).backward()
+        optimizer.step()
+    assert model.state_dict()["experts.0.0.weight"].shape == (8, WIDTH)
+    ours, theirs = r"'experts\.0\.0\.weight' for model\.state_dict\(\)", r"parameters of 'experts\.0.*'"
+    one, other = (ours, theirs) if mesh.rank else (theirs, ours)
+    begin_s = time.monotonic()
+    with pytest.raises(ModelError, match=rf"{one} on rank {1 - mesh.rank}, {other} on rank {mesh.rank}"):
+        model(torch.ones(2, WIDTH), expert=0) if mesh.rank else model.state_dict()
+    assert time.monotonic() - begin_s < 4
 
 
 class Layers(nn.Module):

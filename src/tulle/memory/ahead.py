@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from weakref import ref
 
@@ -29,11 +29,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tulle.comm import lane
 from tulle.memory.course import Course, Sent
+from tulle.memory.shard import Shard
 from tulle.memory.unit import Unit
 from tulle.mesh import Axis
 
 FORWARD, EVALUATING, BACKWARD = "forward", "evaluating", "backward"
 """What a unit is gathered for."""
+_STATE = "state"
 _COUNTED = 1000
 """Later uses of a unit without a step of an optimizer count as one."""
 _FOLLOWER = "_tulle_ahead"
@@ -118,6 +120,20 @@ class Ahead:
         self._leaving = ref(job)
         return job
 
+    def whole(self, part: Tensor, shard: Shard, name: str) -> Tensor:
+        """What is shared out, for a state. Every rank of the axis must call it, in the same order.
+
+        Args:
+            part: This rank's.
+            shard: How it is cut.
+            name: Of the parameter.
+
+        Raises:
+            ModelError: If other ranks are at something else.
+        """
+        gather = partial(replace(shard, axis=self.axis).whole, part, label=f"state_dict {name}")
+        return self._course.submit(f"{name!r} for model.state_dict()", _STATE, gather).result()
+
     def follow(self, part: nn.Parameter) -> None:
         """Have a step end when an optimizer has stepped a part, also one that is made later."""
         setattr(part, _FOLLOWER, ref(self))
@@ -158,6 +174,12 @@ class Ahead:
         return Ahead(self.axis)
 
 
+def ahead_of(part: Tensor) -> Ahead | None:
+    """What gathers a part when a module runs, or None."""
+    follower = getattr(part, _FOLLOWER, None)
+    return None if follower is None else follower()
+
+
 @cache
 def _watch_steps() -> None:
     """Look at the steps of all optimizers of this process from now on."""
@@ -165,8 +187,7 @@ def _watch_steps() -> None:
 
 
 def _stepped(optimizer: Optimizer, *_: object) -> None:
-    followers = (getattr(p, _FOLLOWER, None) for group in optimizer.param_groups for p in group["params"])
-    for ahead in dict.fromkeys(follower() for follower in followers if follower is not None):
+    for ahead in dict.fromkeys(ahead_of(p) for group in optimizer.param_groups for p in group["params"]):
         if ahead is not None:
             ahead.end_step()
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from tulle.memory.ahead import ahead_of
 from tulle.memory.shard import Shard, mark, shard_of
 from tulle.parts import guard, load_part
 from tulle.traits import hold
@@ -92,7 +93,13 @@ def cut_in_place(model: nn.Module, name: str, shard: Shard) -> None:
 def _give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
     for name, shard in module.__dict__[_SHARDS].items() if not _gives_parts.get() else ():
         if prefix + name in state:
-            state[prefix + name] = shard.whole(state[prefix + name], label=f"state_dict {prefix + name}")
+            key = prefix + name
+            ahead = ahead_of(module._parameters[name])
+            state[key] = (
+                shard.whole(state[key], label=f"state_dict {key}")
+                if ahead is None
+                else ahead.whole(state[key], shard, key)
+            )
 
 
 def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
