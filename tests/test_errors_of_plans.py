@@ -29,13 +29,16 @@ def test_an_unknown_scheme(plan):
     [
         ({"scheme": "zen"}, "unknown scheme 'zen', expected one of auto, densify, allgather"),
         ({"op": "max"}, "unknown operation 'max', expected one of mean, sum"),
+        ({"wire_dtype": "int3"}, "unknown wire_dtype 'int3', expected None or one of "),
     ],
-    ids=["scheme", "op"],
+    ids=["scheme", "op", "wire_dtype"],
 )
 def test_an_unknown_scheme_or_operation_of_an_all_reduce(options, text):
     axis = tulle.init(data=-1)["data"]
-    with every_rank_raises(PlanError, text):
+    with every_rank_raises(PlanError, text, found_by=0):
         tulle.sync.all_reduce(torch.ones(2, 2), axis, **options)
+    with every_rank_raises(PlanError, text, found_by=last()):  # the others' are right
+        tulle.sync.all_reduce(torch.ones(2, 2), axis, **(options if axis.rank == last() else {}))
 
 
 @on_ranks(1, 2)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tulle.comm import all_gather, probe, raise_together
 from tulle.comm import all_reduce as reduce_dense
-from tulle.errors import GradientError, PlanError
+from tulle.errors import GradientError, PlanError, TulleError
 from tulle.mesh import Axis, check_axis
 from tulle.rows import RowSparse
 from tulle.sync.characteristics import gather_presence
@@ -26,9 +26,8 @@ G = TypeVar("G", RowSparse, Tensor)
 _OPERATIONS: tuple[str, ...] = ("mean", "sum")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _PAIRS = [f"{HIERARCHICAL}:{inside}+{across}" for inside, across in product(FLAT, FLAT)]
-_OPTIONS: list[tuple[str, str, torch.dtype | None]] = [
-    *product((AUTO, *SCHEMES, *_PAIRS), _OPERATIONS, (None, *_DTYPES))
-]
+_Asked = tuple[str, str, torch.dtype | None]
+_OPTIONS: list[_Asked] = [*product((AUTO, *SCHEMES, *_PAIRS), _OPERATIONS, (None, *_DTYPES))]
 _DIMENSIONS = 8
 _REFUSED = -9
 
@@ -61,7 +60,7 @@ def all_reduce(
 
     Raises:
         MeshError: If `axis` is none.
-        PlanError: If scheme, operation or dtype is unknown, or not the same on all ranks.
+        PlanError: On every rank, if scheme, operation or dtype is unknown on any, or not the same on all.
         GradientError: On every rank, if a gradient is of another kind, or shapes or dtypes differ between ranks.
 
     Source: the schemes are those of Zen (OSDI'25, section 3) and *Densifying Assumed-sparse Tensors* (2019).
@@ -74,13 +73,12 @@ def all_reduce(
         [[2.0, 2.0, 2.0]]
     """
     check_axis(axis, by="tulle.sync.all_reduce")
-    check_scheme(scheme)
-    if op not in _OPERATIONS:
-        raise PlanError(f"unknown operation {op!r}, expected one of {', '.join(_OPERATIONS)}")
-    wire = as_wire_dtype(wire_dtype)
+    asked, refused = _asked(scheme, op, wire_dtype)
     local, refusal = read(grad)
-    counts, sparse_dim = announce(local, refusal, (scheme, op, wire), axis)
+    counts, sparse_dim = announce(local, refused or refusal, asked, axis)
     assert local is not None, "a refused gradient was raised by all ranks"
+    assert asked is not None, "and so was a refused scheme"
+    wire = asked[-1]
     factor = 1.0 / axis.size if op == "mean" else 1.0
     if all(held == DENSE for held in counts):
         assert isinstance(local.gradient, Tensor), "this rank announced a dense tensor"
@@ -119,6 +117,17 @@ class Local:
         if isinstance(self.gradient, RowSparse):
             return self.gradient.scaled(factor)
         return (self.gradient * factor).reshape(table.num_rows, table.width)
+
+
+def _asked(scheme: str, op: str, wire_dtype: WireDtype) -> tuple[_Asked | None, PlanError | None]:
+    """Scheme, operation and dtype on the wire, or why they are refused."""
+    try:
+        check_scheme(scheme)
+        if op not in _OPERATIONS:
+            raise PlanError(f"unknown operation {op!r}, expected one of {', '.join(_OPERATIONS)}")
+        return (scheme, op, as_wire_dtype(wire_dtype)), None
+    except PlanError as refused:
+        return None, refused
 
 
 def read(grad: RowSparse | Tensor) -> tuple[Local | None, GradientError | None]:
@@ -181,22 +190,22 @@ def chosen(chooser: Chooser, local: Local, table: Table, counts: Sequence[int], 
 
 def announce(
     local: Local | None,
-    refusal: GradientError | None,
-    options: tuple[str, str, torch.dtype | None],
+    refusal: TulleError | None,
+    asked: _Asked | None,
     axis: Axis,
 ) -> tuple[list[int], int]:
     """What each rank holds, rows or `DENSE`, and the sparse dimensions; raises on all ranks alike what does not fit."""
-    asked = _OPTIONS.index(options)
-    description = [_REFUSED, asked, 0] + [0] * (_DIMENSIONS + 2)
-    if local is not None:
+    options = 0 if asked is None else _OPTIONS.index(asked)
+    description = [_REFUSED, options, 0] + [0] * (_DIMENSIONS + 2)
+    if local is not None and refusal is None:
         shape = [*local.shape, *[0] * (_DIMENSIONS - len(local.shape))]
         kind = [_DTYPES.index(local.dtype), len(local.shape)]
-        description = [count(local.gradient), asked, local.sparse_dim, *kind, *shape]
+        description = [count(local.gradient), options, local.sparse_dim, *kind, *shape]
     mine = torch.tensor(description, dtype=torch.int64).to(axis.device)
     heard: list[list[int]] = all_gather(mine, axis, label="gradient's shape").wait().tolist()
     held = [rank[0] for rank in heard]
     if _REFUSED in held:
-        raise_together(refusal, axis, label="gradient's kind")
+        raise_together(refusal, axis, label="gradient's kind, and how it is to be reduced")
     for rank, other in enumerate(heard):
         if other[1] != heard[0][1]:
             raise PlanError(
