@@ -15,6 +15,7 @@ from tulle.distribute.axes import Axes
 from tulle.distribute.watching import watch
 from tulle.errors import MeshError
 from tulle.plan import Shelf
+from tulle.tensor_parallel import placements
 
 PROFILE = "tulle.distribute.planned.profile"
 LOGGER = "tulle.distribute.watching.logger"
@@ -144,6 +145,18 @@ def test_a_kept_plan_that_was_off_is_told_of():
     if mesh.rank == 0:
         shelf.put(key, plan)
         assert shelf.noted(key) is None, "what was said of the earlier one goes with it"
+
+
+@on_ranks(2)
+def test_small_layers_are_planned_for_where_the_mesh_splits_them():
+    mesh = tulle.init(model=2)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with give_cluster(mesh):
+        plan = tulle.plan(model, optimizer, mesh, sample=torch.ones(4, 8))
+    assert plan.prediction is not None, plan.offers
+    tulle.distribute(model, optimizer, mesh, plan=plan)
+    assert placements(model)
 
 
 @on_ranks(2)

@@ -15,6 +15,7 @@ from rank_process import patches
 from ranks import on_ranks
 from tulle.errors import ModelError, PlanError
 from tulle.profiling import machine, measure, timing
+from tulle.profiling.splits import splits
 from tulle.workload import Profile
 
 ROWS, WIDTH = 50, 8
@@ -112,6 +113,15 @@ def test_what_would_be_split_is_summed_twice_a_layer():
     assert sum(split.all_reduced_bytes for split in within) == 2 * 4 * WIDTH * 4  # attention and feed-forward
     assert all(0 < split.share <= 1 for split in within)
     assert next(module for module in found.modules if module.name == "head").split is None
+
+
+def test_what_would_be_split_goes_by_the_ranks_of_the_axis_where_there_is_one():
+    thirds, small = nn.TransformerEncoderLayer(9, 3, 12), nn.Linear(8, 6)
+    model = nn.Sequential(thirds, small)
+    assert splits(model, ["0", "1"], {}) == splits(model, ["0", "1"], {}, ranks=2) == {}
+    assert splits(model, ["0", "1"], {}, ranks=3).keys() == {"0"}
+    assert splits(nn.Sequential(small), ["0"], {}) == {}
+    assert splits(nn.Sequential(small), ["0"], {}, ranks=2).keys() == {"0"}, "there is nothing else"
 
 
 def test_nothing_is_left_behind():

@@ -100,7 +100,7 @@ def profile(
     random_state = State.now()
     try:
         with untouched(model):  # which a copy reaches if a forward was set on it that holds the first one's
-            found = measure(model, optimizers, samples, axis, loss or default_loss)
+            found = measure(model, optimizers, samples, axis, loss or default_loss, _splitting(mesh))
         cluster = measure_cluster(axis)
         cluster = replace(cluster, machine=with_run_time(cluster.machine, axis))
     finally:
@@ -114,6 +114,11 @@ def _fits(model: nn.Module, axis: Axis) -> bool:
     """Whether a model that has no memory yet can be trained whole on each rank."""
     lacking_bytes = sum(parameter.nbytes for parameter in model.parameters() if is_deferred(parameter))
     return COPIES * lacking_bytes <= memory_bytes(axis) * _SHARE_OF_MEMORY
+
+
+def _splitting(mesh: Mesh | None) -> int:
+    """Ranks along axis `model`, which splits layers."""
+    return 1 if mesh is None else mesh.shape.get("model", 1)
 
 
 def _alone() -> Axis:
@@ -179,7 +184,12 @@ class _Prepared:
 
 
 def _in_steps(
-    model: nn.Module, optimizers: Sequence[Optimizer], samples: Sequence[object], axis: Axis, loss: Loss
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    samples: Sequence[object],
+    axis: Axis,
+    loss: Loss,
+    splitting: int,
 ) -> Profile:
     prepared = together(
         lambda: _prepare(model, optimizers, samples, loss, is_first=axis.rank == 0), model, samples[0], axis
@@ -194,7 +204,7 @@ def _in_steps(
     owners = _owners(model, pieces.names)
     tables = table_profiles(model, optimizers, prepared.looks, owners, axis)
     dense_bytes, frozen_bytes = _bytes_of_pieces(model, owners, {table.name for table in tables})
-    found = splits(model, pieces.names, counts.made_bytes)
+    found = splits(model, pieces.names, counts.made_bytes, ranks=splitting)
     modules = tuple(
         ModuleProfile(
             name,
@@ -260,10 +270,15 @@ def _count(twin: Twin, names: Sequence[str]) -> Counts:
 
 
 def _without_memory(
-    model: nn.Module, optimizers: Sequence[Optimizer], samples: Sequence[object], axis: Axis, loss: Loss
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    samples: Sequence[object],
+    axis: Axis,
+    loss: Loss,
+    splitting: int,
 ) -> Profile:
     """Each module alone, lent some memory while it runs; what is computed between modules is not seen."""
-    del loss  # of no module
+    del loss, splitting  # of no module
     measured = together(lambda: profile_pieces(model, samples[0], axis, STAGES), model, samples[0], axis)
     pieces, calls = gather_values(measured, axis, label=_LABEL)[0]
     cut = _Pieces.of(pieces, calls)

@@ -14,7 +14,7 @@ from torch import nn
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.profiling.steps import computed
-from tulle.tensor_parallel.convert import SMALLEST_BYTES
+from tulle.tensor_parallel.convert import SMALLEST_BYTES, known
 from tulle.tensor_parallel.embedding import VocabularyEmbedding
 from tulle.tensor_parallel.linear import RowLinear, RowTransposed
 from tulle.tensor_parallel.placement import placements_of
@@ -26,29 +26,34 @@ _SUMMED = (RowLinear, RowTransposed, VocabularyEmbedding)
 """What such a module gives is summed over the ranks."""
 
 
-def splits(model: nn.Module, names: Sequence[str], made_bytes: Mapping[str, int]) -> dict[str, Split]:
+def splits(
+    model: nn.Module, names: Sequence[str], made_bytes: Mapping[str, int], *, ranks: int = 1
+) -> dict[str, Split]:
     """What splitting all that is registered over an axis `model` does to each piece of which it splits anything.
 
     Args:
         model: Stays as it is.
         names: Of the pieces.
         made_bytes: Of what each module returns, by name.
+        ranks: Of the axis, which then splits small layers too if there are no others; 1 if none is given.
     """
     twin = without_memory(model)
     nobody = cast("dist.ProcessGroup", None)  # cutting sends nothing
-    axis = Axis("model", 0, 2, (0, 1), nobody, torch.device("meta"), 0.0)
-    _visit(twin, Splitter(axis))
+    size = ranks if ranks > 1 else 2
+    axis = Axis("model", 0, size, tuple(range(size)), nobody, torch.device("meta"), 0.0)
+    smallest_bytes = 0 if ranks > 1 and not known(model, ranks=ranks) else SMALLEST_BYTES
+    _visit(twin, Splitter(axis), smallest_bytes)
     found = {name: _split(name, twin, made_bytes) for name in names}
     return {name: split for name, split in found.items() if split is not None}
 
 
-def _visit(module: nn.Module, to: Splitter) -> None:
+def _visit(module: nn.Module, to: Splitter, smallest_bytes: int) -> None:
     """Split what is registered; what cannot be split stays whole."""
     factory = factory_of(module)
     if factory is None:
         for child in module.children():
-            _visit(child, to)
-    elif not is_alone(module) or max((one.nbytes for one in module.parameters()), default=0) >= SMALLEST_BYTES:
+            _visit(child, to, smallest_bytes)
+    elif not is_alone(module) or max((one.nbytes for one in module.parameters()), default=0) >= smallest_bytes:
         with suppress(ModelError):
             factory(module, to)
 
