@@ -98,8 +98,9 @@ def check_asks(function: Callable[..., Any], args: Sequence[Any], placeholders: 
     is_refused = not placeholders and function == GRADIENT and args[0].is_leaf and args[0].requires_grad
     if is_refused or (function is torch.autograd.grad and placeholders):
         raise ModelError(
-            "a step asks between modules for gradients of tensors that are no parameters (torch.autograd.grad, or "
-            ".grad of a tensor of its own): each rank has only a part of them; ask inside one module"
+            "a step asks between modules for gradients by torch.autograd.grad, or for .grad of a tensor that is no "
+            "parameter: each rank has only a part of them. For those of parameters take loss.backward(), and set .grad "
+            "afterwards; ask for others inside one module"
         )
 
 
