@@ -135,6 +135,8 @@ ASKED = {
     "var": lambda g: torch.var(g, unbiased=False) + g.var(False) + g.var(correction=0),
     "all": lambda g: torch.isfinite(g).all(),
     "any": lambda g: (g / 0).isinf().any(),
+    "flat": lambda g: g.view(-1).norm() + g.reshape(-1).abs().max() + torch.dot(g.ravel(), 2 * g.flatten()),
+    "put together": lambda g: torch.cat([g.flatten(), g.abs().view(-1)]).norm() + torch.stack([g, 2 * g]).sum(),
     "as they are": lambda g: torch.tensor(0.0) if g.add(1.0).tolist() and g.clone().dim() else g,
 }
 
@@ -197,6 +199,10 @@ def test_norms_of_gradients_are_those_of_the_whole(how):
             GradientError, match=f"was asked of a gradient along dimension {gradient.cut}, of which this"
         ):
             along(gradient)
+    joined = torch.cat([gradient.flatten(), torch.ones(1).to(gradient)])
+    for of_all in (torch.Tensor.norm, torch.sum, lambda g: nn.utils.get_total_norm([2 * g])):
+        with pytest.raises(GradientError, match="of some of which this rank has a part and of others all"):
+            of_all(joined)
     assert gradient.norm(dim=1 - gradient.cut).shape == gradient.shape[gradient.cut : gradient.cut + 1]
     for plain in (copy.deepcopy(gradient), pickle.loads(pickle.dumps(gradient)), gradient + 0):
         assert type(plain) is torch.Tensor

@@ -4,6 +4,7 @@ Without it `torch.nn.utils.clip_grad_norm_`, and clipping by hand, would scale e
 a gradient scaler would skip a step on one rank only, and a norm that is logged would be that of a part:
 
     p.grad.norm(),  p.grad.detach().pow(2).sum(),  p.grad.abs().max(),  torch.isnan(p.grad).any()
+    torch.cat([p.grad.flatten() for p in parameters]).norm()
 
 To optimizers it is a plain tensor.
 """
@@ -35,6 +36,12 @@ _BY_NUMBER = {
     *("__pow__", "__abs__", "__mul__", "__rmul__", "__truediv__"),
 }
 """Names of what is done to each number before some are counted or summed, and is in no optimizer's state."""
+_LAID_OUT = {"view", "reshape", "flatten", "ravel"}
+"""Names of what gives the same numbers in another shape."""
+_JOINED = {"cat", "concat", "concatenate", "stack", "hstack"}
+"""Names of what puts several gradients together."""
+_OF_ALL = {*_NORMS, "sum", "mean", "max", "amax", "min", "amin", "any", "all", "std", "var", "dot", "vdot"}
+"""Names of what may give one number of all."""
 
 
 @meets_parts
@@ -51,6 +58,8 @@ class ShardGradient(torch.Tensor):
     """Numbers in the whole; None if parts have places that stay empty."""
     cut: int | None = None
     """The dimension that is; None if what goes along it is not to be looked at."""
+    is_mixed: bool = False
+    """Whether whole gradients were put together with it, of which no number over all ranks is right."""
 
     @classmethod
     def of(cls, gradient: Tensor, axis: Axis, count: int | None = None, *, cut: int | None = None) -> ShardGradient:
@@ -135,10 +144,11 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[
     """
     if (order := order_of_norms(func, args, keywords)) is not None and func is FOREACH_NORM:
         return norms_over_ranks(args[0], result, order)
-    gradient = args[0] if args else None
+    gradient, name = args[0] if args else None, name_of(func)
+    if isinstance(gradient, list | tuple) and name in _JOINED:
+        return _joined(gradient, result)
     if not isinstance(gradient, ShardGradient):
         return result
-    name = name_of(func)
     with torch._C.DisableTorchFunctionSubclass():
         is_mixed = gradient.cut is not None and mixes(name, gradient, gradient.cut, args, keywords)
     if is_mixed:
@@ -150,9 +160,18 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[
     if not isinstance(result, Tensor) or type(result) is not Tensor:
         return result
     if name in _BY_NUMBER and result.shape == gradient.shape and "out" not in keywords:
-        return ShardGradient.of(result, gradient.axis, gradient.count, cut=gradient.cut)
-    if result.dim() or not gradient.dim():
-        return result
+        return _like(gradient, result, gradient.cut)
+    if name in _LAID_OUT and result.dim():
+        cut = gradient.cut if result.dim() == gradient.dim() == 1 else 0 if result.dim() == 1 else None
+        return _like(gradient, result, None if gradient.cut is None else cut)
+    return result if result.dim() or not gradient.dim() else _of_all(name, gradient, args, keywords, result)
+
+
+def _of_all(
+    name: str, gradient: ShardGradient, args: Sequence[Any], keywords: Mapping[str, Any], result: Tensor
+) -> Tensor:
+    """One number of all of a gradient, from that of its part."""
+    _check_not_mixed(name, gradient)
     with torch.no_grad():
         if (order := _order(name, gradient, args, keywords)) is not None:
             return norms_over_ranks([gradient], [result], order)[0]
@@ -160,6 +179,33 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[
             variance = _variance(gradient, gradient.count, args, keywords)
             return variance.sqrt() if name == "std" else variance
         return _one_number(name, gradient, result)
+
+
+def _like(gradient: ShardGradient, result: Tensor, cut: int | None) -> ShardGradient:
+    """What became of a gradient of a part, number by number."""
+    made = ShardGradient.of(result, gradient.axis, gradient.count, cut=cut)
+    made.is_mixed = gradient.is_mixed
+    return made
+
+
+def _joined(gradients: Sequence[Tensor], result: Tensor) -> ShardGradient:
+    """Several gradients in one tensor."""
+    shards = [gradient for gradient in gradients if isinstance(gradient, ShardGradient)]
+    axis, counts = shards[0].axis, [shard.count for shard in shards]
+    count = None if None in counts else sum(count or 0 for count in counts)
+    made = ShardGradient.of(result, axis, count)
+    is_other = any(shard.is_mixed or shard.axis is not axis for shard in shards)
+    made.is_mixed = is_other or len(shards) < len(gradients)
+    return made
+
+
+def _check_not_mixed(name: str, gradient: ShardGradient) -> None:
+    if gradient.is_mixed and name in _OF_ALL:
+        raise GradientError(
+            f"{name} was asked of gradients that were put together, of some of which this rank has a part and of "
+            "others all: take it of each, torch.stack([p.grad.norm() for p in parameters]).norm() say, or "
+            "tulle.clip_grad_norm_; .clone() gives what this rank has"
+        )
 
 
 def order_of_norms(func: object, args: Sequence[Any], keywords: Mapping[str, Any]) -> float | None:
@@ -174,6 +220,8 @@ def norms_over_ranks(gradients: Sequence[Tensor], norms: Sequence[Tensor], order
     parts = [t for t, gradient in enumerate(gradients) if isinstance(gradient, ShardGradient)]
     if not parts:
         return [*norms]
+    for t in parts:
+        _check_not_mixed("norm", cast("ShardGradient", gradients[t]))
     shard = gradients[parts[0]]
     assert isinstance(shard, ShardGradient), "only these are listed"
     stacked = torch.stack([norms[t] for t in parts])
@@ -214,6 +262,8 @@ def _one_number(name: str, gradient: ShardGradient, result: Tensor) -> Tensor:
         own = result if name == "sum" else result * gradient.numel()
         whole = all_reduce(own.clone(), gradient.axis, label=_LABEL).wait()
         return whole if name == "sum" else whole / (gradient.count or 1)
+    if name in ("dot", "vdot"):
+        return all_reduce(result.clone(), gradient.axis, label=_LABEL).wait()
     if name in ("max", "amax"):
         return all_reduce(result.clone(), gradient.axis, label=_LABEL, op="max").wait()
     if name in ("min", "amin") and gradient.count is not None:
