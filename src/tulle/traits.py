@@ -30,13 +30,20 @@ def attribute_of(owner: object, name: str) -> Any:
 def makes_weights(module: nn.Module) -> bool:
     """Whether hooks make a module's weight of its parameters before its forward.
 
-    Those of `weight_norm`, `spectral_norm` and `prune` of `torch.nn.utils` do; a parametrization works within forward.
+    Those of `weight_norm`, `spectral_norm` and `prune` of `torch.nn.utils` do; a parametrization works within forward,
+    and functions of tulle's make none.
 
     Example:
         >>> makes_weights(nn.Linear(2, 2)), makes_weights(nn.utils.spectral_norm(nn.Linear(2, 2)))
         (False, True)
     """
-    return bool(module._forward_pre_hooks) and any(isinstance(value, Tensor) for value in vars(module).values())
+    if not module._forward_pre_hooks or all(_is_ours(hook) for hook in module._forward_pre_hooks.values()):
+        return False
+    return any(isinstance(value, Tensor) for value in vars(module).values())
+
+
+def _is_ours(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("tulle.")
 
 
 def hold(parameter: nn.Parameter, part: Tensor) -> None:

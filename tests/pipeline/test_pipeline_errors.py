@@ -1,5 +1,6 @@
 """No hang: what cannot work is refused by name, and what fails on one rank ends the step on all."""
 
+import copy
 import re
 import time
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from pipeline_networks import WIDTH, Chain, batches, make, spread, train
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import tulle
 from ranks import on_ranks
@@ -226,3 +228,21 @@ def test_a_forward_that_changes_the_dtype_of_a_parameter_is_refused():
     _, model = two(Converts)
     with pytest.raises(tulle.TulleError, match=r"makes a parameter of torch\.float64 one of torch\.float32"):
         pipeline.step(micro_batches=1)(train_on)(model, torch.ones(2, WIDTH, dtype=torch.float64))
+
+
+@on_ranks(2)
+def test_a_copy_and_a_model_compiled_as_a_whole_say_that_nothing_places_their_calls():
+    mesh, model = two(Chain)
+    x = torch.ones(4, WIDTH, dtype=torch.float64)
+    expected = model(x).sum().item()
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    alone = copy.deepcopy(model)
+    for call in (alone, average, pipeline.step(micro_batches=2)(lambda batch: alone(batch))):
+        with pytest.raises(ModelError, match=r"a Chain was called of which other ranks have parameters, and nothing"):
+            call(x)
+    pipeline.place(alone, mesh["pipe"], spread(model, mesh.size))
+    assert alone(x).sum().item() == expected
+    model.compile(backend="eager")
+    with pytest.raises(ModelError, match=r"model.compile\(\) of the whole model undoes that \(compile modules within"):
+        model(x)

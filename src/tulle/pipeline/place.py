@@ -185,7 +185,21 @@ def _follow_calls(model: nn.Module, units: Sequence[Unit], placement: Placement)
         unit.module._compiled_call_impl = call
     root = next((call for unit, call in calls if not unit.name), model._call_impl)
     model._compiled_call_impl = PlacedCall(placement, root, within)
+    if _check_called not in model._forward_pre_hooks.values():  # a copy of a placed model has it already
+        model.register_forward_pre_hook(_check_called)
     _placed.add(model)
+
+
+@eager
+def _check_called(model: nn.Module, _: object) -> None:
+    """Raise before a model runs whose call is not the placed one's, though values of it are on other ranks."""
+    if placement_of(model) is None and any(tensor.is_meta for _, tensor in tensors_of(model)):
+        raise ModelError(
+            f"a {type(model).__name__} was called of which other ranks have parameters, and nothing places the call: "
+            "model.compile() of the whole model undoes that (compile modules within it, or take torch.compile(model)), "
+            "and a copy, as copy.deepcopy and AveragedModel make it, is not placed (load its parameters into a model "
+            'that is, or pipeline.place(copy, mesh["pipe"], stages) with the stages of the original)'
+        )
 
 
 def placement_of(model: nn.Module) -> Placement | None:
