@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from beside_one_process import both
+from beside_one_process import both, data
 from pipeline_networks import WIDTH, Chain
 from torch import nn
 
@@ -102,3 +102,29 @@ class Reassigned(nn.Module):
 def test_buffers_that_are_set_anew_and_lists_are_as_before_a_profile(by_profile):
     worst, _, _ = both(Reassigned, {"first": 0, "second": 1}, by_profile=by_profile)
     assert worst < 1e-12
+
+
+class ReassignedWithin(nn.Module):
+    """The buffer is one of a placed module, and is set by the code around it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        x = self.first(x)
+        self.second.mean = 0.5 * self.second.mean + 0.5 * x.detach().mean(0)
+        return self.second(x - self.second.mean)
+
+
+@on_ranks(2)
+def test_a_buffer_of_a_placed_module_that_is_set_anew_from_outside_is_a_tensor_again():
+    worst, model, reference = both(ReassignedWithin, {"first": 0, "second": 1})
+    assert worst < 1e-12
+    assert type(model.second.mean) is torch.Tensor
+    torch.testing.assert_close(model.second.mean, reference.second.mean, rtol=1e-12, atol=1e-12)
+    for one in (model, reference):
+        one.second.mean = torch.ones_like(one.second.mean)
+    assert model(data()).sum().item() == pytest.approx(reference(data()).sum().item(), rel=1e-12)
+    torch.testing.assert_close(model.second.mean, reference.second.mean, rtol=1e-12, atol=1e-12)

@@ -174,7 +174,7 @@ class Ahead:
         return Ahead(self.axis)
 
 
-def ahead_of(part: Tensor) -> Ahead | None:
+def ahead_of(part: Tensor | None) -> Ahead | None:
     """What gathers a part when a module runs, or None."""
     follower = getattr(part, _FOLLOWER, None)
     return None if follower is None else follower()

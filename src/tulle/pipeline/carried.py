@@ -33,7 +33,8 @@ class Carried:
         units = set(placed)
         between = {name: module for name, module in model.named_modules() if units.isdisjoint(outward(name))}
         self._between = list(between.values())
-        self._names = list(between)
+        within = {name: one for name, one in model.named_modules() if name not in between and one._buffers}
+        self._buffered = [*between.items(), *within.items()]
         self._placed = [model.get_submodule(name) for name in placed]
         self._tensors = [*model.parameters(), *model.buffers()]
         self._versions: list[int] = []
@@ -48,10 +49,13 @@ class Carried:
         return bool(self._is_seen) or (self._is_seen is None and not self.is_idle)
 
     def replaced(self) -> list[tuple[str, dict[str, Any], str, Placeholder]]:
-        """Buffers in whose places code between modules has put what it computed: their names, and where that hangs."""
+        """Buffers in whose places code between modules has put what it computed: their names, and where that hangs.
+
+        They may be those of placed modules, too.
+        """
         return [
             (f"{name}.{key}" if name else key, module._buffers, key, value)
-            for name, module in zip(self._names, self._between, strict=True)
+            for name, module in self._buffered
             for key, value in module._buffers.items()
             if isinstance(value, Placeholder)
         ]
