@@ -1,5 +1,6 @@
 """torch's own clipping, gradient scaler and schedules work on models that are split over ranks."""
 
+import copy
 import math
 from dataclasses import replace
 from functools import partial
@@ -183,6 +184,28 @@ def test_a_scaler_takes_optimizers_without_parameters_at_a_stage():
     scaled_with_a_broken_step(model, several, (0, 1))
     assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
     assert len(others) == len(several[2].param_groups[0]["params"])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["Rprop", "Adam"])
+def test_an_optimizer_that_is_made_later_steps_nothing_of_other_stages(kind):
+    reference = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    model, mesh = copy.deepcopy(reference), tulle.init(pipe=2)
+    plan = tulle.Plan(mesh.shape, stages={"0": 0, "1": 1})  # no parameter at the second stage
+    tulle.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh, plan=plan)
+
+    @tulle.step(micro_batches=2)
+    def step(model, batch):
+        model(batch).pow(2).mean().backward()
+
+    for one in (reference, model):
+        optimizer = getattr(torch.optim, kind)(one.parameters(), lr=0.1)
+        for number in range(2):
+            step(one, torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number)))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+    assert mesh.rank == 0 or not optimizer.state
 
 
 def by_stage(model):

@@ -6,10 +6,12 @@ rank whose stage has no parameter of an optimizer would not hear of the others'.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tulle.clip.bearer import Bearer, Burden
 
@@ -20,11 +22,11 @@ class Spokesman(nn.Parameter):
     """A parameter on device meta whose gradient is said to be a zero on another, between backward and step."""
 
     @classmethod
-    def of(cls, parameter: nn.Parameter, optimizer: Optimizer) -> Spokesman:
-        """Turn an optimizer's parameter into one; it stays the object that it is, and is never stepped."""
+    def of(cls, parameter: nn.Parameter) -> Spokesman:
+        """Turn a parameter into one; it stays the object that it is, and no optimizer steps it."""
+        _silence_before_steps()
         parameter.__class__ = cls
         assert isinstance(parameter, Spokesman), "just made so"
-        optimizer.register_step_pre_hook(_silencer(parameter))
         return parameter
 
     def speak(self, zero: Tensor, burden: Burden) -> None:
@@ -45,8 +47,14 @@ class Spokesman(nn.Parameter):
     grad = cast("Any", property(_said, _hush))
 
 
-def _silencer(parameter: Spokesman) -> Any:
-    def silence(*_: object) -> None:
-        parameter.grad = None
+@cache
+def _silence_before_steps() -> None:
+    """Have all optimizers of this process, those that will be made too, see no gradient of a spokesman."""
+    register_optimizer_step_pre_hook(_silence)
 
-    return silence
+
+def _silence(optimizer: Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if type(parameter) is Spokesman:
+                parameter.grad = None

@@ -140,9 +140,9 @@ def _voices(
         found.append(next(((kind, parameters) for kind, parameters in kinds.items() if parameters), ("none", [])))
     everywhere = gather_values([kind for kind, _ in found], axes.whole, label="optimizers")
     voices: list[_Voice] = []
-    for (kind, parameters), optimizer, heard in zip(found, optimizers, zip(*everywhere, strict=True), strict=True):
+    for (kind, parameters), heard in zip(found, zip(*everywhere, strict=True), strict=True):
         if "none" not in heard and set(heard) != {"absent"}:
-            spokesman = Spokesman.of(parameters[0], optimizer) if kind == "absent" else None
+            spokesman = Spokesman.of(parameters[0]) if kind == "absent" else None
             burden = Burden(spread, held, takes_norms="dense" in heard and "sparse" not in heard)
             voices.append(_Voice(parameters, spokesman, burden))
     return voices
