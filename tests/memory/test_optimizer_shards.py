@@ -93,6 +93,39 @@ def test_every_elementwise_optimizer_steps_as_in_one_process(name):
     assert difference(optimizer.state_dict(), expected.state_dict()) < 1e-12
 
 
+@on_ranks(3)
+def test_a_group_that_is_added_later_is_sharded_too():
+    """As when what was frozen is trained from some step on, and when a run goes on that had done so."""
+    mesh = tulle.init(data=-1)
+
+    def add(model, optimizer):
+        optimizer.add_param_group({"params": [*model.sometimes.parameters()], "lr": 0.02})
+
+    def small():
+        model, _ = make("AdamW")
+        return model, torch.optim.AdamW([*model.convolution.parameters(), model.scale, *model.out.parameters()], 0.01)
+
+    reference, expected = small()
+    model, optimizer = tulle.distribute(*small(), mesh)
+    shard_optimizer(optimizer, mesh["data"])
+    for one, its, axis in ((reference, expected, None), (model, optimizer, mesh["data"])):
+        train(one, its, axis, [0, 2])
+        add(one, its)
+        its.state_dict()  # before its first step
+        train(one, its, axis, [1])
+    assert difference(optimizer.state_dict(), expected.state_dict()) < 1e-12
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    resumed, its = tulle.distribute(*small(), mesh)
+    shard_optimizer(its, mesh["data"])
+    add(resumed, its)
+    resumed.load_state_dict(state[0])
+    its.load_state_dict(state[1])
+    for one, optimizer, axis in ((reference, expected, None), (resumed, its, mesh["data"])):
+        train(one, optimizer, axis, [2, 3])
+    assert difference(dict(resumed.state_dict()), dict(reference.state_dict())) < 1e-12
+    assert difference(its.state_dict(), expected.state_dict()) < 1e-12
+
+
 @on_ranks(2)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler

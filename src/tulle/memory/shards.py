@@ -21,6 +21,7 @@ from tulle.comm import all_gather_parts, assemble, eager, follow_steps, gather_v
 from tulle.errors import GradientError, ModelError
 from tulle.memory.pieces import Bucket, Piece, deal, flat, laid_out_like, lay_out
 from tulle.mesh import Axis
+from tulle.tables import split_of
 from tulle.traits import ELEMENTWISE
 
 SHARDABLE = tuple(kind for kind in ELEMENTWISE if kind is not SparseAdam)
@@ -59,24 +60,49 @@ class OptimizerShards:
     """How often each piece had been written to when its step began."""
 
     def __post_init__(self) -> None:
-        stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
-        parameters = [p for p in stepped if not p.is_meta]  # the others live at other stages of a pipeline
+        self.buckets, self._owned = [], {}
+        self._deal_out(self._stepped_here())
+        if self.narrow:
+            for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
+                parameter.data = parameter.data.to(self.narrow)
+
+    def _stepped_here(self) -> list[nn.Parameter]:
+        """The optimizer's parameters; those on device meta live at other stages of a pipeline."""
+        groups = self._whole or [group["params"] for group in self.optimizer.param_groups]
+        return [parameter for group in groups for parameter in group if not parameter.is_meta]
+
+    def _deal_out(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Cut parameters into pieces, alike on all ranks of the axis."""
         for parameter in parameters:
             if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
                 raise ModelError(
                     f"a parameter of shape {list(parameter.shape)} and strides {list(parameter.stride())} has gaps in "
                     "memory, so it cannot be cut into pieces: make it contiguous"
                 )
-        self.buckets = [deal(bucket, self.axis.size) for bucket in lay_out(parameters)]
-        self._owned = dict.fromkeys(parameters)
-        for bucket in self.buckets:
+        buckets = [deal(bucket, self.axis.size) for bucket in lay_out(parameters)]
+        self.buckets += buckets
+        self._owned |= dict.fromkeys(parameters)
+        for bucket in buckets:
             for piece in bucket.pieces[self.axis.rank]:
                 self._owned[piece.parameter] = piece
                 values = flat(piece.parameter.data)[piece.start : piece.stop]
                 piece.tensor = nn.Parameter(values.clone() if self.narrow else values)
-        if self.narrow:
-            for parameter in stepped:
-                parameter.data = parameter.data.to(self.narrow)
+
+    def _deal_out_added(self) -> None:
+        """Cut what was added to the optimizer since its state was sharded, as `add_param_group` does.
+
+        Raises:
+            ModelError: If that cannot be cut any more.
+        """
+        added = [parameter for parameter in self._stepped_here() if parameter not in self._owned]
+        for parameter in added:
+            if self.narrow or split_of(parameter) is not None:
+                what = "has a master in full precision" if self.narrow else "steps no tables that are split"
+                raise ModelError(
+                    f"a parameter of shape {list(parameter.shape)} was added to an optimizer after its state was "
+                    f"sharded, which {what}: add it before, or give it an optimizer of its own"
+                )
+        self._deal_out(added)
 
     @eager
     def before_step(self, _optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -89,6 +115,7 @@ class OptimizerShards:
             )
         if self._whole is not None:
             self._mend()
+        self._deal_out_added()
         self._follow_parameters()
         groups = self.optimizer.param_groups
         stepped = [[piece for p in group["params"] if (piece := self._stepped(p)) is not None] for group in groups]
@@ -113,6 +140,7 @@ class OptimizerShards:
         """
         if self.axis.size > 1:
             assemble(self.axis, "optimizer.state_dict()", _MEND)
+        self._deal_out_added()
         self._follow_parameters()
         whole: dict[Tensor, dict[str, Any]] = {}
         for bucket in self.buckets:
@@ -126,6 +154,7 @@ class OptimizerShards:
 
     def take_parts(self, whole: Mapping[Any, Mapping[str, Any]]) -> None:
         """Of whole states by parameter, keep this rank's parts."""
+        self._deal_out_added()
         self.optimizer.state.clear()
         for parameter, state in whole.items():
             piece = self._owned.get(parameter)
@@ -160,11 +189,6 @@ class OptimizerShards:
             )
         if parameter.is_meta:
             return None
-        if parameter not in self._owned:
-            raise ModelError(
-                f"a parameter of shape {list(parameter.shape)} was added to an optimizer after its state was sharded: "
-                "add it before"
-            )
         piece = self._owned.get(parameter)
         if piece is None or piece.tensor is None:
             return None
