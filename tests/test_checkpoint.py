@@ -1,7 +1,9 @@
 """A checkpoint brings everything back, on any number of ranks."""
 
+import contextlib
 import logging
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -70,18 +72,25 @@ def save_on_ranks(path: Path) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def load_on_ranks(path: Path) -> tuple[dict[str, Tensor], list[str]]:
-    mesh = tulle.init(data=-1)
-    model, optimizers = tulle.distribute(model := build(Noisy, 1), optimizers_of(model), mesh)
-    before = torch.get_rng_state()
+@contextlib.contextmanager
+def told() -> Iterator[list[str]]:
+    """What is logged within."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("tulle").addHandler(handler)
     try:
-        assert tulle.load(path, model, optimizers) == {"step": 2}
+        yield messages
     finally:
         logging.getLogger("tulle").removeHandler(handler)
+
+
+def load_on_ranks(path: Path) -> tuple[dict[str, Tensor], list[str]]:
+    mesh = tulle.init(data=-1)
+    model, optimizers = tulle.distribute(model := build(Noisy, 1), optimizers_of(model), mesh)
+    before = torch.get_rng_state()
+    with told() as messages:
+        assert tulle.load(path, model, optimizers) == {"step": 2}
     assert torch.equal(torch.get_rng_state(), before)
     train(model, optimizers, schedulers_of(optimizers), range(0))
     return {name: value.clone() for name, value in model.state_dict().items()}, messages
@@ -95,6 +104,61 @@ def test_another_number_of_ranks_loads_all_but_the_random_states_and_says_so(sav
     for rank, (theirs, messages) in enumerate(run_on_ranks(loaded_by, load_on_ranks, path=tmp_path / "checkpoint")):
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
         assert messages == [told] * (rank == 0)
+
+
+def dropping(shape: dict[str, int], seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    mesh = tulle.init(**shape)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 8), nn.Dropout()).double()
+    stages = {"0": 0, "1": 0, "2": 1, "3": 1} if "pipe" in shape else {}
+    return tulle.distribute(model, SGD(model.parameters(), 0.1), mesh, plan=tulle.Plan(mesh.shape, stages=stages))
+
+
+@tulle.step(micro_batches=2)
+def drop(model: nn.Module, batch: Tensor) -> Tensor:
+    loss = model(batch).sum()
+    loss.backward()
+    return loss
+
+
+def drop_in_steps(path: Path, shape: dict[str, int], *, resumes: bool) -> list[float]:
+    """Losses of two steps after those that were saved."""
+    model, optimizer = dropping(shape, seed=1 if resumes else 0)
+    batch = torch.ones(4, 4, dtype=torch.float64)
+    if resumes:
+        tulle.load(path, model, optimizer)
+    else:
+        drop(model, batch)
+        tulle.save(path, model, optimizer)
+    return [drop(model, batch).mean().item() for _ in range(2)]
+
+
+@pytest.mark.parametrize("axis", ["pipe", "model"])
+def test_dropout_goes_on_where_a_model_is_split(axis, tmp_path):
+    expected = run_on_ranks(2, drop_in_steps, path=tmp_path / "a", shape={axis: 2}, resumes=False)
+    assert run_on_ranks(2, drop_in_steps, path=tmp_path / "a", shape={axis: 2}, resumes=True) == expected
+    assert expected[0][0] != expected[0][1]
+
+
+def save_replicas(path: Path) -> None:
+    model, optimizer = dropping({"data": 2}, seed=0)
+    torch.manual_seed(dist.get_rank())
+    tulle.save(path, model, optimizer)
+
+
+def load_on_another_mesh(path: Path) -> None:
+    model, optimizer = dropping({"model": 2}, seed=1)
+    before = torch.get_rng_state()
+    with told() as messages:
+        tulle.load(path, model, optimizer)
+    assert torch.equal(torch.get_rng_state(), before)
+    text = "the checkpoint was saved on a mesh of data=2 and is loaded on one of model=2: random states are not"
+    assert messages == [f"{text} restored"] * (dist.get_rank() == 0)
+
+
+def test_ranks_that_draw_alike_do_not_get_random_states_of_replicas(tmp_path):
+    run_on_ranks(2, save_replicas, path=tmp_path / "a")
+    run_on_ranks(2, load_on_another_mesh, path=tmp_path / "a")
 
 
 @on_ranks(2)

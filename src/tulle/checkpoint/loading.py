@@ -24,7 +24,7 @@ def load(
 ) -> dict[str, Any]:
     """Load what `save` wrote, into model and optimizers; return `extra`. Every rank of the model's mesh must call it.
 
-    Random states come back where the number of ranks is the one that saved; else they stay, and the log says so.
+    Random states come back on a mesh of the same sizes as the one that saved; else they stay, and the log says so.
 
     Args:
         path: The folder, which every rank must be able to read.
@@ -67,7 +67,7 @@ def load(
     for one, state in zip(optimizers, of_optimizers, strict=True):
         one.load_state_dict(state)
     if optimizer is not None:
-        restore_random(run["random"], ranks.rank, ranks.size)
+        restore_random(run["random"], standing)
     recorder = current_recorder()
     if recorder is not None and isinstance(run["extra"].get("step"), int):
         recorder.resume(run["extra"]["step"])

@@ -95,7 +95,7 @@ def save(
         if ranks.is_first:
             check_readable({**extra, "model": state.outline["model"], "optimizer": state.outline["optimizers"]})
             folder.prepare()
-    run = {**state.outline, "random": ranks.gather(random_state()), "extra": extra}
+    run = {**state.outline, "random": ranks.gather(random_state(standing)), "extra": extra}
     if not asynchronous:
         _write(folder, state.tensors, state.names, run, ranks)
         return None

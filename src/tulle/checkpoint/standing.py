@@ -12,6 +12,7 @@ from tulle.checkpoint.ranks import Ranks
 from tulle.distribute.adopted import axes_of
 from tulle.errors import CheckpointError, ModelError
 from tulle.memory import named_shards, state_of_shards
+from tulle.pipeline import placement_of
 from tulle.tables.split import split_of
 from tulle.tensor_parallel import placements, state_of_parts
 from tulle.traits import attribute_of
@@ -47,6 +48,12 @@ class Standing:
         self._place = pipe.rank if pipe else 0
         self.is_staged = pipe is not None
         """Whether other ranks have other tensors."""
+        axes = (self.axes.data, self.axes.pipe, self.axes.model) if self.axes else ()
+        self.place = {axis.name: [axis.rank, axis.size] for axis in axes if axis is not None and axis.size > 1}
+        """This rank's place and size along each axis of the mesh."""
+        placement = placement_of(model)
+        self.pipeline = placement.runtime if placement else None
+        """Which draws random numbers in a way of its own."""
 
     def state(self) -> Mapping[str, Any]:
         """The model's `state_dict`, with this rank's parts of what is split by `distribute`."""

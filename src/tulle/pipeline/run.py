@@ -94,6 +94,8 @@ class Runtime:
         """How many models ever were."""
         self.programs = 0
         """The last number that a program, a step or the placing of a model was given; the same on all ranks."""
+        self._before = 0
+        """How many programs more there were by the checkpoint that training goes on from."""
         self.bubble = 0.0
         """Share of the last step in which this rank had nothing that it could do."""
         self._current: Program | None = None
@@ -195,7 +197,7 @@ class Runtime:
         number = self._next_number()
         turn = Turn(micro_batch)
         values = Values(number, self.holdings, turn.wait, f"micro-batch {micro_batch} of step {traffic.step}")
-        seed, scale = seed_of(self.seed, number), step.shares[micro_batch]
+        seed, scale = self._stream(number), step.shares[micro_batch]
         program = Program(
             values, self.holdings, seed=seed, around_backward=partial(self._backward_of, turn), scale=scale
         )
@@ -221,7 +223,7 @@ class Runtime:
             self._current = Program(
                 values,
                 self.holdings,
-                seed=seed_of(self.seed, number),
+                seed=self._stream(number),
                 around_backward=self._backward_outside_of_steps,
                 fail=self._fail,
             )
@@ -329,6 +331,18 @@ class Runtime:
     def _next_number(self) -> int:
         self.programs += 1
         return self.programs
+
+    @property
+    def drawn(self) -> tuple[int, int]:
+        """The seed, and the number of the last program: what random numbers to come depend on."""
+        return self.seed, self._before + self.programs
+
+    def draw_on(self, seed: int, programs: int) -> None:
+        """Go on with the random numbers of a run that has `drawn` so far. All ranks of the axis must call it, alike."""
+        self.seed, self._before = seed, programs - self.programs
+
+    def _stream(self, number: int) -> int:
+        return seed_of(self.seed, self._before + number)
 
     def _note_frozen(self) -> None:
         for number, model in self.models.items():
