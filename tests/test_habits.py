@@ -11,7 +11,7 @@ from torch import nn
 import tulle
 from ranks import on_ranks
 from tulle import comm
-from tulle.errors import CommunicationError, DataError, ModelError, PlanError
+from tulle.errors import CheckpointError, CommunicationError, DataError, ModelError, PlanError
 from tulle.plan import Memory, Plan
 from tulle.plan.table_plan import TablePlan
 
@@ -101,6 +101,33 @@ def test_the_state_of_a_plain_optimizer_loads_into_split_tables(placement, memor
     whole = tulle.full_state_dict(model, everywhere=True)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(whole[name], value, rtol=1e-12, atol=1e-15)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("memory", [Memory(), Memory(full_shard=True)], ids=["whole", "sharded"])
+def test_the_parts_of_another_rank_are_not_taken_for_ones_own(memory, tmp_path):
+    """What rank 0 saved of its own, as a loop for DDP does, has the shapes that this rank's has."""
+    mesh = tulle.init(data=-1)
+    model = Tagger(sparse=False).double()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    tables = tuple(TablePlan(name, WORDS, WIDTH, "columns", "given") for name in ("words.weight", "tags.weight"))
+    tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, tables=tables, memory=memory))
+    train(model, optimizer, batches(mesh, 1))
+    torch.save((model.state_dict(), optimizer.state_dict()), tmp_path / "own.pt")
+    of_model, of_optimizer = torch.load(tmp_path / "own.pt")
+    everyones = comm.gather_values((of_model, of_optimizer), mesh["data"], label="states")
+    model.load_state_dict(of_model)
+    optimizer.load_state_dict(of_optimizer)
+    before = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
+    theirs, of_theirs = everyones[1 - mesh.rank]
+    other, own = f"rank {1 - mesh.rank} of 2", f"rank {mesh.rank} of 2"
+    with pytest.raises(RuntimeError, match=f"words.weight: the state has the part of {other}, and this is {own}: load"):
+        model.load_state_dict(theirs)
+    with pytest.raises(CheckpointError, match=f"of Adam has the parts of {other} of axis 'data', and this is {own} of"):
+        optimizer.load_state_dict(of_theirs)
+    assert torch.equal(model.state_dict()["words.weight"], before[0]["words.weight"])
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], before[1]["state"][0]["exp_avg"])
+    assert "tulle_part" not in str(vars(tulle.full_state_dict(model, everywhere=True))["_metadata"])
 
 
 @on_ranks(2)

@@ -37,6 +37,8 @@ from tulle.torch_functions import (
 )
 
 T = TypeVar("T", bound=Tensor)
+WHOSE = "tulle_part"
+"""The key under which what `state_dict()` gives says whose parts it has, where it has parts."""
 
 OF_NO_VALUES = frozenset(
     accessor

@@ -16,7 +16,7 @@ from tulle.deferred import give, materialize
 from tulle.engine import SplitTable
 from tulle.errors import PlanError
 from tulle.mesh import Axis
-from tulle.parts import load_part
+from tulle.parts import WHOSE, load_part
 from tulle.softmax import SoftmaxLayer
 from tulle.tables import PLACEMENTS, Split, TableModule, guard_table, split_as, table_modules
 from tulle.traits import ELEMENTWISE, hold
@@ -177,6 +177,7 @@ def place(
         for owner in model.modules():
             for key in [key for key, other in owner._parameters.items() if other is parameter]:
                 owner.register_load_state_dict_pre_hook(partial(_take_part, split, key))
+                owner.register_state_dict_post_hook(partial(_say_whose, split))
         placed.append(
             SplitTable(
                 number,
@@ -191,8 +192,26 @@ def place(
 
 def _take_part(split: Split, key: str, owner: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     """Load this rank's part where a state has the whole table, as that of a plain model does."""
-    if (part := owner._parameters.get(key)) is not None:
-        load_part(part, prefix + key, state, others[-1], shape=split.shape, take=split.take)
+    if (part := owner._parameters.get(key)) is None:
+        return
+    name, said, errors = prefix + key, others[0], others[-1]
+    value, whose, own = state.get(name), said.get(WHOSE), _whose(split)
+    if whose not in (None, own) and isinstance(value, Tensor) and value.shape == part.shape:
+        errors.append(
+            f"{name}: the state has the part of {whose}, and this is {own}: load the whole, as tulle.full_state_dict "
+            "gives it, or all parts, by tulle.save and tulle.load"
+        )
+        state[name] = part.detach()
+    load_part(part, name, state, errors, shape=split.shape, take=split.take)
+
+
+def _say_whose(split: Split, _owner: nn.Module, _state: dict[str, Any], _prefix: str, said: dict[str, Any]) -> None:
+    """Have what is told of a module beside its state say of which rank it is: of another's rows shapes may be equal."""
+    said[WHOSE] = _whose(split)
+
+
+def _whose(split: Split) -> str:
+    return f"rank {split.axis.rank} of {split.axis.size}"
 
 
 def _doubt(model: nn.Module, optimizers: Sequence[Optimizer], placements: Mapping[str, str]) -> None:

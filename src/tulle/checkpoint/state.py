@@ -16,6 +16,7 @@ from torch.utils._pytree import KeyPath, MappingKey, SequenceKey, tree_map_with_
 from tulle.checkpoint.placed import Path, Placed, Places, Share
 from tulle.checkpoint.standing import Standing
 from tulle.errors import CheckpointError
+from tulle.parts import WHOSE
 from tulle.tables.split import Split
 
 
@@ -102,7 +103,7 @@ class State:
             "model": _mapped(dict(own), ("model",), _by_name(standing), outlined),
             "versions": versions_of(own),
             "optimizers": [
-                _mapped(one.state_dict(), ("optimizers", number), _of_parameters(one, standing), outlined)
+                _mapped(_unmarked(one.state_dict()), ("optimizers", number), _of_parameters(one, standing), outlined)
                 for number, one in enumerate(optimizers)
             ],
             "kinds": [type(one).__name__ for one in optimizers],
@@ -174,7 +175,13 @@ def optimizer_room(
 
 def versions_of(state: Mapping[str, Any]) -> dict[str, Any]:
     """Versions of the modules' formats, which `state_dict` leaves as an attribute of its result."""
-    return dict(getattr(state, "_metadata", {}))
+    told = getattr(state, "_metadata", {})
+    return {module: {key: value for key, value in said.items() if key != WHOSE} for module, said in told.items()}
+
+
+def _unmarked(state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state without the word whose parts it has: those of all ranks are saved."""
+    return {key: value for key, value in state.items() if key != WHOSE}
 
 
 def with_versions(state: Mapping[str, Any], versions: Mapping[str, Any]) -> OrderedDict[str, Any]:

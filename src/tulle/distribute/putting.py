@@ -145,7 +145,7 @@ def distribute(
     guard_parts(model)
     _attach(optimizers, engine, decided, axes)
     refuse_hooks(engine)
-    take_wholes(model, optimizers)
+    take_wholes(model, optimizers, axes)
     shard_states(model, optimizers, decided, axes)
     explain_lookups(model, axes.whole.rank)
     if axes.whole.rank == 0:

@@ -3,44 +3,82 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tulle.distribute.axes import Axes
+from tulle.errors import CheckpointError
 from tulle.memory import named_shards
+from tulle.mesh import Axis
+from tulle.parts import WHOSE
 from tulle.tables import split_of
 from tulle.tensor_parallel import placements
 
-Cuts = Mapping[tuple[int, ...], Callable[[Tensor], Tensor]]
-"""How a rank takes its part of a parameter, along one axis after the other, by the shape of what it is cut from."""
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How a rank takes its part of a parameter along an axis, by the whole or by what it has of it along another."""
+
+    axis: Axis
+    take: Callable[[Tensor], Tensor]
 
 
-def take_wholes(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+Cuts = Mapping[tuple[int, ...], _Cut]
+"""Those of a parameter, along one axis after the other, by the shape of what is cut."""
+
+
+def take_wholes(model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) -> None:
     """Have `load_state_dict` of a model's optimizers take states of whole parameters, or of this rank's parts.
 
-    States of parameters that live at other stages are passed over.
+    States of parameters that live at other stages are passed over. What `state_dict` gives says whose parts it has,
+    because those of another rank may have the same shapes, and are refused.
     """
     cuts = _cuts_of(model)
     for optimizer in optimizers:
-        optimizer.register_load_state_dict_pre_hook(partial(_take_parts, cuts))
+        optimizer.register_load_state_dict_pre_hook(partial(_take_parts, cuts, axes))
+        optimizer.register_state_dict_post_hook(partial(_say_whose, cuts, axes))
 
 
 def _cuts_of(model: nn.Module) -> dict[Tensor, Cuts]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    cuts: dict[Tensor, dict[tuple[int, ...], Callable[[Tensor], Tensor]]] = {}
+    cuts: dict[Tensor, dict[tuple[int, ...], _Cut]] = {}
     for name, placement in placements(model).items():
-        cuts.setdefault(parameters[name], {})[tuple(placement.shape)] = placement.part
+        cuts.setdefault(parameters[name], {})[tuple(placement.shape)] = _Cut(placement.axis, placement.part)
     for name, shard in named_shards(model).items():
-        cuts.setdefault(parameters[name], {})[tuple(shard.shape)] = shard.part
+        cuts.setdefault(parameters[name], {})[tuple(shard.shape)] = _Cut(shard.axis, shard.part)
     for parameter in parameters.values():
         if (split := split_of(parameter)) is not None:
-            cuts.setdefault(parameter, {})[split.shape] = split.take
+            cuts.setdefault(parameter, {})[split.shape] = _Cut(split.axis, split.take)
     return {**cuts}
 
 
-def _take_parts(cuts: Mapping[Tensor, Cuts], optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+def _whose(cuts: Mapping[Tensor, Cuts], axes: Axes, optimizer: Optimizer) -> str:
+    """Which parts this rank has of what an optimizer steps: its place along all axes over which that lies; or none."""
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found = {cut.axis.name: cut.axis for parameter in stepped for cut in cuts.get(parameter, {}).values()}
+    if axes.pipe is not None and any(parameter.is_meta for parameter in stepped):
+        found[axes.pipe.name] = axes.pipe
+    return " and ".join(f"rank {axis.rank} of {axis.size} of axis {name!r}" for name, axis in sorted(found.items()))
+
+
+def _say_whose(
+    cuts: Mapping[Tensor, Cuts], axes: Axes, optimizer: Optimizer, state: dict[str, Any]
+) -> dict[str, Any] | None:
+    whose = _whose(cuts, axes, optimizer)
+    return {**state, WHOSE: whose} if whose else None
+
+
+def _take_parts(cuts: Mapping[Tensor, Cuts], axes: Axes, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    whose, own = state.get(WHOSE), _whose(cuts, axes, optimizer)
+    if whose is not None and whose != own:
+        raise CheckpointError(
+            f"a state of {type(optimizer).__name__} has the parts of {whose}, and this is {own or 'a rank of wholes'}: "
+            "give each rank what it saved itself, or use tulle.save and tulle.load, which keep the parts of all"
+        )
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     taken = dict(state["state"])
@@ -52,7 +90,7 @@ def _take_parts(cuts: Mapping[Tensor, Cuts], optimizer: Optimizer, state: dict[s
 
 
 def _part(value: Any, cuts: Cuts) -> Any:
-    for shape, take in cuts.items():
+    for shape, cut in cuts.items():
         if isinstance(value, Tensor) and tuple(value.shape) == shape:
-            value = take(value)
+            value = cut.take(value)
     return value
