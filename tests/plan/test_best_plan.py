@@ -15,10 +15,12 @@ from tulle.plan.exchange import Tariff
 from tulle.plan.lateness import WORTH_S, put_off_s
 from tulle.plan.search import MOST_WORK, Search, handicap
 from tulle.plan.space import BUCKETS_BYTES
+from tulle.plan.work import share_of
 from tulle.simulate import run
 from tulle.sync import FLAT
+from tulle.tables import PLACEMENTS
 
-WAYS = (*FLAT, "rows", "columns")
+WAYS = (*FLAT, *PLACEMENTS)
 
 
 def seconds_of(plan, profile, cluster, batch):
@@ -60,12 +62,21 @@ def splits_of(profile, model):
     return [subset for size in range(1, len(names) + 1) for subset in combinations(names, size)]
 
 
+def ways_of(frame, profile, cluster, batch):
+    """Where the run-time would send rows in packets, schemes are none."""
+    share = share_of(frame, profile, batch)
+    names = [table.name for table in profile.tables]
+    network = share.network("data", cluster, profile)
+    offered = Tariff(profile).options(names, network, ranks=share.data, batches=share.batches)
+    return ("auto", *PLACEMENTS) if "auto" in {one.scheme for one in offered} else WAYS
+
+
 def best_of_all(profile, cluster, *, memory_bytes=None):
     batch = profile.batch * cluster.ranks
     best_s = float("inf")
     every = every_plan(profile, cluster.ranks, batch, with_recomputed=memory_bytes is not None)
     for frame, data, others in every:
-        for scheme in WAYS if data > 1 else ("auto",):
+        for scheme in ways_of(frame, profile, cluster, batch):
             tables = tuple(TablePlan(table.name, table.rows, table.width, scheme) for table in profile.tables)
             plan = replace(frame, tables=tables)
             kept = footprints(plan, profile, cluster, batch=batch)

@@ -37,6 +37,7 @@ from tulle.sync import (
     indices_of,
     route,
 )
+from tulle.sync.packet import WORDS
 
 logger = logging.getLogger("tulle")
 
@@ -44,8 +45,6 @@ _MEMORY = 0.9
 """Weight of the past in the running mean of measured seconds."""
 _OBSERVED_EVERY = 500
 """Gradients are measured at steps 1, 2, 4, 8, ... and then in every one of so many: that is under 0.5% of the time."""
-_WORDS = 3
-"""That ranks tell each other of a table: its rows, and of the last step what was sent and how long it took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +174,7 @@ class TableSync:
         convoy.packet_s = 0.0
         if others:
             return None
-        tables, ranks, words = [self._table(slot) for slot in slots], self.axis.size, _WORDS * len(slots)
+        tables, ranks, words = [self._table(slot) for slot in slots], self.axis.size, WORDS * len(slots)
         scheme_s = convoy.chooser.predicted_s if convoy.chooser else 0.0
         packet = convoy.room.packet(tables, self.network, ranks, words=words, scheme_s=scheme_s)
         convoy.packet_s = packet.seconds(self.network, ranks) if packet else 0.0

@@ -20,6 +20,8 @@ from tulle.workload import Cluster, Profile
 MOST_COMBINATIONS = 64
 """If there are more ways to treat the tables of a model, each kind of tables takes the way that is best for it."""
 
+PACKETS = "in one message with row numbers and counts"
+
 
 @dataclass(frozen=True, slots=True)
 class Tables:
@@ -81,7 +83,8 @@ class Tables:
         others = ", ".join(f"{name} {ms(cost.seconds)}" for name, cost in costs.items() if name != table.scheme)
         reason = f"{looks.density:.2%} of {looks.num_rows:,} rows touched a rank and step, {self.share.data} ranks"
         if table.scheme in costs:
-            reason += f": {table.scheme} {ms(costs[table.scheme].seconds)}" + (f", {others}" if others else "")
+            way = PACKETS if table.scheme == AUTO else table.scheme
+            reason += f": {way} {ms(costs[table.scheme].seconds)}" + (f", {others}" if others else "")
             reason += f", {len(names)} tables together" if len(names) > 1 else ""
         return replace(table, reason=reason, density=looks.density, candidates=costs, characteristics=ratios(looks))
 

@@ -54,7 +54,7 @@ def _convoy(
     first = min((pieces[tariff.table(name).module] for name in names), key=lambda work: work.number)
     if scheme == AUTO:
         options = tariff.options(names, network, ranks=share.data, batches=share.batches)
-        exchange = min((one for one in options if not one.is_split), key=lambda one: one.values.seconds)
+        exchange = min((one for one in options if not one.is_split), key=lambda one: one.total.seconds)
     else:
         exchange = tariff.exchange(names, scheme, network, ranks=share.data, batches=share.batches)
     if exchange.is_split and share.micro_batches > 1:

@@ -15,6 +15,7 @@ from tulle.cost import NOTHING, Characteristics, Cost, Network, all_reduce_cost
 from tulle.errors import PlanError
 from tulle.simulate import law_of, looks
 from tulle.sync import AUTO, FLAT, choose_together, scheme_named
+from tulle.sync.packet import is_in_packets, packet_cost
 from tulle.tables import PLACEMENTS
 from tulle.workload import Profile, TableProfile
 
@@ -35,7 +36,7 @@ class Exchange:
     """What tables that travel as one cost the rank that pays most.
 
     Args:
-        scheme: A scheme, or of split tables a placement.
+        scheme: A scheme, or of split tables a placement; `"auto"` for rows that travel in packets.
         told: To tell row numbers: beside forward, as soon as the batch is known.
         values: Of a replica the sum over ranks; of a split table one way, from the owners or to them.
     """
@@ -134,6 +135,8 @@ class Tariff:
     def options(self, names: Sequence[str], network: Network, *, ranks: int, batches: float) -> list[Exchange]:
         """Ways for tables that travel as one: all placements, and of the schemes those that are not worse throughout.
 
+        Where the run-time would send rows in packets, that stands for all schemes.
+
         Args:
             names: Tables of one width, dtype, kind of gradient and placements.
             network: Of axis `data`.
@@ -162,7 +165,21 @@ class Tariff:
         if worth and 1 < network.local_ranks < ranks:
             [choice] = choose_together([together], network, ranks)
             worth = [scheme for scheme, _ in choice.candidates]
-        return [*least([of(scheme) for scheme in worth or [FALLBACK]]), *placed]
+        schemes = [of(scheme) for scheme in worth or [FALLBACK]]
+        packets = self._packets(names, network, ranks, batches) if self._is_alone(first) else None
+        best_s = min(one.total.seconds for one in schemes)
+        if packets is not None and is_in_packets(packets.values.seconds, best_s, network):
+            return [packets, *placed]
+        return [*least(schemes), *placed]
+
+    def _packets(self, names: Sequence[str], network: Network, ranks: int, batches: float) -> Exchange:
+        together = self._together(names, ranks, batches)
+        return Exchange(AUTO, NOTHING, packet_cost(together, len(names), network, ranks))
+
+    def _is_alone(self, first: TableProfile) -> bool:
+        """Whether no sparse gradients of another kind may be born beside those of such tables: a packet is of one."""
+        kinds = {(table.width, table.value_bytes) for table in self.profile.tables if table.is_sparse}
+        return kinds == {(first.width, first.value_bytes)}
 
     def _exchange(self, names: Sequence[str], scheme: str, network: Network, *, ranks: int, batches: float) -> Exchange:
         together = self._together(names, ranks, batches)

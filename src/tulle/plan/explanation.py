@@ -10,8 +10,8 @@ from tulle.cost import Network
 from tulle.errors import PlanError
 from tulle.plan.plan import AT_READ, Plan
 from tulle.plan.prediction import ms, some
+from tulle.plan.work import DATA
 from tulle.simulate import Forecast
-from tulle.sync import AUTO
 from tulle.workload import Cluster
 
 KINDS = {
@@ -119,11 +119,13 @@ def differences(before: Plan, after: Plan, *, has_other_ranks: bool = False) -> 
 
 
 def _rerouted(before: Plan, after: Plan) -> list[str]:
-    """Tables that go another way, those with the same change together."""
+    """Tables that go another way, those with the same change together; of one replica none goes anywhere."""
+    if 1 in (before.mesh.get(DATA, 1), after.mesh.get(DATA, 1)):
+        return []
     changed: dict[tuple[str, str], list[str]] = {}
     for name in dict.fromkeys([*before.schemes, *after.schemes]):
         pair = before.schemes.get(name, "a replica"), after.schemes.get(name, "a replica")
-        if pair[0] != pair[1] and AUTO not in pair:
+        if pair[0] != pair[1]:
             changed.setdefault(pair, []).append(name)
     return [f"{new} instead of {old} for {some(names)}" for (old, new), names in changed.items()]
 

@@ -203,7 +203,7 @@ class _Lowering:
             found = [self._sent_along_data(f"tell rows of {label}", exchange.told, (), convoy.stage, "rows")]
         if exchange.is_split:
             found = [self._sent_along_data(f"fetch {label}", exchange.values, found, convoy.stage, "rows")]
-        if not is_told_first:
+        if exchange.told.seconds and not is_told_first:
             self._sent_along_data(f"tell rows of {label}", exchange.told, (), convoy.stage, "sparse")
         return found
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tulle.comm import Deferred, all_gather_parts, release
-from tulle.cost import Network, exchange_cost, work_cost
+from tulle.cost import Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.mesh import Axis
 from tulle.rows import Merge, RowSparse
 from tulle.sync.numbers import numbers_bytes
@@ -28,10 +28,38 @@ from tulle.sync.reduce import ABSENT, COUNTS, Gradient, as_one, count, number_th
 from tulle.sync.table import Table
 
 _WORD = torch.int64
-_SPARE = 0.03
-"""Room beyond what the fullest rank held of late, as a part of that; its square root where that is more."""
 _FORGETTING = 0.02
 """Part by which what the fullest rank holds nears what it holds now, in a step."""
+WORDS = 3
+"""That ranks tell each other of a table: its rows, and of the last step what was sent and how long it took."""
+_SPARE = 0.03
+"""Room of a packet beyond what the fullest rank held of late, as a part of that; its square root where that is more."""
+
+
+def room_for(fullest_rows: float) -> int:
+    """Rows that a packet has room for where the fullest rank holds so many."""
+    return math.ceil(fullest_rows + max(_SPARE * fullest_rows, math.sqrt(fullest_rows)))
+
+
+def packet_cost(looks: Characteristics, tables: int, network: Network, ranks: int) -> Cost:
+    """What packets cost in which some tables travel whose gradients look like this, end to end.
+
+    Example:
+        >>> looks = Characteristics(num_rows=1000, width=16, value_bytes=4, rows_per_rank=(81, 64))
+        >>> packet_cost(looks, 1, Network(latency_s=1e-3, bandwidth_bytes_per_s=1e8), 2)
+        Cost(bytes=6208, messages=1, seconds=0.00106208)
+    """
+    room = room_for(max(looks.rows_per_rank))
+    *_, end = _laid_out(room, looks.values_bytes, looks.index_bytes, WORDS * tables)
+    return _cost(room, looks.values_bytes, end, network, ranks)
+
+
+def is_in_packets(packet_s: float, scheme_s: float, network: Network) -> bool:
+    """Whether rows are to travel in packets that take so long instead of by a scheme, by prediction.
+
+    One exchange less to tell row numbers is in the predictions; one to tell counts goes besides.
+    """
+    return packet_s <= scheme_s + network.latency_s
 
 
 @dataclass(slots=True, eq=False)
@@ -57,16 +85,13 @@ class Packet:
     def __post_init__(self) -> None:
         self._whole = as_one(self.tables, [0] * len(self.tables))
         self._row_bytes = self._whole.width * self._whole.wire.itemsize
-        self._numbers_at = _round_up(self.room * self._row_bytes, _WORD.itemsize)
-        self._words_at = _round_up(self._numbers_at + self.room * self._whole.index_dtype.itemsize, _WORD.itemsize)
-        end = self._words_at + self.words * _WORD.itemsize
-        self.bytes = _round_up(end, math.lcm(self._row_bytes, _WORD.itemsize))
+        index_bytes = self._whole.index_dtype.itemsize
+        laid_out = _laid_out(self.room, self._row_bytes, index_bytes, self.words)
+        self._numbers_at, self._words_at, self.bytes = laid_out
 
     def seconds(self, network: Network, ranks: int) -> float:
         """Predicted, where all ranks have as many rows as there is room for."""
-        others, held_bytes = ranks - 1, ranks * self.room * self._row_bytes
-        work = work_cost(network, summed_bytes=held_bytes, copied_bytes=held_bytes, numbers=ranks * self.room)
-        return exchange_cost(others * self.bytes, others, network, rounds=min(1, others)).seconds + work.seconds
+        return _cost(self.room, self._row_bytes, self.bytes, network, ranks).seconds
 
     def exchange(self, words: Sequence[int], gradients: Sequence[Gradient], axis: Axis) -> Deferred[Exchanged]:
         """Send it to every other rank. Every rank of the axis must call it.
@@ -193,10 +218,21 @@ class Room:
         """
         if not scheme_s or not self.fullest_rows or tables[0].device.type != "cpu":
             return None
-        spare = max(_SPARE * self.fullest_rows, math.sqrt(self.fullest_rows))
-        packet = Packet(tables, math.ceil(self.fullest_rows + spare), words)
-        # One exchange less to tell row numbers is in the prediction; one to tell counts goes besides.
-        return packet if packet.seconds(network, ranks) <= scheme_s + network.latency_s else None
+        packet = Packet(tables, room_for(self.fullest_rows), words)
+        return packet if is_in_packets(packet.seconds(network, ranks), scheme_s, network) else None
+
+
+def _laid_out(room: int, row_bytes: int, index_bytes: int, words: int) -> tuple[int, int, int]:
+    """Where in a packet row numbers begin, where words, and where it ends."""
+    numbers_at = _round_up(room * row_bytes, _WORD.itemsize)
+    words_at = _round_up(numbers_at + room * index_bytes, _WORD.itemsize)
+    return numbers_at, words_at, _round_up(words_at + words * _WORD.itemsize, math.lcm(row_bytes, _WORD.itemsize))
+
+
+def _cost(room: int, row_bytes: int, packet_bytes: int, network: Network, ranks: int) -> Cost:
+    others, held_bytes = ranks - 1, ranks * room * row_bytes
+    work = work_cost(network, summed_bytes=held_bytes, copied_bytes=held_bytes, numbers=ranks * room)
+    return exchange_cost(others * packet_bytes, others, network, rounds=min(1, others)) + work
 
 
 def _round_up(number: int, to: int) -> int:
