@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tulle.memory import Memory
-from tulle.names import as_names
-from tulle.plan.entries import refuse_unknown
+from tulle.plan.entries import Entries
 
 
 def memory_from_json(parsed: Mapping[str, Any]) -> Memory:
@@ -20,11 +19,11 @@ def memory_from_json(parsed: Mapping[str, Any]) -> Memory:
         >>> memory_from_json({"recompute": ["h.0"]}).recompute
         ('h.0',)
     """
-    refuse_unknown(parsed, Memory)
+    entries = Entries.of(parsed, "", Memory)
     return Memory(
         shard_optimizer=parsed.get("shard_optimizer", False),
         full_shard=parsed.get("full_shard", False),
-        recompute=tuple(map(str, as_names(parsed.get("recompute", ())))),
-        offload=tuple(map(str, as_names(parsed.get("offload", ())))),
+        recompute=entries.names("recompute"),
+        offload=entries.names("offload"),
         precision=parsed.get("precision"),
     ).checked()

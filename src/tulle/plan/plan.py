@@ -14,11 +14,11 @@ from tulle.cost import Network
 from tulle.errors import PlanError
 from tulle.memory import Memory
 from tulle.names import as_names
-from tulle.plan.entries import refuse_unknown
+from tulle.plan.entries import Entries
 from tulle.plan.memory import memory_from_json
 from tulle.plan.prediction import MOST_NAMED, Prediction, some
 from tulle.plan.table_plan import TablePlan
-from tulle.sync import AUTO, check_scheme
+from tulle.sync import AUTO, as_wire_dtype, check_scheme
 from tulle.tables import PLACEMENTS
 from tulle.whole_file import write_whole
 from tulle.workload import is_profile, network_from_json, network_to_json
@@ -189,14 +189,13 @@ class Plan:
         """
         try:
             return Plan.from_json(parsed)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        except PlanError as error:
             if is_profile(parsed):
                 raise PlanError(
                     f"{name} is a profile, expected a plan: make one of it with tulle plan profile.json -o plan.json"
                 ) from error
             raise PlanError(
-                f"{name} is not a plan that this version reads ({type(error).__name__}: {error}): "
-                "write it with Plan.save"
+                f"{name} is not a plan that this version reads ({error}): write it with Plan.save"
             ) from error
 
     def to_json(self) -> dict[str, Any]:
@@ -221,28 +220,33 @@ class Plan:
 
     @staticmethod
     def from_json(parsed: Mapping[str, Any]) -> Plan:
-        """From plain values, checked."""
-        if parsed["format"] != FORMAT:
-            raise ValueError(f"format {parsed['format']!r}, expected {FORMAT}")
-        refuse_unknown(parsed, Plan, besides=("format", "profile"))
-        return Plan(
-            mesh={str(name): _positive(int(size), f"axis {name}") for name, size in parsed["mesh"].items()},
-            tables=tuple(TablePlan.from_json(table) for table in parsed["tables"]),
-            bucket_bytes=_positive(int(parsed["bucket_bytes"]), "bucket_bytes"),
-            network=network_from_json(parsed["network"]) if parsed["network"] else None,
-            wire_dtype=parsed.get("wire_dtype"),
-            offers=tuple(str(offer) for offer in parsed.get("offers", ())),
-            schedule=_one_of(SCHEDULES, parsed.get("schedule", AT_STEP), "schedule"),
-            stages={str(name): _stage(stage, name) for name, stage in parsed.get("stages", {}).items()},
-            stages_per_rank=_positive(int(parsed.get("stages_per_rank", 1)), "stages_per_rank"),
-            pipeline_schedule=_one_of(
-                PIPELINE_SCHEDULES, parsed.get("pipeline_schedule", PIPELINE_SCHEDULES[0]), "pipeline_schedule"
-            ),
-            micro_batches=_positive(int(parsed.get("micro_batches", 1)), "micro_batches"),
-            tensor_parallel=tuple(map(str, as_names(parsed.get("tensor_parallel", ())))),
-            memory=memory_from_json(parsed.get("memory", {})),
+        """From plain values, checked.
+
+        Raises:
+            PlanError: Naming the entry that is wrong, and where it stands.
+        """
+        entries = Entries.of(parsed, "", Plan, besides=("format", "profile"))
+        if entries.get("format", int, f"{FORMAT}") != FORMAT:
+            raise entries.wrong("format", f"{FORMAT}")
+        tables = [TablePlan.from_json(one.values, one.path) for one in entries.objects("tables", TablePlan)]
+        plan = Plan(
+            mesh=entries.wholes("mesh", least=1),
+            tables=tuple(tables),
+            bucket_bytes=entries.whole("bucket_bytes", least=1),
+            network=entries.made("network", network_from_json) if parsed.get("network") else None,
+            wire_dtype=entries.made("wire_dtype", _wire_name) if "wire_dtype" in parsed else None,
+            offers=entries.list_of("offers", str),
+            schedule=entries.text("schedule", default=AT_STEP),
+            stages=entries.wholes("stages") if "stages" in parsed else {},
+            stages_per_rank=entries.whole("stages_per_rank", least=1, default=1),
+            pipeline_schedule=entries.text("pipeline_schedule", default=PIPELINE_SCHEDULES[0]),
+            micro_batches=entries.whole("micro_batches", least=1, default=1),
+            tensor_parallel=entries.names("tensor_parallel"),
+            memory=entries.made("memory", memory_from_json) if "memory" in parsed else Memory(),
             prediction=Prediction.from_json(parsed["prediction"]) if parsed.get("prediction") else None,
         )
+        plan.check_values()
+        return plan
 
     def check_values(self) -> None:
         """Check what can be checked without mesh and model.
@@ -292,6 +296,9 @@ class Plan:
             self._check_modules(modules)
 
     def _check_tables(self, tables: Mapping[str, tuple[int, int]]) -> None:
+        named = [table.name for table in self.tables]
+        if twice := [name for number, name in enumerate(named) if name in named[:number]]:
+            raise PlanError(f"the plan has the table {twice[0]!r} twice")
         for table in self.tables:
             shape = tables.get(table.name)
             if shape is None:
@@ -357,6 +364,11 @@ def _ends(names: Sequence[str]) -> str:
 def _one_of(known: tuple[str, ...], given: str, name: str) -> str:
     if given not in known:
         raise PlanError(f"the plan has the {name} {given!r}, expected one of {', '.join(known)}")
+    return given
+
+
+def _wire_name(given: str | None) -> str | None:
+    as_wire_dtype(given)
     return given
 
 

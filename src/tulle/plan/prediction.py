@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tulle.errors import PlanError
+from tulle.plan.entries import Entries, finite
 
 HANDICAP = 1.05
 """What a loop may notice that looks at gradients or parameters between steps, clipping say, must gain more than this:
@@ -80,12 +79,32 @@ class Prediction:
         return asdict(self)
 
     @staticmethod
-    def from_json(parsed: Mapping[str, Any]) -> Prediction:
-        """From plain values."""
-        if not 0 < parsed["step_s"] < math.inf:
-            raise PlanError(f"the prediction has step_s={parsed['step_s']!r}, expected a time")
-        lists = {name: tuple(parsed[name]) for name in ("memory_bytes", "runner_up", "changes")}
-        return Prediction(**{**parsed, **lists})
+    def from_json(parsed: Mapping[str, Any], path: str = "prediction") -> Prediction:
+        """From plain values, checked.
+
+        Args:
+            parsed: Plain values.
+            path: Where they stand in a plan.
+
+        Raises:
+            PlanError: Naming the entry that is wrong, and where it stands.
+        """
+        entries = Entries.of(parsed, path, Prediction)
+        if not finite(entries.number("step_s")):
+            raise entries.wrong("step_s", "a time")
+        return Prediction(
+            batch=entries.whole("batch"),
+            ranks=entries.whole("ranks", least=1),
+            step_s=entries.number("step_s"),
+            parts_s=entries.numbers("parts_s"),
+            links_s=entries.numbers("links_s"),
+            memory_bytes=entries.list_of("memory_bytes", int),
+            bound_s=entries.number("bound_s"),
+            runner_up=entries.list_of("runner_up", str),
+            runner_up_s=None if parsed.get("runner_up_s") is None else entries.number("runner_up_s"),
+            binding=entries.text("binding", default=""),
+            changes=entries.list_of("changes", str),
+        )
 
 
 def ms(seconds: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tulle.cost import Characteristics, Cost
-from tulle.plan.entries import refuse_unknown
+from tulle.plan.entries import Entries
 from tulle.sync import AUTO, Choice, check_scheme
 from tulle.tables import PLACEMENTS
 
@@ -69,20 +69,29 @@ class TablePlan:
         return asdict(self) | {"candidates": candidates}
 
     @staticmethod
-    def from_json(parsed: Mapping[str, Any]) -> TablePlan:
-        """From plain values, checked."""
-        refuse_unknown(parsed, TablePlan)
-        candidates = {candidate["scheme"]: _cost(candidate) for candidate in parsed.get("candidates", ())}
+    def from_json(parsed: Mapping[str, Any], path: str = "the table") -> TablePlan:
+        """From plain values, checked.
+
+        Args:
+            parsed: Plain values.
+            path: Where they stand in a plan.
+
+        Raises:
+            PlanError: Naming the entry that is wrong, and where it stands.
+        """
+        entries = Entries.of(parsed, path, TablePlan)
+        measured, ratios_of = parsed.get("measured"), parsed.get("characteristics")
         return TablePlan(
-            name=str(parsed["name"]),
-            rows=int(parsed["rows"]),
-            width=int(parsed["width"]),
-            scheme=check_scheme(parsed["scheme"], extra=(AUTO, *PLACEMENTS)),
-            reason=str(parsed.get("reason", "")),
-            density=None if parsed.get("density") is None else float(parsed["density"]),
-            candidates=candidates or None,
-            characteristics=parsed.get("characteristics"),
-            measured=_cost(parsed["measured"]) if parsed.get("measured") else None,
+            name=entries.text("name"),
+            rows=entries.whole("rows"),
+            width=entries.whole("width"),
+            scheme=entries.made("scheme", lambda scheme: check_scheme(scheme, extra=(AUTO, *PLACEMENTS))),
+            reason=entries.text("reason", default=""),
+            density=None if parsed.get("density") is None else entries.number("density"),
+            candidates={one.text("scheme"): _cost(one) for one in entries.objects("candidates", Cost, ["scheme"])}
+            or None,
+            characteristics=entries.numbers("characteristics") if ratios_of is not None else None,
+            measured=_cost(Entries.of(measured, entries.at("measured"), Cost)) if measured else None,
         )
 
 
@@ -100,5 +109,5 @@ def ratios(looks: Characteristics) -> dict[str, float]:
     }
 
 
-def _cost(parsed: Mapping[str, Any]) -> Cost:
-    return Cost(parsed["bytes"], parsed["messages"], parsed["seconds"])
+def _cost(entries: Entries) -> Cost:
+    return Cost(entries.whole("bytes"), entries.whole("messages"), entries.number("seconds"))

@@ -47,7 +47,7 @@ def packet_cost(looks: Characteristics, tables: int, network: Network, ranks: in
     Example:
         >>> looks = Characteristics(num_rows=1000, width=16, value_bytes=4, rows_per_rank=(81, 64))
         >>> packet_cost(looks, 1, Network(latency_s=1e-3, bandwidth_bytes_per_s=1e8), 2)
-        Cost(bytes=6208, messages=1, seconds=0.00106208)
+        Cost(bytes=6144, messages=1, seconds=0.00106144)
     """
     room = room_for(max(looks.rows_per_rank))
     *_, end = _laid_out(room, looks.values_bytes, looks.index_bytes, WORDS * tables)
