@@ -62,13 +62,16 @@ def splits_of(profile, model):
     return [subset for size in range(1, len(names) + 1) for subset in combinations(names, size)]
 
 
-def ways_of(frame, profile, cluster, batch):
-    """Where the run-time would send rows in packets, schemes are none."""
+def ways_of(frame, profile, cluster, batch, *, is_tight):
+    """Where the run-time would send rows in packets, nothing that sends for longer is one."""
     share = share_of(frame, profile, batch)
     names = [table.name for table in profile.tables]
     network = share.network("data", cluster, profile)
     offered = Tariff(profile).options(names, network, ranks=share.data, batches=share.batches)
-    return ("auto", *PLACEMENTS) if "auto" in {one.scheme for one in offered} else WAYS
+    seconds = {one.scheme: one.total.seconds for one in offered}
+    if "auto" not in seconds:
+        return WAYS
+    return ["auto", *(name for name in PLACEMENTS if is_tight or seconds.get(name, 0.0) < seconds["auto"])]
 
 
 def best_of_all(profile, cluster, *, memory_bytes=None):
@@ -76,7 +79,7 @@ def best_of_all(profile, cluster, *, memory_bytes=None):
     best_s = float("inf")
     every = every_plan(profile, cluster.ranks, batch, with_recomputed=memory_bytes is not None)
     for frame, data, others in every:
-        for scheme in ways_of(frame, profile, cluster, batch):
+        for scheme in ways_of(frame, profile, cluster, batch, is_tight=memory_bytes is not None):
             tables = tuple(TablePlan(table.name, table.rows, table.width, scheme) for table in profile.tables)
             plan = replace(frame, tables=tables)
             kept = footprints(plan, profile, cluster, batch=batch)

@@ -285,6 +285,7 @@ def test_few_rows_are_priced_as_the_message_in_which_they_travel():
     plan = best_plan(few, cluster, space=Space(mesh={"data": 2}))
     assert plan.schemes == {"embed.weight": AUTO}
     assert "in one message" in plan.tables[0].reason
+    assert {*plan.tables[0].candidates} == {AUTO, *PLACEMENTS}
     assert [task.name for task in lower(plan, few, cluster).tasks if task.kind == "sparse"] == ["auto embed.weight"]
     many, _ = options_of(profile_of(0, tokens=30_000, rows=100_000), cluster)
     assert AUTO not in many

@@ -210,7 +210,8 @@ class Search:
     def _branch(self, frame: Plan) -> None:
         share = share_of(frame, self.profile, self.batch)
         frame_s = self.least_s(frame)
-        tables = Tables(self.profile, self.cluster, share, self.tariff, self.space.schemes)
+        is_tight = self.memory_bytes is not None
+        tables = Tables(self.profile, self.cluster, share, self.tariff, self.space.schemes, is_tight=is_tight)
         for least_s, dealt in self._dealt(frame, share):
             if least_s >= self.cutoff_s:
                 break
@@ -327,7 +328,8 @@ class Search:
         best = ordered[0]
         share = share_of(best.plan, self.profile, self.batch)
         network = share.network(DATA, self.cluster, self.profile)
-        tables = Tables(self.profile, self.cluster, share, self.tariff, self.space.schemes)
+        is_tight = self.memory_bytes is not None
+        tables = Tables(self.profile, self.cluster, share, self.tariff, self.space.schemes, is_tight=is_tight)
         plan = tables.told(best.plan)
         second = ordered[1] if len(ordered) > 1 else None
         prediction = Prediction(
