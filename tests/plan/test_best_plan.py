@@ -11,6 +11,7 @@ from profiles import cluster_of, profile_of
 from tulle.errors import PlanError
 from tulle.plan import Memory, Plan, Space, TablePlan, best_plan, footprints, lower, search
 from tulle.plan.bound import Bound
+from tulle.plan.deal import Deal
 from tulle.plan.exchange import Tariff
 from tulle.plan.lateness import WORTH_S, put_off_s
 from tulle.plan.search import MOST_WORK, Search, handicap
@@ -27,7 +28,9 @@ def seconds_of(plan, profile, cluster, batch):
     forecast = run(lower(plan, profile, cluster, batch=batch))
     if plan.schedule == "read" and put_off_s(forecast.by_kind) < WORTH_S:
         return math.inf
-    return handicap(plan.schedule, plan.memory) * forecast.step_s
+    return (
+        handicap(plan.schedule, plan.memory) * forecast.step_s + Deal.of(plan, profile, cluster, batch=batch).unhidden_s
+    )
 
 
 def every_plan(profile, ranks, samples, *, with_recomputed):
@@ -62,16 +65,15 @@ def splits_of(profile, model):
     return [subset for size in range(1, len(names) + 1) for subset in combinations(names, size)]
 
 
-def ways_of(frame, profile, cluster, batch, *, is_tight):
-    """Where the run-time would send rows in packets, nothing that sends for longer is one."""
+def ways_of(frame, profile, cluster, batch):
+    """Where the run-time would send rows in packets, schemes are none."""
     share = share_of(frame, profile, batch)
     names = [table.name for table in profile.tables]
     network = share.network("data", cluster, profile)
     offered = Tariff(profile).options(names, network, ranks=share.data, batches=share.batches)
-    seconds = {one.scheme: one.total.seconds for one in offered}
-    if "auto" not in seconds:
+    if "auto" not in {one.scheme for one in offered}:
         return WAYS
-    return ["auto", *(name for name in PLACEMENTS if is_tight or seconds.get(name, 0.0) < seconds["auto"])]
+    return ("auto", *PLACEMENTS) if share.data > 1 else ["auto"]
 
 
 def best_of_all(profile, cluster, *, memory_bytes=None):
@@ -79,7 +81,7 @@ def best_of_all(profile, cluster, *, memory_bytes=None):
     best_s = float("inf")
     every = every_plan(profile, cluster.ranks, batch, with_recomputed=memory_bytes is not None)
     for frame, data, others in every:
-        for scheme in ways_of(frame, profile, cluster, batch, is_tight=memory_bytes is not None):
+        for scheme in ways_of(frame, profile, cluster, batch):
             tables = tuple(TablePlan(table.name, table.rows, table.width, scheme) for table in profile.tables)
             plan = replace(frame, tables=tables)
             kept = footprints(plan, profile, cluster, batch=batch)
@@ -152,8 +154,14 @@ def test_no_plan_is_faster_than_its_bound(seed):
 
 
 def test_no_plan_fits_in_nothing():
-    with pytest.raises(PlanError, match=r"no plan fits in 1,000 bytes a rank on 2 ranks, the least needs \d"):
+    with pytest.raises(
+        PlanError, match=r"no plan fits in 1,000 bytes a rank on 2 ranks, the least needs \d"
+    ) as refused:
         best_plan(profile_of(), cluster_of(2), memory_bytes=1000)
+    needed, missing, *parts = (int(n.replace(",", "")) for n in re.findall(r"[\d,]*\d", str(refused.value))[2:])
+    assert missing == needed - 1000
+    assert sum(parts) == needed, "what it is for"
+    assert parts == sorted(parts, reverse=True)
 
 
 def test_a_faster_network_is_never_slower():
@@ -183,7 +191,19 @@ def test_parameters_are_shared_out_where_nothing_else_fits():
     least_bytes = int(re.search(r"the least needs ([\d,]+)", str(refused.value))[1].replace(",", ""))
     assert best_plan(profile, cluster, space=space, memory_bytes=least_bytes - 1).memory == Memory(full_shard=True)
     with_tables = profile_of(tables=1)
-    assert all(not one.full_shard for one in space.memories_for(with_tables, 4)), "it shares out no tables"
+    assert all(not one.full_shard for one in space.memories_for(with_tables, 4, is_tight=True)), "none that is sparse"
+
+
+def test_a_table_with_dense_gradients_is_shared_out_as_other_parameters_where_nothing_else_fits():
+    """A language model's embedding must not keep it from what fits."""
+    profile, cluster = profile_of(layers=8, is_sparse=False), cluster_of(4)
+    space = Space(mesh={"pipe": 1, "model": 1}, recomputes=False)
+    others = replace(space, memories=(Memory(), Memory(shard_optimizer=True)))
+    with pytest.raises(PlanError, match="no plan fits"):
+        best_plan(profile, cluster, space=others, memory_bytes=20_000_000)
+    plan = best_plan(profile, cluster, space=space, memory_bytes=20_000_000)
+    assert plan.memory == Memory(full_shard=True)
+    assert not plan.tables, "it is no table of a plan's"
 
 
 def test_what_is_fixed_stays():

@@ -280,7 +280,7 @@ def test_a_plan_for_another_model_or_mesh_is_refused(mesh, tables, text):
 
 def test_a_plan_that_has_a_table_twice_is_refused():
     twice = replace(PLAN, tables=(PLAN.tables[0], replace(PLAN.tables[0], scheme="ring")))
-    with pytest.raises(PlanError, match="the plan has the table 'words.weight' twice"):
+    with pytest.raises(PlanError, match=r"the table 'words\.weight' twice"):
         twice.check({"data": 4}, {"words.weight": (8000, 256)})
 
 

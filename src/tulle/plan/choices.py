@@ -33,7 +33,6 @@ class Tables:
         share: How a step is dealt.
         tariff: What exchanges cost.
         given: Schemes and placements that are settled, by table.
-        is_tight: Whether memory may decide how tables are kept.
     """
 
     profile: Profile
@@ -41,7 +40,6 @@ class Tables:
     share: Share
     tariff: Tariff
     given: Mapping[str, str]
-    is_tight: bool = False
 
     @property
     def network(self) -> Network:
@@ -56,7 +54,7 @@ class Tables:
             is_whole: Whether every rank must have every table whole.
         """
         groups = self._groups(plan)
-        ways = [self._worth(names, is_whole=is_whole) for names in groups]
+        ways = [self._ways(names, is_whole=is_whole) for names in groups]
         if math.prod(map(len, ways)) > MOST_COMBINATIONS:
             ways = [[min(found, key=total_of)] for found in ways]
         for combination in product(*ways):
@@ -65,7 +63,7 @@ class Tables:
 
     def is_complete(self, plan: Plan) -> bool:
         """Whether `all` gives all combinations."""
-        ways = [self._worth(names, is_whole=False) for names in self._groups(plan)]
+        ways = [self._ways(names, is_whole=False) for names in self._groups(plan)]
         return math.prod(map(len, ways)) <= MOST_COMBINATIONS
 
     def told(self, plan: Plan) -> Plan:
@@ -103,17 +101,6 @@ class Tables:
             return [self.tariff.exchange(names, scheme, self.network, ranks=ranks, batches=batches)]
         found = self.tariff.options(names, self.network, ranks=ranks, batches=batches)
         return [one for one in found if not (is_whole and one.is_split)]
-
-    def _worth(self, names: Sequence[str], *, is_whole: bool) -> list[Exchange]:
-        """Those that may be chosen: none instead of packets that sends for longer, however much of that is hidden.
-
-        What little exchanges take of the processor is as much beside the model's work as behind it.
-        """
-        found = self._ways(names, is_whole=is_whole)
-        packets = next((one for one in found if one.scheme == AUTO), None)
-        if packets is None or self.is_tight:
-            return found
-        return [one for one in found if one is packets or total_of(one) < total_of(packets)]
 
     def _planned(self, schemes: Mapping[str, str]) -> tuple[TablePlan, ...]:
         """Of tables with sparse gradients, and of others that are split; one without a stream is left to be seen."""

@@ -18,6 +18,7 @@ from tulle.plan.moving import on_machine
 from tulle.plan.plan import AT_READ, MODEL, PIPE, Plan
 from tulle.plan.update import Update
 from tulle.plan.work import AXES, DATA, Share, Work, share_of, stage_around, work_of
+from tulle.sync import AUTO
 from tulle.workload import Cluster, Machine, Profile
 
 LOOKUP_CALLS = 1.5
@@ -117,6 +118,20 @@ class Deal:
         letters = 2 * sum(stage in pair and (pair[0] - pair[1]) % pipe != 0 for pair in self.flows)
         letters_s = LETTERS * letters * machine.micro_batch_s
         return begin_s + before * call_s, here * call_s + lookups_s + letters_s, behind * call_s
+
+    @property
+    def unhidden_s(self) -> float:
+        """By how much split tables send for longer than packets would in which they could travel, beside work or not.
+
+        What so small an exchange takes, it takes of the processor: as much beside the model's work as behind it.
+        """
+        ranks, batches, seconds = self.share.data, self.share.batches, 0.0
+        for convoy in self.convoys:
+            if convoy.exchange.is_split and ranks > 1:
+                options = self.tariff.options(convoy.names, self.network, ranks=ranks, batches=batches)
+                sent_s = self.share.micro_batches * convoy.exchange.total.seconds
+                seconds += sum(max(0.0, sent_s - one.total.seconds) for one in options if one.scheme == AUTO)
+        return seconds
 
     @property
     def update(self) -> Update:

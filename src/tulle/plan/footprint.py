@@ -46,6 +46,13 @@ class Footprint:
         changing_bytes = max(self.activations_bytes, self.gradients_bytes)
         return self.parameters_bytes + self.optimizer_bytes + changing_bytes + self.transient_bytes
 
+    def parts_bytes(self) -> dict[str, int]:
+        """What the most is made of, by name, the largest first."""
+        changing = ("activations", self.activations_bytes), ("gradients", self.gradients_bytes)
+        parts = dict([("parameters", self.parameters_bytes), ("optimizer state", self.optimizer_bytes)])
+        parts |= dict([max(changing, key=lambda one: one[1]), ("passing", self.transient_bytes)])
+        return dict(sorted(parts.items(), key=lambda one: -one[1]))
+
     def __add__(self, other: Footprint) -> Footprint:
         return Footprint(
             self.parameters_bytes + other.parameters_bytes,

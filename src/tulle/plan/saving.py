@@ -27,11 +27,13 @@ class Recomputed:
         memories: Each with as little recomputed as fits.
         is_exact: Whether these are all of which none recomputes more than another.
         least_bytes: What a rank needs if everything is recomputed.
+        everything: So.
     """
 
     memories: tuple[Memory, ...]
     is_exact: bool
     least_bytes: int
+    everything: Memory
 
 
 def with_recomputed(plan: Plan, profile: Profile, peaks: Peaks, limit_bytes: int) -> Recomputed:
@@ -48,19 +50,19 @@ def with_recomputed(plan: Plan, profile: Profile, peaks: Peaks, limit_bytes: int
     everything = _with(plan, names)
     least_bytes = max(peaks(everything))
     if least_bytes > limit_bytes:
-        return Recomputed((), True, least_bytes)
+        return Recomputed((), True, least_bytes, everything)
     if len(names) <= MOST_SUBSETS:
         fitting: list[tuple[str, ...]] = []
         for subset in subsets(names):
             if not any({*smaller} <= {*subset} for smaller in fitting) and _fits(plan, subset, peaks, limit_bytes):
                 fitting.append(subset)
-        return Recomputed(tuple(_with(plan, subset) for subset in fitting), True, least_bytes)
+        return Recomputed(tuple(_with(plan, subset) for subset in fitting), True, least_bytes, everything)
     # Fewest by bisection: what is cheap for its bytes first.
     low, high = 1, len(names)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _fits(plan, names[:middle], peaks, limit_bytes) else (middle + 1, high)
-    return Recomputed((_with(plan, names[:low]),), False, least_bytes)
+    return Recomputed((_with(plan, names[:low]),), False, least_bytes, everything)
 
 
 def _with(plan: Plan, names: Sequence[str]) -> Memory:

@@ -57,12 +57,14 @@ class Found:
         plan: The plan.
         forecast: What came of it.
         memory_bytes: By rank of axis `pipe`.
+        unhidden_s: What it takes besides, where small exchanges are not as well hidden as the forecast has it.
     """
 
     score_s: float
     plan: Plan
     forecast: Forecast
     memory_bytes: tuple[int, ...]
+    unhidden_s: float = 0.0
 
 
 def best_plan(
@@ -134,6 +136,8 @@ class Search:
     _left_out_s: float = field(init=False, default=math.inf)
     """What no plan that was not looked at takes less than."""
     _least_bytes: float = field(init=False, default=math.inf)
+    _least: Plan | None = field(init=False, default=None)
+    """That which needs so little."""
 
     def __post_init__(self) -> None:
         self._bound = Bound(self.profile, self.cluster)
@@ -157,10 +161,7 @@ class Search:
                 "model can use: each replica needs a sample"
             )
         if not self._best:
-            raise PlanError(
-                f"no plan fits in {self.memory_bytes or 0:,} bytes a rank on {self.cluster.ranks} ranks, the least "
-                f"needs {self._least_bytes:,.0f}: use more ranks, a smaller batch, or free what the space fixes"
-            )
+            raise PlanError(self._refusal())
         ordered = self.found()
         return self._told(ordered, min(self._left_out_s, ordered[0].score_s))
 
@@ -185,7 +186,8 @@ class Search:
         for mesh in self.space.meshes(self.cluster.ranks, self.profile):
             samples = self.batch / mesh[DATA]
             is_tight = self.memory_bytes is not None
-            for memory in self.space.memories_for(self.profile, mesh[DATA]) if samples >= 1 else ():
+            memories = self.space.memories_for(self.profile, mesh[DATA], is_tight=is_tight)
+            for memory in memories if samples >= 1 else ():
                 for micro_batches in self.space.micro_batches(mesh, samples, is_tight=is_tight):
                     plan = Plan(mesh, memory=memory, micro_batches=micro_batches)
                     rough.append((self.least_s(plan, is_sharp=False), len(rough), plan))
@@ -210,8 +212,7 @@ class Search:
     def _branch(self, frame: Plan) -> None:
         share = share_of(frame, self.profile, self.batch)
         frame_s = self.least_s(frame)
-        is_tight = self.memory_bytes is not None
-        tables = Tables(self.profile, self.cluster, share, self.tariff, self.space.schemes, is_tight=is_tight)
+        tables = Tables(self.profile, self.cluster, share, self.tariff, self.space.schemes)
         for least_s, dealt in self._dealt(frame, share):
             if least_s >= self.cutoff_s:
                 break
@@ -251,7 +252,8 @@ class Search:
 
     def _may_split(self, frame: Plan) -> bool:
         """Whether tables may be split beside what is saved on memory."""
-        return self.space.shares_with_tables or not frame.memory.shard_optimizer
+        memory = frame.memory
+        return not memory.full_shard and (self.space.shares_with_tables or not memory.shard_optimizer)
 
     def _cuts(self, frame: Plan, share: Share) -> Iterator[Plan]:
         """With the stage of each piece."""
@@ -277,7 +279,7 @@ class Search:
         if self.memory_bytes is None or max(whole) <= self.memory_bytes:
             self._evaluate(deal, whole)
             return
-        self._least_bytes = min(self._least_bytes, max(whole))
+        self._note_least(max(whole), plan)
 
         def peaks(memory: Memory) -> tuple[int, ...]:
             return self._peaks(self._deal(replace(plan, memory=memory)))
@@ -289,7 +291,25 @@ class Search:
         if found and not found.is_exact:
             self._left_out_s = min(self._left_out_s, frame_s)
         if found:
-            self._least_bytes = min(self._least_bytes, found.least_bytes)
+            self._note_least(found.least_bytes, replace(plan, memory=found.everything))
+
+    def _note_least(self, needed_bytes: int, plan: Plan) -> None:
+        if needed_bytes < self._least_bytes:
+            self._least_bytes, self._least = needed_bytes, plan
+
+    def _refusal(self) -> str:
+        """That no plan fits: what the one that needs least needs it for, and how much is missing."""
+        assert self._least is not None, "nothing was looked at"
+        deal = self._deal(self._least)
+        needed = footprints_of(deal.plan, self.profile, deal.share, deal.works, self.tariff)
+        parts = max(needed, key=lambda one: one.peak_bytes).parts_bytes()
+        limit_bytes = self.memory_bytes or 0
+        return (
+            f"no plan fits in {limit_bytes:,} bytes a rank on {self.cluster.ranks} ranks, the least needs "
+            f"{self._least_bytes:,.0f}, {self._least_bytes - limit_bytes:,.0f} more ("
+            + ", ".join(f"{name} {size:,}" for name, size in parts.items())
+            + "): use more ranks, a smaller batch, or free what the space fixes"
+        )
 
     def _peaks(self, deal: Deal) -> tuple[int, ...]:
         """Bytes that each rank of axis `pipe` needs."""
@@ -316,8 +336,13 @@ class Search:
         others = self.space.schedules_for(deal.plan.mesh, deal.plan.memory)
         if deal.plan.schedule == AT_READ and AT_STEP in others and put_off_s(forecast.by_kind) < WORTH_S:
             return
+        unhidden_s = deal.unhidden_s
         found = Found(
-            handicap(deal.plan.schedule, deal.plan.memory) * forecast.step_s, deal.plan, forecast, memory_bytes
+            handicap(deal.plan.schedule, deal.plan.memory) * forecast.step_s + unhidden_s,
+            deal.plan,
+            forecast,
+            memory_bytes,
+            unhidden_s,
         )
         key = decided(deal.plan)
         if key not in self._best or found.score_s < self._best[key].score_s:
@@ -328,8 +353,7 @@ class Search:
         best = ordered[0]
         share = share_of(best.plan, self.profile, self.batch)
         network = share.network(DATA, self.cluster, self.profile)
-        is_tight = self.memory_bytes is not None
-        tables = Tables(self.profile, self.cluster, share, self.tariff, self.space.schemes, is_tight=is_tight)
+        tables = Tables(self.profile, self.cluster, share, self.tariff, self.space.schemes)
         plan = tables.told(best.plan)
         second = ordered[1] if len(ordered) > 1 else None
         prediction = Prediction(
@@ -341,7 +365,7 @@ class Search:
             memory_bytes=best.memory_bytes,
             bound_s=bound_s / handicap(best.plan.schedule, best.plan.memory),
             runner_up=tuple(differences(best.plan, second.plan)) if second else (),
-            runner_up_s=second.forecast.step_s if second else None,
+            runner_up_s=second.forecast.step_s + second.unhidden_s if second else None,
             binding=binding(best.forecast),
         )
         return replace(plan, network=network if share.data > 1 else None, prediction=prediction)

@@ -98,15 +98,20 @@ class Space:
         most = max(1, min(math.floor(samples), FILLED * max(pipe, 2)))
         return [2**power for power in range(most.bit_length())]
 
-    def memories_for(self, profile: Profile, data: int) -> list[Memory]:
-        """Ways of saving memory that an axis `data` of such a size can use; what may be split is not shared out."""
+    def memories_for(self, profile: Profile, data: int, *, is_tight: bool = False) -> list[Memory]:
+        """Ways of saving memory that an axis `data` of such a size can use.
+
+        Parameters are shared out beside no sparse table and none whose placement is given. Tables with dense gradients
+        are then parameters like others: as they could be split instead, only where memory is limited.
+        """
         has_tables = any(table.is_sparse for table in profile.tables)
+        may_share_out = not profile.tables or (is_tight and not has_tables and not self.schemes)
         return [
             memory
             for memory in self.memories
             if (data > 1 or not (memory.shard_optimizer or memory.full_shard))
             and (not memory.shard_optimizer or self.shares_with_tables or not has_tables)
-            and not (memory.full_shard and profile.tables)
+            and (may_share_out or not memory.full_shard)
         ]
 
     def schedules_for(self, mesh: Mapping[str, int], memory: Memory) -> list[str]:
