@@ -117,6 +117,32 @@ def test_from_the_third_step_on_all_but_the_first_are_ahead(monkeypatch, is_made
     assert most == [None] * len(most), "one unit is gathered ahead, not more"
 
 
+class Follower(nn.Module):
+    """A teacher that follows its student in forward, between the two."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, x, _):
+        y = self.student(x)
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.9).add_(self.student.weight, alpha=0.1)
+        return (y - self.teacher(x)).pow(2).mean()
+
+
+@on_ranks(2)
+def test_what_forward_writes_into_parts_that_are_gathered_ahead_is_seen():
+    axis = tulle.init(data=-1)["data"]
+    torch.manual_seed(0)
+    reference = Follower().double()
+    model = copy.deepcopy(reference)
+    share_out(model, axis, ["", "student", "teacher"], stay=[""])
+    for one, of_rank in ((model, axis), (reference, None)):
+        train(one, torch.optim.SGD(one.parameters(), lr=0.1), [[None]] * 5, of_rank)
+    assert worst_difference(model, reference) < 1e-12
+
+
 def swap(model, values):
     """As moving averages are put in the place of parameters: past the counter by which torch sees a change."""
     for parameter, value in zip(model.parameters(), values, strict=True):

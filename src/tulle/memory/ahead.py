@@ -57,7 +57,13 @@ class _Coming:
 
     use: _Use
     parts: Sequence[nn.Parameter]
+    versions: Sequence[int]
     job: Sent[list[Tensor]]
+
+    def is_for(self, use: _Use, parts: Sequence[nn.Parameter]) -> bool:
+        """Whether they are for that use, and of what these parts hold now: a forward may have written there since."""
+        is_same = self.use == use and all(one is other for one, other in zip(self.parts, parts, strict=True))
+        return is_same and self.versions == _versions(parts)
 
 
 class Ahead:
@@ -98,7 +104,7 @@ class Ahead:
         use = _Use(unit, what, self._time(unit, what))
         self._learn(use, call)
         coming, self._coming = self._coming, None
-        if coming is None or coming.use != use or any(a is not b for a, b in zip(coming.parts, parts, strict=True)):
+        if coming is None or not coming.is_for(use, parts):
             coming = self._begin(use)
         before, last = self._followed.get(use, (None, None))
         if last is not None and before == last and last.unit in self._parts:
@@ -151,7 +157,8 @@ class Ahead:
     def _begin(self, use: _Use) -> _Coming:
         parts = self._parts[use.unit]
         which, gather = (use.what, use.number), partial(use.unit.gather, use.unit.pack(parts))
-        return _Coming(use, parts, self._course.submit(f"parameters of {use.unit.name!r}", which, gather))
+        job = self._course.submit(f"parameters of {use.unit.name!r}", which, gather)
+        return _Coming(use, parts, _versions(parts), job)
 
     def _time(self, unit: Unit, what: str) -> int:
         """For which time since the last step of an optimizer; calls that only evaluate are not told apart."""
@@ -190,6 +197,11 @@ def _stepped(optimizer: Optimizer, *_: object) -> None:
     for ahead in dict.fromkeys(ahead_of(p) for group in optimizer.param_groups for p in group["params"]):
         if ahead is not None:
             ahead.end_step()
+
+
+def _versions(parts: Sequence[nn.Parameter]) -> list[int]:
+    """How often each was written in; what all ranks write, they write alike."""
+    return [part._version for part in parts]
 
 
 def in_backward() -> bool:
