@@ -1,5 +1,7 @@
 """Buffers that forward writes follow rank 0; others do not travel."""
 
+import copy
+
 import torch
 from plain_training import dummy
 from torch import Tensor, nn
@@ -85,4 +87,23 @@ def test_statistics_of_many_norms_travel_in_one_message():
         traffic.take_labels()
         model(torch.randn(5, 4) + step + mesh.rank).pow(2).mean().backward()
     assert traffic.take_labels()["buffers"].messages == (1 if mesh.rank == 0 else 0)
+    assert_buffers_are_those_of_rank_0(model)
+
+
+@on_ranks(2)
+def test_statistics_that_follow_rank_0_leave_a_graph_as_it_is_for_another_backward():
+    mesh = tulle.init(data=-1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)).double()
+    reference = copy.deepcopy(model)
+    model, _ = tulle.distribute(model, dummy(model), mesh)
+    batches = [torch.randn(5, 3, dtype=torch.float64) for _ in range(mesh.size)]
+    out = model(batches[mesh.rank])
+    out[:, 0].mean().backward(retain_graph=True)
+    out[:, 1].pow(2).mean().backward()
+    for batch in batches:
+        out = reference(batch)
+        ((out[:, 0].mean() + out[:, 1].pow(2).mean()) / mesh.size).backward()
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(parameter.grad, expected.grad, atol=1e-12)
     assert_buffers_are_those_of_rank_0(model)

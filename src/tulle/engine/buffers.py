@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from tulle.comm import gather_values
 from tulle.engine.replicas import broadcast_tensors, memory_of
@@ -35,6 +36,7 @@ class Buffers:
         followed = model.named_buffers() if axis.size > 1 else ()
         self._settled: dict[str, Tensor | None] = {name: buffer.detach().clone() for name, buffer in followed}
         """None for one that every rank has for itself."""
+        self._statistics = _statistics(model)
         # More than all ranks' marks of written ones add up to, in half precision too.
         self._reshaped = 2 * (axis.size + 1)
 
@@ -63,7 +65,9 @@ class Buffers:
         written = {name: mark for name, mark in zip(self._settled, marks, strict=True) if mark}
         self._set_apart({name: _shape(now.get(name)) for name, mark in written.items() if mark > self._axis.size})
         names = [name for name in written if self._settled[name] is not None]
-        broadcast_tensors([now[name] for name in names], self._axis, label=_LABEL)
+        unread = tuple(now[name] for name in names if name in self._statistics)
+        with _unsafe_preserve_version_counter(unread):
+            broadcast_tensors([now[name] for name in names], self._axis, label=_LABEL)
         for name in names:
             self._settled[name] = now[name].detach().clone()
 
@@ -81,6 +85,17 @@ class Buffers:
             if shape is None or any(theirs[name] != shape for theirs in heard):
                 self._settled[name] = None
                 logger.info("the buffer %s has another shape on each rank: each keeps its own from now on", name)
+
+
+def _statistics(model: nn.Module) -> set[str]:
+    """Names of the buffers that batch norm writes, which its backward does not read where its forward wrote them.
+
+    Autograd keeps them nevertheless, and would refuse another backward through the same forward if it saw them change.
+    """
+    norms = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)
+    ]
+    return {f"{name}.{buffer}" if name else buffer for name, module in norms for buffer in module._buffers}
 
 
 def _shape(buffer: Tensor | None) -> object:
