@@ -35,7 +35,8 @@ class Calls:
     borrowers: set[str] = field(default_factory=set)
     """Modules in whose calls parameters were read that are none of theirs, such as a table that a decoder is handed."""
     asking: set[str] = field(default_factory=set)
-    """Modules whose own forward runs a backward, such as one that gives forces, the gradients of an energy."""
+    """Modules whose own forward runs a backward, such as one that gives forces, the gradients of an energy, or calls
+    another module with other tensors for its parameters (`torch.func.functional_call`)."""
 
     def children(self) -> dict[str, list[str]]:
         """Of each module those whose first call came directly from within its call."""
@@ -71,6 +72,7 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
         if is_within_function():  # its backward may call the module again, on one rank: who applies it stays whole
             return
         calls.chains.setdefault(names[module], []).append(tuple([names[outer] for outer in stack]))
+        calls.asking.update(names[outer] for outer in stack[-1:] if _is_given_others(module))
         stack.append(module)
         begins_s.append(time.perf_counter())
 
@@ -108,6 +110,12 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
         for hook in hooks:
             hook.remove()
     return calls
+
+
+def _is_given_others(module: nn.Module) -> bool:
+    """Whether a caller has put other tensors in the places of parameters, which are its own on one rank only."""
+    given = (one for inner in module.modules() for one in inner._parameters.values())
+    return any(one is not None and not isinstance(one, nn.Parameter) for one in given)
 
 
 def _is_compiled(module: nn.Module) -> bool:
