@@ -245,9 +245,75 @@ class Codebook(nn.Module):
         return x - self.codes[nearest]
 
 
+class Expert(nn.Module):
+    """Leaves on itself a loss, what it gives, a pair with a name, how often it ran, lists, and what it reads itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.loss, self.gives, self.pair = nn.Linear(WIDTH, WIDTH), 0.0, None, None
+        self.before: Tensor | None = None
+        self.calls, self.maps, self.collected = 0, [], []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.layer(x).tanh() if self.before is None else self.layer(x + self.before.mean()).tanh()
+        self.before, self.gives, self.pair = y.detach(), y, ("of", y.std(), None)
+        self.loss = y.pow(2).mean()
+        self.maps.clear()
+        self.maps += [y.mean(), y.exp()]
+        self.collected.append(y.sum())
+        return y
+
+
+class Leaving(nn.Module):
+    """Reads what modules have left on themselves, once their forwards are over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.experts = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Expert() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for expert in self.experts:
+            expert.collected.clear()
+            x = x + expert(x) * expert.collected[0]
+        left = sum(expert.loss + expert.pair[1] * expert.gives.mean() for expert in self.experts)
+        maps = sum(expert.maps[0] * expert.maps[1] / expert.calls for expert in self.experts)
+        return x + maps + left * self.experts[0].before.abs().mean()
+
+
+class Filler(nn.Module):
+    """Puts a loss in a list, and more in a dictionary, both of which it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, losses: list[Tensor], *, seen: dict[str, Any]) -> Tensor:
+        y = self.layer(x).tanh()
+        losses.append(y.pow(2).mean())
+        seen["last"], seen["within"]["number"] = y, len(losses)
+        return y
+
+
+class Filling(nn.Module):
+    """Sums up what modules have put in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fillers = nn.ModuleList(Filler() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        losses, seen = [], {"within": {}}
+        for filler in self.fillers:
+            x = x + filler(x, losses, seen=seen)
+        assert seen["within"]["number"] == len(losses) == 4
+        return x + sum(losses) * seen["last"]
+
+
 NEWCOMERS = [
     *(Sliced, Written, Binary, Packed, Remembering, Averaging),
-    *(Gathered, Within, Revisited, Doubling, Counting, Codebook),
+    *(Gathered, Within, Revisited, Doubling, Counting, Codebook, Leaving, Filling),
 ]
 
 
@@ -359,6 +425,31 @@ class Collecting(nn.Module):
         return y * layers[1].mean() + layers[2].tanh()
 
 
+class Called(nn.Module):
+    """Calls a layer with weights that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.act = nn.Linear(WIDTH, WIDTH), nn.Tanh()
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.act(torch.func.functional_call(self.layer, {"weight": weight}, (x,)))
+
+
+class Hyper(nn.Module):
+    """A network that makes the weights of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.last = nn.Linear(3, WIDTH * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.codes, self.called = nn.Parameter(torch.randn(2, 3)), Called()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for code in self.codes:
+            x = self.called(x, self.maker(code).view(WIDTH, WIDTH))
+        return self.last(x)
+
+
 class Language(nn.Module):
     """A language model whose table those call that have other things to put between what it gives."""
 
@@ -384,4 +475,4 @@ class Seeing(nn.Module):
         return self.language(self.language.table(x) + self.eye(x))
 
 
-PROFILED = [Follower, Lender, Reversible, Watched, Collecting, Seeing]
+PROFILED = [Follower, Lender, Reversible, Watched, Collecting, Seeing, Hyper, Leaving, Filling]

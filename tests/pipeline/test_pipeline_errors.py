@@ -246,3 +246,21 @@ def test_a_copy_and_a_model_compiled_as_a_whole_say_that_nothing_places_their_ca
     model.compile(backend="eager")
     with pytest.raises(ModelError, match=r"model.compile\(\) of the whole model undoes that \(compile modules within"):
         model(x)
+
+
+class Packs(Chain):
+    """Its first layer gives a nested tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.layers[0].forward = lambda x: torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x))
+
+
+@on_ranks(2)
+def test_nested_tensors_between_modules_are_refused():
+    _, model = two(Packs)
+    with pytest.raises(tulle.TulleError, match=r"a nested tensor .* goes to 'layers\.0', or comes from it"):
+        pipeline.step(micro_batches=1)(train_on)(model, torch.ones(3, WIDTH, dtype=torch.float64))

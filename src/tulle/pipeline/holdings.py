@@ -10,6 +10,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
+from tulle.pipeline.kept import Attributes
 from tulle.pipeline.outcome import Outcome
 from tulle.pipeline.post import Post
 from tulle.pipeline.shapes import Shapes
@@ -25,6 +26,7 @@ class Unit:
         stage: Where it lives.
         model: Number of the model among those that were placed on the axis.
         compiled: What `module.compile()` has made of its call, if it was called.
+        attributes: In which its forward leaves something.
     """
 
     name: str
@@ -32,6 +34,11 @@ class Unit:
     stage: int
     model: int = 0
     compiled: Callable[..., Any] | None = None
+    attributes: Attributes = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Nothing is left in them yet."""
+        self.attributes = Attributes(self.module)
 
 
 @dataclass(slots=True, eq=False)

@@ -127,6 +127,21 @@ def check_given(call: Call) -> None:
             )
 
 
+def check_nested(name: str, leaves: Sequence[object]) -> None:
+    """Refuse what a module is given, or it or an operation gives, if its shape is told by values.
+
+    Args:
+        name: Of the module or operation.
+        leaves: Of its arguments, or of its result.
+    """
+    if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
+        raise ModelError(
+            f"a nested tensor (torch.nested) goes to {name!r}, or comes from it, between modules of a pipeline, where "
+            "shapes are to be known without values: make it and take it apart inside one module that is placed whole, "
+            "or pad"
+        )
+
+
 def check_family(target: object, phase: object, *, by: str) -> None:
     """Refuse to write in memory of which gradients are told apart by now.
 

@@ -37,6 +37,10 @@ class Described:
         """What its elements take."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def is_like(self, other: Described) -> bool:
+        """Whether who goes by the one is not misled about the other: strides and memory may differ."""
+        return _essence(self) == _essence(other)
+
 
 @dataclass(frozen=True, slots=True)
 class Same:
@@ -56,6 +60,30 @@ Result = Described | Same | Constant
 
 
 @dataclass(frozen=True, slots=True)
+class Again:
+    """What a call leaves in an attribute and gives as a result, too, by its number among the results."""
+
+    result: int
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a module's call leaves in an attribute, told without its values.
+
+    Args:
+        path: Of the module that has it, from the one that was called.
+        attribute: Its name.
+        leaves: Of what is there.
+        spec: How these are put together.
+    """
+
+    path: str
+    attribute: str
+    leaves: tuple[Result | Again, ...]
+    spec: Spec
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """What a call gives.
 
@@ -64,12 +92,14 @@ class Outcome:
         spec: How these are put together.
         written: Numbers of the arguments that it wrote in.
         varies: Whether it holds numbers that come from the data, so that it must be told at every call.
+        left: What a module leaves in attributes of its own, for others to read.
     """
 
     results: tuple[Result, ...]
     spec: Spec
     written: tuple[int, ...] = ()
     varies: bool = False
+    left: tuple[Left, ...] = ()
 
     def is_like(self, other: Outcome) -> bool:
         """Whether who goes by the one is not misled about the other: strides and memory may differ."""
@@ -91,10 +121,10 @@ def describe(result: object, arguments: Sequence[object], versions: Sequence[int
     memory = {
         leaf.untyped_storage()._cdata: number
         for number, leaf in reversed(list(enumerate(arguments)))
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
     }
     results = tuple(Same(same[id(leaf)]) if id(leaf) in same else _described(leaf, memory) for leaf in leaves)
-    varies = any(isinstance(one, Constant) and not _is_fixed(one.value) for one in results)
+    varies = any(isinstance(one, Constant) and not is_fixed(one.value) for one in results)
     return Outcome(results, spec, written, varies), leaves
 
 
@@ -114,7 +144,7 @@ def versioned() -> Iterator[None]:
 
 
 def _described(leaf: object, memory: dict[int, int]) -> Result:
-    if not isinstance(leaf, Tensor):
+    if not isinstance(leaf, Tensor) or leaf.is_nested:
         return Constant(leaf)
     base = memory.get(leaf.untyped_storage()._cdata) if leaf.layout == torch.strided else None
     stride = leaf.stride() if leaf.layout == torch.strided else ()
@@ -125,7 +155,7 @@ def _has_identity(leaf: object) -> bool:
     return not isinstance(leaf, int | float | str | bool | type(None) | torch.dtype | torch.device)
 
 
-def _is_fixed(value: object) -> bool:
+def is_fixed(value: object) -> bool:
     """Whether a value can be taken to be the same whenever arguments of the same shapes come."""
     return isinstance(value, bool | str | type(None) | torch.dtype | torch.device | type)
 

@@ -158,13 +158,19 @@ def _keeping(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> set[s
         name
         for name, module in model.named_modules()
         for attribute, value in own_attributes(module).items()
-        if value is not before.get(name, {}).get(attribute) and any(map(_is_number, flatten(value)[0]))
+        if _is_other(value, before.get(name, {}).get(attribute)) and any(map(_is_number, flatten(value)[0]))
     }
     return {outer for name in keeping for outer in (name, *outward(name))}
 
 
+def _is_other(value: object, before: object) -> bool:
+    return value != before if isinstance(value, int | float) else value is not before
+
+
 def _is_number(leaf: object) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+    if isinstance(leaf, Tensor):
+        return leaf.is_floating_point()
+    return isinstance(leaf, int | float) and not isinstance(leaf, bool)
 
 
 class _Weighed:

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from tulle.errors import ModelError
 from tulle.pipeline.adopted import Adopted
+from tulle.pipeline.filled import can_be_filled, fill, with_filled
 from tulle.pipeline.graphs import Graphs
 from tulle.pipeline.holdings import Holdings, Known, Unit
 from tulle.pipeline.hooks import hooks_for_all
 from tulle.pipeline.interception import interception_aside
+from tulle.pipeline.kept import left_by, with_left
 from tulle.pipeline.letters import is_dense
 from tulle.pipeline.losses import is_backward, scaled
 from tulle.pipeline.operation import (
@@ -32,6 +34,7 @@ from tulle.pipeline.operation import (
     check_backward,
     check_family,
     check_given,
+    check_nested,
     dealt_out,
     is_for_all,
 )
@@ -149,13 +152,19 @@ class Program:
         with interception_aside():
             leaves, spec = flatten((args, kwargs))
             leaves = [self._adopted.placed(leaf) for leaf in leaves]
-            call = Call(as_checkpointed(hooks.caller), leaves, spec, unit.name, unit)
+            check_nested(unit.name, leaves)
+            caller, is_open = as_checkpointed(hooks.caller), can_be_filled(spec)
+            call = Call(with_filled(caller) if is_open else caller, leaves, spec, unit.name, unit)
             if self._axis.size > 1:
                 check_given(call)
             frozen = self.holdings.frozen.get(unit.model)
             what = unit.model, unit.name, unit.module.training, frozen
             known = self.holdings.known(signature(what, leaves, spec))
             result = self._run(call, unit.stage, known.outcome, known)
+            if is_open:
+                result, filled = result
+                if filled is not None:
+                    fill((args, kwargs), filled)
         return hooks.changed(args, kwargs, result)
 
     def backward(
@@ -263,8 +272,18 @@ class Program:
         native = {id(leaf): self.values.native(leaf) for leaf in call.placeholders}
         natives = [native.get(id(leaf), leaf) for leaf in call.leaves]
         versions = versions_of(natives)
-        result = self._execute(call, natives, seed_of(self.seed, call.name, number), known)
-        seen, values = describe(result, natives, versions)
+        seed = seed_of(self.seed, call.name, number)
+        if call.unit is None:
+            seen, values = describe(self._execute(call, natives, seed, known), natives, versions)
+        else:
+            attributes = call.unit.attributes
+            is_new = outcome is None or outcome.varies
+            with attributes.of_its_own():
+                before = attributes.all() if is_new else {}
+                seen, values = describe(self._execute(call, natives, seed, known), natives, versions)
+                if is_new:
+                    seen = with_left(seen, left_by(before, attributes.all(), values))
+        check_nested(call.name, values)
         self._put_back(call, natives, seen)
         return self._wrapped(call, stage, self.values.tell(call.name, seen, outcome, known), values)
 
@@ -341,6 +360,11 @@ class Program:
                 base = None if result.base is None else call.leaves[result.base]
                 is_view = isinstance(base, Placeholder) and (base.stage - stage) % self._axis.size == 0
                 results.append(self._stand_for(result, stage, value, base if is_view else None))
+        for left in outcome.left:
+            assert call.unit is not None, "operations have no attributes"
+            is_here = self.values.rank_of(stage) == self._axis.rank
+            stand_for = lambda result, value: self._stand_for(result, stage, value, None)  # noqa: E731
+            call.unit.attributes.show(left, results, stand_for, is_here=is_here)
         return rebuild(outcome.spec, results)
 
     def _stand_for(

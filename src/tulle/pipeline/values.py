@@ -70,7 +70,11 @@ class Values:
     def native(self, placeholder: Placeholder) -> Tensor:
         """The tensor itself, as one of the phase that is being recorded."""
         value, phase = placeholder.local, placeholder.phase
-        assert value is not None, "only asked for where it is"
+        if value is None:
+            raise ModelError(
+                f"{placeholder!r} stands in an attribute of a module for what its forward left there, which is of "
+                "another shape or kind this time: have the forward return it, or place the module's submodules instead"
+            )
         if phase is self.tape.phase or phase is None or not torch.is_grad_enabled() or not value.requires_grad:
             return value
         assert isinstance(phase, Phase)
