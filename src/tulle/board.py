@@ -1,4 +1,16 @@
-"""Where a rank that fails, or leaves, says so, so that the others can say who fell first, not "connection closed"."""
+"""The board: words that ranks leave for one another in the run's key-value store, for which no collective is needed.
+
+    failure     of the rank that failed first, with its error: so others say who fell, not "connection closed"
+    waiting     which ranks wait for an exchange in vain: so the error at the time-out names those who have not come
+    place       where a rank stands, when exchanges that should meet do not
+    come        which ranks have come to what all must come to
+    begun       which backward of a rank has begun
+    doing       what keeps a rank for which others may wait
+    left        after which step a rank has left without an error
+
+The store is torch's (`torch.distributed.Store`); the launcher or rank 0 holds it. Nothing here ever raises: where the
+store is gone, there is nobody to tell.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +39,8 @@ _step: list[Callable[[], int]] = []
 """What tells the number of the step that came last."""
 
 
-def leave(text: str) -> None:
-    """Leave word that this rank failed; only the first rank's word is kept. Never raises."""
+def leave_failure(text: str) -> None:
+    """Leave word that this rank failed; only the first rank's word is kept."""
     try:
         store = _store()
         if store is not None and store.add(_COUNT, 1) == 1:
@@ -37,7 +49,7 @@ def leave(text: str) -> None:
         pass  # the store went with the rank that held it: there is nobody to tell
 
 
-def read(*, patience_s: float = 1.0) -> str | None:
+def first_failure(*, patience_s: float = 1.0) -> str | None:
     """The word of the rank that failed first, or None if no rank has left any after `patience_s` seconds."""
     deadline = time.monotonic() + patience_s
     try:
@@ -54,13 +66,8 @@ def read(*, patience_s: float = 1.0) -> str | None:
 
 
 def come(key: str, rank: int) -> None:
-    """Leave word that this rank waits for an exchange in vain. Never raises."""
-    try:
-        store = _store()
-        if store is not None:
-            store.set(f"{_WAITING}/{key}/{rank}", "")
-    except (RuntimeError, OSError):
-        pass
+    """Leave word that this rank waits for an exchange in vain."""
+    _write(f"{_WAITING}/{key}/{rank}", "")
 
 
 def absent(key: str, ranks: Sequence[int], *, patience_s: float = 1.0) -> list[int]:
@@ -78,10 +85,7 @@ def absent(key: str, ranks: Sequence[int], *, patience_s: float = 1.0) -> list[i
 
 
 def places(key: str, rank: int, text: str, ranks: int) -> dict[int, str]:
-    """Leave word where this rank is, and give the places of those that have left word under the same key.
-
-    Never raises.
-    """
+    """Leave word where this rank is, and give the places of those that have left word under the same key."""
     found: dict[int, str] = {}
     try:
         store = _store()
@@ -95,27 +99,17 @@ def places(key: str, rank: int, text: str, ranks: int) -> dict[int, str]:
 
 
 def forget_place(key: str, rank: int) -> None:
-    """This rank has gone on. Never raises."""
-    try:
-        store = _store()
-        if store is not None:
-            store.delete_key(f"{_PLACE}/{key}/{rank}")
-    except (RuntimeError, OSError):
-        pass
+    """This rank has gone on."""
+    _delete(f"{_PLACE}/{key}/{rank}")
 
 
 def arrive(key: str) -> None:
-    """Leave word that this rank has come. Never raises."""
-    try:
-        store = _store()
-        if store is not None:
-            store.set(f"{_COME}/{key}", "")
-    except (RuntimeError, OSError):
-        pass
+    """Leave word that this rank has come."""
+    _write(f"{_COME}/{key}", "")
 
 
 def have_come(keys: Sequence[str], *, patience_s: float = 0.0) -> bool:
-    """Whether all have left word under these keys within so many seconds, or there is no board. Never raises."""
+    """Whether all have left word under these keys within so many seconds, or there is no board."""
     begin_s, pause_s = time.monotonic(), 0.001
     try:
         store = _store()
@@ -130,52 +124,38 @@ def have_come(keys: Sequence[str], *, patience_s: float = 0.0) -> bool:
 
 
 def take_back(key: str) -> None:
-    """This rank has not come, after all. Never raises."""
-    try:
-        store = _store()
-        if store is not None:
-            store.delete_key(f"{_COME}/{key}")
-    except (RuntimeError, OSError):
-        pass
+    """This rank has not come, after all."""
+    _delete(f"{_COME}/{key}")
 
 
 def begin(count: int) -> None:
-    """Leave word of the how-manieth backward of this rank begins. Never raises."""
-    try:
-        store = _store()
-        if store is not None:
-            store.set(f"{_BEGUN}/{dist.get_rank()}", str(count))  # without an answer: some microseconds
-    except (RuntimeError, OSError):
-        pass
+    """Leave word of which backward of this rank begins."""
+    if dist.is_initialized():
+        _write(f"{_BEGUN}/{dist.get_rank()}", str(count))  # without an answer: some microseconds
 
 
 def begun(rank: int) -> int:
-    """Which backward of a rank of the run has begun, of those of which it has left word. Never raises."""
+    """Which backward of a rank of the run has begun, of those of which it has left word."""
     return int(_read(f"{_BEGUN}/{rank}") or 0)
 
 
 def has_left(rank: int) -> bool:
-    """Whether a rank of the run has left without an error. Never raises."""
+    """Whether a rank of the run has left without an error."""
     return bool(_read(f"{_LEFT}/{rank}"))
 
 
 def tell(rank: int, doing: str) -> None:
-    """Leave word what a rank of the run is doing while others may wait for it; empty to take it back. Never raises."""
-    try:
-        store = _store()
-        if store is not None:
-            store.set(f"{_DOING}/{rank}", doing)
-    except (RuntimeError, OSError):
-        pass
+    """Leave word what a rank of the run is doing while others may wait for it; empty to take it back."""
+    _write(f"{_DOING}/{rank}", doing)
 
 
 def doing(rank: int) -> str:
-    """What a rank of the run has left word to be doing, if it has. Never raises."""
+    """What a rank of the run has left word to be doing, if it has."""
     return _read(f"{_DOING}/{rank}")
 
 
 def departed(ranks: Sequence[int]) -> str | None:
-    """Which of some ranks of the run have left without an error, in words, or None. Never raises."""
+    """Which of some ranks of the run have left without an error, in words, or None."""
     steps = {rank: step for rank in ranks if (step := _read(f"{_LEFT}/{rank}"))}
     if not steps:
         return None
@@ -203,7 +183,7 @@ def attend(*, outlives: bool) -> None:
 
 
 def leave_in_peace() -> None:
-    """Leave word that this rank left without an error. Never raises."""
+    """Leave word that this rank left without an error."""
     try:
         store = _store()
         found = [*_kept] if store is None else [(store, dist.get_rank())]
@@ -221,10 +201,28 @@ def watch() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if dist.is_initialized():
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-            leave(f"rank {dist.get_rank()} failed first with {kind.__name__}: {error}{notes}")
+            leave_failure(f"rank {dist.get_rank()} failed first with {kind.__name__}: {error}{notes}")
         previous(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _write(key: str, text: str) -> None:
+    try:
+        store = _store()
+        if store is not None:
+            store.set(key, text)
+    except (RuntimeError, OSError):
+        pass
+
+
+def _delete(key: str) -> None:
+    try:
+        store = _store()
+        if store is not None:
+            store.delete_key(key)
+    except (RuntimeError, OSError):
+        pass
 
 
 def _read(key: str) -> str:

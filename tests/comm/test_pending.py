@@ -22,7 +22,7 @@ from tulle.mesh import Axis
 def leave_the_team(word: str | None = None) -> None:
     """What the end of a process does to the others: its connections close."""
     if word is not None:
-        board.leave(word)
+        board.leave_failure(word)
     dist.destroy_process_group()
     gc.collect()
 
@@ -95,7 +95,7 @@ def test_when_ranks_have_left_without_an_error_the_others_say_after_which_step()
 def test_when_a_rank_stands_still_the_others_raise_within_the_timeout(call):
     axis = impatient(tulle.init(data=-1)["data"], timeout_s=0.2)
     if axis.rank == 0:
-        board.leave("rank 1 reads a large file")
+        board.leave_failure("rank 1 reads a large file")
         begin_s = time.monotonic()
         with pytest.raises(CommunicationError, match=r"\(2 ranks, timeout 0.2 s\): rank 1 reads a large file"):
             call(axis).wait()
@@ -114,24 +114,24 @@ def test_setting_up_fails_alike():
 @on_ranks(2)
 def test_the_first_of_several_words_is_kept():
     if dist.get_rank() == 0:
-        board.leave("rank 0 fell")
+        board.leave_failure("rank 0 fell")
     dist.barrier()
     if dist.get_rank() == 1:
-        board.leave("rank 1 fell, because rank 0 had")
+        board.leave_failure("rank 1 fell, because rank 0 had")
     dist.barrier()
-    assert board.read() == "rank 0 fell"
+    assert board.first_failure() == "rank 0 fell"
 
 
 @on_ranks(1)
 def test_without_a_word_there_is_none_after_some_patience():
     begin_s = time.monotonic()
-    assert board.read(patience_s=0.1) is None
+    assert board.first_failure(patience_s=0.1) is None
     assert time.monotonic() - begin_s < 1
 
 
 def test_without_a_process_group_there_is_nobody_to_tell():
-    board.leave("nobody hears it")
-    assert board.read() is None
+    board.leave_failure("nobody hears it")
+    assert board.first_failure() is None
 
 
 @on_ranks(1)
@@ -142,7 +142,7 @@ def test_an_exception_that_nobody_catches_is_left_for_the_others():
         board.watch.cache_clear()
         board.watch()
         sys.excepthook(DataError, DataError("line 12 is not UTF-8"), None)
-    assert board.read() == "rank 0 failed first with DataError: line 12 is not UTF-8"
+    assert board.first_failure() == "rank 0 failed first with DataError: line 12 is not UTF-8"
     assert seen == [DataError], "the traceback is shown as ever"
 
 

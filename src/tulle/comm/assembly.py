@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from tulle.board import arrive, begun, has_left, have_come, read, take_back
+from tulle.board import arrive, begun, first_failure, has_left, have_come, take_back
 from tulle.comm.agree import gather_values
 from tulle.comm.traffic import now_s, traffic
 from tulle.errors import CommunicationError
@@ -70,7 +70,7 @@ def _why_not(axis: Axis, missing: Sequence[int]) -> str | None:
             return f"rank {rank} has begun another step"
         if has_left(axis.ranks[rank]):
             return f"rank {rank} has left"
-    return read(patience_s=0.0)
+    return first_failure(patience_s=0.0)
 
 
 def _named(ranks: Sequence[int]) -> str:

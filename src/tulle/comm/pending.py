@@ -9,8 +9,7 @@ from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
-from tulle.board import absent, come, departed, doing
-from tulle.board import read as read_first_failure
+from tulle.board import absent, come, departed, doing, first_failure
 from tulle.comm.traffic import now_s, traffic
 from tulle.errors import CommunicationError
 from tulle.mesh import Axis
@@ -95,7 +94,7 @@ def translated(exchange: Exchange):
         raise
     except RuntimeError as error:
         axis = exchange.axis
-        cause = read_first_failure() or departed(axis.ranks) or _who_is_late(exchange)
+        cause = first_failure() or departed(axis.ranks) or _who_is_late(exchange)
         raise CommunicationError(
             f"{exchange.operation} of {exchange.name} in step {traffic.step} failed on rank {axis.rank} of axis "
             f"{axis.name!r} ({axis.size} ranks, timeout {axis.timeout_s:g} s): {cause}. "

@@ -19,8 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tulle.board import departed
-from tulle.board import read as read_first_failure
+from tulle.board import departed, first_failure
 from tulle.comm import now_s, traffic, used_here
 from tulle.errors import CommunicationError
 from tulle.mesh import Axis, will_wait
@@ -184,7 +183,7 @@ class Post:
 
     def _first_word(self) -> str:
         silence = "No rank has said why: see the log of each; all ranks must run the same program"
-        return read_first_failure() or departed(self.axis.ranks) or silence
+        return first_failure() or departed(self.axis.ranks) or silence
 
     def _listen(self, sources: Collection[int]) -> None:
         """Have a thread for each of these ranks, but for this one; the lock is held."""
