@@ -126,3 +126,25 @@ def test_transforms_take_wholes_and_say_so():
     assert torch.allclose(
         jacobian["2.weight"], jacrev(lambda one: functional_call(plain, one, (x,)))(wholes)["2.weight"]
     )
+
+
+class Counts(nn.Module):
+    """Goes by how many of its numbers are trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x):
+        return self.second(self.first(x)) * sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+
+@on_ranks(2)
+def test_a_forward_without_gradients_finds_parameters_that_are_trained():
+    torch.manual_seed(0)
+    model, x = Counts().double(), torch.ones(2, 4, dtype=torch.float64)
+    expected = model(x).detach()
+    share_out(model, tulle.init(data=-1)["data"], [""])
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.allclose(model(x), expected)

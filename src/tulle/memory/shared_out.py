@@ -270,6 +270,9 @@ def _run(module: nn.Module, unit: Unit, forward: Callable[[], Any]) -> Any:
         what = FORWARD if torch.is_grad_enabled() else EVALUATING
         call = _Call(unit, parts, module.__dict__[_AHEAD], arrival, whole.number, what)
         wholes: Sequence[Tensor] = _Gather.apply(call, *views) if parts else ()
+        if what == EVALUATING:
+            for part, one in zip(parts, wholes, strict=True):
+                one.requires_grad_(part.requires_grad)  # as a forward that looks finds its parameters
         gathered = Gathered(unit, parts, call.ahead, call.number, [w.detach() for w in wholes] if unit.stays else [])
         with _in_place_of(owners, wholes), nullcontext() if unit.is_apart else noting(gathered, wholes):
             versions = [whole._version for whole in wholes]
