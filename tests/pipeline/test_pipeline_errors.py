@@ -260,6 +260,17 @@ class Packs(Chain):
 
 
 @on_ranks(2)
+def test_hooks_of_which_one_would_not_see_what_another_changes_are_refused():
+    _, model = two(Chain)
+    model.layers[1].register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * 2,))
+    handle = model.layers[1].register_forward_hook(lambda _, given, result: result + given[0])
+    with pytest.raises(tulle.TulleError, match=r"'layers\.1' has a forward hook that changes what it gives"):
+        pipeline.step(micro_batches=1)(train_on)(model, torch.ones(2, WIDTH, dtype=torch.float64))
+    handle.remove()
+    pipeline.step(micro_batches=1)(train_on)(model, torch.ones(2, WIDTH, dtype=torch.float64))
+
+
+@on_ranks(2)
 def test_nested_tensors_between_modules_are_refused():
     _, model = two(Packs)
     with pytest.raises(tulle.TulleError, match=r"a nested tensor .* goes to 'layers\.0', or comes from it"):

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from tulle.pipeline.hooks import hears_gradients
 from tulle.pipeline.placeholder import is_about_shape
 from tulle.pipeline.recompute import intercept_functions, is_within_function
 from tulle.pipeline.trial import trial
@@ -192,7 +193,7 @@ def pieces_of(model: nn.Module, calls: Calls, weights: dict[str, float], largest
     children_of = calls.children()
 
     def within(name: str) -> list[str]:
-        is_whole = name in calls.asking or _hears_gradients(model.get_submodule(name))
+        is_whole = name in calls.asking or hears_gradients(model.get_submodule(name))
         children = [] if is_whole else children_of.get(name, [])
         children = [child for child in children if len(calls.chains[child]) == 1 or _has_state(model, child)]
         has_own = next(model.get_submodule(name).parameters(recurse=False), None) is not None
@@ -207,11 +208,6 @@ def pieces_of(model: nn.Module, calls: Calls, weights: dict[str, float], largest
 def _has_state(model: nn.Module, name: str) -> bool:
     module = model.get_submodule(name)
     return any(True for _ in (*module.parameters(), *module.buffers()))
-
-
-def _hears_gradients(module: nn.Module) -> bool:
-    """Whether hooks of backward are there, which torch puts on what goes in and comes out: on one rank, then."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def coarsened(assignment: dict[str, int], calls: Calls) -> dict[str, int]:

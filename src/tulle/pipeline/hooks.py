@@ -100,6 +100,11 @@ def users_aside(modules: Iterable[nn.Module]) -> Iterator[None]:
             module._forward_pre_hooks, module._forward_hooks = first, second
 
 
+def hears_gradients(module: nn.Module) -> bool:
+    """Whether hooks of backward are there, which torch puts on what goes in and comes out: on one rank, then."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Whether the user put hooks on a module's forward."""
     return bool(_users(module._forward_pre_hooks) or _users(module._forward_hooks))

@@ -134,7 +134,7 @@ def check_nested(name: str, leaves: Sequence[object]) -> None:
         name: Of the module or operation.
         leaves: Of its arguments, or of its result.
     """
-    if any(isinstance(leaf, Tensor) and leaf.is_nested for leaf in leaves):
+    if any(isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder) and leaf.is_nested for leaf in leaves):
         raise ModelError(
             f"a nested tensor (torch.nested) goes to {name!r}, or comes from it, between modules of a pipeline, where "
             "shapes are to be known without values: make it and take it apart inside one module that is placed whole, "

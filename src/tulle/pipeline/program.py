@@ -22,7 +22,7 @@ from tulle.pipeline.adopted import Adopted
 from tulle.pipeline.filled import can_be_filled, fill, with_filled
 from tulle.pipeline.graphs import Graphs
 from tulle.pipeline.holdings import Holdings, Known, Unit
-from tulle.pipeline.hooks import hooks_for_all
+from tulle.pipeline.hooks import hears_gradients, hooks_for_all
 from tulle.pipeline.interception import interception_aside
 from tulle.pipeline.kept import left_by, with_left
 from tulle.pipeline.letters import is_dense
@@ -165,7 +165,13 @@ class Program:
                 result, filled = result
                 if filled is not None:
                     fill((args, kwargs), filled)
-        return hooks.changed(args, kwargs, result)
+        changed = hooks.changed(args, kwargs, result)
+        if changed is not result and hears_gradients(unit.module):
+            raise ModelError(
+                f"{unit.name!r} has a forward hook that changes what it gives, and hooks of backward, which would see "
+                "the gradient of what it gave before that: put either on a module around it"
+            )
+        return changed
 
     def backward(
         self,
