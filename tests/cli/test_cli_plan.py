@@ -84,6 +84,8 @@ def test_two_plans_are_compared(tmp_path, capsys):
         Plan({"data": data}).save(tmp_path / f"{name}.json")
     assert execute(["explain", str(tmp_path / "a.json"), "--against", str(tmp_path / "b.json")]) == 0
     assert "differs: mesh: {'data': 2} against {'data': 4}" in capsys.readouterr().out
+    assert execute(["explain", str(tmp_path / "a.json"), "--against", str(tmp_path / "a.json")]) == 0
+    assert "differs: nothing" in capsys.readouterr().out
 
 
 def test_a_plan_that_cannot_be_saved_is_told_of(profile, tmp_path, capsys):

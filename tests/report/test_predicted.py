@@ -7,6 +7,7 @@ import pytest
 from fake_run import Fake, make_run
 
 from profiles import cluster_of, profile_of
+from tulle.cli.app import execute
 from tulle.plan import Plan, Space, best_plan
 from tulle.report import read, write
 from tulle.report.predicted import planned
@@ -87,6 +88,19 @@ def test_a_plan_without_a_prediction_or_of_another_version_is_not_explained(run)
     assert planned(read(folder)) is None
     (folder / "plan.json").write_text(json.dumps({"tables": []}))
     assert planned(read(folder)) is None
+
+
+def test_explaining_a_plan_by_a_run_under_another_one_says_so(run, tmp_path, capsys):
+    folder, plan, _ = run
+    micro_batches = plan.micro_batches + 1
+    for other, told in ((plan, []), (replace(plan, micro_batches=micro_batches), ["micro_batches"])):
+        other.save(tmp_path / "other.json")
+        assert execute(["explain", str(tmp_path / "other.json"), "--measured", str(folder), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert [line.split(":")[0] for line in found["run_differs"]] == told
+        assert found["measured"]
+    assert execute(["explain", str(tmp_path / "other.json"), "--measured", str(folder)]) == 0
+    assert f"the run was under another plan: micro_batches: {micro_batches} against" in capsys.readouterr().out
 
 
 def test_a_plan_that_was_off_is_told_where_it_is_explained(run):

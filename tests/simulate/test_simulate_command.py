@@ -120,6 +120,7 @@ def test_stages_of_a_plan_stay_and_replicas_grow(job, capsys):
         (["--bandwidth", "100"], "--bandwidth '100' is no bandwidth, expected a number with its unit: 100Gbit"),
         (["--latency", "2 lightyears"], "--latency '2 lightyears' is no time"),
         (["--sweep", "hosts=1", "--sweep", "hosts=2"], "--sweep is given twice for one name: hosts=1, hosts=2"),
+        (["--hosts", "3", "--sweep", "hosts=1,2"], "--hosts is given, and --sweep hosts=...: give one of them"),
         (["--sweep", "colour=1"], "expected NAME=A,B,... with a name of hosts, processes-per-host, bandwidth, latency"),
         (["--sweep", "hosts=1,many"], "--sweep hosts 'many' is no number of things"),
         (["--stragglers", "1.5"], "--stragglers '1.5': expected SHARE:FACTOR"),

@@ -24,7 +24,9 @@ from tulle.record import STOP_AFTER
 from tulle.report import quantity, read
 from tulle.report.headline import short
 from tulle.report.predicted import Compared, compared
+from tulle.report.records import Run
 from tulle.simulate import Change
+from tulle.sync import AUTO
 from tulle.workload import Profile
 
 BEST = "best-plan.json"
@@ -42,18 +44,30 @@ def explain(plan: Path, *, measured: Path | None, against: Path | None, as_json:
     """
     loaded = Plan.load(plan)
     differences = loaded.diff(Plan.load(against)) if against else []
-    found = compared(_prediction(loaded, plan), read(measured)) if measured else []
+    prediction = _prediction(loaded, plan) if measured else None
+    run = read(measured) if measured else None
+    found = compared(prediction, run) if prediction and run else []
+    otherwise = _otherwise(loaded, run) if run else []
     if as_json:
         told = [asdict(one) | {"ratio": one.ratio} for one in found]
-        print(json.dumps({"plan": loaded.to_json(), "measured": told, "differences": differences}))
+        named = {"plan": loaded.to_json(), "measured": told, "differences": differences, "run_differs": otherwise}
+        print(json.dumps(named))
         return
     screen = console()
     screen.print(loaded.explain(), markup=False)
     if found:
         screen.print()
         screen.print(comparison(found))
-    for line in differences:
+    for line in otherwise:
+        screen.print(f"the run was under another plan: {line}", markup=False)
+    for line in differences or (["nothing"] if against else []):
         screen.print(f"differs: {line}", markup=False)
+
+
+def _otherwise(plan: Plan, run: Run) -> list[str]:
+    """What a run did otherwise than a plan says, but for what that leaves to the run."""
+    ran = run.plan.whole if run.plan else None
+    return [line for line in plan.diff(ran) if f": {AUTO} against " not in line] if ran else []
 
 
 def explain_script(split: Split, options: RunOptions, *, steps: int, against: Path | None) -> int:

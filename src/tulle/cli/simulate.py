@@ -82,7 +82,11 @@ def simulate(  # noqa: PLR0913 - typer makes each argument an option
     change = changed(hosts, processes_per_host, bandwidth, latency, inside_bandwidth)
     slow = None if stragglers is None else Stragglers(*units.share_and_factor(stragglers, "--stragglers"))
     weather = Weather(Noise(noise) if noise else None, slow, steps, seed)
-    points = job.over(changes(change, _swept(sweep or ())), weather)
+    swept = _swept(sweep or ())
+    for name, (of_change, _) in _SWEPT.items():
+        if of_change in swept and getattr(change, of_change) is not None:
+            raise UsageError(f"--{name} is given, and --sweep {name}=...: give one of them")
+    points = job.over(changes(change, swept), weather)
     found = {
         "plan": str(plan),
         "model": job.profile.model,
