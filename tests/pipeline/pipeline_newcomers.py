@@ -426,14 +426,15 @@ class Collecting(nn.Module):
 
 
 class Called(nn.Module):
-    """Calls a layer with weights that it is given."""
+    """Calls a layer with weights that it is given, and layers within a transform."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.act = nn.Linear(WIDTH, WIDTH), nn.Tanh()
+        self.layer, self.act = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.act(torch.func.functional_call(self.layer, {"weight": weight}, (x,)))
+        slope = torch.func.vmap(self.act)(x)
+        return slope + self.act(torch.func.functional_call(self.layer, {"weight": weight}, (x,)))
 
 
 class Hyper(nn.Module):

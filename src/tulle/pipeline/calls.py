@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class Calls:
     """Modules in whose calls parameters were read that are none of theirs, such as a table that a decoder is handed."""
     asking: set[str] = field(default_factory=set)
     """Modules whose own forward runs a backward, such as one that gives forces, the gradients of an energy, or calls
-    another module with other tensors for its parameters (`torch.func.functional_call`)."""
+    another module with other tensors for its parameters, or within a transform (`torch.func`)."""
 
     def children(self) -> dict[str, list[str]]:
         """Of each module those whose first call came directly from within its call."""
@@ -73,7 +73,7 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
         if is_within_function():  # its backward may call the module again, on one rank: who applies it stays whole
             return
         calls.chains.setdefault(names[module], []).append(tuple([names[outer] for outer in stack]))
-        calls.asking.update(names[outer] for outer in stack[-1:] if _is_given_others(module))
+        calls.asking.update(names[outer] for outer in stack[-1:] if _is_called_otherwise(module))
         stack.append(module)
         begins_s.append(time.perf_counter())
 
@@ -113,8 +113,10 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
     return calls
 
 
-def _is_given_others(module: nn.Module) -> bool:
-    """Whether a caller has put other tensors in the places of parameters, which are its own on one rank only."""
+def _is_called_otherwise(module: nn.Module) -> bool:
+    """Whether a caller has put other tensors in the places of parameters, or transforms the call: on one rank, then."""
+    if cast("Any", torch._C)._functorch.maybe_current_level() is not None:
+        return True
     given = (one for inner in module.modules() for one in inner._parameters.values())
     return any(one is not None and not isinstance(one, nn.Parameter) for one in given)
 
