@@ -11,6 +11,7 @@ from models import build, worst_difference
 from ranks import on_ranks
 from tulle.comm import traffic
 from tulle.engine import engine_of
+from tulle.engine.tables import TableSync
 
 SOON_S = 20.0
 ROWS, WIDTH = 50, 8
@@ -118,7 +119,7 @@ def test_a_table_with_a_large_layer_between_it_and_the_next_travels_during_backw
 
     def wait_for_the_first(_: Tensor) -> None:
         # Backward stands still in here on every rank, and the sum comes all the same.
-        [total] = first._summed._future.result(SOON_S)
+        [total], _ = first._summed._future.result(SOON_S)
         seen.append(len(total.indices) > 0 and last._summed is None)
 
     model.before_source.append(wait_for_the_first)
@@ -126,6 +127,32 @@ def test_a_table_with_a_large_layer_between_it_and_the_next_travels_during_backw
         step_together(model, optimizer, mesh, step)
     assert seen == [True] * (STEPS - 1)
     assert worst_difference(model, train_alone(large, mesh.size, STEPS))[0] < 1e-12
+
+
+@on_ranks(2)
+def test_a_lookup_that_is_done_again_in_backward_tells_nothing_where_packets_have_just_ended():
+    """As checkpointing does it: on a rank that has the sums already, and on one that has not."""
+    mesh = tulle.init(data=-1)
+    model, optimizer = distributed(large, mesh, "auto")
+    for step in range(2):
+        step_together(model, optimizer, mesh, step)
+    first, _ = engine_of(model).reducer.groups
+    assert first._packet is not None
+    seen: list[bool] = []
+
+    def look_up_again(_: Tensor) -> None:
+        _, following = first._summed._future.result(SOON_S)
+        with torch.enable_grad():
+            model.source(batch(mesh.rank, 2)), model.target(batch(mesh.rank, 2))
+        seen.append(following is None and first._settled is None)
+
+    model.before_source.append(look_up_again)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TableSync, "packet", lambda sync, slots: None)
+        step_together(model, optimizer, mesh, 2)
+    assert seen == [True]
+    assert first._packet is None
+    assert worst_difference(model, train_alone(large, mesh.size, 3))[0] < 1e-12
 
 
 @on_ranks(2)

@@ -47,7 +47,7 @@ class TableGroup:
         self._unchecked: dict[int, RowSparse] = {}
         """By position, gradients as a GPU stored them: taken to be of the ids looked up until that is checked."""
         self._settled: Job[Routes] | None = None
-        self._summed: Job[Sequence[Gradient]] | None = None
+        self._summed: Job[tuple[Sequence[Gradient], Packet | None]] | None = None
         self._packet: Packet | None = None
         """In which rows travel in this step; None where they are foretold."""
 
@@ -96,7 +96,8 @@ class TableGroup:
     def finish(self) -> None:
         """Wait, and give each table its mean gradient."""
         assert self._summed is not None, "tables are summed after they were started"
-        sums = self._summed.result()
+        # Not before: a lookup that is done again in backward would tell rows of this step anew, on some ranks only.
+        sums, self._packet = self._summed.result()
         for position, (slot, total) in enumerate(zip(self.slots, sums, strict=True)):
             if isinstance(total, RowSparse):
                 renormalize = self._sync.settings.renormalize.get(slot.name)
@@ -112,13 +113,12 @@ class TableGroup:
         self._unchecked.clear()
         self.missing = len(self.slots)
 
-    def _sum(self, gradients: Sequence[Gradient]) -> Sequence[Gradient]:
-        """On the background thread."""
+    def _sum(self, gradients: Sequence[Gradient]) -> tuple[Sequence[Gradient], Packet | None]:
+        """On the background thread: the sums, and in what rows travel in the next step."""
         begin_s = now_s()
         sums = self._summed_now(gradients)
         self._sync.note(self.slots, now_s() - begin_s)
-        self._packet = self._sync.packet(self.slots)
-        return sums
+        return sums, self._sync.packet(self.slots)
 
     def _summed_now(self, gradients: Sequence[Gradient]) -> Sequence[Gradient]:
         """Sum what was foreseen, or, if nothing was or any rank was wrong, tell what is and sum that."""
