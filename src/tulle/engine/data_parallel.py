@@ -225,8 +225,7 @@ class DataParallel:
         if not self._is_syncing:
             compact(slot.parameter)
             return
-        if self._begin_backward():
-            self.reducer.foresee_all(self.steps + 1)
+        self._begin_backward()
         self.reducer.arrive(slot)
 
     def _split_came(self, name: str, gradient: Tensor) -> None:
@@ -235,16 +234,17 @@ class DataParallel:
             self._non_finite.look(name, gradient)
         self._begin_backward()
 
-    def _begin_backward(self) -> bool:
-        """Whether a gradient is the first of this backward, whose end is then waited for."""
+    def _begin_backward(self) -> None:
+        """If a gradient is the first of this backward: tell what rows there will be, and have its end waited for."""
         backward = torch._C._current_graph_task_id()
         if backward == self._backward:
-            return False
+            return
         self._backward = backward
         self.reducer.begin_backward()
         traffic.begin(self.steps + 1)
         end_with(backward, self)
-        return True
+        if self._is_syncing:
+            self.reducer.foresee_all(self.steps + 1)
 
     def _looked_up(self, parameter: Tensor, module: TableModule, ids: Tensor) -> None:
         """Note a lookup, and tell the other ranks its rows if it was the last one of a group."""
