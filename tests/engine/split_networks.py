@@ -44,8 +44,9 @@ class Pair(nn.Module):
         super().__init__()
         self.first, self.second = first, second
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return (self.first(ids[:, :-1]) * self.second(ids[:, 1:])).pow(2).mean()
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        found = self.first(ids[:, :-1]) * self.second(ids[:, 1:])
+        return (found if mask is None else found[mask]).pow(2).mean()
 
 
 def build(kind: str, seed: int) -> nn.Module:

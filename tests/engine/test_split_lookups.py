@@ -113,6 +113,32 @@ def test_clipping_takes_the_norm_of_the_whole(is_sparse):
 
 
 @on_ranks(2)
+def test_a_scaler_skips_a_step_on_all_ranks_where_one_has_stored_an_infinity():
+    mesh = tulle.init(data=-1)
+    reference, model = build("padding", 0), build("padding", 0)
+    [theirs, ours] = [
+        [SparseAdam([one.table.weight], lr=0.1), Adam(one.out.parameters(), lr=0.1)] for one in (reference, model)
+    ]
+    tulle.distribute(model, ours, mesh, plan="rows")
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+    for number, ids in enumerate(batches(3, 4 * mesh.size)):
+        if number == 1:
+            ids[4:] = 7  # a row of one owner
+        parts = ids.chunk(mesh.size)
+        factors = [1.0, float("inf") if number == 1 else 1.0]
+        losses = [reference(part) * factor / 2 for part, factor in zip(parts, factors, strict=True)]
+        mine = model(parts[mesh.rank]) * factors[mesh.rank]
+        for scaler, several, loss in zip(scalers, (theirs, ours), (sum(losses), mine), strict=True):
+            scaler.scale(loss).backward()
+            for optimizer in several:
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 4.0
+    assert worst(model, reference) < TOLERANCE
+
+
+@on_ranks(2)
 def test_rows_of_all_lookups_travel_at_once_when_it_is_known_where_ids_come_from():
     mesh = tulle.init(data=-1)
     model = nn.ModuleDict({"first": nn.Embedding(ROWS, WIDTH), "second": nn.Embedding(ROWS, WIDTH)})
@@ -125,6 +151,59 @@ def test_rows_of_all_lookups_travel_at_once_when_it_is_known_where_ids_come_from
         messages.append(tulle.comm.traffic.total.messages - before)
     assert messages[4] == messages[5]
     assert messages[5] < messages[1]
+
+
+class Beside(nn.Module):
+    """A split table, and beside it one that only some ranks look up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(ROWS, WIDTH)
+        self.users = nn.Embedding(ROWS, WIDTH, sparse=True)
+
+    def forward(self, ids: torch.Tensor, *, is_known: bool) -> torch.Tensor:
+        found = self.items(ids)
+        return (found * self.users(ids) if is_known else found).pow(2).mean()
+
+
+def two_of(kind, mesh, **given) -> tuple[nn.Module, nn.Module, list[SGD]]:
+    """A distributed model and the same in one process, and an optimizer of each."""
+    model, reference = kind().double(), kind().double()
+    optimizers = [SGD(one.parameters(), lr=0.5) for one in (model, reference)]
+    tulle.distribute(model, optimizers[0], mesh, **given)
+    reference.load_state_dict(tulle.full_state_dict(model, everywhere=True))
+    return model, reference, optimizers
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_a_mask_that_one_rank_has_in_some_steps_moves_no_ids(is_ahead):
+    mesh = tulle.init(data=-1)
+    model, reference, [ours, theirs] = two_of(
+        lambda: Pair(nn.Embedding(ROWS, WIDTH), nn.Embedding(ROWS, WIDTH)), mesh, plan="rows"
+    )
+    mask = torch.arange(4 * 4).view(4, 4) % 3 == 0
+    data = [
+        [(ids, None if number > 3 and rank == number % 2 else mask) for rank, ids in enumerate(whole.chunk(mesh.size))]
+        for number, whole in enumerate(batches(8, 4 * mesh.size))
+    ]
+    mine = [some[mesh.rank] for some in data]
+    for given, whole in zip(tulle.lookahead(mine) if is_ahead else mine, data, strict=True):
+        step(model, [ours], [model(*given)])
+        step(reference, [theirs], [sum(reference(*one) for one in whole) / mesh.size])
+    assert worst(model, reference) < TOLERANCE
+
+
+@on_ranks(2)
+def test_a_rank_may_have_gradients_of_a_split_table_alone():
+    mesh = tulle.init(data=-1)
+    model, reference, [ours, theirs] = two_of(Beside, mesh, plan={"items.weight": "rows", "users.weight": "allgather"})
+    for number, whole in enumerate(batches(5, 4 * mesh.size)):
+        parts = [(ids, number != 3 or rank == 1) for rank, ids in enumerate(whole.chunk(mesh.size))]
+        ids, is_known = parts[mesh.rank]
+        step(model, [ours], [model(ids, is_known=is_known)])
+        step(reference, [theirs], [sum(reference(ids, is_known=is_known) for ids, is_known in parts) / mesh.size])
+    assert worst(model, reference) < TOLERANCE
 
 
 @on_ranks(2)

@@ -8,12 +8,12 @@ as soon as the batch is known.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from tulle.comm import gather_values
 from tulle.mesh import Axis
@@ -27,16 +27,17 @@ class Source:
     """Where ids lie in a batch.
 
     Args:
-        leaf: Number of the tensor among those of the batch.
+        leaf: Of the tensor the place in the batch, as its keys and numbers say it: a mask that some batches have and
+            others have not, on one rank alone too, moves no other tensor.
         cuts: Of each of its dimensions, how much the ids leave out at the beginning and at the end; None for all of it.
         picks: The one index that they take in a dimension, by dimension.
     """
 
-    leaf: int
+    leaf: str
     cuts: tuple[tuple[int, int], ...] | None = None
     picks: tuple[tuple[int, int], ...] = ()
 
-    def ids(self, leaves: Sequence[Tensor]) -> Tensor:
+    def ids(self, leaves: Mapping[str, Tensor]) -> Tensor:
         """The ids in another batch."""
         found = leaves[self.leaf]
         if self.cuts is None:
@@ -48,42 +49,42 @@ class Source:
         return found
 
 
-def integer_leaves(batch: object) -> list[Tensor]:
-    """The tensors of a batch that can hold ids, in the order of its structure."""
-    return [
-        leaf
-        for leaf in tree_leaves(batch)
+def integer_leaves(batch: object) -> dict[str, Tensor]:
+    """The tensors of a batch that can hold ids, by place, in the order of its structure."""
+    return {
+        keystr(path): leaf
+        for path, leaf in tree_flatten_with_path(batch)[0]
         if isinstance(leaf, Tensor) and not leaf.is_floating_point() and not leaf.is_complex()
-    ]
+    }
 
 
-def locate(ids: Tensor, leaves: Sequence[Tensor]) -> Source | None:
+def locate(ids: Tensor, leaves: Mapping[str, Tensor]) -> Source | None:
     """Where ids lie in a batch, or None if they were computed, or lie there in a way that is not known.
 
     Example:
         >>> import torch
         >>> batch = torch.arange(12).view(3, 4)
-        >>> locate(batch[:, :-1], [batch])
-        Source(leaf=0, cuts=((0, 0), (0, 1)), picks=())
-        >>> locate(batch[:, 1], [batch]).ids([torch.arange(8).view(2, 4)]).tolist()
+        >>> locate(batch[:, :-1], {"[0]": batch})
+        Source(leaf='[0]', cuts=((0, 0), (0, 1)), picks=())
+        >>> locate(batch[:, 1], {"[0]": batch}).ids({"[0]": torch.arange(8).view(2, 4)}).tolist()
         [1, 5]
     """
-    for number, leaf in enumerate(leaves):
+    for place, leaf in leaves.items():
         if leaf.untyped_storage().data_ptr() != ids.untyped_storage().data_ptr() or not leaf.numel():
             continue
         is_whole = ids.numel() == leaf.numel() and ids.is_contiguous() and leaf.is_contiguous()
         if is_whole and ids.storage_offset() == leaf.storage_offset():
-            return Source(number)
-        found = _cut(ids, leaf, number)
+            return Source(place)
+        found = _cut(ids, leaf, place)
         if found is not None:
             same = found.ids(leaves)
-            place = (same.storage_offset(), same.shape, same.stride())
-            if place == (ids.storage_offset(), ids.shape, ids.stride()):
+            lies = (same.storage_offset(), same.shape, same.stride())
+            if lies == (ids.storage_offset(), ids.shape, ids.stride()):
                 return found
     return None
 
 
-def _cut(ids: Tensor, leaf: Tensor, number: int) -> Source | None:
+def _cut(ids: Tensor, leaf: Tensor, place: str) -> Source | None:
     """Ids as a part of a tensor, if each of their dimensions is one of its own, told by its stride."""
     offset = int(ids.storage_offset()) - int(leaf.storage_offset())
     strides = [int(stride) for stride in leaf.stride()]
@@ -101,7 +102,7 @@ def _cut(ids: Tensor, leaf: Tensor, number: int) -> Source | None:
         else:
             cuts.append((0, 0))
             picks.append((dimension, begins[stride]))
-    return Source(number, tuple(cuts), tuple(picks))
+    return Source(place, tuple(cuts), tuple(picks))
 
 
 Pattern = dict[int, list[Source | None]]
@@ -119,12 +120,11 @@ class Sources:
         self.pattern: Pattern | None = None
         """What was learned, None as long as it is being learned."""
         self._axis = axis
-        self._leaves: list[Tensor] | None = None
-        self._copies: list[Tensor] = []
+        self._leaves: dict[str, Tensor] | None = None
+        self._copies: dict[str, Tensor] = {}
         """Of the leaves, as they were when they would have been told."""
         self._seen: Pattern = {}
-        self._watched: list[tuple[int, Pattern]] = []
-        self._leaves_in_pattern = 0
+        self._watched: list[Pattern] = []
 
     def watch(self, batch: object) -> None:
         """A step begins with a batch. Every rank must call it."""
@@ -132,13 +132,15 @@ class Sources:
             self._learn()
         if self.pattern is None:
             self._leaves, self._seen = integer_leaves(batch), {}
-            self._copies = [leaf.clone() for leaf in self._leaves]
+            self._copies = {place: leaf.clone() for place, leaf in self._leaves.items()}
 
     def ids(self, batch: object) -> dict[int, Tensor]:
         """What the lookups that were learned will look up in a batch, by number of the table."""
-        leaves = integer_leaves(batch)
-        if not self.pattern or len(leaves) != self._leaves_in_pattern:
+        if not self.pattern:
             return {}
+        leaves = integer_leaves(batch)
+        if any(source is not None and source.leaf not in leaves for some in self.pattern.values() for source in some):
+            return {}  # a batch of another kind
         found: dict[int, Tensor] = {}
         for number, sources in sorted(self.pattern.items()):
             parts = [source.ids(leaves) for source in sources if source is not None]
@@ -165,11 +167,11 @@ class Sources:
     def end(self) -> None:
         """The step's lookups are over."""
         if self._leaves is not None and self._seen:  # else it was no step, but an evaluation say
-            self._watched.append((len(self._leaves), self._seen))
-        self._leaves, self._copies = None, []
+            self._watched.append(self._seen)
+        self._leaves, self._copies = None, {}
 
     def _learn(self) -> None:
         first, *others = self._watched
-        stable = first if all(other == first for other in others) else (0, {})
+        stable = first if all(other == first for other in others) else {}
         heard = gather_values(stable, self._axis, label=_LABEL)
-        self._leaves_in_pattern, self.pattern = heard[0] if all(other == heard[0] for other in heard) else (0, {})
+        self.pattern = heard[0] if all(other == heard[0] for other in heard) else {}
