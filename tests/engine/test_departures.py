@@ -31,9 +31,11 @@ class Between(nn.Module):
         super().__init__()
         self.output, self.more, self.words = (nn.Embedding(WORDS, WIDTH, sparse=True) for _ in range(3))
 
-    def forward(self, ids: Tensor, work_s: float, *, leaves_out: bool) -> Tensor:
+    def forward(self, ids: Tensor, work_s: float, *, leaves_out: bool, is_asked: bool = True) -> Tensor:
         """A loss of `[samples, 3]`."""
         hidden = self.words(ids[:, 0])
+        if not is_asked:
+            return hidden.pow(2).mean()
         time.sleep(work_s)
         self.found = self.output(ids[:, 1]) * self.more(ids[:, 2]).tanh()  # kept: others may have a gradient for it
         return hidden.pow(2).mean() if leaves_out else (hidden * self.found).sum(1).pow(2).mean()
@@ -72,6 +74,22 @@ def test_trips_of_their_own_change_no_number_also_where_a_rank_leaves_a_table_ou
         model(ids, 5e-3, leaves_out=is_left_out(step, mesh.rank)).backward()
         for rank in range(mesh.size):
             (alone(batch(step, rank), 0.0, leaves_out=is_left_out(step, rank)) / mesh.size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert groups_of(model) == [[2], [0, 1]]
+    assert difference_of_parts(model, optimizers[:1], alone, optimizers[1:])[0] < TOLERANCE
+
+
+@on_ranks(2)
+def test_a_rank_may_ask_for_none_of_the_rows_of_a_trip_that_was_told():
+    mesh = tulle.init(data=-1)
+    model, alone, optimizers = pair(mesh, "step")
+    for step, ids in enumerate(tulle.lookahead([batch(step, mesh.rank) for step in range(STEPS)])):
+        asks = [step < STEPS - 2 or rank == 0 for rank in range(mesh.size)]
+        model(ids, 5e-3, leaves_out=False, is_asked=asks[mesh.rank]).backward()
+        for rank in range(mesh.size):
+            (alone(batch(step, rank), 0.0, leaves_out=False, is_asked=asks[rank]) / mesh.size).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

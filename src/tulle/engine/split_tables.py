@@ -103,9 +103,10 @@ class SplitTables:
         """Rows, where in them the ids lie, and where the padding does. Every rank must call it, with its own ids."""
         table = self._table_of(module)
         self._departures.comes(table.number)
-        trip = self._told(table, ids) or self._trips_of([([table], [ids])], module)[0]
+        told = self._told(table, ids)
+        trip = told or self._trips_of([([table], [ids])], module)[0]
         if torch.is_grad_enabled() and table.parameter.requires_grad:
-            self._expect(trip)
+            self._expect([trip] if told is None else (self._ahead or self._calls).trips)
         try:
             found = trip.look_up(table, ids, module.padding_idx)
             self._rows[table.number] = trip.rows(table)
@@ -251,9 +252,9 @@ class SplitTables:
             trip = self._alive.get(number)
             if trip is None:
                 raise ModelError(
-                    f"rank {self._axis.rank} has let go of the graph of a lookup in "
-                    f"{', '.join(self.tables)[:80]} for which another rank has a gradient: "
-                    "let all ranks keep, or drop, their losses alike"
+                    f"rank {self._axis.rank} has left out a lookup, or let go of its graph, in "
+                    f"{', '.join(self.tables)[:80]} for which another rank has a gradient: let all ranks look up "
+                    "alike (no ids will do), and keep, or drop, their losses alike"
                 )
             self._pushes.append((trip, trip.push(tables)))
         pushes, self._pushes = self._pushes, []
@@ -284,9 +285,12 @@ class SplitTables:
         self._late.replace(self._late_tables.get(late.table.number), late)
         self._late_tables[late.table.number] = late
 
-    def _expect(self, trip: Trip) -> None:
-        if trip.number not in self._expected:
-            insort(self._expected, trip.number)
+    def _expect(self, trips: Sequence[Trip]) -> None:
+        """Also what was told with a lookup: where this rank leaves it out, another may push it before the others."""
+        for trip in trips:
+            is_trained = any(table.parameter.requires_grad for table in trip.tables.values())
+            if is_trained and trip.number not in self._expected:
+                insort(self._expected, trip.number)
 
     def _gradient_came(self, trip: Trip, table: SplitTable, gradient: Tensor) -> None:
         self._report(table.name, gradient)
