@@ -144,8 +144,8 @@ def _values(gradient: Tensor) -> Tensor:
     if gradient.layout == torch.strided:
         return plain(gradient)
     if not gradient.is_coalesced():
-        rows = RowSparse.from_tensor(gradient).coalesce().to_sparse_coo()
-        gradient.copy_(rows)
+        with torch._C.DisableTorchFunctionSubclass():  # of a part, what this rank has
+            gradient.copy_(RowSparse.from_tensor(gradient).coalesce().to_sparse_coo())
     values = plain(gradient._values())
     if isinstance(gradient, ShardGradient):
         return ShardGradient.of(values if values.numel() else values.new_zeros(1), gradient.axis)

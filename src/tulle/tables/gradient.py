@@ -42,6 +42,8 @@ _JOINED = {"cat", "concat", "concatenate", "stack", "hstack"}
 """Names of what puts several gradients together."""
 _OF_ALL = {*_NORMS, "sum", "mean", "max", "amax", "min", "amin", "any", "all", "std", "var", "dot", "vdot"}
 """Names of what may give one number of all."""
+_STORED = {"coalesce", "values", "_values"}
+"""Names of what gives the rows that a sparse gradient stores: a gradient scaler looks for infinities in these."""
 
 
 @meets_parts
@@ -159,7 +161,8 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[
         )
     if not isinstance(result, Tensor) or type(result) is not Tensor:
         return result
-    if name in _BY_NUMBER and result.shape == gradient.shape and "out" not in keywords:
+    is_by_number = name in _BY_NUMBER and result.shape == gradient.shape and "out" not in keywords
+    if is_by_number or name in _STORED:
         return _like(gradient, result, gradient.cut)
     if name in _LAID_OUT and result.dim():
         cut = gradient.cut if result.dim() == gradient.dim() == 1 else 0 if result.dim() == 1 else None
