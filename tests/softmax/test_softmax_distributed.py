@@ -114,6 +114,15 @@ def test_a_sampled_softmax_trains_over_split_tables(kind, lookahead):
 
 
 @on_ranks(2)
+def test_gradients_that_add_up_are_finite_where_each_is():
+    mesh = tulle.init(data=-1)
+    model = build(Tied, seed=1)
+    tulle.distribute(model, models.adam(model), mesh, plan={"words.weight": "rows"}, check_finite=True)
+    for ids in batches(2, 4 * mesh.size):
+        model(ids.chunk(mesh.size)[mesh.rank]).backward()
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("kind", [Tied, TiedSampled], ids=lambda kind: kind.__name__)
 def test_columns_are_refused_before_training(kind):
     model = build(kind, seed=1)

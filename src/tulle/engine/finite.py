@@ -21,10 +21,11 @@ class NonFinite:
         """Remember the parameter if its gradient is not finite."""
         if gradient is None:
             return
-        values = gradient._values() if gradient.layout == torch.sparse_coo else gradient
-        broken = values.numel() - int(torch.isfinite(values).sum())
+        with torch._C.DisableTorchFunctionSubclass():  # of a part, what this rank has: others have other gradients yet
+            values = gradient._values() if gradient.layout == torch.sparse_coo else gradient
+            broken = values.numel() - int(torch.isfinite(values).sum())
+            nans = int(torch.isnan(values).sum()) if broken else 0
         if broken:
-            nans = int(torch.isnan(values).sum())
             self._found.append(f"{name!r} has {nans:,} NaN and {broken - nans:,} infinite of {values.numel():,} values")
 
     def raise_if_any(self, step: int) -> None:
