@@ -110,5 +110,17 @@ def test_where_rows_are_many_or_a_scheme_is_given_no_packet_is_sent():
         assert not sent, plan
 
 
+@on_ranks(2)
+def test_a_table_without_columns_is_sent_without_a_packet():
+    mesh = tulle.init(data=-1)
+    give_network(mesh["data"])
+    model = nn.Embedding(WORDS, 0, sparse=True)
+    tulle.distribute(model, models.sgd(model), mesh)
+    for ids in batches(3, 2):
+        model.zero_grad()
+        model(ids).sum().backward()
+        assert model.weight.grad.shape == (WORDS, 0)
+
+
 def looks_at(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return model.read(model.words(ids))

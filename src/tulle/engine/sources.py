@@ -43,7 +43,8 @@ class Source:
         if self.cuts is None:
             return found
         for dimension, (begin, end) in enumerate(self.cuts):
-            found = found.narrow(dimension, begin, max(0, found.shape[dimension] - begin - end))
+            size = found.shape[dimension]  # of a short batch nothing may be left, as in `ids[:, 2:]`
+            found = found.narrow(dimension, min(begin, size), max(0, size - begin - end))
         for dimension, index in reversed(self.picks):
             found = found.select(dimension, index)
         return found
@@ -68,6 +69,8 @@ def locate(ids: Tensor, leaves: Mapping[str, Tensor]) -> Source | None:
         Source(leaf='[0]', cuts=((0, 0), (0, 1)), picks=())
         >>> locate(batch[:, 1], {"[0]": batch}).ids({"[0]": torch.arange(8).view(2, 4)}).tolist()
         [1, 5]
+        >>> locate(batch[:, 2:], {"[0]": batch}).ids({"[0]": torch.arange(3).view(3, 1)}).shape
+        torch.Size([3, 0])
     """
     for place, leaf in leaves.items():
         if leaf.untyped_storage().data_ptr() != ids.untyped_storage().data_ptr() or not leaf.numel():

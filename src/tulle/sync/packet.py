@@ -216,7 +216,8 @@ class Room:
             words: As those of `Packet`.
             scheme_s: Predicted seconds of the scheme in force; 0 where there is none.
         """
-        if not scheme_s or not self.fullest_rows or tables[0].device.type != "cpu":
+        is_known = scheme_s and self.fullest_rows
+        if not is_known or not tables[0].width or tables[0].device.type != "cpu":
             return None
         packet = Packet(tables, room_for(self.fullest_rows), words)
         return packet if is_in_packets(packet.seconds(network, ranks), scheme_s, network) else None
@@ -226,7 +227,8 @@ def _laid_out(room: int, row_bytes: int, index_bytes: int, words: int) -> tuple[
     """Where in a packet row numbers begin, where words, and where it ends."""
     numbers_at = _round_up(room * row_bytes, _WORD.itemsize)
     words_at = _round_up(numbers_at + room * index_bytes, _WORD.itemsize)
-    return numbers_at, words_at, _round_up(words_at + words * _WORD.itemsize, math.lcm(row_bytes, _WORD.itemsize))
+    step = math.lcm(max(1, row_bytes), _WORD.itemsize)  # a table may have no columns
+    return numbers_at, words_at, _round_up(words_at + words * _WORD.itemsize, step)
 
 
 def _cost(room: int, row_bytes: int, packet_bytes: int, network: Network, ranks: int) -> Cost:
