@@ -70,7 +70,7 @@ def test_a_limit_that_counts_what_overlaps_is_found_out(monkeypatch):
     """The twin: if nothing of a last backward could be sent beside it, plans would be faster than that."""
     limit = importlib.import_module("tulle.plan.limit")
     monkeypatch.setattr(
-        limit, "_synchronized_s", lambda convoys, works, dense_s: sum(map(total_s, works)) + sum(dense_s)
+        limit, "_synchronized_s", lambda bundles, works, dense_s: sum(map(total_s, works)) + sum(dense_s)
     )
     assert max(of_plan for of_plan, _ in shares(1)) > 1.01
 

@@ -38,7 +38,7 @@ class TableGroup:
         self.missing = len(slots)
         """Tables whose gradient has not come in this backward."""
         self._sync = sync
-        sync.form_convoys(slots)
+        sync.form_bundles(slots)
         self._foresights = [foresights[id(slot.parameter)] for slot in slots if id(slot.parameter) in foresights]
         self._is_foreseeable = len(self._foresights) == len(slots)
         self._is_early = True

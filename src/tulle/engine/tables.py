@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tulle.comm import BackgroundThread, Count, Deferred, all_gather, lane, traffic
 from tulle.cost import Characteristics, Cost, Network
 from tulle.engine.buckets import Slot
-from tulle.engine.convoy import Convoy
+from tulle.engine.bundle import Bundle
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
 from tulle.sync import (
@@ -63,7 +63,7 @@ class Observation:
 class _State:
     """What is known of one table's gradients."""
 
-    convoy: Convoy
+    bundle: Bundle
     took_us: int = 0
     """This rank's last exchange, its waiting for slower ranks included."""
     sent: Count = field(default_factory=Count)
@@ -119,19 +119,19 @@ class TableSync:
         self._observations: dict[str, Observation] = {}
         """The last of each table since somebody took them: nobody need take them."""
 
-    def form_convoys(self, slots: Sequence[Slot]) -> None:
+    def form_bundles(self, slots: Sequence[Slot]) -> None:
         """Have tables that are summed together travel as one, where width, dtype and what was given allow it."""
-        convoys: dict[object, Convoy] = {}
+        bundles: dict[object, Bundle] = {}
         for slot in slots:
             parameter, given = slot.parameter, self.settings.schemes.get(slot.name, AUTO)
             chooser = Chooser(self.network, self.axis.size) if given == AUTO else None
             kind = given, parameter.shape[1], parameter.dtype
-            self._states[slot.name] = _State(convoys.setdefault(kind, Convoy(given, chooser)))
+            self._states[slot.name] = _State(bundles.setdefault(kind, Bundle(given, chooser)))
 
     @property
     def choices(self) -> dict[str, Choice]:
         """The choice in force for each table that was not given a scheme and has had a gradient."""
-        return {name: choice for name, state in self._states.items() if (choice := state.convoy.choice(name))}
+        return {name: choice for name, state in self._states.items() if (choice := state.bundle.choice(name))}
 
     @property
     def measured(self) -> dict[str, Cost]:
@@ -144,7 +144,7 @@ class TableSync:
 
     def scheme(self, name: str) -> str:
         """The scheme in force for a table: given, chosen, or `"auto"` before the first choice."""
-        return self._states[name].convoy.scheme
+        return self._states[name].bundle.scheme
 
     def begin_step(self, step: int) -> None:
         """Note that a backward begins."""
@@ -170,14 +170,14 @@ class TableSync:
         Returns:
             None where they go the way of their scheme: it was given, or is no slower by prediction.
         """
-        convoy, *others = {self._states[slot.name].convoy for slot in slots}
-        convoy.packet_s = 0.0
+        bundle, *others = {self._states[slot.name].bundle for slot in slots}
+        bundle.packet_s = 0.0
         if others:
             return None
         tables, ranks, words = [self._table(slot) for slot in slots], self.axis.size, WORDS * len(slots)
-        scheme_s = convoy.chooser.predicted_s if convoy.chooser else 0.0
-        packet = convoy.room.packet(tables, self.network, ranks, words=words, scheme_s=scheme_s)
-        convoy.packet_s = packet.seconds(self.network, ranks) if packet else 0.0
+        scheme_s = bundle.chooser.predicted_s if bundle.chooser else 0.0
+        packet = bundle.room.packet(tables, self.network, ranks, words=words, scheme_s=scheme_s)
+        bundle.packet_s = packet.seconds(self.network, ranks) if packet else 0.0
         return packet
 
     def sum_in_packet(self, gradients: Sequence[Gradient], slots: Sequence[Slot], packet: Packet) -> Sequence[Gradient]:
@@ -261,24 +261,24 @@ class TableSync:
     ) -> None:
         """Keep the running means of rows; measure the gradients when it is time, or a choice is due."""
         held = {t: [max(0, rows[t]) for rows in heard] for t in range(len(tables)) if _is_sparse(heard, t)}
-        convoys: dict[Convoy, list[int]] = {}
+        bundles: dict[Bundle, list[int]] = {}
         for t in held:
-            convoys.setdefault(self._states[tables[t].name].convoy, []).append(t)
-        for convoy, members in convoys.items():
-            convoy.room.fill([sum(rows) for rows in zip(*(held[t] for t in members), strict=True)])
+            bundles.setdefault(self._states[tables[t].name].bundle, []).append(t)
+        for bundle, members in bundles.items():
+            bundle.room.fill([sum(rows) for rows in zip(*(held[t] for t in members), strict=True)])
         for t in {*range(len(tables))} - held.keys():
-            self._states[tables[t].name].convoy.room.fullest_rows = 0.0
+            self._states[tables[t].name].bundle.room.fullest_rows = 0.0
         due = {
-            convoy for convoy, members in convoys.items() if convoy.is_due({tables[t].name: held[t] for t in members})
+            bundle for bundle, members in bundles.items() if bundle.is_due({tables[t].name: held[t] for t in members})
         }
-        seen = {convoy: members for convoy, members in convoys.items() if self._is_observed or convoy in due}
+        seen = {bundle: members for bundle, members in bundles.items() if self._is_observed or bundle in due}
         if not seen:
             return
         looks = self._look(indices, tables, held, [t for members in seen.values() for t in members])
-        for convoy, members in seen.items():
+        for bundle, members in seen.items():
             of_members = {tables[t].name: looks[t] for t in members}
-            if convoy in due:
-                candidates = self._choose(convoy, of_members)
+            if bundle in due:
+                candidates = self._choose(bundle, of_members)
             else:
                 candidates = choose_together([*of_members.values()], self.network, self.axis.size)
             if self._is_observed:
@@ -298,12 +298,12 @@ class TableSync:
         presences = gather_presence(numbers, [tables[t] for t in seen], counts, self._lane)
         return {t: tables[t].characteristics(held[t], presence) for t, presence in zip(seen, presences, strict=True)}
 
-    def _choose(self, convoy: Convoy, looks: Mapping[str, Characteristics]) -> list[Choice]:
-        assert convoy.chooser is not None, "a scheme that was given is not due"
-        before = convoy.scheme
-        choices = convoy.chooser.choose([*looks.values()])
-        convoy.choices.update(zip(looks, choices, strict=True))
-        if not convoy.packet_s and before != convoy.scheme and self.axis.rank == 0:
+    def _choose(self, bundle: Bundle, looks: Mapping[str, Characteristics]) -> list[Choice]:
+        assert bundle.chooser is not None, "a scheme that was given is not due"
+        before = bundle.scheme
+        choices = bundle.chooser.choose([*looks.values()])
+        bundle.choices.update(zip(looks, choices, strict=True))
+        if not bundle.packet_s and before != bundle.scheme and self.axis.rank == 0:
             for name, choice in zip(looks, choices, strict=True):
                 logger.info("table %s: %s", name, choice.reason)
         return choices

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from tulle.cost import Network, all_reduce_cost
-from tulle.plan.exchange import REPLICA, Exchange, Tariff, convoys
+from tulle.plan.exchange import REPLICA, Exchange, Tariff, bundles
 from tulle.plan.plan import MODEL, Plan
 from tulle.plan.prediction import ms
 from tulle.plan.space import MOST_SUBSETS, subsets
@@ -91,7 +91,7 @@ class Tables:
     def _groups(self, plan: Plan) -> list[tuple[str, ...]]:
         stages = dict(zip((piece.name for piece in self.profile.modules), stages_of(plan, self.profile), strict=True))
         free = [table for table in self.profile.tables if table.stream or table.tokens]
-        found = convoys([t for t in free if t.name not in self.given], lambda table: stages.get(table.module, 0))
+        found = bundles([t for t in free if t.name not in self.given], lambda table: stages.get(table.module, 0))
         return [*found, *((table.name,) for table in free if table.name in self.given)]
 
     def _ways(self, names: Sequence[str], *, is_whole: bool) -> list[Exchange]:

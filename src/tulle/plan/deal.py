@@ -12,7 +12,7 @@ from tulle.cost import Cost, Network, exchange_cost
 from tulle.engine.turns import best_piece_bytes
 from tulle.errors import PlanError
 from tulle.plan.bucket import Bucket, buckets_of, by_urgency
-from tulle.plan.convoy import Convoy, convoys_of
+from tulle.plan.bundle import Bundle, bundles_of
 from tulle.plan.exchange import Tariff
 from tulle.plan.moving import on_machine
 from tulle.plan.plan import AT_READ, MODEL, PIPE, Plan
@@ -41,7 +41,7 @@ class Deal:
         share: How the step is dealt.
         network: Of axis `data`.
         works: Pieces in the order in which they run.
-        convoys: Tables that travel as one.
+        bundles: Tables that travel as one.
         flows: What one stage sends another of one micro-batch.
         tariff: What exchanges cost.
     """
@@ -52,7 +52,7 @@ class Deal:
     share: Share
     network: Network
     works: Sequence[Work]
-    convoys: Sequence[Convoy]
+    bundles: Sequence[Bundle]
     flows: Mapping[tuple[int, int], Cost]
     tariff: Tariff
 
@@ -70,9 +70,9 @@ class Deal:
         networks = {axis: share.network(axis, cluster, profile) for axis in AXES}
         works = work_of(plan, profile, share, networks[MODEL])
         tariff = tariff or Tariff(profile)
-        convoys = convoys_of(plan, works, share, networks[DATA], tariff)
+        bundles = bundles_of(plan, works, share, networks[DATA], tariff)
         flows = flows_of(works, share, networks[PIPE])
-        deal = Deal(plan, profile, cluster.machine, share, networks[DATA], works, convoys, flows, tariff)
+        deal = Deal(plan, profile, cluster.machine, share, networks[DATA], works, bundles, flows, tariff)
         return deal.under(plan)
 
     def under(self, plan: Plan) -> Deal:
@@ -102,7 +102,7 @@ class Deal:
         it is the rank's last. Operations between modules are taken to be spread evenly.
         """
         pipe, machine = self.share.pipe, self.machine
-        lookups = sum(len(convoy.names) for convoy in self.convoys if convoy.stage == stage and self.share.data > 1)
+        lookups = sum(len(bundle.names) for bundle in self.bundles if bundle.stage == stage and self.share.data > 1)
         lookups_s = LOOKUP_CALLS * machine.call_s * lookups
         if pipe == 1:
             return 0.0, lookups_s, 0.0
@@ -126,10 +126,10 @@ class Deal:
         What so small an exchange takes, it takes of the processor: as much beside the model's work as behind it.
         """
         ranks, batches, seconds = self.share.data, self.share.batches, 0.0
-        for convoy in self.convoys:
-            if convoy.exchange.is_split and ranks > 1:
-                options = self.tariff.options(convoy.names, self.network, ranks=ranks, batches=batches)
-                sent_s = self.share.micro_batches * convoy.exchange.total.seconds
+        for bundle in self.bundles:
+            if bundle.exchange.is_split and ranks > 1:
+                options = self.tariff.options(bundle.names, self.network, ranks=ranks, batches=batches)
+                sent_s = self.share.micro_batches * bundle.exchange.total.seconds
                 seconds += sum(max(0.0, sent_s - one.total.seconds) for one in options if one.scheme == AUTO)
         return seconds
 

@@ -211,7 +211,7 @@ class Tariff:
         return self._kept[key]
 
 
-def convoys(tables: Iterable[TableProfile], stage_of: Callable[[TableProfile], int]) -> list[tuple[str, ...]]:
+def bundles(tables: Iterable[TableProfile], stage_of: Callable[[TableProfile], int]) -> list[tuple[str, ...]]:
     """Names of the tables that can travel as one: those of one stage, width, dtype, kind of gradient and placements."""
     found: dict[object, list[str]] = {}
     for table in tables:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tulle.cost import all_reduce_cost
-from tulle.plan.convoy import Convoy
+from tulle.plan.bundle import Bundle
 from tulle.plan.deal import Deal, half
 from tulle.plan.update import rest_s
 from tulle.plan.work import Work, total_s
@@ -69,12 +69,12 @@ class _Stage:
     def of(deal: Deal, number: int) -> _Stage:
         """Add it up."""
         works, count = deal.pieces(number), deal.share.micro_batches
-        convoys = [convoy for convoy in deal.convoys if convoy.stage == number]
+        bundles = [bundle for bundle in deal.bundles if bundle.stage == number]
         before_s, here_s, behind_s = deal.calls_s(number)
         forward_s, turn_s = sum(map(forward_of, works)) + here_s, sum(map(total_s, works)) + here_s
-        update_s = deal.update.dense_s(works) + deal.update.tables_s(convoys)
+        update_s = deal.update.dense_s(works) + deal.update.tables_s(bundles)
         gathered_s, dense_s = _gathered_s(deal, works), _dense_s(deal, works)
-        rows_s = sum((count if convoy.exchange.is_split else 1) * convoy.exchange.total.seconds for convoy in convoys)
+        rows_s = sum((count if bundle.exchange.is_split else 1) * bundle.exchange.total.seconds for bundle in bundles)
         summed_s = sum(work.all_reduced.seconds + work.all_reduced_again.seconds for work in works)
         return _Stage(
             forward_s,
@@ -82,8 +82,8 @@ class _Stage:
             # Past the modules of others a rank runs while it waits for sums, too.
             device_s=count * (turn_s + max(0.0, before_s + behind_s - summed_s)) + update_s,
             link_s=sum(dense_s) + rows_s + count * (summed_s + _passed_s(deal, number)) + gathered_s,
-            fetched_s=_fetched_s(convoys, works, here_s),
-            synchronized_s=_synchronized_s(convoys, works, dense_s),
+            fetched_s=_fetched_s(bundles, works, here_s),
+            synchronized_s=_synchronized_s(bundles, works, dense_s),
             ended_s=update_s + gathered_s,
         )
 
@@ -138,23 +138,23 @@ def _passed_s(deal: Deal, number: int) -> float:
     return sum(cost.seconds for pair, cost in deal.flows.items() if number in pair and (pair[0] - pair[1]) % pipe)
 
 
-def _fetched_s(convoys: Sequence[Convoy], works: Sequence[Work], begun_s: float) -> float:
+def _fetched_s(bundles: Sequence[Bundle], works: Sequence[Work], begun_s: float) -> float:
     """By how much rows come later than pieces that do not need them take; the first of a stage takes something more."""
     linked_s = waited_s = 0.0
-    for convoy in convoys:
-        if convoy.exchange.is_split:
-            linked_s += convoy.exchange.values.seconds
-            before = [forward_of(work) for work in works if work.number < convoy.first]
+    for bundle in bundles:
+        if bundle.exchange.is_split:
+            linked_s += bundle.exchange.values.seconds
+            before = [forward_of(work) for work in works if work.number < bundle.first]
             before_s = begun_s + sum(before) if before else 0.0
             waited_s = max(waited_s, linked_s - before_s)
     return waited_s
 
 
-def _synchronized_s(convoys: Sequence[Convoy], works: Sequence[Work], dense_s: Sequence[float]) -> float:
+def _synchronized_s(bundles: Sequence[Bundle], works: Sequence[Work], dense_s: Sequence[float]) -> float:
     """The link sends gradients as they come to be: from any of them on it has all that come later to send."""
     now_s = over_s = 0.0
     for work, dense in zip(reversed(works), dense_s, strict=True):
         now_s += total_s(work) - forward_of(work)
-        sent_s = dense + sum(convoy.exchange.values.seconds for convoy in convoys if convoy.first == work.number)
+        sent_s = dense + sum(bundle.exchange.values.seconds for bundle in bundles if bundle.first == work.number)
         over_s = max(over_s, now_s) + sent_s if sent_s else over_s
     return max(over_s, now_s)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from tulle.cost import Cost, all_reduce_cost
 from tulle.pipeline.schedule import checked
 from tulle.plan.bucket import Bucket
+from tulle.plan.bundle import Bundle
 from tulle.plan.contention import contended
-from tulle.plan.convoy import Convoy
 from tulle.plan.deal import Deal, half
 from tulle.plan.exchange import Tariff
 from tulle.plan.plan import PIPE, Plan
@@ -144,9 +144,9 @@ class _Lowering:
         run = self._run(turn)
         is_first = turn.micro_batch == 0
         fetched = {
-            convoy.first: self._fetch(convoy)
-            for convoy in self.deal.convoys
-            if convoy.stage == turn.stage and (is_first or convoy.exchange.is_split)
+            bundle.first: self._fetch(bundle)
+            for bundle in self.deal.bundles
+            if bundle.stage == turn.stage and (is_first or bundle.exchange.is_split)
         }
         for bucket in self.buckets.values() if is_first else ():
             if bucket.is_carried and bucket.stage == turn.stage:
@@ -193,23 +193,23 @@ class _Lowering:
         here = target if turn.is_backward else source
         return here == turn.stage and source % self.share.pipe != target % self.share.pipe
 
-    def _fetch(self, convoy: Convoy) -> list[int]:
+    def _fetch(self, bundle: Bundle) -> list[int]:
         """Rows of split tables come before their first lookup; row numbers of the next step are told beside."""
-        label = ", ".join(convoy.names)
-        exchange = convoy.exchange
+        label = ", ".join(bundle.names)
+        exchange = bundle.exchange
         is_told_first = exchange.is_split and not self.lookahead
         found: list[int] = []
         if is_told_first:
-            found = [self._sent_along_data(f"tell rows of {label}", exchange.told, (), convoy.stage, "rows")]
+            found = [self._sent_along_data(f"tell rows of {label}", exchange.told, (), bundle.stage, "rows")]
         if exchange.is_split:
-            found = [self._sent_along_data(f"fetch {label}", exchange.values, found, convoy.stage, "rows")]
+            found = [self._sent_along_data(f"fetch {label}", exchange.values, found, bundle.stage, "rows")]
         if exchange.told.seconds and not is_told_first:
-            self._sent_along_data(f"tell rows of {label}", exchange.told, (), convoy.stage, "sparse")
+            self._sent_along_data(f"tell rows of {label}", exchange.told, (), bundle.stage, "sparse")
         return found
 
     def _is_complete(self, work: Work, *, is_last: bool) -> bool:
         """Whether something can be sent when this piece's backward is over."""
-        tables = (convoy.exchange.is_split or is_last for convoy in self.deal.convoys if convoy.first == work.number)
+        tables = (bundle.exchange.is_split or is_last for bundle in self.deal.bundles if bundle.first == work.number)
         return any(tables) or self._is_scattered(work) or (is_last and work.number in self.buckets)
 
     def _synchronize(self, work: Work, after: list[int], *, is_last: bool) -> None:
@@ -221,12 +221,12 @@ class _Lowering:
             self.synchronized[stage].append(self._sent_along_data(name, cost, after, stage, "dense"))
         if is_last and work.number in self.buckets:
             self._fill(self.buckets[work.number], after)
-        for convoy in self.deal.convoys:
-            if convoy.first == work.number and (is_last or convoy.exchange.is_split):
-                is_split = convoy.exchange.is_split
-                name = f"{'push' if is_split else convoy.exchange.scheme} {', '.join(convoy.names)}"
+        for bundle in self.deal.bundles:
+            if bundle.first == work.number and (is_last or bundle.exchange.is_split):
+                is_split = bundle.exchange.is_split
+                name = f"{'push' if is_split else bundle.exchange.scheme} {', '.join(bundle.names)}"
                 kind = "rows" if is_split else "sparse"
-                index = self._sent_along_data(name, convoy.exchange.values, after, stage, kind)
+                index = self._sent_along_data(name, bundle.exchange.values, after, stage, kind)
                 self.synchronized[stage].append(index)
 
     def _gather(self, run: Run, work: Work) -> None:
@@ -269,7 +269,7 @@ class _Lowering:
     def _end(self, stage: int) -> None:
         """The optimizer's step, and what follows it."""
         pieces = self.deal.pieces(stage)
-        seconds = self.deal.update.tables_s([convoy for convoy in self.deal.convoys if convoy.stage == stage])
+        seconds = self.deal.update.tables_s([bundle for bundle in self.deal.bundles if bundle.stage == stage])
         seconds += 0.0 if self.deal.is_late else self.deal.update.dense_s(pieces)
         after = [*self.synchronized[stage], self.over[stage % self.share.pipe]]
         index = self.tasks.compute("update", seconds, after, stage=stage, kind="update")

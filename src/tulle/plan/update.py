@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tulle.cost import Network
 from tulle.engine.split_tables import delays_rows
 from tulle.memory import Memory
-from tulle.plan.convoy import Convoy
+from tulle.plan.bundle import Bundle
 from tulle.plan.exchange import Tariff
 from tulle.plan.plan import AT_READ, Plan
 from tulle.plan.work import NARROW, Share, Work, bytes_of
@@ -42,10 +42,10 @@ class Update:
         stepped_bytes = sum(work.parameters_bytes for work in pieces) / (NARROW if memory.precision else 1)
         return stepped_bytes * dense_s_per_byte(self.profile, memory, self.share.data)
 
-    def tables_s(self, convoys: Sequence[Convoy]) -> float:
-        """Seconds for the tables of some convoys: the rows that gradients touch, of split tables this rank's."""
-        split = [name for convoy in convoys if convoy.exchange.is_split for name in convoy.names]
-        whole = [name for convoy in convoys if not convoy.exchange.is_split for name in convoy.names]
+    def tables_s(self, bundles: Sequence[Bundle]) -> float:
+        """Seconds for the tables of some bundles: the rows that gradients touch, of split tables this rank's."""
+        split = [name for bundle in bundles if bundle.exchange.is_split for name in bundle.names]
+        whole = [name for bundle in bundles if not bundle.exchange.is_split for name in bundle.names]
         found_s = AHEAD_CALLS * self.profile.optimizer.table_s if self._delays_rows(split) else 0.0
         split_s = sum(self._rows_s(name) / self.share.data + found_s for name in split)
         return split_s + sum(self._rows_s(name) for name in whole)

@@ -1,4 +1,4 @@
-"""`Convoy`: tables that travel as one under a plan, and what that costs."""
+"""`Bundle`: tables that travel as one under a plan, and what that costs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tulle.cost import Network
-from tulle.plan.exchange import Exchange, Tariff, convoys
+from tulle.plan.exchange import Exchange, Tariff, bundles
 from tulle.plan.plan import Plan
 from tulle.plan.work import Share, Work
 from tulle.sync import AUTO
 
 
 @dataclass(frozen=True, slots=True)
-class Convoy:
+class Bundle:
     """Tables that travel as one.
 
     Args:
@@ -29,8 +29,8 @@ class Convoy:
     exchange: Exchange
 
 
-def convoys_of(plan: Plan, works: Sequence[Work], share: Share, network: Network, tariff: Tariff) -> list[Convoy]:
-    """The convoys of a plan: tables of one kind, stage and scheme. Replicas with dense gradients are in no convoy.
+def bundles_of(plan: Plan, works: Sequence[Work], share: Share, network: Network, tariff: Tariff) -> list[Bundle]:
+    """The bundles of a plan: tables of one kind, stage and scheme. Replicas with dense gradients are in no bundle.
 
     Args:
         plan: What happens to each table.
@@ -40,17 +40,17 @@ def convoys_of(plan: Plan, works: Sequence[Work], share: Share, network: Network
         tariff: What exchanges cost.
     """
     pieces = {work.name: work for work in works}
-    found: list[Convoy] = []
+    found: list[Bundle] = []
     for scheme in dict.fromkeys(plan.schemes.values()):
         tables = [tariff.table(name) for name, of_table in plan.schemes.items() if of_table == scheme]
-        for names in convoys(tables, lambda table: pieces[table.module].stage):
-            found += _convoy(names, scheme, pieces, share, network, tariff)
-    return sorted(found, key=lambda convoy: convoy.first)
+        for names in bundles(tables, lambda table: pieces[table.module].stage):
+            found += _bundle(names, scheme, pieces, share, network, tariff)
+    return sorted(found, key=lambda bundle: bundle.first)
 
 
-def _convoy(
+def _bundle(
     names: tuple[str, ...], scheme: str, pieces: dict[str, Work], share: Share, network: Network, tariff: Tariff
-) -> list[Convoy]:
+) -> list[Bundle]:
     first = min((pieces[tariff.table(name).module] for name in names), key=lambda work: work.number)
     if scheme == AUTO:
         options = tariff.options(names, network, ranks=share.data, batches=share.batches)
@@ -59,4 +59,4 @@ def _convoy(
         exchange = tariff.exchange(names, scheme, network, ranks=share.data, batches=share.batches)
     if exchange.is_split and share.micro_batches > 1:
         exchange = tariff.of_part(exchange, names, network, batches=share.batches, part=1 / share.micro_batches)
-    return [Convoy(names, first.stage, first.number, exchange)]
+    return [Bundle(names, first.stage, first.number, exchange)]

@@ -1,4 +1,4 @@
-"""`Convoy`: tables of one group that travel as one: what is known of their rows, and the scheme that this led to."""
+"""`Bundle`: tables of one group that travel as one: what is known of their rows, and the scheme that this led to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tulle.sync import Choice, Chooser, Room
 
 
 @dataclass(slots=True, eq=False)
-class Convoy:
+class Bundle:
     """Tables that travel as one, if they travel by rows at all, and so have one scheme.
 
     Args:
