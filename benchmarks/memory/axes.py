@@ -140,7 +140,7 @@ def one(way: str, shape: dict[str, int]) -> Row:
     estimated = [rank.peak_bytes for rank in estimate(model, batch, shape, plan).ranks]
     tulle.distribute(model, optimizer, mesh, plan=plan)
     live = LiveBytes("cpu")
-    count_couriers(live)
+    count_background_threads(live)
 
     @tulle.step(micro_batches=MICRO_BATCHES)
     def train(model: nn.Module, batch: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ def one(way: str, shape: dict[str, int]) -> Row:
     )
 
 
-def count_couriers(live: LiveBytes) -> None:
+def count_background_threads(live: LiveBytes) -> None:
     """Count what threads that send make, too: an operation is counted in the thread that asks for it."""
 
     def submit(background: BackgroundThread, work: Callable[[], Any]) -> Job[Any]:

@@ -157,7 +157,7 @@ def test_on_a_gpu_what_a_job_gives_is_waited_for_and_outlives_its_last_reader(mo
     assert sorted(one.item() for one, stream in kept if stream is ours) == [0, 1, 2, 3]
 
 
-def test_one_courier_does_not_wait_for_another():
+def test_one_background_thread_does_not_wait_for_another():
     slow, fast = BackgroundThread("slow", CPU), BackgroundThread("fast", CPU)
     held = threading.Event()
     waiting: Job[bool] = slow.submit(lambda: held.wait(SOON_S))
