@@ -17,8 +17,8 @@ from tulle.pipeline.schedule import held_at_once, in_idleness
 
 
 class Held:
-    """Micro-batches whose forward has run here and whose backward has not: no attribute of a module's, which would go to
-    all ranks."""
+    """Micro-batches whose forward has run here and whose backward has not: no module's attribute, which would go to all
+    ranks."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
