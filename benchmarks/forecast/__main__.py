@@ -41,7 +41,7 @@ def main() -> None:
         else:
             write_tables(options.results, HERE)
         return
-    effort = Effort(options.plans, options.steps, options.rounds)
+    effort = Effort(options.plans, options.steps, options.rounds, options.finals)
     items = [*agenda(options.hosts, options.rates, options.jobs)]
     if not options.anew:
         items = [item for item in items if not item.is_done(options.results, effort)]
@@ -84,6 +84,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plans", type=int, default=3, help="to time beside the planner's own (%(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="timed of a plan in a round (%(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="(%(default)s)")
+    parser.add_argument(
+        "--finals",
+        type=int,
+        default=0,
+        help="turns that the three fastest rivals take beside the planner's (%(default)s)",
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
     parser.add_argument("--minutes", type=float, help="begin only what is expected to end in so many minutes")
     parser.add_argument("--anew", action="store_true", help="measure also what was measured with as much effort")

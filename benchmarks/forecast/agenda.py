@@ -14,6 +14,7 @@ PLAIN_STEPS = 3
 WARMUP = 3
 STEP_S = {"translate": 0.15, "language-model": 0.045, "recommend": 0.05, "large-model": 0.045, "named": 0.3}
 """Of a step on two hosts, about; only to tell how long all will take."""
+_FINALISTS = 4
 _START_S, _MAKE_S = 15.0, 0.6
 """To start and profile a job; to make a model and put a plan on it."""
 
@@ -26,11 +27,13 @@ class Effort:
         plans: Beside the planner's own.
         steps: Timed of a plan in a round.
         rounds: In which plans take turns.
+        finals: Turns that the fastest take beside the planner's own, afterwards.
     """
 
     plans: int
     steps: int
     rounds: int
+    finals: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,11 @@ class Item:
         """How long it takes, about: hosts beyond the cores take turns on them, and on one host there is one plan."""
         cores = os.cpu_count() or 1
         timed = effort.rounds * (effort.plans + 1 if self.hosts > 1 else 1)
-        steps = PLAIN_STEPS + 1 + WARMUP + effort.steps + 1
+        steps = timed * (PLAIN_STEPS + 1 + WARMUP + effort.steps + 1)
+        if self.hosts > 1:
+            steps += effort.finals * _FINALISTS * (effort.steps + 3)
         crowded = max(1.0, self.hosts / cores)
-        return crowded * (_START_S + timed * (_MAKE_S + steps * STEP_S[self.job]))
+        return crowded * (_START_S + timed * _MAKE_S + steps * STEP_S[self.job])
 
 
 def agenda(hosts: Sequence[int], rates: Sequence[str], jobs: Sequence[str]) -> Iterator[Item]:

@@ -3,7 +3,8 @@
     profile of the job ──▶ planner, rivals ──▶ for each plan: forecast, and seconds of real steps
 
 Rank 0 writes `JOB.json` into the folder. A round times every plan once, and rounds take turns, so that what disturbs
-the machine for a while disturbs all plans alike.
+the machine for a while disturbs all plans alike. Rounds with a model made anew for each plan are too few to tell plans
+apart that take nearly as long: the fastest then stand beside the planner's, all at once, and take turns of a few steps.
 """
 
 # pyright: reportMissingImports=false
@@ -16,12 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import layouts
 import torch
 from agenda import PLAIN_STEPS, WARMUP
-from jobs import JOBS, NAMED, Job
+from jobs import JOBS, NAMED, STEPS, Job
 from plans import rivals
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -41,6 +43,9 @@ from tulle.workload import Profile
 
 SAMPLES = 3
 """Batches that a profile sees."""
+FINALISTS = 3
+"""Rivals that race the planner's plan in the end."""
+PLANNER = "planner"
 _LABEL = "the forecast"
 
 
@@ -54,6 +59,8 @@ class Contender:
     parts_s: Mapping[str, float]
     predicted_bytes: int
     measured_s: list[float] = field(default_factory=list)
+    final_s: list[float] = field(default_factory=list)
+    """Of turns among the finalists: the n-th of all were taken right after each other."""
     plain_s: list[float] = field(default_factory=list)
     """Seconds of the same step without communication, on all ranks, right before: how fast the machine is then."""
     measured_bytes: int = 0
@@ -67,6 +74,7 @@ class Contender:
             "parts_s",
             "predicted_bytes",
             "measured_s",
+            "final_s",
             "plain_s",
             "measured_bytes",
             "refusal",
@@ -82,6 +90,7 @@ def main() -> None:
     parser.add_argument("--plans", type=int, required=True, help="beside the planner's own")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--finals", type=int, required=True, help="turns of the finalists")
     options = parser.parse_args()
     torch.set_num_threads(1)
     mesh = tulle.init(data=-1)
@@ -108,6 +117,8 @@ def compare(job: Job, mesh: Mesh, options: argparse.Namespace) -> dict[str, Any]
             if not contender.refusal:
                 contender.plain_s.append(plain.seconds())
                 measure(job, contender, mesh, options.steps)
+    if options.finals:
+        race(job, finalists(contenders), mesh, options.finals, options.steps)
     return {"profile_s": profiled_s, "step_s": profile.step_s, "plans": [one.as_json() for one in contenders]}
 
 
@@ -153,7 +164,7 @@ def forecast(job: Job, profile: Profile, axis: Axis, count: int) -> list[Contend
         begin_s = time.perf_counter()
         chosen = best_plan(profile, profile.cluster, batch=batch, space=space)
         print(f"planned in {time.perf_counter() - begin_s:.2f} s", flush=True)
-        for name, plan in {"planner": chosen, **rivals(profile, axis.size, count, pipes=job.joins)}.items():
+        for name, plan in {PLANNER: chosen, **rivals(profile, axis.size, count, pipes=job.joins)}.items():
             seen = run(lower(plan, profile, profile.cluster, batch=batch))
             peaks = footprints(plan, profile, profile.cluster, batch=batch)
             contenders.append(
@@ -162,30 +173,70 @@ def forecast(job: Job, profile: Profile, axis: Axis, count: int) -> list[Contend
     return gather_values(contenders, axis, label=_LABEL)[0]
 
 
-def measure(job: Job, contender: Contender, whole: Mesh, steps: int) -> None:
+@dataclass
+class Running:
+    """A model under a plan."""
+
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    step: Callable[[object], None]
+    batches: Sequence[object]
+
+    @staticmethod
+    def of(job: Job, plan: Plan, whole: Mesh) -> Running:
+        mesh = whole if plan.mesh == whole.shape else tulle.init(timeout=None, backend=None, **plan.mesh)
+        torch.manual_seed(0)
+        model, optimizers = job.make()
+        model, optimizers = tulle.distribute(model, optimizers, mesh, plan=plan)
+        batches = [replica_batch(job, mesh, number) for number in range(STEPS)]
+        return Running(model, optimizers, stepping(job, model, optimizers, plan), batches)
+
+    def seconds(self, axis: Axis, first: int, warmup: int, steps: int) -> float:
+        """Of one step of the slowest rank, from a batch on."""
+        some = [self.batches[number % STEPS] for number in range(first, first + warmup + steps + 1)]
+        return max(gather_values(seconds(self.step, some, axis, warmup), axis, label=_LABEL))
+
+
+def measure(job: Job, contender: Contender, mesh: Mesh, steps: int) -> None:
     """Time some steps under a plan, and count the memory of one."""
-    axis = whole["data"]
-    mesh = (
-        whole if contender.plan.mesh == whole.shape else tulle.init(timeout=None, backend=None, **contender.plan.mesh)
-    )
-    torch.manual_seed(0)
-    model, optimizers = job.make()
+    axis = mesh["data"]
     try:
-        model, optimizers = tulle.distribute(model, optimizers, mesh, plan=contender.plan)
+        running = Running.of(job, contender.plan, mesh)
     except TulleError as refusal:  # the same on all ranks
         contender.refusal = str(refusal)
         return
-    step = stepping(job, model, optimizers, contender.plan)
-    batches = [replica_batch(job, mesh, number) for number in range(WARMUP + steps + 1)]
-    contender.measured_s.append(max(gather_values(seconds(step, batches, axis), axis, label=_LABEL)))
-    if (
-        not contender.measured_bytes and "pipe" not in mesh
-    ):  # whose work is done in threads that torch's profiler does not see
-        peak_bytes = held_bytes(model, optimizers)
-        peak_bytes += measure_peak_bytes(lambda: to_the_end(step, batches[-1], model), mesh.device)
+    contender.measured_s.append(running.seconds(axis, 0, WARMUP, steps))
+    # The work of stages is done in threads that torch's profiler does not see.
+    if not contender.measured_bytes and "pipe" not in contender.plan.mesh:
+        peak_bytes = held_bytes(running.model, running.optimizers)
+        peak_bytes += measure_peak_bytes(
+            lambda: to_the_end(running.step, running.batches[-1], running.model), mesh.device
+        )
         contender.measured_bytes = max(gather_values(peak_bytes, axis, label=_LABEL))
     barrier(axis)
     gc.collect()
+
+
+def finalists(contenders: Sequence[Contender]) -> list[Contender]:
+    """The planner's plan, and the fastest of those that are other plans; alike on all ranks, as all heard all times."""
+    timed = sorted((one for one in contenders if one.measured_s), key=lambda one: median(one.measured_s))
+    own = [one for one in timed if one.name == PLANNER]
+    others = [one for one in timed if own and one.plan.diff(own[0].plan)]
+    return own + others[:FINALISTS]
+
+
+def race(job: Job, racers: Sequence[Contender], mesh: Mesh, turns: int, steps: int) -> None:
+    """Time plans that are all there at once, a few steps of each in turn, every other turn backwards."""
+    if len(racers) < 2:
+        return
+    axis = mesh["data"]
+    ready = [(one, Running.of(job, one.plan, mesh)) for one in racers]
+    for _, running in ready:
+        running.seconds(axis, 0, WARMUP, 1)
+    for turn in range(turns):
+        for one, running in ready if turn % 2 else reversed(ready):
+            one.final_s.append(running.seconds(axis, turn * steps, 1, steps))
+            to_the_end(running.step, running.batches[-1], running.model)
 
 
 def to_the_end(step: Callable[[object], None], batch: object, model: nn.Module) -> None:
@@ -200,17 +251,17 @@ def to_the_end(step: Callable[[object], None], batch: object, model: nn.Module) 
             parameter.detach().flatten()[:1].sum()
 
 
-def seconds(step: Callable[[object], None], batches: Sequence[object], axis: Axis) -> float:
+def seconds(step: Callable[[object], None], batches: Sequence[object], axis: Axis, warmup: int) -> float:
     """Seconds of one of this rank's steps, which nobody stops between; the first ones and the last are left out."""
     begin_s = spent_s = 0.0
     for number, batch in enumerate(tulle.lookahead(batches)):
-        if number == WARMUP:
+        if number == warmup:
             barrier(axis)
             begin_s = time.perf_counter()
         step(batch)
         if number == len(batches) - 2:
             spent_s = time.perf_counter() - begin_s
-    return spent_s / (len(batches) - 1 - WARMUP)
+    return spent_s / (len(batches) - 1 - warmup)
 
 
 def stepping(job: Job, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> Callable[[object], None]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
@@ -25,6 +25,8 @@ class Row:
     measured_s: float
     predicted_bytes: int
     measured_bytes: int
+    final_s: tuple[float, ...]
+    """Of turns beside the other finalists, if it was one."""
     drift: float
     """By what factor the machine was slower when the plan was timed than when the job was profiled."""
 
@@ -47,10 +49,15 @@ def rows_of(results: Path) -> list[Row]:
         for job, result in setting["jobs"].items():
             for plan in result["plans"]:
                 if plan["measured_s"]:
-                    times = plan["predicted_s"], median(plan["measured_s"])
+                    final_s = plan.get("final_s", [])
+                    times = plan["predicted_s"], median([*plan["measured_s"], *final_s])
                     memory = plan["predicted_bytes"], plan["measured_bytes"]
                     drift = median(plan["plain_s"]) / result["step_s"]
-                    found.append(Row(setting["hosts"], setting["rate"], job, plan["name"], *times, *memory, drift))
+                    found.append(
+                        Row(
+                            setting["hosts"], setting["rate"], job, plan["name"], *times, *memory, tuple(final_s), drift
+                        )
+                    )
     return sorted(found, key=lambda row: (row.job, row.hosts, row.rate))
 
 
@@ -105,12 +112,12 @@ def tables(results: Path) -> str:
     )
     lines += [
         "",
-        "| example | hosts | link | fastest plan timed | planner's, by the fastest |",
-        "|---|--:|---|---|--:|",
+        "| example | hosts | link | fastest plan timed | planner's, by the fastest | half of the turns |",
+        "|---|--:|---|---|--:|---|",
     ]
     for choice in map(_choice, groups(rows)):
         setting = f"| {choice['job']} | {choice['hosts']} | {choice['rate']} "
-        lines.append(f"{setting}| {choice['fastest']} | {choice['slower']:+.1%} |")
+        lines.append(f"{setting}| {choice['fastest']} | {choice['slower']:+.1%} | {_spread(choice['ratios'])} |")
     drift = _errors(row.drift - 1 for row in rows)
     off = f"{_share(drift, 'median')} (median), {_share(drift, 'worst')} at worst"
     lines += ["", f"The machine's speed while plans were timed was off that of the profiles by {off}."]
@@ -118,16 +125,38 @@ def tables(results: Path) -> str:
 
 
 def _choice(group: Sequence[Row]) -> dict[str, Any]:
-    """The planner's plan by the fastest of a group."""
+    """The planner's plan by the fastest of a group: of finalists by turns that they took beside each other.
+
+    `slower` is the middle of `ratios`, of which there is one for each turn.
+    """
     own = next(row for row in group if row.name == PLANNER)
-    fastest = min(group, key=lambda row: row.measured_s)
-    slower = own.measured_s / fastest.measured_s - 1
-    return {"job": own.job, "hosts": own.hosts, "rate": own.rate, "fastest": fastest.name, "slower": slower}
+    ratios = {
+        row.name: [mine / its for mine, its in zip(own.final_s, row.final_s, strict=True)]
+        for row in group
+        if row.final_s and own.final_s
+    } or {row.name: [own.measured_s / row.measured_s] for row in group}
+    fastest = max(ratios, key=lambda name: median(ratios[name]))
+    return {
+        "job": own.job,
+        "hosts": own.hosts,
+        "rate": own.rate,
+        "fastest": fastest,
+        "slower": median(ratios[fastest]) - 1,
+        "ratios": ratios[fastest],
+    }
 
 
 def _errors(errors: Iterable[float | None]) -> dict[str, float]:
     found = sorted(abs(error) for error in errors if error is not None)
     return {"median": median(found), "worst": found[-1]} if found else {}
+
+
+def _spread(ratios: Sequence[float]) -> str:
+    """Between which of them the middle half lies."""
+    if len(set(ratios)) < 2:
+        return "–"
+    lower, _, upper = quantiles(ratios, n=4)
+    return f"{lower - 1:+.1%} to {upper - 1:+.1%}"
 
 
 def _share(errors: Mapping[str, float], name: str) -> str:
