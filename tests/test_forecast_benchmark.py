@@ -63,6 +63,27 @@ def test_errors_are_told_by_setting_and_in_all(tmp_path):
     assert "| recommend | 4 | 1gbit | 2 | 100.0 / 125.0 ms | 20% | 20% | 10% |" in load("tables").tables(tmp_path)
 
 
+def test_finalists_are_compared_by_turns_that_they_took_beside_each_other(tmp_path):
+    def told(name, measured_s, final_s):
+        return {
+            "name": name, "predicted_s": 0.1, "measured_s": [measured_s], "final_s": final_s, "predicted_bytes": 90,
+            "measured_bytes": 100, "plain_s": [0.1],
+        }  # fmt: skip
+
+    plans = [
+        told("planner", 0.20, [0.11, 0.12, 0.30, 0.13]),
+        told("rows", 0.11, [0.10, 0.12, 0.25, 0.10]),
+        told("columns", 0.12, [0.12, 0.11, 0.20, 0.16]),
+        told("densify", 0.05, []),  # a stroke of luck in the first round, but the same plan as the planner's
+    ]
+    setting = {"hosts": 4, "rate": "1gbit", "jobs": {"recommend": {"step_s": 0.08, "plans": plans}}}
+    (tmp_path / "4x1gbit.json").write_text(json.dumps(setting))
+    (choice,) = load("tables").as_json(tmp_path)["choices"]["of"]
+    assert (choice["fastest"], choice["slower"]) == ("rows", pytest.approx(0.15))
+    assert choice["ratios"] == pytest.approx([1.1, 1.0, 1.2, 1.3])
+    assert "| recommend | 4 | 1gbit | rows | +15.0% | +2.5% to +27.5% |" in load("tables").tables(tmp_path)
+
+
 def test_what_was_measured_with_as_much_effort_is_not_measured_again(tmp_path):
     agenda = load("agenda")
     effort = agenda.Effort(plans=12, steps=5, rounds=1)
