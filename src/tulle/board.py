@@ -187,10 +187,21 @@ def leave_in_peace() -> None:
     try:
         store = _store()
         found = [*_kept] if store is None else [(store, dist.get_rank())]
-        for board, rank in found if not hasattr(sys, "last_value") else ():
+        for board, rank in found if not is_failing() else ():
             board.set(f"{_LEFT}/{rank}", str(max((step() for step in _step), default=0)))
     except (RuntimeError, OSError):
         pass
+
+
+def is_failing() -> bool:
+    """Whether an exception that nobody caught ends this process.
+
+    `sys.last_value` alone does not say so: C code that prints an exception sets it, a warning of torch's that is
+    made an error, and so does a notebook after each cell that failed. One that nobody caught has come through the
+    frame that nobody called.
+    """
+    trace = getattr(getattr(sys, "last_value", None), "__traceback__", None)
+    return trace is not None and trace.tb_frame.f_back is None
 
 
 @cache

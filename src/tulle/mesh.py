@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import math
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
-from tulle.board import attend, watch
+from tulle.board import attend, is_failing, watch
 from tulle.cost import Network
 from tulle.environment import Launch, check_alone, detect
 from tulle.errors import MeshError
@@ -271,7 +270,7 @@ def will_wait(thread: threading.Thread) -> threading.Thread:
 
 def _leave() -> None:
     if dist.is_initialized():
-        if hasattr(sys, "last_value") or any(thread.is_alive() for thread in _waiting):
+        if is_failing() or any(thread.is_alive() for thread in _waiting):
             _wake()
         dist.destroy_process_group()
         # gloo's threads still let go of the last collective's tensors. One that waits for the interpreter when that

@@ -1,8 +1,10 @@
 """A rank that goes, or stands still, makes the others raise in time, and they say who fell first."""
 
+import _thread
 import gc
 import re
 import sys
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -88,6 +90,31 @@ def test_when_ranks_have_left_without_an_error_the_others_say_after_which_step()
         return
     text = failure_of(all_reduce)
     assert ": rank 1 left after step 17 and rank 2 left after step 17: every rank must take as many steps (give" in text
+
+
+def test_a_process_fails_by_what_nobody_caught_not_by_what_was_printed(monkeypatch):
+    def last(error):
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+        return board.is_failing()
+
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    assert not board.is_failing()
+    assert not last(UserWarning("a warning of C++ that is an error"))
+    with pytest.raises(ZeroDivisionError) as caught:
+        raise ZeroDivisionError
+    assert not last(caught.value)  # as after a notebook's cell
+    uncaught, is_done = [], threading.Event()
+
+    def called_by_nobody():
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError as error:
+            uncaught.append(error)
+        is_done.set()
+
+    _thread.start_new_thread(called_by_nobody, ())
+    assert is_done.wait(10)
+    assert last(uncaught[0])
 
 
 @on_ranks(2)

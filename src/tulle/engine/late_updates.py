@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import atexit
 import inspect
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -34,6 +33,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from tulle.board import is_failing
 from tulle.engine.buckets import Bucket
 from tulle.engine.late_tables import LateTable
 from tulle.engine.late_tensors import LateParameter, is_late, make_late, make_plain
@@ -314,7 +314,7 @@ _living: WeakSet[LateUpdates] = WeakSet()
 
 def _leave_none() -> None:
     """Do not leave while other ranks, which may still want to read, need this one for what is on the way."""
-    if not hasattr(sys, "last_value"):  # else the others are failing too
+    if not is_failing():  # else the others are failing too
         for updates in list(_living):
             with suppress(TulleError):
                 updates.make_all_true()

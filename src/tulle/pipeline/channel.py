@@ -11,7 +11,6 @@ channel and its mesh; a process waits for its readers before it ends.
 from __future__ import annotations
 
 import atexit
-import sys
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tulle.board import is_failing
 from tulle.comm import now_s, traffic
 from tulle.comm.pending import Exchange, translated
 from tulle.errors import CommunicationError
@@ -162,7 +162,7 @@ def _await_readers() -> None:
     """Do not leave while other ranks may still want to read what this one has sent them."""
     begin_s = now_s()
     for outbox in [*_unread]:
-        is_wanted = outbox.is_expected and not hasattr(sys, "last_value")  # else the others are failing too
+        is_wanted = outbox.is_expected and not is_failing()  # else the others are failing too
         with suppress(RuntimeError):  # of a rank that is gone, or does not come
             while is_wanted and outbox.messages:
                 left_s = outbox.lane.timeout_s - (now_s() - begin_s)
