@@ -96,6 +96,14 @@ def test_what_was_measured_with_as_much_effort_is_not_measured_again(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["1x1gbit.json"]
 
 
+def test_the_fastest_race_and_none_that_is_far_behind():
+    worth_a_race = load("agenda").worth_a_race
+    times_s = {"rows": 1.0, "columns": 1.2, "densify": 1.25, "ring": 1.1, "balanced": 1.5}
+    assert worth_a_race(times_s, 2.0) == ["rows", "ring", "columns"]
+    assert worth_a_race(times_s, 0.9) == ["rows", "ring"]
+    assert worth_a_race(times_s, 0.5) == worth_a_race({}, 0.5) == []
+
+
 def test_no_more_is_begun_than_ends_in_time():
     agenda = load("agenda")
     effort = agenda.Effort(plans=12, steps=5, rounds=1)

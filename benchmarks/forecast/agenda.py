@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ PLAIN_STEPS = 3
 WARMUP = 3
 STEP_S = {"translate": 0.15, "language-model": 0.045, "recommend": 0.05, "large-model": 0.045, "named": 0.3}
 """Of a step on two hosts, about; only to tell how long all will take."""
-_FINALISTS = 4
+_FINALISTS, _FAR = 3, 1.3
+"""Rivals that race the planner's plan in the end; none that took so many times as long as the fastest."""
 _START_S, _MAKE_S = 15.0, 0.6
 """To start and profile a job; to make a model and put a plan on it."""
 
@@ -66,7 +67,7 @@ class Item:
         timed = effort.rounds * (effort.plans + 1 if self.hosts > 1 else 1)
         steps = timed * (PLAIN_STEPS + 1 + WARMUP + effort.steps + 1)
         if self.hosts > 1:
-            steps += effort.finals * _FINALISTS * (effort.steps + 3)
+            steps += effort.finals * (1 + _FINALISTS) * (effort.steps + 3)
         crowded = max(1.0, self.hosts / cores)
         return crowded * (_START_S + timed * _MAKE_S + steps * STEP_S[self.job])
 
@@ -98,6 +99,12 @@ def told(items: Sequence[Item], effort: Effort) -> str:
     """What is to come, for people."""
     minutes = sum(item.expected_s(effort) for item in items) / 60
     return f"{len(items)} jobs, about {minutes:.0f} minutes on a machine that does nothing else"
+
+
+def worth_a_race(rivals_s: Mapping[str, float], own_s: float) -> list[str]:
+    """The few fastest rivals of a plan, by what all took in rounds."""
+    fastest = sorted(rivals_s, key=lambda name: rivals_s[name])[:_FINALISTS]
+    return [name for name in fastest if rivals_s[name] <= _FAR * min(own_s, rivals_s[fastest[0]])]
 
 
 def keep(path: Path, job: str, result: dict[str, Any], machine: dict[str, Any]) -> None:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from statistics import median
 from types import ModuleType
 from typing import Any
 
 import torch
-from agenda import PLAIN_STEPS, WARMUP
+from agenda import PLAIN_STEPS, WARMUP, worth_a_race
 from jobs import load, subwords
 
+from tables import PLANNER
 from tulle import named as tn
 from tulle.comm import barrier, gather_values
 from tulle.errors import TulleError
@@ -54,24 +56,26 @@ class Translation:
         return self.dims.model(self.options.layers)
 
 
-def forecast(mesh: Mesh, plans: int, rounds: int, steps: int) -> dict[str, Any]:
+def forecast(mesh: Mesh, options: Namespace) -> dict[str, Any]:
     """Predicted and measured steps of the fastest layouts by prediction, and of those by hand. Every rank calls it."""
-    axis = mesh["data"]
+    axis, plans = mesh["data"], options.plans
     whole, share = Translation(_SENTENCES * axis.size), Translation(_SENTENCES)
-    plain_s = timed(share, mesh, "", steps)
+    plain_s = timed(share, mesh, "", options.steps)
     base = measured(mesh)
     scale = explained(share, {}, "").seconds(base) / plain_s
     rates = replace(base, flops_per_s=base.flops_per_s * scale, written_bytes_per_s=base.written_bytes_per_s * scale)
     with tn.use(mesh, ""):
         sample = next(whole.samples())
     ranking = tn.best_layout(whole.model(), sample, mesh, best=max(1, plans - len(BY_HAND) + 1), rates=rates)
-    layouts = {"planner": str(ranking[0].layout)}
+    layouts = {PLANNER: str(ranking[0].layout)}
     layouts |= {one: one for one in BY_HAND} if axis.size > 1 else {}
     layouts |= {f"runner-up {number}": str(other.layout) for number, other in enumerate(ranking[1:], 1)}
     found = [told(name, layout, whole, mesh, rates) for name, layout in islice(layouts.items(), plans + 1)]
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         for entry in found:
-            measure(entry, whole, share, mesh, steps)
+            measure(entry, whole, share, mesh, options.steps)
+    if options.finals:
+        race(found, whole, mesh, options.finals, options.steps)
     return {"step_s": plain_s, "plans": found}
 
 
@@ -102,35 +106,63 @@ def measure(entry: dict[str, Any], whole: Translation, share: Translation, mesh:
     if entry["refusal"]:
         return
     entry["plain_s"].append(timed(share, mesh, "", PLAIN_STEPS))
-    kept = None if "measured_bytes" in entry else entry
-    entry["measured_s"].append(timed(whole, mesh, entry["plan"]["layout"], steps, kept))
+    running = Running(whole, mesh, entry["plan"]["layout"])
+    entry["measured_s"].append(running.seconds(WARMUP, steps))
+    if "measured_bytes" not in entry:
+        entry["measured_bytes"] = running.most_bytes()
 
 
-def timed(job: Translation, mesh: Mesh, layout: str, steps: int, entry: dict[str, Any] | None = None) -> float:
-    """Seconds of a step of the slowest rank; the memory of one goes into the entry."""
-    axis = mesh["data"]
-    with tn.use(mesh, layout):
-        model = job.model().init(1).train()
-        optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
-        samples = list(islice(job.samples(), 4))
+def race(entries: Sequence[dict[str, Any]], job: Translation, mesh: Mesh, turns: int, steps: int) -> None:
+    """Time the fastest layouts beside the planner's, a few steps of each in turn, every other turn backwards."""
+    own = entries[0]
+    others = {one["name"]: one for one in entries if one["measured_s"] and one["plan"] != own["plan"]}
+    times_s = {name: median(one["measured_s"]) for name, one in others.items()}
+    names = worth_a_race(times_s, median(own["measured_s"]))
+    ready = [(one, Running(job, mesh, one["plan"]["layout"])) for one in [own, *(others[name] for name in names)]]
+    for turn in range(turns if names else 0):
+        for entry, running in ready if turn % 2 else reversed(ready):
+            entry.setdefault("final_s", []).append(running.seconds(1 if turn else WARMUP, steps))
 
-        def step(number: int) -> None:
-            loss = tn.sum(model(*samples[number % len(samples)], label_smoothing=0.05)) * 1e-3
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
-        for number in range(WARMUP):
-            step(number)
-        barrier(axis)
-        begin_s = time.perf_counter()
-        for number in range(steps):
-            step(number)
-        spent_s = (time.perf_counter() - begin_s) / steps
-        slowest_s = max(gather_values(spent_s, axis, label=_LABEL))
-        if entry is not None:
-            state = [one for kept in optimizer.state.values() for one in kept.values() if isinstance(one, torch.Tensor)]
-            held = sum(one.nbytes for one in [*model.parameters(), *state])
-            peak_bytes = held + measure_peak_bytes(lambda: step(0), mesh.device)
-            entry["measured_bytes"] = max(gather_values(peak_bytes, axis, label=_LABEL))
-    return slowest_s
+def timed(job: Translation, mesh: Mesh, layout: str, steps: int) -> float:
+    """Seconds of a step of the slowest rank, of a model made for it."""
+    return Running(job, mesh, layout).seconds(WARMUP, steps)
+
+
+class Running:
+    """A model under a layout, with what trains it."""
+
+    def __init__(self, job: Translation, mesh: Mesh, layout: str) -> None:
+        self.mesh, self.layout = mesh, layout
+        with tn.use(mesh, layout):
+            self.model = job.model().init(1).train()
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.98), weight_decay=0.0)
+            self.samples = list(islice(job.samples(), 4))
+
+    def step(self, number: int) -> None:
+        """Train on a batch, within `tn.use`."""
+        loss = tn.sum(self.model(*self.samples[number % len(self.samples)], label_smoothing=0.05)) * 1e-3
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def seconds(self, warmup: int, steps: int) -> float:
+        """Of a step of the slowest rank."""
+        axis = self.mesh["data"]
+        with tn.use(self.mesh, self.layout):
+            for number in range(warmup):
+                self.step(number)
+            barrier(axis)
+            begin_s = time.perf_counter()
+            for number in range(steps):
+                self.step(number)
+            spent_s = (time.perf_counter() - begin_s) / steps
+        return max(gather_values(spent_s, axis, label=_LABEL))
+
+    def most_bytes(self) -> int:
+        """Of what stands between steps and the most of one step, on the fullest rank."""
+        kept = [one for state in self.optimizer.state.values() for one in state.values()]
+        held = sum(one.nbytes for one in [*self.model.parameters(), *kept] if isinstance(one, torch.Tensor))
+        with tn.use(self.mesh, self.layout):
+            peak_bytes = held + measure_peak_bytes(lambda: self.step(0), self.mesh.device)
+        return max(gather_values(peak_bytes, self.mesh["data"], label=_LABEL))

@@ -22,13 +22,14 @@ from typing import Any
 
 import layouts
 import torch
-from agenda import PLAIN_STEPS, WARMUP
+from agenda import PLAIN_STEPS, WARMUP, worth_a_race
 from jobs import JOBS, NAMED, STEPS, Job
 from plans import rivals
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import tulle
+from tables import PLANNER
 from tulle.comm import barrier, gather_values
 from tulle.errors import TulleError
 from tulle.memory import measure_peak_bytes
@@ -43,9 +44,6 @@ from tulle.workload import Profile
 
 SAMPLES = 3
 """Batches that a profile sees."""
-FINALISTS = 3
-"""Rivals that race the planner's plan in the end."""
-PLANNER = "planner"
 _LABEL = "the forecast"
 
 
@@ -96,10 +94,7 @@ def main() -> None:
     mesh = tulle.init(data=-1)
     axis = mesh["data"]
     for name in options.jobs:
-        if name == NAMED:
-            result = layouts.forecast(mesh, options.plans, options.rounds, options.steps)
-        else:
-            result = compare(JOBS[name](axis.size), mesh, options)
+        result = layouts.forecast(mesh, options) if name == NAMED else compare(JOBS[name](axis.size), mesh, options)
         if axis.rank == 0:
             (options.output / f"{name}.json").write_text(json.dumps(result) + "\n")
 
@@ -218,11 +213,14 @@ def measure(job: Job, contender: Contender, mesh: Mesh, steps: int) -> None:
 
 
 def finalists(contenders: Sequence[Contender]) -> list[Contender]:
-    """The planner's plan, and the fastest of those that are other plans; alike on all ranks, as all heard all times."""
-    timed = sorted((one for one in contenders if one.measured_s), key=lambda one: median(one.measured_s))
-    own = [one for one in timed if one.name == PLANNER]
-    others = [one for one in timed if own and one.plan.diff(own[0].plan)]
-    return own + others[:FINALISTS]
+    """The planner's plan and the fastest other ones; alike on all ranks, as all heard all times."""
+    own = contenders[0]
+    assert own.name == PLANNER, "it is the first"
+    if not own.measured_s:
+        return []
+    others = [one for one in contenders if one.measured_s and one.plan.diff(own.plan)]
+    names = worth_a_race({one.name: median(one.measured_s) for one in others}, median(own.measured_s))
+    return [own, *(one for one in others if one.name in names)]
 
 
 def race(job: Job, racers: Sequence[Contender], mesh: Mesh, turns: int, steps: int) -> None:
