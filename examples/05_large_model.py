@@ -36,8 +36,7 @@ FILE = Path(__file__).parent / "data" / "libreoffice.en-de.tsv.xz"
 def main() -> None:
     options = parse()
     texts = [source for source, _ in parallel_text.read_pairs(str(options.text))]
-    axes: dict[str, Any] = {name: int(size) for name, size in (axis.split("=") for axis in options.mesh.split(","))}
-    mesh = tulle.init(**axes)
+    mesh = tulle.init(**options.mesh)
     rank, ranks = (mesh["data"].rank, mesh["data"].size) if "data" in mesh else (0, 1)
     at_least = ranks * (options.micro_batches or 1)
     if options.batch < at_least:
@@ -98,7 +97,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(FAMILIES), default="gpt2")
     parser.add_argument("--text", type=Path, default=FILE)
-    parser.add_argument("--mesh", default="pipe=-1", help="sizes of the axes data, pipe and model; -1 for the rest")
+    told = "sizes of the axes data, pipe and model; -1 for the rest (pipe=-1)"
+    parser.add_argument("--mesh", type=axes, default={"pipe": -1}, metavar="AXIS=SIZE,...", help=told)
     parser.add_argument("--checkpoint", type=Path, help="a folder: gone on from, if it is there, and saved to")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--micro-batches", type=int, help="of each replica and step; else what the plan says")
@@ -107,6 +107,11 @@ def parse() -> argparse.Namespace:
     for name, default in {"steps": 100, "print-every": 10, "seed": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     return parser.parse_args()
+
+
+def axes(text: str) -> dict[str, Any]:
+    """`data=2,pipe=2` as a mapping."""
+    return {name.strip(): int(size) for name, size in (axis.split("=") for axis in text.split(","))}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""The README keeps its word: its code runs, alone and on two processes, and its commands are there."""
+"""README and guides keep their word: code runs or can be pasted, commands are there, links lead somewhere."""
 
+import ast
+import builtins
 import os
 import re
 import subprocess
@@ -12,9 +14,45 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def blocks(language: str) -> list[str]:
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*/README.md")]
+
+
+def blocks(language: str, text: str = README) -> list[str]:
     """The fenced blocks of one language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def unmade(code: str) -> set[str]:
+    """Names that a program uses and nothing in it makes."""
+    used, made = set(), set(dir(builtins))
+    for node in ast.walk(ast.parse(code)):
+        match node:
+            case ast.Name(name, ast.Load()):
+                used.add(name)
+            case ast.Name(name) | ast.arg(name) | ast.FunctionDef(name) | ast.ClassDef(name):
+                made.add(name)
+            case ast.alias(name, other):
+                made.add((other or name).split(".")[0])
+    return used - made
+
+
+def anchors(text: str) -> set[str]:
+    """What links to headings of a page say behind `#`."""
+    headings = re.findall(
+        r"^#+ (.*)", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), flags=re.MULTILINE
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def dead_links(page: Path) -> list[str]:
+    """The links of a page that lead nowhere, to files or to headings."""
+    dead = []
+    for link in re.findall(r"\]\((?!https?://)([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text(encoding="utf-8"))):
+            dead.append(f"{page.relative_to(ROOT)}: {link}")
+    return dead
 
 
 def run(folder: Path, *command: str) -> str:
@@ -56,7 +94,13 @@ def test_its_make_targets_are_there():
     assert wanted <= known
 
 
-def test_its_links_lead_somewhere():
-    links = re.findall(r"\]\((?!https?://)([^)#]+)", README)
-    assert links
-    assert [link for link in links if not (ROOT / link).exists()] == []
+def test_links_of_all_pages_lead_somewhere(tmp_path):
+    assert [link for page in PAGES for link in dead_links(page)] == []
+    assert anchors("# By hand\n## `Plan`, and more") == {"by-hand", "plan-and-more"}
+
+
+@pytest.mark.parametrize("page", [page.name for page in PAGES if page.parent.name == "docs"])
+def test_the_code_of_a_guide_can_be_pasted_from_top_to_bottom(page):
+    code = "\n".join(blocks("python", (ROOT / "docs" / page).read_text(encoding="utf-8")))
+    assert unmade(code) == set()
+    assert unmade(code + "\nprint(nothing_makes_this)") == {"nothing_makes_this"}
