@@ -99,7 +99,7 @@ def test_links_of_all_pages_lead_somewhere(tmp_path):
     assert anchors("# By hand\n## `Plan`, and more") == {"by-hand", "plan-and-more"}
 
 
-@pytest.mark.parametrize("page", [page.name for page in PAGES if page.parent.name == "docs"])
+@pytest.mark.parametrize("page", [page.name for page in PAGES if page.parent == ROOT / "docs"])
 def test_the_code_of_a_guide_can_be_pasted_from_top_to_bottom(page):
     code = "\n".join(blocks("python", (ROOT / "docs" / page).read_text(encoding="utf-8")))
     assert unmade(code) == set()

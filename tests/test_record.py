@@ -22,7 +22,7 @@ from tulle.comm import traffic
 from tulle.errors import DataError
 from tulle.sync import SCHEMES
 
-SECONDS = ("step_s", "forward_s", "backward_s", "optimizer_s", "wait_s")
+SECONDS = ("step_s", "forward_s", "backward_s", "optimizer_s", "wait_s", *record.WAITS)
 FIELDS = {"kind", "step", "at", *SECONDS, "bytes_sent", "messages", "traffic", "memory_peak_bytes"}
 
 
@@ -84,6 +84,8 @@ def test_a_step_has_its_fields_and_they_fit_together(tmp_path):
         assert set(line) == FIELDS | {"loss"}, "a model that returns one scalar is recorded with it"
         assert all(line[name] >= 0 for name in SECONDS)
         assert line["forward_s"] + line["backward_s"] + line["optimizer_s"] <= line["step_s"] * 1.001
+        assert sum(line[name] for name in record.WAITS) <= line["wait_s"] * 1.001
+        assert all(line[name] <= line[name.replace("wait_", "")] * 1.001 for name in record.WAITS)
         assert line["memory_peak_bytes"] > 1_000_000
         assert math.isfinite(line["loss"])
     assert [line["at"] for line in steps] == sorted(line["at"] for line in steps)

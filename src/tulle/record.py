@@ -41,6 +41,8 @@ RUN_DIR = "TULLE_RUN_DIR"
 TIMELINE = "TULLE_TIMELINE"
 STOP_AFTER = "TULLE_STOP_AFTER"
 """Set by `tulle profile`: end the script, on all ranks alike, after so many steps."""
+WAITS = ("forward_wait_s", "backward_wait_s", "optimizer_wait_s")
+"""What of `wait_s` was in these parts of a step; the rest was between them."""
 PREVIOUS = "previous-"
 """Before the name of a record that was there when the run began anew in a folder."""
 _OPERATIONS = {
@@ -117,7 +119,8 @@ class Recorder:
         self._texts: dict[str, str] = {}
         self._forward_began_s = self._ended_s = now_s()
         self._forward_s = self._optimizer_s = 0.0
-        self._waited_before_s = traffic.wait_s  # what was waited for before is no part of a step
+        self._waits_s = dict.fromkeys(WAITS, 0.0)
+        self._waited_before_s = self._waited_s = traffic.wait_s  # what was waited for before is no part of a step
         self._backward_began_s = self._ended_s
         self._bytes_before = self._messages_before = 0
         self._depth = 0
@@ -218,6 +221,7 @@ class Recorder:
         if module.training and self._has_prediction:
             self._open["samples"] = self._open.get("samples", 0) + samples_in(arguments)
         self._depth += 1
+        self._waited_s = traffic.wait_s
         self._forward_began_s = now_s()
 
     def _after_forward(self, module: nn.Module, _: object, output: object) -> None:
@@ -227,6 +231,7 @@ class Recorder:
         ended_s = now_s()
         traffic.span("computation", "forward", self._forward_began_s, ended_s)
         self._forward_s += ended_s - self._forward_began_s
+        self._waited_in("forward_wait_s")
         self._backward_began_s = ended_s
         if isinstance(output, Tensor) and output.dim() == 0 and output.requires_grad:
             self._open.setdefault("loss", output.detach())
@@ -236,13 +241,21 @@ class Recorder:
         if "backward_s" not in self._open and self._forward_s:
             self._open["backward_s"] = self._optimizer_began_s - self._backward_began_s
             traffic.span("computation", "backward", self._backward_began_s, self._optimizer_began_s)
+            self._waited_in("backward_wait_s")
+        self._waited_s = traffic.wait_s
 
     def _after_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         ended_s = now_s()
         traffic.span("computation", f"{type(optimizer).__name__}.step", self._optimizer_began_s, ended_s)
         self._optimizer_s += ended_s - self._optimizer_began_s
+        self._waited_in("optimizer_wait_s")
         if optimizer is self._last:
             self._end_step(ended_s)
+
+    def _waited_in(self, part: str) -> None:
+        """What was waited for since the last look at it belongs to a part of the step."""
+        self._waits_s[part] += traffic.wait_s - self._waited_s
+        self._waited_s = traffic.wait_s
 
     def _end_step(self, ended_s: float) -> None:
         self._step += 1
@@ -253,12 +266,14 @@ class Recorder:
             "forward_s": self._forward_s,
             "optimizer_s": self._optimizer_s,
             "wait_s": traffic.wait_s - self._waited_before_s,
+            **self._waits_s,
             "bytes_sent": total.bytes_sent - self._bytes_before,
             "messages": total.messages - self._messages_before,
             "traffic": self._traffic(),
             "memory_peak_bytes": _memory_peak_bytes(),
         }
         self._ended_s, self._forward_s, self._optimizer_s = ended_s, 0.0, 0.0
+        self._waits_s = dict.fromkeys(WAITS, 0.0)
         self._waited_before_s = traffic.wait_s
         self._bytes_before, self._messages_before = total.bytes_sent, total.messages
         self._is_ended = True

@@ -43,6 +43,15 @@ def test_waiting_is_taken_out_of_backward_and_then_of_the_optimizer(tmp_path: Pa
     assert parts == {"forward": 2.0, "backward": 0.0, "waiting": 5.0, "optimizer": 2.0, "other": 1.0}
 
 
+def test_waiting_is_taken_out_of_the_part_that_it_was_in(tmp_path: Path) -> None:
+    """Of split tables a rank waits in forward for rows, and between steps for those of the next batch."""
+    step = {"kind": "step", "step": 1, "step_s": 10.0, "forward_s": 2.0, "backward_s": 3.0, "optimizer_s": 2.0}
+    waits = {"wait_s": 5.0, "forward_wait_s": 1.5, "backward_wait_s": 0.5, "optimizer_wait_s": 1.0}
+    write_lines(tmp_path / "rank-0.jsonl", [step | waits])
+    parts = {name: part.item() for name, part in parts_of_step(read(tmp_path)).items()}
+    assert parts == {"forward": 0.5, "backward": 2.5, "waiting": 5.0, "optimizer": 1.0, "other": 1.0}
+
+
 def test_thinning_keeps_mean_and_range() -> None:
     steps, series = np.arange(1, 100_001), np.tile([1.0, 3.0], 50_000)
     thinned = thin(steps, series, points=100)

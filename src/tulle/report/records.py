@@ -147,6 +147,7 @@ class Failure:
 class RankLog:
     """The steps of one rank, one array `[steps]` a column; NaN where a step did not record the number.
 
+    `wait_s` is in all, `forward_wait_s` and its like what of it was in that part; records of before do not say it.
     `samples` are those with which the model was called, where a prediction speaks of them.
     A loss that was recorded but was not finite is infinity, so that it is not taken for a missing one.
     `values` holds for each logged name an array `[steps]`, `traffic` the bytes sent for each
@@ -163,6 +164,9 @@ class RankLog:
     backward_s: FloatArray
     optimizer_s: FloatArray
     wait_s: FloatArray
+    forward_wait_s: FloatArray
+    backward_wait_s: FloatArray
+    optimizer_wait_s: FloatArray
     bytes_sent: FloatArray
     messages: FloatArray
     loss: FloatArray

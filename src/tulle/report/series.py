@@ -90,9 +90,9 @@ class Parts:
 def parts_of_step(run: Run) -> Parts:
     """Split each step into parts that do not overlap.
 
-    The time that a rank waited was recorded inside the part in which it waited: it is taken out of backward,
-    and what does not fit there out of optimizer, other and forward, in this order. A part that was not
-    recorded counts as other.
+    The time that a rank waited was recorded inside the part in which it waited, and is taken out of it. Where a
+    record does not say which part that was, it is taken out of backward, and what does not fit there out of optimizer,
+    other and forward, in this order. A part that was not recorded counts as other.
     """
     step = over_ranks(run, lambda log: log.step_s)
 
@@ -104,12 +104,17 @@ def parts_of_step(run: Run) -> Parts:
     optimizer = part(lambda log: log.optimizer_s)
     other = np.maximum(step - forward - backward - optimizer, 0.0)
     waiting = np.minimum(part(lambda log: log.wait_s), step)
-    still_to_take, kept = waiting, []
-    for whole in (backward, optimizer, other, forward):
-        taken = np.minimum(whole, still_to_take)
-        still_to_take = still_to_take - taken
-        kept.append(whole - taken)
-    backward, optimizer, other, forward = kept
+    told = over_ranks(run, lambda log: log.forward_wait_s)
+    inside = [part(lambda log: log.backward_wait_s), part(lambda log: log.optimizer_wait_s)]
+    inside += [part(lambda log: log.forward_wait_s)]
+    inside.insert(2, np.where(np.isnan(told), 0.0, np.maximum(waiting - sum(inside), 0.0)))  # between the parts
+    wholes, still_to_take = [backward, optimizer, other, forward], waiting
+    for claims in (inside, [waiting] * len(wholes)):
+        for place, claim in enumerate(claims):
+            taken = np.minimum(np.minimum(wholes[place], claim), still_to_take)
+            still_to_take = still_to_take - taken
+            wholes[place] = wholes[place] - taken
+    backward, optimizer, other, forward = wholes
     return Parts(forward=forward, backward=backward, waiting=waiting, optimizer=optimizer, other=other)
 
 
