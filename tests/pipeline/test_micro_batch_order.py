@@ -1,11 +1,11 @@
-"""`Turns` over a post whose letters come when the test says."""
+"""`Turns` over a mailbox whose messages come when the test says."""
 
 from types import SimpleNamespace
 
 from tulle.pipeline.turns import Turn, Turns
 
 
-class Letters:
+class Messages:
     """Both come while the first is looked for when both are awaited: too late for that one to be seen."""
 
     def __init__(self) -> None:
@@ -22,8 +22,8 @@ class Letters:
         assert self.came, f"{what()} never comes"
 
 
-def test_a_micro_batch_does_not_pass_an_older_one_whose_letter_came_before_its_own():
-    letters, order = Letters(), []
+def test_a_micro_batch_does_not_pass_an_older_one_whose_message_came_before_its_own():
+    messages, order = Messages(), []
     turns = [Turn(number) for number in range(2)]
 
     def forward(turn: Turn) -> None:
@@ -33,5 +33,5 @@ def test_a_micro_batch_does_not_pass_an_older_one_whose_letter_came_before_its_o
     for turn in turns:
         program = SimpleNamespace(seed=turn.micro_batch, held=0, stage=0, stage_in_backward=0)
         turn.begin(program, lambda turn=turn: forward(turn))
-    Turns(turns, letters, "1f1b", stages=2).run()
+    Turns(turns, messages, "1f1b", stages=2).run()
     assert order == [0, 1]

@@ -148,27 +148,27 @@ def test_a_step_leaves_the_random_numbers_of_the_code_around_it_alone():
 
 
 @on_ranks(2)
-def test_letters_become_one_message_each_and_the_memory_of_sent_ones_is_given_back_within_the_step():
+def test_messages_become_one_send_each_and_the_memory_of_sent_ones_is_given_back_within_the_step():
     mesh = tulle.init(pipe=-1)
     model = make(Chain)
     pipeline.place(model, mesh["pipe"], spread(model, 2))
-    post = placement_of(model).runtime.holdings.post
+    mailbox = placement_of(model).runtime.holdings.mailbox
     x = torch.randn(24 * 200, WIDTH, dtype=torch.float64)
     step = pipeline.step(micro_batches=24)(train)
     sent, most = [], []
-    given = post.send
+    given = mailbox.send
 
     def send(*args, **kwargs):
         given(*args, **kwargs)
-        most.append(max(len(channel._outbox.messages) for channel in post._channels.values()))
+        most.append(max(len(channel._outbox.sends) for channel in mailbox._channels.values()))
 
-    post.send = send
+    mailbox.send = send
     for _ in range(3):
         before = traffic.sent_for("pipeline").messages
         step(model, x)
         sent.append(traffic.sent_for("pipeline").messages - before)
-    letters = 24 + 1 if mesh.rank == 0 else 2 * 24 + 1  # values or gradients and losses, and the end
-    assert sent[-1] == letters < sent[0]
+    messages = 24 + 1 if mesh.rank == 0 else 2 * 24 + 1  # values or gradients and losses, and the end
+    assert sent[-1] == messages < sent[0]
     assert max(most) <= 3
 
 

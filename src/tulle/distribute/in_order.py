@@ -1,4 +1,4 @@
-"""`PostInOrder`: ranks that hold parts of one stage work on micro-batches in one order, that of the first of them.
+"""`MailboxInOrder`: ranks that hold parts of one stage work on micro-batches in one order, that of the first of them.
 
 A pipeline takes the next micro-batch by what has come, which differs in time from rank to rank. Ranks whose layers send
 to one another while they run (split over axis `model`, or with tables split over axis `data`) must not differ:
@@ -20,14 +20,14 @@ import torch
 from tulle.comm import broadcast, lane
 from tulle.errors import CommunicationError
 from tulle.mesh import Axis
-from tulle.pipeline.post import Key, Post
+from tulle.pipeline.mailbox import Key, Mailbox
 
 _LABEL = "order of micro-batches"
 _ABSENT, _FAILED = -1, -2
 
 
-class PostInOrder(Post):
-    """The letters of one process, which looks at them when its peers do.
+class MailboxInOrder(Mailbox):
+    """The messages of one process, which looks at them when its peers do.
 
     Args:
         axis: Of the pipeline.
@@ -39,7 +39,7 @@ class PostInOrder(Post):
         self._peers = lane(peers, _LABEL)
 
     def has(self, key: Key) -> bool:
-        """Whether the letter is there, for the first of the peers; then it is here too."""
+        """Whether the message is there, for the first of the peers; then it is here too."""
         if not self._is_open:  # outside of steps nothing is chosen
             return super().has(key)
         is_there = self._agreed(0 if self._is_leader and super().has(key) else _ABSENT, [key]) == 0
@@ -48,7 +48,7 @@ class PostInOrder(Post):
         return is_there
 
     def await_any(self, wanted: Mapping[int, Collection[Key]], what: Callable[[], str]) -> None:
-        """Wait until that letter is there which came first to the first of the peers."""
+        """Wait until that message is there which came first to the first of the peers."""
         if not self._is_open:
             super().await_any(wanted, what)
             return
@@ -60,7 +60,7 @@ class PostInOrder(Post):
                 with suppress(CommunicationError):
                     self._agreed(_FAILED, keys)
                 raise
-            self._agreed(next(number for number, key in enumerate(keys) if super(PostInOrder, self).has(key)), keys)
+            self._agreed(next(number for number, key in enumerate(keys) if super(MailboxInOrder, self).has(key)), keys)
         else:
             self._await_here(keys[self._agreed(_ABSENT, keys)])
 
@@ -69,7 +69,7 @@ class PostInOrder(Post):
         return self._peers.rank == 0
 
     def _agreed(self, found: int, keys: Collection[Key]) -> int:
-        """What the first of the peers has found. All must call it, for the same letters."""
+        """What the first of the peers has found. All must call it, for the same messages."""
         asked = int.from_bytes(blake2b(repr(list(keys)).encode(), digest_size=7).digest(), "little")
         words = torch.tensor([found, asked], device=self._peers.device)
         broadcast(words, self._peers, label=_LABEL).wait()

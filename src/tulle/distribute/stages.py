@@ -15,12 +15,12 @@ from torch import nn
 
 from tulle.comm import gather_values
 from tulle.distribute.axes import Axes
-from tulle.distribute.in_order import PostInOrder
+from tulle.distribute.in_order import MailboxInOrder
 from tulle.engine import DataParallel, engine_of
 from tulle.errors import PlanError
 from tulle.mesh import Axis, axis_of
 from tulle.pipeline import deal, pins_of, place, placement_of
-from tulle.pipeline.post import Post
+from tulle.pipeline.mailbox import Mailbox
 from tulle.pipeline.randomness import seed_of
 from tulle.pipeline.run import Runtime, Step
 from tulle.plan import Plan
@@ -131,7 +131,7 @@ def put_on_stages(model: nn.Module, plan: Plan, axes: Axes, *, in_order_of: Sequ
     if Runtime not in pipe.kept:
         peers = _together(in_order_of, axes.whole) if in_order_of else None
         if peers is not None:
-            pipe.kept[Post] = PostInOrder(pipe, peers)
+            pipe.kept[Mailbox] = MailboxInOrder(pipe, peers)
         pipe.kept[Runtime] = ReplicatedStages(pipe, seed_of(seed, axes.data.rank), peers)
         pipe.kept[_IN_ORDER] = [axis.name for axis in in_order_of]
     elif not {axis.name for axis in in_order_of} <= set(pipe.kept.get(_IN_ORDER, ())):

@@ -26,7 +26,7 @@ class Adopted:
     """
 
     def __init__(self, holdings: Holdings, program: Operator) -> None:
-        self._holdings, self._axis, self._program = holdings, holdings.post.axis, program
+        self._holdings, self._axis, self._program = holdings, holdings.mailbox.axis, program
         self._known: dict[int, Placeholder] = {}
         self._kept: list[Tensor] = []
         self._graph = Graph([])

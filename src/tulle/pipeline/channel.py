@@ -1,11 +1,11 @@
-"""`Channel`: how letters travel between two ranks: over gloo, from the second step on as one message each.
+"""`Channel`: how messages travel between two ranks: over gloo, from the second step on as one send each.
 
-A receiver has room ready for as much as ever came at once from that rank, so that a letter that fits is one message,
-which gloo writes where it belongs without asking first; what does not fit comes as two, head and body. The sizes of the
-letters so far settle how large the room is, so both sides know it without telling each other.
+A receiver keeps a buffer as large as the largest message that ever came from that rank (up to 16 MiB). A message that
+fits is one send, which gloo writes where it belongs without asking first; a larger one is two, header and body. Both
+sides know the size of that buffer from the messages so far, without telling each other.
 
-gloo drops a message whose memory goes before it is read. So what is under way is kept in an outbox, which outlives the
-channel and its mesh; a process waits for its readers before it ends.
+gloo drops a send whose memory is freed before it was read. So what is under way is kept in an outbox, which outlives
+the channel and its mesh; a process waits for its readers before it ends.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from tulle.comm import now_s, traffic
 from tulle.comm.pending import Exchange, translated
 from tulle.errors import CommunicationError
 from tulle.mesh import Axis
-from tulle.pipeline.letters import HEAD_BYTES, Key, head_of, opened
+from tulle.pipeline.messages import HEADER_BYTES, Key, decode, decode_header
 
 _MOST_ROOM_BYTES = 16 * 2**20
-"""Larger letters always come as two messages, as there is no use in keeping such room."""
+"""Larger messages always come as two sends, as there is no use in keeping such room."""
 _LABEL = "pipeline"
 _PATIENT = timedelta(days=7)
 """gloo's own time-out: a rank from which nothing comes for long is not late until a program waits for it."""
@@ -37,22 +37,22 @@ _PATIENT = timedelta(days=7)
 
 @dataclass(slots=True, eq=False)
 class _Outbox:
-    """Messages that were sent over one channel, the oldest first, until they are known to have been read."""
+    """The sends of one channel, the oldest first, until they are known to have been read."""
 
     lane: Axis
     """Whose process group must stay as long."""
     rank: int
-    messages: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+    sends: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
     is_expected: bool = True
     """Whether the other rank will read the last of them for sure: not so of an error."""
 
 
 _unread = set[_Outbox]()
-"""Those with messages in them, held by nobody else once their channels are gone."""
+"""Those with sends in them, held by nobody else once their channels are gone."""
 
 
 class Channel:
-    """Letters to one other rank of an axis, and from it.
+    """Messages to one other rank of an axis, and from it.
 
     The two directions share nothing: while a thread sends, another may receive. Errors of gloo are raised as
     `CommunicationError`.
@@ -65,51 +65,51 @@ class Channel:
     def __init__(self, lane: Axis, rank: int) -> None:
         self._lane, self._rank = lane, rank
         self._outbox = _Outbox(lane, rank)
-        self._room_there, self._room_here = HEAD_BYTES, HEAD_BYTES
-        """Bytes of a message that the other rank can take, and those that we can."""
+        self._room_there, self._room_here = HEADER_BYTES, HEADER_BYTES
+        """Bytes of a send that the other rank has a buffer for, and those that we have."""
         self._spare: Tensor | None = None
-        """Room that the last letter left free."""
+        """Room that the last message left free."""
 
-    def send(self, letter: Tensor, *, is_expected: bool = True) -> None:
-        """Send a letter, as `written` made it, without waiting; its memory must stay as it is.
+    def send(self, message: Tensor, *, is_expected: bool = True) -> None:
+        """Send a message, as `encode` made it, without waiting; its memory must stay as it is.
 
         Args:
-            letter: It.
+            message: It.
             is_expected: Whether the other rank will read it for sure, so that this one must not end before.
         """
         room = self._room_there
-        self._room_there = _room_after(room, letter.numel())
-        for part in (letter,) if letter.numel() <= room else (letter[:HEAD_BYTES], letter[HEAD_BYTES:]):
-            self._outbox.messages.append((self._work(dist.isend, part), part))
+        self._room_there = _room_after(room, message.numel())
+        for part in (message,) if message.numel() <= room else (message[:HEADER_BYTES], message[HEADER_BYTES:]):
+            self._outbox.sends.append((self._work(dist.isend, part), part))
             traffic.sent(_LABEL, part.numel(), 1)
         self._outbox.is_expected = is_expected
         _unread.add(self._outbox)
 
     def flush(self, *, but: int) -> None:
-        """Wait until all that was sent has been read, but for so many of the latest messages."""
-        while len(self._outbox.messages) > but:
-            work, part = self._outbox.messages.popleft()
+        """Wait until all but the latest `but` sends have been read."""
+        while len(self._outbox.sends) > but:
+            work, part = self._outbox.sends.popleft()
             self._wait(work, part, "send")
-        if not self._outbox.messages:
+        if not self._outbox.sends:
             _unread.discard(self._outbox)
 
     def receive(self) -> tuple[Key, object]:
-        """Wait for the next letter; its key and its content, a tensor on the axis' device."""
-        room, letter = self._room_here, self._spare
+        """Wait for the next message; its key and its content, a tensor on the axis' device."""
+        room, message = self._room_here, self._spare
         self._spare = None
-        if letter is None:
-            letter = torch.empty(room, dtype=torch.uint8)
-        self._fill(letter)
-        head = head_of(letter)
-        self._room_here = _room_after(room, head.letter_bytes)
-        if head.letter_bytes > room:
-            body = torch.empty(head.body_bytes, dtype=torch.uint8)
+        if message is None:
+            message = torch.empty(room, dtype=torch.uint8)
+        self._fill(message)
+        header = decode_header(message)
+        self._room_here = _room_after(room, header.message_bytes)
+        if header.message_bytes > room:
+            body = torch.empty(header.body_bytes, dtype=torch.uint8)
             self._fill(body)
         else:
-            body = letter[HEAD_BYTES : head.letter_bytes]
-            if head.letter_bytes < room // 2:  # it would hold more memory than it needs
-                body, self._spare = body.clone(), letter
-        return head.key, opened(head, body, self._lane.device)
+            body = message[HEADER_BYTES : header.message_bytes]
+            if header.message_bytes < room // 2:  # it would hold more memory than it needs
+                body, self._spare = body.clone(), message
+        return header.key, decode(header, body, self._lane.device)
 
     def _fill(self, buffer: Tensor) -> None:
         self._wait(self._work(dist.irecv, buffer), buffer, "receive")
@@ -138,7 +138,7 @@ class Channel:
 
 
 def _room_after(room: int, size: int) -> int:
-    """What both sides take to be ready for the next letter."""
+    """What both sides take to be ready for the next message."""
     return max(room, size) if size <= _MOST_ROOM_BYTES else room
 
 
@@ -164,6 +164,6 @@ def _await_readers() -> None:
     for outbox in [*_unread]:
         is_wanted = outbox.is_expected and not is_failing()  # else the others are failing too
         with suppress(RuntimeError):  # of a rank that is gone, or does not come
-            while is_wanted and outbox.messages:
+            while is_wanted and outbox.sends:
                 left_s = outbox.lane.timeout_s - (now_s() - begin_s)
-                outbox.messages.popleft()[0].wait(timedelta(seconds=max(left_s, 0.001)))
+                outbox.sends.popleft()[0].wait(timedelta(seconds=max(left_s, 0.001)))

@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary
 from torch import Tensor, nn
 
 from tulle.pipeline.kept import Attributes
+from tulle.pipeline.mailbox import Mailbox
 from tulle.pipeline.outcome import Outcome
-from tulle.pipeline.post import Post
 from tulle.pipeline.shapes import Shapes
 
 
@@ -61,10 +61,10 @@ class Holdings:
     """What lives where.
 
     Args:
-        post: Letters between the ranks.
+        mailbox: Messages between the ranks.
     """
 
-    post: Post
+    mailbox: Mailbox
     stages: dict[int, int] = field(default_factory=dict)
     """Stage of each parameter, and of each buffer of a unit, by its identity."""
     buffers: dict[int, tuple[int, str]] = field(default_factory=dict)

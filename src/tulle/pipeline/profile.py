@@ -26,9 +26,9 @@ from tulle.pipeline.homes import outward
 from tulle.pipeline.hooks import is_hooked, users_aside
 from tulle.pipeline.interception import run_in_this_thread
 from tulle.pipeline.lent import lent
+from tulle.pipeline.mailbox import Mailbox
 from tulle.pipeline.partition import Piece
 from tulle.pipeline.placeholder import Placeholder
-from tulle.pipeline.post import Post
 from tulle.pipeline.program import Program
 from tulle.pipeline.randomness import forked
 from tulle.pipeline.structure import flatten, rebuild
@@ -99,7 +99,7 @@ def _measured(
             size = placeholder.described().nbytes
             incoming[stage][placeholder.stage] = incoming[stage].get(placeholder.stage, 0) + size
 
-    holdings = Holdings(Post(axis))
+    holdings = Holdings(Mailbox(axis))
     program = Program(Values(0, holdings, _never, "the profile"), holdings, seed=0, read=read)
     units = [
         Unit(name, model.get_submodule(name), stage, compiled=one)

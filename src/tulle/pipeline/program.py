@@ -25,8 +25,8 @@ from tulle.pipeline.holdings import Holdings, Known, Unit
 from tulle.pipeline.hooks import hears_gradients, hooks_for_all
 from tulle.pipeline.interception import interception_aside
 from tulle.pipeline.kept import left_by, with_left
-from tulle.pipeline.letters import is_dense
 from tulle.pipeline.losses import is_backward, scaled
+from tulle.pipeline.messages import is_dense
 from tulle.pipeline.operation import (
     SETS_TRAINED,
     Call,
@@ -86,7 +86,7 @@ class Program:
         """Whether a backward could come; the same on all ranks."""
         self.models: set[int] = set()
         """Numbers of the models that it called modules of; the same on all ranks."""
-        self._axis = holdings.post.axis
+        self._axis = holdings.mailbox.axis
         self._around_backward, self._read = around_backward, read
         self._calls: dict[str, int] = {}
         """How often each module and operation was called so far, by name; "" is the model."""

@@ -18,10 +18,10 @@ from tulle.mesh import Axis
 from tulle.pipeline.carried import Carried
 from tulle.pipeline.holdings import Holdings, Unit
 from tulle.pipeline.interception import run_in_this_thread
-from tulle.pipeline.letters import Key, Kind
+from tulle.pipeline.mailbox import mailbox_of
+from tulle.pipeline.messages import Key, Kind
 from tulle.pipeline.outcome import versioned
 from tulle.pipeline.placeholder import running
-from tulle.pipeline.post import post_of
 from tulle.pipeline.program import Program
 from tulle.pipeline.randomness import forked, seed_of
 from tulle.pipeline.schedule import Schedule
@@ -30,9 +30,9 @@ from tulle.pipeline.turns import Turn, Turns
 from tulle.pipeline.values import Values
 
 _MOST_TIED_BITS = 24
-"""Of the numbers of tied parameters in letters; above them stands which backward it is, outside of steps."""
-_MESSAGES_KEPT = 64
-"""Messages to each rank that may be under way outside of steps before the oldest are waited for."""
+"""Of the numbers of tied parameters in messages; above them stands which backward it is, outside of steps."""
+_SENDS_KEPT = 64
+"""Sends to each rank that may be under way outside of steps before the oldest are waited for."""
 
 
 @dataclass(eq=False)
@@ -86,7 +86,7 @@ class Runtime:
 
     def __init__(self, axis: Axis, seed: int) -> None:
         self.axis, self.seed = axis, seed
-        self.holdings = Holdings(post_of(axis))
+        self.holdings = Holdings(mailbox_of(axis))
         self.holdings.note_frozen = self._note_frozen
         self.models: WeakValueDictionary[int, Resident] = WeakValueDictionary()
         """By number; one that is gone is called by no program."""
@@ -136,14 +136,14 @@ class Runtime:
         Returns:
             What each call returned, with plain tensors on all ranks.
         """
-        post, begin_s = self.holdings.post, now_s()
+        mailbox, begin_s = self.holdings.mailbox, now_s()
         self._note_frozen()
         self._current = None
         carried = {number: model.carried for number, model in self.models.items()}
         turns = [self._turn(step, index) for index in range(len(step))]
         programs = [turn.program for turn in turns]
         number = self._next_number()  # taken before anything can fail, or ranks would count apart
-        post.open(number)
+        mailbox.open(number)
         try:
             for resident in step.residents:
                 resident.carried.is_idle = False
@@ -151,16 +151,16 @@ class Runtime:
                 one.begin()
             in_order = self._is_any(any(one.is_likely for one in carried.values()))
             stages = max((resident.stages for resident in step.residents), default=self.stages)
-            idle_s = Turns(turns, post, step.schedule, stages, in_order=in_order).run()
+            idle_s = Turns(turns, mailbox, step.schedule, stages, in_order=in_order).run()
             self._see_what_is_carried(carried, programs)
             self._add_up_tied(programs, number)
             self._even_out(number)
         except BaseException as error:
             self._undo_tied()
-            post.close(error)
+            mailbox.close(error)
             raise
         end_s = now_s()
-        post.close()
+        mailbox.close()
         idle_s += now_s() - end_s  # the last ranks are done before the first ones
         self.bubble = idle_s / max(now_s() - begin_s, 1e-9)
         traffic.span("step", f"bubble {self.bubble:.0%}", begin_s, now_s())
@@ -182,16 +182,16 @@ class Runtime:
         Args:
             tensor: This rank's.
             ranks: That hold it, the one whose values count first.
-            number: Of the letter: what `Key` has after the kind, the same on all ranks and in no other letter.
+            number: Of the message: what `Key` has after the kind, the same on all ranks and in no other message.
             name: Of the tensor, for errors.
         """
         key: Key = (Kind.VALUE, *number)
-        post, me = self.holdings.post, self.axis.rank
+        mailbox, me = self.holdings.mailbox, self.axis.rank
         if me == ranks[0]:
-            post.send(key, tensor, to=ranks[1:])
+            mailbox.send(key, tensor, to=ranks[1:])
         elif me in ranks:
-            post.await_any({ranks[0]: [key]}, lambda: f"the first value of {name!r}")
-            tensor.detach().copy_(post.take(key))
+            mailbox.await_any({ranks[0]: [key]}, lambda: f"the first value of {name!r}")
+            tensor.detach().copy_(mailbox.take(key))
 
     def _turn(self, step: Step, micro_batch: int) -> Turn:
         number = self._next_number()
@@ -213,12 +213,12 @@ class Runtime:
         if self._current is not None and self._current.has_graph:
             if self._current.is_between_modules:
                 self._current.cut_off()
-                self.holdings.post.flush(but=_MESSAGES_KEPT)
+                self.holdings.mailbox.flush(but=_SENDS_KEPT)
         else:
             number = self._next_number()
             self._number, self._backwards = number, 0
-            self.holdings.post.begin(number)
-            self.holdings.post.flush(but=_MESSAGES_KEPT)
+            self.holdings.mailbox.begin(number)
+            self.holdings.mailbox.flush(but=_SENDS_KEPT)
             values = Values(number, self.holdings, self._wait, "a call outside of steps")
             self._current = Program(
                 values,
@@ -247,11 +247,11 @@ class Runtime:
         """Outside of steps: tell the others, who may wait for this rank, and begin anew with the next call."""
         if self._current is not None:
             self._current = None
-            self.holdings.post.tell(error)
+            self.holdings.mailbox.tell(error)
 
     def _wait(self, key: Key, source: int, purpose: str) -> None:
         try:
-            self.holdings.post.await_any({source: [key]}, lambda: purpose)
+            self.holdings.mailbox.await_any({source: [key]}, lambda: purpose)
         except BaseException as error:
             self._fail(error)
             raise
@@ -271,7 +271,7 @@ class Runtime:
         self._set_aside_tied()  # if there was no backward
         asides, ran = self._asides or (), set().union(*(program.models for program in programs))
         for index, aside in enumerate((one for one in asides if one.model in ran), first):
-            aside.add_up(self.holdings.post, (number, index))
+            aside.add_up(self.holdings.mailbox, (number, index))
         for aside in asides:
             aside.put_back()
         self._asides = None
@@ -294,7 +294,7 @@ class Runtime:
         """Have all ranks hold what one of them has written in buffers of no unit, or put in their places.
 
         Args:
-            number: Of the letters; default one of their own, if there are any.
+            number: Of the messages; default one of their own, if there are any.
             may_need_grad: Whether a backward may come yet, to what was put there.
         """
         replaced = [
@@ -306,17 +306,17 @@ class Runtime:
         if not replaced and not self.holdings.settled:
             return
         number = self._next_number() if number is None else number
-        letters = itertools.count(1)
+        messages = itertools.count(1)
         for model, name, buffers, key, value in replaced:
             home = value.stage % self.axis.size
             local = value.local if self.axis.rank == home else None
             empty = partial(torch.empty, value.shape, dtype=value.dtype, device=value.device)
             tensor = empty() if local is None else local.detach()
-            self._copy_to_all(tensor, home, (number, next(letters)), name)
+            self._copy_to_all(tensor, home, (number, next(messages)), name)
             self.holdings.replace(tensor, model, name)
             buffers[key] = tensor
         for (_, name), tensor in sorted(self.holdings.settled.items(), key=lambda item: item[0]):
-            self._copy_to_all(tensor, self.holdings.stages[id(tensor)] % self.axis.size, (number, next(letters)), name)
+            self._copy_to_all(tensor, self.holdings.stages[id(tensor)] % self.axis.size, (number, next(messages)), name)
 
     def _copy_to_all(self, tensor: Tensor, home: int, number: tuple[int, int], name: str) -> None:
         others = [rank for rank in range(self.axis.size) if rank != home]
@@ -324,7 +324,7 @@ class Runtime:
 
     def next_model(self) -> int:
         """The number of a model that is placed now; what failed before it does not concern it."""
-        self.holdings.post.begin(self._next_number())
+        self.holdings.mailbox.begin(self._next_number())
         self.placed += 1
         return self.placed
 

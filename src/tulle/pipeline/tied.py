@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tulle.pipeline.letters import Kind
-from tulle.pipeline.post import Post
+from tulle.pipeline.mailbox import Mailbox
+from tulle.pipeline.messages import Kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,17 +45,17 @@ class Aside:
         self._before, tied.parameter.grad = tied.parameter.grad, None
 
     @torch.no_grad()
-    def add_up(self, post: Post, number: tuple[int, int]) -> None:
+    def add_up(self, mailbox: Mailbox, number: tuple[int, int]) -> None:
         """Sum over the ranks what backward has added. Every rank of the axis must call it, with the same number."""
-        me = post.axis.rank
+        me = mailbox.axis.rank
         if me not in self._tied.ranks:
             return
         mine = self.parameter.grad
         if mine is not None and mine.layout != torch.strided:
             mine = mine.to_dense()  # another stage's may be dense
         others = [rank for rank in self._tied.ranks if rank != me]
-        post.send(self._key(number, me, post), mine, to=others)
-        theirs = {rank: self._from(post, number, rank) for rank in others}
+        mailbox.send(self._key(number, me, mailbox), mine, to=others)
+        theirs = {rank: self._from(mailbox, number, rank) for rank in others}
         parts = [mine if rank == me else theirs[rank] for rank in self._tied.ranks]
         self.parameter.grad = _sum([part for part in parts if part is not None])
 
@@ -67,16 +67,16 @@ class Aside:
         """Have the gradient that was there before, and nothing else."""
         self.parameter.grad = self._before
 
-    def _from(self, post: Post, number: tuple[int, int], rank: int) -> Tensor | None:
-        key = self._key(number, rank, post)
-        if not post.has(key):
-            post.await_any({rank: [key]}, lambda: f"the gradient of the tied parameter {self._tied.name!r}")
-        return post.take(key)
+    def _from(self, mailbox: Mailbox, number: tuple[int, int], rank: int) -> Tensor | None:
+        key = self._key(number, rank, mailbox)
+        if not mailbox.has(key):
+            mailbox.await_any({rank: [key]}, lambda: f"the gradient of the tied parameter {self._tied.name!r}")
+        return mailbox.take(key)
 
     @staticmethod
-    def _key(number: tuple[int, int], rank: int, post: Post) -> tuple[Kind, int, int]:
+    def _key(number: tuple[int, int], rank: int, mailbox: Mailbox) -> tuple[Kind, int, int]:
         program, index = number
-        return Kind.GRADIENT, program, index * post.axis.size + rank
+        return Kind.GRADIENT, program, index * mailbox.axis.size + rank
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor | None:

@@ -25,8 +25,8 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 
 from tulle.comm import now_s, traffic
-from tulle.pipeline.letters import Key
-from tulle.pipeline.post import Post
+from tulle.pipeline.mailbox import Mailbox
+from tulle.pipeline.messages import Key
 from tulle.pipeline.program import Program
 from tulle.pipeline.randomness import State, seed_all
 from tulle.pipeline.schedule import Schedule, held_at_once, in_idleness, preference, stages_here
@@ -52,7 +52,7 @@ class Turn:
         self.key: Key | None = None
         self.source = 0
         self.purpose = ""
-        """The letter that it waits for, the rank that sends it, and what for; the key is None if it waits for none."""
+        """The message that it waits for, the rank that sends it, and what for; the key is None if it waits for none."""
         self.is_at_backward = False
         """Whether it waits for the schedule to have backward begin; then it is `in_backward`, until that is over."""
         self.in_backward = False
@@ -72,7 +72,7 @@ class Turn:
         return "backward" if self.in_backward or self.is_at_backward else "forward"
 
     def wait(self, key: Key, source: int, purpose: str) -> None:
-        """Give way until a letter is there; called by the program."""
+        """Give way until a message is there; called by the program."""
         self.key, self.source, self.purpose = key, source, purpose
         self.give_way(self)
         self.key = None
@@ -93,16 +93,16 @@ class Turns:
 
     Args:
         turns: In the order of micro-batches, each with its program and its body.
-        post: Where letters arrive.
+        mailbox: Where messages arrive.
         schedule: Which of those that are ready comes next.
         stages: Of the whole pipeline.
         in_order: Whether each forward is to end, on this rank, before the next begins.
     """
 
     def __init__(
-        self, turns: Sequence[Turn], post: Post, schedule: Schedule, stages: int, *, in_order: bool = False
+        self, turns: Sequence[Turn], mailbox: Mailbox, schedule: Schedule, stages: int, *, in_order: bool = False
     ) -> None:
-        self._post, (rank, ranks) = post, (post.axis.rank, post.axis.size)
+        self._mailbox, (rank, ranks) = mailbox, (mailbox.axis.rank, mailbox.axis.size)
         self._schedule: Schedule = schedule
         self._in_order = in_order
         self._most_held = held_at_once(schedule, rank, ranks, stages, len(turns))
@@ -129,7 +129,7 @@ class Turns:
             self._is_over.acquire()
         except BaseException as error:  # an interrupt, which reaches this thread only: the others unwind now
             self._error = error
-            self._post.give_up(f"{type(error).__name__}")
+            self._mailbox.give_up(f"{type(error).__name__}")
             self._is_over.acquire()
         state.restore()
         for turn in self._turns:
@@ -141,7 +141,7 @@ class Turns:
     def _await_alone(self, turn: Turn) -> None:
         """What a value that was kept past the end of the step waits for."""
         if turn.key is not None:
-            self._post.await_any({turn.source: [turn.key]}, lambda: turn.purpose)
+            self._mailbox.await_any({turn.source: [turn.key]}, lambda: turn.purpose)
 
     def _work(self, turn: Turn | None = None) -> threading.Lock:
         """Run one program after another to its end, until one that sleeps comes first; give what wakes who is next."""
@@ -180,9 +180,11 @@ class Turns:
         """Who goes on, as soon as anybody can; None if all are done."""
         try:
             while self._error is None and (self._to_begin or self._begun):
-                # The youngest is looked at first: a letter that comes meanwhile must not let it pass an older one,
-                # whose letter came before, for a module's buffers are to see micro-batches in their order.
-                arrived = {turn for turn in reversed(self._begun) if turn.key is not None and self._post.has(turn.key)}
+                # The youngest is looked at first: a message that comes meanwhile must not let it pass an older one,
+                # whose message came before, for a module's buffers are to see micro-batches in their order.
+                arrived = {
+                    turn for turn in reversed(self._begun) if turn.key is not None and self._mailbox.has(turn.key)
+                }
                 best = self._best(arrived)
                 if best is not None:
                     return best
@@ -207,7 +209,7 @@ class Turns:
         """Not before those of earlier groups have come to this rank's last stage, or they would have no room there."""
         if self._in_order and not all(other.in_backward or other.is_at_backward for other in self._begun):
             return False
-        ranks = self._post.axis.size
+        ranks = self._mailbox.axis.size
         earlier = (other for other in self._begun if other.micro_batch // ranks < turn.micro_batch // ranks)
         return self._stages_here == 1 or all(
             other.in_backward or other.is_at_backward or other.program.held == self._stages_here for other in earlier
@@ -225,7 +227,7 @@ class Turns:
         return turn.in_backward or may_hold_more or not 0 < turn.program.held < self._stages_here
 
     def _preference(self, turn: Turn, *, is_full: bool) -> tuple[int, ...]:
-        in_backward, ranks = turn.in_backward or turn.is_at_backward, self._post.axis.size
+        in_backward, ranks = turn.in_backward or turn.is_at_backward, self._mailbox.axis.size
         stage = turn.program.stage_in_backward if in_backward else turn.program.stage
         return preference(turn.micro_batch, ranks, stage, in_backward=in_backward, is_full=is_full)
 
@@ -237,7 +239,7 @@ class Turns:
         for turn in waiting:
             if turn.key is not None:
                 wanted.setdefault(turn.source, []).append(turn.key)
-        self._post.await_any(wanted, lambda: "; ".join(turn.purpose for turn in waiting))
+        self._mailbox.await_any(wanted, lambda: "; ".join(turn.purpose for turn in waiting))
         self._since_s = now_s()
         self._idle_s += self._since_s - begin_s
 
@@ -278,7 +280,7 @@ class Surroundings(ExitStack):
         return self
 
 
-class _Hand:
+class _Worker:
     """A thread of this process that does one task after another; each gives the lock that wakes who is next."""
 
     def __init__(self) -> None:
@@ -302,16 +304,16 @@ class _Hand:
             following.release()
 
 
-_idle: list[_Hand] = []
+_idle: list[_Worker] = []
 
 
 def _employ(work: Callable[..., threading.Lock], *arguments: Turn) -> None:
     """Have a thread do something."""
     try:
-        hand = _idle.pop()
+        worker = _idle.pop()
     except IndexError:
-        hand = _Hand()
-    hand.give(lambda: work(*arguments))
+        worker = _Worker()
+    worker.give(lambda: work(*arguments))
 
 
 def _nothing(*_: object) -> None:

@@ -1,6 +1,7 @@
 """`Values`: moves values, gradients and outcomes between the ranks, for one program.
 
-All ranks number what moves alike, because they run the same program: a number and the program's own are a letter's key.
+All ranks number what moves alike, because they run the same program: that number and the program's are the message's
+key.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from tulle.errors import ModelError
 from tulle.pipeline.holdings import Holdings, Known
-from tulle.pipeline.letters import Key, Kind
+from tulle.pipeline.messages import Key, Kind
 from tulle.pipeline.outcome import Outcome
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.tape import Phase, Tape
@@ -30,13 +31,13 @@ class Values:
     Args:
         number: Of the program.
         holdings: What lives where.
-        wait: How to wait for a letter.
+        wait: How to wait for a message.
         name: Of the program, for errors.
     """
 
     def __init__(self, number: int, holdings: Holdings, wait: Wait, name: str) -> None:
         self._number, self._holdings, self._wait = number, holdings, wait
-        self._post, self._rank, self._size = holdings.post, holdings.post.axis.rank, holdings.post.axis.size
+        self._mailbox, self._rank, self._size = holdings.mailbox, holdings.mailbox.axis.rank, holdings.mailbox.axis.size
         self._count, self._backwards = 0, 0
         self.tape = Tape()
         self.name = name
@@ -61,7 +62,7 @@ class Values:
             value = self.native(placeholder)
             if with_grad:
                 self.tape.send(number, rank, value)
-            self._post.send((Kind.VALUE, self._number, number), value, to=(rank,))
+            self._mailbox.send((Kind.VALUE, self._number, number), value, to=(rank,))
         elif self._rank == rank:
             value = self._await((Kind.VALUE, self._number, number), home, f"an input of {purpose!r}")
             placeholder.local = self.tape.receive(number, home, value) if with_grad else value
@@ -122,11 +123,11 @@ class Values:
             known: Where an outcome that is the same whenever it comes is noted; None if there is none such.
         """
         if outcome is None and known is not None:
-            letter = Kind.OUTCOME, 0, _digest(known.signature)
-            if not self._post.has(letter):
-                self._wait(letter, rank, f"the outcome of {name!r} ({self.name})")
+            message = Kind.OUTCOME, 0, _digest(known.signature)
+            if not self._mailbox.has(message):
+                self._wait(message, rank, f"the outcome of {name!r} ({self.name})")
             if known.outcome is None:  # else another micro-batch has come by
-                known.outcome = self._post.look(letter)
+                known.outcome = self._mailbox.look(message)
             outcome = known.outcome
         if outcome is None or outcome.varies:
             return self._await((Kind.OUTCOME, self._number, self._next()), rank, f"the outcome of {name!r}")
@@ -158,14 +159,14 @@ class Values:
         return self._await(self._key_of_gradient(number), rank, "a gradient")
 
     def _give_gradient(self, number: int, rank: int, gradient: Tensor | None) -> None:
-        self._post.send(self._key_of_gradient(number), gradient, to=(rank,))
+        self._mailbox.send(self._key_of_gradient(number), gradient, to=(rank,))
 
     def _key_of_gradient(self, number: int) -> Key:
         """Another one for each backward: with `retain_graph` several gradients of one value may be under way."""
         return Kind.GRADIENT, self._number, self._backwards << 32 | number
 
     def _tell_all(self, key: Key, content: object) -> None:
-        self._post.send(key, content, to=[rank for rank in range(self._size) if rank != self._rank])
+        self._mailbox.send(key, content, to=[rank for rank in range(self._size) if rank != self._rank])
 
     def _shared(self, leaf: Any, number: int) -> Any:
         if not isinstance(leaf, Placeholder):
@@ -177,9 +178,9 @@ class Values:
         return self._await((Kind.VALUE, self._number, number), home, "a result")
 
     def _await(self, key: Key, rank: int, purpose: str) -> Any:
-        if not self._post.has(key):
+        if not self._mailbox.has(key):
             self._wait(key, rank, f"{purpose} ({self.name})")
-        return self._post.take(key)
+        return self._mailbox.take(key)
 
     def _next(self) -> int:
         self._count += 1

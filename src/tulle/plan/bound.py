@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from tulle.memory import Memory
-from tulle.plan.deal import LETTERS, LOOKUP_CALLS
+from tulle.plan.deal import LOOKUP_CALLS, MESSAGES
 from tulle.plan.plan import AT_READ, MODEL, Plan
 from tulle.plan.table_plan import TablePlan
 from tulle.plan.update import dense_s_per_byte, rest_s
@@ -88,8 +88,8 @@ class Bound:
         if share.model > 1:
             return 0.0
         placed = {next((outer for outer in one.around if outer), one.name) for one in self.profile.modules}
-        letters = 2 * LETTERS if self._is_connected else 0.0
-        return len(placed) * self.cluster.machine.call_s + (1 + letters) * self.cluster.machine.micro_batch_s
+        messages = 2 * MESSAGES if self._is_connected else 0.0
+        return len(placed) * self.cluster.machine.call_s + (1 + messages) * self.cluster.machine.micro_batch_s
 
     @property
     def _is_chain(self) -> bool:

@@ -25,7 +25,7 @@ LOOKUP_CALLS = 1.5
 """What a lookup takes there and back, in calls of a placed module, where gradients of its table travel as rows, however
 few: measured, alike for tables that are split and replicas."""
 
-LETTERS = 1.0
+MESSAGES = 1.0
 """What sending or hearing a value of another stage takes of the processor, in what a micro-batch takes besides its
 modules: of GPT-2 on a CPU."""
 
@@ -96,7 +96,7 @@ class Deal:
         return max(work.stage for work in self.works) + 1
 
     def calls_s(self, stage: int) -> tuple[float, float, float]:
-        """What the run-time takes of a micro-batch before a stage, in it, and behind it: lookups, modules and letters.
+        """What the run-time takes of a micro-batch before a stage, in it, and behind it: lookups, modules and messages.
 
         All ranks run the whole program. Before a stage, that is from the rank's stage before it on; behind it, only if
         it is the rank's last. Operations between modules are taken to be spread evenly.
@@ -115,9 +115,9 @@ class Deal:
         between = sum(count for name, count in self.profile.between.items() if stage_around(placed, name) is None)
         call_s = machine.call_s + machine.operation_s * between / max(1, len(placed))
         begin_s = machine.micro_batch_s if stage < pipe else 0.0
-        letters = 2 * sum(stage in pair and (pair[0] - pair[1]) % pipe != 0 for pair in self.flows)
-        letters_s = LETTERS * letters * machine.micro_batch_s
-        return begin_s + before * call_s, here * call_s + lookups_s + letters_s, behind * call_s
+        messages = 2 * sum(stage in pair and (pair[0] - pair[1]) % pipe != 0 for pair in self.flows)
+        messages_s = MESSAGES * messages * machine.micro_batch_s
+        return begin_s + before * call_s, here * call_s + lookups_s + messages_s, behind * call_s
 
     @property
     def unhidden_s(self) -> float:

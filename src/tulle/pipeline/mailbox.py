@@ -1,12 +1,12 @@
-"""`Post`: letters between the ranks of the axis `pipe`, read as they come and kept until somebody asks for them.
+"""`Mailbox`: messages between the ranks of the axis `pipe`, read as they come and kept until somebody asks for them.
 
     rank 0                              rank 1
     send(value, to=1) ── `Channel` ───▶ listener of rank 0 ──▶ mailbox ──▶ the program that waits for this key
 
-A letter is a head of fixed size, which says what comes, and a body. Letters from one rank to another keep their order;
-a receiver needs no knowledge of it, because each has a key. During a step a listener for each rank reads all that
-comes, so that values travel while this rank computes; outside of steps one listens only to ranks that somebody waits
-for, so that nothing is under way when training pauses.
+A message is a header of fixed size, which says what comes, and a body. Messages from one rank to another keep their
+order; a receiver needs no knowledge of it, because each has a key. During a step a listener for each rank reads all
+that comes, so that values travel while this rank computes; outside of steps one listens only to ranks that somebody
+waits for, so that nothing is under way when training pauses.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from tulle.comm import now_s, traffic, used_here
 from tulle.errors import CommunicationError
 from tulle.mesh import Axis, will_wait
 from tulle.pipeline.channel import channels_of
-from tulle.pipeline.letters import Key, Kind, written
+from tulle.pipeline.messages import Key, Kind, encode
 
 _SENDS_KEPT = 2
-"""Messages to one rank that may be under way within a step; the memory of older ones is waited for, and given back."""
+"""Sends to one rank that may be under way within a step; the memory of older ones is waited for, and given back."""
 _GRACE_S = 5.0
 """How long a rank whose step failed waits for the others to end theirs."""
 _FOR_EVER = sys.maxsize
 """Stands for a run later than all: what failed in it concerns every run."""
 
 
-class Post:
-    """The letters of one process.
+class Mailbox:
+    """The messages of one process.
 
     Args:
         axis: Whose ranks write to each other. Every rank of it must make one.
@@ -45,9 +45,9 @@ class Post:
         self.axis = axis
         self.failure: str | None = None
         self._channels = channels_of(axis)
-        self._mailbox: dict[Key, Any] = {}
+        self._messages: dict[Key, Any] = {}
         self._arrival = threading.Condition()
-        """Its lock is held to change what listeners and programs share; notified of wanted letters, and of ends."""
+        """Its lock is held to change what listeners and programs share; notified of wanted messages, and of ends."""
         self._wanted: Mapping[int, Collection[Key]] = {}
         self._listening: dict[int, threading.Thread] = {}
         self._run = 0
@@ -60,34 +60,34 @@ class Post:
 
     def send(self, key: Key, content: object, *, to: Collection[int]) -> None:
         """Send a copy of a tensor, or something that pickles, to some ranks of the axis."""
-        letter = written(key, content)
+        message = encode(key, content)
         for rank in to:
-            self._channels[rank].send(letter, is_expected=key[0] != Kind.ERROR)
+            self._channels[rank].send(message, is_expected=key[0] != Kind.ERROR)
             if self._is_open:  # elsewhere nobody might be listening
                 self._channels[rank].flush(but=_SENDS_KEPT)
 
     def has(self, key: Key) -> bool:
-        """Whether the letter is there."""
-        return key in self._mailbox
+        """Whether the message is there."""
+        return key in self._messages
 
     def take(self, key: Key) -> Any:
-        """The content of a letter that is there."""
+        """The content of a message that is there."""
         with self._arrival:
-            content = self._mailbox.pop(key)
+            content = self._messages.pop(key)
         if isinstance(content, Tensor):
             used_here(content)  # the thread that listens has brought it to the device
         return content
 
     def look(self, key: Key) -> Any:
-        """The content of a letter that is there, and stays for others to read."""
-        return self._mailbox[key]
+        """The content of a message that is there, and stays for others to read."""
+        return self._messages[key]
 
     def await_any(self, wanted: Mapping[int, Collection[Key]], what: Callable[[], str]) -> None:
-        """Wait until one of the letters is there.
+        """Wait until one of the messages is there.
 
         Args:
             wanted: Keys by the rank that sends them.
-            what: Says what the letters are for, for the error.
+            what: Says what the messages are for, for the error.
 
         Raises:
             CommunicationError: If a rank failed, or none came within the axis' time-out.
@@ -151,7 +151,7 @@ class Post:
             self._is_open = False
             self._ended = {rank: run for rank, run in self._ended.items() if run > self._run}
             # Outcomes are told once: after a step that failed, some have not been looked at.
-            self._mailbox = {key: content for key, content in self._mailbox.items() if key[:2] == (Kind.OUTCOME, 0)}
+            self._messages = {key: content for key, content in self._messages.items() if key[:2] == (Kind.OUTCOME, 0)}
         if error is None and self.failure is not None:
             raise CommunicationError(f"rank {self.axis.rank} of axis {self.axis.name!r} ends its step: {self.failure}")
         if self.failure is None:
@@ -168,7 +168,7 @@ class Post:
                 self.send((Kind.ERROR, self._run, 0), f"{type(error).__name__}: {error}{notes}", to=[rank])
 
     def flush(self, *, but: int = 0) -> None:
-        """Wait until all that was sent has been read, but for so many of the latest messages to each rank.
+        """Wait until all but the latest `but` sends to each rank have been read.
 
         All ranks must come to where they read it.
         """
@@ -179,7 +179,7 @@ class Post:
         return list(self._channels)
 
     def _is_any_there(self) -> bool:
-        return any(key in self._mailbox for keys in self._wanted.values() for key in keys)
+        return any(key in self._messages for keys in self._wanted.values() for key in keys)
 
     def _first_word(self) -> str:
         silence = "No rank has said why: see the log of each; all ranks must run the same program"
@@ -190,7 +190,9 @@ class Post:
         for source in sources:
             is_other = source in self._channels
             if is_other and source not in self._listening and not self._has_ended(source):
-                thread = threading.Thread(target=self._read, args=(source,), daemon=True, name=f"post from {source}")
+                thread = threading.Thread(
+                    target=self._read, args=(source,), daemon=True, name=f"messages from {source}"
+                )
                 self._listening[source] = will_wait(thread)
                 thread.start()
 
@@ -219,7 +221,7 @@ class Post:
                 if key[0] in (Kind.END, Kind.ERROR):
                     self._note_end(source, key[1], content if key[0] == Kind.ERROR else None)
                     continue
-                self._mailbox[key] = content
+                self._messages[key] = content
                 if key in self._wanted.get(source, ()):
                     self._arrival.notify_all()
 
@@ -234,8 +236,8 @@ class Post:
         self._arrival.notify_all()
 
 
-def post_of(axis: Axis) -> Post:
-    """The post of an axis, made once. Every rank of the axis must call it."""
-    if Post not in axis.kept:
-        axis.kept[Post] = Post(axis)
-    return axis.kept[Post]
+def mailbox_of(axis: Axis) -> Mailbox:
+    """The mailbox of an axis, made once. Every rank of the axis must call it."""
+    if Mailbox not in axis.kept:
+        axis.kept[Mailbox] = Mailbox(axis)
+    return axis.kept[Mailbox]

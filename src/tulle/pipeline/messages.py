@@ -1,4 +1,4 @@
-"""`written` and `opened`: a letter between stages as bytes, a head of fixed size that says what comes, and a body."""
+"""`encode` and `decode`: a message between stages as bytes, a header of fixed size that says what comes, and a body."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-HEAD_BYTES = 768
+HEADER_BYTES = 768
 
 
 class Kind(IntEnum):
-    """What a letter is about."""
+    """What a message is about."""
 
     VALUE = 0
     GRADIENT = 1
@@ -42,8 +42,8 @@ _About = tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | bool
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
-    """What a letter says of itself.
+class Header:
+    """What a message says of itself.
 
     Args:
         key: Whose it is.
@@ -56,45 +56,45 @@ class Head:
     body_bytes: int
 
     @property
-    def letter_bytes(self) -> int:
+    def message_bytes(self) -> int:
         """Of both."""
-        return HEAD_BYTES + self.body_bytes
+        return HEADER_BYTES + self.body_bytes
 
 
-def written(key: Key, content: object) -> Tensor:
-    """A letter with a copy of a tensor, or something that pickles: bytes `[HEAD_BYTES + size of the body]`.
+def encode(key: Key, content: object) -> Tensor:
+    """A message with a copy of a tensor, or something that pickles: bytes `[HEADER_BYTES + size of the body]`.
 
     Example:
-        >>> letter = written((Kind.VALUE, 7, 1), torch.tensor([1.0, 2.0]))
-        >>> head = head_of(letter)
-        >>> head.key, opened(head, letter[HEAD_BYTES:], torch.device("cpu"))
+        >>> message = encode((Kind.VALUE, 7, 1), torch.tensor([1.0, 2.0]))
+        >>> header = decode_header(message)
+        >>> header.key, decode(header, message[HEADER_BYTES:], torch.device("cpu"))
         ((0, 7, 1), tensor([1., 2.]))
     """
     body, about = _packed(content)
     kind, program, number = key
     packed = pickle.dumps((int(kind), program, number, about, body.numel()))
-    letter = torch.empty(HEAD_BYTES + body.numel(), dtype=torch.uint8)
+    message = torch.empty(HEADER_BYTES + body.numel(), dtype=torch.uint8)
     text = torch.frombuffer(bytearray(len(packed).to_bytes(4, "little") + packed), dtype=torch.uint8)
-    letter[: len(text)] = text
-    letter[HEAD_BYTES:] = body
-    return letter
+    message[: len(text)] = text
+    message[HEADER_BYTES:] = body
+    return message
 
 
-def head_of(letter: Tensor) -> Head:
-    """What a letter says of itself."""
-    raw = letter[:HEAD_BYTES].numpy().data
+def decode_header(message: Tensor) -> Header:
+    """What a message says of itself."""
+    raw = message[:HEADER_BYTES].numpy().data
     kind, program, number, about, body_bytes = pickle.loads(raw[4 : 4 + int.from_bytes(raw[:4], "little")])
-    return Head((kind, program, number), about, body_bytes)
+    return Header((kind, program, number), about, body_bytes)
 
 
-def opened(head: Head, body: Tensor, device: torch.device) -> object:
-    """The content of a letter; a tensor lies in the memory of its body, if it is to be on the CPU."""
-    if head.about is False:
+def decode(header: Header, body: Tensor, device: torch.device) -> object:
+    """The content of a message; a tensor lies in the memory of its body, if it is to be on the CPU."""
+    if header.about is False:
         return None
-    if head.about is True:
+    if header.about is True:
         return pickle.loads(body.numpy().data)
-    assert isinstance(head.about, tuple)
-    shape, stride, dtype = head.about
+    assert isinstance(header.about, tuple)
+    shape, stride, dtype = header.about
     return body.view(dtype).as_strided(shape, stride).to(device)
 
 
