@@ -12,7 +12,7 @@ from torch import nn
 
 import tulle
 from ranks import on_ranks
-from tulle.clip import Bearer
+from tulle.clip import ProxyGradient
 from tulle.distribute.replicas import Replicas
 from tulle.errors import GradientError
 from tulle.plan import Plan, plan_for_later
@@ -40,15 +40,15 @@ def test_torchs_own_clipping_is_that_of_one_process(shape):
 
 
 @on_ranks(2)
-def test_who_speaks_for_all_is_looked_for_once_a_backward(monkeypatch):
+def test_the_proxy_is_looked_for_once_a_backward(monkeypatch):
     model, _, _ = distributed("stack", {"model": 2})
-    appointed = []
-    appoint = Replicas.appoint
-    monkeypatch.setattr(Replicas, "appoint", lambda engine: (appointed.append(engine), appoint(engine)))
+    marked = []
+    mark_proxies = Replicas.mark_proxies
+    monkeypatch.setattr(Replicas, "mark_proxies", lambda engine: (marked.append(engine), mark_proxies(engine)))
     for number in range(1, 3):
         train_step(model, batch_of(0))
-        assert len(appointed) == number * MICRO_BATCHES
-        assert sum(isinstance(p.grad, Bearer) for p in model.parameters()) == 1
+        assert len(marked) == number * MICRO_BATCHES
+        assert sum(isinstance(p.grad, ProxyGradient) for p in model.parameters()) == 1
 
 
 @on_ranks(4)
@@ -64,7 +64,7 @@ def test_clipping_some_parameters_is_tulles_alone():
         with pytest.raises(
             GradientError, match=r"^the norm of 1 of this rank's \d+ gradients was asked for, but the mo"
         ):
-            clip(next(p for p in model.parameters() if isinstance(p.grad, Bearer)), 0.1)
+            clip(next(p for p in model.parameters() if isinstance(p.grad, ProxyGradient)), 0.1)
     found = [tulle.clip_grad_norm_(part, 0.1).item() for part in model.children()]
     assert found == pytest.approx(wanted, rel=1e-12)
 

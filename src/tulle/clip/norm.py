@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from tulle.clip.bearer import plain
+from tulle.clip.proxy import plain
 from tulle.clip.spread import Spread, spread_of
 from tulle.clip.total import is_summed, norm_over_ranks
 from tulle.engine import average_by_hand, engine_of

@@ -42,6 +42,6 @@ def is_summed(gradient: ShardGradient, spread: Spread) -> bool:
 
 
 def _own(gradient: Tensor, spread: Spread) -> Tensor:
-    """A gradient that speaks for itself, if it would speak for an axis over which norms are summed anyway."""
+    """A gradient as a plain tensor, if it would answer for an axis over which norms are summed anyway."""
     is_part = isinstance(gradient, ShardGradient) and is_summed(gradient, spread)
     return gradient.as_subclass(Tensor) if is_part else gradient

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from tulle.clip import Bearer, Burden, Spokesman, Spread
+from tulle.clip import Proxied, ProxyGradient, ProxyParameter, Spread
 from tulle.comm import gather_values
 from tulle.distribute.axes import Axes
 from tulle.distribute.held import Held
@@ -24,7 +24,7 @@ from tulle.tables import ShardGradient, split_of
 
 
 class Replicas(DataParallel):
-    """Keeps replicas in step, and has one gradient of each optimizer speak for those of all ranks.
+    """Keeps replicas in step, and makes one gradient of each optimizer a proxy for those of all ranks.
 
     Args:
         model: The model.
@@ -41,7 +41,7 @@ class Replicas(DataParallel):
         held = Held(model)
         spread = Spread(tuple(axes.spreading(memory)), counts=False)
         # Gradients of shared parameters know all ranks' along axis `data`, and others are the same on all of these.
-        self._voices = _voices(held, options["tables"], axes, spread, optimizers) if axes.splitting else []
+        self._proxies = _proxies(held, options["tables"], axes, spread, optimizers) if axes.splitting else []
         shared = {name: p for name, p in held.named_parameters() if shard_of(p) is not None}
         self._shared = [*shared.values()]
         self.tie(held, [*shared.values()])
@@ -49,9 +49,9 @@ class Replicas(DataParallel):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_shard_arrived(ref(self), name))
         if axes.data.size == 1 and axes.pipe is None:  # else each backward is followed to its end
-            arrived = _appointed_at_end(ref(self))
-            for voice in self._voices:
-                for parameter in voice.parameters:
+            arrived = _marked_at_end(ref(self))
+            for proxy in self._proxies:
+                for parameter in proxy.parameters:
                     parameter.register_post_accumulate_grad_hook(arrived)
 
     def came(self, name: str, gradient: Tensor) -> None:
@@ -67,30 +67,31 @@ class Replicas(DataParallel):
             if shard is not None and type(parameter.grad) is Tensor:
                 ShardGradient.of(parameter.grad, shard.axis, shard.shape.numel(), cut=shard.dim)
         if self.is_syncing:
-            self.appoint()
+            self.mark_proxies()
 
-    def appoint(self) -> None:
-        """Have one gradient of each optimizer speak for all ranks'."""
+    def mark_proxies(self) -> None:
+        """Make one gradient of each optimizer a proxy for all ranks'."""
         takes_norms = True
-        for voice in self._voices:
-            burden = replace(voice.burden, takes_norms=takes_norms and voice.burden.takes_norms)
-            if voice.spokesman is not None:
-                voice.spokesman.speak(torch.zeros(1, dtype=voice.parameters[0].dtype, device=self.home.device), burden)
+        for proxy in self._proxies:
+            proxied = replace(proxy.proxied, takes_norms=takes_norms and proxy.proxied.takes_norms)
+            if proxy.stand_in is not None:
+                zero = torch.zeros(1, dtype=proxy.parameters[0].dtype, device=self.home.device)
+                proxy.stand_in.set_gradient(zero, proxied)
             else:
-                gradients = [p.grad for p in voice.parameters if p.grad is not None]
-                taken = [one for one in gradients if isinstance(one, Bearer) or type(one) in _TAKEN]
+                gradients = [p.grad for p in proxy.parameters if p.grad is not None]
+                taken = [one for one in gradients if isinstance(one, ProxyGradient) or type(one) in _TAKEN]
                 if not taken:
                     continue
-                Bearer.of(min(taken, key=_unlikely), burden)
-            takes_norms = takes_norms and not burden.takes_norms
+                ProxyGradient.of(min(taken, key=_unlikely), proxied)
+            takes_norms = takes_norms and not proxied.takes_norms
 
 
 _TAKEN = (Tensor, ShardGradient)
 
 
 def _unlikely(gradient: Tensor) -> int:
-    """What speaks already goes on; else the first that is whole, if one is."""
-    return 0 if isinstance(gradient, Bearer) else 1 + isinstance(gradient, ShardGradient)
+    """A proxy stays one; else the first gradient that is whole, if one is."""
+    return 0 if isinstance(gradient, ProxyGradient) else 1 + isinstance(gradient, ShardGradient)
 
 
 class _Seen(Sequence[Tensor]):
@@ -113,18 +114,18 @@ class _Seen(Sequence[Tensor]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Voice:
-    """What speaks for one optimizer on this rank: the first gradient of some parameters, or a spokesman."""
+class _Proxy:
+    """What answers for one optimizer on this rank: the first gradient of some parameters, or that of a stand-in."""
 
     parameters: Sequence[nn.Parameter]
-    spokesman: Spokesman | None
-    burden: Burden
+    stand_in: ProxyParameter | None
+    proxied: Proxied
 
 
-def _voices(
+def _proxies(
     model: nn.Module, tables: Collection[str], axes: Axes, spread: Spread, optimizers: Sequence[Optimizer]
-) -> list[_Voice]:
-    """What speaks for each optimizer that something can speak for on every rank. Every rank must call it."""
+) -> list[_Proxy]:
+    """A proxy for each optimizer that can have one on every rank. Every rank must call it."""
     held = _Seen([*model.parameters()])  # one that is frozen may be trained later
     known = {id(parameter) for parameter in held if parameter.requires_grad}
     sparse = {id(parameter) for name, parameter in model.named_parameters() if name in tables}
@@ -139,13 +140,13 @@ def _voices(
         }
         found.append(next(((kind, parameters) for kind, parameters in kinds.items() if parameters), ("none", [])))
     everywhere = gather_values([kind for kind, _ in found], axes.whole, label="optimizers")
-    voices: list[_Voice] = []
+    proxies: list[_Proxy] = []
     for (kind, parameters), heard in zip(found, zip(*everywhere, strict=True), strict=True):
         if "none" not in heard and set(heard) != {"absent"}:
-            spokesman = Spokesman.of(parameters[0]) if kind == "absent" else None
-            burden = Burden(spread, held, takes_norms="dense" in heard and "sparse" not in heard)
-            voices.append(_Voice(parameters, spokesman, burden))
-    return voices
+            stand_in = ProxyParameter.of(parameters[0]) if kind == "absent" else None
+            proxied = Proxied(spread, held, takes_norms="dense" in heard and "sparse" not in heard)
+            proxies.append(_Proxy(parameters, stand_in, proxied))
+    return proxies
 
 
 def _shard_arrived(engine: ref[Replicas], name: str) -> Any:
@@ -159,20 +160,20 @@ def _shard_arrived(engine: ref[Replicas], name: str) -> Any:
     return begin_backward
 
 
-def _appointed_at_end(engine: ref[Replicas]) -> Any:
+def _marked_at_end(engine: ref[Replicas]) -> Any:
     """Of each backward, once: to look through all gradients at each of them would take the square of their number."""
     followed = NOT_RUNNING
 
-    def appoint() -> None:
+    def mark_proxies() -> None:
         alive = engine()
         if alive is not None:
-            alive.appoint()
+            alive.mark_proxies()
 
     def arrived(_: Tensor) -> None:
         nonlocal followed
         backward = torch._C._current_graph_task_id()
         if backward != followed:
             followed = backward
-            Variable._execution_engine.queue_callback(appoint)
+            Variable._execution_engine.queue_callback(mark_proxies)
 
     return arrived

@@ -1,7 +1,8 @@
-"""`Bearer`: the one gradient on each rank by which torch's own functions learn of the other ranks' gradients.
+"""`ProxyGradient`: the one gradient on each rank that answers torch's own functions for all ranks' gradients.
 
 `torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler` see this rank's gradients only. Of a model that is split
-over ranks each would clip by another factor, or skip a step that others make. So one gradient of each optimizer gives
+over ranks each would clip by another factor, or skip a step that others make. So one gradient of each optimizer, the
+proxy, gives
 
     its norm                   such that with this rank's others it makes up the norm of all ranks' gradients
     whether it is finite       whether all ranks' are
@@ -27,13 +28,13 @@ from tulle.tables.gradient import FOREACH_NORM, UNSCALE, norms_over_ranks, order
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Burden:
-    """What a bearer speaks for.
+class Proxied:
+    """What a proxy stands for.
 
     Args:
         spread: Over which axes the model is split.
         parameters: All that this rank has.
-        takes_norms: Whether norms are its affair: that of one bearer on each rank.
+        takes_norms: Whether it answers for norms: one proxy on each rank does.
     """
 
     spread: Spread
@@ -48,30 +49,30 @@ class Burden:
             if parameter.grad is not None and parameter.grad.layout == torch.strided
         ]
 
-    def norm(self, order: float, bearer: Tensor) -> Tensor:
+    def norm(self, order: float, proxy: Tensor) -> Tensor:
         """The norm that makes up that of all ranks' dense gradients with this rank's others."""
         mine = self.dense()
         counted = [gradient for p, gradient in mine if (spread := spread_of(p)) is None or spread.counts]
         total = norm_over_ranks(counted, self.spread, order)
         if math.isinf(order):
             return total
-        others = [g for _, g in mine if g.data_ptr() != bearer.data_ptr() or not g.numel()]
+        others = [g for _, g in mine if g.data_ptr() != proxy.data_ptr() or not g.numel()]
         rest = get_total_norm(others, order).to(total) ** order if others else total.new_zeros(())
         return (total**order - rest).clamp(min=0.0) ** (1 / order)
 
 
-class Bearer(torch.Tensor):
-    """A gradient that speaks for all; other operations see a plain tensor."""
+class ProxyGradient(torch.Tensor):
+    """A gradient that answers for all ranks'; other operations see a plain tensor."""
 
-    burden: Burden
+    proxied: Proxied
 
     @classmethod
-    def of(cls, gradient: Tensor, burden: Burden) -> Bearer:
+    def of(cls, gradient: Tensor, proxied: Proxied) -> ProxyGradient:
         """Turn a gradient into one; it stays the object that it is."""
-        kind: type[Tensor] = PartBearer if issubclass(type(gradient), ShardGradient) else cls
+        kind: type[Tensor] = ProxyShardGradient if issubclass(type(gradient), ShardGradient) else cls
         gradient.__class__ = kind
-        assert isinstance(gradient, Bearer), "just made so"
-        gradient.burden = burden
+        assert isinstance(gradient, ProxyGradient), "just made so"
+        gradient.proxied = proxied
         return gradient
 
     @classmethod
@@ -89,26 +90,26 @@ class Bearer(torch.Tensor):
         if func is UNSCALE:
             _agree_on_infinities(args[0], args[1])
         elif func is Tensor._values:  # of a sparse one, which is what a scaler looks at
-            return cls.of(result, args[0].burden)
+            return cls.of(result, args[0].proxied)
         elif (order := order_of_norms(func, args, keywords)) is not None:
             return _norms(args[0], result, order) if func is FOREACH_NORM else _norms(args[:1], [result], order)[0]
         return over_ranks(func, args, keywords, result)
 
 
-class PartBearer(Bearer, ShardGradient):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """The gradient of a part that speaks for all: where it does not, it is what other parts' are."""
+class ProxyShardGradient(ProxyGradient, ShardGradient):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """The same of a part of a parameter: where it does not answer for all, it is what other parts' gradients are."""
 
 
-class BearerNorm(torch.Tensor):
-    """The norm of a gradient that speaks for all, which is of use beside those of all of this rank's others only."""
+class ProxyNorm(torch.Tensor):
+    """The norm of a proxy, which is of use beside those of all of this rank's other gradients only."""
 
-    burden: Burden
+    proxied: Proxied
 
     @classmethod
-    def of(cls, norm: Tensor, burden: Burden) -> BearerNorm:
+    def of(cls, norm: Tensor, proxied: Proxied) -> ProxyNorm:
         """Turn a norm into one."""
         found = norm.as_subclass(cls)
-        found.burden = burden
+        found.proxied = proxied
         return found
 
     @classmethod
@@ -125,15 +126,15 @@ class BearerNorm(torch.Tensor):
             GradientError: If it has fewer.
         """
         if func is torch.stack and args:
-            norm = next(one for one in args[0] if isinstance(one, BearerNorm))
+            norm = next(one for one in args[0] if isinstance(one, ProxyNorm))
             norm._check_among(len(args[0]))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def _check_among(self, count: int) -> None:
-        expected = len(self.burden.dense())
+        expected = len(self.proxied.dense())
         if count < expected:
-            axes = " and ".join(repr(axis.name) for axis in self.burden.spread.axes)
+            axes = " and ".join(repr(axis.name) for axis in self.proxied.spread.axes)
             raise GradientError(
                 f"the norm of {count} of this rank's {expected} gradients was asked for, but the model is split over "
                 f"axis {axes}, and functions of torch know the norm of all gradients only: clip some of them with "
@@ -142,29 +143,29 @@ class BearerNorm(torch.Tensor):
 
 
 def plain(gradient: Tensor) -> Tensor:
-    """The same numbers, in the same memory, as a gradient that speaks for itself."""
-    if not isinstance(gradient, Bearer):
+    """The same numbers, in the same memory, as a gradient that stands for itself alone."""
+    if not isinstance(gradient, ProxyGradient):
         return gradient
     itself = gradient.as_subclass(Tensor)
-    if not isinstance(gradient, PartBearer):
+    if not isinstance(gradient, ProxyShardGradient):
         return itself
     return ShardGradient.of(itself, gradient.axis, gradient.count, cut=gradient.cut)
 
 
 def _norms(gradients: Sequence[Tensor], norms: Sequence[Tensor], order: float) -> list[Tensor]:
-    """Norms, those of parts over the ranks that have one, that of a bearer such that all make up the norm of all."""
-    speaks = [isinstance(gradient, Bearer) and gradient.burden.takes_norms for gradient in gradients]
-    others = [g.as_subclass(Tensor) if is_all else g for g, is_all in zip(gradients, speaks, strict=True)]
+    """Norms, those of parts over the ranks that have one, that of a proxy such that all make up the norm of all."""
+    is_proxy = [isinstance(gradient, ProxyGradient) and gradient.proxied.takes_norms for gradient in gradients]
+    others = [g.as_subclass(Tensor) if is_all else g for g, is_all in zip(gradients, is_proxy, strict=True)]
     found = norms_over_ranks(others, norms, order)
     for t, gradient in enumerate(gradients):
-        if isinstance(gradient, Bearer):
-            of_all = gradient.burden.norm(order, gradient).to(found[t]) if speaks[t] else found[t]
-            found[t] = BearerNorm.of(of_all, gradient.burden)
+        if isinstance(gradient, ProxyGradient):
+            of_all = gradient.proxied.norm(order, gradient).to(found[t]) if is_proxy[t] else found[t]
+            found[t] = ProxyNorm.of(of_all, gradient.proxied)
     return found
 
 
 def _agree_on_infinities(gradients: Sequence[Tensor], found: Tensor) -> None:
-    bearer = next(gradient for gradient in gradients if isinstance(gradient, Bearer))
+    proxy = next(gradient for gradient in gradients if isinstance(gradient, ProxyGradient))
     shards = [gradient.axis for gradient in gradients if isinstance(gradient, ShardGradient)]
-    for axis in (*shards[:1], *bearer.burden.spread.axes):
+    for axis in (*shards[:1], *proxy.proxied.spread.axes):
         all_reduce(found, axis, label="gradient norm", op="max").wait()
