@@ -11,7 +11,7 @@ import tulle
 from rank_process import patches
 from ranks import on_ranks
 from tulle.errors import ModelError
-from tulle.memory import Shard, course
+from tulle.memory import Shard, execution_order
 from tulle.memory.unit import Unit
 
 WIDTH = 6
@@ -47,7 +47,7 @@ def test_in_the_first_steps_both_modules_are_named(widths):
 
 @on_ranks(2)
 def test_a_state_that_one_rank_asks_for_alone_is_told_long_before_the_time_out():
-    patches.setattr(course, "LONG_S", 0.1)
+    patches.setattr(execution_order, "LONG_S", 0.1)
     model, optimizer, mesh = shared_out([8, 8])
     for _ in range(3):
         model(torch.ones(2, WIDTH), expert=0).backward()
@@ -86,14 +86,14 @@ def loss_of(model: nn.Module, x: torch.Tensor, where: str) -> torch.Tensor:
 @on_ranks(2)
 @pytest.mark.parametrize("where", ["forward", "expert", "backward"])
 def test_in_later_steps_they_are_named_too_and_nothing_is_announced_until_then(where):
-    patches.setattr(course, "LONG_S", 0.1)
+    patches.setattr(execution_order, "LONG_S", 0.1)
     mesh = tulle.init(data=-1, timeout=8)
     model, arguments = (Experts([8, 300]), {"expert": 1}) if where == "expert" else (Layers(), {})
     optimizer = torch.optim.AdamW(model.parameters())
     tulle.distribute(model, optimizer, mesh, plan=tulle.Plan({"data": 2}, memory=FULL))
     x = torch.ones(2, WIDTH)
     for _ in range(4):
-        with mock.patch.object(course, "gather_values", wraps=course.gather_values) as announced:
+        with mock.patch.object(execution_order, "gather_values", wraps=execution_order.gather_values) as announced:
             model(x, **arguments).backward()
             optimizer.step()
             optimizer.zero_grad()

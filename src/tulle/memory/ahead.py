@@ -7,7 +7,8 @@
 
 What comes next is what came next the last two times. Which units run, and in which order, must be alike on all ranks
 anyway, so all predict alike, and a wrong prediction costs its bytes and nothing else: it is dropped by all. What a rank
-sends never hangs on the values that it has. Ranks that take other branches are found by name (`tulle.memory.course`).
+sends never hangs on the values that it has. Ranks that take other branches are found by name
+(`tulle.memory.execution_order`).
 Nothing is predicted from one call of a model to the next, in between which its user may write to parameters, nor across
 a step of an optimizer. At most one unit is gathered ahead, and the gradients of at most one are on the way.
 
@@ -28,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tulle.comm import lane
-from tulle.memory.course import Course, Sent
+from tulle.memory.execution_order import ExecutionOrder, Sent
 from tulle.memory.shard import Shard
 from tulle.memory.unit import Unit
 from tulle.mesh import Axis
@@ -76,8 +77,8 @@ class Ahead:
     def __init__(self, axis: Axis) -> None:
         self.axis = axis if Ahead in axis.kept else lane(axis, "shared out")
         if Ahead not in self.axis.kept:
-            self.axis.kept[Ahead] = Course(self.axis)
-        self._course: Course = self.axis.kept[Ahead]
+            self.axis.kept[Ahead] = ExecutionOrder(self.axis)
+        self._order: ExecutionOrder = self.axis.kept[Ahead]
         self._parts: dict[Unit, Sequence[nn.Parameter]] = {}
         self._uses: Counter[tuple[Unit, str]] = Counter()
         self._followed: dict[_Use, tuple[_Use | None, _Use | None]] = {}
@@ -122,7 +123,7 @@ class Ahead:
         if leaving is not None:
             leaving.result()
         which = "gradients", self._time(unit, "gradients")
-        job = self._course.submit(f"gradients of {unit.name!r}", which, partial(unit.reduce, gradients, parts))
+        job = self._order.submit(f"gradients of {unit.name!r}", which, partial(unit.reduce, gradients, parts))
         self._leaving = ref(job)
         return job
 
@@ -138,7 +139,7 @@ class Ahead:
             ModelError: If other ranks are at something else.
         """
         gather = partial(replace(shard, axis=self.axis).whole, part, label=f"state_dict {name}")
-        return self._course.submit(f"{name!r} for model.state_dict()", _STATE, gather).result()
+        return self._order.submit(f"{name!r} for model.state_dict()", _STATE, gather).result()
 
     def follow(self, part: nn.Parameter) -> None:
         """Have a step end when an optimizer has stepped a part, also one that is made later."""
@@ -157,7 +158,7 @@ class Ahead:
     def _begin(self, use: _Use) -> _Coming:
         parts = self._parts[use.unit]
         which, gather = (use.what, use.number), partial(use.unit.gather, use.unit.pack(parts))
-        job = self._course.submit(f"parameters of {use.unit.name!r}", which, gather)
+        job = self._order.submit(f"parameters of {use.unit.name!r}", which, gather)
         return _Coming(use, parts, _versions(parts), job)
 
     def _time(self, unit: Unit, what: str) -> int:

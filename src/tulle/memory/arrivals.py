@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tulle.memory.course import Sent
+from tulle.memory.execution_order import Sent
 from tulle.memory.unit import Unit
 
 _numbers = count()

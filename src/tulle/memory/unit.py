@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tulle.comm import all_gather_parts, all_to_all_parts, used_here
-from tulle.memory.course import other_branch
+from tulle.memory.execution_order import other_branch
 from tulle.memory.shard import Shard
 from tulle.mesh import Axis
 

@@ -1,4 +1,4 @@
-"""`Course`: the exchanges of all models of one axis, in their order; it finds by name ranks that are at other ones.
+"""`ExecutionOrder`: the order of all models' exchanges on one axis; it names ranks that are at another exchange.
 
 What came after an exchange the last time is expected to come again, by all ranks alike, and goes at once. Any other is
 announced before it goes. So ranks that take other branches do not meet in exchanges of other sizes, at which gloo ends
@@ -22,7 +22,7 @@ LONG_S = 3.0
 """After so many seconds of waiting ranks look where the others are."""
 
 
-class Course:
+class ExecutionOrder:
     """The exchanges of one axis, which all its ranks must have in the same order.
 
     Args:
