@@ -1,5 +1,7 @@
 """Plain DDP with `tulle.sync.ddp_hook` gives the mean of the ranks' gradients, step after step."""
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from ranks import on_ranks
 from tulle.comm import gather_values
 from tulle.errors import PlanError
 from tulle.sync import DDPState, Packet
+from tulle.sync.persistent import PersistentAllReduce
 
 ROWS = 200
 
@@ -79,3 +82,27 @@ def test_a_scheme_that_does_not_exist_is_told_when_the_state_is_made():
     tulle.init(data=-1)
     with pytest.raises(PlanError, match="unknown scheme 'fastest'"):
         DDPState(scheme="fastest")
+
+
+@on_ranks(2)
+def test_states_of_two_models_on_one_axis_share_a_thread_so_that_their_exchanges_keep_one_order(monkeypatch):
+    axis = tulle.init(data=-1)["data"]
+    threads: set[int] = set()
+    mean = PersistentAllReduce.mean
+
+    def watched(reduction, gradient):
+        threads.add(threading.get_ident())
+        return mean(reduction, gradient)
+
+    monkeypatch.setattr(PersistentAllReduce, "mean", watched)
+    pair = [DistributedDataParallel(Reader()) for _ in range(2)]
+    for model in pair:
+        model.register_comm_hook(DDPState(axis), tulle.sync.ddp_hook)
+    for step in range(3):
+        for model in pair:
+            model.zero_grad()
+        sum(model(ids_of(axis.rank, step)) for model in pair).backward()
+        for model in pair:
+            for parameter, gradient in zip(model.parameters(), expected(axis.size, step), strict=True):
+                torch.testing.assert_close(parameter.grad.to_dense(), gradient, rtol=1e-12, atol=1e-14)
+    assert len(threads) == 1

@@ -31,7 +31,6 @@ class DDPState:
     scheme: str = AUTO
     wire_dtype: WireDtype = None
     _axis: Axis = field(init=False)
-    _background: BackgroundThread | None = field(init=False, default=None)
     _reductions: dict[object, PersistentAllReduce] = field(init=False, default_factory=dict)
     """By number of the bucket, shape and dtype: DDP gives buckets other numbers after the first step."""
 
@@ -42,16 +41,17 @@ class DDPState:
 
     def start(self, gradient: Tensor, bucket: int) -> torch.futures.Future[Tensor]:
         """Begin to reduce the sparse gradient of a bucket to its mean, beside backward."""
-        if self._background is None:
-            self._background = BackgroundThread("tulle ddp_hook", self._axis.device)
+        axis = lane(self._axis, "ddp_hook")
+        # The process group's, not this state's: of two states on one axis the threads would submit in any order.
+        if BackgroundThread not in axis.kept:
+            axis.kept[BackgroundThread] = BackgroundThread("tulle ddp_hook", axis.device)
         kind = bucket, gradient.shape, gradient.dtype
         if kind not in self._reductions:
-            axis = lane(self._axis, "ddp_hook")
             self._reductions[kind] = PersistentAllReduce(axis, self.scheme, self.wire_dtype)
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[gradient.device] if gradient.is_cuda else None
         )
-        self._background.submit(partial(_reduce, gradient, self._reductions[kind], future))
+        axis.kept[BackgroundThread].submit(partial(_reduce, gradient, self._reductions[kind], future))
         return future
 
 
