@@ -25,7 +25,7 @@ from lookups import (
 from models import batches, build
 from ranks import on_ranks
 from tulle.comm import Deferred
-from tulle.engine import engine_of
+from tulle.engine import engine_of, foresight
 from tulle.engine.tables import TableSync
 from tulle.sync import SCHEMES
 
@@ -138,3 +138,23 @@ def test_lookups_are_not_kept_from_step_to_step(kind):
         optimizer.step()
         optimizer.zero_grad()
         assert all(not foresight._noted for foresight in engine_of(model).reducer.foresights.values())
+
+
+@on_ranks(2)
+def test_forwards_without_a_backward_keep_no_more_lookups_than_a_few_steps_have(monkeypatch):
+    monkeypatch.setattr(foresight, "_MOST_NOTED", 40)
+    mesh = tulle.init(data=-1)
+    pair = [tulle.distribute(m := build(models.Words, 0), models.sgd(m), mesh, plan="allgather") for _ in range(2)]
+    (model, _), (twin, _) = pair
+    notes = engine_of(model).reducer.foresights.values()
+    for step, ids in enumerate(batches(4, 6)):
+        share = ids.chunk(mesh.size)[mesh.rank]
+        for _ in range(40 * (step == 1)):
+            model(share)
+        assert all(sum(map(len, noted._noted)) < 200 for noted in notes), "40 lookups of 15 ids were 600"
+        for one, [optimizer] in pair:
+            one(share).backward()
+            optimizer.step()
+        for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(parameter, other)
+            parameter.grad = other.grad = None

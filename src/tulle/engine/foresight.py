@@ -26,6 +26,10 @@ def is_ids(given: object) -> TypeGuard[Tensor]:
     return isinstance(given, Tensor) and given.dtype in (torch.int32, torch.int64)
 
 
+_MOST_NOTED = 2**20
+"""So many ids are kept as they were looked up, or four times those of a usual step; of more, distinct rows only."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Foreseen:
     """The rows of one table that a step's gradient should have.
@@ -73,16 +77,24 @@ class Foreseen:
 
 
 class Foresight:
-    """Notes the lookups of one table since its gradient was last summed."""
+    """Notes the lookups of one table since its gradient was last summed.
+
+    Forwards without a backward, an evaluation without `torch.no_grad` say, may be many: then rows are noted once.
+    """
 
     def __init__(self) -> None:
         self._noted: list[Tensor] = []
+        self._noted_ids = self._ids = 0
+        """Kept, and all that were looked up, since then."""
+        self._most_ids = _MOST_NOTED
+        self._lookups_now = 0
         self._lookups = 0
+        """Of the last step."""
 
     @property
     def is_complete(self) -> bool:
         """Whether there were as many lookups as in the last step; False before there was one."""
-        return 0 < self._lookups <= len(self._noted)
+        return 0 < self._lookups <= self._lookups_now
 
     def note(self, module: TableModule, ids: Tensor) -> None:
         """Take note of a lookup."""
@@ -91,15 +103,28 @@ class Foresight:
             ids = ids if module.padding_idx is None else ids[ids != module.padding_idx]
             # A forward of its own may look up others, hashed ones say: a wrong guess is found, if it can be told.
             self._noted.append(ids.clamp(0, module.num_embeddings - 1))
+            self._lookups_now += 1
+            self._noted_ids, self._ids = self._noted_ids + len(ids), self._ids + len(ids)
+            if self._noted_ids > self._most_ids and self._lookups_now > 1:
+                self._note_once()
 
     def take(self) -> Foreseen | None:
         """What the next gradient will have, None for no gradient; the notes stay until it is summed."""
         if not self._noted:
             return None
         ids = (self._noted[0] if len(self._noted) == 1 else torch.cat(self._noted)).long()
-        return Foreseen(ids, Merge.of(ids), len(self._noted))
+        return Foreseen(ids, Merge.of(ids), self._lookups_now)
 
     def forget(self) -> None:
         """The gradient was summed."""
-        self._lookups = len(self._noted)
+        if self._lookups_now == self._lookups:  # a usual step, in which all lookups had a backward
+            self._most_ids = max(_MOST_NOTED, 4 * self._ids)
+        self._lookups, self._lookups_now = self._lookups_now, 0
+        self._noted_ids = self._ids = 0
         self._noted.clear()
+
+    def _note_once(self) -> None:
+        """Keep each row once: a coalesced gradient has no others. What is foreseen stays the same."""
+        self._noted = [torch.cat(self._noted).unique()]
+        self._noted_ids = len(self._noted[0])
+        self._most_ids = max(self._most_ids, 2 * self._noted_ids)
