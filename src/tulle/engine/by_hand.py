@@ -114,8 +114,9 @@ def _agree(engine: DataParallel, by_hand: Sequence[str], kept: Sequence[str]) ->
         kept: Names of those whose gradient is what backward gave.
     """
     axis, traffic.step = engine.axis, engine.steps + 1
-    background = axis.kept.setdefault(_LABEL, BackgroundThread("tulle by hand", axis.device))
-    job = background.submit(partial(_heard, axis, by_hand, kept))
+    if _LABEL not in axis.kept:
+        axis.kept[_LABEL] = BackgroundThread("tulle by hand", axis.device)
+    job = axis.kept[_LABEL].submit(partial(_heard, axis, by_hand, kept))
     here = axis.ranks[axis.rank]
     waits = partial(tell, here, f"waits for all ranks to average gradients, as {_named(by_hand)} set by hand")
     begin_s = now_s()
