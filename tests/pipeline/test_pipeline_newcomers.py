@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 from pipeline_networks import WIDTH, make, one_process, spread, train, worst_gradient
-from pipeline_newcomers import NEWCOMERS, PROFILED, Averaging, Counting, Remembering, Revisited, Sliced, Visited
+from pipeline_newcomers import NEWCOMERS, Averaging, Counting, Remembering, Revisited, Sliced, Visited
+from pipeline_profiled import PROFILED
 
 import tulle
 from ranks import on_ranks

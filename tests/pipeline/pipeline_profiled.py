@@ -1,0 +1,172 @@
+"""More models as strangers write them, cut into stages by a profile: what a trial run and the cut once got wrong."""
+
+from typing import Any
+
+import torch
+from pipeline_networks import WIDTH
+from pipeline_newcomers import Filling, Leaving
+from torch import Tensor, nn
+
+from tulle import pipeline
+
+
+class Follower(nn.Module):
+    """A teacher that follows its student in forward, whose parameters a trial run must not move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for mine, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                mine.mul_(0.9).add_(new, alpha=0.1)
+        return self.student(x) - self.teacher(x).detach()
+
+
+class Decoder(nn.Module):
+    """Is handed a module, and reads its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, table: nn.Linear) -> Tensor:
+        return x @ table.weight + self.bias
+
+
+class Lender(nn.Module):
+    """Hands one module to another, as Perceiver does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.middle, self.decoder = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Decoder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.middle(self.table(x)).relu(), self.table)
+
+
+class Again(torch.autograd.Function):
+    """Runs modules, and runs them again in backward, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(x)
+        return layers[1](layers[0](x))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.layers[1](ctx.layers[0](x)).backward(gradient)
+        return x.grad, None
+
+
+class Reversible(nn.Module):
+    """Has a part that only runs as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.body = Body()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(self.first(x)))
+
+
+class Body(nn.Module):
+    """That part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Again.apply(x, self.layers)
+
+
+class Watched(nn.Module):
+    """Hooks of backward on a module with parts, and a layer that writes in its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))
+        self.block.register_full_backward_hook(lambda _, grad_in, grad_out: (grad_in[0] * 0.5,))
+        self.first, self.act, self.last = nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.block(self.act(self.first(x))))
+
+
+class Collecting(nn.Module):
+    """Hooks its layers when it is first called, and reads what they have collected, as `transformers` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.head, self.is_hooked, self.seen = nn.Linear(WIDTH, WIDTH), False, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_hooked:
+            for layer in self.body:
+                layer.register_forward_hook(lambda _, args, out: self.seen.append(out))
+            self.is_hooked = True
+        y = self.head(self.body(x))
+        layers = [self.seen.pop(0) for _ in self.body]
+        assert not self.seen
+        return y * layers[1].mean() + layers[2].tanh()
+
+
+class Called(nn.Module):
+    """Calls a layer with weights that it is given, and layers within a transform."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.act = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        slope = torch.func.vmap(self.act)(x)
+        return slope + self.act(torch.func.functional_call(self.layer, {"weight": weight}, (x,)))
+
+
+class Hyper(nn.Module):
+    """A network that makes the weights of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.last = nn.Linear(3, WIDTH * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.codes, self.called = nn.Parameter(torch.randn(2, 3)), Called()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for code in self.codes:
+            x = self.called(x, self.maker(code).view(WIDTH, WIDTH))
+        return self.last(x)
+
+
+class Language(nn.Module):
+    """A language model whose table those call that have other things to put between what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with pipeline.stage(0):
+            self.table = nn.Linear(WIDTH, WIDTH)
+        with pipeline.stage(1):
+            self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Seeing(nn.Module):
+    """Calls a table past the module that it is in, as models of pictures and text do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eye, self.language = nn.Linear(WIDTH, WIDTH), Language()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.language(self.language.table(x) + self.eye(x))
+
+
+PROFILED = [Follower, Lender, Reversible, Watched, Collecting, Seeing, Hyper, Leaving, Filling]
