@@ -18,7 +18,7 @@ import tulle
 from tulle import memory
 from tulle.comm import traffic
 from tulle.memory.ahead import Ahead
-from tulle.memory.course import Sent
+from tulle.memory.execution_order import Sent
 from tulle.memory.unit import Unit
 from tulle.plan import Memory, Plan
 
