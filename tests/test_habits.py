@@ -55,6 +55,7 @@ def train(model, optimizer, loader):
 def test_a_loader_that_is_looked_ahead_in_keeps_its_attributes():
     loader = torch.utils.data.DataLoader(range(6), batch_size=2, sampler=torch.utils.data.RandomSampler(range(6)))
     ahead = copy.copy(tulle.lookahead(loader))
+    assert repr(ahead) == f"Lookahead({loader!r})"
     assert (len(ahead), ahead.batch_size, ahead.sampler) == (3, 2, loader.sampler)  # for `sampler.set_epoch(epoch)`
     with pytest.raises(AttributeError, match="no attribute 'smapler'"):
         _ = ahead.smapler

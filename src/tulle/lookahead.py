@@ -23,6 +23,9 @@ class Lookahead(Generic[T]):
         self._loader = loader
         self._ids = _by_key(ids) if isinstance(ids, Mapping) else ids
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._loader!r})"
+
     def __len__(self) -> int:
         if not isinstance(self._loader, Sized):
             raise TypeError(f"object of type {type(self._loader).__name__!r} has no len()")

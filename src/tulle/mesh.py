@@ -72,6 +72,15 @@ class Mesh:
         rank: This process among all, from 0.
         size: Number of processes.
         device: This process's device.
+
+    Raises:
+        MeshError: From `mesh[name]`, if there is no such axis.
+
+    Example:
+        >>> import tulle
+        >>> mesh = tulle.init(data=-1, model=1)
+        >>> mesh.shape, "pipe" in mesh, mesh["model"].size
+        ({'data': 1, 'model': 1}, False, 1)
     """
 
     axes: tuple[Axis, ...]
@@ -113,6 +122,9 @@ def init(*, timeout: float | timedelta | None = None, backend: str | None = None
 
     Joins the processes first if `torch.distributed` is not initialized yet: under torchrun, `tulle run` or Slurm
     by their environment variables; alone as a mesh of one process, where everything works too.
+
+    Call it once a run: what is trained on a mesh gets process groups of its own (sockets and threads), which further
+    models on that mesh use again, and which stay until `torch.distributed.destroy_process_group()`.
 
     Args:
         timeout: Seconds after which a collective gives up (default 600). A process group that the caller

@@ -26,10 +26,12 @@ class BackgroundThread:
     """Does jobs in the order in which they were submitted, in a thread of its own.
 
     Each job's collectives must be on process groups that nobody else uses, and all ranks must submit the same jobs
-    in the same order. On CUDA the jobs run on a stream of their own: what a job is given is waited for, and what it
-    gives is waited for by the stream that calls `result`; neither waits for the host. What it gives may be dropped
-    while that stream has still to read it; of what it is given, and nobody holds until the result is there, a job must
-    say that it is `used_here`.
+    in the same order.
+
+    On CUDA jobs run on a stream of their own. A job waits for what the submitting stream had been given before, and the
+    stream that calls `result` waits for the job; the host waits for neither. A result may be dropped while a stream has
+    still to read it. Tensors that a job is given, and that nobody holds until its result is there, the job must pass
+    to `used_here`.
 
     Args:
         name: What its thread is called in a debugger.
@@ -44,7 +46,7 @@ class BackgroundThread:
         _threads.add(self)
 
     def submit(self, work: Callable[[], T]) -> Job[T]:
-        """Have some work done in its turn."""
+        """Have some work done after all that was submitted before; call it from one thread at a time."""
         if self._thread is None:
             self._thread = will_wait(
                 threading.Thread(target=_deliver, args=(self._jobs,), name=self._name, daemon=True)
@@ -68,7 +70,10 @@ class BackgroundThread:
 
 
 class Job(Generic[T]):
-    """Some work that a background thread does; `result` waits for it."""
+    """Some work that a background thread does, as a `concurrent.futures.Future`; `result` waits for it.
+
+    Whoever submits work must call `result`: what the work raises is raised there, and nowhere else.
+    """
 
     def __init__(self, work: Callable[[], T], stream: torch.cuda.Stream | None) -> None:
         self._work: Callable[[], T] | None = work

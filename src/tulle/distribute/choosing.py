@@ -51,9 +51,25 @@ def make_plan(
 ) -> Plan:
     """Measure and choose, as `distribute` would with `plan="auto"`, without touching the model: `tulle.plan`.
 
-    Every rank must call it, with its own sample. Arguments and errors are those of `distribute`; without a mesh the
-    plan's is chosen too, for `tulle.init(**plan.mesh)`: a step is then taken to be of what all ranks gave as samples.
-    Of a model that was distributed it gives the plan in force, with what each choice was seen to take.
+    Every rank must call it, with its own sample.
+
+    Args:
+        model: As for `distribute`. Of one that was distributed the plan in force is given, with what each choice was
+            seen to take.
+        optimizer: Over parameters of the model, or a list of several.
+        mesh: From `tulle.init`. None chooses it too, for `tulle.init(**plan.mesh)`: a step is then taken to be of what
+            all ranks gave as samples.
+        sample: One batch as the model is called with it, as for `distribute`; None leaves schemes to the first
+            backward.
+        wire_dtype: In which the values of sparse gradients are to travel; None loses nothing.
+
+    Returns:
+        A `Plan`, the same on all ranks: for `distribute`, `plan.save(path)` or `print(plan.explain())`.
+
+    Raises:
+        MeshError: As `distribute`.
+        ModelError: As `distribute`.
+        PlanError: If no plan fits, or ranks ask for different ones.
 
     Example:
         >>> import torch, tulle

@@ -30,8 +30,8 @@ class DDPState:
     axis: Axis | dist.ProcessGroup | None = None
     scheme: str = AUTO
     wire_dtype: WireDtype = None
-    _axis: Axis = field(init=False)
-    _reductions: dict[object, PersistentAllReduce] = field(init=False, default_factory=dict)
+    _axis: Axis = field(init=False, repr=False)
+    _reductions: dict[object, PersistentAllReduce] = field(init=False, repr=False, default_factory=dict)
     """By number of the bucket, shape and dtype: DDP gives buckets other numbers after the first step."""
 
     def __post_init__(self) -> None:
