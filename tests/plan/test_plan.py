@@ -87,8 +87,9 @@ tables = st.builds(
     density=st.none() | st.floats(0, 1),
     candidates=st.none() | st.dictionaries(st.sampled_from([*SCHEMES]), costs, min_size=1),
 )
-rates = numbers | st.just(math.inf)
-flat = st.builds(Network, numbers, numbers, st.none() | numbers, st.none() | numbers, rates, rates)
+above = st.floats(0, 1e12, allow_nan=False, exclude_min=True)
+rates = above | st.just(math.inf)
+flat = st.builds(Network, numbers, above, st.none() | numbers, st.none() | above, rates, rates)
 networks = st.builds(
     replace,
     flat,
@@ -188,9 +189,29 @@ def test_the_json_that_the_next_tests_break_is_good():
             r"tables\[0\].candidates\[0\].bytes is not there",
         ),
         (GOOD | {"tables": [TABLE | {"characteristics": 3}]}, r"tables\[0\].characteristics is 3"),
-        (GOOD | {"network": {"latency_s": 3e-4}}, "network .*bandwidth_bytes_per_s"),
-        (GOOD | {"network": NETWORK | {"latency_s": "fast"}}, "network .*fast"),
+        (GOOD | {"network": {"latency_s": 3e-4}}, "network.bandwidth_bytes_per_s is not there"),
+        (GOOD | {"network": NETWORK | {"latency_s": "fast"}}, "network.latency_s is 'fast', expected a number from 0"),
+        (GOOD | {"network": NETWORK | {"latency_s": -1e-3}}, "network.latency_s is -0.001, expected a number from 0"),
+        (
+            GOOD | {"network": NETWORK | {"bandwidth_bytes_per_s": 0}},
+            "network.bandwidth_bytes_per_s is 0, expected a number above 0",
+        ),
+        (
+            GOOD | {"network": NETWORK | {"inside": NETWORK | {"all_reduce_bytes_per_s": -1.0}}},
+            "network.inside.all_reduce_bytes_per_s is -1.0, expected a number above 0",
+        ),
+        (GOOD | {"network": NETWORK | {"local_ranks": 0}}, "network.local_ranks is 0, expected a whole number from 1"),
+        (GOOD | {"network": NETWORK | {"speed": 1}}, "'speed' at network is no entry of a Network"),
         (GOOD | {"tables": [TABLE | {"density": "high"}]}, r"tables\[0\].density is 'high', expected a number from 0"),
+        (GOOD | {"tables": [TABLE | {"density": 7}]}, r"tables\[0\].density is 7, expected a number from 0 to 1"),
+        (
+            GOOD | {"tables": [TABLE | {"characteristics": {"overlap_ratio": 7}}]},
+            r"tables\[0\].characteristics.overlap_ratio is 7, expected a number from 0 to 1",
+        ),
+        (
+            GOOD | {"tables": [TABLE | {"measured": {"bytes": 1, "messages": 1, "seconds": math.inf}}]},
+            r"tables\[0\].measured.seconds is inf, expected a number from 0",
+        ),
         (GOOD | {"wire_dtype": "fp4"}, "unknown wire_dtype 'fp4'"),
         (GOOD | {"offers": "none"}, "offers is 'none', expected a list of strings"),
         (GOOD | {"stages": {"h.0": "last"}}, "stages.h.0 is 'last', expected a whole number from 0"),
@@ -220,12 +241,35 @@ def test_json_that_is_no_plan_is_refused_with_the_cause(parsed, cause, tmp_path)
 @pytest.mark.parametrize(
     ("path", "value", "cause"),
     [
-        (("batch",), 0, "batch 0, expected 1 or more"),
-        (("cluster", "hosts"), 0, "hosts 0, expected 1 or more"),
-        (("modules", 1, "forward_s"), math.nan, "forward_s nan, expected a time"),
-        (("step_s",), -1.0, "step_s -1.0, expected a time"),
-        (("tables", 0, "module"), "nowhere", "'embed.weight' is of module 'nowhere', which is none of the modules"),
-        (("tables", 0, "stream"), [["AAAA"]], "error: "),  # of what is compressed
+        (("format",), 2, "format is 2, expected 1"),
+        (("batch",), 0, "batch is 0, expected a whole number from 1"),
+        (("modules",), [], r"modules is \[\], expected one module or more"),
+        (("modules", 1, "forward_s"), math.nan, r"modules\[1\].forward_s is nan, expected a number from 0"),
+        (("modules", 1, "reads"), {"embed": -5}, r"modules\[1\].reads.embed is -5, expected a whole number from 0"),
+        (("modules", 1, "split"), {"share": 2}, r"modules\[1\].split.share is 2, expected a number from 0 to 1"),
+        (("modules", 1, "flops"), 3, r"'flops' at modules\[1\] is no entry of a ModuleProfile"),
+        (("step_s",), -1.0, "step_s is -1.0, expected a number from 0"),
+        (("fixed_share",), 1.5, "fixed_share is 1.5, expected a number from 0 to 1"),
+        (("lookahead",), "yes", "lookahead is 'yes', expected true or false"),
+        (("optimizer", "state_share"), None, "optimizer.state_share is None, expected a number from 0"),
+        (("tables", 0, "rows"), "many", r"tables\[0\].rows is 'many', expected a whole number from 0"),
+        (("tables", 0, "rows"), 10, r"tables\[0\].stream\[0\]\[0\] has rows that are not distinct, .* and below 10"),
+        (
+            ("tables", 0, "module"),
+            "nowhere",
+            r"tables\[0\].module is 'nowhere', expected one of the modules: embed, ",
+        ),
+        (
+            ("tables", 0, "placements"),
+            ["cubes"],
+            r"tables\[0\].placements is .*, expected some of rows, columns",
+        ),
+        (("tables", 0, "stream"), [["AAAA"]], r"tables\[0\].stream\[0\] cannot be read \("),
+        (("cluster", "hosts"), 0, "cluster.hosts is 0, expected a whole number from 1"),
+        (("cluster", "machine", "flop_per_s"), 0.0, "cluster.machine.flop_per_s is 0.0, expected a number above 0"),
+        (("cluster", "machine", "slowdown"), 0.5, "cluster.machine.slowdown is 0.5, expected a number from 1"),
+        (("cluster", "across", "latency_s"), -1.0, "cluster.across.latency_s is -1.0, expected a number from 0"),
+        (("networks",), {"data": {"latency_s": 1e-3}}, "networks.data.bandwidth_bytes_per_s is not there"),
     ],
 )
 def test_json_that_is_no_profile_is_refused_with_the_cause(path, value, cause, tmp_path):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tulle.entries import Entries
 from tulle.memory import Memory
-from tulle.plan.entries import Entries
 
 
 def memory_from_json(parsed: Mapping[str, Any]) -> Memory:

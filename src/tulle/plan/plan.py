@@ -11,10 +11,10 @@ from types import UnionType
 from typing import Any
 
 from tulle.cost import Network
+from tulle.entries import Entries
 from tulle.errors import PlanError
 from tulle.memory import Memory
 from tulle.names import as_names
-from tulle.plan.entries import Entries
 from tulle.plan.memory import memory_from_json
 from tulle.plan.prediction import MOST_NAMED, Prediction, some
 from tulle.plan.table_plan import TablePlan
@@ -24,8 +24,8 @@ from tulle.whole_file import write_whole
 from tulle.workload import is_profile, network_from_json, network_to_json
 
 FORMAT = 1
-PIPE, MODEL = "pipe", "model"
-"""The axes along which a model is cut into stages, and along which its layers are split."""
+PIPE, DATA, MODEL = "pipe", "data", "model"
+"""The axes along which a model is cut into stages, along which replicas lie, and along which layers are split."""
 BUCKET_BYTES = 25 * 1024 * 1024
 """Dense gradients travel in buckets of this size unless a plan says otherwise (DDP's default too)."""
 AT_STEP, AT_READ = "step", "read"
@@ -34,6 +34,11 @@ SCHEDULES = (AT_STEP, AT_READ, AUTO)
 PIPELINE_SCHEDULES = ("1f1b", "eager-1f1b", "gpipe")
 """In which order a rank of axis `pipe` works on micro-batches; with several stages a rank they are interleaved."""
 
+TOLD = {
+    False: "in forward, which waits for that: the loop is taken not to go through tulle.lookahead",
+    True: "a step ahead, in a loop through tulle.lookahead",
+}
+"""When rows of split tables are told, by whether there is lookahead."""
 _KINDS: dict[str, tuple[type | tuple[type, ...] | UnionType, str]] = {
     "mesh": (Mapping, "sizes of axes by name"),
     "tables": ((tuple, list), "a tuple of TablePlan"),
@@ -125,6 +130,8 @@ class Plan:
         lines += self._explain_axes() + self.memory.explain()
         for table in self.tables:
             lines += table.explain()
+        if self.prediction and self.placements and self.mesh.get(DATA, 1) > 1:
+            lines.append(f"rows of split tables are told {TOLD[self.prediction.lookahead]}")
         lines += [f"offered: {offer}" for offer in self.offers]
         lines += self.prediction.explain() if self.prediction else []
         return "\n".join(lines)
@@ -233,7 +240,7 @@ class Plan:
             mesh=entries.wholes("mesh", least=1),
             tables=tuple(tables),
             bucket_bytes=entries.whole("bucket_bytes", least=1),
-            network=entries.made("network", network_from_json) if parsed.get("network") else None,
+            network=network_from_json(parsed["network"], "network") if parsed.get("network") else None,
             wire_dtype=entries.made("wire_dtype", _wire_name) if "wire_dtype" in parsed else None,
             offers=entries.list_of("offers", str),
             schedule=entries.text("schedule", default=AT_STEP),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tulle.plan.entries import Entries, finite
+from tulle.entries import Entries, finite
 
 HANDICAP = 1.05
 """What a loop may notice that looks at gradients or parameters between steps, clipping say, must gain more than this:
@@ -30,6 +30,7 @@ class Prediction:
         runner_up_s: What it takes; None if there is only one plan.
         binding: Which limit keeps it from being faster, a sentence.
         changes: What would change the choice, a sentence each.
+        lookahead: Whether the loop was taken to go through `tulle.lookahead`.
 
     Example:
         >>> Prediction(32, 4, 0.1, {"forward": 0.1}, {}, (10**9,), bound_s=0.1).is_exact
@@ -47,6 +48,7 @@ class Prediction:
     runner_up_s: float | None = None
     binding: str = ""
     changes: tuple[str, ...] = field(default=())
+    lookahead: bool = False
 
     @property
     def is_exact(self) -> bool:
@@ -104,6 +106,7 @@ class Prediction:
             runner_up_s=None if parsed.get("runner_up_s") is None else entries.number("runner_up_s"),
             binding=entries.text("binding", default=""),
             changes=entries.list_of("changes", str),
+            lookahead=entries.flag("lookahead") if "lookahead" in parsed else True,  # as older versions took it
         )
 
 

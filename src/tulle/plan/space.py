@@ -61,6 +61,7 @@ class Space:
             PlanError: If there is none.
 
         Example:
+            >>> from tulle.cost import Network
             >>> from tulle.workload import *
             >>> machine = Machine(1e12, 1e11)
             >>> pieces = tuple(ModuleProfile(name, 1e-3, 2e-3) for name in ("body", "head"))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tulle.cost import Characteristics, Cost
-from tulle.plan.entries import Entries
+from tulle.entries import Entries
 from tulle.sync import AUTO, Choice, check_scheme
 from tulle.tables import PLACEMENTS
+
+_SHARES = ("density", "overlap_ratio")
+"""Of Zen's four numbers those that are at most 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +91,10 @@ class TablePlan:
             width=entries.whole("width"),
             scheme=entries.made("scheme", lambda scheme: check_scheme(scheme, extra=(AUTO, *PLACEMENTS))),
             reason=entries.text("reason", default=""),
-            density=None if parsed.get("density") is None else entries.number("density"),
+            density=None if parsed.get("density") is None else entries.number("density", most=1),
             candidates={one.text("scheme"): _cost(one) for one in entries.objects("candidates", Cost, ["scheme"])}
             or None,
-            characteristics=entries.numbers("characteristics") if ratios_of is not None else None,
+            characteristics=_ratios(entries.by_name("characteristics")) if ratios_of is not None else None,
             measured=_cost(Entries.of(measured, entries.at("measured"), Cost)) if measured else None,
         )
 
@@ -107,6 +111,10 @@ def ratios(looks: Characteristics) -> dict[str, float]:
         "densification_ratio": looks.densification_ratio,
         "skewness_ratio": looks.skewness_ratio,
     }
+
+
+def _ratios(entries: Entries) -> dict[str, float]:
+    return {name: entries.number(name, most=1 if name in _SHARES else math.inf) for name in entries.values}
 
 
 def _cost(entries: Entries) -> Cost:

@@ -1,13 +1,13 @@
-"""`Entries`: an object of a plan's JSON, whose entries are checked as they are read; errors say where it stands.
+"""`Entries`: an object of a plan's or profile's JSON, whose entries are checked as they are read.
 
-A misspelt entry, which no plan has, is not dropped in silence.
+Errors say where it stands, and a misspelt entry, which no plan has, is not dropped in silence.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, TypeVar
 
 from tulle.errors import PlanError, TulleError
@@ -19,7 +19,7 @@ _SHOWN = 60
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """An object of a plan's JSON.
+    """An object of JSON.
 
     Args:
         values: Its entries by name.
@@ -89,12 +89,24 @@ class Entries:
             raise self.wrong(name, expected)
         return value
 
-    def number(self, name: str) -> float:
-        """A number that is not negative."""
-        value = self.get(name, (int, float), "a number from 0")
-        if not value >= 0:
-            raise self.wrong(name, "a number from 0")
+    def number(self, name: str, *, least: float = 0, most: float = math.inf) -> float:
+        """A number that is not less than some, and not more than another; it is not endless."""
+        expected = f"a number from {least:g}" + (f" to {most:g}" if most < math.inf else "")
+        value = self.get(name, (int, float), expected)
+        if not least <= value <= most or value == math.inf:
+            raise self.wrong(name, expected)
         return value
+
+    def rate(self, name: str) -> float:
+        """A number above nothing: by a rate is divided."""
+        value = self.get(name, (int, float), "a number above 0")
+        if not 0 < value < math.inf:
+            raise self.wrong(name, "a number above 0")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """True or false."""
+        return self.get(name, bool, "true or false")
 
     def text(self, name: str, *, default: str | None = None) -> str:
         """A string."""
@@ -115,12 +127,12 @@ class Entries:
 
     def wholes(self, name: str, *, least: int = 0) -> dict[str, int]:
         """Whole numbers by name."""
-        entries = self._entries(name)
+        entries = self.by_name(name)
         return {key: entries.whole(key, least=least) for key in entries.values}
 
     def numbers(self, name: str) -> dict[str, float]:
         """Numbers by name."""
-        entries = self._entries(name)
+        entries = self.by_name(name)
         return {key: entries.number(key) for key in entries.values}
 
     def objects(self, name: str, kind: type, besides: Iterable[str] = ()) -> list[Entries]:
@@ -140,8 +152,26 @@ class Entries:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise PlanError(f"{self.at(name)} cannot be read ({type(error).__name__}: {error})") from error
 
-    def _entries(self, name: str) -> Entries:
-        return Entries(self.get(name, Mapping, "an object of numbers by name"), self.at(name))
+    def by_name(self, name: str, of: str = "numbers") -> Entries:
+        """Those of an object that is no dataclass."""
+        return Entries(self.get(name, Mapping, f"an object of {of} by name"), self.at(name))
+
+    def within(self, name: str, kind: type) -> Entries:
+        """Those of an entry that should be a dataclass."""
+        return Entries.of(self.get(name, object, f"an object of a {kind.__name__}"), self.at(name), kind)
+
+    def of_fields(self, kind: type, readers: Mapping[str, Callable[[str], Any]]) -> dict[str, Any]:
+        """Values for the fields of a dataclass, by what reads each; a field that is not there has its default.
+
+        Where the default is None, null says the same.
+        """
+        found: dict[str, Any] = {}
+        for one in fields(kind):
+            has_default = one.default is not MISSING or one.default_factory is not MISSING
+            is_left_out = one.name not in self.values or (one.default is None and self.values[one.name] is None)
+            if one.name in readers and not (has_default and is_left_out):
+                found[one.name] = readers[one.name](one.name)
+        return found
 
 
 def finite(value: float) -> bool:
