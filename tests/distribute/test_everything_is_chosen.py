@@ -11,9 +11,10 @@ import tulle
 from gigabit import give_cluster
 from ranks import on_ranks
 from tulle.distribute import mesh_of, planned
+from tulle.distribute.adopted import plan_of
 from tulle.distribute.axes import Axes
 from tulle.distribute.watching import watch
-from tulle.errors import MeshError
+from tulle.errors import MeshError, PlanError
 from tulle.plan import Shelf
 from tulle.tensor_parallel import placements
 
@@ -107,6 +108,36 @@ def test_a_plan_brings_its_mesh():
         mesh_of(model)
     tulle.distribute(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
     assert mesh_of(model)["pipe"].size == 2
+
+
+class Twice(nn.Module):
+    """One layer by two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.second = nn.Linear(4, 4, dtype=torch.double)
+        self.head = nn.Linear(4, 1, dtype=torch.double)
+
+    def forward(self, x):
+        return self.head(self.second(self.first(x).tanh())).sum()
+
+
+@on_ranks(2)
+def test_a_shared_module_goes_by_any_of_its_names():
+    reference, x = Twice(), torch.ones(3, 4, dtype=torch.double)
+    reference(x).backward()
+    for names in (["second"], ["second", "first"]):
+        model = Twice()
+        model.load_state_dict(reference.state_dict())
+        plan = tulle.Plan({"pipe": 2}, stages={**dict.fromkeys(names, 0), "head": 1})
+        tulle.distribute(model, torch.optim.SGD(model.parameters(), 0.1), plan=plan)
+        assert dict(plan_of(model).stages) == {"first": 0, "head": 1}
+        model(x).backward()
+        for mine, whole in zip(model.parameters(), reference.parameters(), strict=True):
+            assert mine.grad is None or torch.allclose(mine.grad, whole.grad, rtol=1e-12)
+    model, apart = Twice(), tulle.Plan({"pipe": 2}, stages={"first": 0, "second": 1, "head": 1})
+    with pytest.raises(PlanError, match="'first' to stage 0 and 'second' to stage 1, and both are names of one module"):
+        tulle.distribute(model, torch.optim.SGD(model.parameters(), 0.1), plan=apart)
 
 
 @on_ranks(2)

@@ -22,6 +22,7 @@ from tulle.distribute.stages import dealt_stages
 from tulle.engine import DataParallel, engine_of
 from tulle.errors import PlanError
 from tulle.mesh import Axis, Mesh, init
+from tulle.pipeline.homes import by_first_names
 from tulle.placing import placements_of, tables_of
 from tulle.plan import Candidate, Plan, PlanLike, plan_as_given, plan_by_cost, plan_for_later
 from tulle.plan.choice import Shapes
@@ -156,9 +157,10 @@ def choose(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, asked:
     others = {name: _shape(model, name) for name in tables_of(model) if name not in tables}
     with alike(axes, "the plan"):
         given = _given(asked, mesh, shapes, others)
+        if given is not None:
+            given = replace(given, plan=replace(given.plan, stages=by_first_names(model, given.plan.stages)))
+            given.plan.check(mesh.shape, {**shapes, **others}, dict(model.named_modules()))
         decided = given.plan if given else None
-        if decided is not None:
-            decided.check(mesh.shape, {**shapes, **others}, dict(model.named_modules()))
         wire_dtype = as_wire_dtype(asked.lossy or (decided.wire_dtype if decided else None))
     wire_name = str(wire_dtype).removeprefix("torch.") if wire_dtype else None
     if decided is not None:
@@ -220,7 +222,7 @@ def _chosen(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, asked
     split = split_anyway(model, optimizers, axes)
     for name in (name for name in split if decided.placements.get(name) != "rows"):
         decided = decided.with_rows_split({name: _shape(model, name)}, split[name])
-    offered = offers(model, axes.data.size) if axes.data.size > 1 else []
+    offered = [*decided.offers, *(offers(model, axes.data.size) if axes.data.size > 1 else [])]
     if axes.whole.size > 1 and found.plan is None:
         offered = [*offered, _OFFER if asked.sample is None else f"{_OFFER}; with this one {found.reason}"]
     return Chosen(replace(decided, offers=tuple(offered)), found.key if found.plan else "")

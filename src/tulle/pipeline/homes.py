@@ -14,13 +14,34 @@ Assignment = Mapping[str, int]
 """The stage of each placed module by its name."""
 
 
+def by_first_names(model: nn.Module, assignment: Assignment) -> dict[str, int]:
+    """The assignment with each module by the first of its names; a name that is no module's stays.
+
+    Raises:
+        PlanError: If a module is dealt to two stages, by two of its names.
+    """
+    first = {module: name for name, module in model.named_modules()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, int] = {}
+    for name, stage in assignment.items():
+        own = first[modules[name]] if name in modules else name
+        if found.setdefault(own, stage) != stage:
+            other = next(one for one in assignment if modules.get(one) is modules[name])
+            raise PlanError(
+                f"the assignment deals {other!r} to stage {assignment[other]} and {name!r} to stage {stage}, and both "
+                "are names of one module: name it once"
+            )
+    return found
+
+
 def outermost(model: nn.Module, assignment: Assignment) -> dict[str, int]:
-    """The assignment without modules that go with one around them.
+    """The assignment without modules that go with one around them, each by the first of its names.
 
     Raises:
         PlanError: If a name is not a module's, a stage is no number from 0, or modules within one another are dealt to
             different stages.
     """
+    assignment = by_first_names(model, assignment)
     modules = dict(model.named_modules())
     kept: dict[str, int] = {}
     for name in sorted(assignment, key=lambda name: name.count(".") if name else -1):
@@ -38,8 +59,6 @@ def outermost(model: nn.Module, assignment: Assignment) -> dict[str, int]:
                 f"the assignment deals {name!r} to stage {stage} and {around!r}, which is around it, to "
                 f"{kept[around]}: deal the modules within {around!r} one by one"
             )
-    if len({id(modules[name]) for name in kept}) < len(kept):
-        raise PlanError("the assignment names one module twice, by two of its names: leave one out")
     return {name: kept[name] for name in assignment if name in kept}
 
 
