@@ -84,6 +84,39 @@ def test_noise_and_stragglers_make_ranks_wait(job, capsys):
     assert foul["computing_s"] + foul["communicating_s"] + foul["idle_s"] == pytest.approx(foul["step_s"])
 
 
+def test_stragglers_are_counted_and_less_than_half_a_rank_is_none(job, capsys):
+    options = ["--sweep", "hosts=2,100", "--stragglers"]
+    found = simulated(job, capsys, *options, "0.01:1.5")
+    assert [point["stragglers"] for point in found["points"]] == [0, 1]
+    assert execute(["simulate", str(job / "plan.json"), *options, "0.01:1.5"]) == 0
+    shown = capsys.readouterr().out
+    assert "slow" in shown.splitlines()[0]
+    assert "No rank is slow where the share of stragglers is less than half a rank." in shown
+    two, many = simulated(job, capsys, *options, "0.25:1.5")["points"]
+    assert (two["stragglers"], many["stragglers"]) == (1, 25), "a half is a rank"
+    [fair] = simulated(job, capsys, "--hosts", "2")["points"]
+    assert two["step_s"] > fair["step_s"] + 0.4 * 15e-3, "half as long again computes what took 15 ms"
+    assert "stragglers" not in fair
+
+
+def test_a_loop_without_lookahead_waits_until_rows_are_told(job, capsys):
+    plan = Plan.load(job / "plan.json")
+    replace(plan, tables=(replace(plan.tables[0], scheme="rows"),)).save(job / "plan.json")
+    plain, ahead, late = (simulated(job, capsys, *words) for words in ([], ["--lookahead"], ["--no-lookahead"]))
+    assert plain == late, "the profile has seen none"
+    assert [found["lookahead"] for found in (plain, ahead)] == [False, True]
+    assert plain["points"][0]["step_s"] > ahead["points"][0]["step_s"] + 2 * 5e-4
+    assert (
+        plain["points"][0]["standing_by_kind_s"]["rows"] > ahead["points"][0]["standing_by_kind_s"]["rows"] + 2 * 5e-4
+    )
+    assert execute(["simulate", str(job / "plan.json")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Rows of split tables are told in forward, which waits for that" in shown
+    seen = replace(Profile.load(job / "profile.json"), lookahead=True)
+    seen.save(job / "profile.json")
+    assert simulated(job, capsys) == ahead
+
+
 def test_the_table_is_for_people(job, capsys):
     assert execute(["simulate", str(job / "plan.json"), "--sweep", "hosts=4,8"]) == 0
     shown = capsys.readouterr().out

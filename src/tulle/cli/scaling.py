@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ from rich.text import Text
 
 from tulle.errors import PlanError
 from tulle.plan import Plan
+from tulle.plan.deal import looks_ahead
 from tulle.plan.lower import lower
+from tulle.plan.plan import TOLD
 from tulle.plan.search import best_plan
-from tulle.plan.work import share_of
+from tulle.plan.work import samples_a_rank
 from tulle.report import quantity
 from tulle.report.forecast import bits
-from tulle.simulate import Change, Point, Step, Weather, law_of, looks, sweep
+from tulle.simulate import Change, Point, Step, Stragglers, Weather, law_of, looks, sweep
 from tulle.workload import Cluster, Profile, TableProfile
 
 
@@ -33,7 +35,8 @@ class Job:
         is_strong: Whether a step has the same samples on all clusters, instead of as many a rank.
         batch: Samples of a step on the first cluster; None for as many a rank as the plan was made for.
         is_replanned: Whether each cluster gets the plan that is best on it.
-        lookahead: Whether the training loop goes through `tulle.lookahead`.
+        lookahead: Whether the training loop goes through `tulle.lookahead`; None for what the plan was made for, or
+            else the profile saw.
     """
 
     plan: Plan
@@ -41,7 +44,7 @@ class Job:
     is_strong: bool = False
     batch: int | None = None
     is_replanned: bool = False
-    lookahead: bool = True
+    lookahead: bool | None = None
 
     def over(self, changes: Sequence[Change], weather: Weather | None = None) -> list[Point]:
         """Simulate it on one cluster after the other.
@@ -79,12 +82,17 @@ class Job:
         return replace(self.plan, mesh={"data": data} | mesh)
 
     def _step_on(self, cluster: Cluster, batch: int) -> Step:
-        plan = best_plan(self.profile, cluster, batch=batch) if self.is_replanned else self.on(cluster)
-        return lower(plan, self.profile, cluster, batch=batch, lookahead=self.lookahead)
+        ahead = self.looks_ahead
+        replanned = best_plan(self.profile, cluster, batch=batch, lookahead=ahead) if self.is_replanned else None
+        return lower(replanned or self.on(cluster), self.profile, cluster, batch=batch, lookahead=ahead)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the training loop goes through `tulle.lookahead`."""
+        return looks_ahead(self.plan, self.profile) if self.lookahead is None else self.lookahead
 
     def _samples_of(self, cluster: Cluster) -> int:
-        share = share_of(self.on(cluster), self.profile)
-        return max(1, round(share.batches * self.profile.batch * share.data))
+        return max(1, round(samples_a_rank(self.plan, self.profile) * cluster.ranks))
 
 
 def load(plan: Path, profile: Path | None) -> tuple[Plan, Profile]:
@@ -100,16 +108,27 @@ def load(plan: Path, profile: Path | None) -> tuple[Plan, Profile]:
     """
     loaded = Plan.load(plan)
     named = json.loads(plan.read_text(encoding="utf-8")).get("profile") or "profile.json"
+    if not isinstance(named, str):
+        raise PlanError(f"{str(plan)!r} is not a plan that this version reads (profile is {named!r}, expected a path)")
     beside = plan.parent / named
     if profile is None and not beside.exists():
         raise PlanError(f"a plan alone does not say how long anything takes: give --profile, or put {beside} there")
     return loaded, Profile.load(profile or beside)
 
 
-def describe(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """The points as plain values; each scales from the first one with such a network."""
+def describe(points: Sequence[Point], stragglers: Stragglers | None = None) -> list[dict[str, Any]]:
+    """The points as plain values; each scales from the first one with such a network.
+
+    Args:
+        points: Of a sweep.
+        stragglers: Which ranks were slow.
+    """
     base: dict[object, Point] = {}
-    return [_described(point, base.setdefault(_network(point), point)) for point in points]
+    return [
+        _described(point, base.setdefault(_network(point), point))
+        | ({"stragglers": stragglers.count(point.cluster.ranks)} if stragglers else {})
+        for point in points
+    ]
 
 
 def _network(point: Point) -> tuple[float, float]:
@@ -165,11 +184,16 @@ def _described_table(table: TableProfile, ranks: int, batches: float) -> dict[st
     }
 
 
-def points_table(rows: Sequence[dict[str, Any]], *, is_strong: bool) -> Table:
-    """One row a cluster."""
+def points_table(found: Mapping[str, Any]) -> Table:
+    """One row a cluster.
+
+    Args:
+        found: What `tulle simulate --json` prints.
+    """
+    rows = found["points"]
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    told = [name for name in _SWEPT if len({row[name] for row in rows}) > 1]
-    headings = ["hosts", "ranks", *(_SWEPT[name] for name in told), "step", "computes", "waits", "idle", "sent"]
+    told = [name for name in _TOLD if len({row.get(name) for row in rows}) > 1 or (name == SLOW and SLOW in rows[0])]
+    headings = ["hosts", "ranks", *(_TOLD[name] for name in told), "step", "computes", "waits", "idle", "sent"]
     for heading in [*headings, "samples/s", "scaling"]:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
@@ -182,23 +206,35 @@ def points_table(rows: Sequence[dict[str, Any]], *, is_strong: bool) -> Table:
             quantity.rate(row["samples_per_s"]),
             quantity.share(row["efficiency"]),
         )
-    batch, a_rank = rows[0]["batch"], _a_rank(rows[0])
-    each = quantity.plural(int(a_rank), "sample") if a_rank == int(a_rank) else f"{quantity.ratio(a_rank)} samples"
-    dealt = f"{quantity.plural(batch, 'sample')} a step" if is_strong else f"{each} a rank and step"
-    table.caption = (
-        f"{'Strong' if is_strong else 'Weak'} scaling: {dealt}. Times in ms, of one rank and step;\n"
-        "waits: for communication; idle: for slower ranks or other stages.\n"
-        f"Scaling: samples a second and rank, by those of the first row{' with such a network' if told else ''}."
-    )
+    table.caption = "\n".join(_caption(found, has_networks=any(name != SLOW for name in told)))
     table.caption_justify = "left"
     return table
 
 
-_SWEPT = {"bandwidth_bytes_per_s": "bandwidth", "latency_s": "latency"}
-"""What has a column where it differs between clusters."""
+SLOW = "stragglers"
+_TOLD = {"bandwidth_bytes_per_s": "bandwidth", "latency_s": "latency", SLOW: "slow"}
+"""What has a column where it differs between clusters, or where it was asked for."""
+
+
+def _caption(found: Mapping[str, Any], *, has_networks: bool) -> Iterator[str]:
+    """What the numbers mean, a line each."""
+    rows, is_strong = found["points"], found["scaling"] == "strong"
+    batch, a_rank = rows[0]["batch"], _a_rank(rows[0])
+    each = quantity.plural(int(a_rank), "sample") if a_rank == int(a_rank) else f"{quantity.ratio(a_rank)} samples"
+    dealt = f"{quantity.plural(batch, 'sample')} a step" if is_strong else f"{each} a rank and step"
+    yield f"{'Strong' if is_strong else 'Weak'} scaling: {dealt}. Times in ms, of one rank and step;"
+    yield "waits: for communication; idle: for slower ranks or other stages."
+    first = "the first row with such a network" if has_networks else "the first row"
+    yield f"Scaling: samples a second and rank, by those of {first}."
+    if not all(row.get(SLOW, 1) for row in rows):
+        yield "No rank is slow where the share of stragglers is less than half a rank."
+    if found["splits_tables"]:
+        yield f"Rows of split tables are told {TOLD[found['lookahead']]}."
 
 
 def _shown(name: str, value: float) -> str:
+    if name == SLOW:
+        return quantity.count(value)
     return quantity.duration(value) if name == "latency_s" else bits(value)
 
 

@@ -43,7 +43,7 @@ class Stragglers:
     """Some ranks compute more slowly than the others, always the same ones: a hot device, a host that others use too.
 
     Args:
-        share: Of all ranks, 0 to 1; rounded to whole ranks.
+        share: Of all ranks, 0 to 1; rounded to whole ranks, a half up.
         factor: By which their computation takes longer.
 
     Raises:
@@ -60,10 +60,19 @@ class Stragglers:
                 "such as 1.5 are needed"
             )
 
+    def count(self, ranks: int) -> int:
+        """How many of some ranks are slow: none, if less than half a rank would be.
+
+        Example:
+            >>> [Stragglers(0.01, 1.5).count(ranks) for ranks in (2, 50, 1200)]
+            [0, 1, 12]
+        """
+        return math.floor(self.share * ranks + 0.5)
+
     def factors(self, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
         """Of each rank in all steps."""
         found = np.ones(math.prod(shape))
-        slow = generator.choice(len(found), round(self.share * len(found)), replace=False)
+        slow = generator.choice(len(found), self.count(len(found)), replace=False)
         found[slow] = self.factor
         return found.reshape(shape)
 
