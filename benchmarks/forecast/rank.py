@@ -157,10 +157,10 @@ def forecast(job: Job, profile: Profile, axis: Axis, count: int) -> list[Contend
         space = Space(mesh={"model": 1} if job.joins else {"model": 1, "pipe": 1})
         batch = profile.batch * axis.size
         begin_s = time.perf_counter()
-        chosen = best_plan(profile, profile.cluster, batch=batch, space=space)
+        chosen = best_plan(profile, profile.cluster, batch=batch, space=space, lookahead=True)
         print(f"planned in {time.perf_counter() - begin_s:.2f} s", flush=True)
         for name, plan in {PLANNER: chosen, **rivals(profile, axis.size, count, pipes=job.joins)}.items():
-            seen = run(lower(plan, profile, profile.cluster, batch=batch))
+            seen = run(lower(plan, profile, profile.cluster, batch=batch, lookahead=True))
             peaks = footprints(plan, profile, profile.cluster, batch=batch)
             contenders.append(
                 Contender(name, plan, seen.step_s, dict(seen.by_kind), max(one.peak_bytes for one in peaks))

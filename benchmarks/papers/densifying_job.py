@@ -197,7 +197,7 @@ def planned(setting: Setting) -> Step:
 @lru_cache
 def plan_of(setting: Setting) -> Plan:
     """The planner's choice; it is free to cut the model into stages."""
-    return best_plan(setting.profile, setting.cluster)
+    return best_plan(setting.profile, setting.cluster, lookahead=True)
 
 
 WAYS: dict[str, Callable[[Setting], Step]] = {"gather": gather, "reduce": reduce, "tulle": planned}

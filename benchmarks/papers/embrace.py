@@ -181,13 +181,13 @@ def embrace(job: Job, card: Card) -> Step:
     """EmbRace in tulle's terms: columns, row numbers told ahead, dense updates that wait for reads."""
     tables = tuple(TablePlan(table.name, table.rows, table.width, "columns") for table in job.tables)
     plan = Plan({"data": RANKS}, tables, schedule=AT_READ)
-    return lower(plan, job.profile(card), card.cluster)
+    return lower(plan, job.profile(card), card.cluster, lookahead=True)
 
 
 @lru_cache
 def chosen(job: Job, card: Card) -> Plan:
     """What tulle's planner chooses for the same 16 replicas."""
-    return best_plan(job.profile(card), card.cluster, space=Space(mesh={"data": RANKS}))
+    return best_plan(job.profile(card), card.cluster, space=Space(mesh={"data": RANKS}), lookahead=True)
 
 
 def seconds(job: Job, card: Card) -> dict[str, float]:

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
 
-from tulle.engine import Feed, living_split_tables
+from tulle.engine import Feed, living_split_tables, looking_ahead
 from tulle.errors import DataError, ModelError
 
 T = TypeVar("T")
@@ -44,15 +44,16 @@ class Lookahead(Generic[T]):
         try:
             upcoming = next(batches, _OVER)
             _tell(feeds, upcoming)
-            while upcoming is not _OVER:
-                batch = cast("T", upcoming)
-                for feed in feeds:
-                    feed.begin(batch)
-                upcoming = next(batches, _OVER)
-                _tell(feeds, upcoming)
-                yield batch
-                for feed in feeds:
-                    feed.end()
+            with looking_ahead():
+                while upcoming is not _OVER:
+                    batch = cast("T", upcoming)
+                    for feed in feeds:
+                        feed.begin(batch)
+                    upcoming = next(batches, _OVER)
+                    _tell(feeds, upcoming)
+                    yield batch
+                    for feed in feeds:
+                        feed.end()
         finally:
             for tables, feed in zip(models, feeds, strict=True):
                 tables.end_lookahead(feed)

@@ -26,7 +26,7 @@ WAYS = (*FLAT, *PLACEMENTS)
 
 def seconds_of(plan, profile, cluster, batch):
     forecast = run(lower(plan, profile, cluster, batch=batch))
-    if plan.schedule == "read" and put_off_s(forecast.by_kind) < WORTH_S:
+    if plan.schedule == "read" and put_off_s(forecast.by_kind, lookahead=profile.lookahead) < WORTH_S:
         return math.inf
     return (
         handicap(plan.schedule, plan.memory) * forecast.step_s + Deal.of(plan, profile, cluster, batch=batch).unhidden_s
@@ -97,7 +97,7 @@ def best_of_all(profile, cluster, *, memory_bytes=None):
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_it_is_the_best_of_all(seed):
-    profile = profile_of(seed)
+    profile = replace(profile_of(seed), lookahead=seed == 0)
     cluster = cluster_of(2, bandwidth_bytes_per_s=[1e7, 1e8, 1e9][seed])
     plan = best_plan(profile, cluster)
     assert plan.prediction.is_exact
@@ -217,6 +217,20 @@ def test_what_is_fixed_stays():
 def test_a_mesh_that_the_model_cannot_use_is_refused():
     with pytest.raises(PlanError, match=r"no mesh of 16 ranks has \{'pipe': 16\}"):
         best_plan(profile_of(), cluster_of(16), space=Space(mesh={"pipe": 16}))
+
+
+def test_what_lookahead_would_gain_is_priced_and_offered():
+    profile, cluster = profile_of(), cluster_of(4, bandwidth_bytes_per_s=1e9)
+    space = Space(mesh={"data": 4}, schemes={"embed.weight": "rows"}, schedules=("step",))
+    plain, ahead = (best_plan(profile, cluster, space=space, lookahead=told) for told in (None, True))
+    assert (plain.prediction.lookahead, ahead.prediction.lookahead) == (False, True)
+    assert plain.prediction.step_s > ahead.prediction.step_s + 4e-4, "two latencies more are waited for"
+    told = plain.explain()
+    assert "rows of split tables are told in forward, which waits for that" in told
+    assert re.search(r"offered: for batch in tulle\.lookahead\(loader\): .* a step takes [\d.]+ ms instead of", told)
+    assert "a step ahead, in a loop through tulle.lookahead" in ahead.explain()
+    assert not ahead.offers
+    assert not best_plan(profile_of(tables=0), cluster, space=Space(mesh={"data": 4})).offers
 
 
 def test_the_plan_survives_json(tmp_path):

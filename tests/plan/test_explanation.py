@@ -151,8 +151,9 @@ def test_the_key_is_that_of_model_cluster_and_limits():
         key_of(profile, cluster, memory_bytes=10**9),
         key_of(profile_of(activations=3), cluster, memory_bytes=None),  # of longer samples
         key_of(profile, replace(cluster, inside=network(1e9)), memory_bytes=None),
+        key_of(replace(profile, lookahead=True), cluster, memory_bytes=None),
     ]
-    assert len({key, *others}) == 8
+    assert len({key, *others}) == 9
 
 
 def test_the_environment_names_what_stands_in_for_auto(monkeypatch):

@@ -68,11 +68,53 @@ def test_rows_are_fetched_before_they_are_looked_up_and_pushed_after():
     assert step.tasks[push].after == (names.index("backward embed"),)
 
 
-def test_without_lookahead_row_numbers_are_told_first():
+def starts_of(step, rank=0):
+    return {span.task.name: span.start_s for span in reversed(run(step).timeline(rank))}
+
+
+def test_without_lookahead_the_step_waits_until_row_numbers_are_told():
+    profile = profile_of(tables=2, rows=8000)
+    first, second = profile.tables
+    profile = replace(profile, tables=(first, replace(second, width=16)))  # which travels by itself
+    plan = plan_of(profile)
+    ahead, late = (lower(plan, profile, CLUSTER, lookahead=told) for told in (True, False))
+    told = [task for task in late.tasks if task.name.startswith("tell")]
+    assert [task.kind for task in told] == ["rows", "rows"]
+    assert starts_of(late)["fetch embed.weight"] == pytest.approx(sum(task.seconds for task in told))
+    assert run(late).step_s - run(ahead).step_s == pytest.approx(sum(task.seconds for task in told), rel=0.05)
+    assert lower(plan, profile, CLUSTER) == late, "nobody has seen lookahead"
+    assert lower(plan, replace(profile, lookahead=True), CLUSTER) == ahead
+    predicted = replace(plan, prediction=Prediction(32, 4, 0.1, {}, {}, (1,), 0.1, lookahead=True))
+    assert lower(predicted, profile, CLUSTER) == ahead, "as the plan was made for"
+
+
+def test_without_lookahead_a_stage_tells_rows_when_it_comes_to_the_lookup():
     profile = profile_of()
-    ahead, late = (lower(plan_of(profile), profile, CLUSTER, lookahead=told) for told in (True, False))
-    assert names_of(late).index("tell rows of embed.weight") < names_of(late).index("fetch embed.weight")
-    assert run(late).step_s > run(ahead).step_s
+    table = replace(profile.tables[0], module="layers.2")
+    profile = replace(profile, tables=(table,))
+    ahead, late = (starts_of(lower(in_two(profile), profile, CLUSTER, lookahead=a), rank=2) for a in (True, False))
+    name = "tell rows of embed.weight"
+    assert ahead["fetch embed.weight"] == 0
+    assert late[name] > 0
+    assert late[name] < late["fetch embed.weight"] < late["forward layers.2, micro-batch 0"]
+
+
+def test_a_piece_waits_for_the_rows_of_all_tables_that_it_looks_up():
+    profile = profile_of(tables=2)
+    tables = tuple(
+        TablePlan(t.name, t.rows, t.width, way) for t, way in zip(profile.tables, ("rows", "ring"), strict=True)
+    )
+    step = lower(plan_of(profile, tables=tables), profile, CLUSTER, lookahead=True)
+    fetch = names_of(step).index("fetch embed.weight")
+    assert fetch in next(task for task in step.tasks if task.name.startswith("forward embed")).after
+
+
+def test_a_stage_whose_parameters_are_gathered_waits_for_the_stage_before():
+    profile = profile_of(tables=0)
+    step = lower(in_two(profile, memory=Memory(full_shard=True)), profile, CLUSTER)
+    sent = names_of(step).index("send 0 to stage 1")
+    first = next(t for t in step.tasks if t.stage == 1 and t.name.startswith("forward layers"))
+    assert sent in first.after
 
 
 def test_the_gradient_of_a_dense_table_travels_in_the_buckets():
@@ -159,13 +201,14 @@ def test_rows_are_found_ahead_only_where_some_go_later():
     profile = profile_of()
     slow = cluster_of(4, bandwidth_bytes_per_s=1e5)
     updates = [
-        seconds_of(lower(plan_of(profile, schedule=schedule), one, cluster), "update")
-        for cluster in (CLUSTER, slow)
+        seconds_of(lower(plan_of(profile, schedule=schedule), one, cluster, lookahead=is_ahead), "update")
+        for cluster, is_ahead in ((CLUSTER, True), (slow, False), (slow, True))
         for schedule in ("read", "step")
         for one in [replace(profile, optimizer=replace(profile.optimizer, table_s=1.0))]
     ]
     assert updates[0] == pytest.approx(updates[1])
-    assert updates[2] - updates[3] == pytest.approx(AHEAD_CALLS)
+    assert updates[2] == pytest.approx(updates[3]), "nobody knows what the next batch wants"
+    assert updates[4] - updates[5] == pytest.approx(AHEAD_CALLS)
 
 
 def test_a_model_on_one_stage_needs_no_calls():

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import tulle
+from profiles import profile_of
 from tulle.distribute import putting
+from tulle.engine import is_looking_ahead
 from tulle.profiling import PROFILE, timing
 from tulle.workload import Profile
 
@@ -22,15 +24,23 @@ def asked(monkeypatch, tmp_path):
     return tmp_path / "profile.json"
 
 
-def train(steps: int) -> None:
+def train(steps: int, through: Any = iter) -> None:
     mesh = tulle.init(data=-1)
     model = nn.Sequential(nn.Embedding(40, 4, sparse=True), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = tulle.distribute(model, optimizer, mesh)
-    for step in range(steps):
+    for step in through(range(steps)):
         model(torch.tensor([step, step + 1, step])).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("through", "is_ahead"), [(iter, False), (tulle.lookahead, True)])
+def test_a_profile_says_if_the_loop_goes_through_lookahead(asked, through, is_ahead):
+    with mock.patch("tulle.profiling.script.profile", return_value=profile_of()):
+        train(3, through)
+    assert Profile.load(asked).lookahead == is_ahead
+    assert not is_looking_ahead(), "the loop is over"
 
 
 def test_three_steps_make_a_profile(asked):

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from tulle.cli.units import Bandwidth, Hosts, Latency, ProcessesPerHost, changed
+from tulle.cli.units import Bandwidth, Hosts, Latency, Lookahead, ProcessesPerHost, changed
 from tulle.cli.usage import UsageError
 from tulle.errors import PlanError
 from tulle.plan import Plan, Space, best_plan, explained
@@ -36,12 +36,14 @@ class PlanRequest:
         memory_bytes: What a rank may use; None for what its machine has.
         batch: Samples of a step, of all replicas; None for as many a rank as were profiled.
         mesh: Sizes of axes that are fixed.
+        lookahead: Whether the loop goes through `tulle.lookahead`; None for what the profile saw.
     """
 
     change: Change
     memory_bytes: int | None = None
     batch: int | None = None
     mesh: tuple[tuple[str, int], ...] = ()
+    lookahead: bool | None = None
 
     def plan(self, profile: Profile, *, is_anew: bool = False) -> Plan:
         """The best plan, explained; one that was made before for the same is taken again.
@@ -50,6 +52,7 @@ class PlanRequest:
             profile: Of the model.
             is_anew: Whether to make it anew whatever was made before.
         """
+        profile = profile if self.lookahead is None else replace(profile, lookahead=self.lookahead)
         cluster = another(profile.cluster, self.change) if self.change != Change() else profile.cluster
         shelf = Shelf.of()
         key = key_of(profile, cluster, memory_bytes=self.memory_bytes, batch=self.batch, mesh=self.mesh)
@@ -92,6 +95,7 @@ def plan(  # noqa: PLR0913 - typer makes each argument an option
     mesh: Annotated[
         str | None, typer.Option(metavar="AXIS=N,...", help="Axes that are fixed: data=2,pipe=2. Others are free.")
     ] = None,
+    lookahead: Lookahead = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Save the plan there.")] = None,
     anew: Annotated[
         bool, typer.Option("--anew", metavar="", help="Make it anew, not as it was made before for the same.")
@@ -108,7 +112,8 @@ def plan(  # noqa: PLR0913 - typer makes each argument an option
     change the choice. What is not given is as it was profiled. tulle run --plan FILE trains with it.
     """
     change = changed(hosts, processes_per_host, bandwidth, latency)
-    request = PlanRequest(change, None if memory is None else size(memory), batch, axes(mesh) if mesh else ())
+    limit_bytes = None if memory is None else size(memory)
+    request = PlanRequest(change, limit_bytes, batch, axes(mesh) if mesh else (), lookahead)
     found = request.plan(Profile.load(profile), is_anew=anew)
     if output is not None:
         try:

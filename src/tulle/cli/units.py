@@ -16,6 +16,14 @@ Bandwidth = Annotated[
     str | None, typer.Option("--bandwidth", metavar="RATE", help="Of a host's link: 100Gbit, 12.5GB/s.")
 ]
 Latency = Annotated[str | None, typer.Option(metavar="TIME", help="Of one message between hosts: 2us.")]
+Lookahead = Annotated[
+    bool | None,
+    typer.Option(
+        "--lookahead/--no-lookahead",
+        metavar="",
+        help="Whether the loop goes through tulle.lookahead. Default: as profiled.",
+    ),
+]
 
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BYTES = {"bit": 1 / 8, "bps": 1 / 8, "B": 1.0, "Byte": 1.0, "byte": 1.0}

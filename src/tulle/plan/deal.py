@@ -44,6 +44,7 @@ class Deal:
         bundles: Tables that travel as one.
         flows: What one stage sends another of one micro-batch.
         tariff: What exchanges cost.
+        lookahead: Whether the loop goes through `tulle.lookahead`.
     """
 
     plan: Plan
@@ -55,10 +56,17 @@ class Deal:
     bundles: Sequence[Bundle]
     flows: Mapping[tuple[int, int], Cost]
     tariff: Tariff
+    lookahead: bool
 
     @staticmethod
     def of(
-        plan: Plan, profile: Profile, cluster: Cluster, *, batch: int | None = None, tariff: Tariff | None = None
+        plan: Plan,
+        profile: Profile,
+        cluster: Cluster,
+        *,
+        batch: int | None = None,
+        lookahead: bool | None = None,
+        tariff: Tariff | None = None,
     ) -> Deal:
         """Arguments as for `tulle.plan.lower`.
 
@@ -72,7 +80,8 @@ class Deal:
         tariff = tariff or Tariff(profile)
         bundles = bundles_of(plan, works, share, networks[DATA], tariff)
         flows = flows_of(works, share, networks[PIPE])
-        deal = Deal(plan, profile, cluster.machine, share, networks[DATA], works, bundles, flows, tariff)
+        is_ahead = looks_ahead(plan, profile) if lookahead is None else lookahead
+        deal = Deal(plan, profile, cluster.machine, share, networks[DATA], works, bundles, flows, tariff, is_ahead)
         return deal.under(plan)
 
     def under(self, plan: Plan) -> Deal:
@@ -123,20 +132,22 @@ class Deal:
     def unhidden_s(self) -> float:
         """By how much split tables send for longer than packets would in which they could travel, beside work or not.
 
-        What so small an exchange takes, it takes of the processor: as much beside the model's work as behind it.
+        What so small an exchange takes, it takes of the processor: as much beside the model's work as behind it. Row
+        numbers that are told in forward are not hidden in any case.
         """
         ranks, batches, seconds = self.share.data, self.share.batches, 0.0
         for bundle in self.bundles:
             if bundle.exchange.is_split and ranks > 1:
                 options = self.tariff.options(bundle.names, self.network, ranks=ranks, batches=batches)
-                sent_s = self.share.micro_batches * bundle.exchange.total.seconds
+                sent = bundle.exchange.total if self.lookahead else bundle.exchange.values + bundle.exchange.values
+                sent_s = self.share.micro_batches * sent.seconds
                 seconds += sum(max(0.0, sent_s - one.total.seconds) for one in options if one.scheme == AUTO)
         return seconds
 
     @property
     def update(self) -> Update:
         """What the optimizer takes."""
-        return Update(self.plan, self.profile, self.share, self.network, self.tariff)
+        return Update(self.plan, self.profile, self.share, self.network, self.tariff, self.lookahead)
 
     def pieces(self, stage: int) -> list[Work]:
         """Those of a stage."""
@@ -155,6 +166,11 @@ class Deal:
         if self.is_late:
             found = by_urgency(found, sum(work.backward_s + work.all_reduced_again.seconds for work in self.works))
         return found
+
+
+def looks_ahead(plan: Plan, profile: Profile) -> bool:
+    """Whether a loop goes through `tulle.lookahead`: as the plan was made for, or else as the profile saw it."""
+    return plan.prediction.lookahead if plan.prediction else profile.lookahead
 
 
 def flows_of(works: Sequence[Work], share: Share, network: Network) -> dict[tuple[int, int], Cost]:

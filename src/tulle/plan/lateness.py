@@ -12,14 +12,16 @@ WORTH_S = 0.02
 """What must at least be put off in a step: waiting for pieces one by one costs some of it (`benchmarks/scheduling`)."""
 
 
-def put_off_s(by_kind: Mapping[str, float]) -> float:
+def put_off_s(by_kind: Mapping[str, float], *, lookahead: bool) -> float:
     """Seconds of what could hide behind the next forward, from those of each kind of traffic in a step.
 
+    Gradients of rows only do in a loop through `tulle.lookahead`, which knows what the next batch wants.
+
     Example:
-        >>> put_off_s({"dense": 0.01, "rows": 0.004, "compute": 0.1})
+        >>> put_off_s({"dense": 0.01, "rows": 0.004, "compute": 0.1}, lookahead=True)
         0.012
     """
-    return by_kind.get("dense", 0.0) + by_kind.get("rows", 0.0) / 2
+    return by_kind.get("dense", 0.0) + (by_kind.get("rows", 0.0) / 2 if lookahead else 0.0)
 
 
 def schedule_by_cost(plan: Plan, dense_bytes: int, network: Network, ranks: int) -> str:

@@ -82,7 +82,7 @@ class _Stage:
             # Past the modules of others a rank runs while it waits for sums, too.
             device_s=count * (turn_s + max(0.0, before_s + behind_s - summed_s)) + update_s,
             link_s=sum(dense_s) + rows_s + count * (summed_s + _passed_s(deal, number)) + gathered_s,
-            fetched_s=_fetched_s(bundles, works, here_s),
+            fetched_s=_fetched_s(deal, bundles, works, here_s),
             synchronized_s=_synchronized_s(bundles, works, dense_s),
             ended_s=update_s + gathered_s,
         )
@@ -138,16 +138,22 @@ def _passed_s(deal: Deal, number: int) -> float:
     return sum(cost.seconds for pair, cost in deal.flows.items() if number in pair and (pair[0] - pair[1]) % pipe)
 
 
-def _fetched_s(bundles: Sequence[Bundle], works: Sequence[Work], begun_s: float) -> float:
-    """By how much rows come later than pieces that do not need them take; the first of a stage takes something more."""
+def _fetched_s(deal: Deal, bundles: Sequence[Bundle], works: Sequence[Work], begun_s: float) -> float:
+    """By how much rows come later than pieces that do not need them take; the first of a stage takes something more.
+
+    Without lookahead row numbers are told before; and those of stages when a lookup comes, which waits for all of it.
+    """
+    split = [bundle for bundle in bundles if bundle.exchange.is_split]
+    told_s = 0.0 if deal.lookahead else sum(bundle.exchange.told.seconds for bundle in split)
+    if deal.share.pipe > 1 and not deal.lookahead:
+        return told_s + sum(bundle.exchange.values.seconds for bundle in split)
     linked_s = waited_s = 0.0
-    for bundle in bundles:
-        if bundle.exchange.is_split:
-            linked_s += bundle.exchange.values.seconds
-            before = [forward_of(work) for work in works if work.number < bundle.first]
-            before_s = begun_s + sum(before) if before else 0.0
-            waited_s = max(waited_s, linked_s - before_s)
-    return waited_s
+    for bundle in split:
+        linked_s += bundle.exchange.values.seconds
+        before = [forward_of(work) for work in works if work.number < bundle.first]
+        before_s = begun_s + sum(before) if before else 0.0
+        waited_s = max(waited_s, linked_s - before_s)
+    return told_s + waited_s
 
 
 def _synchronized_s(bundles: Sequence[Bundle], works: Sequence[Work], dense_s: Sequence[float]) -> float:

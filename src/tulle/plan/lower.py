@@ -36,7 +36,7 @@ def lower(
     cluster: Cluster,
     *,
     batch: int | None = None,
-    lookahead: bool = True,
+    lookahead: bool | None = None,
     tariff: Tariff | None = None,
 ) -> Step:
     """The tasks of one step under a plan.
@@ -46,18 +46,19 @@ def lower(
         profile: What the model does.
         cluster: What it runs on; as many ranks as the mesh has, or more.
         batch: Samples of a step, of all replicas; None for as many a rank as the plan was made for, or were measured.
-        lookahead: Whether the loop goes through `tulle.lookahead`, so that row numbers are told a step earlier.
+        lookahead: Whether the loop goes through `tulle.lookahead`, so that row numbers are told a step earlier; None
+            for what the plan was made for, or else the profile saw.
         tariff: What exchanges cost, if some are known already.
 
     Raises:
         PlanError: If the plan does not fit the profile.
     """
-    return lowered(Deal.of(plan, profile, cluster, batch=batch, tariff=tariff), lookahead=lookahead)
+    return lowered(Deal.of(plan, profile, cluster, batch=batch, lookahead=lookahead, tariff=tariff))
 
 
-def lowered(deal: Deal, *, lookahead: bool = True) -> Step:
+def lowered(deal: Deal) -> Step:
     """The same of what is dealt already."""
-    return contended(_Lowering(deal, lookahead).step(), deal.machine)
+    return contended(_Lowering(deal).step(), deal.machine)
 
 
 @dataclass(slots=True)
@@ -65,7 +66,6 @@ class _Lowering:
     """Writes one step."""
 
     deal: Deal
-    lookahead: bool
     tasks: Tasks = field(init=False)
     buckets: dict[int, Bucket] = field(init=False)
     """By the number of the piece with which they are full; in the order in which they are sent."""
@@ -143,11 +143,8 @@ class _Lowering:
         self._pass_by(turn, before_s)
         run = self._run(turn)
         is_first = turn.micro_batch == 0
-        fetched = {
-            bundle.first: self._fetch(bundle)
-            for bundle in self.deal.bundles
-            if bundle.stage == turn.stage and (is_first or bundle.exchange.is_split)
-        }
+        bundles = [one for one in self.deal.bundles if one.stage == turn.stage and (is_first or one.exchange.is_split)]
+        fetched = self._fetch(run, bundles)
         for bucket in self.buckets.values() if is_first else ():
             if bucket.is_carried and bucket.stage == turn.stage:
                 self.reduced[bucket.number] = self._all_reduce(bucket, ())
@@ -155,7 +152,8 @@ class _Lowering:
             if is_first and self.deal.is_late and work.number in self.buckets:
                 self._update_late(run, self.buckets[work.number])
             self._gather(run, work)
-            run.add(work.name, work.forward_s + here_s, fetched.get(work.number, ()))
+            self._look_up(run, [one for one in bundles if one.first == work.number])
+            run.add(work.name, work.forward_s + here_s, fetched[work.number])
             here_s = 0.0
             run.sum_up(f"all-reduce {work.name}", work.all_reduced)
         self._over(turn, run)
@@ -193,19 +191,41 @@ class _Lowering:
         here = target if turn.is_backward else source
         return here == turn.stage and source % self.share.pipe != target % self.share.pipe
 
-    def _fetch(self, bundle: Bundle) -> list[int]:
-        """Rows of split tables come before their first lookup; row numbers of the next step are told beside."""
-        label = ", ".join(bundle.names)
-        exchange = bundle.exchange
-        is_told_first = exchange.is_split and not self.lookahead
-        found: list[int] = []
-        if is_told_first:
-            found = [self._sent_along_data(f"tell rows of {label}", exchange.told, (), bundle.stage, "rows")]
-        if exchange.is_split:
-            found = [self._sent_along_data(f"fetch {label}", exchange.values, found, bundle.stage, "rows")]
-        if exchange.told.seconds and not is_told_first:
-            self._sent_along_data(f"tell rows of {label}", exchange.told, (), bundle.stage, "sparse")
+    def _fetch(self, run: Run, bundles: Sequence[Bundle]) -> defaultdict[int, list[int]]:
+        """What travels from the begin of a forward on; what each piece waits for, by its number.
+
+        Rows of split tables come before their first lookup. With lookahead the row numbers of the next step are told
+        beside; without it those of this one first, and the call of the model begins when they are.
+        """
+        found: defaultdict[int, list[int]] = defaultdict(list)
+        split = [one for one in bundles if one.exchange.is_split and not self._is_told_at_lookups]
+        told = [] if self.deal.lookahead else [self._tell(one, (), "rows") for one in split]
+        run.waits += told
+        for bundle in split:
+            found[bundle.first].append(self._fetch_rows(bundle, told))
+        for bundle in bundles:
+            if bundle.exchange.told.seconds and (self.deal.lookahead or not bundle.exchange.is_split):
+                self._tell(bundle, (), "sparse")
         return found
+
+    def _look_up(self, run: Run, bundles: Iterable[Bundle]) -> None:
+        """Stages without lookahead tell rows when they come to the lookup, and wait for them there."""
+        for bundle in bundles if self._is_told_at_lookups else ():
+            if bundle.exchange.is_split:
+                told = self._tell(bundle, run.reached(), "rows")
+                run.waits.append(self._fetch_rows(bundle, [told]))
+
+    @property
+    def _is_told_at_lookups(self) -> bool:
+        return self.share.pipe > 1 and not self.deal.lookahead
+
+    def _tell(self, bundle: Bundle, after: Iterable[int], kind: str) -> int:
+        name = f"tell rows of {', '.join(bundle.names)}"
+        return self._sent_along_data(name, bundle.exchange.told, after, bundle.stage, kind)
+
+    def _fetch_rows(self, bundle: Bundle, after: Iterable[int]) -> int:
+        name = f"fetch {', '.join(bundle.names)}"
+        return self._sent_along_data(name, bundle.exchange.values, after, bundle.stage, "rows")
 
     def _is_complete(self, work: Work, *, is_last: bool) -> bool:
         """Whether something can be sent when this piece's backward is over."""

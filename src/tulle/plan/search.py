@@ -35,7 +35,7 @@ from tulle.plan.limit import least_seconds
 from tulle.plan.lower import lowered
 from tulle.plan.moving import on_machine
 from tulle.plan.plan import AT_READ, AT_STEP, MODEL, PIPE, Plan
-from tulle.plan.prediction import HANDICAP, Prediction
+from tulle.plan.prediction import HANDICAP, Prediction, ms
 from tulle.plan.saving import with_recomputed
 from tulle.plan.space import MOST_CUTS, Space, cuts
 from tulle.plan.work import DATA, Share, share_of, total_s, work_of
@@ -44,6 +44,8 @@ from tulle.workload import Cluster, Profile
 
 MOST_WORK = 60_000
 """After so many tasks and pieces, some seconds, the search ends with the best so far, on all ranks alike."""
+WORTH_OFFERING = 0.01
+"""Of a step that must be gained for another way to write the loop to be offered."""
 STEP_WORK = 40
 """What lowering and simulating a step takes besides its tasks."""
 
@@ -74,6 +76,7 @@ def best_plan(
     memory_bytes: int | None = None,
     batch: int | None = None,
     space: Space | None = None,
+    lookahead: bool | None = None,
     tariff: Tariff | None = None,
 ) -> Plan:
     """The plan of least predicted seconds for a model on a cluster. Pure: ranks that know the same choose the same.
@@ -84,6 +87,7 @@ def best_plan(
         memory_bytes: What a rank may use; None for what the cluster's machines have.
         batch: Samples of a step, of all replicas; None for as many a rank as were measured.
         space: What may be chosen; None for everything that `tulle.distribute` can put on.
+        lookahead: Whether the loop goes through `tulle.lookahead`; None for what the profile saw.
         tariff: What is known of the tables' gradients from another search for the same profile.
 
     Returns:
@@ -105,6 +109,7 @@ def best_plan(
     limit_bytes = cluster.machine.memory_bytes if memory_bytes is None else memory_bytes
     samples = profile.batch * cluster.ranks if batch is None else batch
     moved = on_machine(profile, cluster.machine)
+    moved = moved if lookahead is None else replace(moved, lookahead=lookahead)
     return Search(moved, cluster, samples, space or Space(), limit_bytes, tariff or Tariff(profile)).run()
 
 
@@ -334,7 +339,11 @@ class Search:
         forecast = run(step)
         self.worked += STEP_WORK + len(step.tasks)
         others = self.space.schedules_for(deal.plan.mesh, deal.plan.memory)
-        if deal.plan.schedule == AT_READ and AT_STEP in others and put_off_s(forecast.by_kind) < WORTH_S:
+        if (
+            deal.plan.schedule == AT_READ
+            and AT_STEP in others
+            and put_off_s(forecast.by_kind, lookahead=deal.lookahead) < WORTH_S
+        ):
             return
         unhidden_s = deal.unhidden_s
         found = Found(
@@ -367,8 +376,22 @@ class Search:
             runner_up=tuple(differences(best.plan, second.plan)) if second else (),
             runner_up_s=second.forecast.step_s + second.unhidden_s if second else None,
             binding=binding(best.forecast),
+            lookahead=self.profile.lookahead,
         )
-        return replace(plan, network=network if share.data > 1 else None, prediction=prediction)
+        network = network if share.data > 1 else None
+        return replace(plan, network=network, offers=self._offers(best), prediction=prediction)
+
+    def _offers(self, best: Found) -> tuple[str, ...]:
+        """What a loop through `tulle.lookahead` would gain."""
+        if self.profile.lookahead or not best.plan.placements or best.plan.mesh.get(DATA, 1) == 1:
+            return ()
+        ahead_s = run(lowered(replace(self._deal(best.plan), lookahead=True))).step_s
+        if ahead_s > (1 - WORTH_OFFERING) * best.forecast.step_s:
+            return ()
+        return (
+            f"for batch in tulle.lookahead(loader): rows of split tables are then told a step ahead, and a step takes "
+            f"{ms(ahead_s)} instead of {ms(best.forecast.step_s)}",
+        )
 
 
 def handicap(schedule: str, memory: Memory) -> float:

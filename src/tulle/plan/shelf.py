@@ -17,7 +17,7 @@ from tulle.workload import Cluster, Profile
 
 CACHE = "TULLE_CACHE"
 """Names a folder for what is kept; else `$XDG_CACHE_HOME/tulle`, else `~/.cache/tulle`."""
-PLANNER = 5
+PLANNER = 6
 """To be raised when the planner would choose otherwise: plans that an older one made are not taken again."""
 
 
@@ -99,6 +99,7 @@ def key_of(profile: Profile, cluster: Cluster, **limits: object) -> str:
         "tables": [(table.name, table.rows, table.width, table.is_sparse) for table in profile.tables],
         "activations_bytes": _rounded(float(sum(piece.activations_bytes for piece in profile.modules))),
         "lookups": [_rounded(table.tokens) for table in profile.tables],
+        "lookahead": profile.lookahead,
         "hosts": cluster.hosts,
         "processes_per_host": cluster.processes_per_host,
         "memory_bytes": cluster.machine.memory_bytes,

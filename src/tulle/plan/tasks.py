@@ -96,6 +96,10 @@ class Run:
             self.waits, self._names, self._seconds = [], [], 0.0
         return [] if self.last is None else [self.last]
 
+    def reached(self) -> list[int]:
+        """Write what there is; what ends when the device has come to the next piece."""
+        return [*self.write(), *self.waits]
+
     def sum_up(self, name: str, cost: Cost) -> None:
         """What the last piece made is summed over axis `model`."""
         if self.is_coarse:
@@ -112,4 +116,5 @@ class Run:
 
     def interrupt(self, name: str, cost: Cost, *, axis: str, kind: str) -> None:
         """Something is sent that the next piece waits for."""
-        self.waits = [self.tasks.send(name, cost, self.write(), stage=self.stage, axis=axis, kind=kind)]
+        after = self.write()
+        self.waits = [*self.waits, self.tasks.send(name, cost, after, stage=self.stage, axis=axis, kind=kind)]

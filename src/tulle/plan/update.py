@@ -28,6 +28,7 @@ class Update:
         share: How the step is dealt.
         network: Of axis `data`.
         tariff: What gradients look like.
+        lookahead: Whether the loop goes through `tulle.lookahead`.
     """
 
     plan: Plan
@@ -35,6 +36,7 @@ class Update:
     share: Share
     network: Network
     tariff: Tariff
+    lookahead: bool
 
     def dense_s(self, pieces: Iterable[Work]) -> float:
         """Seconds for the dense parameters of some pieces; a rank that shares them out with others does its part."""
@@ -57,8 +59,8 @@ class Update:
         return self.tariff.updated_bytes(name, self.share.data, self.share.batches) * row_s(self.profile)
 
     def _delays_rows(self, split: Sequence[str]) -> bool:
-        """Whether some rows of these tables' gradients go later."""
-        if self.plan.schedule != AT_READ or self.share.data == 1:
+        """Whether some rows of these tables' gradients go later: only who knows the next batch can tell which."""
+        if not self.lookahead or self.plan.schedule != AT_READ or self.share.data == 1:
             return False
         gradients_bytes = sum(self.tariff.pushed_bytes(name, self.share.data, self.share.batches) for name in split)
         return delays_rows(gradients_bytes, self.network)

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 
 from tulle.cost import NOTHING, Cost, Network, all_reduce_cost
 from tulle.errors import PlanError
-from tulle.plan.plan import MODEL, PIPE, Plan
+from tulle.plan.plan import DATA, MODEL, PIPE, Plan
 from tulle.workload import Cluster, ModuleProfile, Profile, TableProfile
 
-DATA = "data"
 NARROW = 0.5
 """Bytes of a parameter in 16 bits by one in 32."""
 AXES = (PIPE, DATA, MODEL)
@@ -126,11 +125,15 @@ def share_of(plan: Plan, profile: Profile, batch: int | None = None) -> Share:
     unknown = [name for name, size in plan.mesh.items() if name not in AXES and size > 1]
     if unknown:
         raise PlanError(f"the plan's mesh has an axis {unknown[0]!r}, a forecast knows {', '.join(AXES)}")
-    told = plan.prediction
-    a_rank = told.batch / told.ranks if told else profile.batch
     share = Share(dict(plan.mesh), 0.0, plan.micro_batches)
-    samples = a_rank * share.ranks if batch is None else batch
+    samples = samples_a_rank(plan, profile) * share.ranks if batch is None else batch
     return replace(share, batches=samples / profile.batch / share.data)
+
+
+def samples_a_rank(plan: Plan, profile: Profile) -> float:
+    """Of a step, as the plan was made for, or else were measured."""
+    told = plan.prediction
+    return told.batch / told.ranks if told else profile.batch
 
 
 def stages_of(plan: Plan, profile: Profile) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tulle.engine import is_looking_ahead
 from tulle.mesh import Mesh
 from tulle.pipeline.structure import flatten, rebuild
 from tulle.profiling.measure import profile
@@ -27,7 +28,8 @@ SAMPLES = 3
 def profile_later(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh) -> None:
     """Record the batches with which a model is trained, and profile a copy of it. Every rank must call it.
 
-    Does nothing unless `tulle profile` asked for it.
+    Does nothing unless `tulle profile` asked for it. The profile says, too, if the script's loop goes through
+    `tulle.lookahead`.
 
     Args:
         model: Before anything is done to it; what it is called with is what the script trains it on.
@@ -64,7 +66,7 @@ class _Recording:
         first, *further = self.samples
         found = profile(self.twin.model, self.twin.optimizers, first, self.mesh, further=further)
         if self.mesh.rank == 0:
-            found.save(self.path)
+            replace(found, lookahead=is_looking_ahead()).save(self.path)
         self.samples.clear()
         self.twin = None
 
