@@ -11,11 +11,14 @@ These raise, and so does what mixes numbers along the dimension that is cut: of 
 `F.normalize(words.weight, dim=1)` is right, and with `dim=0` it is not. Of `parameter.data` only this, rows read or
 written by number, numbers drawn and what leaves torch (`numpy()`, `tolist()`) are refused, of `parameter.detach()`
 nothing: it is for who knows that only a part lies here.
+
+One number of all (`weight.norm()`, `weight.pow(2).sum()`, `weight.data.abs().max()`) is that of the whole, for which
+every rank must ask; sums, means and norms have gradients. What cannot be made of the ranks' numbers raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
@@ -25,16 +28,18 @@ from torch.optim import Optimizer
 
 from tulle.errors import ModelError
 from tulle.torch_functions import (
+    BY_NUMBER,
     DRAWS,
     EACH_BY_ITSELF,
     LEAVES_TORCH,
-    NORMS,
     PRODUCTS,
-    adds_up,
+    REDUCED,
     goes_by_place,
+    has_gradient_of_parts,
     mixes,
     name_of,
 )
+from tulle.whole_numbers import Reduction, Together, number_of_whole
 
 T = TypeVar("T", bound=Tensor)
 WHOSE = "tulle_part"
@@ -59,6 +64,20 @@ class Whole(Protocol):
     @property
     def dim(self) -> int:
         """The dimension that is cut."""
+        ...
+
+    @property
+    def count(self) -> int | None:
+        """Numbers in the whole; None if parts have places that stay empty."""
+        ...
+
+    @property
+    def layout(self) -> Hashable:
+        """What is equal for parts whose numbers lie alike."""
+        ...
+
+    def over(self, number: Tensor, op: Reduction) -> Tensor:
+        """What all ranks' numbers make; a sum gives each its gradient. Every rank that has a part must call it."""
         ...
 
     def refusal(self, taker: str) -> str:
@@ -103,9 +122,7 @@ class _Part(Tensor):
                 return func(*args, **keywords)
             part._check_given(name, given, args, keywords)
             result = func(*args, **keywords)
-            if not isinstance(result, Tensor | tuple | list):
-                return result
-            return part._checked(name, result, is_sum=adds_up(name, args, keywords))
+            return part._checked(name, result, args, keywords)
 
     def _check_given(
         self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Mapping[str, Any]
@@ -116,9 +133,29 @@ class _Part(Tensor):
         if is_mixed and given[0] is self:
             _refuse(self, name)
 
-    def _checked(self, name: str, result: Any, *, is_sum: bool) -> Any:
-        """What a function gave, if nobody need look at it; `is_sum` if one number of it is right for each part."""
-        return result
+    def _checked(self, name: str, result: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        """What a function gave, if nobody need look at it; one number of all is that of the whole."""
+        if not isinstance(result, Tensor) or type(result) in _KINDS:
+            return result
+        if not result.dim():
+            return self._number(name, result, args, keywords)
+        is_by_number = name in BY_NUMBER and result.shape == self.shape and not result.requires_grad
+        return _become(PartData, result, self) if is_by_number or name == "cpu" else result
+
+    def _number(self, name: str, result: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor:
+        """One number of the whole, from that of this part."""
+        whole: Whole = getattr(self, _WHOLE)
+        has_gradient = torch.is_grad_enabled() and has_gradient_of_parts(name, args, keywords)
+        with torch.set_grad_enabled(has_gradient):
+            number = result if has_gradient else result.detach()
+            found = number_of_whole(name, self, args, keywords, number, Together(whole.over, whole.count))
+        if found is None:
+            _refuse(self, name)
+        if result.requires_grad and not found.requires_grad:
+            result.data.copy_(found)  # for who only looks at it
+            result.register_hook(lambda _: _refuse(self, name))
+            return result
+        return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle of a plain tensor."""
@@ -135,23 +172,23 @@ class _Guarded(_Part):
         super()._check_given(name, given, args, keywords)
         if name in PRODUCTS or not all(_fits(one, self) or _is_number(one) for one in given):
             _refuse(self, name)
+        layout = getattr(self, _WHOLE).layout
+        if any(isinstance(one, _Part) and getattr(one, _WHOLE).layout != layout for one in given):
+            _refuse(self, name)
 
-    def _checked(self, name: str, result: Any, *, is_sum: bool) -> Any:
+    def _checked(self, name: str, result: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         if not isinstance(result, Tensor):
-            for one in result:
+            for one in result if isinstance(result, tuple | list) else ():
                 if isinstance(one, Tensor):
-                    self._checked(name, one, is_sum=is_sum)
+                    self._checked(name, one, args, keywords)
             return result
         if not _fits(result, self):
             _refuse(self, name)
         if name == "data" or (name == "cpu" and result is not self and not result.requires_grad):
             return _become(PartData, result, self)  # an object of its own, unlike what an operation in place gives
-        if result.requires_grad and result.grad_fn is not None:
-            if result.dim():
-                return _become(PartValues, result, self)
-            if not is_sum:  # to print it does no harm
-                result.register_hook(lambda _: _refuse(self, name))
-        return result
+        if result.requires_grad and result.grad_fn is not None and result.dim():
+            return _become(PartValues, result, self)
+        return super()._checked(name, result, args, keywords)
 
 
 def _gradient_of(part: Tensor) -> Tensor | None:
@@ -184,10 +221,7 @@ class PartValues(_Guarded):
 
 
 class PartData(_Part):
-    """`parameter.data` of a part, or a copy of it on the CPU."""
-
-    def _checked(self, name: str, result: Any, *, is_sum: bool) -> Any:
-        return _become(PartData, result, self) if name == "cpu" else result
+    """`parameter.data` of a part, or what was made of its numbers, each by itself, to be counted or summed."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A plain tensor of the same numbers."""
@@ -196,7 +230,8 @@ class PartData(_Part):
 
 _PLAIN = {Part: nn.Parameter, PartValues: Tensor}
 """By class of what may be lent to code that knows parts, what it is then."""
-_KNOWN = {Part, PartValues, PartData, Tensor, nn.Parameter}
+_KINDS = {Part, PartValues, PartData}
+_KNOWN = {*_KINDS, Tensor, nn.Parameter}
 
 
 def meets_parts(kind: type[T]) -> type[T]:
@@ -213,9 +248,12 @@ def guard(parameter: nn.Parameter, whole: Whole) -> None:
         ...     dim = 0
         ...     def refusal(self, taker): return f"{taker} was given half of it"
         ...     def refusal_of_gradient(self): return None
+        ...     def over(self, number, op): return 2 * number  # of two ranks that have the same
+        ...     layout, count = "halves", 16
         >>> weight = nn.Parameter(torch.ones(2, 4))
         >>> guard(weight, Halves())
-        >>> (2 * weight).sum().backward()
+        >>> (2 * weight).sum().item()
+        32.0
         >>> torch.ones(1, 4) @ weight.T
         Traceback (most recent call last):
             ...
@@ -223,6 +261,11 @@ def guard(parameter: nn.Parameter, whole: Whole) -> None:
     """
     setattr(parameter, _WHOLE, whole)
     _guard_again([parameter])
+
+
+def whole_of(parameter: Tensor) -> Whole | None:
+    """What a guarded parameter holds a part of; None of a plain one."""
+    return getattr(parameter, _WHOLE, None) if isinstance(parameter, Part) else None
 
 
 def load_part(
@@ -317,10 +360,12 @@ def _is_number(tensor: Tensor) -> bool:
 
 def _refuse(part: Tensor, name: str) -> NoReturn:
     whole: Whole = getattr(part, _WHOLE)
-    hint = "; a penalty may have p.pow(2).sum() or p.abs().sum(), of which each part gives its share"
-    if name in LEAVES_TORCH:
+    hint = ""
+    if name in REDUCED:
+        hint = "; sums, means and norms of all of it are known, p.pow(2).sum() say, and have gradients"
+    elif name in LEAVES_TORCH:
         hint = "; tulle.full_state_dict(model), called on every rank, gives rank 0 all of it"
-    raise ModelError(whole.refusal(name) + (hint if name in NORMS | LEAVES_TORCH else ""))
+    raise ModelError(whole.refusal(name) + hint)
 
 
 def _check_gradients(given: Iterable[Tensor]) -> None:

@@ -7,6 +7,7 @@ dimension that is cut, does not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ _ALONG: Mapping[str, tuple[int, int | None]] = {
 }
 """By name of what mixes numbers along a dimension and gives a part's shape: which argument says the dimension, and what
 that is if none does; None for all."""
-_REDUCED: Mapping[str, int] = {
+REDUCED: Mapping[str, int] = {
     **dict.fromkeys(("sum", "nansum", "mean", "nanmean", "prod", "max", "min", "amax", "amin", "aminmax"), 1),
     **dict.fromkeys(("argmax", "argmin", "var", "std", "var_mean", "std_mean", "logsumexp", "median", "nanmedian"), 1),
     **dict.fromkeys(("mode", "all", "any", "count_nonzero"), 1),
@@ -63,12 +64,18 @@ _REDUCED: Mapping[str, int] = {
 """By name of what makes one number of those along a dimension: which argument says it, if it is not to be all."""
 _PLACES = {"argmax", "argmin", "max", "min", "median", "nanmedian", "mode", "kthvalue"}
 """Names of those that also give where it lies."""
-_SUMS = {"sum", "nansum", "dot", "vdot"}
-"""Names of what gives one number whose gradient is right for each part; its value is this rank's share."""
-_LOSSES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
-"""Names of what does so with `reduction="sum"`."""
-NORMS = {"norm", "linalg_vector_norm"}
-"""Names of what does so with the order 1."""
+_SUMS = {"sum", "nansum", "dot", "vdot", "mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
+"""Names of what gives one number that is a sum, or mean, of what it gives of all parts."""
+_NORMS = {"norm", "linalg_vector_norm", "linalg_norm"}
+_WITHOUT_GRADIENT = {0, math.inf, -math.inf, "inf", "-inf", "nuc"}
+"""Orders of norms of which the gradient is not that of a sum."""
+BY_NUMBER = {
+    *("float", "double", "half", "bfloat16", "to", "pow", "square", "abs", "absolute", "mul", "div", "true_divide"),
+    *("isfinite", "isnan", "isinf", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("__pow__", "__abs__", "__mul__", "__rmul__", "__truediv__"),
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
+}
+"""Names of what is done to each number before some are counted or summed, and is in no optimizer's state."""
 EACH_BY_ITSELF = ("_foreach_", "_fused_", "_amp_", "new_")
 """How the names of functions begin that treat every number of many tensors by itself, or ask for dtype and device."""
 
@@ -86,8 +93,8 @@ def mixes(name: str, part: Tensor, cut: int, args: Sequence[Any], keywords: Mapp
         return cut >= count - len(shape)
     if name in ("renorm", "renorm_"):  # along all dimensions but one
         return any(dim % count != cut for dim in _dims(keywords, args, 2) or ())
-    if name in _REDUCED:
-        dims = {dim % count for dim in _dims(keywords, args, _REDUCED[name]) or ()}
+    if name in REDUCED:
+        dims = {dim % count for dim in _dims(keywords, args, REDUCED[name]) or ()}
         if name in _PLACES:
             return cut in dims or (not dims and name.startswith("arg"))
         return cut in dims and len(dims) < count  # of one number of all it is seen whether somebody needs it
@@ -105,11 +112,16 @@ def _dims(keywords: Mapping[str, Any], args: Sequence[Any], place: int) -> Seque
     return several if all(isinstance(one, int) and not isinstance(one, bool) for one in several) else None
 
 
-def adds_up(name: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Whether one number that a function gives is a sum, over all numbers, of what each gives by itself."""
-    if name in NORMS:
-        return keywords.get("p", keywords.get("ord", args[1] if len(args) > 1 else None)) == 1
-    return name in _SUMS or (name in _LOSSES and keywords.get("reduction") == "sum")
+def has_gradient_of_parts(name: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether one number that a function gives of all is made, with gradients, of those that it gives of the parts.
+
+    Example:
+        >>> has_gradient_of_parts("norm", [torch.ones(2)], {}), has_gradient_of_parts("max", [torch.ones(2)], {})
+        (True, False)
+    """
+    if name in _NORMS:
+        return keywords.get("p", keywords.get("ord", args[1] if len(args) > 1 else None)) not in _WITHOUT_GRADIENT
+    return name in _SUMS
 
 
 def name_of(func: Callable[..., Any]) -> str:

@@ -203,7 +203,8 @@ WRONG = {
     "__getitem__": lambda linear: linear.weight[3],
     "linear": lambda linear: nn.functional.linear(X, linear.weight),
     "cdist": lambda linear: torch.cdist(X[0], linear.weight),
-    "norm": lambda linear: linear.weight.norm().backward(),
+    "median": lambda linear: linear.weight.data.median(),
+    "max": lambda linear: linear.weight.max().backward(),
     "view": lambda linear: prune.l1_unstructured(linear, "weight", 0.5),
 }
 
@@ -261,3 +262,93 @@ def test_what_treats_every_number_of_a_layer_by_itself_goes_on_with_the_numbers_
     model, averaged = penalized(with_layers(), None)
     assert type(model[0].linear1.weight) is Part, "guarded again after each forward and each step"
     assert type(averaged[0].linear1.weight) is nn.Parameter
+
+
+PENALTIES = {
+    "L2": lambda model: sum(p.pow(2).sum() for p in model.parameters()),
+    "L1": lambda model: sum(p.abs().sum() + p.norm(1) for p in model.parameters()),
+    "group lasso": lambda model: sum(p.norm() + torch.linalg.vector_norm(p, 3) for p in model.parameters()),
+    "root": lambda model: sum((1e-3 + p.square().sum()).sqrt() for p in model.parameters()),
+    "mean": lambda model: sum((p * p).mean() for p in model.parameters()),
+    "of two": lambda model: (model[0].linear1.weight * model[1].up.weight).sum().square(),
+    "from a point": lambda model: sum(
+        nn.functional.mse_loss(p, torch.ones_like(p)) + nn.functional.l1_loss(p, torch.ones_like(p), reduction="sum")
+        for p in model.parameters()
+    ),
+}
+LOOKED_AT = (
+    lambda w: w.norm(),
+    lambda w: w.max() + w.data.min() + w.norm(float("inf")) + w.detach().new_zeros(()),
+    lambda w: w.data.abs().mean() + w.data.float().double().norm() + w.std(unbiased=False),
+    lambda w: (w == 0).sum() + (w > 0).float().mean() + torch.count_nonzero(w),
+    lambda w: w.isnan().any() | w.data.isfinite().all(),
+)
+
+
+def penalized_by(penalties, model, x, mesh=None, plan="auto"):
+    """The numbers of all penalties in two steps, and those of weights that are looked at afterwards."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    if mesh is not None:
+        tulle.distribute(model, optimizer, mesh, plan=plan)
+    numbers = []
+    for _ in range(2):
+        found = [penalty(model) for penalty in penalties.values()]
+        (model(x).pow(2).mean() + 0.01 * sum(found)).backward()
+        numbers += [one.item() for one in found]
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        numbers += [penalty(model).item() for penalty in penalties.values()]
+    return numbers + [look(p).item() for p in model.parameters() for look in LOOKED_AT]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [{"data": 2, "model": 2}, pytest.param({"data": 4}, marks=pytest.mark.slow)], ids=str)
+def test_numbers_of_weights_are_those_of_the_whole_and_have_its_gradients(shape):
+    tensor_parallel.register(Gate, split_gate)
+    mesh, reference = tulle.init(**shape), with_layers()
+    wanted = penalized_by(PENALTIES, reference, X)
+    data = mesh["data"]
+    for full in (False, True) if "model" in shape else (True,):
+        plan = tulle.Plan(mesh.shape, memory=tulle.Memory(full_shard=full))
+        model = with_layers()
+        found = penalized_by(PENALTIES, model, X.chunk(data.size)[data.rank], mesh, plan)
+        assert found == pytest.approx(wanted, rel=1e-12)
+        assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+
+
+@tulle.step(micro_batches=2)
+def penalized_step(model, x):
+    found = [penalty(model) for name, penalty in PENALTIES.items() if name != "of two"]  # at two stages
+    loss = model(x).pow(2).mean() + 0.01 * sum(found)
+    loss.backward()
+    return torch.stack([loss, *found])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [{"pipe": 2, "model": 2}, {"data": 2, "pipe": 2}], ids=str)
+def test_penalties_of_stages_have_the_numbers_of_the_whole(shape):
+    tensor_parallel.register(Gate, split_gate)
+    mesh, model, reference = tulle.init(**shape), with_layers(), with_layers()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    memory = tulle.Memory(full_shard="data" in shape)
+    plan = tulle.Plan(mesh.shape, stages={"0": 0, "1": 1, "2": 1}, memory=memory)
+    tulle.distribute(model, optimizer, mesh, plan=plan)
+    theirs = torch.optim.SGD(reference.parameters(), 0.01)
+    x = X[:1].expand(4, -1, -1)  # so that losses of shares are those of all
+    for _ in range(2):
+        wanted, found = penalized_step(reference, x).mean(), penalized_step(model, x).mean()
+        assert torch.allclose(found, wanted, rtol=1e-12, atol=0)
+        for one in (optimizer, theirs):
+            one.step()
+            one.zero_grad()
+    assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+
+
+@on_ranks(2)
+def test_what_one_rank_alone_asks_of_what_is_shared_out_is_told_by_name():
+    mesh, model = tulle.init(data=2), with_layers()
+    plan = tulle.Plan(mesh.shape, memory=tulle.Memory(full_shard=True))
+    tulle.distribute(model, torch.optim.SGD(model.parameters(), 0.01), mesh, plan=plan)
+    with pytest.raises(ModelError, match=r"one number of all of '0.linear1.weight' on rank 0"):
+        model(X) if mesh.rank else model[0].linear1.weight.norm()

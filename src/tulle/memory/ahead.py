@@ -28,15 +28,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tulle.comm import lane
+from tulle.comm import all_reduce, lane
 from tulle.memory.execution_order import ExecutionOrder, Sent
 from tulle.memory.shard import Shard
 from tulle.memory.unit import Unit
 from tulle.mesh import Axis
+from tulle.whole_numbers import Reduction
 
 FORWARD, EVALUATING, BACKWARD = "forward", "evaluating", "backward"
 """What a unit is gathered for."""
-_STATE = "state"
+_STATE, _NUMBER = "state", "number"
 _COUNTED = 1000
 """Later uses of a unit without a step of an optimizer count as one."""
 _FOLLOWER = "_tulle_ahead"
@@ -140,6 +141,24 @@ class Ahead:
         """
         gather = partial(replace(shard, axis=self.axis).whole, part, label=f"state_dict {name}")
         return self._order.submit(f"{name!r} for model.state_dict()", _STATE, gather).result()
+
+    def number(self, number: Tensor, op: Reduction, name: str) -> Tensor:
+        """What all ranks' numbers of one of their parts make. Every rank of the axis must call it, in the same order.
+
+        Args:
+            number: This rank's, without a gradient.
+            op: How they go together.
+            name: Of the parameter.
+
+        Raises:
+            ModelError: If other ranks are at something else.
+        """
+        label = f"one number of all of {name!r}"
+
+        def reduce() -> Tensor:
+            return all_reduce(number.clone(), self.axis, label=label, op=op).wait()
+
+        return self._order.submit(label, (_NUMBER, op), reduce).result()
 
     def follow(self, part: nn.Parameter) -> None:
         """Have a step end when an optimizer has stepped a part, also one that is made later."""

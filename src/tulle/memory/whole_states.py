@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import ref
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from tulle.memory.ahead import ahead_of
 from tulle.memory.shard import Shard, mark, shard_of
 from tulle.parts import guard, load_part
 from tulle.traits import hold
+from tulle.whole_numbers import Reduction
 
 _SHARDS = "_tulle_shards"
 """The attribute by which a module holds how its own parameters are cut."""
@@ -27,6 +30,7 @@ class _SharedOut:
 
     name: str
     shard: Shard
+    parameter: ref[nn.Parameter]
 
     @property
     def dim(self) -> int:
@@ -42,8 +46,38 @@ class _SharedOut:
             "plan, or take its .detach(), which is this rank's part"
         )
 
+    @property
+    def count(self) -> int:
+        """Of all ranks."""
+        return self.shard.shape.numel()
+
+    @property
+    def layout(self) -> Hashable:
+        """Where it is cut."""
+        return self.shard.axis.name, self.shard.dim, tuple(self.shard.shape)
+
+    def over(self, number: Tensor, op: Reduction) -> Tensor:
+        """Over the axis; a rank that is alone with it is told by name."""
+        parameter = self.parameter()
+        ahead = None if parameter is None else ahead_of(parameter)
+        assert ahead is not None, "whose numbers these are is there, and so is what gathers it"
+        whole = ahead.number(number.detach(), op, self.name)
+        return _Made.apply(number, whole) if number.requires_grad else whole
+
     def refusal_of_gradient(self) -> None:
         """That of the part is given."""
+
+
+class _Made(torch.autograd.Function):
+    """What a number of the whole was made of: the gradient goes to this rank's number as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, number: Tensor, whole: Tensor) -> Tensor:
+        return whole.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, None
 
 
 def named_shards(model: nn.Module) -> dict[str, Shard]:
@@ -87,7 +121,7 @@ def cut_in_place(model: nn.Module, name: str, shard: Shard) -> None:
         mark(parameter, shard)
         parameter.grad = None
         hold(parameter, shard.part(parameter))
-        guard(parameter, _SharedOut(name, shard))
+        guard(parameter, _SharedOut(name, shard, ref(parameter)))
 
 
 def _give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:

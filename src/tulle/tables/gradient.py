@@ -23,24 +23,18 @@ from tulle.comm import all_reduce
 from tulle.errors import GradientError
 from tulle.mesh import Axis
 from tulle.parts import Part, meets_parts
-from tulle.torch_functions import mixes, name_of
+from tulle.torch_functions import BY_NUMBER, REDUCED, mixes, name_of
+from tulle.whole_numbers import Reduction, Together, norm_of_whole, number_of_whole
 
 FOREACH_NORM = vars(torch)["_foreach_norm"]
 UNSCALE = vars(torch)["_amp_foreach_non_finite_check_and_unscale_"]
 _LABEL = "gradient norm"
-_NORMS = {"norm": "p", "linalg_vector_norm": "ord", "linalg_norm": "ord"}
-"""By name of what takes norms, what it calls their order."""
-_BY_NUMBER = {
-    *("detach", "data", "float", "double", "half", "bfloat16", "to", "pow", "square", "abs", "absolute", "mul", "div"),
-    *("true_divide", "isfinite", "isnan", "isinf"),
-    *("__pow__", "__abs__", "__mul__", "__rmul__", "__truediv__"),
-}
-"""Names of what is done to each number before some are counted or summed, and is in no optimizer's state."""
+_ON_GRADIENTS = BY_NUMBER | {"detach", "data"}
 _LAID_OUT = {"view", "reshape", "flatten", "ravel"}
 """Names of what gives the same numbers in another shape."""
 _JOINED = {"cat", "concat", "concatenate", "stack", "hstack"}
 """Names of what puts several gradients together."""
-_OF_ALL = {*_NORMS, "sum", "mean", "max", "amax", "min", "amin", "any", "all", "std", "var", "dot", "vdot"}
+_OF_ALL = {*REDUCED, "dot", "vdot"}
 """Names of what may give one number of all."""
 _STORED = {"coalesce", "values", "_values"}
 """Names of what gives the rows that a sparse gradient stores: a gradient scaler looks for infinities in these."""
@@ -161,7 +155,7 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[
         )
     if not isinstance(result, Tensor) or type(result) is not Tensor:
         return result
-    is_by_number = name in _BY_NUMBER and result.shape == gradient.shape and "out" not in keywords
+    is_by_number = name in _ON_GRADIENTS and result.shape == gradient.shape and "out" not in keywords
     if is_by_number or name in _STORED:
         return _like(gradient, result, gradient.cut)
     if name in _LAID_OUT and result.dim():
@@ -173,15 +167,27 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[
 def _of_all(
     name: str, gradient: ShardGradient, args: Sequence[Any], keywords: Mapping[str, Any], result: Tensor
 ) -> Tensor:
-    """One number of all of a gradient, from that of its part."""
+    """One number of all of a gradient, from that of its part.
+
+    Raises:
+        GradientError: If that is not known.
+    """
     _check_not_mixed(name, gradient)
-    with torch.no_grad():
-        if (order := _order(name, gradient, args, keywords)) is not None:
-            return norms_over_ranks([gradient], [result], order)[0]
-        if name in ("std", "var") and gradient.count is not None:
-            variance = _variance(gradient, gradient.count, args, keywords)
-            return variance.sqrt() if name == "std" else variance
-        return _one_number(name, gradient, result)
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        found = number_of_whole(name, gradient, args, keywords, result, _together(gradient.axis, gradient.count))
+    if found is None and name in REDUCED:
+        raise GradientError(
+            f"{name} was asked of a gradient of which this rank has a part, {list(gradient.shape)}, and what it is of "
+            "the whole is not known: norms, sums and the largest are; .clone() gives this rank's part"
+        )
+    return result if found is None else found
+
+
+def _together(axis: Axis, count: int | None) -> Together:
+    def over(number: Tensor, op: Reduction) -> Tensor:
+        return all_reduce(number.clone(), axis, label=_LABEL, op=op).wait()
+
+    return Together(over, count)
 
 
 def _like(gradient: ShardGradient, result: Tensor, cut: int | None) -> ShardGradient:
@@ -227,52 +233,6 @@ def norms_over_ranks(gradients: Sequence[Tensor], norms: Sequence[Tensor], order
         _check_not_mixed("norm", cast("ShardGradient", gradients[t]))
     shard = gradients[parts[0]]
     assert isinstance(shard, ShardGradient), "only these are listed"
-    stacked = torch.stack([norms[t] for t in parts])
-    if order == float("inf"):
-        whole = all_reduce(stacked, shard.axis, label=_LABEL, op="max").wait()
-    elif order == 0:
-        whole = all_reduce(stacked, shard.axis, label=_LABEL).wait()
-    else:
-        whole = all_reduce(stacked**order, shard.axis, label=_LABEL).wait() ** (1 / order)
+    whole = norm_of_whole(torch.stack([norms[t] for t in parts]), order, _together(shard.axis, None))
     wholes = dict(zip(parts, whole.unbind(), strict=True))
     return [wholes.get(t, norm) for t, norm in enumerate(norms)]
-
-
-def _order(name: str, gradient: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> float | None:
-    """The order, if a call that gives one number takes the norm of all; else None."""
-    if name not in _NORMS:
-        return None
-    order = keywords.get(_NORMS[name], args[1] if len(args) > 1 else None)
-    if name == "linalg_norm" and gradient.dim() > 1 and order not in (None, "fro"):
-        return None  # of a matrix
-    order = 2.0 if order in (None, "fro") else order
-    return float(order) if not isinstance(order, str) and order >= 0 else None
-
-
-def _variance(gradient: ShardGradient, count: int, args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor:
-    """Of all numbers of the whole, so many, with the correction that a call of `std` or `var` asks for."""
-    unbiased = keywords.get("unbiased", args[1] if len(args) > 1 and isinstance(args[1], bool) else True)
-    correction = keywords.get("correction", unbiased)
-    with torch._C.DisableTorchFunctionSubclass():
-        mean = all_reduce(gradient.sum(), gradient.axis, label=_LABEL).wait() / count
-        squares = all_reduce((gradient - mean).abs().square().sum(), gradient.axis, label=_LABEL).wait()
-    return squares / max(0, count - (1 if correction is None else correction))
-
-
-def _one_number(name: str, gradient: ShardGradient, result: Tensor) -> Tensor:
-    """Of the whole, what a function gives of one number for all, if it is known; else that of the part."""
-    if name == "sum" or (name == "mean" and gradient.count is not None):
-        own = result if name == "sum" else result * gradient.numel()
-        whole = all_reduce(own.clone(), gradient.axis, label=_LABEL).wait()
-        return whole if name == "sum" else whole / (gradient.count or 1)
-    if name in ("dot", "vdot"):
-        return all_reduce(result.clone(), gradient.axis, label=_LABEL).wait()
-    if name in ("max", "amax"):
-        return all_reduce(result.clone(), gradient.axis, label=_LABEL, op="max").wait()
-    if name in ("min", "amin") and gradient.count is not None:
-        return all_reduce(result.clone(), gradient.axis, label=_LABEL, op="min").wait()
-    if name in ("any", "all"):
-        found = (result if name == "any" else ~result).to(torch.float32)
-        is_any = all_reduce(found, gradient.axis, label=_LABEL, op="max").wait() > 0
-        return is_any if name == "any" else ~is_any
-    return result

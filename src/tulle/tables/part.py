@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
+from tulle.comm import all_reduce, leave
 from tulle.parts import guard
 from tulle.tables.placements import placement_of
 from tulle.tables.split import RowSplit, Split, mark
+from tulle.whole_numbers import Reduction
 
 
 def guard_table(parameter: nn.Parameter, split: Split) -> None:
@@ -27,6 +30,24 @@ class _Table:
     def dim(self) -> int:
         """Rows, or columns."""
         return 0 if isinstance(self.split, RowSplit) else 1
+
+    @property
+    def count(self) -> int | None:
+        """Of all ranks; places of a part of rows may be empty."""
+        rows, width = self.split.shape
+        return None if isinstance(self.split, RowSplit) else rows * width
+
+    @property
+    def layout(self) -> Hashable:
+        """How it is split."""
+        return placement_of(self.split), self.split.axis.name, self.split.shape
+
+    def over(self, number: Tensor, op: Reduction) -> Tensor:
+        """Over the axis."""
+        label = f"numbers of {self.split.name}"
+        if op == "sum":
+            return leave(number, self.split.axis, label=label)
+        return all_reduce(number.clone(), self.split.axis, label=label, op=op).wait()
 
     def refusal(self, taker: str) -> str:
         """Names the table, how it is split, and the mend."""

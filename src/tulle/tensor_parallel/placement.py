@@ -11,7 +11,7 @@ A section that does not divide evenly is cut as `torch.tensor_split` does: the f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tulle.comm import gather
+from tulle.comm import all_reduce, enter, gather, leave
 from tulle.mesh import Axis
-from tulle.parts import guard, load_part
+from tulle.parts import Whole, guard, load_part, whole_of
+from tulle.whole_numbers import Reduction
 
 _PLACEMENTS = "_tulle_placements"
 """The attribute by which a module holds the placements of its own parameters."""
@@ -67,9 +68,16 @@ class Placement:
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part, in memory of its own."""
-        sections = whole.detach().split(list(self.sections), self.dim)
+        return self._taken(whole.detach()).clone(memory_format=torch.contiguous_format)
+
+    def lent_part(self, whole: Tensor, *, label: str) -> Tensor:
+        """This rank's part of a whole, whose gradient is that of all ranks. Every rank of the axis must call it."""
+        return self._taken(enter(whole, self.axis, label=label))
+
+    def _taken(self, whole: Tensor) -> Tensor:
+        sections = whole.split(list(self.sections), self.dim)
         parts = [section.tensor_split(self.axis.size, self.dim)[self.axis.rank] for section in sections]
-        return torch.cat(parts, self.dim).clone(memory_format=torch.contiguous_format)
+        return torch.cat(parts, self.dim)
 
     @torch.no_grad()
     def whole(self, part: Tensor, *, label: str) -> Tensor:
@@ -162,16 +170,72 @@ class _Split:
             "load_state_dict, or take its .detach(), which is this rank's part"
         )
 
+    @property
+    def count(self) -> int:
+        """Of all ranks."""
+        return self.placement.shape.numel()
+
+    @property
+    def layout(self) -> Hashable:
+        """Where it is cut."""
+        placement = self.placement
+        return placement.axis.name, placement.dim, tuple(placement.shape), placement.sections
+
+    def over(self, number: Tensor, op: Reduction) -> Tensor:
+        """Over the axis."""
+        axis, label = self.placement.axis, f"numbers of {self.name}"
+        if op == "sum":
+            return leave(number, axis, label=label)
+        return all_reduce(number.clone(), axis, label=label, op=op).wait()
+
     def refusal_of_gradient(self) -> None:
         """That of the part is given."""
 
 
+@dataclass(frozen=True, slots=True)
+class _SplitAgain:
+    """A parameter of which a rank has its part of a part, over another axis."""
+
+    split: _Split
+    inner: Whole
+
+    @property
+    def dim(self) -> int:
+        """The one along which the part is cut."""
+        return self.inner.dim
+
+    @property
+    def count(self) -> int:
+        """Of all ranks of both axes."""
+        return self.split.count
+
+    @property
+    def layout(self) -> Hashable:
+        """Where both cut it."""
+        return self.split.layout, self.inner.layout
+
+    def over(self, number: Tensor, op: Reduction) -> Tensor:
+        """Over both axes."""
+        return self.split.over(self.inner.over(number, op), op)
+
+    def refusal(self, taker: str) -> str:
+        """That of the part."""
+        return self.inner.refusal(taker)
+
+    def refusal_of_gradient(self) -> str | None:
+        """That of the part."""
+        return self.inner.refusal_of_gradient()
+
+
 def guard_parts(model: nn.Module) -> None:
     """Guard parameters of which this rank has a part, from now on: only layers that are split take them as they are."""
+    guarded: set[int] = set()
     for name, placement in placements(model).items():
         parameter = model.get_parameter(name)
-        if type(parameter) is nn.Parameter and not parameter.is_meta:  # else it lives at another stage of a pipeline
-            guard(parameter, _Split(name, placement))
+        if not parameter.is_meta and id(parameter) not in guarded:  # else it lives at another stage of a pipeline
+            inner, split = whole_of(parameter), _Split(name, placement)
+            guard(parameter, split if inner is None else _SplitAgain(split, inner))
+            guarded.add(id(parameter))
 
 
 @contextmanager
