@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from split_layers import layers, layers_loss, model_axis
-from split_training import check_exact
+from split_training import check_exact, ids, square
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
@@ -150,13 +150,26 @@ def test_layers_all_of_whose_parameters_forward_takes_stay_whole_unless_asked_fo
     assert tensor_parallel.known(Adapts(), smallest_bytes=0, ranks=2) == ["asked", "counted"]
 
 
-@on_ranks(2)
-def test_a_layer_that_is_lent_whole_weights_by_another_name_says_so():
-    axis, model = model_axis(), nn.Sequential(nn.Linear(4, 8))
-    lent = {name: value.detach().clone() for name, value in model.named_parameters()}
-    tensor_parallel.apply(model, axis, select={"0": "auto"})
-    with pytest.raises(ModelError, match=r"0 gives 8 features where a rank's part of it has 4.*functional_call"):
-        functional_call(model, lent, torch.ones(2, 4))
+def lent_wholes(model, wholes):
+    """The loss that wholes give which a model is lent, and their gradients."""
+    output = functional_call(model, wholes, ids(2, 5, seed=0))
+    loss = square(output) + sum(whole.pow(2).sum() for whole in wholes.values())
+    return loss, torch.autograd.grad(loss, [*wholes.values()])
+
+
+@on_ranks(2, 3)
+def test_layers_that_are_lent_whole_weights_give_the_numbers_and_gradients_of_one_process():
+    axis, reference = model_axis(), layers()
+    wholes = {name: (0.9 * p.detach()).requires_grad_() for name, p in reference.named_parameters()}
+    wanted, gradients = lent_wholes(reference, wholes)
+    for select in (None, {"0": "vocabulary", "1": "auto"}):
+        model = tensor_parallel.apply(layers(), axis, select=select, smallest_bytes=0)
+        loss, found = lent_wholes(model, wholes)
+        assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
+        for (name, whole), gradient, expected in zip(wholes.items(), found, gradients, strict=True):
+            assert (gradient - expected).abs().max() < 1e-12 * max(1.0, expected.abs().max().item()), name
+            assert whole.shape == expected.shape
+        assert functional_call(model, dict(model.named_parameters()), ids(2, 5, seed=0)).shape == (2, 5, 6)
 
 
 def test_to_see_which_weights_are_read_computes_none():

@@ -20,9 +20,14 @@ class _Inside(nn.Module):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """As before."""
         lifted = lift(_parameters(self))
+        lent = _lent(self)
         try:
+            for owner, name, whole in lent:
+                owner._parameters[name] = _part(owner, name, whole)  # pyright: ignore[reportArgumentType]
             return super().forward(*arguments, **keywords)
         finally:
+            for owner, name, whole in lent:
+                owner._parameters[name] = whole  # pyright: ignore[reportArgumentType]
             lower(lifted)
 
 
@@ -32,6 +37,20 @@ def _parameters(module: nn.Module) -> list[Tensor | None]:
     for one in module.__dict__[_WITHIN]:
         found += one._parameters.values()
     return found
+
+
+def _lent(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Wholes in the places of parts, as `torch.func.functional_call` lends them: where they are, and their names."""
+    return [
+        (owner, name, lent)
+        for owner in (module, *module.__dict__[_WITHIN])
+        for name, placement in placements_of(owner).items()
+        if (lent := owner._parameters.get(name)) is not None and lent.shape == placement.shape
+    ]
+
+
+def _part(owner: nn.Module, name: str, whole: Tensor) -> Tensor:
+    return placements_of(owner)[name].lent_part(whole, label=f"{name} of a {type(owner).__name__}")
 
 
 def inside(module: nn.Module) -> None:
