@@ -46,7 +46,7 @@ def test_gradients_are_those_of_one_process_however_rows_are_looked_up():
         assert gather_values(sent, mesh["data"], label="here") == [sent] * mesh.size, "on all ranks alike"
         if case in FORESEEN[:1]:
             assert sent == [True] * 3, "from the second step on"
-            assert engine_of(model).reducer.groups[0]._packet.room >= 4
+            assert engine_of(model).reducer.groups[0]._packet.sections[0].room >= 4
 
 
 @on_ranks(2)
@@ -70,11 +70,70 @@ def test_more_rows_than_there_is_room_for_go_the_long_way_and_make_room():
             assert model.words.weight.grad.coalesce().indices().tolist() == [[*range(ids)]]
             optimizer.step()
             optimizer.zero_grad()
-            rooms.append(engine_of(model).reducer.groups[0]._packet.room)
+            rooms.append(engine_of(model).reducer.groups[0]._packet.sections[0].room)
     assert sent == [True, False, True, True, True]
     assert rooms == [9, 9, *[rooms[2]] * 3, rooms[5]]
     assert 2 * WORDS < rooms[2] <= 1.2 * 2 * WORDS
     assert 2 * WORDS < rooms[5] < rooms[2], "what it was is forgotten, but slowly"
+
+
+class Fields(Lookups):
+    """Of a factorization machine: a weight and a vector for each word, and a table in another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Embedding(WORDS, 1, sparse=True)
+        self.tags = nn.Embedding(WORDS, 3, sparse=True)
+
+    def double(self) -> "Fields":
+        """But for the tags."""
+        super().double().tags.float()
+        return self
+
+    def forward(self, ids: torch.Tensor, *, with_tags: bool = True) -> torch.Tensor:
+        loss = self.read(self.words(ids)) + self.weights(ids).pow(2).sum()
+        return loss + self.tags(ids % 7).sin().sum() if with_tags else loss
+
+
+@on_ranks(2, 3, 4)
+def test_tables_of_several_widths_and_dtypes_travel_in_one_packet_with_the_same_sums():
+    mesh = tulle.init(data=-1)
+    axis = give_network(mesh["data"])
+    models_of = {
+        plan: tulle.distribute(model := build(Fields, 0), models.adagrad(model), mesh, plan=plan)
+        for plan in ("auto", "allgather")
+    }
+    is_last = axis.rank == axis.size - 1
+    scripts = [
+        lambda model: model(torch.arange(3 + axis.rank)).backward(),
+        lambda model: model(torch.arange(WORDS if is_last else 2)).backward(),  # more than there is room for
+        lambda model: model(torch.arange(WORDS).flip(0)).backward(),
+        lambda model: model(torch.arange(0 if is_last else 2)).backward(),  # no row
+        lambda model: model(torch.arange(9), with_tags=not is_last).backward(),
+        in_two_micro_batches,
+        lambda model: model(torch.arange(5), with_tags=False).backward(),  # a table that no rank uses
+        lambda model: model(torch.arange(5)).backward(),
+        lambda model: model(torch.arange(5)).backward(),
+    ]
+    with packets_sent() as sent:
+        for step, script in enumerate(scripts):
+            for model, [optimizer] in models_of.values():
+                script(model)
+                optimizer.step()
+            pairs = zip(*(model.parameters() for model, _ in models_of.values()), strict=True)
+            for mine, theirs in pairs:
+                assert (mine.grad is None) == (theirs.grad is None), step
+                assert mine.grad is None or torch.equal(mine.grad.to_dense(), theirs.grad.to_dense()), step
+                assert torch.equal(mine, theirs), step
+            for model, _ in models_of.values():
+                model.zero_grad()
+    assert sent == [False, True, True, True, True, False, True], "not after the first step, nor an unused table's"
+
+
+def in_two_micro_batches(model: nn.Module) -> None:
+    with model.no_sync():
+        model(torch.arange(4)).backward()
+    model(torch.arange(2, 8)).backward()
 
 
 @on_ranks(2)

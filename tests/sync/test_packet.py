@@ -5,9 +5,11 @@ import torch
 
 import tulle
 from ranks import on_ranks
+from tulle.cost import Characteristics, Network
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
 from tulle.sync import ABSENT, DENSE, Gradient, Packet, Table, count, sum_gradients
+from tulle.sync.packet import WORDS, Section, packet_cost, room_for
 
 ROOM = 9
 
@@ -24,6 +26,14 @@ def gradient(of: Table, rank: int, rows: int) -> RowSparse:
     return RowSparse.trusted(numbers, values, of.num_rows, is_coalesced=True)
 
 
+def packet_of(tables: list[Table], words: int, room: int = ROOM) -> Packet:
+    """With as much room for tables of each width and dtype."""
+    members: dict[object, list[int]] = {}
+    for position, of in enumerate(tables):
+        members.setdefault((of.width, of.dtype), []).append(position)
+    return Packet(tables, [Section(positions, room) for positions in members.values()], words)
+
+
 def summed(packet: Packet, gradients: list[Gradient], axis: Axis) -> list[RowSparse] | None:
     counts = [count(one) for one in gradients]
     exchanged = packet.exchange([*counts, 7 + axis.rank], gradients, axis).wait()
@@ -32,21 +42,24 @@ def summed(packet: Packet, gradients: list[Gradient], axis: Axis) -> list[RowSpa
     return exchanged.sum([of_rank[: len(gradients)] for of_rank in words])
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
-def test_sums_are_those_of_the_scheme_that_gathers_bit_for_bit(dtype, wire_dtype):
+def test_sums_are_those_of_the_scheme_that_gathers_bit_for_bit(wire_dtype):
     axis = tulle.init(data=-1)["data"]
-    for width in (1, 3, 8, 129):
-        tables = [table(number, width, dtype, wire_dtype) for number in range(3)]
-        rows = [[2, 4, 3], [0, 1, 0], [4, 0, 5]][axis.rank]
+    double, single, half = torch.float64, torch.float32, torch.float16
+    kinds = [[(width, dtype)] * 3 for width in (1, 3, 8, 129) for dtype in (double, single, half)]
+    kinds += [[(1, single), (16, single), (1, single)], [(10, single), (7, single), (1, single)]]
+    kinds += [[(16, half), (1, double), (5, torch.bfloat16)], [(3, double), (129, half), (3, single)]]
+    for kind in kinds:
+        tables = [table(number, *of, wire_dtype) for number, of in enumerate(kind)]
+        rows = [[2, 4, 3], [0, 1, 0], [4, 0, 5], [0, 9, 0]][axis.rank]
         gradients: list[Gradient] = [gradient(of, axis.rank, n) for of, n in zip(tables, rows, strict=True)]
         if axis.rank == 1:
             gradients[2] = None
-        counts = [[2, 4, 3], [0, 1, ABSENT], [4, 0, 5]][: axis.size]
+        counts = [[2, 4, 3], [0, 1, ABSENT], [4, 0, 5], [0, 9, 0]][: axis.size]
         expected = sum_gradients(gradients, tables, counts, ["allgather"] * 3, axis).wait()
-        ours = summed(Packet(tables, ROOM, 4), gradients, axis)
-        for mine, theirs in zip(ours, expected, strict=True):
+        ours = summed(packet_of(tables, 4), gradients, axis)
+        for mine, theirs, (_, dtype) in zip(ours, expected, kind, strict=True):
             assert torch.equal(mine.indices, theirs.indices)
             assert torch.equal(mine.values, theirs.values)
             assert mine.values.dtype == dtype
@@ -56,7 +69,7 @@ def test_sums_are_those_of_the_scheme_that_gathers_bit_for_bit(dtype, wire_dtype
 def test_what_does_not_fit_on_one_rank_is_no_sum_on_any():
     axis = tulle.init(data=-1)["data"]
     tables = [table(number, 4, torch.float64, None) for number in range(2)]
-    packet = Packet(tables, ROOM, 3)
+    packet = packet_of(tables, 3)
     is_last = axis.rank == axis.size - 1
 
     def of(first: Gradient, second: Gradient) -> list[RowSparse] | None:
@@ -72,10 +85,29 @@ def test_what_does_not_fit_on_one_rank_is_no_sum_on_any():
     assert summed(packet, [fits[0], None], axis) is None, "of a table that no rank has there is no sum"
 
 
+@on_ranks(2)
+def test_rows_of_one_width_have_no_room_among_those_of_another():
+    axis = tulle.init(data=-1)["data"]
+    tables = [table(0, 1, torch.float32, None), table(1, 16, torch.float32, None)]
+    packet = Packet(tables, [Section([0], 4), Section([1], 6)], 3)
+    for rows, fits in (((4, 6), True), ((5, 1), False), ((1, 7), False), ((0, 6), True)):
+        of_last = rows if axis.rank else (4, 6)
+        sums = summed(packet, [gradient(of, 0, n) for of, n in zip(tables, of_last, strict=True)], axis)
+        assert (sums is not None) == fits, rows
+
+
 def test_predicted_bytes_are_those_of_the_message():
-    tables = [table(0, 3, torch.float32, None)]
-    assert Packet(tables, 10, 1).bytes == 168, "10 rows of 12 bytes, 10 numbers of 4, a word of 8, in whole 24 bytes"
-    assert Packet(tables, 10, 2).bytes == 192
-    assert not Packet(tables, 10, 1).holds([DENSE])
-    assert Packet(tables, 10, 1).holds([10])
-    assert not Packet(tables, 10, 1).holds([11])
+    narrow, wide = table(0, 3, torch.float32, None), table(1, 16, torch.float32, None)
+    one = packet_of([narrow], 1, 10)
+    assert one.bytes == 168, "10 rows of 12 bytes, 10 numbers of 4, a word of 8, in whole 24 bytes"
+    assert packet_of([narrow], 2, 10).bytes == 192
+    both = Packet([narrow, wide], [Section([0], 10), Section([1], 3)], 2)
+    assert both.bytes == 384, "160 + 3 rows of 64 bytes, 3 numbers of 4, padded to 8, 2 words, in whole 192 bytes"
+    assert not one.holds([DENSE])
+    assert one.holds([10])
+    assert not one.holds([11])
+    looks = [Characteristics(of.num_rows, of.width, 4, (7, 2)) for of in (narrow, wide)]
+    network = Network(latency_s=1e-3, bandwidth_bytes_per_s=1e8)
+    priced = packet_cost(looks, 2, network, 2)
+    sent = packet_of([narrow, wide], 2 * WORDS, room_for(7))
+    assert (priced.bytes, priced.seconds) == (sent.bytes, sent.seconds(network, 2)), "by the planner and the run-time"

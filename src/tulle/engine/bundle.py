@@ -22,9 +22,9 @@ class Bundle:
     choices: dict[str, Choice] = field(default_factory=dict)
     """The last of each table."""
     room: Room = field(default_factory=Room)
-    """For rows of all its tables, in one packet."""
+    """For rows of all its tables in a packet, which may hold those of other bundles too."""
     packet_s: float = 0.0
-    """Predicted of the packets in which all its tables travel; 0 where they do not."""
+    """Predicted of the packets in which all its tables travel, with all that is in them; 0 where they do not."""
 
     @property
     def scheme(self) -> str:

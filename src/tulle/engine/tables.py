@@ -35,6 +35,7 @@ from tulle.sync import (
     count,
     gather_presence,
     indices_of,
+    next_packet,
     route,
 )
 from tulle.sync.packet import WORDS
@@ -170,14 +171,20 @@ class TableSync:
         Returns:
             None where they go the way of their scheme: it was given, or is no slower by prediction.
         """
-        bundle, *others = {self._states[slot.name].bundle for slot in slots}
-        bundle.packet_s = 0.0
-        if others:
-            return None
-        tables, ranks, words = [self._table(slot) for slot in slots], self.axis.size, WORDS * len(slots)
-        scheme_s = bundle.chooser.predicted_s if bundle.chooser else 0.0
-        packet = bundle.room.packet(tables, self.network, ranks, words=words, scheme_s=scheme_s)
-        bundle.packet_s = packet.seconds(self.network, ranks) if packet else 0.0
+        members: dict[Bundle, list[int]] = {}
+        for position, slot in enumerate(slots):
+            members.setdefault(self._states[slot.name].bundle, []).append(position)
+        predicted_s = [bundle.chooser.predicted_s if bundle.chooser else 0.0 for bundle in members]
+        packet = next_packet(
+            [self._table(slot) for slot in slots],
+            [(positions, bundle.room) for bundle, positions in members.items()],
+            self.network,
+            self.axis.size,
+            words=WORDS * len(slots),
+            scheme_s=sum(predicted_s) if all(predicted_s) else 0.0,
+        )
+        for bundle in members:
+            bundle.packet_s = packet.seconds(self.network, self.axis.size) if packet else 0.0
         return packet
 
     def sum_in_packet(self, gradients: Sequence[Gradient], slots: Sequence[Slot], packet: Packet) -> Sequence[Gradient]:

@@ -1,4 +1,4 @@
-"""`Bundle`: tables that travel as one under a plan, and what that costs."""
+"""`Bundle`: tables that travel as one under a plan, or in one packet, and what that costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tulle.sync import AUTO
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Tables that travel as one.
+    """Tables that travel as one, or in one packet.
 
     Args:
         names: Of the tables.
@@ -43,20 +43,37 @@ def bundles_of(plan: Plan, works: Sequence[Work], share: Share, network: Network
     found: list[Bundle] = []
     for scheme in dict.fromkeys(plan.schemes.values()):
         tables = [tariff.table(name) for name, of_table in plan.schemes.items() if of_table == scheme]
+        of_stages: dict[int, list[tuple[str, ...]]] = {}
         for names in bundles(tables, lambda table: pieces[table.module].stage):
-            found += _bundle(names, scheme, pieces, share, network, tariff)
+            of_stages.setdefault(pieces[tariff.table(names[0]).module].stage, []).append(names)
+        for stage, of_stage in of_stages.items():
+            for names, exchange in _exchanges(of_stage, scheme, share, network, tariff).items():
+                first = min(pieces[tariff.table(name).module].number for name in names)
+                found.append(Bundle(names, stage, first, _of_turn(exchange, names, share, network, tariff)))
     return sorted(found, key=lambda bundle: bundle.first)
 
 
-def _bundle(
-    names: tuple[str, ...], scheme: str, pieces: dict[str, Work], share: Share, network: Network, tariff: Tariff
-) -> list[Bundle]:
-    first = min((pieces[tariff.table(name).module] for name in names), key=lambda work: work.number)
-    if scheme == AUTO:
-        options = tariff.options(names, network, ranks=share.data, batches=share.batches)
-        exchange = min((one for one in options if not one.is_split), key=lambda one: one.total.seconds)
-    else:
-        exchange = tariff.exchange(names, scheme, network, ranks=share.data, batches=share.batches)
-    if exchange.is_split and share.micro_batches > 1:
-        exchange = tariff.of_part(exchange, names, network, batches=share.batches, part=1 / share.micro_batches)
-    return [Bundle(names, first.stage, first.number, exchange)]
+def _exchanges(
+    groups: Sequence[tuple[str, ...]], scheme: str, share: Share, network: Network, tariff: Tariff
+) -> dict[tuple[str, ...], Exchange]:
+    """Of tables of one stage and scheme, by kind; those left to the run-time may all be in one packet."""
+    if scheme != AUTO:
+        return {
+            names: tariff.exchange(names, scheme, network, ranks=share.data, batches=share.batches) for names in groups
+        }
+    sparse = tuple(name for names in groups for name in names if tariff.table(name).is_sparse)
+    packet = tariff.packet(sparse, network, ranks=share.data, batches=share.batches) if sparse else None
+    found = {sparse: packet} if packet else {}
+    for names in groups:
+        if not packet or names[0] not in sparse:
+            beside = [name for name in sparse if name not in names]
+            options = tariff.options(names, network, ranks=share.data, batches=share.batches, beside=beside)
+            found[names] = min((one for one in options if not one.is_split), key=lambda one: one.total.seconds)
+    return found
+
+
+def _of_turn(exchange: Exchange, names: Sequence[str], share: Share, network: Network, tariff: Tariff) -> Exchange:
+    """Of split tables what one micro-batch exchanges."""
+    if not exchange.is_split or share.micro_batches == 1:
+        return exchange
+    return tariff.of_part(exchange, names, network, batches=share.batches, part=1 / share.micro_batches)

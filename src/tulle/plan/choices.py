@@ -15,7 +15,7 @@ from tulle.plan.space import MOST_SUBSETS, subsets
 from tulle.plan.table_plan import TablePlan, ratios
 from tulle.plan.work import DATA, Share, stages_of, total_s, work_of
 from tulle.sync import AUTO
-from tulle.workload import Cluster, Profile
+from tulle.workload import Cluster, Profile, TableProfile
 
 MOST_COMBINATIONS = 64
 """If there are more ways to treat the tables of a model, each kind of tables takes the way that is best for it."""
@@ -54,7 +54,7 @@ class Tables:
             is_whole: Whether every rank must have every table whole.
         """
         groups = self._groups(plan)
-        ways = [self._ways(names, is_whole=is_whole) for names in groups]
+        ways = [self._ways(names, beside, is_whole=is_whole) for names, beside in groups.items()]
         if math.prod(map(len, ways)) > MOST_COMBINATIONS:
             ways = [[min(found, key=total_of)] for found in ways]
         for combination in product(*ways):
@@ -63,7 +63,7 @@ class Tables:
 
     def is_complete(self, plan: Plan) -> bool:
         """Whether `all` gives all combinations."""
-        ways = [self._ways(names, is_whole=False) for names in self._groups(plan)]
+        ways = [self._ways(names, beside, is_whole=False) for names, beside in self._groups(plan).items()]
         return math.prod(map(len, ways)) <= MOST_COMBINATIONS
 
     def told(self, plan: Plan) -> Plan:
@@ -71,12 +71,12 @@ class Tables:
         if self.share.data == 1:
             reason = f"one rank along {DATA} has all gradients"
             return replace(plan, tables=tuple(replace(table, reason=reason) for table in plan.tables))
-        groups = {name: names for names in self._groups(plan) for name in names}
-        return replace(plan, tables=tuple(self._told(table, groups[table.name]) for table in plan.tables))
+        groups = {name: (names, beside) for names, beside in self._groups(plan).items() for name in names}
+        return replace(plan, tables=tuple(self._told(table, *groups[table.name]) for table in plan.tables))
 
-    def _told(self, table: TablePlan, names: Sequence[str]) -> TablePlan:
+    def _told(self, table: TablePlan, names: Sequence[str], beside: Sequence[str]) -> TablePlan:
         looks = self.tariff.looks(table.name, self.share.data, self.share.batches)
-        options = sorted(self._ways(names, is_whole=False), key=total_of)
+        options = sorted(self._ways(names, beside, is_whole=False), key=total_of)
         costs = {one.scheme: one.total for one in options}
         if REPLICA in costs:  # in the buckets, among other dense gradients
             costs[REPLICA] = all_reduce_cost(looks.dense_bytes, self.network, self.share.data)
@@ -88,18 +88,28 @@ class Tables:
             reason += f", {len(names)} tables together" if len(names) > 1 else ""
         return replace(table, reason=reason, density=looks.density, candidates=costs, characteristics=ratios(looks))
 
-    def _groups(self, plan: Plan) -> list[tuple[str, ...]]:
+    def _groups(self, plan: Plan) -> dict[tuple[str, ...], list[str]]:
+        """Tables that can travel as one, with the others whose rows could be in the same packets."""
         stages = dict(zip((piece.name for piece in self.profile.modules), stages_of(plan, self.profile), strict=True))
-        free = [table for table in self.profile.tables if table.stream or table.tokens]
-        found = bundles([t for t in free if t.name not in self.given], lambda table: stages.get(table.module, 0))
-        return [*found, *((table.name,) for table in free if table.name in self.given)]
 
-    def _ways(self, names: Sequence[str], *, is_whole: bool) -> list[Exchange]:
+        def stage_of(table: TableProfile) -> int:
+            return stages.get(table.module, 0)
+
+        seen = [table for table in self.profile.tables if table.stream or table.tokens]
+        free = [table for table in seen if table.name not in self.given]
+        found = {
+            names: [one.name for one in free if one.name not in names and stage_of(one) == stage]
+            for names in bundles(free, stage_of)
+            for stage in [stage_of(self.tariff.table(names[0]))]
+        }
+        return found | {(table.name,): [] for table in seen if table.name in self.given}
+
+    def _ways(self, names: Sequence[str], beside: Sequence[str], *, is_whole: bool) -> list[Exchange]:
         ranks, batches = self.share.data, self.share.batches
         if names[0] in self.given:
             scheme = self.given[names[0]]
             return [self.tariff.exchange(names, scheme, self.network, ranks=ranks, batches=batches)]
-        found = self.tariff.options(names, self.network, ranks=ranks, batches=batches)
+        found = self.tariff.options(names, self.network, ranks=ranks, batches=batches, beside=beside)
         return [one for one in found if not (is_whole and one.is_split)]
 
     def _planned(self, schemes: Mapping[str, str]) -> tuple[TablePlan, ...]:

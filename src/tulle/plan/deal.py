@@ -138,7 +138,9 @@ class Deal:
         ranks, batches, seconds = self.share.data, self.share.batches, 0.0
         for bundle in self.bundles:
             if bundle.exchange.is_split and ranks > 1:
-                options = self.tariff.options(bundle.names, self.network, ranks=ranks, batches=batches)
+                others = [one for one in self.bundles if one.stage == bundle.stage and one is not bundle]
+                beside = [name for one in others for name in one.names]
+                options = self.tariff.options(bundle.names, self.network, ranks=ranks, batches=batches, beside=beside)
                 sent = bundle.exchange.total if self.lookahead else bundle.exchange.values + bundle.exchange.values
                 sent_s = self.share.micro_batches * sent.seconds
                 seconds += sum(max(0.0, sent_s - one.total.seconds) for one in options if one.scheme == AUTO)

@@ -1,7 +1,8 @@
 """`Tariff`: what the exchanges of tables cost, by scheme and placement, as the schemes and placements themselves say.
 
-Tables of one width, dtype and scheme travel as one (`tulle.sync`, `tulle.tables`). What must be told first, row
-numbers, is known before forward has run: it costs what the same exchange would whose values took no bytes.
+Tables of one width, dtype and scheme travel as one (`tulle.sync`, `tulle.tables`), few rows of all tables as one
+packet. What must be told first, row numbers, is known before forward has run: it costs what the same exchange would
+whose values took no bytes.
 """
 
 from __future__ import annotations
@@ -132,7 +133,9 @@ class Tariff:
             values=_shrunk(exchange.values, min(values_s, exchange.values.seconds), rows / max(1.0, whole)),
         )
 
-    def options(self, names: Sequence[str], network: Network, *, ranks: int, batches: float) -> list[Exchange]:
+    def options(
+        self, names: Sequence[str], network: Network, *, ranks: int, batches: float, beside: Sequence[str] = ()
+    ) -> list[Exchange]:
         """Ways for tables that travel as one: all placements, and of the schemes those that are not worse throughout.
 
         Where the run-time would send rows in packets, that stands for all schemes.
@@ -142,44 +145,82 @@ class Tariff:
             network: Of axis `data`.
             ranks: Of axis `data`.
             batches: Measured micro-batches that each works on.
+            beside: Other tables of the same ranks, whose rows would be in the same packets.
         """
-        key = ("options", tuple(names), network, ranks, batches)
-        return self._remembered(key, lambda: self._options(names, network, ranks=ranks, batches=batches))
+        key = ("options", tuple(names), network, ranks, batches, tuple(beside))
+        return self._remembered(key, lambda: self._options(names, network, ranks, batches, beside))
 
-    def _options(self, names: Sequence[str], network: Network, *, ranks: int, batches: float) -> list[Exchange]:
+    def packet(self, names: Sequence[str], network: Network, *, ranks: int, batches: float) -> Exchange | None:
+        """The packet in which the run-time would send few rows of some tables; None where they go by their schemes.
+
+        Args:
+            names: Tables with sparse gradients, of any widths and dtypes; of others there are no packets.
+            network: Of axis `data`.
+            ranks: Of axis `data`.
+            batches: Measured micro-batches that each works on.
+        """
+        key = ("packet", tuple(names), network, ranks, batches)
+        return self._remembered(key, lambda: self._packet(names, network, ranks, batches))
+
+    def _options(
+        self, names: Sequence[str], network: Network, ranks: int, batches: float, beside: Sequence[str]
+    ) -> list[Exchange]:
         first = self.table(names[0])
         if ranks == 1:
             return [Exchange(AUTO if first.is_sparse else REPLICA, NOTHING, NOTHING)]
-
-        def of(scheme: str) -> Exchange:
-            return self.exchange(names, scheme, network, ranks=ranks, batches=batches)
-
-        placed = [of(placement) for placement in first.placements]
+        placed = [
+            self.exchange(names, placement, network, ranks=ranks, batches=batches) for placement in first.placements
+        ]
         if not first.is_sparse:
             return [Exchange(REPLICA, NOTHING, NOTHING), *placed]
+        beside = [name for name in beside if self.table(name).is_sparse]
+        packet = self.packet([*names, *beside], network, ranks=ranks, batches=batches)
+        if packet is None:
+            return [*least(self._schemes(names, network, ranks, batches)), *placed]
+        if beside:
+            mine, theirs = (self._packet_cost(part, network, ranks, batches).seconds for part in (names, beside))
+            packet = replace(packet, values=_shrunk(packet.values, 0.0, mine / (mine + theirs)))
+        return [packet, *placed]
+
+    def _packet(self, names: Sequence[str], network: Network, ranks: int, batches: float) -> Exchange | None:
+        tables = [self.table(name) for name in names]
+        if ranks == 1 or not all(table.is_sparse and table.width for table in tables):
+            return None
+        schemes_s = sum(
+            min(one.total.seconds for one in self._schemes(of_kind, network, ranks, batches))
+            for of_kind in self._kinds(names)
+        )
+        cost = self._packet_cost(names, network, ranks, batches)
+        return Exchange(AUTO, NOTHING, cost) if is_in_packets(cost.seconds, schemes_s, network) else None
+
+    def _packet_cost(self, names: Sequence[str], network: Network, ranks: int, batches: float) -> Cost:
+        looks = [self._together(of_kind, ranks, batches) for of_kind in self._kinds(names)]
+        return packet_cost(looks, len(names), network, ranks)
+
+    def _kinds(self, names: Sequence[str]) -> list[list[str]]:
+        """Tables whose rows are numbered through in a packet: of one width and dtype."""
+        found: dict[object, list[str]] = {}
+        for name in names:
+            table = self.table(name)
+            found.setdefault((table.width, table.value_bytes), []).append(name)
+        return [*found.values()]
+
+    def _schemes(self, names: Sequence[str], network: Network, ranks: int, batches: float) -> list[Exchange]:
+        """By the schemes that are worth a look."""
+
+        def of(way: str) -> Exchange:
+            return self.exchange(names, way, network, ranks=ranks, batches=batches)
+
         together = self._together(names, ranks, batches)
-        limit_s = HOPELESS * min((one.total.seconds for one in placed), default=inf)
+        placed_s = [of(placement).total.seconds for placement in self.table(names[0]).placements]
+        limit_s = HOPELESS * min(placed_s, default=inf)
         dense_s = all_reduce_cost(together.dense_bytes, network, ranks).seconds
         sparse_s = least_s(together, network)
         worth = [scheme for scheme in FLAT if (dense_s if scheme == DENSIFY else sparse_s) <= limit_s]
         if worth and 1 < network.local_ranks < ranks:
             [choice] = choose_together([together], network, ranks)
             worth = [scheme for scheme, _ in choice.candidates]
-        schemes = [of(scheme) for scheme in worth or [FALLBACK]]
-        packets = self._packets(names, network, ranks, batches) if self._is_alone(first) else None
-        best_s = min(one.total.seconds for one in schemes)
-        if packets is not None and is_in_packets(packets.values.seconds, best_s, network):
-            return [packets, *placed]
-        return [*least(schemes), *placed]
-
-    def _packets(self, names: Sequence[str], network: Network, ranks: int, batches: float) -> Exchange:
-        together = self._together(names, ranks, batches)
-        return Exchange(AUTO, NOTHING, packet_cost(together, len(names), network, ranks))
-
-    def _is_alone(self, first: TableProfile) -> bool:
-        """Whether no sparse gradients of another kind may be born beside those of such tables: a packet is of one."""
-        kinds = {(table.width, table.value_bytes) for table in self.profile.tables if table.is_sparse}
-        return kinds == {(first.width, first.value_bytes)}
+        return [of(scheme) for scheme in worth or [FALLBACK]]
 
     def _exchange(self, names: Sequence[str], scheme: str, network: Network, *, ranks: int, batches: float) -> Exchange:
         together = self._together(names, ranks, batches)

@@ -4,7 +4,7 @@ from tulle.sync.all_reduce import all_reduce
 from tulle.sync.characteristics import characteristics, gather_presence
 from tulle.sync.chooser import Chooser
 from tulle.sync.ddp_hook import DDPState, ddp_hook
-from tulle.sync.packet import Packet, Room
+from tulle.sync.packet import Packet, Room, next_packet
 from tulle.sync.reduce import (
     ABSENT,
     COUNTS,
@@ -49,6 +49,7 @@ __all__ = [
     "ddp_hook",
     "gather_presence",
     "indices_of",
+    "next_packet",
     "route",
     "scheme_named",
     "sum_gradients",

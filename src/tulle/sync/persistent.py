@@ -17,7 +17,7 @@ from tulle.comm import probe
 from tulle.mesh import Axis
 from tulle.sync.all_reduce import Local, all_reduce, announce, as_given, chosen, read
 from tulle.sync.chooser import Chooser
-from tulle.sync.packet import Packet, Room
+from tulle.sync.packet import Packet, Room, next_packet
 from tulle.sync.reduce import Gradient, count, sum_gradients
 from tulle.sync.schemes import AUTO
 from tulle.sync.table import WireDtype, as_wire_dtype
@@ -61,7 +61,8 @@ class PersistentAllReduce:
             mine = local.scaled(1.0 / ranks, table)
             sums = sum_gradients([mine], [table], [[rows] for rows in counts], [scheme], self.axis).wait()
         self._room.fill(counts)
-        self._packet = self._room.packet([table], network, ranks, words=1, scheme_s=self._chooser.predicted_s)
+        scheme_s = self._chooser.predicted_s
+        self._packet = next_packet([table], [([0], self._room)], network, ranks, words=1, scheme_s=scheme_s)
         return cast("Tensor", as_given(gradient, sums[0], local.shape, 1))
 
     def _in_packets(self, local: Local, packet: Packet) -> tuple[list[int], Sequence[Gradient] | None]:
