@@ -23,6 +23,15 @@ def test_an_unknown_scheme(plan):
         tulle.distribute(model, sgd(model), mesh, plan=plan)
 
 
+@on_ranks(2)
+def test_a_misspelt_scheme_or_table_is_told_beside_what_was_meant():
+    mesh = tulle.init(data=-1)
+    model = build(Words, 0)
+    for plan, meant in (("row", "rows"), ({"words.wieght": "rows"}, "words.weight")):
+        with every_rank_raises(PlanError, f"; was {meant!r} meant?", found_by=0):
+            tulle.distribute(model, sgd(model), mesh, plan=plan)
+
+
 @on_ranks(1, 2)
 @pytest.mark.parametrize(
     ("options", "text"),

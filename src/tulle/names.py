@@ -1,8 +1,9 @@
-"""`as_names`: where names are asked for, a single one stands for a list of it, whose letters are no names."""
+"""Names that users give: a single one stands for a list of it, and a misspelt one is told beside the nearest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 def as_names(given: str | Iterable[str]) -> tuple[str, ...]:
@@ -18,3 +19,14 @@ def as_names(given: str | Iterable[str]) -> tuple[str, ...]:
     if not isinstance(given, Iterable):
         raise TypeError(f"tulle was given {given!r}, expected names, or one")
     return (given,) if isinstance(given, str) else tuple(given)
+
+
+def was_meant(name: object, known: Iterable[str]) -> str:
+    """What ends an error about an unknown name: a question, if a known one is near.
+
+    Example:
+        >>> was_meant("row", ["auto", "rows"]), was_meant("zen", ["auto", "rows"])
+        ("; was 'rows' meant?", '')
+    """
+    near = get_close_matches(str(name), list(known), n=1)
+    return f"; was {near[0]!r} meant?" if near else ""

@@ -10,6 +10,7 @@ from typing import Any
 
 from tulle.cost import Network
 from tulle.errors import PlanError
+from tulle.names import was_meant
 from tulle.plan.plan import Plan
 from tulle.plan.splitting import Candidate, choose_all
 from tulle.plan.table_plan import TablePlan
@@ -102,6 +103,7 @@ def _with_schemes(
             splittable = f"; those that can be split besides: {', '.join(dense)}" if dense else ""
             raise PlanError(
                 f"the plan names {name!r}, the model's tables with sparse gradients are: {known}{splittable}"
+                f"{was_meant(name, [*shapes, *dense])}"
             )
     tables = [
         TablePlan(name, rows, width, check_scheme(schemes.get(name, AUTO), extra=(AUTO, *PLACEMENTS)), reason)

@@ -61,9 +61,10 @@ class ShardedSoftmax(SoftmaxLayer):
         super().__init__(label_smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction)
         is_tied = isinstance(weight, nn.Parameter)
         if {num_rows is None, width is None} != {is_tied} or (weight is not None) != is_tied:
+            given = None if weight is None else type(weight).__name__
             raise ModelError(
-                f"ShardedSoftmax was given num_rows={num_rows}, width={width} and "
-                f"weight={type(weight).__name__}: give it either both numbers, or a parameter as weight"
+                f"ShardedSoftmax was given num_rows={num_rows!r}, width={width!r} and weight={given}: give it either "
+                "both numbers, or a parameter as weight"
             )
         shape = list(weight.shape) if isinstance(weight, nn.Parameter) else [num_rows, width]
         if len(shape) != 2 or not all(isinstance(size, int) and size >= 0 for size in shape):

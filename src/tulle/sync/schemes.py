@@ -15,6 +15,7 @@ import tulle.sync.recursive_doubling as recursive_doubling
 import tulle.sync.ring as ring
 from tulle.cost import Characteristics, Cost, Network
 from tulle.errors import PlanError
+from tulle.names import was_meant
 from tulle.sync.hierarchical import Hierarchical
 from tulle.sync.protocol import Scheme
 
@@ -145,7 +146,7 @@ def check_scheme(name: str, *, extra: Iterable[str] = (AUTO,)) -> str:
     if isinstance(name, str) and name.startswith(f"{HIERARCHICAL}:"):  # whatever a user's mapping holds
         scheme_named(name)
         return name
-    raise PlanError(f"unknown scheme {name!r}, expected one of {', '.join(known)}")
+    raise PlanError(f"unknown scheme {name!r}, expected one of {', '.join(known)}{was_meant(name, known)}")
 
 
 def _costs(looks: Characteristics, network: Network, ranks: int) -> dict[str, Cost]:
