@@ -17,6 +17,7 @@ from tulle.cli.tail import last_state
 
 _LAST_LINES = 20
 _LAST_BYTES = 16_384
+_ERROR_CHARACTERS = 160
 
 # What gloo, nccl and the store say when a process at the other end is no longer there.
 _PEER_GONE = re.compile(
@@ -166,9 +167,9 @@ def _also(failure: Failure, first: Failure) -> str:
     return f"rank {failure.rank} {verb}"
 
 
-def _one_line(text: str, *, limit: int = 160) -> str:
+def _one_line(text: str) -> str:
     text = _ADDED.sub("", " ".join(text.split()))
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return text if len(text) <= _ERROR_CHARACTERS else text[: _ERROR_CHARACTERS - 1] + "…"
 
 
 def last_lines(log: Path) -> list[str]:

@@ -24,7 +24,7 @@ from tulle.named.price import Axes, Choice, Held, Price, Pricing, Problem, dims_
 from tulle.named.rates import ASSUMED, Rates, measured
 from tulle.named.trace import Step
 
-MAX_AXES = 3
+_MOST_AXES = 3
 _REPRICED = 16
 """So many of the search's best are priced again, exactly."""
 
@@ -156,7 +156,7 @@ def search_shapes(
     return kept
 
 
-def arrangements(ranks: int, axes: int = MAX_AXES) -> Iterator[dict[str, int]]:
+def arrangements(ranks: int) -> Iterator[dict[str, int]]:
     """All ways to arrange ranks along up to three axes, longest first, named a, b, c.
 
     Example:
@@ -172,7 +172,7 @@ def arrangements(ranks: int, axes: int = MAX_AXES) -> Iterator[dict[str, int]]:
                 if rest % size == 0:
                     yield from ([size, *more] for more in factors(rest // size, size, room - 1))
 
-    for sizes in factors(ranks, ranks, axes):
+    for sizes in factors(ranks, ranks, _MOST_AXES):
         yield dict(zip("abc", sizes, strict=False))
 
 
