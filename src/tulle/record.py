@@ -41,7 +41,7 @@ RUN_DIR = "TULLE_RUN_DIR"
 TIMELINE = "TULLE_TIMELINE"
 STOP_AFTER = "TULLE_STOP_AFTER"
 """Set by `tulle profile`: end the script, on all ranks alike, after so many steps."""
-WAITS = ("forward_wait_s", "backward_wait_s", "optimizer_wait_s")
+WAITS: tuple[str, ...] = ("forward_wait_s", "backward_wait_s", "optimizer_wait_s")
 """What of `wait_s` was in these parts of a step; the rest was between them."""
 PREVIOUS = "previous-"
 """Before the name of a record that was there when the run began anew in a folder."""

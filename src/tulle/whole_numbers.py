@@ -1,7 +1,7 @@
 """`number_of_whole`: one number of a whole tensor, from those of the parts that ranks have of it.
 
-Sums, means and dot products are summed over ranks, norms are of the ranks' norms, the largest and whether any or all are
-so is the same of the ranks', variance and deviation are about the mean of all.
+Sums, means and dot products are summed over ranks, norms are of the ranks' norms, the largest and whether any or all
+are so is the same of the ranks', variance and deviation are about the mean of all.
 """
 
 from __future__ import annotations
