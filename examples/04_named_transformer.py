@@ -2,7 +2,7 @@
 
 tulle run --processes 4 examples/04_named_transformer.py --mesh data=2,model=2 --layout "batch:data, heads:model"
 tulle run --processes 4 examples/04_named_transformer.py --mesh data=2,model=2 --layout best
-python examples/04_named_transformer.py --explain --mesh data=16,model=32 --batch 256  # what a step costs there
+python examples/04_named_transformer.py --explain --mesh data=16,model=32 --batch 256 --width 1024 --heads 32
 """
 
 import argparse

@@ -32,6 +32,17 @@ def losses(program, layout, mesh):
         return torch.tensor(program.train(model, dims, batches, options, mesh))
 
 
+def test_the_mesh_of_its_help_can_be_explained_in_columns_that_stand_under_each_other():
+    program = example()
+    [command] = [line for line in program.__doc__.splitlines() if "--explain" in line]
+    options = program.parse(command.partition("  #")[0].split()[2:])
+    dims = program.Dimensions(options, 100)
+    batch = next(program.endless_batches([([3, 2], [1, 4, 2])] * options.batch, options))
+    said = str(tn.explain(dims.model(options.layers), dims.sample(batch), options.mesh, program.STANDARD)).splitlines()
+    ends = said[1].index("MB kept") + len("MB kept")
+    assert all(line[ends - 4] == "." and line[ends : ends + 2] in ("  ", "") for line in said[2:-1])
+
+
 @pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize("sizes", [{"data": 2, "model": 2}, {"model": 4}], ids=str)

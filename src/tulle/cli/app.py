@@ -27,7 +27,7 @@ from tulle.errors import TulleError
 from tulle.plan import PLAN, Plan
 from tulle.report import summarize, write
 
-_CODES = "Exit codes: 0 all went well, 1 it failed, 2 the command line is wrong, 130 ended with Ctrl-C."
+_CODES = "Exit codes: 0 all went well, 1 it failed, 2 the command line is wrong, 130 by Ctrl-C, 143 by SIGTERM."
 
 _Mistake: Any = typer.BadParameter.__mro__[1]
 """What typer raises of a command line that does not parse: click's, under a name of typer's own in some versions."""

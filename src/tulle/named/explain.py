@@ -101,9 +101,10 @@ class Explanation:
         return local_s + sum(seconds_of(one, self.sizes, rates) for one in self.collectives)
 
     def __str__(self) -> str:
-        head = f"{'line':<18} {'Gflop':>9} {'MB sent':>9} {'messages':>8} {'MB kept':>9}  collectives, code"
-        rows = [_row(line) for line in self.lines]
-        total = _cells("in all", self.flops, self.bytes_sent, self.messages, self.kept_bytes)
+        wide = max([18, *(len(line.where) for line in self.lines)])
+        head = f"{'line':<{wide}} {'Gflop':>9} {'MB sent':>9} {'messages':>8} {'MB kept':>9}  collectives, code"
+        rows = [_row(line, wide) for line in self.lines]
+        total = _cells("in all", wide, self.flops, self.bytes_sent, self.messages, self.kept_bytes)
         memory = (
             f"memory of each rank: {self.memory_bytes / 1e6:.1f} MB "
             f"({self.parameter_bytes / 1e6:.1f} parameters, {self.gradient_bytes / 1e6:.1f} gradients, "
@@ -258,11 +259,11 @@ def _brought(value: object) -> object:
     return Tensor(torch.empty(scope.local_shape(value.dims), dtype=value.dtype, device="meta"), value.dims)
 
 
-def _row(line: Line) -> str:
+def _row(line: Line, wide: int) -> str:
     kinds = ", ".join(f"{count} {kind}" for kind, count in line.collectives.items())
-    cells = _cells(line.where, line.flops, line.bytes_sent, line.messages, line.kept_bytes)
+    cells = _cells(line.where, wide, line.flops, line.bytes_sent, line.messages, line.kept_bytes)
     return f"{cells}  {kinds + ': ' if kinds else ''}{line.code}"
 
 
-def _cells(name: str, flops: int, bytes_sent: int, messages: int, kept_bytes: int) -> str:
-    return f"{name:<18} {flops / 1e9:>9.3f} {bytes_sent / 1e6:>9.3f} {messages:>8} {kept_bytes / 1e6:>9.3f}"
+def _cells(name: str, wide: int, flops: int, bytes_sent: int, messages: int, kept_bytes: int) -> str:
+    return f"{name:<{wide}} {flops / 1e9:>9.3f} {bytes_sent / 1e6:>9.3f} {messages:>8} {kept_bytes / 1e6:>9.3f}"
