@@ -14,7 +14,7 @@ process group of its own beside those pushes, says what follows.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -288,9 +288,10 @@ class SplitTables:
     def _expect(self, trips: Sequence[Trip]) -> None:
         """Also what was told with a lookup: where this rank leaves it out, another may push it before the others."""
         for trip in trips:
-            is_trained = any(table.parameter.requires_grad for table in trip.tables.values())
-            if is_trained and trip.number not in self._expected:
-                insort(self._expected, trip.number)
+            place = bisect_left(self._expected, trip.number)  # there may be many, of forwards without a backward
+            is_new = self._expected[place : place + 1] != [trip.number]
+            if is_new and any(table.parameter.requires_grad for table in trip.tables.values()):
+                self._expected.insert(place, trip.number)
 
     def _gradient_came(self, trip: Trip, table: SplitTable, gradient: Tensor) -> None:
         self._report(table.name, gradient)
