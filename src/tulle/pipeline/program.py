@@ -23,6 +23,7 @@ from tulle.pipeline.filled import can_be_filled, fill, with_filled
 from tulle.pipeline.graphs import Graphs
 from tulle.pipeline.holdings import Holdings, Known, Unit
 from tulle.pipeline.hooks import hears_gradients, hooks_for_all
+from tulle.pipeline.in_place import MARKS, mark, note_written, put_back
 from tulle.pipeline.interception import interception_aside
 from tulle.pipeline.kept import left_by, with_left
 from tulle.pipeline.losses import is_backward, scaled
@@ -48,8 +49,6 @@ from tulle.pipeline.tape import Graph
 from tulle.pipeline.values import Values
 
 _NOT_FORKED = nullcontext()
-_MARKS = ("detach_", "requires_grad_")
-"""Operations that change whether a tensor needs a gradient, and nothing else."""
 Read = Callable[[Placeholder, int], None]
 """Called with a placeholder, and the stage at which an operation reads it."""
 
@@ -122,8 +121,8 @@ class Program:
                 return args[0]
         outcome = self.holdings.shapes.outcome(function, leaves, spec)
         result = self._run(call, self._stage_of(call, outcome), outcome)
-        if call.name in _MARKS:
-            self._mark(leaves[0], needs_grad=call.name == "requires_grad_" and leaves[1:] != [False])
+        if call.name in MARKS:
+            mark(leaves[0], needs_grad=call.name == "requires_grad_" and leaves[1:] != [False])
         return result
 
     def apply(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -290,7 +289,7 @@ class Program:
                 if is_new:
                     seen = with_left(seen, left_by(before, attributes.all(), values))
         check_nested(call.name, values)
-        self._put_back(call, natives, seen)
+        put_back(call, natives, seen, self.values.tape.phase)
         return self._wrapped(call, stage, self.values.tell(call.name, seen, outcome, known), values)
 
     def _need(self, placeholder: Placeholder) -> bool:
@@ -301,14 +300,6 @@ class Program:
         """Note that what a placeholder stands for comes from the call at hand, if gradients go back to it."""
         if isinstance(leaf, Placeholder) and leaf.program is self:
             self._graphs.take(leaf)
-
-    def _put_back(self, call: Call, natives: Sequence[Any], seen: Outcome) -> None:
-        """Let what an operation has written in, or gave back, be what its placeholder stands for."""
-        same = [result.argument for result in seen.results if isinstance(result, Same)]
-        for number in (*seen.written, *same):
-            leaf = call.leaves[number]
-            if isinstance(leaf, Placeholder) and leaf.local is not natives[number]:
-                leaf.local, leaf.phase = natives[number], self.values.tape.phase
 
     def _execute(self, call: Call, natives: list[Any], seed: int, known: Known | None) -> Any:
         """Run a module or an operation as in one process."""
@@ -353,8 +344,9 @@ class Program:
 
     def _wrapped(self, call: Call, stage: int, outcome: Outcome, values: Sequence[Any]) -> Any:
         """What the program gets to see of a result."""
+        ranks, phase = self._axis.size, self.values.tape.phase
         for number in outcome.written:
-            self._was_written(call, number, stage)
+            note_written(call, number, stage, ranks=ranks, phase=phase, take=self._take)
         results: list[Any] = []
         for result, value in zip(outcome.results, values, strict=True):
             if isinstance(result, Same):
@@ -405,26 +397,3 @@ class Program:
         """The stage where a tensor lives, None if on all ranks."""
         placed = self._adopted.placed(tensor)
         return placed.stage if isinstance(placed, Placeholder) else None
-
-    def _mark(self, placeholder: Placeholder, *, needs_grad: bool) -> None:
-        """Have all ranks know that a tensor was detached in place, or made to need a gradient."""
-        placeholder.needs_grad = needs_grad
-        placeholder.family.version += 1  # copies elsewhere are as it was
-
-    def _was_written(self, call: Call, number: int, stage: int) -> None:
-        leaf = call.leaves[number]
-        if not isinstance(leaf, Placeholder):
-            return
-        leaf.family.version += 1
-        if torch.is_grad_enabled() and any(other.needs_grad for other in call.placeholders):
-            for member in leaf.family.with_all(leaf):  # from now on all of them come from what runs now
-                member.needs_grad = True
-                self._take(member)
-                member.phase = None if member.local is None else self.values.tape.phase
-        if (leaf.stage - stage) % self._axis.size:  # a module wrote in what it was sent: that is the tensor now
-            if leaf.family.has_others:
-                raise ModelError(
-                    f"module {call.name!r} writes in its argument {leaf!r}, which lives at another stage and of which "
-                    "there are views: give it a copy (.clone()), or place both at one stage"
-                )
-            leaf.stage, leaf.sent = stage, {}

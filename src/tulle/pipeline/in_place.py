@@ -1,0 +1,73 @@
+"""What becomes of placeholders whose tensors an operation has written in, given back, detached or marked in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tulle.errors import ModelError
+from tulle.pipeline.operation import Call
+from tulle.pipeline.outcome import Outcome, Same
+from tulle.pipeline.placeholder import Placeholder
+from tulle.pipeline.tape import Phase
+
+MARKS = ("detach_", "requires_grad_")
+"""Operations that change whether a tensor needs a gradient, and nothing else."""
+
+
+def mark(placeholder: Placeholder, *, needs_grad: bool) -> None:
+    """Have all ranks know that a tensor was detached in place, or made to need a gradient."""
+    placeholder.needs_grad = needs_grad
+    placeholder.family.version += 1  # copies elsewhere are as it was
+
+
+def put_back(call: Call, natives: Sequence[Any], seen: Outcome, phase: Phase) -> None:
+    """Let what an operation has written in, or gave back, be what its placeholder stands for.
+
+    Args:
+        call: The operation.
+        natives: Its arguments as it ran on them.
+        seen: Its outcome.
+        phase: In which it ran.
+    """
+    same = [result.argument for result in seen.results if isinstance(result, Same)]
+    for number in (*seen.written, *same):
+        leaf = call.leaves[number]
+        if isinstance(leaf, Placeholder) and leaf.local is not natives[number]:
+            leaf.local, leaf.phase = natives[number], phase
+
+
+def note_written(
+    call: Call, number: int, stage: int, *, ranks: int, phase: Phase, take: Callable[[Placeholder], None]
+) -> None:
+    """Have a placeholder, and all that share memory with it, know that an operation wrote there. On every rank.
+
+    Args:
+        call: The operation.
+        number: Of its argument in which it wrote.
+        stage: Where it ran.
+        ranks: Of the pipeline.
+        phase: In which it ran.
+        take: Called with each placeholder to which gradients go back through the operation from now on.
+
+    Raises:
+        ModelError: If it wrote in a copy of a tensor of another stage of which there are views.
+    """
+    leaf = call.leaves[number]
+    if not isinstance(leaf, Placeholder):
+        return
+    leaf.family.version += 1
+    if torch.is_grad_enabled() and any(other.needs_grad for other in call.placeholders):
+        for member in leaf.family.with_all(leaf):  # from now on all of them come from what runs now
+            member.needs_grad = True
+            take(member)
+            member.phase = None if member.local is None else phase
+    if (leaf.stage - stage) % ranks:  # a module wrote in what it was sent: that is the tensor now
+        if leaf.family.has_others:
+            raise ModelError(
+                f"module {call.name!r} writes in its argument {leaf!r}, which lives at another stage and of which "
+                "there are views: give it a copy (.clone()), or place both at one stage"
+            )
+        leaf.stage, leaf.sent = stage, {}
