@@ -1,12 +1,12 @@
 """Typed collectives that count bytes and messages, some with gradients; the network probe; the background thread."""
 
 from tulle.comm.agree import gather_values, raise_together
-from tulle.comm.assembly import assemble, follow_steps
 from tulle.comm.background import BackgroundThread, Job, used_here
 from tulle.comm.collectives import all_gather, all_reduce, barrier, broadcast
 from tulle.comm.differentiable import enter, exchange, gather, halo, leave, reduce_scatter, scatter
 from tulle.comm.eager import eager
 from tulle.comm.lane import alone, hosts_of, lane
+from tulle.comm.monitored_barrier import follow_steps, monitored_barrier
 from tulle.comm.parts import all_gather_parts, all_to_all_parts, receive, send
 from tulle.comm.pending import Deferred, Pending
 from tulle.comm.probe import probe
@@ -25,7 +25,6 @@ __all__ = [
     "all_reduce",
     "all_to_all_parts",
     "alone",
-    "assemble",
     "barrier",
     "broadcast",
     "eager",
@@ -38,6 +37,7 @@ __all__ = [
     "hosts_of",
     "lane",
     "leave",
+    "monitored_barrier",
     "now_s",
     "probe",
     "raise_together",

@@ -19,7 +19,7 @@ from tulle.engine.split_table import SplitTable
 from tulle.mesh import Axis
 from tulle.tables import Pushed, Request, Route, push
 
-_LONGEST_COURTESY_S = 0.5
+_LONGEST_WAIT_S = 0.5
 """For so long at most delayed rows let the next values pass."""
 
 
@@ -116,5 +116,5 @@ class Parcel:
 
     def push_after(self, others: threading.Event, axis: Axis) -> dict[int, Pushed]:
         """The same, when others have passed, or after a while: a rank that they wait for may be waiting for this."""
-        others.wait(_LONGEST_COURTESY_S)
+        others.wait(_LONGEST_WAIT_S)
         return self.push(axis, "delayed rows")

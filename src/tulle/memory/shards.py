@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
-from tulle.comm import all_gather_parts, assemble, eager, follow_steps, gather_values
+from tulle.comm import all_gather_parts, eager, follow_steps, gather_values, monitored_barrier
 from tulle.errors import GradientError, ModelError
 from tulle.memory.pieces import Bucket, Piece, deal, flat, laid_out_like, lay_out
 from tulle.mesh import Axis
@@ -139,7 +139,7 @@ class OptimizerShards:
             CommunicationError: If others do not, which is noticed when they take another step or leave.
         """
         if self.axis.size > 1:
-            assemble(self.axis, "optimizer.state_dict()", _MEND)
+            monitored_barrier(self.axis, "optimizer.state_dict()", _MEND)
         self._deal_out_added()
         self._follow_parameters()
         whole: dict[Tensor, dict[str, Any]] = {}

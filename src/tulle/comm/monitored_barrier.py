@@ -1,7 +1,8 @@
-"""`assemble`: ranks wait for one another before they exchange something, and soon learn of one that will not come.
+"""`monitored_barrier`: ranks wait for one another before they exchange something, and soon learn who will not come.
 
-Until all are there nothing is sent but words on the board: who came alone has begun no exchange, in which the others
-would take part with another one.
+As `torch.distributed.monitored_barrier`, but over the run's key-value store (`tulle.board`): a rank that comes alone
+has begun no exchange that the others would meet with another one, and it need not wait for the time-out to learn that
+they have gone on, left or failed.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ _LOOKING_S = 0.2
 """Each time after so many seconds it is looked what the others do."""
 _LONG_S = 3.0
 """After so many it is told who is waited for."""
-_PASSED = "assemblies"
+_PASSED = "monitored barriers"
 
 
-def assemble(axis: Axis, what: str, mend: str) -> None:
+def monitored_barrier(axis: Axis, what: str, mend: str) -> None:
     """Wait until all ranks of an axis are here. Every rank of it must call it, alike.
 
     Args:
@@ -58,7 +59,10 @@ def assemble(axis: Axis, what: str, mend: str) -> None:
 
 
 def follow_steps(axis: Axis) -> None:
-    """Have `assemble` notice ranks that have begun another step, for microseconds a step. Every rank must call it."""
+    """Have `monitored_barrier` notice ranks that have begun another step. Every rank must call it.
+
+    It costs microseconds a step.
+    """
     traffic.begun = max(gather_values(traffic.begun, axis, label="steps"))  # what came before need not be alike
     traffic.is_followed = True
 
