@@ -191,6 +191,16 @@ NOTHING = Cost(0, 0, 0.0)
 """The cost of what does not happen."""
 
 
+def percent(share: float) -> str:
+    """A share, for people: small ones with two digits.
+
+    Example:
+        >>> percent(0.0785), percent(4.096e-05), percent(0.0)
+        ('7.85%', '0.0041%', '0.00%')
+    """
+    return f"{100 * share:.2g}%" if 0 < share < 5e-3 else f"{share:.2%}"
+
+
 def exchange_cost(
     sent_bytes: float, messages: int, network: Network, *, rounds: int | None = None, received_bytes: float = 0.0
 ) -> Cost:

@@ -233,6 +233,22 @@ def test_what_lookahead_would_gain_is_priced_and_offered():
     assert not best_plan(profile_of(tables=0), cluster, space=Space(mesh={"data": 4})).offers
 
 
+def test_sizes_that_do_not_divide_the_ranks_are_refused_as_such():
+    with pytest.raises(PlanError, match=r"no mesh of 4 ranks has \{'data': 3\}: sizes of axes multiply to that number"):
+        best_plan(profile_of(), cluster_of(4), space=Space(mesh={"data": 3}))
+
+
+def test_a_cut_that_is_too_slow_in_any_case_is_not_asked_for_its_tables(monkeypatch):
+    """Of many tables it takes seconds to tell what they send along a mesh; the plan is the same."""
+    profile, cluster = profile_of(tables=4, layers=6), cluster_of(8)
+    search = Search(profile, cluster, 64, Space(), None, Tariff(profile))
+    plan = search.run()
+    monkeypatch.setattr(Search, "_is_hopeless", lambda self, dealt: False)
+    other = Search(profile, cluster, 64, Space(), None, Tariff(profile))
+    assert other.run() == plan
+    assert search.tariff.worked < other.tariff.worked
+
+
 def test_the_plan_survives_json(tmp_path):
     plan = best_plan(profile_of(), cluster_of(2))
     plan.save(tmp_path / "plan.json")

@@ -65,6 +65,23 @@ def test_a_sweep_has_a_row_for_each_cluster(job, capsys):
     assert [point["batch"] for point in found["points"]] == [16, 16, 32, 32, 128, 128]
     slow, fast = found["points"][-2:]
     assert slow["efficiency"] < fast["efficiency"] < 1
+    downward = simulated(job, capsys, "--sweep", "hosts=8,2,1", "--bandwidth", "1Gbit")["points"]
+    assert [point["efficiency"] for point in downward] == [one["efficiency"] for one in found["points"][::2]][::-1]
+
+
+def test_a_cluster_without_enough_memory_is_told_of(job, capsys):
+    profile = Profile.load(job / "profile.json")
+    plan = Plan.load(job / "plan.json")
+    replace(plan, tables=(replace(plan.tables[0], scheme="rows"),)).save(job / "plan.json")
+    whole, split = simulated(job, capsys, "--sweep", "hosts=1,4")["points"]
+    assert whole["memory_bytes"] - split["memory_bytes"] > 5_000 * 64 * 4 / 2
+    assert not whole["lacks_memory"], "nobody said how much there is"
+    machine = replace(profile.cluster.machine, memory_bytes=split["memory_bytes"])
+    replace(profile, cluster=replace(profile.cluster, machine=machine)).save(job / "profile.json")
+    points = simulated(job, capsys, "--sweep", "hosts=1,4")["points"]
+    assert [point["lacks_memory"] for point in points] == [True, False]
+    assert execute(["simulate", str(job / "plan.json"), "--sweep", "hosts=1,4"]) == 0
+    assert "Not enough memory on a rank: with 1 rank." in capsys.readouterr().out
 
 
 def test_strong_scaling_shares_out_one_batch(job, capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from tulle.errors import PlanError
-from tulle.plan import Plan
+from tulle.plan import Plan, footprints
 from tulle.plan.deal import looks_ahead
+from tulle.plan.exchange import Tariff
 from tulle.plan.lower import lower
 from tulle.plan.plan import TOLD
+from tulle.plan.prediction import some
 from tulle.plan.search import best_plan
 from tulle.plan.work import samples_a_rank
 from tulle.report import quantity
@@ -45,6 +47,10 @@ class Job:
     batch: int | None = None
     is_replanned: bool = False
     lookahead: bool | None = None
+    tariff: Tariff = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tariff", Tariff(self.profile))
 
     def over(self, changes: Sequence[Change], weather: Weather | None = None) -> list[Point]:
         """Simulate it on one cluster after the other.
@@ -84,12 +90,18 @@ class Job:
     def _step_on(self, cluster: Cluster, batch: int) -> Step:
         ahead = self.looks_ahead
         replanned = best_plan(self.profile, cluster, batch=batch, lookahead=ahead) if self.is_replanned else None
-        return lower(replanned or self.on(cluster), self.profile, cluster, batch=batch, lookahead=ahead)
+        plan = replanned or self.on(cluster)
+        return lower(plan, self.profile, cluster, batch=batch, lookahead=ahead, tariff=self.tariff)
 
     @property
     def looks_ahead(self) -> bool:
         """Whether the training loop goes through `tulle.lookahead`."""
         return looks_ahead(self.plan, self.profile) if self.lookahead is None else self.lookahead
+
+    def needed_bytes(self, point: Point) -> int:
+        """What the rank needs that needs most, of the plan that was given."""
+        peaks = footprints(self.on(point.cluster), self.profile, point.cluster, batch=point.batch, tariff=self.tariff)
+        return max(one.peak_bytes for one in peaks)
 
     def _samples_of(self, cluster: Cluster) -> int:
         return max(1, round(samples_a_rank(self.plan, self.profile) * cluster.ranks))
@@ -116,19 +128,31 @@ def load(plan: Path, profile: Path | None) -> tuple[Plan, Profile]:
     return loaded, Profile.load(profile or beside)
 
 
-def describe(points: Sequence[Point], stragglers: Stragglers | None = None) -> list[dict[str, Any]]:
-    """The points as plain values; each scales from the first one with such a network.
+def describe(job: Job, points: Sequence[Point], stragglers: Stragglers | None = None) -> list[dict[str, Any]]:
+    """The points as plain values; each scales from the one of fewest ranks with such a network.
 
     Args:
+        job: That was simulated.
         points: Of a sweep.
         stragglers: Which ranks were slow.
     """
     base: dict[object, Point] = {}
+    for point in sorted(points, key=lambda point: point.cluster.ranks):
+        base.setdefault(_network(point), point)
     return [
-        _described(point, base.setdefault(_network(point), point))
-        | ({"stragglers": stragglers.count(point.cluster.ranks)} if stragglers else {})
+        _described(point, base[_network(point)])
+        | _memory(job, point)
+        | ({SLOW: stragglers.count(point.cluster.ranks)} if stragglers else {})
         for point in points
     ]
+
+
+def _memory(job: Job, point: Point) -> dict[str, Any]:
+    """What a rank needs, and whether it has less; a plan that is made for a cluster fits it."""
+    if job.is_replanned:
+        return {"memory_bytes": None, "lacks_memory": False}
+    needed_bytes, limit_bytes = job.needed_bytes(point), point.cluster.machine.memory_bytes
+    return {"memory_bytes": needed_bytes, "lacks_memory": limit_bytes is not None and needed_bytes > limit_bytes}
 
 
 def _network(point: Point) -> tuple[float, float]:
@@ -224,10 +248,12 @@ def _caption(found: Mapping[str, Any], *, has_networks: bool) -> Iterator[str]:
     dealt = f"{quantity.plural(batch, 'sample')} a step" if is_strong else f"{each} a rank and step"
     yield f"{'Strong' if is_strong else 'Weak'} scaling: {dealt}. Times in ms, of one rank and step;"
     yield "waits: for communication; idle: for slower ranks or other stages."
-    first = "the first row with such a network" if has_networks else "the first row"
-    yield f"Scaling: samples a second and rank, by those of {first}."
+    fewest = "the fewest ranks with such a network" if has_networks else "the fewest ranks"
+    yield f"Scaling: samples a second and rank, by those of {fewest}."
     if not all(row.get(SLOW, 1) for row in rows):
         yield "No rank is slow where the share of stragglers is less than half a rank."
+    if lacking := [quantity.plural(row["ranks"], "rank") for row in rows if row["lacks_memory"]]:
+        yield f"Not enough memory on a rank: with {some(lacking)}."
     if found["splits_tables"]:
         yield f"Rows of split tables are told {TOLD[found['lookahead']]}."
 

@@ -118,7 +118,7 @@ def _found(plan: Path, job: Job, points: Sequence[Point], weather: Weather) -> d
         "scaling": "strong" if job.is_strong else "weak",
         "lookahead": job.looks_ahead,
         "splits_tables": any(task.kind == "rows" for point in points for task in point.forecast.step.tasks),
-        "points": describe(points, weather.stragglers),
+        "points": describe(job, points, weather.stragglers),
         "tables": describe_tables(job, points[-1]),
     }
 

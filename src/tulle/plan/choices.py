@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from tulle.cost import Network, all_reduce_cost
+from tulle.cost import Network, all_reduce_cost, percent
 from tulle.plan.exchange import REPLICA, Exchange, Tariff, bundles
 from tulle.plan.plan import MODEL, Plan
 from tulle.plan.prediction import ms
@@ -81,7 +81,7 @@ class Tables:
         if REPLICA in costs:  # in the buckets, among other dense gradients
             costs[REPLICA] = all_reduce_cost(looks.dense_bytes, self.network, self.share.data)
         others = ", ".join(f"{name} {ms(cost.seconds)}" for name, cost in costs.items() if name != table.scheme)
-        reason = f"{looks.density:.2%} of {looks.num_rows:,} rows touched a rank and step, {self.share.data} ranks"
+        reason = f"{percent(looks.density)} of {looks.num_rows:,} rows touched a rank and step, {self.share.data} ranks"
         if table.scheme in costs:
             way = PACKETS if table.scheme == AUTO else table.scheme
             reason += f": {way} {ms(costs[table.scheme].seconds)}" + (f", {others}" if others else "")

@@ -221,6 +221,8 @@ class Search:
         for least_s, dealt in self._dealt(frame, share):
             if least_s >= self.cutoff_s:
                 break
+            if self._is_hopeless(dealt):
+                continue
             if not tables.is_complete(dealt):
                 self._left_out_s = min(self._left_out_s, frame_s)
             deals = [self._deal(planned) for planned in tables.all(dealt, is_whole=not self._may_split(frame))]
@@ -230,6 +232,15 @@ class Search:
                     return
                 if self._least_of(deal) < self.cutoff_s:
                     self._fit(deal, frame_s)
+
+    def _is_hopeless(self, dealt: Plan) -> bool:
+        """Whether a cut is too slow whatever happens to the tables: what that costs takes long to tell.
+
+        Of tables with dense gradients it is not told: they are parameters if they are not split, and may be faster
+        if they are.
+        """
+        is_bound = bool(self.profile.tables) and all(table.is_sparse for table in self.profile.tables)
+        return is_bound and self._least_of(self._deal(dealt)) >= self.cutoff_s
 
     def _dealt(self, frame: Plan, share: Share) -> list[tuple[float, Plan]]:
         """Ways to cut and to split, each with the seconds of its slowest stage, the least first."""

@@ -78,6 +78,8 @@ class Space:
                 is_fixed = all(sizes.get(name, 1) == size for name, size in self.mesh.items())
                 if is_fixed and all(sizes[name] <= size for name, size in most.items()):
                     found.append({name: sizes[name] for name in AXES if name == DATA or sizes[name] > 1})
+        if ranks % math.prod(self.mesh.values()):
+            raise PlanError(f"no mesh of {ranks} ranks has {dict(self.mesh)}: sizes of axes multiply to that number")
         if not found:
             raise PlanError(
                 f"no mesh of {ranks} ranks has {dict(self.mesh)}: of a model of {most[PIPE]} pieces at most so many "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tulle.cost import Characteristics, Network, all_reduce_cost
+from tulle.cost import Characteristics, Network, all_reduce_cost, percent
 from tulle.sync import Choice, choose_together
 from tulle.tables import PLACEMENTS
 
@@ -78,7 +78,7 @@ def _dense(looks: list[Characteristics], network: Network, ranks: int) -> list[C
     return [
         Choice(
             DENSE,
-            f"{look.density:.2%} of {look.num_rows:,} rows looked up a rank and step: dense gradients take "
+            f"{percent(look.density)} of {look.num_rows:,} rows looked up a rank and step: dense gradients take "
             f"{cost.seconds * 1e3:.3g} ms",
             look,
             ((DENSE, cost),),

@@ -182,11 +182,12 @@ def bits(value_bytes_per_s: float) -> str:
     """A bandwidth as makers of networks tell it.
 
     Example:
-        >>> bits(12.5e9), bits(118e6)
-        ('100 Gbit/s', '944 Mbit/s')
+        >>> bits(125e9), bits(12.5e9), bits(118e6)
+        ('1 Tbit/s', '100 Gbit/s', '944 Mbit/s')
     """
     value = 8 * value_bytes_per_s
-    return f"{value / 1e9:.3g} Gbit/s" if value >= 1e9 else f"{value / 1e6:.3g} Mbit/s"
+    unit, size = next(((unit, size) for unit, size in (("T", 1e12), ("G", 1e9)) if value >= size), ("M", 1e6))
+    return f"{value / size:.3g} {unit}bit/s"
 
 
 def _told(name: str, taken_s: float) -> str:

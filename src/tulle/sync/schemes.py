@@ -13,7 +13,7 @@ import tulle.sync.densify as densify
 import tulle.sync.holders as holders
 import tulle.sync.recursive_doubling as recursive_doubling
 import tulle.sync.ring as ring
-from tulle.cost import Characteristics, Cost, Network
+from tulle.cost import Characteristics, Cost, Network, percent
 from tulle.errors import PlanError
 from tulle.names import was_meant
 from tulle.sync.hierarchical import Hierarchical
@@ -125,7 +125,7 @@ def choose_together(looks: Sequence[Characteristics], network: Network, ranks: i
     choices: list[Choice] = []
     for look in looks:
         reason = (
-            f"{look.density:.2%} of {look.num_rows:,} rows touched a rank and step, "
+            f"{percent(look.density)} of {look.num_rows:,} rows touched a rank and step, "
             f"{_count(ranks, 'rank')}{company}: {best} predicted at {_ms(costs[best])}, {than}"
         )
         share = sum(look.at(ranks).rows_per_rank) / held_rows
