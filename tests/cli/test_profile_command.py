@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -148,6 +149,8 @@ def test_the_modules_fit_the_terminal(width):
     assert "…" not in text, "nothing is cut"
     assert "8 others" in text
     assert "step of 500 ms" in text
+    assert "lookahead" not in text
+    assert str(modules_table(replace(found, lookahead=True)).caption).endswith("The loop goes through tulle.lookahead.")
 
 
 TRAINS = """

@@ -90,6 +90,8 @@ def test_strong_scaling_shares_out_one_batch(job, capsys):
     assert one["batch"] == eight["batch"] == 64
     assert eight["computing_s"] < 0.3 * one["computing_s"]
     assert found["scaling"] == "strong"
+    assert execute(["simulate", str(job / "plan.json"), "--sweep", "hosts=1,80", "--strong", "--batch", "64"]) == 1
+    assert "a step of 64 samples is too small for 80 replicas on 80 ranks" in capsys.readouterr().err
 
 
 def test_noise_and_stragglers_make_ranks_wait(job, capsys):

@@ -72,7 +72,8 @@ def _more(run: Path) -> dict[str, object]:
         {"name": one.name, "forward_s": one.forward_s, "backward_s": one.backward_s, "flop": one.flop}
         for one in found.modules
     ]
-    return {"profile": str(path), "step_s": found.step_s, "peak_bytes": found.peak_bytes, "modules": modules}
+    told = {"step_s": found.step_s, "peak_bytes": found.peak_bytes, "lookahead": found.lookahead}
+    return {"profile": str(path), **told, "modules": modules}
 
 
 def modules_table(profile: Profile) -> Table:
@@ -90,7 +91,8 @@ def modules_table(profile: Profile) -> Table:
     update_s = max(0.0, profile.step_s - sum(map(_seconds, profile.modules)))
     table.add_row("optimizer", "", "", quantity.share(update_s / profile.step_s), style="dim")
     step, memory = quantity.duration(profile.step_s), quantity.size(profile.peak_bytes)
-    table.caption = f"Of a step of {step} without communication, which needs {memory}; all processes at once."
+    seen = "\nThe loop goes through tulle.lookahead." if profile.lookahead else ""
+    table.caption = f"Of a step of {step} without communication, which needs {memory}; all processes at once.{seen}"
     table.caption_justify = "left"
     return table
 

@@ -20,7 +20,7 @@ from tulle.plan.lower import lower
 from tulle.plan.plan import TOLD
 from tulle.plan.prediction import some
 from tulle.plan.search import best_plan
-from tulle.plan.work import samples_a_rank
+from tulle.plan.work import DATA, samples_a_rank
 from tulle.report import quantity
 from tulle.report.forecast import bits
 from tulle.simulate import Change, Point, Step, Stragglers, Weather, law_of, looks, sweep
@@ -56,7 +56,7 @@ class Job:
         """Simulate it on one cluster after the other.
 
         Raises:
-            PlanError: If the plan does not fit a cluster.
+            PlanError: If the plan does not fit a cluster, or a step has not a sample for each replica there.
         """
         first: list[tuple[int, int]] = []  # samples and ranks
 
@@ -91,6 +91,11 @@ class Job:
         ahead = self.looks_ahead
         replanned = best_plan(self.profile, cluster, batch=batch, lookahead=ahead) if self.is_replanned else None
         plan = replanned or self.on(cluster)
+        if batch < plan.mesh.get(DATA, 1):
+            raise PlanError(
+                f"a step of {quantity.plural(batch, 'sample')} is too small for {plan.mesh[DATA]} replicas on "
+                f"{cluster.ranks} ranks, each of which needs one: give --batch, or fewer ranks"
+            )
         return lower(plan, self.profile, cluster, batch=batch, lookahead=ahead, tariff=self.tariff)
 
     @property
