@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from ranks import on_ranks
 from tulle.clip import ProxyGradient
 from tulle.distribute.replicas import Replicas
 from tulle.errors import GradientError
-from tulle.plan import Plan, plan_for_later
+from tulle.plan import Plan, TablePlan, plan_for_later
 
 SHAPES = [
     {"pipe": 2, "model": 2},
@@ -184,6 +185,18 @@ def test_a_scaler_takes_optimizers_without_parameters_at_a_stage():
     scaled_with_a_broken_step(model, several, (0, 1))
     assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
     assert len(others) == len(several[2].param_groups[0]["params"])
+
+
+@on_ranks(4)
+def test_a_stage_that_has_a_split_table_alone_steps_whichever_hook_of_steps_comes_first():
+    shape, hooks = {"data": 2, "pipe": 2}, sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks
+    stages = {"words": 0, "tags": 1, "out": 1} | {f"layers.{number}": 1 for number in range(4)}
+    plan = tulle.Plan(shape, tables=(TablePlan("words.weight", 40, 8, "rows", "given"),), stages=stages)
+    model, [optimizer], place = distributed("dense words", shape, plan)
+    for step in range(2):
+        train(model, [optimizer], *place, steps=[step], clip=torchs)
+        for number in reversed([*hooks]):
+            hooks.move_to_end(number)
 
 
 @on_ranks(2)
