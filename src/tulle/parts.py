@@ -18,6 +18,7 @@ every rank must ask; sums, means and norms have gradients. What cannot be made o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar, cast
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tulle.errors import ModelError
+from tulle.errors import CheckpointError, ModelError
 from tulle.torch_functions import (
     BY_NUMBER,
     DRAWS,
@@ -62,8 +63,8 @@ class Whole(Protocol):
     """What a parameter holds a part of."""
 
     @property
-    def dim(self) -> int:
-        """The dimension that is cut."""
+    def dims(self) -> Sequence[int]:
+        """The dimensions that are cut."""
         ...
 
     @property
@@ -129,7 +130,7 @@ class _Part(Tensor):
     ) -> None:
         """Refuse what is not to see a part, alone or together with other tensors."""
         is_taken = goes_by_place(name, self, args) or name in DRAWS or name in LEAVES_TORCH
-        is_mixed = is_taken or mixes(name, self, getattr(self, _WHOLE).dim, args, keywords)
+        is_mixed = is_taken or any(mixes(name, self, dim, args, keywords) for dim in getattr(self, _WHOLE).dims)
         if is_mixed and given[0] is self:
             _refuse(self, name)
 
@@ -245,7 +246,7 @@ def guard(parameter: nn.Parameter, whole: Whole) -> None:
 
     Example:
         >>> class Halves:
-        ...     dim = 0
+        ...     dims = [0]
         ...     def refusal(self, taker): return f"{taker} was given half of it"
         ...     def refusal_of_gradient(self): return None
         ...     def over(self, number, op): return 2 * number  # of two ranks that have the same
@@ -298,6 +299,27 @@ def load_part(
             "the whole, or this rank's part of it"
         )
         state[key] = part.detach()  # or torch would say the same by the part's shape
+
+
+def refuse_to_checkpoint(what: str) -> None:
+    """Raise if `torch.distributed.checkpoint` asks for a state with parts in it: it takes plain tensors for wholes.
+
+    It would keep one rank's, and give them to all.
+
+    Args:
+        what: It asks for, and which parts that has.
+
+    Raises:
+        CheckpointError: With the mend.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint."):
+            raise CheckpointError(
+                f"torch.distributed.checkpoint asked for {what}, and would keep those of one rank for all: take "
+                "tulle.save and tulle.load, which write an ordinary checkpoint of it, or tulle.full_state_dict(model)"
+            )
+        frame = frame.f_back
 
 
 def step_plainly(optimizer: Optimizer) -> None:

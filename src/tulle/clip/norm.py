@@ -148,5 +148,5 @@ def _values(gradient: Tensor) -> Tensor:
             gradient.copy_(RowSparse.from_tensor(gradient).coalesce().to_sparse_coo())
     values = plain(gradient._values())
     if isinstance(gradient, ShardGradient):
-        return ShardGradient.of(values if values.numel() else values.new_zeros(1), gradient.axis)
+        return ShardGradient.of(values if values.numel() else values.new_zeros(1), gradient.axes)
     return values

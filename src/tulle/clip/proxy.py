@@ -24,7 +24,7 @@ from tulle.clip.total import norm_over_ranks
 from tulle.comm import all_reduce
 from tulle.errors import GradientError
 from tulle.tables import ShardGradient
-from tulle.tables.gradient import FOREACH_NORM, UNSCALE, norms_over_ranks, order_of_norms, over_ranks
+from tulle.tables.gradient import FOREACH_NORM, UNSCALE, axes_of, norms_over_ranks, order_of_norms, over_ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,7 +149,7 @@ def plain(gradient: Tensor) -> Tensor:
     itself = gradient.as_subclass(Tensor)
     if not isinstance(gradient, ProxyShardGradient):
         return itself
-    return ShardGradient.of(itself, gradient.axis, gradient.count, cut=gradient.cut)
+    return ShardGradient.of(itself, gradient.axes, gradient.count, cuts=gradient.cuts)
 
 
 def _norms(gradients: Sequence[Tensor], norms: Sequence[Tensor], order: float) -> list[Tensor]:
@@ -166,6 +166,6 @@ def _norms(gradients: Sequence[Tensor], norms: Sequence[Tensor], order: float) -
 
 def _agree_on_infinities(gradients: Sequence[Tensor], found: Tensor) -> None:
     proxy = next(gradient for gradient in gradients if isinstance(gradient, ProxyGradient))
-    shards = [gradient.axis for gradient in gradients if isinstance(gradient, ShardGradient)]
-    for axis in (*shards[:1], *proxy.proxied.spread.axes):
+    axes = {axis.ranks: axis for axis in (*axes_of(gradients), *proxy.proxied.spread.axes)}
+    for axis in axes.values():
         all_reduce(found, axis, label="gradient norm", op="max").wait()

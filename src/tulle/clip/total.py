@@ -37,8 +37,8 @@ def norm_over_ranks(counted: Sequence[Tensor], spread: Spread, norm_type: float)
 
 
 def is_summed(gradient: ShardGradient, spread: Spread) -> bool:
-    """Whether the axis over which a gradient is shared out is one of those over which norms are summed anyway."""
-    return any(axis.ranks == gradient.axis.ranks for axis in spread.axes)
+    """Whether the axes over which a gradient is shared out are among those over which norms are summed anyway."""
+    return {axis.ranks for axis in gradient.axes} <= {axis.ranks for axis in spread.axes}
 
 
 def _own(gradient: Tensor, spread: Spread) -> Tensor:

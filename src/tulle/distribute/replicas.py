@@ -19,8 +19,10 @@ from tulle.distribute.held import Held
 from tulle.engine import DataParallel
 from tulle.engine.ends import NOT_RUNNING
 from tulle.memory import shard_of
+from tulle.mesh import Axis
 from tulle.plan import Memory
 from tulle.tables import ShardGradient, split_of
+from tulle.tensor_parallel import placements
 
 
 class Replicas(DataParallel):
@@ -43,7 +45,9 @@ class Replicas(DataParallel):
         # Gradients of shared parameters know all ranks' along axis `data`, and others are the same on all of these.
         self._proxies = _proxies(held, options["tables"], axes, spread, optimizers) if axes.splitting else []
         shared = {name: p for name, p in held.named_parameters() if shard_of(p) is not None}
-        self._shared = [*shared.values()]
+        self._parts = _parts(model, held)
+        self._told: list[ref[Tensor]] = []
+        """Gradients of parts of layers, which know at the moment that they are."""
         self.tie(held, [*shared.values()])
         for name, parameter in shared.items():
             if parameter.requires_grad:
@@ -62,12 +66,35 @@ class Replicas(DataParallel):
     def end_backward(self) -> None:
         """All gradients are there."""
         super().end_backward()
-        for parameter in self._shared:
-            shard = shard_of(parameter)
-            if shard is not None and type(parameter.grad) is Tensor:
-                ShardGradient.of(parameter.grad, shard.axis, shard.shape.numel(), cut=shard.dim)
+        self._tell_parts()
         if self.is_syncing:
             self.mark_proxies()
+
+    def _begin_backward(self) -> None:
+        """Have gradients of parts of layers be plain for those that average them."""
+        if self._told and torch._C._current_graph_task_id() != self._backward:
+            for one in self._told:
+                if type(gradient := one()) is ShardGradient:
+                    gradient.__class__ = Tensor
+            self._told.clear()
+        super()._begin_backward()
+
+    def _tell_parts(self) -> None:
+        """Let gradients of parts know that they are."""
+        self._told.clear()
+        for part in self._parts:
+            gradient = part.parameter.grad
+            if gradient is None or type(gradient) not in _TAKEN:
+                continue
+            if type(gradient) is Tensor:
+                ShardGradient.of(gradient, part.axes, part.count, cuts=part.cuts)
+            if shard_of(part.parameter) is None:  # nobody averages what is shared out
+                self._told.append(ref(gradient))
+
+    def end_backward_alone(self) -> None:
+        """All gradients are there, and nobody has averaged them."""
+        self._tell_parts()
+        self.mark_proxies()
 
     def mark_proxies(self) -> None:
         """Make one gradient of each optimizer a proxy for all ranks'."""
@@ -87,6 +114,29 @@ class Replicas(DataParallel):
 
 
 _TAKEN = (Tensor, ShardGradient)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A parameter of which this rank has a part: over which axes, of how many numbers, along which dimensions."""
+
+    parameter: nn.Parameter
+    axes: Sequence[Axis]
+    count: int
+    cuts: Sequence[int]
+
+
+def _parts(model: nn.Module, held: nn.Module) -> list[_Part]:
+    """What is shared out, or split over axis `model`, or both."""
+    split = {id(model.get_parameter(name)): placement for name, placement in placements(model).items()}
+    found: list[_Part] = []
+    for parameter in held.parameters():
+        shard, placement = shard_of(parameter), split.get(id(parameter))
+        cuts = [(cut.axis, cut.dim, cut.shape.numel()) for cut in (shard, placement) if cut is not None]
+        if cuts:
+            axes, dims, counts = zip(*cuts, strict=True)
+            found.append(_Part(parameter, axes, max(counts), dims))
+    return found
 
 
 def _unlikely(gradient: Tensor) -> int:
@@ -167,7 +217,7 @@ def _marked_at_end(engine: ref[Replicas]) -> Any:
     def mark_proxies() -> None:
         alive = engine()
         if alive is not None:
-            alive.mark_proxies()
+            alive.end_backward_alone()
 
     def arrived(_: Tensor) -> None:
         nonlocal followed

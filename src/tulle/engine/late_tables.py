@@ -107,7 +107,7 @@ class LateTable:
         self.following = following
         self._rows = _Rows(Kind.of(table), prior, delayed, following.may_pass, axis)
         none = self._rows.of_part(MeanRows(prior.places[:0], prior.values[:0]))
-        self._gradient = ShardGradient.of(none, axis, cut=table.cut)
+        self._gradient = ShardGradient.of(none, [axis], cuts=[table.cut])
 
     @property
     def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:

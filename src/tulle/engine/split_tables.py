@@ -275,7 +275,7 @@ class SplitTables:
         for table in self.tables.values():
             gradient = table.parameter.grad
             if gradient is not None and not isinstance(gradient, ShardGradient):
-                table.parameter.grad = ShardGradient.of(gradient, self._axis, cut=table.cut)
+                table.parameter.grad = ShardGradient.of(gradient, [self._axis], cuts=[table.cut])
 
     def _postpone(self, late: LateTable) -> None:
         """Of a table's gradient, wait for the delayed rows when somebody looks."""

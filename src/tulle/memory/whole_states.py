@@ -33,9 +33,9 @@ class _SharedOut:
     parameter: ref[nn.Parameter]
 
     @property
-    def dim(self) -> int:
+    def dims(self) -> list[int]:
         """The one along which it is shared out."""
-        return self.shard.dim
+        return [self.shard.dim]
 
     def refusal(self, taker: str) -> str:
         """Names the parameter, its shapes, and the mend."""

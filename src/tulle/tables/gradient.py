@@ -12,7 +12,7 @@ To optimizers it is a plain tensor.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -42,29 +42,31 @@ _STORED = {"coalesce", "values", "_values"}
 
 @meets_parts
 class ShardGradient(torch.Tensor):
-    """A gradient, dense or sparse, of which every rank of an axis has a part.
+    """A gradient, dense or sparse, of which every rank of an axis, or of several, has a part.
 
     What makes one number of all of it (norms, as methods, as functions, and as gradient clipping takes them; sums;
     the largest; whether any or all are), and the check for infinities of a gradient scaler, is over all ranks: every
-    rank must ask. What mixes numbers along the dimension that is cut is refused; other operations see a plain tensor.
+    rank must ask. What mixes numbers along a dimension that is cut is refused; other operations see a plain tensor.
     """
 
-    axis: Axis
+    axes: tuple[Axis, ...]
     count: int | None = None
     """Numbers in the whole; None if parts have places that stay empty."""
-    cut: int | None = None
-    """The dimension that is; None if what goes along it is not to be looked at."""
+    cuts: tuple[int, ...] = ()
+    """The dimensions that are; none if what goes along them is not to be looked at."""
     is_mixed: bool = False
     """Whether whole gradients were put together with it, of which no number over all ranks is right."""
 
     @classmethod
-    def of(cls, gradient: Tensor, axis: Axis, count: int | None = None, *, cut: int | None = None) -> ShardGradient:
+    def of(
+        cls, gradient: Tensor, axes: Sequence[Axis], count: int | None = None, *, cuts: Sequence[int] = ()
+    ) -> ShardGradient:
         """Turn a plain gradient into one; it stays the object that it is."""
         gradient.__class__ = cls  # as_subclass refuses sparse tensors
         assert isinstance(gradient, ShardGradient), "just made so"
-        gradient.axis = axis
+        gradient.axes = tuple(axes)
         gradient.count = count
-        gradient.cut = cut
+        gradient.cuts = tuple(cuts)
         return gradient
 
     @classmethod
@@ -82,8 +84,8 @@ class ShardGradient(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **keywords)
         if func is UNSCALE:
-            shard = next(gradient for gradient in args[0] if isinstance(gradient, ShardGradient))
-            all_reduce(args[1], shard.axis, label=_LABEL, op="max").wait()
+            for axis in axes_of(args[0]):
+                all_reduce(args[1], axis, label=_LABEL, op="max").wait()
             return result
         return over_ranks(func, args, keywords, result)
 
@@ -141,15 +143,15 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[
     if (order := order_of_norms(func, args, keywords)) is not None and func is FOREACH_NORM:
         return norms_over_ranks(args[0], result, order)
     gradient, name = args[0] if args else None, name_of(func)
-    if isinstance(gradient, list | tuple) and name in _JOINED:
+    if isinstance(gradient, list | tuple) and name in _JOINED and any(isinstance(g, ShardGradient) for g in gradient):
         return _joined(gradient, result)
     if not isinstance(gradient, ShardGradient):
         return result
     with torch._C.DisableTorchFunctionSubclass():
-        is_mixed = gradient.cut is not None and mixes(name, gradient, gradient.cut, args, keywords)
-    if is_mixed:
+        mixed = next((cut for cut in gradient.cuts if mixes(name, gradient, cut, args, keywords)), None)
+    if mixed is not None:
         raise GradientError(
-            f"{name} was asked of a gradient along dimension {gradient.cut}, of which this rank has a part, "
+            f"{name} was asked of a gradient along dimension {mixed}, of which this rank has a part, "
             f"{list(gradient.shape)}: norms, sums and the like of all of it are known, along that dimension none are. "
             "Take a plan that leaves the parameter whole; .clone() gives this rank's part"
         )
@@ -157,10 +159,10 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[
         return result
     is_by_number = name in _ON_GRADIENTS and result.shape == gradient.shape and "out" not in keywords
     if is_by_number or name in _STORED:
-        return _like(gradient, result, gradient.cut)
+        return _like(gradient, result, gradient.cuts)
     if name in _LAID_OUT and result.dim():
-        cut = gradient.cut if result.dim() == gradient.dim() == 1 else 0 if result.dim() == 1 else None
-        return _like(gradient, result, None if gradient.cut is None else cut)
+        cuts = gradient.cuts if result.dim() == gradient.dim() == 1 else (0,) if result.dim() == 1 else ()
+        return _like(gradient, result, cuts if gradient.cuts else ())
     return result if result.dim() or not gradient.dim() else _of_all(name, gradient, args, keywords, result)
 
 
@@ -174,7 +176,7 @@ def _of_all(
     """
     _check_not_mixed(name, gradient)
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        found = number_of_whole(name, gradient, args, keywords, result, _together(gradient.axis, gradient.count))
+        found = number_of_whole(name, gradient, args, keywords, result, _together(gradient.axes, gradient.count))
     if found is None and name in REDUCED:
         raise GradientError(
             f"{name} was asked of a gradient of which this rank has a part, {list(gradient.shape)}, and what it is of "
@@ -183,16 +185,24 @@ def _of_all(
     return result if found is None else found
 
 
-def _together(axis: Axis, count: int | None) -> Together:
+def axes_of(gradients: Iterable[Tensor]) -> list[Axis]:
+    """The axes over which some gradients are shared out, each once; the same, in their order, on all ranks."""
+    axes = (axis for gradient in gradients if isinstance(gradient, ShardGradient) for axis in gradient.axes)
+    return [*{axis.ranks: axis for axis in axes}.values()]
+
+
+def _together(axes: Sequence[Axis], count: int | None) -> Together:
     def over(number: Tensor, op: Reduction) -> Tensor:
-        return all_reduce(number.clone(), axis, label=_LABEL, op=op).wait()
+        for axis in axes:
+            number = all_reduce(number.clone(), axis, label=_LABEL, op=op).wait()
+        return number
 
     return Together(over, count)
 
 
-def _like(gradient: ShardGradient, result: Tensor, cut: int | None) -> ShardGradient:
+def _like(gradient: ShardGradient, result: Tensor, cuts: Sequence[int]) -> ShardGradient:
     """What became of a gradient of a part, number by number."""
-    made = ShardGradient.of(result, gradient.axis, gradient.count, cut=cut)
+    made = ShardGradient.of(result, gradient.axes, gradient.count, cuts=cuts)
     made.is_mixed = gradient.is_mixed
     return made
 
@@ -200,10 +210,10 @@ def _like(gradient: ShardGradient, result: Tensor, cut: int | None) -> ShardGrad
 def _joined(gradients: Sequence[Tensor], result: Tensor) -> ShardGradient:
     """Several gradients in one tensor."""
     shards = [gradient for gradient in gradients if isinstance(gradient, ShardGradient)]
-    axis, counts = shards[0].axis, [shard.count for shard in shards]
+    axes, counts = shards[0].axes, [shard.count for shard in shards]
     count = None if None in counts else sum(count or 0 for count in counts)
-    made = ShardGradient.of(result, axis, count)
-    is_other = any(shard.is_mixed or shard.axis is not axis for shard in shards)
+    made = ShardGradient.of(result, axes, count)
+    is_other = any(shard.is_mixed or _ranks(shard) != _ranks(shards[0]) for shard in shards)
     made.is_mixed = is_other or len(shards) < len(gradients)
     return made
 
@@ -225,14 +235,19 @@ def order_of_norms(func: object, args: Sequence[Any], keywords: Mapping[str, Any
 
 
 def norms_over_ranks(gradients: Sequence[Tensor], norms: Sequence[Tensor], order: float) -> list[Tensor]:
-    """Norms of which those of parts are replaced by those of the wholes; one all-reduce for all."""
-    parts = [t for t, gradient in enumerate(gradients) if isinstance(gradient, ShardGradient)]
-    if not parts:
-        return [*norms]
-    for t in parts:
-        _check_not_mixed("norm", cast("ShardGradient", gradients[t]))
-    shard = gradients[parts[0]]
-    assert isinstance(shard, ShardGradient), "only these are listed"
-    whole = norm_of_whole(torch.stack([norms[t] for t in parts]), order, _together(shard.axis, None))
-    wholes = dict(zip(parts, whole.unbind(), strict=True))
-    return [wholes.get(t, norm) for t, norm in enumerate(norms)]
+    """Norms of which those of parts are replaced by those of the wholes; one all-reduce an axis for all alike."""
+    found, alike = [*norms], dict[tuple[tuple[int, ...], ...], list[int]]()
+    for t, gradient in enumerate(gradients):
+        if isinstance(gradient, ShardGradient):
+            _check_not_mixed("norm", gradient)
+            alike.setdefault(_ranks(gradient), []).append(t)
+    for parts in alike.values():
+        together = _together(cast("ShardGradient", gradients[parts[0]]).axes, None)
+        whole = norm_of_whole(torch.stack([norms[t] for t in parts]), order, together)
+        for t, norm in zip(parts, whole.unbind(), strict=True):
+            found[t] = norm
+    return found
+
+
+def _ranks(gradient: ShardGradient) -> tuple[tuple[int, ...], ...]:
+    return tuple(axis.ranks for axis in gradient.axes)

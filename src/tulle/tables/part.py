@@ -27,9 +27,9 @@ class _Table:
     split: Split
 
     @property
-    def dim(self) -> int:
+    def dims(self) -> list[int]:
         """Rows, or columns."""
-        return 0 if isinstance(self.split, RowSplit) else 1
+        return [0 if isinstance(self.split, RowSplit) else 1]
 
     @property
     def count(self) -> int | None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tulle.comm import all_reduce
 from tulle.mesh import Axis
+from tulle.tables import ShardGradient
 from tulle.tensor_parallel.placement import placements_of
 
 
@@ -39,7 +40,7 @@ def gradient_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
                 continue
             seen.add(id(parameter))
             placement = placements_of(module).get(name)
-            if placement is None:
+            if placement is None or isinstance(parameter.grad, ShardGradient):  # whose norm is of the whole
                 whole.append(parameter.grad)
             else:
                 parts.setdefault(id(placement.axis.group), (placement.axis, []))[1].append(parameter.grad)
@@ -79,7 +80,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 def _power(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     if not gradients:
         return torch.zeros(())
-    norms = torch.stack([torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients])
+    norms = torch.stack([gradient.norm(norm_type) for gradient in gradients])
     return norms.max() if _is_max(norm_type) else (norms**norm_type).sum()
 
 

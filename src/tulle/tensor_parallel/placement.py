@@ -156,9 +156,9 @@ class _Split:
     placement: Placement
 
     @property
-    def dim(self) -> int:
+    def dims(self) -> list[int]:
         """The one along which it is cut."""
-        return self.placement.dim
+        return [self.placement.dim]
 
     def refusal(self, taker: str) -> str:
         """Names the parameter, its shapes, and the mend."""
@@ -200,9 +200,9 @@ class _SplitAgain:
     inner: Whole
 
     @property
-    def dim(self) -> int:
-        """The one along which the part is cut."""
-        return self.inner.dim
+    def dims(self) -> list[int]:
+        """Those along which both cut it."""
+        return [*self.inner.dims, *self.split.dims]
 
     @property
     def count(self) -> int:
