@@ -16,7 +16,7 @@ from tulle.deferred import give, materialize
 from tulle.engine import SplitTable
 from tulle.errors import PlanError
 from tulle.mesh import Axis
-from tulle.parts import WHOSE, load_part
+from tulle.parts import WHOSE, load_part, refuse_to_checkpoint
 from tulle.softmax import SoftmaxLayer
 from tulle.tables import PLACEMENTS, Split, TableModule, guard_table, split_as, table_modules
 from tulle.traits import ELEMENTWISE, hold
@@ -207,6 +207,7 @@ def _take_part(split: Split, key: str, owner: nn.Module, state: dict[str, Any], 
 
 def _say_whose(split: Split, _owner: nn.Module, _state: dict[str, Any], _prefix: str, said: dict[str, Any]) -> None:
     """Have what is told of a module beside its state say of which rank it is: of another's rows shapes may be equal."""
+    refuse_to_checkpoint(f"the state of a model with the table {split.name!r}, of which each rank has a part")
     said[WHOSE] = _whose(split)
 
 

@@ -3,21 +3,25 @@
 import copy
 import pickle
 import sys
+from dataclasses import replace
 
 import axes_models
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from axes_models import build, distributed, worst_difference
 from sharded_plans import FULL, planned
 from torch import nn
+from torch.distributed.checkpoint import state_dict
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import tulle
 from ranks import on_ranks
-from tulle.errors import GradientError, ModelError
+from tulle import tensor_parallel
+from tulle.errors import CheckpointError, GradientError, ModelError
 from tulle.memory.shards import SHARDABLE
-from tulle.plan import Plan
+from tulle.plan import Memory, Plan
 from tulle.tables import ShardGradient
 
 
@@ -118,6 +122,43 @@ def test_optimizers_made_later_are_one_process_or_refused():
             assert worst_difference(model.state_dict(), reference.state_dict()) < 1e-12, kind
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["full_shard", "model", "pipe", "rows"])
+def test_an_optimizer_that_is_made_later_loads_states_of_wholes(how):
+    shape = {how: 2} if how in ("model", "pipe") else {"data": 2}
+    reference = build("dense words")
+    kept = train(reference, torch.optim.Adam(reference.parameters(), 0.01, eps=1e-2))
+    mesh, model = tulle.init(**shape), build("dense words")
+    stages = {"words": 0, "tags": 0, "out": 1} | {f"layers.{n}": n // 2 for n in range(4)} if how == "pipe" else {}
+    plan = (
+        {"words.weight": "rows"}
+        if how == "rows"
+        else planned("dense words", shape, FULL if how == "full_shard" else Memory())
+    )
+    plan = replace(plan, stages=stages) if stages else plan
+    tulle.distribute(model, torch.optim.SGD(model.parameters(), 0.1), mesh, plan=plan)
+    place = (mesh["data"].rank, 2) if "data" in shape else (0, 1)
+    for loads in range(2):
+        model.load_state_dict(kept["model"])
+        reference.load_state_dict(kept["model"])
+        if not loads:
+            ours = torch.optim.Adam(model.parameters(), 0.01, eps=1e-2)
+            theirs = torch.optim.Adam(reference.parameters(), 0.01, eps=1e-2)
+        for one, optimizer, at in ((model, ours, place), (reference, theirs, (0, 1))):
+            optimizer.load_state_dict(copy.deepcopy(kept["optimizer"]))
+            train(one, optimizer, *at)
+        assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+
+
+def train(model, optimizer, *place):
+    """Two steps; copies of the states after them."""
+    for step in range(2):
+        axes_models.train_step(model, axes_models.batch_of(step, *place))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"model": copy.deepcopy(model.state_dict()), "optimizer": copy.deepcopy(optimizer.state_dict())}
+
+
 ASKED = {
     "norm": lambda g: g.norm(),
     "torch.norm, 1": lambda g: torch.norm(g, p=1),
@@ -194,16 +235,86 @@ def test_norms_of_gradients_are_those_of_the_whole(how):
                 assert ask(mine.grad).item() == pytest.approx(ask(theirs.grad).item(), rel=1e-10), (name, asked)
     assert by_hand([*model.parameters()]) == pytest.approx(by_hand([*reference.parameters()]), rel=1e-12)
     gradient = next(p.grad for p in model.parameters() if type(p.grad) is not torch.Tensor and p.dim() == 2)
-    for along in (lambda g: g.norm(dim=gradient.cut), lambda g: (g**2).mean(gradient.cut, keepdim=True)):
-        with pytest.raises(
-            GradientError, match=f"was asked of a gradient along dimension {gradient.cut}, of which this"
-        ):
+    [cut] = gradient.cuts
+    for along in (lambda g: g.norm(dim=cut), lambda g: (g**2).mean(cut, keepdim=True)):
+        with pytest.raises(GradientError, match=f"was asked of a gradient along dimension {cut}, of which this"):
             along(gradient)
     joined = torch.cat([gradient.flatten(), torch.ones(1).to(gradient)])
     for of_all in (torch.Tensor.norm, torch.sum, lambda g: nn.utils.get_total_norm([2 * g])):
         with pytest.raises(GradientError, match="of some of which this rank has a part and of others all"):
             of_all(joined)
-    assert gradient.norm(dim=1 - gradient.cut).shape == gradient.shape[gradient.cut : gradient.cut + 1]
+    assert gradient.norm(dim=1 - cut).shape == gradient.shape[cut : cut + 1]
     for plain in (copy.deepcopy(gradient), pickle.loads(pickle.dumps(gradient)), gradient + 0):
         assert type(plain) is torch.Tensor
         assert plain.tolist() == gradient.tolist()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [{"data": 2, "model": 2}, {"pipe": 2, "model": 2}], ids=str)
+def test_norms_of_gradients_of_split_layers_are_those_of_the_whole(shape):
+    def looked_at(model, place):
+        numbers = []
+        several = axes_models.optimizers(model)
+        for step in range(3):
+            axes_models.train_step(model, axes_models.batch_of(step, *place))
+            if step == 1:  # upon what is there
+                axes_models.train_step(model, axes_models.batch_of(7, *place))
+            here = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and not p.is_meta}
+            numbers.append({name: [g.norm().item()] for name, g in here.items()})
+            if step == 1:
+                asked = [ask for name, ask in ASKED.items() if name != "vector_norm"]  # which torch's clipping asks for
+                numbers.append({n: [ask(g).item() for ask in asked] for n, g in here.items() if ".linear1." in n})
+            numbers.append({"": [nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()]})
+            for one in several:
+                one.step()
+                one.zero_grad(set_to_none=step == 0)
+        return numbers
+
+    reference = build("stack")
+    wanted = looked_at(reference, (0, 1))
+    for memory in (None, FULL) if "data" in shape else (None,):
+        plan = planned("stack", shape, memory or Memory())
+        if "pipe" in shape:
+            plan = replace(plan, stages={"words": 0, "encoder.layers.0": 0, "encoder.layers.1": 1, "out": 1})
+        model, _, place = distributed("stack", shape, plan=plan)
+        for found, theirs in zip(looked_at(model, place), wanted, strict=True):
+            for name, numbers in found.items():
+                assert numbers == pytest.approx(theirs[name], rel=1e-9, abs=1e-14), name
+        assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+
+
+@on_ranks(2)
+def test_clipping_that_knows_split_layers_alone_knows_what_distribute_puts_on_them():
+    reference, (model, _, _) = build("stack"), distributed("stack", {"model": 2})
+    for one in (reference, model):
+        axes_models.train_step(one, axes_models.batch_of(0))
+    wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    assert tensor_parallel.gradient_norm(model).item() == pytest.approx(wanted.item(), rel=1e-12)
+
+
+@on_ranks(2)
+def test_what_torchs_own_checkpoints_would_take_for_wholes_is_refused(tmp_path):
+    whole = build("dense words").state_dict()
+    for how in ("full_shard", "model", "pipe", "rows"):
+        mesh = tulle.init(**({how: 2} if how in ("model", "pipe") else {"data": 2}))
+        plan = (
+            {"words.weight": "rows"}
+            if how == "rows"
+            else tulle.Plan(mesh.shape, memory=Memory(full_shard=how == "full_shard"))
+        )
+        if how == "pipe":
+            plan = replace(plan, stages={"words": 0, "tags": 0, "layers": 1, "out": 1})
+        model = build("dense words")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        tulle.distribute(model, optimizer, mesh, plan=plan)
+        with pytest.raises(
+            CheckpointError, match="asked for the state of .* tulle.save and tulle.load, which write an"
+        ):
+            state_dict.get_state_dict(model, optimizer)
+        with pytest.raises(CheckpointError, match="asked for the state of an? .*[Oo]f (whose|which)|the parts of rank"):
+            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / how)
+        if how in ("full_shard", "model"):
+            found = state_dict.get_model_state_dict(model)
+            assert worst_difference(found, whole) == 0.0
+            state_dict.set_model_state_dict(model, {name: value + 1 for name, value in found.items()})
+            assert worst_difference(model.state_dict(), {name: value + 1 for name, value in whole.items()}) == 0.0

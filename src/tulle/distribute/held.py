@@ -18,6 +18,8 @@ class Held(nn.Module):
         only_replicas: Whether to leave out parameters that are shared out over axis `data`.
     """
 
+    whole: nn.Module
+
     def __init__(self, model: nn.Module, *, only_replicas: bool = False) -> None:
         super().__init__()
         self.__dict__["whole"] = model  # past Module.__setattr__: its names must not change

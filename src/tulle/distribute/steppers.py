@@ -11,6 +11,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tulle.clip import spread_of
+from tulle.distribute.whole_states import take_wholes_later
 from tulle.engine import ENGINE
 from tulle.errors import ModelError
 from tulle.tables import split_of
@@ -34,7 +35,10 @@ def _look(optimizer: Optimizer, *_: object) -> None:
         ModelError: Naming the optimizer.
     """
     kind = type(optimizer)
-    if kind in ELEMENTWISE or ENGINE in vars(optimizer):  # those that distribute was given have been looked at
+    if ENGINE in vars(optimizer):  # those that distribute was given have been looked at
+        return
+    take_wholes_later(optimizer)
+    if kind in ELEMENTWISE:
         return
     part = next((p for group in optimizer.param_groups for p in group["params"] if _is_partial(p, kind)), None)
     if part is None:

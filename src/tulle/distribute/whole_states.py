@@ -6,15 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tulle.distribute.axes import Axes
+from tulle.distribute.held import Held
+from tulle.engine import engine_of
 from tulle.errors import CheckpointError
 from tulle.memory import named_shards
 from tulle.mesh import Axis
-from tulle.parts import WHOSE
+from tulle.parts import WHOSE, refuse_to_checkpoint
 from tulle.tables import split_of
 from tulle.tensor_parallel import placements
 
@@ -31,6 +34,12 @@ Cuts = Mapping[tuple[int, ...], _Cut]
 """Those of a parameter, along one axis after the other, by the shape of what is cut."""
 
 
+_known: WeakKeyDictionary[nn.Module, tuple[Mapping[Tensor, Cuts], Axes]] = WeakKeyDictionary()
+"""By distributed model, how its parameters are cut, and the mesh."""
+_later: WeakSet[Optimizer] = WeakSet()
+"""Optimizers that were made after their model was distributed."""
+
+
 def take_wholes(model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) -> None:
     """Have `load_state_dict` of a model's optimizers take states of whole parameters, or of this rank's parts.
 
@@ -38,9 +47,32 @@ def take_wholes(model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) -
     because those of another rank may have the same shapes, and are refused.
     """
     cuts = _cuts_of(model)
+    _known[model] = cuts, axes
+    if axes.pipe is not None:
+        model.register_state_dict_post_hook(_refuse_stages)
     for optimizer in optimizers:
-        optimizer.register_load_state_dict_pre_hook(partial(_take_parts, cuts, axes))
-        optimizer.register_state_dict_post_hook(partial(_say_whose, cuts, axes))
+        _watch(optimizer, cuts, axes)
+
+
+def take_wholes_later(optimizer: Optimizer) -> None:
+    """The same for an optimizer that was made after `distribute`, from its first step on; what it has loaded, too."""
+    if optimizer in _later:
+        return
+    _later.add(optimizer)
+    engines = {engine_of(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    models = [engine.model.whole for engine in engines if engine is not None and isinstance(engine.model, Held)]
+    for cuts, axes in (_known[model] for model in models if model in _known):
+        for parameter, entries in [*optimizer.state.items()]:
+            if parameter.is_meta:
+                del optimizer.state[parameter]
+            for key, value in entries.items():
+                entries[key] = _part(value, cuts.get(parameter, {}))
+        _watch(optimizer, cuts, axes)
+
+
+def _watch(optimizer: Optimizer, cuts: Mapping[Tensor, Cuts], axes: Axes) -> None:
+    optimizer.register_load_state_dict_pre_hook(partial(_take_parts, cuts, axes))
+    optimizer.register_state_dict_post_hook(partial(_say_whose, cuts, axes))
 
 
 def _cuts_of(model: nn.Module) -> dict[Tensor, Cuts]:
@@ -69,7 +101,14 @@ def _say_whose(
     cuts: Mapping[Tensor, Cuts], axes: Axes, optimizer: Optimizer, state: dict[str, Any]
 ) -> dict[str, Any] | None:
     whose = _whose(cuts, axes, optimizer)
+    if whose:
+        refuse_to_checkpoint(f"the state of an optimizer ({type(optimizer).__name__}) that has the parts of {whose}")
     return {**state, WHOSE: whose} if whose else None
+
+
+def _refuse_stages(model: nn.Module, state: dict[str, Any], *_: object) -> None:
+    if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
+        refuse_to_checkpoint(f"the state of a {type(model).__name__}, of whose stages each rank has its own")
 
 
 def _take_parts(cuts: Mapping[Tensor, Cuts], axes: Axes, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
