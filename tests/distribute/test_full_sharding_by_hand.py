@@ -307,11 +307,9 @@ def test_what_torchs_own_checkpoints_would_take_for_wholes_is_refused(tmp_path):
         model = build("dense words")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         tulle.distribute(model, optimizer, mesh, plan=plan)
-        with pytest.raises(
-            CheckpointError, match="asked for the state of .* tulle.save and tulle.load, which write an"
-        ):
+        with pytest.raises(CheckpointError, match=r"asked for the state of .* tulle\.save and tulle\.load"):
             state_dict.get_state_dict(model, optimizer)
-        with pytest.raises(CheckpointError, match="asked for the state of an? .*[Oo]f (whose|which)|the parts of rank"):
+        with pytest.raises(CheckpointError, match=r"^torch.distributed.checkpoint asked for the state of"):
             dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / how)
         if how in ("full_shard", "model"):
             found = state_dict.get_model_state_dict(model)
