@@ -206,6 +206,28 @@ def test_the_comparison_can_fail_where_a_rule_is_left_out(broken):
     assert max(found.values()) > 1e-4
 
 
+def stack():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), enable_nested_tensor=False).double()
+
+
+def penalized_norms(model, step):
+    norms = [p for name, p in model.named_parameters() if "norm" in name]
+    return square(model(numbers(2, 4, 8, seed=step))) + 0.1 * sum(p.pow(2).sum() for p in norms)
+
+
+@on_ranks(2)
+def test_a_penalty_of_what_is_whole_where_its_gradients_are_summed_counts_once():
+    check_exact(stack(), penalized_norms, sequence=True)
+    model, wanted = stack(), stack()
+    copied = copy.deepcopy(tensor_parallel.apply(model, tulle.init(model=-1)["model"], sequence=True))
+    for one in (copied, wanted):
+        penalized_norms(one, 0).backward()
+    found, gradient = (one.layers[0].norm1.weight.grad for one in (copied, wanted))
+    assert torch.allclose(found, gradient, rtol=1e-10, atol=1e-12), "of a copy too"
+
+
 @on_ranks(3)
 def test_heads_that_do_not_divide_are_refused_by_name():
     axis = tulle.init(model=-1)["model"]

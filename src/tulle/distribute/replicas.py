@@ -74,8 +74,9 @@ class Replicas(DataParallel):
         """Have gradients of parts of layers be plain for those that average them."""
         if self._told and torch._C._current_graph_task_id() != self._backward:
             for one in self._told:
-                if type(gradient := one()) is ShardGradient:
-                    gradient.__class__ = Tensor
+                gradient = one()
+                if gradient is not None and type(gradient) is ShardGradient:
+                    object.__setattr__(gradient, "__class__", Tensor)
             self._told.clear()
         super()._begin_backward()
 

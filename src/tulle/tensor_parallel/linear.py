@@ -11,16 +11,20 @@ These are classes that an existing layer takes on, as `fully_shard` does: the ob
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tulle.comm import eager
 from tulle.derived import derived
 from tulle.errors import ModelError
 from tulle.tensor_parallel.placement import gather_uneven, length_on
 from tulle.tensor_parallel.region import Region
+
+_REGIONS = "_tulle_regions"
+"""The attribute by which a module holds the regions that its own parameters enter, by their names in it."""
 
 
 class Column(nn.Module):
@@ -112,14 +116,37 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and not isinstance(module, nn.Linear)
 
 
-def summed_over(parameter: Tensor, region: Region) -> None:
-    """Sum a parameter's gradient over the ranks, each of which has a part of it. Every rank must call it."""
-    if not parameter.requires_grad:
-        return
-    whole = Region(region.axis, region.label)
+class _Summed(nn.Module):
+    """What a module gains whose parameters are whole on every rank, each of which uses them for a part of the work."""
 
-    @torch.no_grad()
-    def total(gradient: Tensor) -> Tensor:
-        return whole.leave(gradient)
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """As before; what this use of the parameters adds to their gradients is summed, and no penalty of them is."""
+        entered = _entered(self)
+        try:
+            return super().forward(*arguments, **keywords)
+        finally:
+            self._parameters.update(entered)
 
-    parameter.register_hook(total)
+
+@eager
+def _entered(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Have the parameters of a module enter their regions; give these as they were."""
+    regions: Mapping[str, Region] = module.__dict__[_REGIONS]
+    before = {name: module._parameters.get(name) for name in regions}
+    for name, parameter in before.items():
+        if parameter is not None:
+            module._parameters[name] = regions[name].enter(parameter)  # pyright: ignore[reportArgumentType]
+    return before
+
+
+def summed_over(module: nn.Module, names: Iterable[str], region: Region) -> None:
+    """Sum what a module's forward adds to the gradients of some of its own parameters over the ranks.
+
+    Each of these has a part of it. Every rank must call it.
+    """
+    regions = module.__dict__.setdefault(_REGIONS, {})
+    regions |= dict.fromkeys(names, Region(region.axis, region.label))
+    kind = type(module)
+    if not issubclass(kind, _Summed):
+        summed = derived(_Summed, kind, name=kind.__name__, module=kind.__module__)
+        object.__setattr__(module, "__class__", summed)

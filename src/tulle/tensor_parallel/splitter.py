@@ -117,9 +117,8 @@ class Splitter:
 
     def shared_rows(self, linear: nn.Module, rows: slice) -> None:
         """Have a linear layer, whole on every rank, give some of its output features."""
-        for parameter in linear.parameters(recurse=False):
-            summed_over(parameter, self.region)
         take_on(linear, SharedRows, rows=rows)
+        summed_over(linear, [*linear._parameters], self.region)
 
     def vocabulary(self, embedding: nn.Embedding) -> None:
         """Split an embedding by rows."""
@@ -180,14 +179,13 @@ class Splitter:
         """
         if module is None or self.sequence_dim is None:
             return
-        for name, parameter in module.named_parameters(recurse=False):
-            if name in names or not names:
-                summed_over(parameter, self.region)
+        summed_over(module, [name for name in module._parameters if name in names or not names], self.region)
 
     def summed(self, module: nn.Module | None) -> None:
         """Sum the gradients of a module that is whole on every rank and applied to each rank's own heads."""
-        for parameter in module.parameters() if module is not None else ():
-            summed_over(parameter, self.region)
+        for one in module.modules() if module is not None else ():
+            if one._parameters:
+                summed_over(one, [*one._parameters], self.region)
 
     def hidden_dropout(self, dropout: nn.Module, features: int | None = None) -> None:
         """Dropout between a column and a row layer, of so many features in all."""
