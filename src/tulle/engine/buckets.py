@@ -117,6 +117,8 @@ class Bucket:
     _views: list[Tensor] = field(init=False)
     _flags: Tensor = field(init=False)
     _pieces: Sequence[Tensor] = field(init=False)
+    _sizes_bytes: list[int] = field(init=False)
+    """Of each view."""
     _offsets: list[int] = field(init=False)
     """Where each view begins, and the last one ends."""
     _waiting: list[int] = field(init=False, default_factory=list)
@@ -139,6 +141,7 @@ class Bucket:
         flags = len(sizes) + (len(self.buffers) if self.buffers else 0)
         options = self.slots[0].parameter if self.slots else torch.empty(0, device=self.axis.device)
         self._flat = torch.zeros(sum(sizes) + flags, dtype=options.dtype, device=options.device)
+        self._sizes_bytes = [size * options.itemsize for size in sizes]
         self._offsets = [*accumulate(sizes, initial=0)]
         *parts, self._flags = self._flat.split([*sizes, flags])
         self._views = [as_mean(_like(part, slot.parameter)) for part, slot in zip(parts, self.slots, strict=True)]
@@ -172,9 +175,10 @@ class Bucket:
         """
         slot = self.slots[position]
         slot.arrive()
-        self._begin()
+        if self.missing == len(self.slots):
+            self._begin()
         self.missing -= 1
-        size_bytes = self._views[position].nbytes
+        size_bytes = self._sizes_bytes[position]
         if size_bytes >= _SMALL_BYTES:
             with torch.no_grad():
                 self._take(position)
@@ -202,16 +206,24 @@ class Bucket:
         self._begin()
         if self._waiting:
             self._take_together()
-        for position, slot in enumerate(self.slots):
-            gradient, view = slot.parameter.grad, self._views[position]
-            if slot.is_arrived and gradient is view:
-                continue
+        # Of all parameters in every step: most are in place, and told so by the least that tells it.
+        others = [
+            position
+            for position, (slot, view) in enumerate(zip(self.slots, self._views, strict=True))
+            if not (slot.is_arrived and slot.parameter.grad is view)
+        ]
+        for position in others:
+            slot, has_gradient = self.slots[position], self.slots[position].parameter.grad is not None
             self._take(position)
-            slot.is_fired = slot.is_fired and gradient is not None
+            slot.is_fired = slot.is_fired and has_gradient
             if slot.is_fired:  # let the gradient that was copied go now, before the next bucket is filled
-                slot.parameter.grad = view
-        flags = [slot.is_fired for slot in self.slots] + (self.buffers.marks() if self.buffers else [])
-        self._flags.copy_(torch.tensor(flags, dtype=self._flags.dtype), non_blocking=True)
+                slot.parameter.grad = self._views[position]
+        flags = [slot.is_fired for slot in self.slots]
+        if all(flags) and not self.buffers:
+            self._flags.fill_(1)
+        else:
+            flags += self.buffers.marks() if self.buffers else []
+            self._flags.copy_(torch.tensor(flags, dtype=self._flags.dtype), non_blocking=True)
 
     def finish(self) -> None:
         """Wait, give every parameter that any rank used its mean gradient, and share the buffers that any wrote."""
@@ -277,6 +289,9 @@ class Bucket:
 
     def _stretches(self, positions: Sequence[int]) -> Iterator[Tensor]:
         """What gradients at these positions fill of the buffer, neighbours as one."""
+        if positions[-1] - positions[0] == len(positions) - 1:
+            yield self._flat[self._offsets[positions[0]] : self._offsets[positions[-1] + 1]]
+            return
         for _, stretch in groupby(enumerate(positions), lambda numbered: numbered[1] - numbered[0]):
             neighbours = [position for _, position in stretch]
             yield self._flat[self._offsets[neighbours[0]] : self._offsets[neighbours[-1] + 1]]

@@ -51,6 +51,8 @@ ENGINE = "_tulle_engine"
 knows it."""
 _KEPT = "_tulle_engine_kept"
 """The attribute by which a module that has such parameters holds it."""
+_running = torch._C._current_graph_task_id
+"""The number of the backward that is running; asked at each gradient, so without looking the way to it up."""
 
 
 class DataParallel:
@@ -225,7 +227,8 @@ class DataParallel:
         if not self._is_syncing:
             compact(slot.parameter)
             return
-        self._begin_backward()
+        if _running() != self._backward:  # as that asks first; but most gradients are not the first of a backward
+            self._begin_backward()
         self.reducer.arrive(slot)
 
     def _split_came(self, name: str, gradient: Tensor) -> None:
@@ -236,7 +239,7 @@ class DataParallel:
 
     def _begin_backward(self) -> None:
         """If a gradient is the first of this backward: tell what rows there will be, and have its end waited for."""
-        backward = torch._C._current_graph_task_id()
+        backward = _running()
         if backward == self._backward:
             return
         self._backward = backward

@@ -80,7 +80,8 @@ class Reducer:
         elif not slot.lets_others_first():  # else it goes at the end, as these have left it
             item, position = self._places[slot.name]
             item.arrive(position)
-            self._turns.arrived(item)
+            if not item.missing:  # spares a call for each of many parameters
+                self._turns.arrived(item)
 
     def foresee_looked_up(self, step: int) -> None:
         """Tell the other ranks the rows of groups whose tables have all been looked up in.
