@@ -270,3 +270,10 @@ def test_under_autocast_a_row_layer_gives_the_dtype_of_one_process(kind):
         found, expected = split(x.chunk(2, 1)[axis.rank]), layer(x)
     assert found.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+@on_ranks(2)
+def test_a_layer_that_gives_all_features_says_how_many():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5))
+    tensor_parallel.apply(model, tulle.init(model=2)["model"], select=["2"])
+    assert model(torch.ones(1, 4)).shape == (1, model[2].out_features) == (1, 5)

@@ -101,6 +101,8 @@ class Splitter:
         """
         features = linear.out_features
         self._cut_columns(linear, None)
+        if gather:
+            linear.out_features = features  # that is what it gives
         take_on(linear, Column, region=self.region, gathered=features if gather else None)
 
     def row(self, linear: nn.Module) -> None:
