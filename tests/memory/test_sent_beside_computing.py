@@ -120,24 +120,31 @@ def test_from_the_third_step_on_all_but_the_first_are_ahead(monkeypatch, is_made
 class Follower(nn.Module):
     """A teacher that follows its student in forward, between the two."""
 
-    def __init__(self):
+    def __init__(self, *, by_data=False):
         super().__init__()
+        self.by_data = by_data
         self.student, self.teacher = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
 
     def forward(self, x, _):
         y = self.student(x)
         with torch.no_grad():
-            self.teacher.weight.mul_(0.9).add_(self.student.weight, alpha=0.1)
+            mine, its = self.teacher.weight, self.student.weight
+            if self.by_data:
+                mine.data = mine.data * 0.9 + its.data * 0.1
+            else:
+                mine.mul_(0.9).add_(its, alpha=0.1)
         return (y - self.teacher(x)).pow(2).mean()
 
 
 @on_ranks(2)
-def test_what_forward_writes_into_parts_that_are_gathered_ahead_is_seen():
+@pytest.mark.parametrize("units", [["", "student", "teacher"], [""]], ids=["parts", "wholes"])
+@pytest.mark.parametrize("by_data", [False, True])
+def test_what_forward_writes_into_parameters_is_seen(by_data, units):
     axis = tulle.init(data=-1)["data"]
     torch.manual_seed(0)
-    reference = Follower().double()
+    reference = Follower(by_data=by_data).double()
     model = copy.deepcopy(reference)
-    share_out(model, axis, ["", "student", "teacher"], stay=[""])
+    share_out(model, axis, units, stay=[""])
     for one, of_rank in ((model, axis), (reference, None)):
         train(one, torch.optim.SGD(one.parameters(), lr=0.1), [[None]] * 5, of_rank)
     assert worst_difference(model, reference) < 1e-12

@@ -59,7 +59,7 @@ class _Coming:
 
     use: _Use
     parts: Sequence[nn.Parameter]
-    versions: Sequence[int]
+    versions: Sequence[tuple[int, int]]
     job: Sent[list[Tensor]]
 
     def is_for(self, use: _Use, parts: Sequence[nn.Parameter]) -> bool:
@@ -219,9 +219,10 @@ def _stepped(optimizer: Optimizer, *_: object) -> None:
             ahead.end_step()
 
 
-def _versions(parts: Sequence[nn.Parameter]) -> list[int]:
-    """How often each was written in; what all ranks write, they write alike."""
-    return [part._version for part in parts]
+def _versions(parts: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
+    """How often each was written in, and where it lies (`part.data = ...`); what all ranks write, they write alike."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [(part._version, part.data_ptr()) for part in parts]
 
 
 def in_backward() -> bool:

@@ -275,9 +275,9 @@ def _run(module: nn.Module, unit: Unit, forward: Callable[[], Any]) -> Any:
                 one.requires_grad_(part.requires_grad)  # as a forward that looks finds its parameters
         gathered = Gathered(unit, parts, call.ahead, call.number, [w.detach() for w in wholes] if unit.stays else [])
         with _in_place_of(owners, wholes), nullcontext() if unit.is_apart else noting(gathered, wholes):
-            versions = [whole._version for whole in wholes]
+            before = [_written(whole) for whole in wholes]
             result = forward()
-        _write_back(call, wholes, versions)
+        _write_back(call, wholes, before)
         if is_outermost:
             module.__dict__[_WITHIN] = whole.called
         return result
@@ -303,10 +303,15 @@ def _at(module: nn.Module, unit: Unit, path: str, name: str, number: int) -> tup
     return owner, there
 
 
-def _write_back(call: _Call, wholes: Sequence[Tensor], versions: Sequence[int]) -> None:
+def _written(whole: Tensor) -> tuple[int, int]:
+    """What is another after forward has written into a whole, or given it other memory (`weight.data = ...`)."""
+    return whole._version, whole.data_ptr()
+
+
+def _write_back(call: _Call, wholes: Sequence[Tensor], before: Sequence[tuple[int, int]]) -> None:
     """Have parts follow wholes into which forward wrote, alike on all ranks."""
-    for shard, part, whole, version in zip(call.unit.shards, call.parts, wholes, versions, strict=True):
-        if whole._version != version:
+    for shard, part, whole, written in zip(call.unit.shards, call.parts, wholes, before, strict=True):
+        if _written(whole) != written:
             part.data.copy_(shard.part(whole))  # unseen: of a pipeline other micro-batches wait for their backward
             call.ahead.drop()
 
