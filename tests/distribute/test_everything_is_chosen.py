@@ -14,7 +14,7 @@ from tulle.distribute import mesh_of, planned
 from tulle.distribute.adopted import plan_of
 from tulle.distribute.axes import Axes
 from tulle.distribute.watching import watch
-from tulle.errors import MeshError, PlanError
+from tulle.errors import MeshError, ModelError, PlanError
 from tulle.plan import Shelf
 from tulle.tensor_parallel import placements
 
@@ -223,3 +223,27 @@ def test_what_cannot_be_profiled_is_planned_by_its_tables():
     assert plan.prediction is None
     assert plan.tables[0].density is not None
     assert "there is one of me" in plan.explain()
+
+
+class Sends(nn.Sequential):
+    """Has a collective of its own, as contrastive losses and codebooks have."""
+
+    def forward(self, ids):
+        found = super().forward(ids)
+        torch.distributed.all_reduce(found.detach())
+        return found
+
+
+@on_ranks(2)
+def test_a_model_that_sends_by_itself_is_planned_by_its_tables():
+    mesh = tulle.init(data=2)
+    model = Sends(nn.EmbeddingBag(30, 4, sparse=True))
+    with give_cluster(mesh):
+        plan = tulle.plan(model, torch.optim.SGD(model.parameters(), 0.1), mesh, sample=torch.tensor([[1, 2]]))
+    assert plan.prediction is None
+    assert plan.tables[0].density is not None
+    assert "a Sends sends to other ranks when it runs" in plan.explain()
+    pipe = tulle.init(pipe=2)
+    model = Sends(nn.EmbeddingBag(30, 4, sparse=True))
+    with give_cluster(pipe), pytest.raises(ModelError, match="sends to other ranks when it runs"):
+        tulle.distribute(model, torch.optim.SGD(model.parameters(), 0.1), pipe, sample=torch.tensor([[1, 2]]))

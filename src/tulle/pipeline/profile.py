@@ -34,7 +34,7 @@ from tulle.pipeline.randomness import forked
 from tulle.pipeline.structure import flatten, rebuild
 from tulle.pipeline.tape import Entry
 from tulle.pipeline.trial import trial
-from tulle.pipeline.unfit import refuse_scripted
+from tulle.pipeline.unfit import refuse_scripted, refuse_sending
 from tulle.pipeline.untouched import untouched
 from tulle.pipeline.values import Values
 from tulle.pipeline.written import written_back
@@ -58,13 +58,14 @@ def profile(model: nn.Module, sample: object, axis: Axis, stages: int) -> tuple[
         The pieces in the order in which they run, and the calls that were seen.
 
     Raises:
-        ModelError: If a module is TorchScript's, or the forward puts other modules in place of some.
+        ModelError: If a module is TorchScript's, or the forward puts other modules in place of some, or sends.
     """
     refuse_scripted(model)
     args, kwargs = as_call(sample, axis.device)
     with untouched(model), written_back(model), lent(model, axis.device) as loans, forked(0):
         before = {name: own_attributes(module) for name, module in model.named_modules()}
-        calls = watch(model, args, kwargs)
+        with refuse_sending(model):
+            calls = watch(model, args, kwargs)
         calls.borrowers |= _not_whole(model, calls) | _keeping(model, before)
         largest = (calls.time_s.get("") or sum(calls.time_s.values())) / (stages * PIECES_PER_STAGE)
         names = pieces_of(model, calls, calls.time_s, largest)

@@ -1,10 +1,13 @@
-"""Modules whose calls cannot be followed, refused by name: those of TorchScript, and those that a forward puts in."""
+"""Models whose calls cannot be followed, refused by name: TorchScript, modules that a forward puts in, collectives."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tulle.errors import ModelError
@@ -53,3 +56,26 @@ def refuse_replaced(before: Mapping[str, type[nn.Module]], model: nn.Module) -> 
             f"{was} and is {became} afterwards), so that what is planned is not what trains: if it does so once, "
             "call the model once on the sample before it is distributed"
         )
+
+
+@contextmanager
+def refuse_sending(model: nn.Module) -> Iterator[None]:
+    """Raise at the end if collectives were begun meanwhile: modules that have some do not run one by one, on one rank.
+
+    Raises:
+        ModelError: On every rank that began one.
+    """
+    before = _begun()
+    yield
+    if _begun() != before:
+        raise ModelError(
+            f"a {type(model).__name__} sends to other ranks when it runs, by torch.distributed, so that its modules "
+            "cannot be run one by one to see what they take: say by hand what a profile would choose (a tulle.Plan, "
+            "with stages where the mesh has an axis 'pipe'; along that a module runs on one rank only)"
+        )
+
+
+def _begun() -> dict[str, int]:
+    """How many collectives of each process group this process has begun."""
+    groups = cast("dict[Any, str]", dist.distributed_c10d._world.pg_names) if dist.is_initialized() else {}
+    return {name: group._get_sequence_number_for_group() for group, name in groups.items()}

@@ -30,7 +30,7 @@ from tulle.pipeline.partition import COPIES
 from tulle.pipeline.profile import PIECES_PER_STAGE, as_call
 from tulle.pipeline.profile import profile as profile_pieces
 from tulle.pipeline.randomness import State
-from tulle.pipeline.unfit import kinds_of, refuse_replaced, refuse_scripted
+from tulle.pipeline.unfit import kinds_of, refuse_replaced, refuse_scripted, refuse_sending
 from tulle.pipeline.untouched import untouched
 from tulle.profiling.calls import with_run_time
 from tulle.profiling.counts import Counts, count
@@ -81,7 +81,7 @@ def profile(
 
     Raises:
         ModelError: On every rank, if model, optimizer or loss is none, the model does not run on the samples, has a
-            ScriptModule, or puts other modules in place of its own when it runs.
+            ScriptModule, puts other modules in place of its own when it runs, or sends to other ranks then.
         MeshError: If the mesh is none.
 
     Example:
@@ -239,7 +239,8 @@ def _prepare(
 ) -> _Prepared:
     twin = Twin.of(model, optimizers, samples, loss)
     seen = looks(twin)
-    twin.step(samples[0])
+    with refuse_sending(model):
+        twin.step(samples[0])
     refuse_replaced(kinds_of(model), twin.model)
     return _Prepared(twin, seen, _cut(twin) if is_first else None)
 
