@@ -93,6 +93,43 @@ def test_ids_that_are_no_rows_are_told_to_all_ranks(wrong, named, is_known):
             model(torch.tensor([[1, 2]]))
 
 
+class OfSomeRanks(nn.Module):
+    """Two tables of one width, looked up in an order that a rank chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Embedding(ROWS, WIDTH, sparse=True) for _ in range(2))
+
+    def forward(self, ids, *names):
+        return sum(self.get_submodule(name)(ids).sum() for name in names)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            (("first",), ("second",)),
+            r"up in {own}\.weight in step \d+, and rank {other} did not: all ranks must look up",
+        ),
+        ((("first", "second"), ("second", "first")), r"up in {own}\.weight in step \d+, and rank {other} did not"),
+        (
+            (("first", "second"), ("first",)),
+            (r"looked up in second\.weight in step \d+, and", r"left out a lookup that rank 0 makes|closed|reset"),
+        ),
+    ],
+    ids=["others", "in another order", "one less"],
+)
+def test_ranks_that_look_up_in_other_tables_are_told(names, said):
+    mesh = tulle.init(data=-1)
+    model = OfSomeRanks()
+    model, _ = tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan="rows")
+    rank, own = mesh.rank, names[mesh.rank]
+    expected = said[rank] if isinstance(said, tuple) else said.format(own=own[0], other=1 - rank)
+    with pytest.raises((ModelError, CommunicationError) if rank else ModelError, match=expected):
+        model(torch.arange(4), *own).backward()
+
+
 @on_ranks(2)
 def test_a_key_that_the_batch_has_not_is_named():
     mesh = tulle.init(data=-1)

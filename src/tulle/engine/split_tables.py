@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tulle.comm import BackgroundThread, all_gather, all_gather_parts, gather_values, lane
+from tulle.comm import BackgroundThread, Job, all_gather, all_gather_parts, gather_values, lane
 from tulle.cost import Network, exchange_cost
 from tulle.engine.departures import Departures
 from tulle.engine.feed import Feed, IdsOf, Load
@@ -33,12 +33,13 @@ from tulle.engine.split_table import SplitTable
 from tulle.engine.trips import Pushes, Trip, Way, tell_together
 from tulle.errors import CommunicationError, ModelError
 from tulle.mesh import Axis
-from tulle.tables import ShardGradient, TableModule, placement_of, table_of, tell_the_end
+from tulle.tables import ShardGradient, TableModule, placement_of, table_of, tell_of_gradients, tell_the_end
 
 _AGREED_AT_ONCE = 63
 _LABEL = "gradients of split tables"
 _BITS_IF_CHECKED = 2
-"""In the numbers of trips whose rows are looked at once more before they are used: many at first, ever fewer later."""
+"""In the numbers of trips whose rows are looked at once more before they are used, and of backwards before which ranks
+tell that they have made all lookups: many at first, ever fewer later."""
 WORTH_S = 0.04
 """What gradients of the rows of a step must take, at least, for some of them to go later: to divide them costs, too."""
 
@@ -91,6 +92,8 @@ class SplitTables:
         self._came: set[tuple[int, int]] = set()
         """Numbers of trip and table of each gradient that came in this backward."""
         self._pushes: list[tuple[Trip, tuple[Pushes, Pushes | None]]] = []
+        self._backwards = 1
+        self._told_alike: Job[None] | None = None
         self._departures = Departures(axis, rows_bytes=self._rows_bytes, network=network)
         self._calls = self.feed()
         """Begins with each call of the model."""
@@ -248,6 +251,7 @@ class SplitTables:
 
     def end_backward(self) -> None:
         """Push what was not, wait for what the next step needs, and set the gradients of what this rank owns."""
+        self._check_alike()
         for number, tables in self._remaining(self._agree()):
             trip = self._alive.get(number)
             if trip is None:
@@ -256,7 +260,9 @@ class SplitTables:
                     f"{', '.join(self.tables)[:80]} for which another rank has a gradient: let all ranks look up "
                     "alike (no ids will do), and keep, or drop, their losses alike"
                 )
-            self._pushes.append((trip, trip.push(tables)))
+            self._push(trip, tables)
+        self._check_alike()
+        self._backwards += 1
         pushes, self._pushes = self._pushes, []
         self._came.clear()
         self._expected.clear()
@@ -301,7 +307,19 @@ class SplitTables:
             if last is None or not last.is_complete:
                 return
             self._expected.pop()
-            self._pushes.append((last, last.push(sorted(last.tables))))
+            self._push(last, sorted(last.tables))
+
+    def _push(self, trip: Trip, tables: Sequence[int]) -> None:
+        way = self._way
+        if not self._pushes and self._backwards.bit_count() <= _BITS_IF_CHECKED:
+            self._told_alike = way.background.submit(partial(tell_of_gradients, way.axis))
+        self._pushes.append((trip, trip.push(tables)))
+
+    def _check_alike(self) -> None:
+        """Raise if another rank looked up what this one did not."""
+        told, self._told_alike = self._told_alike, None
+        if told is not None:
+            told.result()
 
     def _agree(self) -> set[tuple[int, int]]:
         """The gradients that came on any rank, by trip and table. Every rank must call it."""

@@ -3,7 +3,17 @@
 from tulle.tables.bundle import Request, Route
 from tulle.tables.distinct import Ids
 from tulle.tables.division import Division, divide
-from tulle.tables.exchange import Pushed, bundles, fetch, push, refuse, request_of, tell, tell_the_end
+from tulle.tables.exchange import (
+    Pushed,
+    bundles,
+    fetch,
+    push,
+    refuse,
+    request_of,
+    tell,
+    tell_of_gradients,
+    tell_the_end,
+)
 from tulle.tables.gradient import ShardGradient, step_by_plain_gradients
 from tulle.tables.modules import TableModule, table_modules, table_of
 from tulle.tables.part import guard_table
@@ -36,5 +46,6 @@ __all__ = [
     "table_modules",
     "table_of",
     "tell",
+    "tell_of_gradients",
     "tell_the_end",
 ]

@@ -6,6 +6,7 @@ alike.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from torch import Tensor
 import tulle.tables.columns as columns
 import tulle.tables.rows as rows
 from tulle.comm import all_to_all_parts, traffic, used_here
-from tulle.errors import CommunicationError, DataError
+from tulle.errors import CommunicationError, DataError, ModelError
 from tulle.mesh import Axis
 from tulle.tables.blocks import exchange_blocks
 from tulle.tables.bundle import Request, Route, rows_by_table
@@ -26,6 +27,15 @@ _REFUSED = -1
 """A count of rows of a rank whose ids are no rows."""
 _OVER = -2
 """A count of rows of a rank that has no further batch."""
+_BEHIND = -3
+"""A count of rows of a rank that goes on to the gradients of its lookups."""
+_ALIKE = "whether all look up alike"
+_MEND = (
+    ": all ranks must look up in the same split tables, in one order; one that has no ids for a table looks up none "
+    "(`ids[mask]` may be empty). Or keep the tables whole (another scheme than 'rows' or 'columns' in the plan)"
+)
+_COUNT_BITS = 40
+"""Of a number that is told: a count is in the lower ones, and which table it is of in those above."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,14 +83,17 @@ def tell(requests: Sequence[Request], axis: Axis) -> list[Route]:
 
     Raises:
         CommunicationError: If another rank had to `refuse`.
+        ModelError: If another rank looked up in other tables.
     """
     rows_told = [rows_by_table(one.splits, one.counts) for one in requests]
     label = dict.fromkeys((name for of_tables in rows_told for name in of_tables), 1)
     tables = [len(one.splits) for one in requests]
     lengths = [length for one in requests for length in one.distinct.lengths()]
     counts = [[count for one in requests for count in one.counts[rank]] + lengths for rank in range(axis.size)]
-    came = _exchange_counts([*torch.tensor(counts, device=axis.device)], axis, label)
-    _check_told(came, axis, label)
+    marks = torch.tensor([_mark(split) for one in requests for split in one.splits] * 2, device=axis.device)
+    came = _exchange_counts([*(torch.tensor(counts, device=axis.device) | marks)], axis, label)
+    _check_told(came, marks, axis, label)
+    came &= (1 << _COUNT_BITS) - 1
     served, wanted = (heard.split(tables, dim=1) for heard in came.chunk(2, dim=1))
     most_rows = [int(by_rank.sum(1).max()) for by_rank in wanted]
     numbers = [[part.to(axis.device).view(-1, 1) for part in one.told] for one in requests]
@@ -97,7 +110,7 @@ def tell(requests: Sequence[Request], axis: Axis) -> list[Route]:
 
 def refuse(tables: Sequence[str], axis: Axis) -> None:
     """What a rank does in place of `tell` if its ids are no rows of the tables, so that the others need not wait."""
-    _say_instead(_REFUSED, tables, axis)
+    _say_instead(_REFUSED, dict.fromkeys(tables, 1), len(tables), axis)
 
 
 def tell_the_end(tables: Sequence[str], axis: Axis) -> None:
@@ -106,15 +119,29 @@ def tell_the_end(tables: Sequence[str], axis: Axis) -> None:
     Raises:
         DataError: If another rank has one.
     """
-    came = _say_instead(_OVER, tables, axis)
+    came = _say_instead(_OVER, dict.fromkeys(tables, 1), len(tables), axis)
     for rank in came.ne(_OVER).any(1).nonzero().flatten().tolist():
         raise _uneven(axis.rank, rank, axis)
 
 
-def _say_instead(word: int, tables: Sequence[str], axis: Axis) -> Tensor:
+def tell_of_gradients(axis: Axis) -> None:
+    """What a rank does before it pushes gradients, now and then: one that still looks up in a table is told.
+
+    Raises:
+        ModelError: If there is one.
+    """
+    came = _say_instead(_BEHIND, _ALIKE, 1, axis)
+    for rank in came.ne(_BEHIND).any(1).nonzero().flatten().tolist():
+        raise ModelError(
+            f"rank {axis.rank} of axis {axis.name!r} left out a lookup that rank {rank} makes in step "
+            f"{traffic.step}{_MEND}"
+        )
+
+
+def _say_instead(word: int, label: str | Mapping[str, int], tables: int, axis: Axis) -> Tensor:
     """Tell all ranks a word in place of each count; gives what they say."""
-    counts = torch.full((2 * len(tables),), word, device=axis.device)
-    return _exchange_counts([counts] * axis.size, axis, dict.fromkeys(tables, 1))
+    counts = torch.full((2 * tables,), word, device=axis.device)
+    return _exchange_counts([counts] * axis.size, axis, label)
 
 
 def _uneven(first: int, other: int, axis: Axis) -> DataError:
@@ -124,14 +151,20 @@ def _uneven(first: int, other: int, axis: Axis) -> DataError:
     )
 
 
-def _exchange_counts(parts: Sequence[Tensor], axis: Axis, label: Mapping[str, int]) -> Tensor:
+def _exchange_counts(parts: Sequence[Tensor], axis: Axis, label: str | Mapping[str, int]) -> Tensor:
     """`[ranks, 2 tables]`: of each rank what it wants here of each table, and what it wants of that anywhere."""
     lengths = [len(parts[0])] * axis.size
     most_bytes = axis.size * parts[0].nbytes
     return all_to_all_parts(parts, lengths, axis, label=label, most_bytes=most_bytes).wait().view(axis.size, -1)
 
 
-def _check_told(came: Tensor, axis: Axis, tables: Iterable[str]) -> None:
+def _mark(split: Split) -> int:
+    """By which a table is known in what is told, above the bits of a count."""
+    return zlib.crc32(split.name.encode()) % (1 << (62 - _COUNT_BITS)) << _COUNT_BITS
+
+
+def _check_told(came: Tensor, marks: Tensor, axis: Axis, tables: Iterable[str]) -> None:
+    is_of_others = (came >> _COUNT_BITS << _COUNT_BITS).ne(marks).any(1).tolist()
     for rank, counts in enumerate(came.tolist()):
         if _OVER in counts:
             raise _uneven(rank, axis.rank, axis)
@@ -139,6 +172,11 @@ def _check_told(came: Tensor, axis: Axis, tables: Iterable[str]) -> None:
             raise CommunicationError(
                 f"rank {rank} of axis {axis.name!r} looked up, in step {traffic.step}, what is no row of "
                 f"{', '.join(tables)}: its own error says what"
+            )
+        if _BEHIND in counts or is_of_others[rank]:
+            raise ModelError(
+                f"rank {axis.rank} of axis {axis.name!r} looked up in {', '.join(tables)} in step {traffic.step}, and "
+                f"rank {rank} did not{_MEND}"
             )
 
 
