@@ -32,7 +32,9 @@ def test_help_has_an_example_and_the_exit_codes(command, example, capsys):
     assert main([*command, "--help"]) == 0
     text = capsys.readouterr().out
     assert example in text
-    assert "Exit codes: 0 all went well, 1 it failed, 2 the command line is wrong, 130 by Ctrl-C, 143 by SIGTERM." in text
+    assert (
+        "Exit codes: 0 all went well, 1 it failed, 2 the command line is wrong, 130 by Ctrl-C, 143 by SIGTERM." in text
+    )
 
 
 def test_help_of_run_tells_of_torchrun(capsys):

@@ -63,7 +63,9 @@ class Footprint:
         )
 
 
-def footprints(plan: Plan, profile: Profile, cluster: Cluster, *, batch: int | None = None) -> list[Footprint]:
+def footprints(
+    plan: Plan, profile: Profile, cluster: Cluster, *, batch: int | None = None, tariff: Tariff | None = None
+) -> list[Footprint]:
     """What each rank of axis `pipe` needs; all ranks of the other axes need as much.
 
     Args:
@@ -71,10 +73,11 @@ def footprints(plan: Plan, profile: Profile, cluster: Cluster, *, batch: int | N
         profile: What one process needed.
         cluster: Where it runs.
         batch: As for `lower`.
+        tariff: As for `lower`.
     """
     share = share_of(plan, profile, batch)
     works = work_of(plan, profile, share, share.network(MODEL, cluster, profile))
-    return footprints_of(plan, profile, share, works, Tariff(profile))
+    return footprints_of(plan, profile, share, works, tariff or Tariff(profile))
 
 
 def footprints_of(plan: Plan, profile: Profile, share: Share, works: Sequence[Work], tariff: Tariff) -> list[Footprint]:
