@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from fake_run import write_json, write_lines
 
-from tulle.report import summarize
+from tulle.report import read, summarize
+from tulle.report.headline import headline, key_figures
 
 
 def folder_of(path: Path, *ranks: list[dict]) -> Path:
@@ -51,6 +52,12 @@ def test_summary_is_what_one_computes_by_hand(tmp_path: Path) -> None:
         "bleu": 25.5,
         "learning_rate": pytest.approx(0.6),
     }
+
+
+def test_a_run_that_went_on_from_another_says_which_steps_it_trained(tmp_path: Path) -> None:
+    run = read(folder_of(tmp_path / "run", [{"step": step, "step_s": 1.0, "loss": 2.0} for step in (4, 5, 6)]))
+    assert headline(run).progress == "It trained steps 4 to 6."
+    assert key_figures(run)[0].note == "mean of the last 3 steps"
 
 
 def test_loss_is_the_mean_of_the_last_ten_logged_steps(tmp_path: Path) -> None:

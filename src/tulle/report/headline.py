@@ -86,6 +86,8 @@ def _progress(run: Run) -> str:
     planned = planned[np.isfinite(planned)]
     if len(planned) and planned.max() > steps[-1]:
         return f"It stopped after step {steps[-1]:,} of {planned.max():,.0f}."
+    if steps[0] > 1:  # it went on from a checkpoint, and what was before is in the record of another run
+        return f"It trained steps {steps[0]:,} to {steps[-1]:,}."
     return f"It trained {quantity.plural(int(steps[-1]), 'step')}."
 
 
@@ -99,7 +101,10 @@ def key_figures(run: Run) -> tuple[KeyFigure, ...]:
     figures = []
     if "loss" in summary:
         loss = "not finite" if summary["loss"] is None else quantity.decimal(summary["loss"])
-        figures.append(KeyFigure("Final loss", loss, f"mean of the last {LAST_STEPS} steps"))
+        last = min(LAST_STEPS, len(steps_of(run)))
+        figures.append(
+            KeyFigure("Final loss", loss, f"mean of the last {last} steps" if last > 1 else "of the last step")
+        )
     if summary.get("bleu") is not None:
         figures.append(KeyFigure("BLEU", quantity.decimal(round(float(summary["bleu"] or 0), 2)), "as logged last"))
     shown = (
