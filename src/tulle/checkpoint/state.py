@@ -103,7 +103,7 @@ class State:
             "model": _mapped(dict(own), ("model",), _by_name(standing), outlined),
             "versions": versions_of(own),
             "optimizers": [
-                _mapped(_unmarked(one.state_dict()), ("optimizers", number), _of_parameters(one, standing), outlined)
+                _mapped(unmarked(one.state_dict()), ("optimizers", number), _of_parameters(one, standing), outlined)
                 for number, one in enumerate(optimizers)
             ],
             "kinds": [type(one).__name__ for one in optimizers],
@@ -179,7 +179,7 @@ def versions_of(state: Mapping[str, Any]) -> dict[str, Any]:
     return {module: {key: value for key, value in said.items() if key != WHOSE} for module, said in told.items()}
 
 
-def _unmarked(state: Mapping[str, Any]) -> dict[str, Any]:
+def unmarked(state: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state without the word whose parts it has: those of all ranks are saved."""
     return {key: value for key, value in state.items() if key != WHOSE}
 

@@ -1,17 +1,18 @@
-"""`full_state_dict`: a model's state under plain PyTorch names and shapes, collected from the ranks block by block."""
+"""`full_state_dict`: states under plain PyTorch names and shapes, collected from the ranks block by block."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tulle.checkpoint.placed import Part, Sharded
 from tulle.checkpoint.ranks import Ranks
 from tulle.checkpoint.standing import Standing
-from tulle.checkpoint.state import versions_of, with_versions
+from tulle.checkpoint.state import unmarked, versions_of, with_versions
 from tulle.comm import broadcast, lane, receive, send
 from tulle.distribute.axes import SAVING
 from tulle.mesh import Axis
@@ -54,6 +55,27 @@ def full_state_dict(model: nn.Module, *, everywhere: bool = False) -> dict[str, 
         else:
             state[name] = _whole(name, value, standing, everywhere=everywhere, is_destination=is_destination)
     return with_versions(state, versions_of(own)) if is_destination else {}
+
+
+def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's state as one process would have it, on rank 0. Every rank of the model's mesh must call it.
+
+    `load_state_dict` of an optimizer that was distributed takes it, on any number of ranks, and so does a plain one's.
+
+    Args:
+        model: Distributed or plain; not on a mesh with axis `pipe`, along which each rank has states of its own.
+        optimizer: Over its parameters.
+
+    Returns:
+        What `state_dict` gives, each part in its whole shape. Elsewhere nothing.
+    """
+    standing, state = Standing(model), unmarked(optimizer.state_dict())
+    assert not standing.is_staged, "callers refuse pipelines"
+    parts = [standing.share_of(parameter).part for group in optimizer.param_groups for parameter in group["params"]]
+    is_first, wholes = standing.ranks.is_first, dict[int, dict[str, Any]]()
+    for number, values in sorted(state["state"].items()):  # in one order on all ranks
+        wholes[number] = {key: _whole_of(parts[number], values[key], is_first=is_first) for key in sorted(values)}
+    return {**state, "state": wholes} if is_first else {}
 
 
 def blocks_of_whole(
@@ -138,10 +160,25 @@ def _sparse(name: str, value: Tensor, standing: Standing) -> Tensor:
 
 def _whole(name: str, value: Tensor, standing: Standing, *, everywhere: bool, is_destination: bool) -> Tensor:
     shape = _shape(value, standing.share(name).part)
-    whole = torch.empty(shape if is_destination else (0,), dtype=value.dtype)
-    for rows, block in blocks_of_whole(name, value, standing, everywhere=everywhere):
-        if is_destination and shape:
+    blocks = blocks_of_whole(name, value, standing, everywhere=everywhere)
+    return _joined(blocks, shape if is_destination else None, value.dtype)
+
+
+def _whole_of(part: Part | None, value: object, *, is_first: bool) -> object:
+    """A value of an optimizer's state: of what has the shape of this rank's part of a parameter the whole."""
+    if part is None or not isinstance(value, Tensor) or tuple(value.shape) != tuple(part.local_shape):
+        return value
+    if value.is_sparse:  # the momentum of this rank's rows
+        value = value.to_dense()
+    return _joined(_blocks_here(value, part, everywhere=False), part.shape if is_first else None, value.dtype)
+
+
+def _joined(blocks: Iterator[tuple[range, Tensor]], shape: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
+    """All blocks of a tensor of this shape; without a shape they are taken, as all ranks must, and left."""
+    whole = torch.empty((0,) if shape is None else tuple(shape), dtype=dtype)
+    for rows, block in blocks:
+        if shape:
             whole[rows.start : rows.stop] = block
-        elif is_destination:
+        elif shape is not None:
             whole.copy_(block)
     return whole
