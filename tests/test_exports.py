@@ -84,14 +84,35 @@ def test_every_error_is_of_one_tree_and_is_what_pythons_own_would_be():
     assert all(error.__name__ in drawn for error in errors)
 
 
+NEED_EXTRAS = ("tulle.cli", "tulle.report", "tulle.integrations.", "tulle.__main__")
+
+
 def test_every_module_of_the_library_opens_with_a_sentence():
     for module in pkgutil.walk_packages(tulle.__path__, "tulle."):
-        if not module.name.startswith(("tulle.cli", "tulle.report", "tulle.__main__")):  # those need extras
+        if not module.name.startswith(NEED_EXTRAS):
             documented = importlib.import_module(module.name).__doc__ or ""
             assert documented.strip(), module.name
 
 
-HEAVY = ["torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers"]
+@pytest.mark.parametrize(
+    ("adapter", "framework", "extra"),
+    [("huggingface", "accelerate", "huggingface"), ("lightning", "lightning.pytorch", "lightning")],
+)
+def test_an_adapter_whose_framework_is_missing_names_the_extra(adapter, framework, extra, monkeypatch):
+    monkeypatch.setitem(sys.modules, framework, None)
+    monkeypatch.delitem(sys.modules, f"tulle.integrations.{adapter}", raising=False)
+    with pytest.raises(ImportError, match=rf"pip install 'tulle\[{extra}\]'"):
+        importlib.import_module(f"tulle.integrations.{adapter}")
+
+
+HEAVY = [
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers",
+    "lightning",
+]
 
 
 def test_importing_it_does_not_import_what_few_use():

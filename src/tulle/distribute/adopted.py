@@ -76,6 +76,11 @@ def axes_of(model: nn.Module) -> Axes | None:
     return model.__dict__.get(_AXES)
 
 
+def is_distributed(model: nn.Module) -> bool:
+    """Whether a model was given to `distribute` before."""
+    return axes_of(model) is not None
+
+
 def mesh_of(model: nn.Module) -> Mesh:
     """The mesh on which a model was distributed, as where `tulle.distribute` chose it.
 
