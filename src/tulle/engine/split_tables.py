@@ -251,7 +251,9 @@ class SplitTables:
 
     def end_backward(self) -> None:
         """Push what was not, wait for what the next step needs, and set the gradients of what this rank owns."""
-        self._check_alike()
+        self._tell_alike()
+        if self._told_alike is not None:
+            self._told_alike.result()  # of ranks that do not look up alike one does not come to agree
         for number, tables in self._remaining(self._agree()):
             trip = self._alive.get(number)
             if trip is None:
@@ -261,8 +263,7 @@ class SplitTables:
                     "alike (no ids will do), and keep, or drop, their losses alike"
                 )
             self._push(trip, tables)
-        self._check_alike()
-        self._backwards += 1
+        self._backwards, self._told_alike = self._backwards + 1, None
         pushes, self._pushes = self._pushes, []
         self._came.clear()
         self._expected.clear()
@@ -310,16 +311,13 @@ class SplitTables:
             self._push(last, sorted(last.tables))
 
     def _push(self, trip: Trip, tables: Sequence[int]) -> None:
-        way = self._way
-        if not self._pushes and self._backwards.bit_count() <= _BITS_IF_CHECKED:
-            self._told_alike = way.background.submit(partial(tell_of_gradients, way.axis))
+        self._tell_alike()
         self._pushes.append((trip, trip.push(tables)))
 
-    def _check_alike(self) -> None:
-        """Raise if another rank looked up what this one did not."""
-        told, self._told_alike = self._told_alike, None
-        if told is not None:
-            told.result()
+    def _tell_alike(self) -> None:
+        """Once in a backward, before the first is pushed: that this rank looks up no more."""
+        if self._told_alike is None and self._backwards.bit_count() <= _BITS_IF_CHECKED:
+            self._told_alike = self._way.background.submit(partial(tell_of_gradients, self._way.axis))
 
     def _agree(self) -> set[tuple[int, int]]:
         """The gradients that came on any rank, by trip and table. Every rank must call it."""
