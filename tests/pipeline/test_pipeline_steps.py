@@ -15,7 +15,7 @@ import tulle
 from ranks import on_ranks
 from tulle import pipeline
 from tulle.errors import CommunicationError, ModelError
-from tulle.pipeline import placement_of
+from tulle.pipeline import holdings, placement_of
 from tulle.pipeline.turns import Surroundings
 
 
@@ -222,3 +222,21 @@ def test_what_is_compiled_around_placed_modules_gives_the_numbers_of_one_process
     found.backward()
     assert abs(found.item() - wanted.item()) < 1e-12
     assert worst_gradient(model, reference) < 1e-12
+
+
+@on_ranks(2, 3)
+def test_batches_of_ever_other_lengths_do_not_fill_the_memory(monkeypatch):
+    monkeypatch.setattr(holdings, "_MOST_CALLS", 4)
+    model, ref = placed_chain(tulle.init(pipe=-1)), make(Chain)
+    found = placement_of(model).runtime.holdings
+    step, known = pipeline.step(micro_batches=2)(loss_of), []
+    for length in (*range(4, 14), *range(4, 8)):
+        model.zero_grad()
+        ref.zero_grad()
+        x = torch.linspace(-1, 1, length * WIDTH, dtype=DTYPE).view(length, WIDTH)
+        step(model, x)
+        loss_of(ref, x)
+        assert worst_gradient(model, ref) < 1e-12
+        known.append((len(found.calls), len(found.mailbox._messages)))
+    assert max(calls for calls, _ in known) <= 8, known
+    assert known.count((0, 0)) > 2, "all are forgotten after each step that follows a full one"

@@ -15,6 +15,9 @@ from tulle.pipeline.mailbox import Mailbox
 from tulle.pipeline.outcome import Outcome
 from tulle.pipeline.shapes import Shapes
 
+_MOST_CALLS = 32768
+"""So many calls are remembered, of 1.5 kB each and more."""
+
 
 @dataclass(slots=True, eq=False)
 class Unit:
@@ -73,7 +76,9 @@ class Holdings:
     """Those among them in which something was written that one rank has: they live there now."""
     shapes: Shapes = field(default_factory=Shapes)
     calls: dict[Hashable, Known] = field(default_factory=dict)
-    """Of calls of units, by signature. None is ever forgotten, because all ranks must know the same ones."""
+    """Of calls of units, by signature; all ranks know the same ones, as who runs one tells its outcome once."""
+    is_full: bool = False
+    """Whether any rank knew too many at the end of the last step; all ranks say the same."""
     frozen: dict[int, int] = field(default_factory=dict)
     """Stands for which parameters of a model need a gradient, by the model's number."""
     note_frozen: Callable[[], None] = lambda: None
@@ -85,6 +90,19 @@ class Holdings:
         if known is None:
             known = self.calls[signature] = Known(signature)
         return known
+
+    def forget_calls(self) -> None:
+        """Forget all calls, if there were too many: batches of ever other lengths would fill the memory.
+
+        Every rank must call it at the end of a step, before it tells the others of that.
+        """
+        if self.is_full:
+            self.calls.clear()
+            self.mailbox.forget_outcomes()
+
+    def count_calls(self, most: int) -> None:
+        """Note how many calls that rank knows which knows most; all ranks forget them at the end of the next step."""
+        self.is_full = most > _MOST_CALLS
 
     def note(self, tensor: Tensor, stage: int | None, model: int, name: str) -> None:
         """Note that a parameter or buffer of a model lives at a stage, or, if None, on all ranks; until it is gone."""

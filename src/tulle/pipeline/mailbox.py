@@ -55,6 +55,8 @@ class Mailbox:
         self._ended: dict[int, int] = {}
         """By rank the last run that is over there, and of those that failed why."""
         self._failed: dict[int, tuple[int, str]] = {}
+        self._counts: dict[int, list[int]] = {}
+        """What ranks counted in runs that are over there, by run."""
         self._is_open = False
         """Whether a step runs, in which all ranks are listened to."""
 
@@ -132,13 +134,20 @@ class Mailbox:
             self._is_open = True
             self._listen(self._others())
 
-    def close(self, error: BaseException | None = None) -> None:
+    def close(self, error: BaseException | None = None, *, count: int = 0) -> int:
         """A step ends, here with an error or not: tell the others, and wait until they have come here too.
+
+        Args:
+            error: What ended it here, if it did not end well.
+            count: Some number of this rank's.
+
+        Returns:
+            The largest count of any rank.
 
         Raises:
             CommunicationError: If another rank failed.
         """
-        self.tell(error)
+        self.tell(error, count=count)
         deadline_s = now_s() + (self.axis.timeout_s if error is None else _GRACE_S)
         with self._arrival:
             while not all(map(self._has_ended, self._others())) and (self.failure is None or error is not None):
@@ -150,17 +159,25 @@ class Mailbox:
                     break
             self._is_open = False
             self._ended = {rank: run for rank, run in self._ended.items() if run > self._run}
+            most = max([count, *self._counts.get(self._run, ())])
+            self._counts = {run: counts for run, counts in self._counts.items() if run > self._run}
             # Outcomes are told once: after a step that failed, some have not been looked at.
             self._messages = {key: content for key, content in self._messages.items() if key[:2] == (Kind.OUTCOME, 0)}
         if error is None and self.failure is not None:
             raise CommunicationError(f"rank {self.axis.rank} of axis {self.axis.name!r} ends its step: {self.failure}")
         if self.failure is None:
             self.flush()
+        return most
 
-    def tell(self, error: BaseException | None) -> None:
+    def forget_outcomes(self) -> None:
+        """Throw away what was told once, of calls that all ranks forget."""
+        with self._arrival:
+            self._messages = {key: content for key, content in self._messages.items() if key[:2] != (Kind.OUTCOME, 0)}
+
+    def tell(self, error: BaseException | None, *, count: int = 0) -> None:
         """Tell all ranks that this one is done with the step, or that what runs now, in a step or not, failed."""
         if error is None:
-            self.send((Kind.END, self._run, 0), "", to=self._others())
+            self.send((Kind.END, self._run, 0), count, to=self._others())
             return
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         for rank in self._others():
@@ -219,6 +236,8 @@ class Mailbox:
                     self._ended.update(dict.fromkeys(self._others(), _FOR_EVER))
             with self._arrival:
                 if key[0] in (Kind.END, Kind.ERROR):
+                    if key[0] == Kind.END:
+                        self._counts.setdefault(key[1], []).append(content)
                     self._note_end(source, key[1], content if key[0] == Kind.ERROR else None)
                     continue
                 self._messages[key] = content

@@ -155,12 +155,15 @@ class Runtime:
             self._see_what_is_carried(carried, programs)
             self._add_up_tied(programs, number)
             self._even_out(number)
+            self.holdings.forget_calls()
         except BaseException as error:
             self._undo_tied()
+            self.holdings.is_full = False
             mailbox.close(error)
             raise
         end_s = now_s()
-        mailbox.close()
+        self.holdings.is_full = False  # also if another rank failed
+        self.holdings.count_calls(mailbox.close(count=len(self.holdings.calls)))
         idle_s += now_s() - end_s  # the last ranks are done before the first ones
         self.bubble = idle_s / max(now_s() - begin_s, 1e-9)
         traffic.span("step", f"bubble {self.bubble:.0%}", begin_s, now_s())
