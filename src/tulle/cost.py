@@ -198,7 +198,7 @@ def percent(share: float) -> str:
         >>> percent(0.0785), percent(4.096e-05), percent(0.0)
         ('7.85%', '0.0041%', '0.00%')
     """
-    return f"{100 * share:.2g}%" if 0 < share < 5e-3 else f"{share:.2%}"
+    return f"{100 * share:.2g}%" if 0 < share < 1e-3 else f"{share:.2%}"
 
 
 def exchange_cost(

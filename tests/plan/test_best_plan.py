@@ -240,7 +240,7 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused_as_such():
 
 def test_a_cut_that_is_too_slow_in_any_case_is_not_asked_for_its_tables(monkeypatch):
     """Of many tables it takes seconds to tell what they send along a mesh; the plan is the same."""
-    profile, cluster = profile_of(tables=4, layers=6), cluster_of(8)
+    profile, cluster = profile_of(tables=2, layers=4), cluster_of(8)
     search = Search(profile, cluster, 64, Space(), None, Tariff(profile))
     plan = search.run()
     monkeypatch.setattr(Search, "_is_hopeless", lambda self, dealt: False)
