@@ -299,7 +299,7 @@ def penalized_by(penalties, model, x, mesh=None, plan="auto"):
         optimizer.zero_grad()
     with torch.no_grad():
         numbers += [penalty(model).item() for penalty in penalties.values()]
-    return numbers + [look(p).item() for p in model.parameters() for look in LOOKED_AT]
+    return numbers + [look(p).item() for p in model[1].parameters() for look in LOOKED_AT]
 
 
 @on_ranks(4)

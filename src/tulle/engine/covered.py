@@ -47,7 +47,7 @@ def _look(
     # As `engine_of` gives it, in half the time: it is asked of all parameters in every step.
     owners = [None if (tie := vars(parameter).get(ENGINE)) is None else tie() for parameter in parameters]
     alone = [parameter for parameter, owner in zip(parameters, owners, strict=True) if owner is None]
-    # Of a parameter of another stage somebody may have a gradient speak, whichever hook of a step comes first.
+    # One of another stage may have a gradient that stands for all ranks', whichever hook of a step comes first.
     trained = [parameter for parameter in alone if not parameter.is_meta and parameter.grad is not None]
     if len(alone) == len(parameters):
         if trained and _strangers.get(optimizer) != len(parameters):
