@@ -236,7 +236,7 @@ class Mailbox:
                     self._ended.update(dict.fromkeys(self._others(), _FOR_EVER))
             with self._arrival:
                 if key[0] in (Kind.END, Kind.ERROR):
-                    if key[0] == Kind.END:
+                    if key[0] == Kind.END and isinstance(content, int):
                         self._counts.setdefault(key[1], []).append(content)
                     self._note_end(source, key[1], content if key[0] == Kind.ERROR else None)
                     continue
