@@ -34,8 +34,8 @@ Cuts = Mapping[tuple[int, ...], _Cut]
 """Those of a parameter, along one axis after the other, by the shape of what is cut."""
 
 
-_known: WeakKeyDictionary[nn.Module, tuple[Mapping[Tensor, Cuts], Axes]] = WeakKeyDictionary()
-"""By distributed model, how its parameters are cut, and the mesh."""
+_known: WeakKeyDictionary[nn.Module, Axes] = WeakKeyDictionary()
+"""The mesh of each distributed model; what has parameters, which have the model, would keep it for ever."""
 _later: WeakSet[Optimizer] = WeakSet()
 """Optimizers that were made after their model was distributed."""
 
@@ -47,7 +47,7 @@ def take_wholes(model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) -
     because those of another rank may have the same shapes, and are refused.
     """
     cuts = _cuts_of(model)
-    _known[model] = cuts, axes
+    _known[model] = axes
     if axes.pipe is not None:
         model.register_state_dict_post_hook(_refuse_stages)
     for optimizer in optimizers:
@@ -61,7 +61,7 @@ def take_wholes_later(optimizer: Optimizer) -> None:
     _later.add(optimizer)
     engines = {engine_of(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     models = [engine.model.whole for engine in engines if engine is not None and isinstance(engine.model, Held)]
-    for cuts, axes in (_known[model] for model in models if model in _known):
+    for cuts, axes in ((_cuts_of(model), _known[model]) for model in models if model in _known):
         for parameter, entries in [*optimizer.state.items()]:
             if parameter.is_meta:
                 del optimizer.state[parameter]
