@@ -67,7 +67,8 @@ class Item:
         timed = effort.rounds * (effort.plans + 1 if self.hosts > 1 else 1)
         steps = timed * (PLAIN_STEPS + 1 + WARMUP + effort.steps + 1)
         if self.hosts > 1:
-            steps += effort.finals * (1 + _FINALISTS) * (effort.steps + 3)
+            timed += (raced := effort.finals * (1 + _FINALISTS))
+            steps += raced * (WARMUP + effort.steps + 1)
         crowded = max(1.0, self.hosts / cores)
         return crowded * (_START_S + timed * _MAKE_S + steps * STEP_S[self.job])
 

@@ -113,15 +113,15 @@ def measure(entry: dict[str, Any], whole: Translation, share: Translation, mesh:
 
 
 def race(entries: Sequence[dict[str, Any]], job: Translation, mesh: Mesh, turns: int, steps: int) -> None:
-    """Time the fastest layouts beside the planner's, a few steps of each in turn, every other turn backwards."""
+    """Time the fastest layouts and the planner's in turn, every other turn backwards."""
     own = entries[0]
     others = {one["name"]: one for one in entries if one["measured_s"] and one["plan"] != own["plan"]}
     times_s = {name: median(one["measured_s"]) for name, one in others.items()}
     names = worth_a_race(times_s, median(own["measured_s"]))
-    ready = [(one, Running(job, mesh, one["plan"]["layout"])) for one in [own, *(others[name] for name in names)]]
+    racers = [own, *(others[name] for name in names)]
     for turn in range(turns if names else 0):
-        for entry, running in ready if turn % 2 else reversed(ready):
-            entry.setdefault("final_s", []).append(running.seconds(1 if turn else WARMUP, steps))
+        for entry in racers if turn % 2 else reversed(racers):
+            entry.setdefault("final_s", []).append(timed(job, mesh, entry["plan"]["layout"], steps))
 
 
 def timed(job: Translation, mesh: Mesh, layout: str, steps: int) -> float:

@@ -3,8 +3,8 @@
     profile of the job ──▶ planner, rivals ──▶ for each plan: forecast, and seconds of real steps
 
 Rank 0 writes `JOB.json` into the folder. A round times every plan once, and rounds take turns, so that what disturbs
-the machine for a while disturbs all plans alike. Rounds with a model made anew for each plan are too few to tell plans
-apart that take nearly as long: the fastest then stand beside the planner's, all at once, and take turns of a few steps.
+the machine for a while disturbs all plans alike. One or two rounds of all plans do not tell apart those that take
+nearly as long: the fastest then take more turns, with the planner's.
 """
 
 # pyright: reportMissingImports=false
@@ -23,7 +23,7 @@ from typing import Any
 import layouts
 import torch
 from agenda import PLAIN_STEPS, WARMUP, worth_a_race
-from jobs import JOBS, NAMED, STEPS, Job
+from jobs import JOBS, NAMED, Job
 from plans import rivals
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -111,7 +111,8 @@ def compare(job: Job, mesh: Mesh, options: argparse.Namespace) -> dict[str, Any]
         for contender in contenders:
             if not contender.refusal:
                 contender.plain_s.append(plain.seconds())
-                measure(job, contender, mesh, options.steps)
+                spent_s = measure(job, contender, mesh, options.steps)
+                contender.measured_s += [] if spent_s is None else [spent_s]
     if options.finals:
         race(job, finalists(contenders), mesh, options.finals, options.steps)
     return {"profile_s": profiled_s, "step_s": profile.step_s, "plans": [one.as_json() for one in contenders]}
@@ -168,48 +169,31 @@ def forecast(job: Job, profile: Profile, axis: Axis, count: int) -> list[Contend
     return gather_values(contenders, axis, label=_LABEL)[0]
 
 
-@dataclass
-class Running:
-    """A model under a plan."""
-
-    model: nn.Module
-    optimizers: Sequence[Optimizer]
-    step: Callable[[object], None]
-    batches: Sequence[object]
-
-    @staticmethod
-    def of(job: Job, plan: Plan, whole: Mesh) -> Running:
-        mesh = whole if plan.mesh == whole.shape else tulle.init(timeout=None, backend=None, **plan.mesh)
-        torch.manual_seed(0)
-        model, optimizers = job.make()
-        model, optimizers = tulle.distribute(model, optimizers, mesh, plan=plan)
-        batches = [replica_batch(job, mesh, number) for number in range(STEPS)]
-        return Running(model, optimizers, stepping(job, model, optimizers, plan), batches)
-
-    def seconds(self, axis: Axis, first: int, warmup: int, steps: int) -> float:
-        """Of one step of the slowest rank, from a batch on."""
-        some = [self.batches[number % STEPS] for number in range(first, first + warmup + steps + 1)]
-        return max(gather_values(seconds(self.step, some, axis, warmup), axis, label=_LABEL))
-
-
-def measure(job: Job, contender: Contender, mesh: Mesh, steps: int) -> None:
-    """Time some steps under a plan, and count the memory of one."""
-    axis = mesh["data"]
+def measure(job: Job, contender: Contender, whole: Mesh, steps: int) -> float | None:
+    """Seconds of a step under a plan, of a model made for it; and count the memory of one. None if it is refused."""
+    axis = whole["data"]
+    mesh = (
+        whole if contender.plan.mesh == whole.shape else tulle.init(timeout=None, backend=None, **contender.plan.mesh)
+    )
+    torch.manual_seed(0)
+    model, optimizers = job.make()
     try:
-        running = Running.of(job, contender.plan, mesh)
+        model, optimizers = tulle.distribute(model, optimizers, mesh, plan=contender.plan)
     except TulleError as refusal:  # the same on all ranks
         contender.refusal = str(refusal)
-        return
-    contender.measured_s.append(running.seconds(axis, 0, WARMUP, steps))
-    # The work of stages is done in threads that torch's profiler does not see.
-    if not contender.measured_bytes and "pipe" not in contender.plan.mesh:
-        peak_bytes = held_bytes(running.model, running.optimizers)
-        peak_bytes += measure_peak_bytes(
-            lambda: to_the_end(running.step, running.batches[-1], running.model), mesh.device
-        )
+        return None
+    step = stepping(job, model, optimizers, contender.plan)
+    batches = [replica_batch(job, mesh, number) for number in range(WARMUP + steps + 1)]
+    spent_s = max(gather_values(seconds(step, batches, axis), axis, label=_LABEL))
+    if (
+        not contender.measured_bytes and "pipe" not in mesh
+    ):  # whose work is done in threads that torch's profiler does not see
+        peak_bytes = held_bytes(model, optimizers)
+        peak_bytes += measure_peak_bytes(lambda: to_the_end(step, batches[-1], model), mesh.device)
         contender.measured_bytes = max(gather_values(peak_bytes, axis, label=_LABEL))
     barrier(axis)
     gc.collect()
+    return spent_s
 
 
 def finalists(contenders: Sequence[Contender]) -> list[Contender]:
@@ -224,17 +208,12 @@ def finalists(contenders: Sequence[Contender]) -> list[Contender]:
 
 
 def race(job: Job, racers: Sequence[Contender], mesh: Mesh, turns: int, steps: int) -> None:
-    """Time plans that are all there at once, a few steps of each in turn, every other turn backwards."""
-    if len(racers) < 2:
-        return
-    axis = mesh["data"]
-    ready = [(one, Running.of(job, one.plan, mesh)) for one in racers]
-    for _, running in ready:
-        running.seconds(axis, 0, WARMUP, 1)
-    for turn in range(turns):
-        for one, running in ready if turn % 2 else reversed(ready):
-            one.final_s.append(running.seconds(axis, turn * steps, 1, steps))
-            to_the_end(running.step, running.batches[-1], running.model)
+    """Time some plans in turn, every other turn backwards."""
+    for turn in range(turns if len(racers) > 1 else 0):
+        for one in racers if turn % 2 else reversed(racers):
+            spent_s = measure(job, one, mesh, steps)
+            assert spent_s is not None, "it has been timed before"
+            one.final_s.append(spent_s)
 
 
 def to_the_end(step: Callable[[object], None], batch: object, model: nn.Module) -> None:
@@ -249,17 +228,17 @@ def to_the_end(step: Callable[[object], None], batch: object, model: nn.Module) 
             parameter.detach().flatten()[:1].sum()
 
 
-def seconds(step: Callable[[object], None], batches: Sequence[object], axis: Axis, warmup: int) -> float:
+def seconds(step: Callable[[object], None], batches: Sequence[object], axis: Axis) -> float:
     """Seconds of one of this rank's steps, which nobody stops between; the first ones and the last are left out."""
     begin_s = spent_s = 0.0
     for number, batch in enumerate(tulle.lookahead(batches)):
-        if number == warmup:
+        if number == WARMUP:
             barrier(axis)
             begin_s = time.perf_counter()
         step(batch)
         if number == len(batches) - 2:
             spent_s = time.perf_counter() - begin_s
-    return spent_s / (len(batches) - 1 - warmup)
+    return spent_s / (len(batches) - 1 - WARMUP)
 
 
 def stepping(job: Job, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> Callable[[object], None]:

@@ -92,6 +92,19 @@ def test_when_ranks_have_left_without_an_error_the_others_say_after_which_step()
     assert ": rank 1 left after step 17 and rank 2 left after step 17: every rank must take as many steps (give" in text
 
 
+@on_ranks(2)
+def test_a_number_of_all_that_one_rank_asks_for_alone_meets_no_other_exchange():
+    axis = impatient(tulle.init(data=-1)["data"], 0.5)
+    number = torch.tensor(3.0 + axis.rank)
+    if axis.rank == 0:
+        text = "one number of all of words.weight was called on rank 0 .*, but rank 1 did not come in 0.5 s: each rank"
+        with pytest.raises(CommunicationError, match=text):
+            comm.number_of_all(number, "sum", axis, "words.weight")
+    dist.barrier()
+    assert comm.number_of_all(number, "sum", axis, "words.weight") == 7.0
+    assert comm.number_of_all(number, "max", axis, "words.weight") == 4.0
+
+
 def test_a_process_fails_by_what_nobody_caught_not_by_what_was_printed(monkeypatch):
     def last(error):
         monkeypatch.setattr(sys, "last_value", error, raising=False)

@@ -12,6 +12,7 @@ from tulle.comm.pending import Deferred, Pending
 from tulle.comm.probe import probe
 from tulle.comm.scratch import release
 from tulle.comm.traffic import Count, Traffic, now_s, traffic
+from tulle.comm.whole_number import number_of_all
 
 __all__ = [
     "BackgroundThread",
@@ -39,6 +40,7 @@ __all__ = [
     "leave",
     "monitored_barrier",
     "now_s",
+    "number_of_all",
     "probe",
     "raise_together",
     "receive",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from tulle.comm import all_reduce, leave
+from tulle.comm import number_of_all
 from tulle.parts import guard
 from tulle.tables.placements import placement_of
 from tulle.tables.split import RowSplit, Split, mark
@@ -44,10 +44,7 @@ class _Table:
 
     def over(self, number: Tensor, op: Reduction) -> Tensor:
         """Over the axis."""
-        label = f"numbers of {self.split.name}"
-        if op == "sum":
-            return leave(number, self.split.axis, label=label)
-        return all_reduce(number.clone(), self.split.axis, label=label, op=op).wait()
+        return number_of_all(number, op, self.split.axis, self.split.name)
 
     def refusal(self, taker: str) -> str:
         """Names the table, how it is split, and the mend."""

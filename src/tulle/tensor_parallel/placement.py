@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tulle.comm import all_reduce, enter, gather, leave
+from tulle.comm import enter, gather, number_of_all
 from tulle.mesh import Axis
 from tulle.parts import Whole, guard, load_part, whole_of
 from tulle.whole_numbers import Reduction
@@ -183,10 +183,7 @@ class _Split:
 
     def over(self, number: Tensor, op: Reduction) -> Tensor:
         """Over the axis."""
-        axis, label = self.placement.axis, f"numbers of {self.name}"
-        if op == "sum":
-            return leave(number, axis, label=label)
-        return all_reduce(number.clone(), axis, label=label, op=op).wait()
+        return number_of_all(number, op, self.placement.axis, self.name)
 
     def refusal_of_gradient(self) -> None:
         """That of the part is given."""

@@ -1,0 +1,36 @@
+"""`number_of_all`: one number from those of ranks' parts of a tensor, which no rank asks for alone unnoticed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tulle.comm.collectives import Reduction, all_reduce
+from tulle.comm.differentiable import leave
+from tulle.comm.monitored_barrier import monitored_barrier
+from tulle.mesh import Axis
+
+
+def number_of_all(number: Tensor, op: Reduction, axis: Axis, name: str) -> Tensor:
+    """What all ranks' numbers make; a sum gives each rank's number its gradient. Every rank of the axis must call it.
+
+    Ranks meet before they exchange anything: a user may well look at a weight on one rank alone, whose exchange the
+    others would meet with another one.
+
+    Args:
+        number: This rank's.
+        op: How they go together.
+        axis: Whose ranks have parts.
+        name: Of the tensor that they are parts of.
+
+    Raises:
+        CommunicationError: If a rank does not come within the axis' time-out; who waits is told after seconds.
+    """
+    mend = (
+        f"each rank has a part of {name}, so every rank must ask for its sum, norm or largest: do so in front of "
+        "`if rank == 0:`, or take its .detach(), which is this rank's part"
+    )
+    monitored_barrier(axis, f"one number of all of {name}", mend)
+    label = f"numbers of {name}"
+    return (
+        leave(number, axis, label=label) if op == "sum" else all_reduce(number.clone(), axis, label=label, op=op).wait()
+    )
