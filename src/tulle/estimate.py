@@ -22,9 +22,9 @@ from tulle.pipeline.homes import homes_of
 from tulle.pipeline.partition import Partition
 from tulle.pipeline.schedule import checked, held_at_once, stages_here
 from tulle.plan import Plan
+from tulle.plan.plan import DATA, MODEL, PIPE
 from tulle.tables import table_modules
 
-DATA, PIPE, MODEL = "data", "pipe", "model"
 OptimizerOf = Callable[[Iterable[nn.Parameter]], Optimizer]
 Optimizers = Optimizer | Sequence[Optimizer] | OptimizerOf
 

@@ -13,8 +13,9 @@ from tulle.plan import Memory, Plan, Space, TablePlan, best_plan, footprints, lo
 from tulle.plan.bound import Bound
 from tulle.plan.deal import Deal
 from tulle.plan.exchange import Tariff
+from tulle.plan.found import handicap
 from tulle.plan.lateness import WORTH_S, put_off_s
-from tulle.plan.search import MOST_WORK, Search, handicap
+from tulle.plan.search import MOST_WORK, Search
 from tulle.plan.space import BUCKETS_BYTES
 from tulle.plan.work import share_of
 from tulle.simulate import run

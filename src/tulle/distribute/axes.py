@@ -10,9 +10,8 @@ from tulle.comm import lane, raise_together
 from tulle.errors import MeshError, TulleError
 from tulle.mesh import Axis, Mesh, axis_of
 from tulle.plan import Memory
+from tulle.plan.plan import DATA, MODEL, PIPE
 
-DATA, PIPE, MODEL = "data", "pipe", "model"
-"""Replicas are kept in step along the first; along the others each rank has a part of the model."""
 SAVING = "checkpoint"
 """The lane on which checkpoints travel."""
 

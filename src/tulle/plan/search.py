@@ -30,16 +30,17 @@ from tulle.plan.deal import Deal
 from tulle.plan.exchange import Tariff
 from tulle.plan.explanation import binding, differences, links_of, parts_of
 from tulle.plan.footprint import footprints_of
+from tulle.plan.found import Found, decided, handicap
 from tulle.plan.lateness import WORTH_S, put_off_s
 from tulle.plan.limit import least_seconds
 from tulle.plan.lower import lowered
 from tulle.plan.moving import on_machine
 from tulle.plan.plan import AT_READ, AT_STEP, MODEL, PIPE, Plan
-from tulle.plan.prediction import HANDICAP, Prediction, ms
+from tulle.plan.prediction import Prediction, ms
 from tulle.plan.saving import with_recomputed
 from tulle.plan.space import MOST_CUTS, Space, cuts
 from tulle.plan.work import DATA, Share, share_of, total_s, work_of
-from tulle.simulate import Forecast, run
+from tulle.simulate import run
 from tulle.workload import Cluster, Profile
 
 MOST_WORK = 60_000
@@ -48,25 +49,6 @@ WORTH_OFFERING = 0.01
 """Of a step that must be gained for another way to write the loop to be offered."""
 STEP_WORK = 40
 """What lowering and simulating a step takes besides its tasks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A plan that was evaluated.
-
-    Args:
-        score_s: Its predicted seconds; with a handicap those that it is compared by.
-        plan: The plan.
-        forecast: What came of it.
-        memory_bytes: By rank of axis `pipe`.
-        unhidden_s: What it takes besides, where small exchanges are not as well hidden as the forecast has it.
-    """
-
-    score_s: float
-    plan: Plan
-    forecast: Forecast
-    memory_bytes: tuple[int, ...]
-    unhidden_s: float = 0.0
 
 
 def best_plan(
@@ -403,15 +385,3 @@ class Search:
             f"for batch in tulle.lookahead(loader): rows of split tables are then told a step ahead, and a step takes "
             f"{ms(ahead_s)} instead of {ms(best.forecast.step_s)}",
         )
-
-
-def handicap(schedule: str, memory: Memory) -> float:
-    """By how much a schedule, or a way of saving memory, must gain."""
-    return HANDICAP if schedule == AT_READ or memory.full_shard else 1.0
-
-
-def decided(plan: Plan) -> tuple[object, ...]:
-    """What tells a plan from a runner-up: not the size of its buckets, nor exactly where it is cut."""
-    schemes = tuple(sorted(plan.schemes.items()))
-    saved = plan.memory.shard_optimizer, plan.memory.full_shard, bool(plan.memory.recompute), plan.memory.precision
-    return tuple(plan.mesh.items()), schemes, saved, plan.schedule, plan.micro_batches, bool(plan.tensor_parallel)
