@@ -35,6 +35,7 @@ from tulle.errors import DataError
 from tulle.mesh import Mesh
 from tulle.plan import Plan
 from tulle.profiling.samples import samples_in
+from tulle.timeline import Timeline
 from tulle.whole_file import write_whole
 
 RUN_DIR = "TULLE_RUN_DIR"
@@ -56,8 +57,6 @@ _OPERATIONS = {
 }
 _RANKS_PAIRED = 64
 """Overlap of each pair is recorded for so many ranks at most."""
-_SPANS_KEPT = 200_000
-"""A timeline ends after so many spans: about as much as a browser can show."""
 
 
 def log(
@@ -109,7 +108,7 @@ class Recorder:
         self._folder = folder
         self._rank = rank
         self._lines = (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8")
-        self._spans: list[dict[str, Any]] = []
+        self._timeline = Timeline(rank)
         self._engine: DataParallel | None = None
         self._plan: Callable[[], Plan] | None = None
         self._plan_written: Plan | None = None
@@ -208,7 +207,7 @@ class Recorder:
             self._write_step()
             self._lines.close()
             if traffic.is_tracing:
-                self._write_timeline()
+                self._timeline.write(self._folder)
         atexit.unregister(self.close)
 
     def watches(self, module: nn.Module) -> bool:
@@ -305,35 +304,12 @@ class Recorder:
             self._lines.write(json.dumps(line) + "\n")
         self._lines.flush()
         self._open, self._texts, self._is_ended = {}, {}, False
-        self._keep_spans()
+        self._timeline.keep_spans()
         if self._rank == 0 and self._plan is not None:
             plan = self._plan()
             if plan != self._plan_written:
                 plan.save(self._folder / "plan.json")
                 self._plan_written = plan
-
-    def _keep_spans(self) -> None:
-        for span in traffic.take_spans():
-            if len(self._spans) < _SPANS_KEPT:
-                self._spans.append(
-                    {
-                        "name": span.name,
-                        "ph": "X",
-                        "pid": self._rank,
-                        "tid": span.track,
-                        "ts": span.begin_s * 1e6,
-                        "dur": (span.end_s - span.begin_s) * 1e6,
-                        "args": {"bytes_sent": span.bytes_sent},
-                    }
-                )
-
-    def _write_timeline(self) -> None:
-        # Ranks' clocks: perf_counter counts from the boot of a host, time from 1970: put all on the latter.
-        offset_us = (time.time() - now_s()) * 1e6
-        for span in self._spans:
-            span["ts"] += offset_us
-        path = self._folder / f"timeline-rank-{self._rank}.json"
-        write_whole(path, json.dumps({"traceEvents": self._spans}) + "\n")
 
 
 def _seen(observation: Observation, step: int) -> dict[str, Any]:
