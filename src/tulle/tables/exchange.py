@@ -92,9 +92,8 @@ def tell(requests: Sequence[Request], axis: Axis) -> list[Route]:
     counts = [[count for one in requests for count in one.counts[rank]] + lengths for rank in range(axis.size)]
     marks = torch.tensor([_mark(split) for one in requests for split in one.splits] * 2, device=axis.device)
     came = _exchange_counts([*(torch.tensor(counts, device=axis.device) | marks)], axis, label)
-    _check_told(came, marks, axis, label)
-    came &= (1 << _COUNT_BITS) - 1
-    served, wanted = (heard.split(tables, dim=1) for heard in came.chunk(2, dim=1))
+    told = _counts_in(came, marks, axis, label)
+    served, wanted = (heard.split(tables, dim=1) for heard in told.chunk(2, dim=1))
     most_rows = [int(by_rank.sum(1).max()) for by_rank in wanted]
     numbers = [[part.to(axis.device).view(-1, 1) for part in one.told] for one in requests]
     shapes = [[(rows, 1) for rows in of_bundle.sum(1).tolist()] for of_bundle in served]
@@ -163,21 +162,24 @@ def _mark(split: Split) -> int:
     return zlib.crc32(split.name.encode()) % (1 << (62 - _COUNT_BITS)) << _COUNT_BITS
 
 
-def _check_told(came: Tensor, marks: Tensor, axis: Axis, tables: Iterable[str]) -> None:
-    is_of_others = (came >> _COUNT_BITS << _COUNT_BITS).ne(marks).any(1).tolist()
-    for rank, counts in enumerate(came.tolist()):
-        if _OVER in counts:
+def _counts_in(came: Tensor, marks: Tensor, axis: Axis, tables: Iterable[str]) -> Tensor:
+    """What all ranks have told, without the marks of the tables, if all are these."""
+    counts = came ^ marks
+    is_other = (counts >> _COUNT_BITS).ne(0)  # as of a word, below zero, that is told in place of a count
+    for rank in is_other.any(1).nonzero().flatten().tolist():
+        told = came[rank].tolist()
+        if _OVER in told:
             raise _uneven(rank, axis.rank, axis)
-        if _REFUSED in counts:
+        if _REFUSED in told:
             raise CommunicationError(
                 f"rank {rank} of axis {axis.name!r} looked up, in step {traffic.step}, what is no row of "
                 f"{', '.join(tables)}: its own error says what"
             )
-        if _BEHIND in counts or is_of_others[rank]:
-            raise ModelError(
-                f"rank {axis.rank} of axis {axis.name!r} looked up in {', '.join(tables)} in step {traffic.step}, and "
-                f"rank {rank} did not{_MEND}"
-            )
+        raise ModelError(
+            f"rank {axis.rank} of axis {axis.name!r} looked up in {', '.join(tables)} in step {traffic.step}, and "
+            f"rank {rank} did not{_MEND}"
+        )
+    return counts
 
 
 def fetch(routes: Sequence[Route], served: Sequence[Sequence[Tensor]], axis: Axis) -> list[Tensor]:
