@@ -7,8 +7,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 PLAIN_STEPS = 3
 """Of the step without communication, before each plan."""
 WARMUP = 3
@@ -106,6 +107,12 @@ def worth_a_race(rivals_s: Mapping[str, float], own_s: float) -> list[str]:
     """The few fastest rivals of a plan, by what all took in rounds."""
     fastest = sorted(rivals_s, key=lambda name: rivals_s[name])[:_FINALISTS]
     return [name for name in fastest if rivals_s[name] <= _FAR * min(own_s, rivals_s[fastest[0]])]
+
+
+def in_turn(racers: Sequence[T], turns: int) -> Iterator[T]:
+    """Each of them, so many times, every other time backwards."""
+    for turn in range(turns):
+        yield from racers if turn % 2 else reversed(racers)
 
 
 def keep(path: Path, job: str, result: dict[str, Any], machine: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from agenda import PLAIN_STEPS, WARMUP, worth_a_race
+from agenda import PLAIN_STEPS, WARMUP, in_turn, worth_a_race
 from jobs import load, subwords
 
 from tables import PLANNER
@@ -113,15 +113,14 @@ def measure(entry: dict[str, Any], whole: Translation, share: Translation, mesh:
 
 
 def race(entries: Sequence[dict[str, Any]], job: Translation, mesh: Mesh, turns: int, steps: int) -> None:
-    """Time the fastest layouts and the planner's in turn, every other turn backwards."""
+    """Time the fastest layouts and the planner's in turn."""
     own = entries[0]
     others = {one["name"]: one for one in entries if one["measured_s"] and one["plan"] != own["plan"]}
     times_s = {name: median(one["measured_s"]) for name, one in others.items()}
     names = worth_a_race(times_s, median(own["measured_s"]))
     racers = [own, *(others[name] for name in names)]
-    for turn in range(turns if names else 0):
-        for entry in racers if turn % 2 else reversed(racers):
-            entry.setdefault("final_s", []).append(timed(job, mesh, entry["plan"]["layout"], steps))
+    for entry in in_turn(racers, turns if names else 0):
+        entry.setdefault("final_s", []).append(timed(job, mesh, entry["plan"]["layout"], steps))
 
 
 def timed(job: Translation, mesh: Mesh, layout: str, steps: int) -> float:

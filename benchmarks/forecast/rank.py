@@ -22,7 +22,7 @@ from typing import Any
 
 import layouts
 import torch
-from agenda import PLAIN_STEPS, WARMUP, worth_a_race
+from agenda import PLAIN_STEPS, WARMUP, in_turn, worth_a_race
 from jobs import JOBS, NAMED, Job
 from plans import rivals
 from torch import Tensor, nn
@@ -208,12 +208,11 @@ def finalists(contenders: Sequence[Contender]) -> list[Contender]:
 
 
 def race(job: Job, racers: Sequence[Contender], mesh: Mesh, turns: int, steps: int) -> None:
-    """Time some plans in turn, every other turn backwards."""
-    for turn in range(turns if len(racers) > 1 else 0):
-        for one in racers if turn % 2 else reversed(racers):
-            spent_s = measure(job, one, mesh, steps)
-            assert spent_s is not None, "it has been timed before"
-            one.final_s.append(spent_s)
+    """Time some plans in turn."""
+    for one in in_turn(racers, turns if len(racers) > 1 else 0):
+        spent_s = measure(job, one, mesh, steps)
+        assert spent_s is not None, "it has been timed before"
+        one.final_s.append(spent_s)
 
 
 def to_the_end(step: Callable[[object], None], batch: object, model: nn.Module) -> None:
