@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tulle.errors import CheckpointError, ModelError
+from tulle.reductions import Reduction, Together, has_gradient_of_parts, number_of_whole
 from tulle.torch_functions import (
     BY_NUMBER,
     DRAWS,
@@ -36,11 +37,9 @@ from tulle.torch_functions import (
     PRODUCTS,
     REDUCED,
     goes_by_place,
-    has_gradient_of_parts,
     mixes,
     name_of,
 )
-from tulle.whole_numbers import Reduction, Together, number_of_whole
 
 T = TypeVar("T", bound=Tensor)
 WHOSE = "tulle_part"
@@ -146,7 +145,7 @@ class _Part(Tensor):
     def _number(self, name: str, result: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor:
         """One number of the whole, from that of this part."""
         whole: Whole = getattr(self, _WHOLE)
-        has_gradient = torch.is_grad_enabled() and has_gradient_of_parts(name, args, keywords)
+        has_gradient = torch.is_grad_enabled() and has_gradient_of_parts(name, self, args, keywords)
         with torch.set_grad_enabled(has_gradient):
             number = result if has_gradient else result.detach()
             found = number_of_whole(name, self, args, keywords, number, Together(whole.over, whole.count))

@@ -7,7 +7,6 @@ dimension that is cut, does not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -64,11 +63,6 @@ REDUCED: Mapping[str, int] = {
 """By name of what makes one number of those along a dimension: which argument says it, if it is not to be all."""
 _PLACES = {"argmax", "argmin", "max", "min", "median", "nanmedian", "mode", "kthvalue"}
 """Names of those that also give where it lies."""
-_SUMS = {"sum", "nansum", "dot", "vdot", "mean", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
-"""Names of what gives one number that is a sum, or mean, of what it gives of all parts."""
-_NORMS = {"norm", "linalg_vector_norm", "linalg_norm"}
-_WITHOUT_GRADIENT = {0, math.inf, -math.inf, "inf", "-inf", "nuc"}
-"""Orders of norms of which the gradient is not that of a sum."""
 BY_NUMBER = {
     *("float", "double", "half", "bfloat16", "to", "pow", "square", "abs", "absolute", "mul", "div", "true_divide"),
     *("isfinite", "isnan", "isinf", "eq", "ne", "lt", "le", "gt", "ge"),
@@ -110,18 +104,6 @@ def _dims(keywords: Mapping[str, Any], args: Sequence[Any], place: int) -> Seque
     said = keywords.get("dim", keywords.get("axis", args[place] if len(args) > place else None))
     several = said if isinstance(said, list | tuple) else (said,)
     return several if all(isinstance(one, int) and not isinstance(one, bool) for one in several) else None
-
-
-def has_gradient_of_parts(name: str, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Whether one number that a function gives of all is made, with gradients, of those that it gives of the parts.
-
-    Example:
-        >>> has_gradient_of_parts("norm", [torch.ones(2)], {}), has_gradient_of_parts("max", [torch.ones(2)], {})
-        (True, False)
-    """
-    if name in _NORMS:
-        return keywords.get("p", keywords.get("ord", args[1] if len(args) > 1 else None)) not in _WITHOUT_GRADIENT
-    return name in _SUMS
 
 
 def name_of(func: Callable[..., Any]) -> str:

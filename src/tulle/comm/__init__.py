@@ -7,12 +7,12 @@ from tulle.comm.differentiable import enter, exchange, gather, halo, leave, redu
 from tulle.comm.eager import eager
 from tulle.comm.lane import alone, hosts_of, lane
 from tulle.comm.monitored_barrier import follow_steps, monitored_barrier
+from tulle.comm.number_of_all import number_of_all
 from tulle.comm.parts import all_gather_parts, all_to_all_parts, receive, send
 from tulle.comm.pending import Deferred, Pending
 from tulle.comm.probe import probe
 from tulle.comm.scratch import release
 from tulle.comm.traffic import Count, Traffic, now_s, traffic
-from tulle.comm.whole_number import number_of_all
 
 __all__ = [
     "BackgroundThread",

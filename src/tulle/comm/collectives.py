@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,8 +9,8 @@ from torch import Tensor
 from tulle.comm.parts import AT_ONCE_BYTES, all_gather_parts
 from tulle.comm.pending import Deferred, Exchange, Label, Pending, done, translated
 from tulle.mesh import Axis
+from tulle.reductions import Reduction
 
-Reduction = Literal["sum", "max", "min"]
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 

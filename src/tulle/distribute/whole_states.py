@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tulle.distribute.adopted import axes_of
 from tulle.distribute.axes import Axes
 from tulle.distribute.held import Held
 from tulle.engine import engine_of
@@ -34,8 +35,6 @@ Cuts = Mapping[tuple[int, ...], _Cut]
 """Those of a parameter, along one axis after the other, by the shape of what is cut."""
 
 
-_known: WeakKeyDictionary[nn.Module, Axes] = WeakKeyDictionary()
-"""The mesh of each distributed model; what has parameters, which have the model, would keep it for ever."""
 _later: WeakSet[Optimizer] = WeakSet()
 """Optimizers that were made after their model was distributed."""
 
@@ -47,7 +46,6 @@ def take_wholes(model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) -
     because those of another rank may have the same shapes, and are refused.
     """
     cuts = _cuts_of(model)
-    _known[model] = axes
     if axes.pipe is not None:
         model.register_state_dict_post_hook(_refuse_stages)
     for optimizer in optimizers:
@@ -61,7 +59,7 @@ def take_wholes_later(optimizer: Optimizer) -> None:
     _later.add(optimizer)
     engines = {engine_of(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     models = [engine.model.whole for engine in engines if engine is not None and isinstance(engine.model, Held)]
-    for cuts, axes in ((_cuts_of(model), _known[model]) for model in models if model in _known):
+    for cuts, axes in ((_cuts_of(model), axes) for model in models if (axes := axes_of(model)) is not None):
         for parameter, entries in [*optimizer.state.items()]:
             if parameter.is_meta:
                 del optimizer.state[parameter]

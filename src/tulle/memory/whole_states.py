@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from tulle.memory.ahead import ahead_of
 from tulle.memory.shard import Shard, mark, shard_of
 from tulle.parts import guard, load_part
+from tulle.reductions import Reduction
 from tulle.traits import hold
-from tulle.whole_numbers import Reduction
 
 _SHARDS = "_tulle_shards"
 """The attribute by which a module holds how its own parameters are cut."""

@@ -17,8 +17,8 @@ from torch import Tensor
 from tulle import comm
 from tulle.comm import Deferred
 from tulle.mesh import Axis, Mesh
+from tulle.reductions import Reduction
 
-Reduction = Literal["sum", "max", "min"]
 GatherBackward = Literal["slice", "reduce_scatter"]
 
 

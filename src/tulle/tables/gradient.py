@@ -23,8 +23,8 @@ from tulle.comm import all_reduce
 from tulle.errors import GradientError
 from tulle.mesh import Axis
 from tulle.parts import Part, meets_parts
+from tulle.reductions import Reduction, Together, norm_of_whole, number_of_whole
 from tulle.torch_functions import BY_NUMBER, REDUCED, mixes, name_of
-from tulle.whole_numbers import Reduction, Together, norm_of_whole, number_of_whole
 
 FOREACH_NORM = vars(torch)["_foreach_norm"]
 UNSCALE = vars(torch)["_amp_foreach_non_finite_check_and_unscale_"]

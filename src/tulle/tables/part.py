@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from tulle.comm import number_of_all
 from tulle.parts import guard
+from tulle.reductions import Reduction
 from tulle.tables.placements import placement_of
 from tulle.tables.split import RowSplit, Split, mark
-from tulle.whole_numbers import Reduction
 
 
 def guard_table(parameter: nn.Parameter, split: Split) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tulle.comm import enter, gather, number_of_all
 from tulle.mesh import Axis
 from tulle.parts import Whole, guard, load_part, whole_of
-from tulle.whole_numbers import Reduction
+from tulle.reductions import Reduction
 
 _PLACEMENTS = "_tulle_placements"
 """The attribute by which a module holds the placements of its own parameters."""

@@ -17,7 +17,7 @@ from torch import Tensor
 Reduction = Literal["sum", "max", "min"]
 _ORDERS = {"norm": "p", "linalg_vector_norm": "ord", "linalg_norm": "ord"}
 """By name of what takes norms, what it calls their order."""
-_SUMS = {"sum", "nansum", "dot", "vdot", "count_nonzero"}
+_SUMS = {"sum", "nansum", "dot", "vdot"}
 _LOSSES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 """Names of what sums, or averages, over two tensors."""
 
@@ -46,7 +46,7 @@ def number_of_whole(
     over, count = together.over, together.count
     if (order := order_of(name, part, args, keywords)) is not None:
         return norm_of_whole(result, order, together)
-    if name in _SUMS or (name in _LOSSES and keywords.get("reduction") == "sum"):
+    if name in _SUMS | {"count_nonzero"} or (name in _LOSSES and keywords.get("reduction") == "sum"):
         return over(result, "sum")
     if name in ("max", "amax"):
         return over(result, "max")
@@ -62,6 +62,17 @@ def number_of_whole(
         variance = _variance(part, args, keywords, over, count)
         return variance.sqrt() if name == "std" else variance
     return None
+
+
+def has_gradient_of_parts(name: str, part: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether the number that a function gives of all is made, with gradients, of those that it gives of the parts.
+
+    Example:
+        >>> [has_gradient_of_parts(name, torch.ones(2), [torch.ones(2)], {}) for name in ("norm", "mean", "max")]
+        [True, True, False]
+    """
+    order = order_of(name, part, args, keywords)
+    return name in _SUMS | _LOSSES | {"mean"} if order is None else 0 < order < math.inf
 
 
 def order_of(name: str, part: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> float | None:
