@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 from enum import IntEnum
+from struct import Struct, pack_into, unpack_from
 
 import torch
 from torch import Tensor
@@ -37,23 +38,31 @@ Programs, steps and the placing of models are numbered as one, from 1 (`Runtime.
     END       step s, 0         a rank is done with it
     ERROR     step s, 0         why it, or a program outside of steps, failed there
 """
-_About = tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | bool
-"""Of a tensor shape, strides and dtype; True for something pickled; False for None."""
+_DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
+_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
+_NOTHING, _PICKLED = -1, -2
+"""Stand where else a dtype's number does."""
+_FIXED = Struct("=6q")
+"""The key, what the body holds, its bytes and dimensions; lengths and strides of these follow."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Header:
     """What a message says of itself.
 
     Args:
         key: Whose it is.
-        about: What the body is.
+        holds: Number of a dtype, or what else the body is.
         body_bytes: Its size.
+        shape: Of a tensor.
+        stride: Of a tensor.
     """
 
     key: Key
-    about: _About
+    holds: int
     body_bytes: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
 
     @property
     def message_bytes(self) -> int:
@@ -61,6 +70,8 @@ class Header:
         return HEADER_BYTES + self.body_bytes
 
 
+# Between two messages a rank computes, so that each finds the caches of the processor cold, where an operation of torch
+# takes 20 to 40 us: there are few of them here.
 def encode(key: Key, content: object) -> Tensor:
     """A message with a copy of a tensor, or something that pickles: bytes `[HEADER_BYTES + size of the body]`.
 
@@ -70,48 +81,58 @@ def encode(key: Key, content: object) -> Tensor:
         >>> header.key, decode(header, message[HEADER_BYTES:], torch.device("cpu"))
         ((0, 7, 1), tensor([1., 2.]))
     """
-    body, about = _packed(content)
-    kind, program, number = key
-    packed = pickle.dumps((int(kind), program, number, about, body.numel()))
-    message = torch.empty(HEADER_BYTES + body.numel(), dtype=torch.uint8)
-    text = torch.frombuffer(bytearray(len(packed).to_bytes(4, "little") + packed), dtype=torch.uint8)
-    message[: len(text)] = text
-    message[HEADER_BYTES:] = body
+    holds, shape, stride, body = _packed(content)
+    body_bytes, dims = body.numel(), len(shape)
+    message = torch.empty(HEADER_BYTES + body_bytes, dtype=torch.uint8)
+    pack_into(f"={6 + 2 * dims}q", message.numpy().data, 0, *key, holds, body_bytes, dims, *shape, *stride)
+    if body_bytes:
+        message[HEADER_BYTES:].copy_(body)
     return message
 
 
 def decode_header(message: Tensor) -> Header:
     """What a message says of itself."""
-    raw = message[:HEADER_BYTES].numpy().data
-    kind, program, number, about, body_bytes = pickle.loads(raw[4 : 4 + int.from_bytes(raw[:4], "little")])
-    return Header((kind, program, number), about, body_bytes)
+    raw = message.numpy().data
+    kind, program, number, holds, body_bytes, dims = _FIXED.unpack_from(raw)
+    sizes = unpack_from(f"={2 * dims}q", raw, _FIXED.size)
+    return Header((kind, program, number), holds, body_bytes, sizes[:dims], sizes[dims:])
 
 
 def decode(header: Header, body: Tensor, device: torch.device) -> object:
     """The content of a message; a tensor lies in the memory of its body, if it is to be on the CPU."""
-    if header.about is False:
+    if header.holds == _NOTHING:
         return None
-    if header.about is True:
+    if header.holds == _PICKLED:
         return pickle.loads(body.numpy().data)
-    assert isinstance(header.about, tuple)
-    shape, stride, dtype = header.about
-    return body.view(dtype).as_strided(shape, stride).to(device)
+    tensor = body.view(_DTYPES[header.holds]).as_strided(header.shape, header.stride)
+    return tensor if device.type == "cpu" else tensor.to(device)
 
 
-def _packed(content: object) -> tuple[Tensor, _About]:
+def _packed(content: object) -> tuple[int, tuple[int, ...], tuple[int, ...], Tensor]:
+    """What a header says of some content, and its bytes."""
     if content is None:
-        return torch.empty(0, dtype=torch.uint8), False
+        return _NOTHING, (), (), torch.empty(0, dtype=torch.uint8)
     if not isinstance(content, Tensor):
-        return torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8), True
-    content = content.detach().resolve_conj().resolve_neg().cpu()  # else its memory holds other numbers
-    if not is_dense(content):
-        content = content.contiguous()
+        return _PICKLED, (), (), torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
+    content = _plain(content)
     flat = content.as_strided((content.numel(),), (1,))
-    return flat.view(torch.uint8), (tuple(content.shape), content.stride(), content.dtype)
+    return _NUMBERS[content.dtype], tuple(content.shape), content.stride(), flat.view(torch.uint8)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The same numbers on the CPU, as they lie in a stretch of memory."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():  # its memory holds other numbers
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    return tensor if is_dense(tensor) else tensor.contiguous()
 
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether its elements fill a stretch of memory, in whatever order of dimensions: then that order is kept."""
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length != 1:

@@ -267,7 +267,7 @@ class Surroundings(ExitStack):
         super().__enter__()
         if self._device is not None:
             torch.cuda.set_device(self._device)
-        self.enter_context(torch.cuda.stream(self._stream))
+            self.enter_context(torch.cuda.stream(self._stream))
         # Not inference mode: its tensors do not tell what was written in them.
         self.enter_context(torch.set_grad_enabled(self._grad))
         for pack, unpack in self._hooks:

@@ -1,0 +1,85 @@
+"""What a message says is what comes out of it: any tensor that stages pass on, in the order of its memory."""
+
+import pytest
+import torch
+
+from tulle.pipeline.messages import HEADER_BYTES, Kind, decode, decode_header, encode, is_dense
+
+CPU = torch.device("cpu")
+
+
+def passed_on(content, key=(Kind.VALUE, 7, 1)):
+    message = encode(key, content)
+    header = decode_header(message)
+    assert header.key == key
+    assert header.message_bytes == message.numel()
+    return decode(header, message[HEADER_BYTES:], CPU)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.uint16, torch.bool],
+    ids=str,
+)
+def test_a_tensor_comes_out_bit_for_bit(dtype):
+    tensor = torch.arange(6).reshape(2, 3).to(dtype)
+    found = passed_on(tensor)
+    assert found.dtype == dtype
+    assert found.view(torch.uint8).equal(tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(3.5),
+        torch.empty(0, 4),
+        torch.ones(1, 1, 1),
+        torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+        torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.randn((1,) * 40),
+    ],
+    ids=["no dimensions", "no elements", "ones", "permuted", "channels last", "40 dimensions"],
+)
+def test_dimensions_keep_their_order_in_memory(tensor):
+    assert is_dense(tensor)
+    found = passed_on(tensor)
+    assert found.equal(tensor)
+    assert found.stride() == tensor.stride()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.arange(10.0)[::2], torch.arange(3.0).expand(4, 3), torch.arange(12.0).reshape(3, 4)[:, 1:]],
+    ids=["strided", "expanded", "columns"],
+)
+def test_gaps_and_repeats_in_memory_do_not_travel(tensor):
+    assert not is_dense(tensor)
+    message = encode((Kind.VALUE, 1, 1), tensor)
+    assert message.numel() == HEADER_BYTES + tensor.numel() * 4
+    assert passed_on(tensor).equal(tensor)
+
+
+def test_conjugates_and_negatives_travel_as_numbers():
+    tensor = torch.tensor([1 + 2j, 3 - 4j])
+    assert passed_on(tensor.conj()).equal(torch.tensor([1 - 2j, 3 + 4j]))
+    assert passed_on(tensor.conj().imag).equal(torch.tensor([-2.0, 4.0]))
+
+
+def test_a_message_is_a_copy_without_a_graph():
+    tensor = torch.ones(3, requires_grad=True) * 2
+    message = encode((Kind.GRADIENT, 1, 1), tensor)
+    with torch.no_grad():
+        tensor.mul_(5)
+    found = decode(decode_header(message), message[HEADER_BYTES:], CPU)
+    assert found.tolist() == [2.0, 2.0, 2.0]
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("content", [None, 5, "an error", {"shape": (2, 3)}, (torch.float32, [None])], ids=repr)
+def test_what_is_no_tensor_travels_too(content):
+    assert passed_on(content) == content
+
+
+@pytest.mark.parametrize("key", [(Kind.VALUE, -3, 2), (Kind.OUTCOME, 0, 2**56 - 1), (Kind.GRADIENT, 9, 5 << 32 | 7)])
+def test_keys_have_room_for_all_their_numbers(key):
+    assert passed_on(torch.ones(2), key).equal(torch.ones(2))
