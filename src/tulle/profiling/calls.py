@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,9 @@ from tulle.workload import Machine
 
 _FEW, _MANY = 4, 16
 """Modules of a model."""
-_MICRO_BATCHES, _REPEATS = 4, 6
+_KINDS = (_FEW, 0), (_MANY, 0), (_MANY, 2)
+"""How many modules, and operations after each, of the models that are timed."""
+_MICRO_BATCHES, _REPEATS = 4, 20
 _COLD = 2.0
 """What it takes among modules that compute, by what it takes in a chain that fits in the nearest cache: of GPT-2."""
 _LABEL = "the profile"
@@ -55,7 +58,17 @@ def with_run_time(machine: Machine, axis: Axis) -> Machine:
         machine: What else is known of it.
         axis: All of whose ranks do it at once.
     """
-    few_s, many_s, mixed_s = (_beside(axis, *kind) for kind in ((_FEW, 0), (_MANY, 0), (_MANY, 2)))
+    with torch.device(axis.device):
+        models = [_Chain(*kind) for kind in _KINDS for _ in range(2)]
+    for model in models[1::2]:
+        place(model, alone(axis), {f"links.{number}": 0 for number in range(len(model.links))})
+    # In turns, as a machine is now faster and now slower. Whatever else it does only adds to what is looked for, and
+    # hardly ever to all repeats; and what is alike on all ranks is not that of the one which had no such luck.
+    batch = torch.ones(_MICRO_BATCHES, 1, device=axis.device)
+    seconds = [[_seconds(partial(_train, model, batch), axis) for model in models] for _ in range(_REPEATS)]
+    fastest_s = [min(column) for column in zip(*seconds, strict=True)]
+    beside_s = [placed_s - plain_s for plain_s, placed_s in zip(fastest_s[::2], fastest_s[1::2], strict=True)]
+    few_s, many_s, mixed_s = (median(gather_values(one_s, axis, label=_LABEL)) / _MICRO_BATCHES for one_s in beside_s)
     call_s = max(0.0, many_s - few_s) / (_MANY - _FEW)
     return replace(
         machine,
@@ -63,19 +76,6 @@ def with_run_time(machine: Machine, axis: Axis) -> Machine:
         operation_s=_COLD * max(0.0, mixed_s - many_s) / (2 * _MANY),
         micro_batch_s=_COLD * max(0.0, few_s - _FEW * call_s),
     )
-
-
-def _beside(axis: Axis, length: int, operations: int) -> float:
-    """What a micro-batch takes of a placed chain beside the same as plain modules."""
-    with torch.device(axis.device):
-        plain, placed = (_Chain(length, operations) for _ in range(2))
-        batch = torch.ones(_MICRO_BATCHES, 1)
-    place(placed, alone(axis), {f"links.{number}": 0 for number in range(length)})
-    seconds = [[_seconds(partial(_train, model, batch), axis) for model in (plain, placed)] for _ in range(_REPEATS)]
-    # Whatever else a machine does only adds to it, and hardly ever to all repeats of one rank.
-    plain_s, placed_s = map(min, zip(*seconds, strict=True))
-    slowest_s = max(gather_values(placed_s - plain_s, axis, label=_LABEL))
-    return slowest_s / _MICRO_BATCHES
 
 
 @step(micro_batches=_MICRO_BATCHES)
