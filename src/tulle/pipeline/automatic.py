@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 
 from torch import Tensor, nn
 
@@ -49,7 +50,8 @@ def deal(
 ) -> Dealt:
     """Choose the stage of every module so that the slowest stage is as fast as can be. Every rank must call it.
 
-    All ranks measure at once, for they may share a machine, as they will when they train; rank 0's stages are taken.
+    All ranks measure at once, for they may share a machine, as they will when they train. Rank 0's stages are taken,
+    with the time of the rank in the middle.
 
     Args:
         model: Not placed yet; built in `deferred_init` if it does not fit: each module is lent memory while it runs.
@@ -85,10 +87,15 @@ def deal(
             f"the model could not be profiled on the sample, because {type(error).__name__}: {error}{raised_in(error)}"
             ". Give a sample as the model is called with it, or an assignment of modules to stages"
         )
-    heard = gather_values(chosen if axis.rank == 0 else None, axis, label=_LABEL)[0]
+    took_s = chosen.partition.time_s if isinstance(chosen, Dealt) else None
+    told = gather_values((chosen if axis.rank == 0 else None, took_s), axis, label=_LABEL)
+    heard = told[0][0]
     if isinstance(heard, TulleError):
         raise heard from cause
     assert heard is not None, "rank 0 has chosen"
+    # Ranks of one machine are not alike at every moment: what a micro-batch takes is what it takes on the middle one.
+    middle_s = median(took_s for _, took_s in told if took_s is not None)
+    heard = replace(heard, partition=heard.partition.scaled(middle_s / max(heard.partition.time_s, 1e-9)))
     if axis.rank == 0:
         logger.info("stages by profile:\n%s", heard.partition.table())
     return heard

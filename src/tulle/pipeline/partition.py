@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from tulle.errors import PlanError
@@ -87,6 +87,21 @@ class Partition:
     def assignment(self) -> dict[str, int]:
         """The stage of each piece by its name."""
         return {piece.name: stage for piece, stage in zip(self.pieces, self.stages, strict=True)}
+
+    @property
+    def time_s(self) -> float:
+        """Of all pieces, for one micro-batch."""
+        return sum(piece.time_s for piece in self.pieces)
+
+    def scaled(self, factor: float) -> Partition:
+        """The same where everything takes so many times as long.
+
+        Example:
+            >>> partition([Piece("a", 1.0), Piece("b", 2.0)], 2).scaled(1.5).times_s
+            [1.5, 3.0]
+        """
+        pieces = [replace(piece, time_s=factor * piece.time_s) for piece in self.pieces]
+        return replace(self, pieces=pieces, times_s=[factor * time_s for time_s in self.times_s])
 
     def table(self) -> str:
         """A line for each stage: its time, as a number and as a bar, its memory, and its pieces; `*` marks pinned ones.

@@ -11,6 +11,7 @@ import copy
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -188,7 +189,7 @@ class _Weighed:
         leaves, spec = flatten((args, kwargs))
         with users_aside(self._module.modules()):
             weighed = [self._weigh(*rebuild(spec, [_apart(leaf) for leaf in leaves])) for _ in range(_REPEATS)]
-        self.time_s += min(time_s for time_s, _ in weighed)
+        self.time_s += fmean(time_s for time_s, _ in weighed)
         self.activation_bytes += weighed[0][1]
         needs_grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         needs_grad = needs_grad or any(parameter.requires_grad for parameter in self._module.parameters())
