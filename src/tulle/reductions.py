@@ -20,6 +20,8 @@ _ORDERS = {"norm": "p", "linalg_vector_norm": "ord", "linalg_norm": "ord"}
 _SUMS = {"sum", "nansum", "dot", "vdot"}
 _LOSSES = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 """Names of what sums, or averages, over two tensors."""
+_WITH_GRADIENT = {*_SUMS, *_LOSSES, "mean"}
+"""Names of what gives a sum, or mean, of what it gives of all parts, and gradients by them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ def number_of_whole(
     over, count = together.over, together.count
     if (order := order_of(name, part, args, keywords)) is not None:
         return norm_of_whole(result, order, together)
-    if name in _SUMS | {"count_nonzero"} or (name in _LOSSES and keywords.get("reduction") == "sum"):
+    if name in _SUMS or name == "count_nonzero" or (name in _LOSSES and keywords.get("reduction") == "sum"):
         return over(result, "sum")
     if name in ("max", "amax"):
         return over(result, "max")
@@ -72,7 +74,7 @@ def has_gradient_of_parts(name: str, part: Tensor, args: Sequence[Any], keywords
         [True, True, False]
     """
     order = order_of(name, part, args, keywords)
-    return name in _SUMS | _LOSSES | {"mean"} if order is None else 0 < order < math.inf
+    return name in _WITH_GRADIENT if order is None else 0 < order < math.inf
 
 
 def order_of(name: str, part: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> float | None:

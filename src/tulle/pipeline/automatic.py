@@ -94,7 +94,7 @@ def deal(
         raise heard from cause
     assert heard is not None, "rank 0 has chosen"
     # Ranks of one machine are not alike at every moment: what a micro-batch takes is what it takes on the middle one.
-    middle_s = median(took_s for _, took_s in told if took_s is not None)
+    middle_s = median(time_s for _, time_s in told if time_s is not None)
     heard = replace(heard, partition=heard.partition.scaled(middle_s / max(heard.partition.time_s, 1e-9)))
     if axis.rank == 0:
         logger.info("stages by profile:\n%s", heard.partition.table())

@@ -115,7 +115,7 @@ class Channel:
     def _fill(self, buffer: Tensor) -> None:
         self._wait(self._start("recv", buffer), buffer, "recv")
 
-    # Not by comm.send and comm.receive, which take 55 us, nor by dist.isend: 15, where this takes 5.
+    # Not by comm.send and comm.receive, which take 55 us where dist.isend takes 15, nor by that: it takes 10 us more.
     def _start(self, operation: str, buffer: Tensor) -> dist.Work:
         try:
             return getattr(self._group, operation)([buffer], self._rank_in_group, 0)

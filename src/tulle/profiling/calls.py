@@ -22,7 +22,7 @@ _FEW, _MANY = 4, 16
 """Modules of a model."""
 _KINDS = (_FEW, 0), (_MANY, 0), (_MANY, 2)
 """How many modules, and operations after each, of the models that are timed."""
-_MICRO_BATCHES, _REPEATS = 4, 20
+_MICRO_BATCHES, _REPEATS = 4, 10
 _COLD = 2.0
 """What it takes among modules that compute, by what it takes in a chain that fits in the nearest cache: of GPT-2."""
 _LABEL = "the profile"
@@ -59,16 +59,18 @@ def with_run_time(machine: Machine, axis: Axis) -> Machine:
         axis: All of whose ranks do it at once.
     """
     with torch.device(axis.device):
-        models = [_Chain(*kind) for kind in _KINDS for _ in range(2)]
-    for model in models[1::2]:
+        plain, placed = ([_Chain(*kind) for kind in _KINDS] for _ in range(2))
+        batch = torch.ones(_MICRO_BATCHES, 1)
+    for model in placed:
         place(model, alone(axis), {f"links.{number}": 0 for number in range(len(model.links))})
-    # In turns, as a machine is now faster and now slower. Whatever else it does only adds to what is looked for, and
-    # hardly ever to all repeats; and what is alike on all ranks is not that of the one which had no such luck.
-    batch = torch.ones(_MICRO_BATCHES, 1, device=axis.device)
-    seconds = [[_seconds(partial(_train, model, batch), axis) for model in models] for _ in range(_REPEATS)]
-    fastest_s = [min(column) for column in zip(*seconds, strict=True)]
-    beside_s = [placed_s - plain_s for plain_s, placed_s in zip(fastest_s[::2], fastest_s[1::2], strict=True)]
-    few_s, many_s, mixed_s = (median(gather_values(one_s, axis, label=_LABEL)) / _MICRO_BATCHES for one_s in beside_s)
+    # In turns, because a machine is now faster and now slower. Whatever else it does only adds to what is looked for,
+    # and hardly ever to all repeats of a rank; where it does, the other ranks have seen it without.
+    seconds = [[_seconds(partial(_train, one, batch), axis) for one in (*plain, *placed)] for _ in range(_REPEATS)]
+    fastest_s = [min(of_model) for of_model in zip(*seconds, strict=True)]
+    without_s, with_s = fastest_s[: len(plain)], fastest_s[len(plain) :]
+    beside_s = [one_s - other_s for one_s, other_s in zip(with_s, without_s, strict=True)]
+    of_ranks = gather_values(beside_s, axis, label=_LABEL)
+    few_s, many_s, mixed_s = (median(one_s) / _MICRO_BATCHES for one_s in zip(*of_ranks, strict=True))
     call_s = max(0.0, many_s - few_s) / (_MANY - _FEW)
     return replace(
         machine,
