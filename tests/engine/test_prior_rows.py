@@ -1,6 +1,7 @@
 """Rows that the next batch wants go first, the others behind its forward and backward: the numbers of one process."""
 
 import gc
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,7 @@ from tulle.comm import traffic
 from tulle.engine import engine_of
 from tulle.engine.late_tables import LateTable, MeanRows
 from tulle.engine.late_tensors import LateParameter, LateShardGradient
-from tulle.tables import split_of
+from tulle.tables import ShardGradient, split_of
 
 STEPS = 10
 SAMPLES = 4
@@ -287,3 +288,29 @@ def test_delayed_rows_that_nobody_reads_hold_no_model_and_a_gradient_that_is_kep
     assert [parameter() for parameter in held] == [None] * len(held)
     assert isinstance(gradient, LateShardGradient)
     assert (gradient - split.take(reference.words.weight.grad)).abs().max() < TOLERANCE
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("schedule", ["step", "read"])
+def test_to_optimizers_gradients_of_parts_are_plain(schedule):
+    mesh = tulle.init(data=-1)
+    model = build(Words, 0)
+    [optimizer] = models.sgd(model)
+    tables = {name: (models.WORDS, models.WIDTH) for name in TABLES}
+    plan = replace(tulle.plan(model, optimizer, mesh).with_rows_split(tables, "a test"), schedule=schedule)
+    model, optimizer = tulle.distribute(model, optimizer, mesh, plan=plan)
+    seen: list[type] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(type(model.words.weight.grad)))
+    module = sys.modules[SGD.__module__]
+    step_of_torch = vars(module)["sgd"]
+
+    def noted(parameters, gradients, *rest, **options):
+        seen.extend(type(g) for p, g in zip(parameters, gradients, strict=True) if p is model.words.weight)
+        step_of_torch(parameters, gradients, *rest, **options)
+
+    patches.setattr(module, "sgd", noted)
+    for ids in batches(3, SAMPLES):
+        model(ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen[2:] == [ShardGradient, torch.Tensor] * 2  # in the first step a hook comes after ours

@@ -25,7 +25,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ from tulle.engine.buckets import Bucket
 from tulle.engine.late_tables import LateTable
 from tulle.engine.late_tensors import LateParameter, is_late, make_late, make_plain
 from tulle.errors import PlanError, TulleError
+from tulle.step_hooks import hook_last
 
 Pair = tuple[nn.Parameter, Tensor]
 """A parameter and its gradient."""
@@ -125,8 +126,6 @@ class LateUpdates:
         """What is to be done when gradients are there."""
         self._left_out: list[tuple[Awaited, _Update]] = []
         """What the step that is running does not see, and what it waits for."""
-        self._hooks: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        """Numbers of our hooks before steps."""
         _living.add(self)
         atexit.unregister(_leave_none)
         atexit.register(_leave_none)  # runs before what ends the process groups, which was registered earlier
@@ -139,8 +138,7 @@ class LateUpdates:
             is_elementwise: Whether it treats every element by itself; another one waits for all gradients.
         """
         if is_elementwise:
-            ours = optimizer.register_step_pre_hook(self._before_step)
-            self._hooks[optimizer] = ours.id
+            hook_last(optimizer, self._before_step)
             optimizer.register_step_post_hook(self._after_step)
         else:
             optimizer.register_step_pre_hook(lambda *_: self.make_all_true())
@@ -212,13 +210,14 @@ class LateUpdates:
     def _buckets(self) -> list[Bucket]:
         return [awaited for awaited in self._waiting if isinstance(awaited, Bucket)]
 
-    def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any], others_behind: int
+    ) -> None:
         for parameter, gradient in self._undo():
             if parameter.grad is None and is_late(gradient):  # no backward has come since
                 parameter.grad = gradient
         has_closure = any(argument is not None for argument in (*arguments[1:], *keywords.values()))
-        is_looked_at = next(reversed(optimizer._optimizer_step_pre_hooks)) != self._hooks[optimizer]
-        if has_closure or is_looked_at or any(group.get("differentiable") for group in optimizer.param_groups):
+        if has_closure or others_behind or any(group.get("differentiable") for group in optimizer.param_groups):
             self.make_all_true()
             return
         for group in optimizer.param_groups:
@@ -254,9 +253,7 @@ class LateUpdates:
                 updates.append(_Update(optimizer, options[number], pairs))
                 self._left_out.append((awaited, updates[-1]))
 
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        hooks, ours = optimizer._optimizer_step_pre_hooks, self._hooks[optimizer]
-        hooks[ours] = hooks.pop(ours)  # to the end: hooks that came after it see gradients first
+    def _after_step(self, *_: object) -> None:
         for awaited, update in self._left_out:
             for parameter, gradient in update.pairs:
                 parameter.grad = gradient

@@ -24,6 +24,7 @@ from tulle.errors import GradientError
 from tulle.mesh import Axis
 from tulle.parts import Part, meets_parts
 from tulle.reductions import Reduction, Together, norm_of_whole, number_of_whole
+from tulle.step_hooks import hook_last
 from tulle.torch_functions import BY_NUMBER, REDUCED, mixes, name_of
 
 FOREACH_NORM = vars(torch)["_foreach_norm"]
@@ -103,29 +104,29 @@ class _Plainly:
     """Hooks of an optimizer's step, in which gradients of parts are plain: the class takes its time at each operation.
 
     Hooks of others are to see the class: the one after the step is the first, and the one before it does nothing unless
-    it is the last, which it is from the next step on if another has come after it.
+    it is among the last.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._number = optimizer.register_step_pre_hook(self._before).id
+        hook_last(optimizer, self._before)
         after = optimizer.register_step_post_hook(self._after).id
         cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks).move_to_end(after, last=False)
         self._plain: list[Tensor] = []
 
-    def _before(self, optimizer: Optimizer, arguments: tuple[object, ...], keywords: object) -> None:
+    def _before(
+        self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any], others_behind: int
+    ) -> None:
         self._plain.clear()
-        if len(arguments) == 1 and not keywords and next(reversed(optimizer._optimizer_step_pre_hooks)) == self._number:
+        if not others_behind and len(arguments) == 1 and not keywords:
             gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
             self._plain += [gradient for gradient in gradients if type(gradient) is ShardGradient]
             for gradient in self._plain:
                 gradient.__class__ = Tensor
 
-    def _after(self, optimizer: Optimizer, *_: object) -> None:
+    def _after(self, *_: object) -> None:
         for gradient in self._plain:
             gradient.__class__ = ShardGradient
         self._plain.clear()
-        hooks = optimizer._optimizer_step_pre_hooks
-        hooks[self._number] = hooks.pop(self._number)
 
 
 def step_by_plain_gradients(optimizer: Optimizer) -> None:
