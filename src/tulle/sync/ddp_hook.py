@@ -2,19 +2,32 @@
 
 # Without `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tulle.comm import BackgroundThread, lane
 from tulle.mesh import Axis, Mesh, axis_of
-from tulle.sync.persistent import PersistentAllReduce
+from tulle.sync.persistent import PersistentAllReduce, means_in_packet
 from tulle.sync.schemes import AUTO, check_scheme
 from tulle.sync.table import WireDtype, as_wire_dtype
+
+_Means = Callable[[Sequence[PersistentAllReduce], Sequence[Tensor]], list[Tensor]]
+
+
+class _Waiting(NamedTuple):
+    """A sparse gradient that is to be reduced, what knows its parameter's, and where the mean goes."""
+
+    gradient: Tensor
+    reduction: PersistentAllReduce
+    future: torch.futures.Future[Tensor]
 
 
 @dataclass(slots=True)
@@ -31,28 +44,47 @@ class DDPState:
     scheme: str = AUTO
     wire_dtype: WireDtype = None
     _axis: Axis = field(init=False, repr=False)
-    _reductions: dict[object, PersistentAllReduce] = field(init=False, repr=False, default_factory=dict)
-    """By number of the bucket, shape and dtype: DDP gives buckets other numbers after the first step."""
+    _reductions: WeakIdKeyDictionary = field(init=False, repr=False, default_factory=WeakIdKeyDictionary)
+    """What is known of each parameter's gradients."""
+    _waiting: list[_Waiting] = field(init=False, repr=False, default_factory=list)
+    """Gradients of few rows, which travel as one when the last bucket has come."""
 
     def __post_init__(self) -> None:
         check_scheme(self.scheme)
         as_wire_dtype(self.wire_dtype)
         self._axis = self.axis if isinstance(self.axis, Axis) else axis_of(self.axis)
 
-    def start(self, gradient: Tensor, bucket: int) -> torch.futures.Future[Tensor]:
-        """Begin to reduce the sparse gradient of a bucket to its mean, beside backward."""
-        axis = lane(self._axis, "ddp_hook")
-        # The process group's, not this state's: of two states on one axis the threads would submit in any order.
-        if BackgroundThread not in axis.kept:
-            axis.kept[BackgroundThread] = BackgroundThread("tulle ddp_hook", axis.device)
-        kind = bucket, gradient.shape, gradient.dtype
-        if kind not in self._reductions:
-            self._reductions[kind] = PersistentAllReduce(axis, self.scheme, self.wire_dtype)
+    def start(self, parameter: Tensor, gradient: Tensor) -> torch.futures.Future[Tensor]:
+        """Begin to reduce a parameter's sparse gradient to its mean, beside backward or, of few rows, at its end."""
+        if parameter not in self._reductions:
+            self._reductions[parameter] = PersistentAllReduce(self._lane, self.scheme, self.wire_dtype)
+        reduction: PersistentAllReduce = self._reductions[parameter]
         future: torch.futures.Future[Tensor] = torch.futures.Future(
             devices=[gradient.device] if gradient.is_cuda else None
         )
-        axis.kept[BackgroundThread].submit(partial(_reduce, gradient, self._reductions[kind], future))
+        waiting = _Waiting(gradient, reduction, future)
+        if reduction.is_in_packets:
+            self._waiting.append(waiting)
+        else:
+            self._submit([waiting], _one_by_one)
         return future
+
+    def finish(self) -> None:
+        """The last bucket has come."""
+        if self._waiting:
+            self._submit(self._waiting, means_in_packet)
+            self._waiting = []
+
+    @property
+    def _lane(self) -> Axis:
+        return lane(self._axis, "ddp_hook")
+
+    def _submit(self, gradients: list[_Waiting], means: _Means) -> None:
+        # The process group's, not this state's: of two states on one axis the threads would submit in any order.
+        kept, device = self._lane.kept, self._lane.device
+        if BackgroundThread not in kept:
+            kept[BackgroundThread] = BackgroundThread("tulle ddp_hook", device)
+        kept[BackgroundThread].submit(partial(_reduce, gradients, means))
 
 
 def ddp_hook(
@@ -61,7 +93,8 @@ def ddp_hook(
     """A communication hook with which DDP trains `nn.Embedding(sparse=True)` by any scheme of tulle, on any backend.
 
     Dense buckets are all-reduced as DDP does. Sparse ones are reduced as by `tulle.sync.all_reduce`, in a thread and on
-    a process group of their own, while backward goes on. Gradients are means, as DDP's. All ranks register it alike.
+    a process group of their own, while backward goes on; those of few rows go together, in one message at its end.
+    Gradients are means, as DDP's. All ranks register it alike.
 
     Args:
         state: What was given to `register_comm_hook`: None for DDP over all processes, the process group or axis that
@@ -80,19 +113,30 @@ def ddp_hook(
     """
     ready = _state_of(state)
     gradient = bucket.buffer()
-    if gradient.layout != torch.strided:
-        return ready.start(gradient, bucket.index())
+    is_sparse = gradient.layout != torch.strided
+    started = ready.start(bucket.parameters()[0], gradient) if is_sparse else None
+    if bucket.is_last():
+        ready.finish()
+    if started is not None:
+        return started
     mean = gradient.div_(ready._axis.size)
     work = dist.all_reduce(mean, group=ready._axis.group, async_op=True)
     assert work is not None, "an asynchronous collective returns its work on every rank of its group"
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def _reduce(gradient: Tensor, reduction: PersistentAllReduce, future: torch.futures.Future[Tensor]) -> None:
+def _reduce(gradients: list[_Waiting], means: _Means) -> None:
     try:
-        future.set_result(reduction.mean(gradient))
+        found = means([one.reduction for one in gradients], [one.gradient for one in gradients])
+        for one, mean in zip(gradients, found, strict=True):
+            one.future.set_result(mean)
     except Exception as error:
-        future.set_exception(error)  # pyright: ignore[reportArgumentType] - torch's annotation is wrong
+        for one in gradients:
+            one.future.set_exception(error)  # pyright: ignore[reportArgumentType] - torch's annotation is wrong
+
+
+def _one_by_one(reductions: Sequence[PersistentAllReduce], gradients: Sequence[Tensor]) -> list[Tensor]:
+    return [one.mean(gradient) for one, gradient in zip(reductions, gradients, strict=True)]
 
 
 def _state_of(state: DDPState | Axis | Mesh | dist.ProcessGroup | None) -> DDPState:

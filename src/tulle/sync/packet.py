@@ -159,8 +159,8 @@ class Packet:
         for place in self._places:
             for t, table in zip(place.members, place.tables, strict=True):
                 rows = max(0, counts[t])
-                index_bytes = place.whole.index_dtype.itemsize
-                shares[table.name] = round(rows * place.row_bytes + numbers_bytes(rows, table.num_rows, index_bytes))
+                taken = rows * place.row_bytes + numbers_bytes(rows, table.num_rows, place.whole.index_dtype.itemsize)
+                shares[table.name] = shares.get(table.name, 0) + round(taken)
         return shares | {COUNTS: self.bytes - sum(shares.values())}
 
 

@@ -1,7 +1,8 @@
 """`PersistentAllReduce`: the sparse gradient of one parameter, step after step; few rows travel in packets.
 
 Of a gradient that it has never seen `tulle.sync.all_reduce` first tells shape, dtype and rows, then row numbers, then
-values. Where the same parameter's comes again, as in each step of DDP, one message can hold all (`tulle.sync.packet`).
+values. Where the same parameter's comes again, as in each step of DDP, one message can hold all (`tulle.sync.packet`),
+and one that of several parameters.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from tulle.comm import probe
 from tulle.mesh import Axis
 from tulle.sync.all_reduce import Local, all_reduce, announce, as_given, chosen, read
 from tulle.sync.chooser import Chooser
-from tulle.sync.packet import Packet, Room, next_packet
+from tulle.sync.packet import Packet, Room, Section, next_packet, room_for
 from tulle.sync.reduce import Gradient, count, sum_gradients
 from tulle.sync.schemes import AUTO
-from tulle.sync.table import WireDtype, as_wire_dtype
+from tulle.sync.table import Table, WireDtype, as_wire_dtype
 
 
 @dataclass(slots=True, eq=False)
@@ -36,10 +37,10 @@ class PersistentAllReduce:
     axis: Axis
     scheme: str = AUTO
     wire_dtype: WireDtype = None
-    _chooser: Chooser | None = None
-    _room: Room = field(default_factory=Room)
-    _packet: Packet | None = None
-    """In which rows travel next; None where they go by a scheme."""
+    is_in_packets: bool = field(init=False, default=False)
+    """Whether the next gradient should travel in a packet, by `means_in_packet`; the same on all ranks."""
+    _chooser: Chooser | None = field(init=False, default=None)
+    _room: Room = field(init=False, default_factory=Room)
 
     @torch.no_grad()
     def mean(self, gradient: Tensor) -> Tensor:
@@ -47,27 +48,70 @@ class PersistentAllReduce:
         if self.scheme != AUTO or gradient.sparse_dim() != 1:
             return all_reduce(gradient, self.axis, scheme=self.scheme, wire_dtype=self.wire_dtype)
         local, refusal = read(gradient)
-        wire = as_wire_dtype(self.wire_dtype)
-        sums: Sequence[Gradient] | None = None
-        if local is None or self._packet is None:
-            counts, _ = announce(local, refusal, (AUTO, "mean", wire), self.axis)
-            assert local is not None, "a refused gradient was raised by all ranks"
-        else:
-            counts, sums = self._in_packets(local, self._packet)
-        table, network, ranks = local.table(1, wire), probe(self.axis), self.axis.size
-        self._chooser = self._chooser or Chooser(network, ranks)
-        scheme = chosen(self._chooser, local, table, counts, self.axis)
-        if sums is None:
-            mine = local.scaled(1.0 / ranks, table)
-            sums = sum_gradients([mine], [table], [[rows] for rows in counts], [scheme], self.axis).wait()
-        self._room.fill(counts)
-        scheme_s = self._chooser.predicted_s
-        self._packet = next_packet([table], [([0], self._room)], network, ranks, words=1, scheme_s=scheme_s)
-        return cast("Tensor", as_given(gradient, sums[0], local.shape, 1))
+        counts, _ = announce(local, refusal, (AUTO, "mean", as_wire_dtype(self.wire_dtype)), self.axis)
+        assert local is not None, "a refused gradient was raised by all ranks"
+        mine = self._share(local)
+        [total] = sum_gradients(
+            [mine], [self._table(local)], [[held] for held in counts], [self._chosen(local, counts)], self.axis
+        ).wait()
+        self._note(local, counts)
+        return cast("Tensor", as_given(gradient, total, local.shape, 1))
 
-    def _in_packets(self, local: Local, packet: Packet) -> tuple[list[int], Sequence[Gradient] | None]:
-        """Rows of each rank, and their mean, None if those of some rank do not fit."""
-        mine = local.scaled(1.0 / self.axis.size, packet.tables[0])
-        exchanged = packet.exchange([count(mine)], [mine], self.axis).wait()
-        heard = exchanged.words()
-        return [rows for [rows] in heard], exchanged.sum(heard)
+    def _table(self, local: Local) -> Table:
+        return local.table(1, as_wire_dtype(self.wire_dtype))
+
+    def _share(self, local: Local) -> Gradient:
+        """What this rank adds to the mean."""
+        return local.scaled(1.0 / self.axis.size, self._table(local))
+
+    def _chosen(self, local: Local, counts: Sequence[int]) -> str:
+        self._chooser = self._chooser or Chooser(probe(self.axis), self.axis.size)
+        return chosen(self._chooser, local, self._table(local), counts, self.axis)
+
+    def _note(self, local: Local, counts: Sequence[int]) -> None:
+        """Take note of the rows that each rank had: they decide how the next ones travel."""
+        assert self._chooser is not None, "a scheme was chosen for them"
+        self._room.fill(counts)
+        table, rooms, network = self._table(local), [([0], self._room)], probe(self.axis)
+        scheme_s = self._chooser.predicted_s
+        self.is_in_packets = bool(next_packet([table], rooms, network, self.axis.size, words=1, scheme_s=scheme_s))
+
+
+@torch.no_grad()
+def means_in_packet(reductions: Sequence[PersistentAllReduce], gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Means of several parameters' gradients by one exchange; where some rank's do not fit, by their schemes.
+
+    Every rank of the axis must call it.
+
+    Args:
+        reductions: Of each parameter, on one axis and with one `wire_dtype`; all of them are `is_in_packets`.
+        gradients: This rank's.
+    """
+    found = [local for local, _ in map(read, gradients) if local is not None]
+    assert len(found) == len(gradients), "gradients of a kind that is refused are never in packets"
+    axis = reductions[0].axis
+    tables = [one._table(local) for one, local in zip(reductions, found, strict=True)]
+    mine = [one._share(local) for one, local in zip(reductions, found, strict=True)]
+    counts = [count(gradient) for gradient in mine]
+    exchanged = _packet(reductions, tables).exchange(counts, mine, axis).wait()
+    heard = exchanged.words()
+    sums: Sequence[Gradient] | None = exchanged.sum(heard)
+    of_tables = [[*held] for held in zip(*heard, strict=True)]
+    schemes = [one._chosen(*known) for one, known in zip(reductions, zip(found, of_tables, strict=True), strict=True)]
+    if sums is None:
+        sums = sum_gradients(mine, tables, heard, schemes, axis).wait()
+    for one, local, held in zip(reductions, found, of_tables, strict=True):
+        one._note(local, held)
+    given = zip(gradients, sums, found, strict=True)
+    return [cast("Tensor", as_given(gradient, total, local.shape, 1)) for gradient, total, local in given]
+
+
+def _packet(reductions: Sequence[PersistentAllReduce], tables: Sequence[Table]) -> Packet:
+    """With a section for each width and dtype, which has room for what all its tables need."""
+    members: dict[object, list[int]] = {}
+    for t, table in enumerate(tables):
+        members.setdefault((table.width, table.dtype), []).append(t)
+    sections = [
+        Section(some, room_for(sum(reductions[t]._room.fullest_rows for t in some))) for some in members.values()
+    ]
+    return Packet(tables, sections, len(tables))
