@@ -8,10 +8,13 @@ dimension that is cut, does not.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _foreach_supported_types
+
+T = TypeVar("T", bound=Tensor)
 
 _INDEXED = {"__getitem__", "__setitem__"}
 _BY_PLACE = _INDEXED | {
@@ -118,3 +121,12 @@ def _is_of_all(index: Any, part: Tensor) -> bool:
         return index.dtype == torch.bool and index.shape == part.shape
     several = index if isinstance(index, tuple) else (index,)
     return all(one is ... or (isinstance(one, slice) and one == slice(None)) for one in several)
+
+
+def taken_together(kind: type[T]) -> type[T]:
+    """Have torch's clipping take the norms of gradients of a class in one call, as it does of plain tensors.
+
+    Asked for one by one, each norm over all ranks is an exchange. Torch says the same of its `DTensor`.
+    """
+    cast("list[type[Tensor]]", _foreach_supported_types).append(kind)
+    return kind

@@ -12,6 +12,7 @@ from tulle.clip import total
 from tulle.memory import named_shards
 from tulle.plan import Memory, Plan
 from tulle.plan.table_plan import TablePlan
+from tulle.tables import gradient
 
 SHAPES = {"words.weight": (40, 8), "tags.weight": (40, 6)}
 CLIPS = {
@@ -131,3 +132,18 @@ def test_a_checkpoint_goes_on_elsewhere(ranks, how, tmp_path):
     run_on_ranks(2, save, path=tmp_path / "checkpoint")
     found = run_on_ranks(ranks, go_on, path=tmp_path / "checkpoint", how=how)
     assert worst_difference(found[0], reference.state_dict()) < 1e-12
+
+
+@on_ranks(2)
+def test_the_norm_of_all_gradients_takes_torch_one_exchange(monkeypatch):
+    model, optimizers, place = shared("adam", "rows")
+    asked: list[tuple[int, ...]] = []
+    all_reduce = gradient.all_reduce
+
+    def noted(numbers, *rest, **options):
+        asked.append(tuple(numbers.shape))
+        return all_reduce(numbers, *rest, **options)
+
+    monkeypatch.setattr(gradient, "all_reduce", noted)
+    train(model, optimizers, *place, steps=range(1), clip=CLIPS["torch's"])
+    assert asked == [(len([*model.parameters()]),)]

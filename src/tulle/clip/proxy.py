@@ -25,6 +25,7 @@ from tulle.comm import all_reduce
 from tulle.errors import GradientError
 from tulle.tables import ShardGradient
 from tulle.tables.gradient import FOREACH_NORM, UNSCALE, axes_of, norms_over_ranks, order_of_norms, over_ranks
+from tulle.torch_functions import taken_together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +62,7 @@ class Proxied:
         return (total**order - rest).clamp(min=0.0) ** (1 / order)
 
 
+@taken_together
 class ProxyGradient(torch.Tensor):
     """A gradient that answers for all ranks'; other operations see a plain tensor."""
 
@@ -96,6 +98,7 @@ class ProxyGradient(torch.Tensor):
         return over_ranks(func, args, keywords, result)
 
 
+@taken_together
 class ProxyShardGradient(ProxyGradient, ShardGradient):  # pyright: ignore[reportIncompatibleMethodOverride]
     """The same of a part of a parameter: where it does not answer for all, it is what other parts' gradients are."""
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from tulle.errors import PlanError
 from tulle.parts import OF_NO_VALUES, Part
 from tulle.tables import ShardGradient
+from tulle.torch_functions import taken_together
 
 
 class _Late:
@@ -62,12 +63,14 @@ class _Late:
         return func(*args, **keywords)
 
 
+@taken_together
 class LateGradient(_Late, torch.Tensor):
     """A gradient of which the sum over the ranks is on the way."""
 
     plain = torch.Tensor
 
 
+@taken_together
 class LateShardGradient(_Late, ShardGradient):
     """The same of a rank's part of a table: rows are on the way."""
 

@@ -25,7 +25,7 @@ from tulle.mesh import Axis
 from tulle.parts import Part, meets_parts
 from tulle.reductions import Reduction, Together, norm_of_whole, number_of_whole
 from tulle.step_hooks import hook_last
-from tulle.torch_functions import BY_NUMBER, REDUCED, mixes, name_of
+from tulle.torch_functions import BY_NUMBER, REDUCED, mixes, name_of, taken_together
 
 FOREACH_NORM = vars(torch)["_foreach_norm"]
 UNSCALE = vars(torch)["_amp_foreach_non_finite_check_and_unscale_"]
@@ -42,6 +42,7 @@ _STORED = {"coalesce", "values", "_values"}
 
 
 @meets_parts
+@taken_together
 class ShardGradient(torch.Tensor):
     """A gradient, dense or sparse, of which every rank of an axis, or of several, has a part.
 
