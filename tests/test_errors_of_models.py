@@ -40,8 +40,10 @@ def test_an_optimizer_that_is_none():
         distribute(model, [sgd(model), scheduler])
     wrapper = torch.optim.Optimizer.__new__(type("Lookahead", (torch.optim.Optimizer,), {}))
     wrapper.param_groups = sgd(model).param_groups
-    with every_rank_raises(ModelError, "Lookahead is an Optimizer whose __init__ did not call super()", found_by=0):
-        distribute(model, wrapper)
+    for _ in range(2):
+        with every_rank_raises(ModelError, "Lookahead is an Optimizer whose __init__ did not call super()", found_by=0):
+            distribute(model, wrapper)
+        wrapper._optimizer_step_pre_hooks = wrapper._optimizer_step_post_hooks = {}  # as timm's makes these alone
 
 
 @on_ranks(1, 2)

@@ -30,7 +30,7 @@ def as_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]
     for one in optimizers:
         if not isinstance(one, Optimizer):
             raise ModelError(f"tulle was given a {type(one).__name__} among the optimizers, expected torch.optim's")
-        if not hasattr(one, "_optimizer_step_pre_hooks"):  # what Optimizer.__init__ makes first
+        if not hasattr(one, "_optimizer_load_state_dict_post_hooks"):  # of what Optimizer.__init__ makes
             raise ModelError(
                 f"{type(one).__name__} is an Optimizer whose __init__ did not call super().__init__, so that its steps "
                 "cannot be followed: call it, or give tulle the optimizer that it wraps and wrap that afterwards"

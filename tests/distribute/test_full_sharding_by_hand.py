@@ -3,6 +3,7 @@
 import copy
 import pickle
 import sys
+import weakref
 from dataclasses import replace
 
 import axes_models
@@ -82,6 +83,46 @@ def test_what_loops_do_to_parameters_number_by_number_is_one_process():
     model, optimizer = made()
     tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, memory=FULL))
     assert worst_difference(loop(model, optimizer, mesh.rank, mesh.size), loop(*made())) < 1e-12
+
+
+@on_ranks(2)
+def test_averages_that_write_into_states_are_one_process():
+    """The habit of timm and of detectors: of a plain model a state is the parameters' own memory."""
+
+    def trained(model, optimizer, rank=0, size=1):
+        average = copy.deepcopy(model)
+        for step in range(3):
+            x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step)).chunk(size)[rank]
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ours, theirs = average.state_dict(), model.state_dict()
+            torch._foreach_lerp_([*ours.values()], [*theirs.values()], weight=0.2)
+            for name, value in average.state_dict().items():
+                value *= 0.9
+                value += 0.1 * theirs[name].detach()
+            theirs["0.weight"].data[1:].chunk(2, dim=1)[1].clamp_(max=0.1)  # a view, past the counter
+        return {f"average {name}": value for name, value in average.state_dict().items()} | model.state_dict()
+
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    expected = trained(*made())
+    for axes, memory in (({"data": 2}, FULL), ({"data": 1, "model": 2}, Memory())):
+        mesh, (model, optimizer) = tulle.init(**axes), made()
+        tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, memory=memory))
+        assert any(p.shape != whole.shape for p, whole in zip(model.parameters(), made()[0].parameters(), strict=True))
+        found = trained(model, optimizer, mesh["data"].rank, mesh["data"].size)
+        assert worst_difference(found, expected) < 1e-12
+        plain = made()[0]
+        plain.load_state_dict(model.state_dict(), assign=True)
+        assert {type(p) for p in plain.parameters()} == {nn.Parameter}
+        copied, kept = copy.deepcopy(model.state_dict()), pickle.loads(pickle.dumps(model.state_dict()))
+        assert {type(value) for value in (*copied.values(), *kept.values())} == {torch.Tensor}
+        forgotten = [weakref.ref(value) for value in model.state_dict().values()]
+        assert not any(reference() is not None for reference in forgotten)
 
 
 @on_ranks(2)

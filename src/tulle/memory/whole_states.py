@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from tulle.gathered import write_through
 from tulle.memory.ahead import ahead_of
 from tulle.memory.shard import Shard, mark, shard_of
 from tulle.parts import guard, load_part
@@ -129,11 +130,9 @@ def _give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, _: objec
         if prefix + name in state:
             key = prefix + name
             ahead = ahead_of(module._parameters[name])
-            state[key] = (
-                shard.whole(state[key], label=f"state_dict {key}")
-                if ahead is None
-                else ahead.whole(state[key], shard, key)
-            )
+            part = state[key]
+            whole = shard.whole(part, label=f"state_dict {key}") if ahead is None else ahead.whole(part, shard, key)
+            state[key] = write_through(whole, part, shard.part)
 
 
 def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tulle.comm import enter, gather, number_of_all
+from tulle.gathered import write_through
 from tulle.mesh import Axis
 from tulle.parts import Whole, guard, load_part, whole_of
 from tulle.reductions import Reduction
@@ -259,7 +260,8 @@ def _give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, _: objec
             if part.is_meta:  # lives at another stage of a pipeline
                 state[key] = part.new_empty(placement.shape)
             else:
-                state[key] = placement.whole(part, label=f"state_dict {key}")
+                whole = placement.whole(part, label=f"state_dict {key}")
+                state[key] = write_through(whole, part, placement.part)
 
 
 def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:

@@ -1,0 +1,118 @@
+"""`Gathered`: a whole that `state_dict()` made of all ranks' parts; what is written into it this rank's part gets, too.
+
+Of a plain model a state's tensors are the parameters' own memory, and loops rely on it: a moving average goes over
+`zip(average.state_dict().values(), model.state_dict().values())` and writes into the first. Of a model whose parameters
+are shared out, or split over axis `model`, these tensors are copies, and what is written into them would be lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from tulle.parts import meets_parts
+
+
+@meets_parts
+class Gathered(Tensor):
+    """A whole, or a view of one; to torch's functions, to pickle and to `copy.deepcopy` it is a plain tensor."""
+
+    _write_back: Callable[[], None]
+
+    # What `nn.Parameter(whole)` sets, as `load_state_dict(assign=True)` has it: it is to be a parameter like any other.
+    _is_param = cast(
+        "Any", property(lambda _: False, lambda self, _: object.__setattr__(self, "__class__", nn.Parameter))
+    )
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Do as with plain tensors, and give parts what was written."""
+        if not _PLAIN.issuperset(types):
+            return NotImplemented  # parts, and what is still under way, know what they may be given
+        keywords = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            given = [one for one in _tensors([*args, *keywords.values()]) if isinstance(one, Gathered)]
+            before = [one._version for one in given]
+            result = func(*args, **keywords)
+            for one, version in zip(given, before, strict=True):
+                if one._version != version:
+                    one._write_back()
+            for view in _tensors(result if isinstance(result, tuple | list) else [result]):
+                for one in given:
+                    if type(view) is Tensor and _share_memory(one, view):
+                        _become_gathered(view, one._write_back)
+            return result
+
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+        """That of a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return repr(self.as_subclass(Tensor))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A plain tensor of the same numbers."""
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle of a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+_PLAIN = {Gathered, Tensor, nn.Parameter}
+
+
+def write_through(whole: Tensor, part: Tensor, take: Callable[[Tensor], Tensor]) -> Tensor:
+    """Have what is written into a whole, in place, be written into the part that this rank has of it, too.
+
+    Every rank must write the same, as with all that lies on several. Sends nothing.
+
+    Args:
+        whole: A plain tensor, which nobody else has; it is given back.
+        part: What this rank has of it.
+        take: This rank's part of a whole.
+
+    Example:
+        >>> part = torch.zeros(2)
+        >>> whole = write_through(torch.zeros(4), part, lambda whole: whole[:2])
+        >>> whole.add_(1).mul(2)
+        tensor([2., 2., 2., 2.])
+        >>> part
+        tensor([1., 1.])
+    """
+    if whole.is_inference() or whole is part:
+        return whole  # which counts no writes, or is no copy
+    plain = whole.data  # a view would keep whole, which keeps it, for good
+
+    @torch.no_grad()
+    def write_back() -> None:
+        part.copy_(take(plain))
+
+    return _become_gathered(whole, write_back)
+
+
+def _become_gathered(tensor: Tensor, write_back: Callable[[], None]) -> Tensor:
+    object.__setattr__(tensor, "__class__", Gathered)
+    cast("Gathered", tensor)._write_back = write_back
+    return tensor
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among arguments, and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return other.layout == torch.strided and one.untyped_storage()._cdata == other.untyped_storage()._cdata
