@@ -90,11 +90,23 @@ class Readers:
         return _refused_by_optimizer(parameter, optimizers)
 
 
-def placements_of(model: nn.Module, optimizers: Sequence[Optimizer], ranks: int) -> dict[str, tuple[str, ...]]:
-    """How each table of a model can be split over so many ranks, by the name of its parameter."""
-    readers = Readers.of(model)
+def placements_of(
+    model: nn.Module, optimizers: Sequence[Optimizer], ranks: int, *, is_asked: bool = False
+) -> dict[str, tuple[str, ...]]:
+    """How each table of a model can be split over so many ranks, by the name of its parameter.
+
+    Args:
+        model: The model.
+        optimizers: Over its parameters.
+        ranks: How many.
+        is_asked: Also tables of optimizers of which nothing is known, which may look at whole ones (LAMB, Shampoo).
+    """
+    readers, doubted = Readers.of(model), [one for one in optimizers if type(one) not in ELEMENTWISE]
+    unknown = {id(p) for one in doubted for group in one.param_groups for p in group["params"]}
     return {
-        name: tuple(how for how in PLACEMENTS if readers.why_whole(name, optimizers, how, ranks) is None)
+        name: ()
+        if id(model.get_parameter(name)) in unknown and not is_asked
+        else tuple(how for how in PLACEMENTS if readers.why_whole(name, optimizers, how, ranks) is None)
         for name in readers.tables
     }
 

@@ -1,5 +1,7 @@
 """Along axes data, pipe and model at once a model trains as in one process."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from axes_models import batch_of, build, distributed, optimizers, train, worst_difference
@@ -7,6 +9,7 @@ from torch import nn
 
 import tulle
 from ranks import on_ranks
+from tulle.distribute import layers
 from tulle.errors import PlanError
 
 CUBE = {"data": 2, "pipe": 2, "model": 2}
@@ -110,3 +113,19 @@ def test_an_optimizer_that_needs_wholes_is_refused_where_layers_are_split(name):
     optimizer = getattr(torch.optim, name)(model.parameters())
     with pytest.raises(PlanError, match=f"{name} (does not treat every element|looks at all parameters)"):
         tulle.distribute(model, optimizer, tulle.init(model=-1), plan="densify")
+
+
+class Prodigy(torch.optim.SGD):
+    """One of those that look at all gradients at once; tulle does not know it."""
+
+
+@on_ranks(2)
+def test_an_optimizer_that_is_not_known_is_doubted_on_stages():
+    mesh = tulle.init(pipe=-1)
+    for kind in (torch.optim.SGD, Prodigy):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        plan = tulle.Plan(mesh.shape, stages={"0": 0, "1": 1})
+        with patch.object(layers.logger, "warning") as warn:
+            tulle.distribute(model, kind(model.parameters(), lr=0.1), mesh, plan=plan)
+        is_told = kind is Prodigy and mesh.rank == 0
+        assert [call.args[1] for call in warn.call_args_list] == (["Prodigy"] if is_told else [])

@@ -154,6 +154,14 @@ def test_an_optimizer_that_is_not_known_is_doubted_in_the_log():
     assert [call.args[1] for call in warn.call_args_list] == (["Scaled"] if mesh.rank == 0 else [])
 
 
+def test_tables_of_an_optimizer_that_is_not_known_are_split_only_if_asked():
+    model, ways = build("sum", 0), {"table.weight": ("rows", "columns")}
+    known, unknown = SGD(model.parameters(), lr=0.1), Scaled(model.parameters(), lr=0.1)
+    assert placing.placements_of(model, [known], 2) == ways
+    assert placing.placements_of(model, [unknown], 2) == {"table.weight": ()}
+    assert placing.placements_of(model, [unknown], 2, is_asked=True) == ways
+
+
 @on_ranks(2)
 def test_a_tensor_in_the_place_of_a_split_table_is_refused():
     mesh = tulle.init(data=-1)

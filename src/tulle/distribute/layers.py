@@ -54,7 +54,15 @@ def _check_sees_enough(optimizer: Optimizer, split: Mapping[str, Placement], mod
             f"{kind.__name__} looks at all parameters at once, of which a rank has some: the mesh splits the model "
             f"over axis {axes.splitting[0].name!r}. Use an optimizer that steps each by itself, or axis 'data' alone"
         )
-    if name is None or kind in ELEMENTWISE:
+    if kind in ELEMENTWISE:
+        return
+    if name is None:
+        if axes.pipe is not None and not kind.__module__.startswith("torch.optim") and axes.whole.rank == 0:
+            logger.warning(
+                "%s is not known to step each parameter by itself; if it looks at several at once (at the norm of all, "
+                "as Prodigy and LAMB do), it sees those of one stage only: then take another, or a mesh without 'pipe'",
+                kind.__name__,
+            )
         return
     if kind.__module__.startswith("torch.optim"):
         raise PlanError(

@@ -191,7 +191,7 @@ def split_anyway(model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) 
     """The tables that are split by rows whatever it costs, each with the reason."""
     split = {name: "a softmax is computed where its rows lie" for name in outputs_of(model)}
     if is_deferred(model) and axes.pipe is None:  # stages need not be built whole either
-        placements = placements_of(model, optimizers, axes.data.size)
+        placements = placements_of(model, optimizers, axes.data.size, is_asked=True)
         splittable = [name for name, ways in placements.items() if "rows" in ways]
         split = dict.fromkeys(splittable, "the model was built without memory") | split
     return split
