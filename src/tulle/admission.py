@@ -13,7 +13,7 @@ from tulle.engine import engine_of
 from tulle.errors import ModelError
 from tulle.mesh import Mesh
 from tulle.tables import table_modules
-from tulle.traits import attribute_of
+from tulle.traits import attribute_of, has_hooks
 
 O = TypeVar("O", bound=Optimizer | Sequence[Optimizer])  # noqa: E741
 
@@ -30,7 +30,7 @@ def as_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]
     for one in optimizers:
         if not isinstance(one, Optimizer):
             raise ModelError(f"tulle was given a {type(one).__name__} among the optimizers, expected torch.optim's")
-        if not hasattr(one, "_optimizer_load_state_dict_post_hooks"):  # of what Optimizer.__init__ makes
+        if not has_hooks(one):
             raise ModelError(
                 f"{type(one).__name__} is an Optimizer whose __init__ did not call super().__init__, so that its steps "
                 "cannot be followed: call it, or give tulle the optimizer that it wraps and wrap that afterwards"

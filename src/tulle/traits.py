@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SparseAdam
+from torch.optim.optimizer import Optimizer
 
 ELEMENTWISE = (SGD, ASGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, SparseAdam)
 """Optimizers that treat every element by itself, so that a part of a parameter is updated as in the whole."""
@@ -25,6 +26,16 @@ def attribute_of(owner: object, name: str) -> Any:
         return getattr(owner, name, None)
     except Exception:  # `suppress` takes longer than the look-up
         return None
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether `Optimizer.__init__` has run; wrappers that do without have no hooks, or those of steps alone.
+
+    Example:
+        >>> has_hooks(SGD([nn.Parameter(torch.ones(1))])), has_hooks(SGD.__new__(SGD))
+        (True, False)
+    """
+    return hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
 
 
 def makes_weights(module: nn.Module) -> bool:

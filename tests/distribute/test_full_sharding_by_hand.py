@@ -191,6 +191,39 @@ def test_an_optimizer_that_is_made_later_loads_states_of_wholes(how):
         assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
 
 
+class Lookahead(Optimizer):
+    """Half-way back every other step, as a wrapper that makes hooks of steps alone (timm's)."""
+
+    def __init__(self, base):
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self.base, self.param_groups, self.defaults, self.state = base, base.param_groups, base.defaults, {}
+        self.slow, self.steps = [p.detach().clone() for group in base.param_groups for p in group["params"]], 0
+        self._patch_step_function()
+
+    @torch.no_grad()
+    def step(self):
+        self.base.step()
+        self.steps += 1
+        for fast, slow in zip([p for group in self.param_groups for p in group["params"]], self.slow, strict=True):
+            if self.steps % 2 == 0:
+                slow.lerp_(fast, 0.5)
+                fast.copy_(slow)
+
+    def state_dict(self):
+        return self.base.state_dict()
+
+
+@on_ranks(2)
+def test_a_wrapper_without_hooks_may_be_put_around_an_optimizer_afterwards():
+    for shape, memory in (({"data": 2}, Memory()), ({"data": 2}, FULL), ({"model": 2}, Memory())):
+        reference, model, mesh = build("dense words"), build("dense words"), tulle.init(**shape)
+        theirs, ours = (torch.optim.Adagrad(one.parameters(), 0.1) for one in (reference, model))
+        tulle.distribute(model, ours, mesh, plan=planned("dense words", shape, memory))
+        train(model, Lookahead(ours), *((mesh["data"].rank, 2) if "data" in shape else (0, 1)))
+        train(reference, Lookahead(theirs), 0, 1)
+        assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+
+
 def train(model, optimizer, *place):
     """Two steps; copies of the states after them."""
     for step in range(2):

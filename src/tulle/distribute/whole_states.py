@@ -21,6 +21,7 @@ from tulle.mesh import Axis
 from tulle.parts import WHOSE, refuse_to_checkpoint
 from tulle.tables import split_of
 from tulle.tensor_parallel import placements
+from tulle.traits import has_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def take_wholes(model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) -
 
 def take_wholes_later(optimizer: Optimizer) -> None:
     """The same for an optimizer that was made after `distribute`, from its first step on; what it has loaded, too."""
-    if optimizer in _later:
+    if optimizer in _later or not has_hooks(optimizer):  # a wrapper, whose states are those of the one that it wraps
         return
     _later.add(optimizer)
     engines = {engine_of(parameter) for group in optimizer.param_groups for parameter in group["params"]}
