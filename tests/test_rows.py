@@ -113,6 +113,15 @@ def test_one_row_of_odd_strides_keeps_its_values():
     assert tulle.RowSparse(torch.tensor([0]), values, 1).to_sparse_coo().to_dense().tolist() == [[5.0, 4.0]]
 
 
+def test_no_rows_have_memory_of_their_own():
+    # Tables that travel as one are slices of one sum, and torch lets the memory of no rows grow where it adds to them.
+    whole, numbers = torch.arange(8.0).view(4, 2), torch.arange(4)
+    none = tulle.RowSparse.trusted(numbers[:0], whole[:0], 5, is_coalesced=True).to_sparse_coo()
+    none += tulle.RowSparse(torch.tensor([4, 1]), torch.ones(2, 2), 5).to_sparse_coo()
+    assert whole.flatten().tolist() == [*range(8)]
+    assert numbers.tolist() == [*range(4)]
+
+
 def test_a_stored_row_of_zeros_stays_where_a_dense_one_goes():
     dense = torch.tensor([[0.0, 0.0], [0.0, 3.0], [0.0, 0.0]])
     assert tulle.RowSparse.from_tensor(dense).indices.tolist() == [1]

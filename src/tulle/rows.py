@@ -127,9 +127,12 @@ class RowSparse:
     def to_sparse_coo(self) -> Tensor:
         """A sparse COO tensor with one sparse dimension, as `nn.Embedding(sparse=True)` gives to optimizers."""
         # One row of strides (1, 1) counts as contiguous, and torch's to_dense then loses all but its first value.
-        values = self.values.reshape(-1).view(self.values.shape)
+        indices, values = self.indices, self.values.reshape(-1).view(self.values.shape)
+        if not len(indices):
+            # To add to no rows in place, torch lets their memory grow: it must not be where those of another table lie.
+            indices, values = torch.empty_like(indices), torch.empty_like(values)
         return torch.sparse_coo_tensor(
-            self.indices.long().unsqueeze(0),
+            indices.long().unsqueeze(0),
             values,
             self.shape,
             is_coalesced=self.is_coalesced,

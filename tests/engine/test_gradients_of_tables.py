@@ -49,6 +49,19 @@ def test_accumulation_keeps_one_row_for_each_number():
 
 
 @on_ranks(2)
+def test_a_table_of_which_no_rank_looked_up_a_row_leaves_the_gradients_of_its_neighbours_alone():
+    mesh = tulle.init(data=-1)
+    model = nn.ModuleList(nn.Embedding(10, 2, sparse=True) for _ in range(3))
+    tulle.distribute(model, dummy(model), mesh)
+    first, between, last = model
+    for ids in ([], [5, 6]):  # gradients add up
+        others = first(torch.tensor([1, 2])).sum() + last(torch.tensor([3, 4])).sum()
+        (3 * between(torch.tensor(ids, dtype=torch.long)).sum() + others).backward()
+    found = [table.weight.grad.to_dense()[:, 0].tolist() for table in model]
+    assert found == [[0, 2, 2, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 3, 3, 0, 0, 0], [0, 0, 0, 2, 2, 0, 0, 0, 0, 0]]
+
+
+@on_ranks(2)
 def test_a_parameter_that_turns_out_to_get_sparse_gradients_becomes_a_table():
     mesh = tulle.init(data=-1)
 
