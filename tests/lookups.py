@@ -110,6 +110,10 @@ def looks_up(model: nn.Module, share: Share) -> None:
     (model.read(model.words(share.ids)) * share.scale).backward()
 
 
+def looks_up_within_vmap(model: nn.Module, share: Share) -> None:
+    (model.read(torch.func.vmap(model.words)(share.ids)) * share.scale).backward()
+
+
 def looks_up_by_keyword_and_small_numbers(model: nn.Module, share: Share) -> None:
     (model.read(model.words(input=share.ids.int())) * share.scale).backward()
 
@@ -276,6 +280,7 @@ FORESEEN: list[Case] = [
     (Lookups, looks_up),
     (Lookups, looks_up_by_keyword_and_small_numbers),
     (padded, looks_up),
+    (padded, looks_up_within_vmap),
     (bags, looks_up),
     (bags, looks_up_by_offsets),
     (weighted_bags, looks_up_weighted),

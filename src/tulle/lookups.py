@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tulle.tables import TableModule, split_of, table_of
+from tulle.tables import TableModule, split_of, table_of, unwrapped
 
 
 def explain_lookups(model: nn.Module, rank: int) -> None:
@@ -39,6 +39,7 @@ def _explain(
     # Embedding raises the one, EmbeddingBag the other; after a GPU's assertion nothing can be looked at any more.
     if not isinstance(error, IndexError | RuntimeError) or not isinstance(ids, Tensor) or ids.device.type != "cpu":
         return
+    ids = unwrapped(ids)
     outside = ids[(ids < 0) | (ids >= module.num_embeddings)]
     if outside.numel():
         error.add_note(

@@ -170,3 +170,18 @@ def test_a_tensor_in_the_place_of_a_split_table_is_refused():
     averaged = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     with pytest.raises(ModelError, match=r"a tensor of shape \[\d+, 6\] that was put in the place of a split table"):
         torch.func.functional_call(model, averaged, (torch.tensor([[1, 2]]),))
+
+
+@on_ranks(2)
+def test_a_transform_of_torch_func_cannot_look_up_in_a_split_table_and_says_so():
+    mesh = tulle.init(data=-1)
+    model = build("sum", 0)
+    tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan="rows")
+    ids = torch.tensor([[1, 2]])
+    refused = pytest.raises(
+        ModelError, match=r"\(vmap, grad, jacrev, ...\) was to look up in 'table.weight', which is sp"
+    )
+    with refused:
+        torch.func.vmap(model)(ids)
+    with refused:
+        torch.func.grad(lambda scale: (scale * model(ids)).sum())(torch.ones(()))

@@ -43,7 +43,7 @@ from tulle.engine.tables import Observation, TableSettings, compact
 from tulle.engine.ties import Tie
 from tulle.mesh import Axis
 from tulle.sync import Choice
-from tulle.tables import TableModule, table_modules, table_of
+from tulle.tables import TableModule, table_modules, table_of, unwrapped
 from tulle.traits import attribute_of
 
 ENGINE = "_tulle_engine"
@@ -325,7 +325,7 @@ def _looked_up(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str
     engine = None if table is None else engine_of(table)
     ids = arguments[0] if arguments else keywords.get("input")
     if table is not None and engine is not None and module.sparse and torch.is_grad_enabled() and is_ids(ids):
-        engine._looked_up(table, module, ids)
+        engine._looked_up(table, module, unwrapped(ids))
 
 
 def _gradient_comes(late: ref[LateUpdates], gradient: Tensor) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,7 +13,7 @@ from tulle.comm import eager
 from tulle.derived import derived
 from tulle.engine.split_tables import SplitTables
 from tulle.errors import ModelError
-from tulle.tables import TableModule
+from tulle.tables import TableModule, split_of
 
 _RUN_TIME = "_tulle_split_tables"
 
@@ -69,8 +70,24 @@ def adopt(module: TableModule, tables: SplitTables) -> None:
 @eager
 def _look_up(module: SplitEmbedding | SplitEmbeddingBag, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
     """The rows, and where they go: collectives, which no compiler is to trace."""
+    _refuse_transforms(module, ids)
     tables: SplitTables = module.__dict__[_RUN_TIME]
     return tables.look_up(module, ids)
+
+
+def _refuse_transforms(module: SplitEmbedding | SplitEmbeddingBag, ids: Tensor) -> None:
+    """Raise within `torch.func.vmap`, `grad`, `jacrev` and the like, from where no gradient comes to the owners."""
+    functorch = cast("Any", torch._C)._functorch
+    if functorch.maybe_current_level() is None:
+        return
+    is_trained = torch.is_grad_enabled() and module.weight.requires_grad
+    if is_trained or functorch.is_functorch_wrapped_tensor(ids):
+        split = split_of(module.weight)
+        assert split is not None, "only modules of split tables come here"
+        raise ModelError(
+            f"a transform of torch.func (vmap, grad, jacrev, ...) was to look up in {split.name!r}, which is split "
+            "over the ranks: look up in front of it, and give it the rows; or keep the table whole in the plan"
+        )
 
 
 def _no_copy() -> ModelError:

@@ -15,7 +15,7 @@ from tulle.tables.exchange import (
     tell_the_end,
 )
 from tulle.tables.gradient import ShardGradient, step_by_plain_gradients
-from tulle.tables.modules import TableModule, table_modules, table_of
+from tulle.tables.modules import TableModule, table_modules, table_of, unwrapped
 from tulle.tables.part import guard_table
 from tulle.tables.placements import PLACEMENTS, placement_of, split_as
 from tulle.tables.split import ColumnSplit, RowSplit, Split, split_of
@@ -48,4 +48,5 @@ __all__ = [
     "tell",
     "tell_of_gradients",
     "tell_the_end",
+    "unwrapped",
 ]
