@@ -1,5 +1,7 @@
 """Optimizers that look at the loss see that of the whole batch."""
 
+from collections.abc import Callable, Iterable
+
 import pytest
 import torch
 from torch import nn
@@ -39,6 +41,30 @@ def test_a_search_along_a_line_gives_the_numbers_of_one_process():
     found = train(*tulle.distribute(*make(), mesh), rank=mesh.rank, size=mesh.size)
     assert (found - expected).abs().max() < 1e-9  # each step multiplies the rounding of the last
     assert torch.equal(tulle.sync.all_reduce(found, mesh["data"], op="sum"), found * mesh.size)
+
+
+class Silent(torch.optim.Optimizer):
+    """One of a user's, which wants gradients of a closure, and no loss."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[float], None]) -> None:
+        with torch.enable_grad():
+            closure(2.0)
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= parameter.grad
+
+
+@on_ranks(2)
+def test_a_closure_that_is_given_something_and_returns_nothing_does_so():
+    mesh = tulle.init(data=-1)
+    model = nn.Linear(2, 1)
+    model, optimizer = tulle.distribute(model, Silent(model.parameters()), mesh)
+    before = model.bias.item()
+    optimizer.step(lambda factor: (factor * model(torch.ones(1, 2)).sum()).backward())
+    assert model.bias.item() == pytest.approx(before - 2.0)
 
 
 @on_ranks(2)

@@ -17,7 +17,7 @@ Closure = Callable[..., Any]
 
 
 def share_losses(optimizer: Optimizer, axis: Axis) -> None:
-    """Have closures that an optimizer is given return the mean of all ranks' losses.
+    """Have closures that an optimizer is given return the mean of all ranks' losses, and none where they return none.
 
     LBFGS ends its iterations, and searches along a line, by the loss. By a loss of its own each rank would end
     elsewhere, with other parameters, or hang.
@@ -37,7 +37,8 @@ def _share(
 
 def _shared(closure: Closure, axis: Axis) -> Closure:
     @wraps(closure)
-    def mean() -> Tensor:
-        return all_reduce(torch.as_tensor(closure(), device=axis.device).detach(), axis)
+    def mean(*arguments: Any, **keywords: Any) -> Tensor | None:
+        loss = closure(*arguments, **keywords)
+        return None if loss is None else all_reduce(torch.as_tensor(loss, device=axis.device).detach(), axis)
 
     return mean
