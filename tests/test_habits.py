@@ -132,6 +132,20 @@ def test_the_parts_of_another_rank_are_not_taken_for_ones_own(memory, tmp_path):
 
 
 @on_ranks(2)
+def test_an_optimizer_of_two_models_takes_its_own_state_again():
+    mesh = tulle.init(data=-1)
+    table, layer = nn.Embedding(10, 4), nn.Linear(4, 1)
+    for model, plan in ((table, "rows"), (layer, "auto")):
+        tulle.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh, plan=plan)
+    both = torch.optim.Adam([*table.parameters(), *layer.parameters()], lr=0.1)
+    layer(table(torch.tensor([1, 2]))).sum().backward()
+    both.step()
+    kept = copy.deepcopy(both.state_dict())
+    both.load_state_dict(kept)
+    assert torch.equal(both.state_dict()["state"][0]["exp_avg"], kept["state"][0]["exp_avg"])
+
+
+@on_ranks(2)
 def test_a_plain_state_loads_into_a_softmax_whose_rows_are_split():
     mesh = tulle.init(data=-1)
     layer = nn.ModuleDict({"out": tulle.ShardedSoftmax(WORDS, WIDTH, bias=True)})

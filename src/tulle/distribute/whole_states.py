@@ -50,7 +50,7 @@ def take_wholes(model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) -
     if axes.pipe is not None:
         model.register_state_dict_post_hook(_refuse_stages)
     for optimizer in optimizers:
-        _watch(optimizer, cuts, axes)
+        _watch(optimizer, cuts, axes.pipe)
 
 
 def take_wholes_later(optimizer: Optimizer) -> None:
@@ -60,18 +60,22 @@ def take_wholes_later(optimizer: Optimizer) -> None:
     _later.add(optimizer)
     engines = {engine_of(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     models = [engine.model.whole for engine in engines if engine is not None and isinstance(engine.model, Held)]
-    for cuts, axes in ((_cuts_of(model), axes) for model in models if (axes := axes_of(model)) is not None):
-        for parameter, entries in [*optimizer.state.items()]:
-            if parameter.is_meta:
-                del optimizer.state[parameter]
-            for key, value in entries.items():
-                entries[key] = _part(value, cuts.get(parameter, {}))
-        _watch(optimizer, cuts, axes)
+    found = [(model, axes) for model in models if (axes := axes_of(model)) is not None]
+    if not found:
+        return
+    # Of all its models at once: each alone would take the parts of the others for those of another rank.
+    cuts = {parameter: some for model, _ in found for parameter, some in _cuts_of(model).items()}
+    for parameter, entries in [*optimizer.state.items()]:
+        if parameter.is_meta:
+            del optimizer.state[parameter]
+        for key, value in entries.items():
+            entries[key] = _part(value, cuts.get(parameter, {}))
+    _watch(optimizer, cuts, next((axes.pipe for _, axes in found if axes.pipe is not None), None))
 
 
-def _watch(optimizer: Optimizer, cuts: Mapping[Tensor, Cuts], axes: Axes) -> None:
-    optimizer.register_load_state_dict_pre_hook(partial(_take_parts, cuts, axes))
-    optimizer.register_state_dict_post_hook(partial(_say_whose, cuts, axes))
+def _watch(optimizer: Optimizer, cuts: Mapping[Tensor, Cuts], pipe: Axis | None) -> None:
+    optimizer.register_load_state_dict_pre_hook(partial(_take_parts, cuts, pipe))
+    optimizer.register_state_dict_post_hook(partial(_say_whose, cuts, pipe))
 
 
 def _cuts_of(model: nn.Module) -> dict[Tensor, Cuts]:
@@ -87,19 +91,19 @@ def _cuts_of(model: nn.Module) -> dict[Tensor, Cuts]:
     return {**cuts}
 
 
-def _whose(cuts: Mapping[Tensor, Cuts], axes: Axes, optimizer: Optimizer) -> str:
+def _whose(cuts: Mapping[Tensor, Cuts], pipe: Axis | None, optimizer: Optimizer) -> str:
     """Which parts this rank has of what an optimizer steps: its place along all axes over which that lies; or none."""
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     found = {cut.axis.name: cut.axis for parameter in stepped for cut in cuts.get(parameter, {}).values()}
-    if axes.pipe is not None and any(parameter.is_meta for parameter in stepped):
-        found[axes.pipe.name] = axes.pipe
+    if pipe is not None and any(parameter.is_meta for parameter in stepped):
+        found[pipe.name] = pipe
     return " and ".join(f"rank {axis.rank} of {axis.size} of axis {name!r}" for name, axis in sorted(found.items()))
 
 
 def _say_whose(
-    cuts: Mapping[Tensor, Cuts], axes: Axes, optimizer: Optimizer, state: dict[str, Any]
+    cuts: Mapping[Tensor, Cuts], pipe: Axis | None, optimizer: Optimizer, state: dict[str, Any]
 ) -> dict[str, Any] | None:
-    whose = _whose(cuts, axes, optimizer)
+    whose = _whose(cuts, pipe, optimizer)
     if whose:
         refuse_to_checkpoint(f"the state of an optimizer ({type(optimizer).__name__}) that has the parts of {whose}")
     return {**state, WHOSE: whose} if whose else None
@@ -110,8 +114,10 @@ def _refuse_stages(model: nn.Module, state: dict[str, Any], *_: object) -> None:
         refuse_to_checkpoint(f"the state of a {type(model).__name__}, of whose stages each rank has its own")
 
 
-def _take_parts(cuts: Mapping[Tensor, Cuts], axes: Axes, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    whose, own = state.get(WHOSE), _whose(cuts, axes, optimizer)
+def _take_parts(
+    cuts: Mapping[Tensor, Cuts], pipe: Axis | None, optimizer: Optimizer, state: dict[str, Any]
+) -> dict[str, Any]:
+    whose, own = state.get(WHOSE), _whose(cuts, pipe, optimizer)
     if whose is not None and whose != own:
         raise CheckpointError(
             f"a state of {type(optimizer).__name__} has the parts of {whose}, and this is {own or 'a rank of wholes'}: "
