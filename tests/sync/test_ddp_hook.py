@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,6 +14,7 @@ from ranks import on_ranks
 from tulle.comm import gather_values
 from tulle.errors import PlanError
 from tulle.sync import DDPState, Packet
+from tulle.sync.ddp_hook import _state_of
 from tulle.sync.persistent import PersistentAllReduce
 
 ROWS = 200
@@ -108,3 +110,13 @@ def test_states_of_two_models_on_one_axis_share_a_thread_so_that_their_exchanges
                 for parameter, gradient in zip(model.parameters(), expected(axis.size, step), strict=True):
                     torch.testing.assert_close(parameter.grad.to_dense(), gradient, rtol=1e-12, atol=1e-14)
     assert len(threads) == 1
+
+
+def test_a_process_group_that_was_destroyed_leaves_no_thread_behind():
+    for _ in range(3):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        gradient = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.ones(1, 4), (10, 4))
+        _state_of(None).start(torch.zeros(10, 4), gradient).wait()
+        dist.destroy_process_group()
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("tulle ddp_hook") <= 2, "one may be about to end"

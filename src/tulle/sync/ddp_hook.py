@@ -146,6 +146,8 @@ def _state_of(state: DDPState | Axis | Mesh | dist.ProcessGroup | None) -> DDPSt
         state = state["data"]
     group = state.group if isinstance(state, Axis) else (state or dist.group.WORLD)
     if group not in _states:
+        for destroyed in _states.keys() - dist.distributed_c10d._world.pg_map.keys():
+            del _states[destroyed]  # and with it threads and connections
         _states[group] = DDPState(state)
     return _states[group]
 
