@@ -129,6 +129,15 @@ def test_a_stored_row_of_zeros_stays_where_a_dense_one_goes():
     assert tulle.RowSparse.from_tensor(stored).indices.tolist() == [0, 1]
 
 
+def test_a_tensor_of_two_sparse_dimensions_gives_whole_rows():
+    elements = torch.sparse_coo_tensor(torch.tensor([[3, 1, 3, 3], [0, 1, 1, 0]]), torch.tensor([1.0, 0, 2, 4]), (5, 2))
+    rows = tulle.RowSparse.from_tensor(elements)
+    assert rows.is_coalesced
+    assert rows.indices.tolist() == [1, 3], "what is stored stays, zeros too"
+    assert rows.values.tolist() == [[0, 0], [5, 2]]
+    assert len(tulle.RowSparse.from_tensor(torch.zeros(3, 2).to_sparse()).indices) == 0
+
+
 def test_a_row_of_nan_is_a_row():
     dense = torch.tensor([[0.0], [float("nan")]])
     assert tulle.RowSparse.from_tensor(dense).indices.tolist() == [1]
@@ -204,7 +213,7 @@ def test_the_first_and_the_last_row_are_in_range():
     ("tensor", "text"),
     [
         (torch.ones(3), r"a tensor of shape \(3,\), expected \[num_rows, width\]: reshape it"),
-        (torch.eye(3).to_sparse(), "a torch.sparse_coo tensor with sparse_dim 2, expected a dense one or sparse COO"),
+        ([[1.0]], "was given a list, expected a tensor"),
         (torch.eye(3).to_mkldnn(), r"a torch._mkldnn tensor, expected .*: convert it with tensor.to_dense\(\)"),
     ],
 )

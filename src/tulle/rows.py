@@ -54,13 +54,14 @@ class RowSparse:
 
     @staticmethod
     def from_tensor(tensor: Tensor) -> RowSparse:
-        """Take the rows of a sparse COO tensor (`sparse_dim` 1), or the rows that are not all zero of a dense one.
+        """Take the rows that a sparse COO tensor stores, or the rows that are not all zero of a dense one.
 
         A stored row of a COO tensor stays stored even where its values are zero: an optimizer with momentum
         treats a touched row and an untouched one differently.
 
         Args:
-            tensor: `[num_rows, width]`, COO with one sparse dimension (as `nn.Embedding(sparse=True)` yields) or dense.
+            tensor: `[num_rows, width]`, dense, or sparse COO with one sparse dimension (as `nn.Embedding(sparse=True)`
+                yields) or two (as `tensor.to_sparse()` yields: rows that it stores anything of are stored whole).
 
         Raises:
             GradientError: If the tensor is neither.
@@ -69,6 +70,8 @@ class RowSparse:
             >>> RowSparse.from_tensor(torch.tensor([[0.0, 0.0], [3.0, 0.0]])).indices.tolist()
             [1]
         """
+        if not isinstance(tensor, torch.Tensor):
+            raise GradientError(f"RowSparse.from_tensor was given a {type(tensor).__name__}, expected a tensor")
         if tensor.dim() != 2:
             raise GradientError(
                 f"RowSparse.from_tensor was given a tensor of shape {tuple(tensor.shape)}, expected [num_rows, width]: "
@@ -77,12 +80,17 @@ class RowSparse:
         if tensor.layout == torch.strided:
             indices = (tensor != 0).any(dim=1).nonzero().squeeze(1)
             return RowSparse.trusted(indices, tensor.index_select(0, indices), tensor.shape[0], is_coalesced=True)
-        if tensor.layout != torch.sparse_coo or tensor.sparse_dim() != 1:
-            sparse_dim = f" with sparse_dim {tensor.sparse_dim()}" if tensor.layout == torch.sparse_coo else ""
+        if tensor.layout != torch.sparse_coo:
             raise GradientError(
-                f"RowSparse.from_tensor was given a {tensor.layout} tensor{sparse_dim}, expected a dense one "
-                "or sparse COO with sparse_dim 1: convert it with tensor.to_dense()"
+                f"RowSparse.from_tensor was given a {tensor.layout} tensor, expected a dense one or sparse COO: "
+                "convert it with tensor.to_dense()"
             )
+        if tensor.sparse_dim() == 2:
+            rows, columns = tensor._indices()
+            indices, places = rows.unique(return_inverse=True)
+            values = tensor._values().new_zeros(len(indices), tensor.shape[1])
+            values = values.index_put((places, columns), tensor._values(), accumulate=True)
+            return RowSparse.trusted(indices, values, tensor.shape[0], is_coalesced=True)
         return RowSparse.trusted(
             tensor._indices()[0], tensor._values(), tensor.shape[0], is_coalesced=tensor.is_coalesced()
         )

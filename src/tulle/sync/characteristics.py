@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import overload
 
@@ -30,10 +30,10 @@ def characteristics(grads: Grad, axis: Axis) -> Characteristics: ...
 @overload
 def characteristics(grads: Mapping[str, Grad], axis: Axis) -> dict[str, Characteristics]: ...
 @overload
-def characteristics(grads: Sequence[Grad], axis: Axis) -> list[Characteristics]: ...
+def characteristics(grads: Iterable[Grad], axis: Axis) -> list[Characteristics]: ...
 @torch.no_grad()
 def characteristics(
-    grads: Grad | Sequence[Grad] | Mapping[str, Grad], axis: Axis
+    grads: Grad | Iterable[Grad] | Mapping[str, Grad], axis: Axis
 ) -> Characteristics | list[Characteristics] | dict[str, Characteristics]:
     """Measure density, overlap, densification and skewness of gradients. Every rank of the axis must call it.
 
@@ -47,8 +47,8 @@ def characteristics(
     Row numbers travel, values do not. A table of which a rank holds more than 131,072 rows is sampled.
 
     Args:
-        grads: This rank's gradient of one table (`RowSparse`, sparse COO with `sparse_dim` 1, or dense, of which the
-            rows that are not all zero count), or several in a sequence or a mapping, alike on all ranks.
+        grads: This rank's gradient of one table (`RowSparse`, sparse COO, or dense, of which the rows that are not all
+            zero count), or several in an iterable or a mapping, alike on all ranks.
         axis: Whose ranks take part.
 
     Returns:
@@ -69,8 +69,8 @@ def characteristics(
     check_axis(axis, by="tulle.sync.characteristics")
     if isinstance(grads, Mapping):
         return dict(zip(grads, _measure([*grads.values()], axis, [*grads]), strict=True))
-    if isinstance(grads, Sequence):
-        return _measure(grads, axis)
+    if isinstance(grads, Iterable) and not isinstance(grads, Tensor):
+        return _measure([*grads], axis)
     return _measure([grads], axis)[0]
 
 
