@@ -87,6 +87,16 @@ def test_a_scheme_that_does_not_exist_is_told_when_the_state_is_made():
 
 
 @on_ranks(2)
+def test_what_is_no_state_is_told():
+    tulle.init(data=-1)
+    for state in ("balanced", {"scheme": "balanced"}):
+        model = DistributedDataParallel(Reader())
+        model.register_comm_hook(state, tulle.sync.ddp_hook)
+        with pytest.raises(Exception, match=r"was given the state .*balanced.*, expected None, the axis or"):
+            model(torch.arange(3)).backward()
+
+
+@on_ranks(2)
 def test_states_of_two_models_on_one_axis_share_a_thread_so_that_their_exchanges_keep_one_order(monkeypatch):
     axis = tulle.init(data=-1)["data"]
     threads: set[int] = set()

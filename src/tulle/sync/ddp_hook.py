@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tulle.comm import BackgroundThread, lane
+from tulle.errors import GradientError
 from tulle.mesh import Axis, Mesh, axis_of
 from tulle.sync.persistent import PersistentAllReduce, means_in_packet
 from tulle.sync.schemes import AUTO, check_scheme
@@ -101,6 +102,9 @@ def ddp_hook(
             DDP uses, or a `DDPState` with a scheme or a `wire_dtype`.
         bucket: What DDP gives.
 
+    Raises:
+        GradientError: In backward, if the state is none of these.
+
     Example:
         >>> import torch, tulle
         >>> from torch.nn.parallel import DistributedDataParallel
@@ -144,6 +148,11 @@ def _state_of(state: DDPState | Axis | Mesh | dist.ProcessGroup | None) -> DDPSt
         return state
     if isinstance(state, Mesh):
         state = state["data"]
+    if not isinstance(state, Axis | dist.ProcessGroup | None):
+        raise GradientError(
+            f"tulle.sync.ddp_hook was given the state {state!r}, expected None, the axis or process group that DDP "
+            "uses, or a tulle.sync.DDPState: register_comm_hook(DDPState(scheme='balanced'), ddp_hook), say"
+        )
     group = state.group if isinstance(state, Axis) else (state or dist.group.WORLD)
     if group not in _states:
         for destroyed in _states.keys() - dist.distributed_c10d._world.pg_map.keys():
