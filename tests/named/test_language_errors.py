@@ -7,7 +7,7 @@ import tulle
 from ranks import on_ranks
 from tulle import named as tn
 from tulle.comm import traffic
-from tulle.errors import ModelError, PlanError
+from tulle.errors import MeshError, ModelError, PlanError
 from tulle.named import layers
 
 batch, length, memory, d, heads, d_kv = tn.dims(batch=4, length=6, memory_length=6, d_model=8, heads=4, d_kv=2)
@@ -21,6 +21,9 @@ class Declared(tn.Module):
     def __init__(self):
         super().__init__()
         self.weight = tn.param(d, heads)
+
+    def forward(self, x):
+        return x.dot(self.weight, d)
 
 
 def refused(kind, text, action):
@@ -125,6 +128,15 @@ def test_a_parameter_must_be_initialized_where_it_is_used():
         (lambda: ones(batch, length).rename(length=d), "rename of length=6 to d_model=8 changes the size"),
         (lambda: ones(length, memory).rename(length=memory), "has one name twice"),
         (lambda: tn.einsum(ones(batch), out=(batch, d)), "einsum is to give dimension d_model=8, which no input has"),
+        (lambda: tn.einsum(ones(d), out=batch), "einsum is to give dimension batch=4, which no input has"),
+        (lambda: tn.to_torch(torch.ones(3)), "to_torch was given a Tensor, expected a tensor of named dimensions"),
+        (lambda: tn.explain(Declared(), ones(d), 4, ""), "explain was given 4 as mesh, expected what tulle.init"),
+        (lambda: tn.explain(Declared(), ones(d), {"data": "2"}, ""), "with data='2', expected a positive number"),
+        (
+            lambda: tn.best_layout(Declared(), ones(d), "4"),
+            "best_layout was given '4' as mesh, expected",
+        ),
+        (lambda: tn.best_layout(Declared(), ones(d), 0), "with ranks=0, expected a positive number of ranks"),
         (lambda: tn.from_torch(torch.ones(4, 5), (batch, d)), "of shape (4, 5) for dimensions (batch=4, d_model=8)"),
         (lambda: tn.from_local(torch.ones(3), batch), "a part of shape (3,) of dimensions (batch=4), expected (4,)"),
         (lambda: ones(batch).backward(), "backward was called on a tensor with dimensions (batch=4)"),
@@ -211,7 +223,7 @@ def test_a_parameter_must_be_initialized_where_it_is_used():
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(action, text):
-    with pytest.raises((ModelError, PlanError)) as caught:
+    with pytest.raises((MeshError, ModelError, PlanError)) as caught:
         action()
     assert text in str(caught.value)
 
@@ -266,3 +278,20 @@ def test_dimensions_that_were_made_directly_are_declared_too():
     tn.Layout("rows_of_mary:data").check_spelling(["data"])
     with pytest.raises(PlanError, match="'rows_of_marx', which is not there, but 'rows_of_mary' is"):
         tn.Layout("rows_of_marx:data").check_spelling(["data"])
+
+
+class Bare(tn.Module):
+    def __init__(self):
+        self.weight, self.plain = tn.param(d, heads), torch.nn.Linear(2, 2)
+
+
+class Early(Declared):
+    def __init__(self):
+        self.first, self.plain = tn.param(d), torch.nn.Linear(2, 2)
+        super().__init__()
+
+
+def test_attributes_stay_wherever_the_constructor_of_the_base_is_called_if_at_all():
+    for model, names in [(Bare().init(), {"weight"}), (Early().init(), {"first", "weight"})]:
+        assert {name for name, _ in model.named_parameters()} == names | {"plain.weight", "plain.bias"}
+        assert str(model.weight) == "Parameter weight(d_model=8, heads=4; float32)"

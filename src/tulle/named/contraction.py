@@ -23,7 +23,7 @@ class Plan:
 
     def __init__(self, scope: Scope, inputs: Sequence[Dims], out: Dims) -> None:
         self.dims, self.out = united(*inputs), out
-        for dim in united(out, self.dims)[len(self.dims) :]:
+        for dim in united(self.dims, out)[len(self.dims) :]:
             raise ModelError(f"einsum is to give dimension {dim!r}, which no input has: they have {spelled(self.dims)}")
         check_once(out, "einsum to")
         split = scope.axes(self.dims, "einsum over")

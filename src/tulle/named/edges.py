@@ -65,7 +65,12 @@ def to_torch(tensor: Placed) -> torch.Tensor:
     """The whole tensor on every rank, its dimensions in the order of `tensor.dims`. Every rank must call it.
 
     Gradients flow back: every rank's gradient of the whole must be the same.
+
+    Raises:
+        ModelError: If it has no named dimensions.
     """
+    if not isinstance(tensor, Placed):
+        raise ModelError(f"to_torch was given a {type(tensor).__name__}, expected a tensor of named dimensions")
     whole = tensor.local
     for place, dim in enumerate(tensor.dims):
         for axis in reversed(tensor.scope.axes_of(dim)):

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tulle.cost import all_reduce_cost, exchange_cost
-from tulle.errors import ModelError
+from tulle.errors import MeshError, ModelError
 from tulle.live import LiveBytes
 from tulle.mesh import Mesh
 from tulle.named.dims import Chosen, Dims, Layout
@@ -132,8 +132,9 @@ def explain(
     Raises:
         PlanError: If the layout is not legal for the model.
         ModelError: If the model does not give a named tensor.
+        MeshError: If the mesh is none, or a size is not positive.
     """
-    wire = PlannedWire(mesh.shape if isinstance(mesh, Mesh) else dict(mesh))
+    wire = PlannedWire(sizes_of(mesh, "explain"))
     scope = Scope(wire, Layout.of(layout))
     ledger = Ledger()
     wire.ledger = ledger
@@ -155,6 +156,21 @@ def explain(
         state_bytes,
         parameter_bytes + state_bytes + live.peak_bytes,
     )
+
+
+def sizes_of(mesh: Sizes, by: str) -> dict[str, int]:
+    """How many ranks each axis has.
+
+    Raises:
+        MeshError: If it is no mesh, or a size is not positive.
+    """
+    sizes = mesh.shape if isinstance(mesh, Mesh) else mesh
+    if not isinstance(sizes, Mapping):
+        raise MeshError(f"{by} was given {mesh!r} as mesh, expected what tulle.init returns, or sizes of axes by name")
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise MeshError(f"{by} was given a mesh with {name}={size!r}, expected a positive number of ranks")
+    return dict(sizes)
 
 
 def step(model: nn.Module, sample: object, ledger: Ledger | None, parameters: list[nn.Parameter]) -> Tensor:

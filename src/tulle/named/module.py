@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ class _Declared(Scope):
 
 
 _DECLARED = _Declared(None, Layout())
+_REGISTERS = ("_parameters", "_buffers", "_modules")
+"""Of an `nn.Module`, by name."""
 
 
 class Parameter(Tensor):
@@ -164,6 +166,18 @@ class Module(nn.Module):
         >>> Inner().init(seed=0)(tn.from_torch(torch.ones(4), (d_model,)))
         Tensor(d_ff=16; float32)
     """
+
+    def __new__(cls, *_arguments: object, **_keywords: object) -> Self:
+        """Ready for attributes, also where a subclass' `__init__` leaves `super().__init__()` out."""
+        module = super().__new__(cls)
+        nn.Module.__init__(module)
+        return module
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        before = [dict(vars(self)[register]) for register in _REGISTERS]
+        super().__init__(*arguments, **keywords)  # begins with empty registers
+        for register, held in zip(_REGISTERS, before, strict=True):
+            vars(self)[register].update(held)
 
     def __setattr__(self, name: str, value: Any) -> None:
         named: dict[str, Parameter] = vars(self).setdefault("_named", {})

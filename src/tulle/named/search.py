@@ -19,7 +19,7 @@ from torch import nn
 from tulle.errors import PlanError
 from tulle.mesh import Mesh
 from tulle.named.dims import Dim, Layout
-from tulle.named.explain import Explanation, explain
+from tulle.named.explain import Explanation, explain, sizes_of
 from tulle.named.price import Axes, Choice, Held, Price, Pricing, Problem, dims_of, record
 from tulle.named.rates import ASSUMED, Rates, measured
 from tulle.named.trace import Step
@@ -105,6 +105,7 @@ def best_layout(
     Raises:
         PlanError: If no layout fits in memory.
         ModelError: If the model does not give a named tensor.
+        MeshError: If it is given neither a mesh nor a positive number of ranks.
 
     Example:
         >>> import torch
@@ -117,6 +118,8 @@ def best_layout(
         >>> best_layout(model, x, 8).layout
         Layout('d_ff:a')
     """
+    if isinstance(mesh_or_ranks, int):
+        sizes_of({"ranks": mesh_or_ranks}, "best_layout")
     problem = record(model, sample)
     if rates is None:
         is_mesh = isinstance(mesh_or_ranks, Mesh)
@@ -147,7 +150,7 @@ def search_shapes(
     if isinstance(mesh_or_ranks, int):
         shapes = list(arrangements(mesh_or_ranks))
     else:
-        shapes = [mesh_or_ranks.shape if isinstance(mesh_or_ranks, Mesh) else dict(mesh_or_ranks)]
+        shapes = [sizes_of(mesh_or_ranks, "best_layout")]
     kept: list[Found] = []
     for sizes in shapes:
         Search(
