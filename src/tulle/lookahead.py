@@ -78,9 +78,10 @@ def lookahead(loader: Iterable[T], *, ids: Ids | None = None) -> Lookahead[T]:
     Args:
         loader: Any iterable of batches, a `DataLoader` say. One batch more than usual is held.
         ids: What a batch looks up, if it is not as it lies in the batch: a function from the batch to the ids by table
-            (the name of the parameter, `"words.weight"`, or of the module, `"words"`), or a mapping from table to the
-            key of the batch. More ids than are looked up do no harm. Default: learned in the first two steps from what
-            the model's lookups are given, if these are tensors of the batch or parts of them.
+            (the name of the parameter, `"words.weight"`, or of the module, `"words"`; of the only table the ids alone),
+            or a mapping from table to the key of the batch. More ids than are looked up do no harm. Default: learned in
+            the first two steps from what the model's lookups are given, if these are tensors of the batch or parts of
+            them.
 
     Raises:
         DataError: If `loader` cannot be iterated over; before a rank's last batch, if another has more, and rows are

@@ -139,6 +139,18 @@ def test_a_key_that_the_batch_has_not_is_named():
         ModelError, match="given 'user' as the key of the ids of 'table', and the batch has users, items"
     ):
         next(iter(tulle.lookahead([{"users": torch.tensor([1]), "items": torch.tensor([2])}], ids={"table": "user"})))
+    with pytest.raises(ModelError, match="as ids gave a list, expected the ids of each table; the tables"):
+        next(iter(tulle.lookahead([torch.tensor([1])], ids=lambda batch: [batch])))
+
+
+@on_ranks(2)
+def test_the_ids_of_the_only_table_need_no_name():
+    mesh = tulle.init(data=-1)
+    model = Lookup(nn.Embedding(ROWS, WIDTH))
+    model, _ = tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan="rows")
+    batches = iter(tulle.lookahead([torch.arange(8).view(2, 4)] * 2, ids=lambda batch: batch[:1]))
+    with pytest.raises(ModelError, match="asks for rows that were not told ahead"):  # so it is what was told
+        model(next(batches))
 
 
 class Scaled(SGD):

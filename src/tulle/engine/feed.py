@@ -124,6 +124,14 @@ class Feed:
         numbers = {table.name: table.number for table in self._tables.values()}
         numbers |= {name.removesuffix(".weight"): number for name, number in numbers.items()}
         given = ids_of(batch)
+        if isinstance(given, Tensor) and len(self._tables) == 1:
+            given = {table.name: given for table in self._tables.values()}
+        if not isinstance(given, Mapping):
+            known = ", ".join(table.name for table in self._tables.values()) or "none"
+            raise ModelError(
+                f"the function that tulle.lookahead was given as ids gave a {type(given).__name__}, expected the "
+                f"ids of each table; the tables whose rows can travel ahead are: {known}"
+            )
         for name in given:
             if name not in numbers:
                 known = ", ".join(table.name for table in self._tables.values()) or "none"
