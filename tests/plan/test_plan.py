@@ -7,6 +7,7 @@ import re
 from dataclasses import fields, replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -207,6 +208,26 @@ def test_a_single_name_stands_for_a_list_of_it():
     )
     with pytest.raises(TypeError, match="tulle was given 3, expected names, or one"):
         Memory(recompute=3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"memory": {"full_shard": True}}, "memory={'full_shard': True}, expected a tulle.Memory"),
+        ({"tables": {"words.weight": "rows"}}, "expected a tuple of TablePlan"),
+        ({"mesh": [4]}, "expected sizes of axes by name"),
+        ({"memory": Memory(precision="float8")}, "the plan has the precision 'float8'"),
+        ({"wire_dtype": "int3"}, "unknown wire_dtype 'int3'"),
+    ],
+)
+def test_what_is_no_plan_is_not_written(wrong, text, tmp_path):
+    with pytest.raises(PlanError, match=text):
+        Plan(**{"mesh": {"data": 2}, **wrong}).save(tmp_path / "plan.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dtype_of_torch_stands_for_its_name():
+    assert Plan({"data": 2}, wire_dtype=torch.bfloat16) == Plan({"data": 2}, wire_dtype="bfloat16")
 
 
 def test_plans_say_what_differs():

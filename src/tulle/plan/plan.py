@@ -10,6 +10,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any
 
+import torch
+
 from tulle.cost import Network
 from tulle.entries import Entries
 from tulle.errors import PlanError
@@ -99,6 +101,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensor_parallel", as_names(self.tensor_parallel))
+        if isinstance(self.wire_dtype, torch.dtype):  # JSON knows names only
+            object.__setattr__(self, "wire_dtype", str(self.wire_dtype).removeprefix("torch."))
         for name in ("tables", "offers"):
             if isinstance(given := getattr(self, name), list):  # a tuple has a hash
                 object.__setattr__(self, name, tuple(given))
@@ -163,7 +167,11 @@ class Plan:
         Args:
             path: The file.
             profile: That of what it was made from, so that `tulle simulate` finds it.
+
+        Raises:
+            PlanError: Naming what no plan can have; nothing is written then.
         """
+        self.check_values()
         target = Path(path)
         named = {} if profile is None else {"profile": os.path.relpath(profile, target.parent)}
         write_whole(target, json.dumps(self.to_json() | named, indent=2) + "\n")
@@ -276,6 +284,7 @@ class Plan:
             _stage(stage, name)
         _one_of(SCHEDULES, self.schedule, "schedule")
         _one_of(PIPELINE_SCHEDULES, self.pipeline_schedule, "pipeline_schedule")
+        as_wire_dtype(self.wire_dtype)
         self.memory.checked()
 
     def check(
