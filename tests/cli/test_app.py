@@ -37,6 +37,13 @@ def test_help_has_an_example_and_the_exit_codes(command, example, capsys):
     )
 
 
+@pytest.mark.parametrize("command", ["run", "report", "doctor", "profile", "plan", "explain", "simulate"])
+def test_help_names_each_option_whole_on_a_narrow_screen(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([command, "--help"]) == 0
+    assert "…" not in capsys.readouterr().out
+
+
 def test_help_of_run_tells_of_torchrun(capsys):
     assert main(["run", "--help"]) == 0
     text = capsys.readouterr().out
@@ -54,6 +61,7 @@ def test_the_version_is_that_of_the_package(capsys):
     ("words", "message"),
     [
         (["run", "no-such.py"], "the script no-such.py is not there"),
+        (["run", "."], ". is a folder without a __main__.py, expected a script"),
         (["run", "-m", "no_such.module"], "there is no module 'no_such'"),
         (["run"], "no script was given, expected tulle run [OPTIONS] SCRIPT [ARGUMENTS]..."),
         (["profile"], "no script was given, expected tulle profile [OPTIONS] SCRIPT [ARGUMENTS]..."),

@@ -131,6 +131,8 @@ def _check_target(torchrun: Namespace) -> None:
             f"the script {target} is not there (looked in {os.getcwd()}): check the path, "
             "or write -m before the name of a module"
         )
+    elif os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
+        raise UsageError(f"{target} is a folder without a __main__.py, expected a script")
     elif target.endswith(".ipynb"):
         raise UsageError(f"{target} is a notebook, expected a script: jupyter nbconvert --to script {target} makes one")
 

@@ -34,12 +34,14 @@ ProfileFile = Annotated[
 InsideBandwidth = Annotated[str | None, typer.Option(metavar="RATE", help="From one rank to others of its host.")]
 Sweep = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME=A,B,...", help="Over hosts, processes-per-host, bandwidth or latency; repeatable."),
+    typer.Option(metavar="NAME=A,B", help="hosts=1,4,25, say, or of processes-per-host, bandwidth, latency."),
 ]
 NoiseOption = Annotated[
     float | None, typer.Option(metavar="C", min=0, help="Coefficient of variation of a rank's computation: 0.05.")
 ]
-StragglersOption = Annotated[str | None, typer.Option(metavar="SHARE:FACTOR", help="Ranks that are slow: 0.01:1.5.")]
+StragglersOption = Annotated[
+    str | None, typer.Option(metavar="SHARE:BY", help="Share of slow ranks, and by what factor: 0.01:1.5.")
+]
 Steps = Annotated[int, typer.Option(metavar="N", min=1, help="Steps that are simulated with noise.")]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Of noise and stragglers.")]
 Batch = Annotated[
