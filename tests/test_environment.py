@@ -55,6 +55,12 @@ def test_a_variable_that_is_no_number_is_named(name, value):
         detect(TORCHRUN | {name: value})
 
 
+@pytest.mark.parametrize("rank", ["8", "-1"])
+def test_a_rank_beyond_the_world_is_refused_before_anybody_waits_for_it(rank):
+    with pytest.raises(MeshError, match=f"has RANK={rank} and WORLD_SIZE=8, expected ranks from 0"):
+        detect(TORCHRUN | {"RANK": rank})
+
+
 def test_slurms_variables_are_read():
     assert detect(SLURM) == Launch("slurm", 5, 8, 1, 4, "gpu04", 20_000 + 3456)
 

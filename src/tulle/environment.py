@@ -59,11 +59,14 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch:
                 f"the environment has {', '.join(found)} but not {', '.join(missing)}: "
                 "start the script with `tulle run`, torchrun or srun, or unset them to run alone"
             )
+        rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+        if not 0 <= rank < size:
+            raise MeshError(f"the environment has RANK={rank} and WORLD_SIZE={size}, expected ranks from 0 to size - 1")
         return Launch(
             "torchrun",
-            _number(environment, "RANK"),
-            _number(environment, "WORLD_SIZE"),
-            _number(environment, "LOCAL_RANK", default=_number(environment, "RANK")),
+            rank,
+            size,
+            _number(environment, "LOCAL_RANK", default=rank),
             _number(environment, "LOCAL_WORLD_SIZE", default=1),
             environment["MASTER_ADDR"],
             _number(environment, "MASTER_PORT"),

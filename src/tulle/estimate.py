@@ -178,7 +178,7 @@ def _plan_of(given: Plan | str | os.PathLike[str] | Mapping[str, Any] | None, si
     if not (is_path or isinstance(given, Plan | Mapping)):
         raise PlanError(
             f"estimate was given plan={given!r}, expected a Plan, its JSON, the path of one (*.json) or None: "
-            "tulle.plan(model, mesh) makes one"
+            "tulle.plan(model, optimizer, mesh) makes one"
         )
     plan = given if isinstance(given, Plan) else Plan.read(given) if isinstance(given, Mapping) else Plan.load(given)
     plan.check_values()

@@ -37,7 +37,10 @@ def checked(schedule: str) -> Schedule:
     for known in get_args(Schedule):
         if schedule == known:
             return known
-    raise PlanError(f"the schedule {schedule!r} is not known: use one of {', '.join(map(repr, get_args(Schedule)))}")
+    raise PlanError(
+        f"the schedule {schedule!r} is not known: use one of {', '.join(map(repr, get_args(Schedule)))}; each is "
+        "interleaved where a rank has several stages, by tulle.Plan(stages_per_rank=2), say"
+    )
 
 
 def held_at_once(schedule: Schedule, rank: int, ranks: int, stages: int, micro_batches: int) -> int:
