@@ -28,6 +28,14 @@ def test_a_plan_is_made_explained_and_saved(profile, tmp_path, capsys):
     assert capsys.readouterr().out.split() == told.split()
 
 
+def test_a_plan_that_cannot_be_kept_is_told_all_the_same(profile, monkeypatch, capsys):
+    monkeypatch.setenv("TULLE_CACHE", str(profile))  # a file
+    assert execute(["plan", str(profile), "--mesh", "data=2", "--json"]) == 0
+    told = capsys.readouterr()
+    assert Plan.from_json(json.loads(told.out)).mesh == {"data": 2}
+    assert told.err.startswith("tulle: the plan is not kept for the next time: ")
+
+
 def test_a_plan_is_made_for_the_cluster_that_is_asked_for(profile, capsys):
     options = ["--hosts", "4", "--bandwidth", "10Gbit", "--memory", "1GB"]
     assert execute(["plan", str(profile), *options, "--mesh", "data=4", "--json"]) == 0

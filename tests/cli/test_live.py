@@ -83,3 +83,13 @@ def test_elsewhere_a_status_line_comes_every_ten_seconds(progress, monkeypatch):
     view.close()
     assert status.file.getvalue().count("[tulle] step 12 of 300") == 3
     assert output.file.getvalue() == "of rank 0 [with brackets]\n"
+
+
+def test_lines_that_nobody_reads_any_more_do_not_end_the_watching(progress):
+    class Left(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    view = PlainView(Console(file=Left()), console())
+    view.show_line("of rank 0")
+    view.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
 
 from rich.console import Console, Group
@@ -82,7 +83,8 @@ class PlainView:
 
     def show_line(self, line: str) -> None:
         """Pass on a line that rank 0 wrote."""
-        print(line, file=self._output.file, flush=True)
+        with suppress(BrokenPipeError):  # who read it has left, as `head` does; the run goes on
+            print(line, file=self._output.file, flush=True)
 
     def show_progress(self, progress: RunProgress) -> None:
         """Print the status line when ten seconds have gone by."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,7 +69,10 @@ class PlanRequest:
         if cluster.ranks <= EXPLAINED_RANKS:
             again = partial(_again, profile, a_rank, space, {cluster.ranks: tariff})
             found = explained(found, limited, again, memory_bytes=limit_bytes)
-        shelf.put(key, found)
+        try:
+            shelf.put(key, found)
+        except OSError as error:  # a home that is read-only, say
+            print(f"tulle: the plan is not kept for the next time: {error}", file=sys.stderr)
         return found
 
 
