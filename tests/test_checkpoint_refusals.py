@@ -37,6 +37,15 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
         tulle.save(tmp_path / "file" / "a", *trained())
 
 
+@pytest.mark.parametrize("path", ["", ".", "/"])
+def test_a_folder_without_a_name_is_refused(path):
+    for call in (tulle.save, tulle.load):
+        with pytest.raises(
+            CheckpointError, match=f"'{path}' was given for the checkpoint's folder, expected one with a"
+        ):
+            call(path, *trained())
+
+
 def test_arguments_in_another_order_are_told(tmp_path):
     model, optimizers = trained()
     for call in (tulle.save, tulle.load):

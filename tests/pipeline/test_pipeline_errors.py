@@ -184,6 +184,7 @@ def test_bad_arguments_are_refused_on_every_rank():
         ({"layers.0": -1}, "stage -1"),
         ({"": 0, "layers.0": 1}, "which is around it"),
         ({"layers.0": mesh.rank}, "give all the same"),
+        (["layers.0"], r"the assignment is \['layers.0'\], expected the stages of modules by name"),
     ):
         with pytest.raises(PlanError, match=match):
             pipeline.place(model, mesh["pipe"], assignment)

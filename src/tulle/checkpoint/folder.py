@@ -53,6 +53,10 @@ class Folder:
                 "tulle.save(path, model, optimizer), tulle.load(path, model, optimizer)"
             )
         self.path = Path(path)
+        if not self.path.name:
+            raise CheckpointError(
+                f"{os.fspath(path)!r} was given for the checkpoint's folder, expected one with a name"
+            )
         self.aside = self.path.with_name(f".{self.path.name}.partial")
         self._previous = self.path.with_name(f".{self.path.name}.previous")
 

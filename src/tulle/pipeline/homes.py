@@ -18,8 +18,12 @@ def by_first_names(model: nn.Module, assignment: Assignment) -> dict[str, int]:
     """The assignment with each module by the first of its names; a name that is no module's stays.
 
     Raises:
-        PlanError: If a module is dealt to two stages, by two of its names.
+        PlanError: If it is no mapping, or a module is dealt to two stages, by two of its names.
     """
+    if not isinstance(assignment, Mapping):
+        raise PlanError(
+            f"the assignment is {assignment!r}, expected the stages of modules by name: {{'decoder': 1}}, say"
+        )
     first = {module: name for name, module in model.named_modules()}
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, int] = {}
