@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import overload
+from typing import cast, overload
 
 import torch
 from torch import Tensor
@@ -68,7 +68,8 @@ def characteristics(
     """
     check_axis(axis, by="tulle.sync.characteristics")
     if isinstance(grads, Mapping):
-        return dict(zip(grads, _measure([*grads.values()], axis, [*grads]), strict=True))
+        named = cast("Mapping[str, Grad]", grads)
+        return dict(zip(named, _measure([*named.values()], axis, [*named]), strict=True))
     if isinstance(grads, Iterable) and not isinstance(grads, Tensor):
         return _measure([*grads], axis)
     return _measure([grads], axis)[0]
