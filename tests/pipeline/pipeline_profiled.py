@@ -1,5 +1,6 @@
 """More models as strangers write them, cut into stages by a profile: what a trial run and the cut once got wrong."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -169,4 +170,66 @@ class Seeing(nn.Module):
         return self.language(self.language.table(x) + self.eye(x))
 
 
-PROFILED = [Follower, Lender, Reversible, Watched, Collecting, Seeing, Hyper, Leaving, Filling]
+class Choosing(nn.Module):
+    """Chooses by softmax, through which nothing goes back: its operation keeps its own result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.values = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.scores(x).softmax(-1).argmax(-1, keepdim=True)
+        return self.values(x).gather(-1, chosen).expand_as(x)
+
+
+class Choices(nn.Sequential):
+    """Some of these, so that a rank is to let go of scores."""
+
+    def __init__(self) -> None:
+        super().__init__(*[Choosing() for _ in range(4)])
+
+
+@dataclass
+class Settings:
+    """Has more than its fields, and a field that its class gives to nobody."""
+
+    scale: float = 0.5
+    heads: int = 1
+
+    def __post_init__(self) -> None:
+        self.twice = 2 * self.scale
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "heads":
+            raise RuntimeError("each layer has heads of its own")
+        return super().__getattribute__(name)
+
+
+class Scaled(nn.Module):
+    """Is handed settings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, settings: Settings) -> Tensor:
+        return self.linear(x) * settings.twice
+
+
+class Configured(nn.Module):
+    """Keeps settings, and hands them on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings()
+        self.layers = nn.ModuleList(Scaled() for _ in range(4))
+        for layer in self.layers:
+            layer.settings = self.settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, self.settings)
+        return x
+
+
+PROFILED = [Follower, Lender, Reversible, Watched, Collecting, Seeing, Hyper, Leaving, Filling, Choices, Configured]

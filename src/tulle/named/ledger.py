@@ -99,7 +99,7 @@ class Ledger(TorchDispatchMode):
             if memory not in but and memory not in self._kept:
                 self._kept.add(memory)
                 self.line().kept_bytes += tensor.untyped_storage().nbytes()
-            return tensor
+            return tensor.detach()  # an operation that keeps its own result would be kept by it, for good
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield

@@ -208,7 +208,7 @@ class _Weighed:
             storage = tensor.untyped_storage()
             if storage._cdata not in parameters and storage._cdata not in self._loans:
                 kept[storage._cdata] = storage.nbytes()
-            return tensor
+            return tensor.detach()  # an operation that keeps its own result would be kept by it, for good
 
         begin_s = time.perf_counter()
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -6,6 +6,7 @@ Tuples, named ones too, dictionaries and whatever else is registered with `torch
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from dataclasses import dataclass
@@ -97,10 +98,19 @@ def _flatten(value: Any, leaves: list[Any]) -> Spec:
             bounds = [operator.index(end) if isinstance(end, torch.Tensor) else end for end in ends]
             return _node(kind, None, tuple([_flatten(bound, leaves) for bound in bounds]))
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            names = tuple(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
-            return _node(kind, names, tuple([_flatten(getattr(value, name), leaves) for name in names]))
+            held = _held(value)
+            return _node(kind, tuple(held), tuple([_flatten(child, leaves) for child in held.values()]))
     leaves.append(value)
     return LEAF
+
+
+def _held(value: Any) -> dict[str, Any]:
+    """What a dataclass's instance holds, by name, and not what its class makes of asking for it, which may raise."""
+    held = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    for field in dataclasses.fields(value):
+        with contextlib.suppress(AttributeError):  # it was not set
+            held[field.name] = object.__getattribute__(value, field.name)
+    return held
 
 
 def _rebuild(spec: Spec, leaves: Any) -> Any:

@@ -64,7 +64,7 @@ def count(
             memory = tensor.untyped_storage()
             left_bytes += memory.nbytes() - left.get(memory._cdata, 0)
             left[memory._cdata] = memory.nbytes()
-        return tensor
+        return tensor.detach()  # an operation that keeps its own result would be kept by it, for good
 
     def cut(number: int) -> None:
         nonlocal left_bytes, seen_flop
