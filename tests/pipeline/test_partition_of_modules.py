@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_networks import WIDTH, Chain, TiedEnds, Translator, compare, make
+from pipeline_profiled import Reversible
 
 import tulle
 from ranks import on_ranks
@@ -190,6 +191,12 @@ def test_what_has_no_state_and_is_called_twice_has_no_stage():
     dealt = pipeline.deal(BothEnds(), torch.ones(32, 64), mesh["pipe"], stages=2)
     assert [piece.name for piece in dealt.partition.pieces] == [f"layers.{number}" for number in range(4)]
     assert set(dealt.assignment) == {f"layers.{number}" for number in range(4)}
+
+
+@on_ranks(1)
+def test_what_calls_modules_in_a_function_of_autograd_stays_whole():
+    pieces, _ = profile(make(Reversible), torch.ones(2, WIDTH, dtype=torch.float64), tulle.init(pipe=1)["pipe"], 8)
+    assert [piece.name for piece in pieces] == ["first", "body", "last"]
 
 
 @on_ranks(2)

@@ -37,7 +37,7 @@ class Calls:
     """Modules in whose calls parameters were read that are none of theirs, such as a table that a decoder is handed."""
     asking: set[str] = field(default_factory=set)
     """Modules whose own forward runs a backward, such as one that gives forces, the gradients of an energy, or calls
-    another module with other tensors for its parameters, or within a transform (`torch.func`)."""
+    another module with other tensors for its parameters, within a transform (`torch.func`), or in a `Function`."""
 
     def children(self) -> dict[str, list[str]]:
         """Of each module those whose first call came directly from within its call."""
@@ -71,6 +71,8 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
 
     def enter(module: nn.Module, _: object) -> None:
         if is_within_function():  # its backward may call the module again, on one rank: who applies it stays whole
+            if next(module.parameters(), None) is not None:
+                calls.asking.update(names[outer] for outer in stack[-1:])
             return
         calls.chains.setdefault(names[module], []).append(tuple([names[outer] for outer in stack]))
         calls.asking.update(names[outer] for outer in stack[-1:] if _is_called_otherwise(module))

@@ -67,7 +67,8 @@ def profile(model: nn.Module, sample: object, axis: Axis, stages: int) -> tuple[
         before = {name: own_attributes(module) for name, module in model.named_modules()}
         with refuse_sending(model):
             calls = watch(model, args, kwargs)
-        calls.borrowers |= _not_whole(model, calls) | _keeping(model, before)
+        # What runs as one on one rank can only be placed as one, and what it keeps is told to the others.
+        calls.borrowers |= _not_whole(model, calls) | (_keeping(model, before) - calls.asking)
         largest = (calls.time_s.get("") or sum(calls.time_s.values())) / (stages * PIECES_PER_STAGE)
         names = pieces_of(model, calls, calls.time_s, largest)
         return _measured(model, names, (args, kwargs), alone(axis), loans), calls
