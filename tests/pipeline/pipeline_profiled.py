@@ -52,7 +52,8 @@ class Again(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
-        ctx.layers, layers[0].seen = layers, 1.0
+        ctx.layers = layers
+        vars(layers[0])["seen"] = 1.0
         ctx.save_for_backward(x)
         return layers[1](layers[0](x))
 
@@ -207,11 +208,11 @@ class Settings:
 
 
 class Scaled(nn.Module):
-    """Is handed settings."""
+    """Has settings, and is handed them."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Settings) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.settings, self.linear = settings, nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, settings: Settings) -> Tensor:
         return self.linear(x) * settings.twice
@@ -223,9 +224,7 @@ class Configured(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.settings = Settings()
-        self.layers = nn.ModuleList(Scaled() for _ in range(4))
-        for layer in self.layers:
-            layer.settings = self.settings
+        self.layers = nn.ModuleList(Scaled(self.settings) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

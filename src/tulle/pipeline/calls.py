@@ -71,8 +71,7 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
 
     def enter(module: nn.Module, _: object) -> None:
         if is_within_function():  # its backward may call the module again, on one rank: who applies it stays whole
-            if next(module.parameters(), None) is not None:
-                calls.asking.update(names[outer] for outer in stack[-1:])
+            calls.asking.update(names[outer] for outer in stack[-1:] if any(True for _ in module.parameters()))
             return
         calls.chains.setdefault(names[module], []).append(tuple([names[outer] for outer in stack]))
         calls.asking.update(names[outer] for outer in stack[-1:] if _is_called_otherwise(module))
