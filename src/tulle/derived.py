@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import CO_VARARGS, CO_VARKEYWORDS
+from types import FunctionType
 from typing import Any, NoReturn
 
 from torch import nn
@@ -44,6 +46,7 @@ def derived(before: type, kind: type[nn.Module], *, name: str, module: str) -> t
     """The class that derives from both, the first first: the same for all modules of one class.
 
     A table of them would keep classes that a user makes in functions, with what their methods have seen there.
+    A forward that takes whatever it is given, to pass it on, says that it takes what the class's own does.
 
     Args:
         before: What is put before the class.
@@ -61,7 +64,7 @@ def derived(before: type, kind: type[nn.Module], *, name: str, module: str) -> t
     for one in type.__subclasses__(kind):  # which python holds weakly
         if one.__bases__ == (before, kind):
             return one
-    made = type(name, (before, kind), {"__module__": module, _MADE: True})
+    made = type(name, (before, kind), {"__module__": module, _MADE: True, **_forward_of(before, kind)})
     if before.__reduce_ex__ is object.__reduce_ex__:  # else it says itself what is copied
 
         def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
@@ -70,6 +73,21 @@ def derived(before: type, kind: type[nn.Module], *, name: str, module: str) -> t
 
         setattr(made, "__reduce_ex__", reduce)  # noqa: B010 - of a class that was just made
     return made
+
+
+def _forward_of(before: type, kind: type[nn.Module]) -> dict[str, Any]:
+    """What is put before a class's forward, for `inspect.signature` to see through.
+
+    `transformers` generates from what a model says that it takes: without, masks of padded words are left out.
+    """
+    forward = vars(before).get("forward")
+    if not isinstance(forward, FunctionType) or ~forward.__code__.co_flags & (CO_VARARGS | CO_VARKEYWORDS):
+        return {}
+    again = FunctionType(
+        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    vars(again)["__wrapped__"] = kind.forward
+    return {"forward": again}
 
 
 def _make(_: Copied, make: Callable[..., Any], *arguments: Any) -> Any:

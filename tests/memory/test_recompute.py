@@ -1,6 +1,7 @@
 """Recomputed activations: bitwise the same numbers, and the cheapest choice that frees enough."""
 
 import gc
+from inspect import signature
 from itertools import combinations
 from weakref import ref
 
@@ -53,6 +54,80 @@ def test_the_comparison_can_fail_where_random_numbers_are_drawn_anew():
     model.zero_grad()
     model(batch(0)).pow(2).mean().backward()
     assert not alike({name: p.grad for name, p in model.named_parameters()}, expected)
+
+
+class Keys:
+    """A cache, as language models have it in training too, where nobody says that it is not wanted."""
+
+    def __init__(self):
+        self.layers = [{"keys": None, "calls": 0} for _ in range(2)]
+
+
+class Attending(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.keys = number, nn.Linear(4, 4)
+
+    def forward(self, x, cache):
+        layer = cache.layers[self.number]
+        before = [] if layer["keys"] is None else [layer["keys"]]
+        layer["keys"], layer["calls"] = torch.cat([*before, self.keys(x)], 1), layer["calls"] + 1
+        return x + (x @ layer["keys"].mT).softmax(-1) @ layer["keys"] * layer["calls"]
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_what_forward_writes_to_what_it_is_given_is_not_there_when_it_runs_again(backwards):
+    found = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        layers = nn.ModuleList([Attending(0), Attending(1)]).double()
+        recompute(layers, ["0", "1"] if recomputed else [])
+        x, cache = torch.randn(2, 3, 4, dtype=torch.double), Keys()
+        for layer in layers:
+            x = layer(x, cache)
+        for turn in range(backwards):
+            x.pow(2).sum().backward(retain_graph=turn + 1 < backwards)
+        assert [layer["calls"] for layer in cache.layers] == [1, 1]
+        found.append({name: p.grad for name, p in layers.named_parameters()})
+    assert alike(*found)
+
+
+class Counting(nn.Module):
+    """Its factor is a buffer that grows with each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("factor", torch.ones(()))
+        self.register_buffer("mask", torch.ones(4))
+        self.register_buffer("nothing", None)
+
+    def forward(self, x):
+        self.factor.mul_(1.5)
+        return self.norm(x * self.mask) * self.factor.clone()
+
+
+def test_buffers_are_written_once_and_read_as_they_were():
+    found = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), Counting(), Counting())
+        recompute(model, ["1", "2"] if recomputed else [])
+        for training in (False, True, True):
+            model.train(training)(torch.randn(3, 4)).pow(2).sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters()} | dict(model.named_buffers()))
+    assert alike(*found)
+
+
+def test_a_module_still_says_what_it_takes():
+    """`transformers` looks there: without `attention_mask` it generates from padded words as from others."""
+    model = nn.Sequential(Attending(0))
+    wanted = signature(model[0].forward)
+    recompute(model, ["0"])
+    offload(model, ["0"])
+    share_out(model, init(data=-1)["data"], ["0"])
+    assert list(wanted.parameters) == ["x", "cache"]
+    assert signature(model[0].forward) == wanted
 
 
 def test_what_is_freed_is_what_was_measured():

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from tulle.comm import gather_values
 from tulle.derived import derived
 from tulle.errors import ModelError
+from tulle.memory.again import as_given
 from tulle.mesh import Axis
 from tulle.names import as_names
 
@@ -49,7 +50,8 @@ class _Recomputed(nn.Module):
         """As before."""
         if not torch.is_grad_enabled():
             return super().forward(*arguments, **keywords)
-        return checkpoint(super().forward, *arguments, use_reentrant=False, **keywords)
+        forward = as_given(self, super().forward, arguments, keywords)
+        return checkpoint(forward, *arguments, use_reentrant=False, **keywords)
 
 
 def recompute(model: nn.Module, names: Sequence[str]) -> None:

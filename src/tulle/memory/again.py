@@ -1,0 +1,138 @@
+"""`as_given`: a forward that runs again in backward finds what it found the first time, and leaves nothing twice.
+
+`torch.utils.checkpoint` gives it the same objects again. What it has written to them by then, keys to a cache say, and
+to buffers of its module, statistics of batches say, it would read, and write once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+_WRITTEN = "_tulle_written"
+Place = tuple[nn.Module, str]
+"""Of a buffer: the module that has it, and its name there."""
+
+
+def as_given(
+    module: nn.Module, forward: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """A module's forward that can run again, each time on what it is given now.
+
+    Args:
+        module: Whose buffers forward may write.
+        forward: To be called with these arguments the first time.
+        arguments: Objects among them that hold others, such as caches, are copied for later; tensors are not.
+        keywords: The same.
+    """
+    if torch.compiler.is_compiling():
+        return forward
+    written = _known(module)
+    buffers = {
+        place: buffer.clone()
+        for place, is_written in written.items()
+        if is_written is not False and (buffer := _buffer(place)) is not None and _has_values(buffer)
+    }
+    if not written and not any(map(_may_change, (*arguments, *keywords.values()))):
+        return forward
+    given = _copied((tuple(arguments), dict(keywords)), {})
+    has_run = False
+
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal has_run
+        if has_run:
+            arguments, keywords = _copied(given, {})
+            with _lent(buffers):
+                return forward(*arguments, **keywords)
+        has_run = True
+        before = {place: _identity(place) for place in written}
+        result = forward(*arguments, **keywords)
+        for place, is_written in written.items():
+            if _identity(place) != before[place] or (is_written is None and not _is_same(place, buffers)):
+                written[place] = True
+            elif is_written is None and place[0].training:
+                written[place] = False  # it need not be copied, as a table of masks need not
+        return result
+
+    return run
+
+
+def _known(module: nn.Module) -> dict[Place, bool | None]:
+    """Of each buffer in a module, whether forward writes it; None while that is not known."""
+    if _WRITTEN not in module.__dict__:
+        places = [(owner, name) for owner in module.modules() for name in owner._buffers]
+        module.__dict__[_WRITTEN] = dict.fromkeys(places)
+    return module.__dict__[_WRITTEN]
+
+
+def _buffer(place: Place) -> Tensor | None:
+    owner, name = place
+    return owner._buffers.get(name)
+
+
+def _has_values(buffer: Tensor) -> bool:
+    return not (buffer.is_meta or isinstance(buffer, FakeTensor))
+
+
+def _is_same(place: Place, before: Mapping[Place, Tensor]) -> bool:
+    """Whether a buffer has the values that it had: torch's batch norm writes past the counter of writes."""
+    buffer = _buffer(place)
+    return buffer is None or place not in before or torch.equal(buffer, before[place])
+
+
+def _identity(place: Place) -> tuple[int, int] | None:
+    buffer = _buffer(place)
+    return None if buffer is None else (id(buffer), buffer._version)
+
+
+@contextmanager
+def _lent(buffers: Mapping[Place, Tensor]) -> Iterator[None]:
+    """Have copies of other values in the places of buffers."""
+    own = {place: _buffer(place) for place in buffers}
+    try:
+        for (owner, name), buffer in buffers.items():
+            owner._buffers[name] = buffer.clone()
+        yield
+    finally:
+        for (owner, name), buffer in own.items():
+            owner._buffers[name] = buffer
+
+
+def _may_change(value: object) -> bool:
+    """Whether a value is an object that holds others, which code may set; of tensors it is not asked here."""
+    if isinstance(value, tuple):
+        return any(map(_may_change, value))
+    if isinstance(value, list | dict | set):
+        return True
+    return hasattr(value, "__dict__") and not (callable(value) or isinstance(value, Tensor | Enum))
+
+
+def _copied(value: Any, known: dict[int, Any]) -> Any:
+    """A value with copies of all that may change in it; tensors, modules and functions are the same.
+
+    Args:
+        value: Of any kind.
+        known: Copies by the identity of what they are of.
+    """
+    if not _may_change(value):
+        return value
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, tuple):
+        items = [_copied(item, known) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    copied = known[id(value)] = copy(value)
+    if isinstance(value, list):
+        copied[:] = [_copied(item, known) for item in value]
+    elif isinstance(value, dict):
+        dict.update(copied, {key: _copied(item, known) for key, item in value.items()})
+    if hasattr(copied, "__dict__"):
+        vars(copied).update({name: _copied(item, known) for name, item in vars(value).items()})
+    return copied
