@@ -93,6 +93,27 @@ def test_weights_that_are_read_by_way_of_variables_names_and_lists_are_seen():
     assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["untouched", "two.0"]
 
 
+class ReadsInGetter(nn.Module):
+    """Reads weights in methods named as those that tell of a model: forward calls one of them, as DeBERTa's does."""
+
+    def __init__(self):
+        super().__init__()
+        self.places, self.told = nn.Embedding(8, 4), nn.Embedding(8, 4)
+
+    def get_places(self):
+        return self.places.weight * 0.5
+
+    def get_told(self):
+        return self.told.weight
+
+    def forward(self, x):
+        return self.told(x) @ self.get_places().T
+
+
+def test_a_method_that_forward_calls_counts_whatever_its_name():
+    assert tensor_parallel.known(ReadsInGetter(), smallest_bytes=0, ranks=2) == ["told"]
+
+
 def as_it_is(method):
     @functools.wraps(method)
     def wrapped(self, x):

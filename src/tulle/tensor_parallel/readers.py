@@ -29,7 +29,7 @@ Chain = tuple[str, ...]
 _ABOUT = frozenset({"data_ptr", "device", "dim", "dtype", "grad", "is_cuda", "is_meta", "numel", "requires_grad"})
 """What may be asked of a parameter without its values."""
 _BEFORE = ("init", "reset", "tie", "get_", "set_", "extra_repr")
-"""How the names of methods begin that no forward calls, underscores left out."""
+"""How the names of methods begin that count only where forward comes to them, underscores left out."""
 _ANY = "*"
 """In a chain, any item of a list or mapping of modules."""
 _BY_NAME = {"get_submodule", "get_parameter"}
@@ -57,6 +57,8 @@ def read_past(model: nn.Module) -> Iterator[nn.Parameter]:
     reached = _reached({type(module) for module in modules})
     for module in modules:
         for method, chains in _chains_of(type(module)).items():
+            if method.lstrip("_").startswith(_BEFORE) and method not in reached:
+                continue
             for *path, last in chains:
                 for one in _at(module, path):
                     if last in _ALL:
@@ -111,7 +113,7 @@ def _chains_of(kind: type[nn.Module]) -> dict[str, frozenset[Chain]]:
     chains: dict[str, frozenset[Chain]] = {}
     for name, method in _methods(kind):
         code = method.__code__
-        if code.co_argcount and not name.lstrip("_").startswith(_BEFORE):
+        if code.co_argcount:
             chains[name] = chains.get(name, frozenset()).union(_chains_in(code, {code.co_varnames[0]: {()}}))
     return chains
 
