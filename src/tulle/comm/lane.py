@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from tulle.comm.pending import Exchange, translated
-from tulle.mesh import Axis
+from tulle.mesh import Axis, new_group
 
 
 def lane(axis: Axis, purpose: str) -> Axis:
@@ -48,7 +47,7 @@ def _part(axis: Axis, purpose: str, members: Sequence[int]) -> Axis:
 
 def _group(axis: Axis, purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
     with translated(Exchange("connecting", axis, purpose, 0, 0)):
-        group = dist.new_group(list(ranks), timeout=timedelta(seconds=axis.timeout_s), use_local_synchronization=True)
+        group = new_group(ranks, axis.timeout_s)
     assert isinstance(group, dist.ProcessGroup), "this rank is one of the group's"
     return group
 

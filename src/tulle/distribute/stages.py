@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -18,7 +17,7 @@ from tulle.distribute.axes import Axes
 from tulle.distribute.in_order import MailboxInOrder
 from tulle.engine import DataParallel, engine_of
 from tulle.errors import PlanError
-from tulle.mesh import Axis, axis_of
+from tulle.mesh import Axis, axis_of, new_group
 from tulle.pipeline import deal, pins_of, place, placement_of
 from tulle.pipeline.mailbox import Mailbox
 from tulle.pipeline.randomness import seed_of
@@ -167,6 +166,6 @@ def _together(axes: Sequence[Axis], whole: Axis) -> Axis:
     first, second = axes
     lines = gather_values(second.ranks, first, label="ranks of a stage")
     ranks = sorted(rank for line in lines for rank in line)
-    group = dist.new_group(ranks, timeout=timedelta(seconds=first.timeout_s), use_local_synchronization=True)
+    group = new_group(ranks, first.timeout_s)
     assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
     return replace(axis_of(group, name="stage"), device=whole.device)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Literal, Protocol
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from tulle import comm
 from tulle.comm import Deferred
-from tulle.mesh import Axis, Mesh
+from tulle.mesh import Axis, Mesh, new_group
 from tulle.reductions import Reduction
 
 GatherBackward = Literal["slice", "reduce_scatter"]
@@ -151,14 +150,10 @@ def _joined(mesh: Mesh, names: Sequence[str]) -> Axis:
     coordinates = [slice(None) if axis.name in names else axis.rank for axis in mesh.axes]
     ranks = tuple(grid[tuple(coordinates)].flatten().tolist())
     first = mesh[names[0]]
-    group = dist.group.WORLD if len(ranks) == mesh.size else _new_group(ranks, first.timeout_s)
+    group = dist.group.WORLD if len(ranks) == mesh.size else new_group(ranks, first.timeout_s)
     assert isinstance(group, dist.ProcessGroup), "this rank is one of the group's"
     name = "+".join(axis.name for axis in mesh.axes if axis.name in names)
     size, rank = len(ranks), ranks.index(mesh.rank)
     return replace(
         first, name=name, rank=rank, size=size, ranks=ranks, group=group, hosts=(), lanes={}, measured=[], kept={}
     )
-
-
-def _new_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup | int | None:
-    return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
