@@ -1,5 +1,7 @@
 """Models, optimizers and tables that cannot be distributed raise the same clear error on every rank."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -119,6 +121,15 @@ def test_a_model_on_the_meta_device_that_nothing_fills():
     text = "'scale' is on device meta, and Module has no reset_parameters that fills it: build the model within tulle."
     with pytest.raises(ModelError, match=text):
         distribute(model, sgd(model))
+
+
+def test_a_model_that_is_not_on_the_device_of_the_mesh():
+    mesh = dataclasses.replace(tulle.init(data=-1), device=torch.device("cuda:0"))
+    layer, norm = nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1, device="meta"), nn.BatchNorm1d(1, affine=False))
+    for model, what in ((layer, "parameter 'weight'"), (norm, "buffer '1.running_mean'")):
+        text = rf"{what} is on cpu, the mesh on cuda:0: call model.to\(mesh.device\)"
+        with pytest.raises(ModelError, match=text):
+            tulle.distribute(model, sgd(model), mesh)
 
 
 @on_ranks(1, 2)

@@ -74,6 +74,11 @@ def _check_parameters(model: nn.Module, mesh: Mesh) -> None:
             raise ModelError(
                 f"parameter {name!r} is on {parameter.device}, the mesh on {mesh.device}: call model.to(mesh.device)"
             )
+    for name, buffer in model.named_buffers():
+        if buffer.device != mesh.device and not buffer.is_meta:
+            raise ModelError(
+                f"buffer {name!r} is on {buffer.device}, the mesh on {mesh.device}: call model.to(mesh.device)"
+            )
 
 
 def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
