@@ -195,6 +195,18 @@ class Merge:
         return summed.to(values.dtype)
 
 
+def occurrences(numbers: Tensor, size: int) -> Tensor:
+    """`[size]` int64: how often each of the int64 numbers `0 .. size - 1` occurs; the host does not wait for a GPU.
+
+    Example:
+        >>> occurrences(torch.tensor([2, 0, 2]), 4).tolist()
+        [1, 0, 2, 0]
+    """
+    if numbers.is_cuda:  # there torch.bincount looks for the largest first
+        return numbers.new_zeros(size).scatter_add_(0, numbers, torch.ones_like(numbers))
+    return torch.bincount(numbers, minlength=size)
+
+
 def inverse(order: Tensor) -> Tensor:
     """`[n]` where each number lies in a permutation of `0 .. n - 1`.
 

@@ -1,7 +1,7 @@
 """Typed collectives that count bytes and messages, some with gradients; the network probe; the background thread."""
 
 from tulle.comm.agree import gather_values, raise_together
-from tulle.comm.background import BackgroundThread, Job, used_here
+from tulle.comm.background import BackgroundThread, Job, beside, used_here
 from tulle.comm.collectives import all_gather, all_reduce, barrier, broadcast
 from tulle.comm.differentiable import enter, exchange, gather, halo, leave, reduce_scatter, scatter
 from tulle.comm.eager import eager
@@ -27,6 +27,7 @@ __all__ = [
     "all_to_all_parts",
     "alone",
     "barrier",
+    "beside",
     "broadcast",
     "eager",
     "enter",

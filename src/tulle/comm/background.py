@@ -6,6 +6,7 @@ import atexit
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from queue import SimpleQueue
 from typing import Generic, TypeVar
@@ -125,6 +126,20 @@ class Job(Generic[T]):
         except TimeoutError:
             return False
         return True
+
+
+@contextmanager
+def beside(axis: Axis) -> Iterator[None]:
+    """On CUDA, exchanges within do not wait for what the current stream was given.
+
+    For numbers of the host, which it reads again within: it then waits for the other ranks only. All tensors must be
+    made within, and none used afterwards.
+    """
+    if axis.device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(axis.kept.setdefault(beside, torch.cuda.Stream(axis.device))):
+        yield
 
 
 def used_here(*tensors: Tensor) -> None:

@@ -71,9 +71,9 @@ class Foreseen:
             return self.lookups == 1
         return torch.equal(gradient.indices, self.ids)
 
-    def is_stored(self, gradient: RowSparse) -> bool:
-        """Whether a gradient, as it was stored, has the ids that were looked up."""
-        return torch.equal(gradient.indices, self.ids)
+    def is_stored(self, gradient: RowSparse) -> Tensor:
+        """`[]` bool on the device: whether a gradient, as it was stored, has the ids, as many, that were looked up."""
+        return (gradient.indices == self.ids).all()
 
 
 class Foresight:

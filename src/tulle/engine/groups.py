@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from tulle.comm import Job, now_s
 from tulle.engine.buckets import Slot, as_mean
@@ -124,10 +125,10 @@ class TableGroup:
         """Sum what was foreseen, or, if nothing was or any rank was wrong, tell what is and sum that."""
         if self._settled is not None:
             is_right = all(_is_of(gradient, seen) for gradient, seen in zip(gradients, self._foreseen, strict=True))
-            is_right = is_right and self._is_checked()
             given = gradients if is_right else [self._stand_in(t) for t in range(len(self.slots))]
             routes = self._settled.result()
-            confirmed = self._sync.confirm(is_right)  # before the values, behind which it would have to wait
+            # Before the values, behind which it would have to wait.
+            confirmed = self._sync.confirm([is_right, *self._are_stored()])
             sums = routes.sum(given).wait()
             if confirmed.wait():
                 return sums
@@ -161,10 +162,13 @@ class TableGroup:
         rows.values.mul_(factor)
         return rows
 
-    def _is_checked(self) -> bool:
-        """Whether gradients on a GPU are of the ids that were looked up: here the host may wait for it."""
+    def _are_stored(self) -> list[Tensor]:
+        """Whether gradients on a GPU are of the ids that were looked up: it says so to all ranks, the host not asked.
+
+        If not, what is summed has the rows that were told all the same, and is thrown away.
+        """
         foreseen = {position: seen for position, seen in enumerate(self._foreseen) if seen is not None}
-        return all(foreseen[position].is_stored(stored) for position, stored in self._unchecked.items())
+        return [foreseen[position].is_stored(stored) for position, stored in self._unchecked.items()]
 
     def _stand_in(self, position: int) -> Gradient:
         """Zeros in the rows that were told, to go through with the exchange that the others have begun."""

@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tulle.comm import BackgroundThread, Job, all_gather, all_gather_parts, gather_values, lane
+from tulle.comm import BackgroundThread, Job, all_gather, all_gather_parts, beside, gather_values, lane
 from tulle.cost import Network, exchange_cost
 from tulle.engine.departures import Departures
 from tulle.engine.feed import Feed, IdsOf, Load
@@ -323,17 +323,22 @@ class SplitTables:
         """The gradients that came on any rank, by trip and table. Every rank must call it."""
         tables = len(self._by_parameter)
         keys = sorted(trip * tables + table for trip, table in self._came)
+        with beside(self._agreement):  # numbers of the host: it waits for the other ranks, not for what a GPU computes
+            return {divmod(key, tables) for key in self._all_of(keys)}
+
+    def _all_of(self, keys: Sequence[int]) -> set[int]:
+        """Those of all ranks."""
         device = self._agreement.device
         head = torch.zeros(1 + _AGREED_AT_ONCE, dtype=torch.long)
         head[0] = len(keys)
         head[1 : 1 + len(keys)] = torch.tensor(keys[:_AGREED_AT_ONCE], dtype=torch.long)
-        heard = all_gather(head.to(device), self._agreement, label=_LABEL).wait().tolist()
+        heard = all_gather(head.to(device, non_blocking=True), self._agreement, label=_LABEL).wait().tolist()
         lengths = [max(0, count - _AGREED_AT_ONCE) for count, *_ in heard]
         together = {key for count, *some in heard for key in some[:count]}
         if any(lengths):
             rest = torch.tensor(keys[_AGREED_AT_ONCE:], dtype=torch.long, device=device)
             together |= {*all_gather_parts(rest, lengths, self._agreement, label=_LABEL).wait().tolist()}
-        return {divmod(key, tables) for key in together}
+        return together
 
     def _remaining(self, together: set[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
         """What is still to be pushed, in the one order: trips descending, tables ascending."""

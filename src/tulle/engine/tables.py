@@ -204,9 +204,15 @@ class TableSync:
         sums = exchanged.sum(heard)
         return self._route(indices, heard, slots).sum(gradients).wait() if sums is None else sums
 
-    def confirm(self, is_right: bool) -> Deferred[bool]:  # noqa: FBT001 - the word that is sent
-        """Whether all ranks' gradients have the rows that were told. Every rank must call it."""
-        word = torch.tensor([is_right], device=self._lane.device)
+    def confirm(self, words: Sequence[bool | Tensor]) -> Deferred[bool]:
+        """Whether all ranks' gradients have the rows that were told. Every rank must call it.
+
+        Args:
+            words: What must be true here; tensors `[]` are on the device still, and are not waited for.
+        """
+        word = torch.full((1,), all(one for one in words if isinstance(one, bool)), device=self._lane.device)
+        for one in words:
+            word = word if isinstance(one, bool) else word & one
         heard = all_gather(word, self._lane, label=COUNTS)
         return Deferred(lambda: bool(heard.wait().all()))
 

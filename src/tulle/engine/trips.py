@@ -24,6 +24,7 @@ from tulle.engine.returned import Parcel, Returned
 from tulle.engine.split_table import SplitTable
 from tulle.errors import ModelError
 from tulle.mesh import Axis
+from tulle.rows import occurrences
 from tulle.tables import (
     Division,
     Ids,
@@ -220,7 +221,7 @@ class Trip:
         lookups = None
         if is_trained and (table.is_sparse or self.is_scaled):
             counted = places if padding_place is None else places[places != padding_place]
-            lookups = torch.bincount(counted.reshape(-1), minlength=len(wanted)).int()
+            lookups = occurrences(counted.reshape(-1), len(wanted)).int()
         values = self._values.result()[bundle]
         if is_trained:
             self._returned.expect(table)

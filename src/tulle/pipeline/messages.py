@@ -105,7 +105,7 @@ def decode(header: Header, body: Tensor, device: torch.device) -> object:
     if header.holds == _PICKLED:
         return pickle.loads(body.numpy().data)
     tensor = body.view(_DTYPES[header.holds]).as_strided(header.shape, header.stride)
-    return tensor if device.type == "cpu" else tensor.to(device)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
 def _packed(content: object) -> tuple[int, tuple[int, ...], tuple[int, ...], Tensor]:

@@ -242,7 +242,7 @@ def split_rows(rows: Tensor, values: Tensor, tables: Sequence[Table]) -> list[Ro
     offsets = _offsets(tables)
     ends = [len(rows)]
     if len(tables) > 1:
-        ends = torch.searchsorted(rows, torch.tensor(offsets[1:], device=rows.device)).tolist() + ends
+        ends = torch.searchsorted(rows, torch.tensor(offsets[1:]).to(rows.device, non_blocking=True)).tolist() + ends
     parts: list[RowSparse] = []
     begin = 0
     for table, offset, end in zip(tables, offsets, ends, strict=True):

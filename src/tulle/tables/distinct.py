@@ -75,24 +75,27 @@ class Distinct:
         bases = [0, *accumulate(split.num_rows for split in splits)]
         keys = [one.reshape(-1).long() + base for one, base in zip(copied, bases, strict=False)]
         rows, found = torch.unique(keys[0] if len(keys) == 1 else torch.cat(keys), return_inverse=True)
-        if len(ids) == 1:
-            starts = [0, len(rows)]
-        else:
-            starts = torch.searchsorted(rows, torch.tensor(bases, device=rows.device)).tolist()
+        is_one = len(ids) == 1
+        starts = [0, len(rows)] if is_one else torch.searchsorted(rows, _sent(bases, rows.device)).tolist()
         distinct = Distinct(rows, bases, starts, ids, found.split([one.numel() for one in copied]))
         distinct._check(copied, splits)
         return distinct
 
     def _check(self, ids: Sequence[Tensor], splits: Sequence[Split]) -> None:
-        for one, split in zip(ids, splits, strict=True):
-            if one.numel():
-                low, high = (int(bound) for bound in one.aminmax()) if len(splits) > 1 else self.rows[[0, -1]].tolist()
-                if low < 0 or high >= split.num_rows:
-                    raise IndexError(
-                        f"index out of range: the table {split.name!r} was asked for row {low if low < 0 else high} on "
-                        f"rank {split.axis.rank}, expected rows 0..{split.num_rows - 1}: check the vocabulary that "
-                        "made the ids, or make the table larger"
-                    )
+        asked = [(one, split) for one, split in zip(ids, splits, strict=True) if one.numel()]
+        if not asked:
+            return
+        is_one = len(ids) == 1
+        bounds = (self.rows[0], self.rows[-1]) if is_one else [end.long() for one, _ in asked for end in one.aminmax()]
+        ends = iter(torch.stack([*bounds]).tolist())  # of all tables: a GPU is waited for once
+        for _, split in asked:
+            low, high = next(ends), next(ends)
+            if low < 0 or high >= split.num_rows:
+                raise IndexError(
+                    f"index out of range: the table {split.name!r} was asked for row {low if low < 0 else high} on "
+                    f"rank {split.axis.rank}, expected rows 0..{split.num_rows - 1}: check the vocabulary that "
+                    "made the ids, or make the table larger"
+                )
 
     def lengths(self) -> list[int]:
         """Rows of each table."""
@@ -123,14 +126,18 @@ class Distinct:
 
     def tables(self) -> Tensor:
         """`[rows]` the table of each."""
-        lengths = torch.tensor(self.lengths())
-        return torch.repeat_interleave(lengths.to(self.rows.device), output_size=len(self.rows))
+        return torch.repeat_interleave(_sent(self.lengths(), self.rows.device), output_size=len(self.rows))
 
     def numbers(self, tables: Tensor) -> Tensor:
         """`[rows]` the number of each in its table."""
         if len(self.bases) == 2:
             return self.rows
-        return self.rows - torch.tensor(self.bases[:-1], device=self.rows.device)[tables]
+        return self.rows - _sent(self.bases[:-1], self.rows.device)[tables]
+
+
+def _sent(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Numbers on a device, for which the host does not wait."""
+    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 def _version(ids: Tensor) -> int | None:

@@ -90,8 +90,8 @@ def tell(requests: Sequence[Request], axis: Axis) -> list[Route]:
     tables = [len(one.splits) for one in requests]
     lengths = [length for one in requests for length in one.distinct.lengths()]
     counts = [[count for one in requests for count in one.counts[rank]] + lengths for rank in range(axis.size)]
-    marks = torch.tensor([_mark(split) for one in requests for split in one.splits] * 2, device=axis.device)
-    came = _exchange_counts([*(torch.tensor(counts, device=axis.device) | marks)], axis, label)
+    marks = torch.tensor([_mark(split) for one in requests for split in one.splits] * 2)
+    came = _exchange_counts([*(torch.tensor(counts) | marks).to(axis.device, non_blocking=True)], axis, label)
     told = _counts_in(came, marks, axis, label)
     served, wanted = (heard.split(tables, dim=1) for heard in told.chunk(2, dim=1))
     most_rows = [int(by_rank.sum(1).max()) for by_rank in wanted]
@@ -151,10 +151,11 @@ def _uneven(first: int, other: int, axis: Axis) -> DataError:
 
 
 def _exchange_counts(parts: Sequence[Tensor], axis: Axis, label: str | Mapping[str, int]) -> Tensor:
-    """`[ranks, 2 tables]`: of each rank what it wants here of each table, and what it wants of that anywhere."""
+    """`[ranks, 2 tables]`, on the CPU: of each rank what it wants here of each table, and what of that anywhere."""
     lengths = [len(parts[0])] * axis.size
     most_bytes = axis.size * parts[0].nbytes
-    return all_to_all_parts(parts, lengths, axis, label=label, most_bytes=most_bytes).wait().view(axis.size, -1)
+    came = all_to_all_parts(parts, lengths, axis, label=label, most_bytes=most_bytes).wait()
+    return came.view(axis.size, -1).cpu()  # the host reads it more than once: a GPU is waited for once
 
 
 def _mark(split: Split) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, work_cost
 from tulle.partition import Hashed, order_by_owner
-from tulle.rows import inverse
+from tulle.rows import inverse, occurrences
 from tulle.tables.blocks import Blocks, Shape
 from tulle.tables.bundle import Counts, Request, Route, as_told, count_in
 from tulle.tables.distinct import Distinct, Ids
@@ -34,7 +34,7 @@ def request_of(ids: Sequence[Ids], splits: Sequence[RowSplit]) -> Request:
     ranks = splits[0].axis.size
     owner, place = Hashed.place_in(distinct.numbers(tables), tables, [split.partition for split in splits])
     order = order_by_owner(owner)
-    counts = torch.bincount(owner * len(splits) + tables, minlength=ranks * len(splits)).view(ranks, -1).tolist()
+    counts = occurrences(owner * len(splits) + tables, ranks * len(splits)).view(ranks, -1).tolist()
     told = as_told(place.index_select(0, order), max(split.partition.places for split in splits))
     return Request(splits, distinct, inverse(order), counts, told.split([sum(of_rank) for of_rank in counts]))
 
