@@ -120,6 +120,7 @@ if __name__ == "__main__":
     told["replicas"] = train(mesh, "balanced")
     told["rows"] = train(mesh, "rows", is_ahead=True)
     told["columns"] = train(mesh, "columns")
+    told["late"] = train(mesh, tulle.Plan(mesh.shape, schedule="read"))
     told["memory"] = save_memory(mesh)
     told["races"], told["calls"] = emulated.races, emulated.calls
     print(json.dumps(told))
