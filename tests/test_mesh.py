@@ -13,7 +13,7 @@ import tulle
 import tulle.comm
 from ranks import on_ranks
 from tulle.errors import MeshError
-from tulle.mesh import _wake, new_group, resolve, will_wait
+from tulle.mesh import _wake, resolve, will_wait
 
 
 @pytest.mark.parametrize(
@@ -179,21 +179,3 @@ def test_at_the_end_threads_that_wait_for_other_ranks_are_woken():
     dist.barrier()
     _wake()
     assert not any(thread.is_alive() for thread in threads)
-
-
-@on_ranks(3)
-def test_a_group_that_its_members_alone_make_is_not_split_off_that_of_all(monkeypatch):
-    mesh, seen = tulle.init(data=-1), []
-    world, made = dist.group.WORLD, dist.new_group
-    monkeypatch.setattr(dist, "new_group", lambda *a, **k: (seen.append(world.bound_device_id), made(*a, **k))[1])
-    world.bound_device_id = torch.device("cpu", 0)  # what init_process_group(device_id=...) sets
-    try:
-        if mesh.rank:
-            group = new_group([1, 2], 20.0)
-            total = torch.ones(1)
-            dist.all_reduce(total, group=group)
-            assert total.item() == 2
-            assert seen == [None]
-        assert world.bound_device_id == torch.device("cpu", 0)
-    finally:
-        world.bound_device_id = None

@@ -6,7 +6,7 @@ import atexit
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -213,21 +213,6 @@ def axis_of(group: dist.ProcessGroup | None = None, *, name: str = "data") -> Ax
         device = torch.device("cuda", torch.cuda.current_device())
     timeout_s = _in_force(group, device, DEFAULT_TIMEOUT_S)
     return Axis(name, dist.get_rank(group), len(ranks), ranks, group, device, timeout_s)
-
-
-def new_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup | int | None:
-    """A process group over some ranks, whose members alone must call it, all in one order.
-
-    Where the process group of all ranks is bound to a device, as nccl's may be, torch splits new ones off it, in which
-    all ranks must take part: those that do not would be waited for.
-    """
-    world = dist.group.WORLD
-    assert world is not None, "joined before"
-    bound, world.bound_device_id = world.bound_device_id, None
-    try:
-        return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)
-    finally:
-        world.bound_device_id = bound
 
 
 def _device(launch: Launch, backend: str | None) -> torch.device:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from tulle.comm.pending import Exchange, translated
-from tulle.mesh import Axis, new_group
+from tulle.mesh import Axis
+from tulle.process_groups import new_group
 
 
 def lane(axis: Axis, purpose: str) -> Axis:
@@ -47,9 +48,7 @@ def _part(axis: Axis, purpose: str, members: Sequence[int]) -> Axis:
 
 def _group(axis: Axis, purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
     with translated(Exchange("connecting", axis, purpose, 0, 0)):
-        group = new_group(ranks, axis.timeout_s)
-    assert isinstance(group, dist.ProcessGroup), "this rank is one of the group's"
-    return group
+        return new_group(ranks, axis.timeout_s, purpose=f"{axis.name}, {purpose}")
 
 
 def alone(axis: Axis) -> Axis:

@@ -9,7 +9,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tulle.comm import gather_values
@@ -17,12 +16,13 @@ from tulle.distribute.axes import Axes
 from tulle.distribute.in_order import MailboxInOrder
 from tulle.engine import DataParallel, engine_of
 from tulle.errors import PlanError
-from tulle.mesh import Axis, axis_of, new_group
+from tulle.mesh import Axis, axis_of
 from tulle.pipeline import deal, pins_of, place, placement_of
 from tulle.pipeline.mailbox import Mailbox
 from tulle.pipeline.randomness import seed_of
 from tulle.pipeline.run import Runtime, Step
 from tulle.plan import Plan
+from tulle.process_groups import new_group
 from tulle.tensor_parallel import known
 
 _IN_ORDER = "tulle in order"
@@ -166,6 +166,5 @@ def _together(axes: Sequence[Axis], whole: Axis) -> Axis:
     first, second = axes
     lines = gather_values(second.ranks, first, label="ranks of a stage")
     ranks = sorted(rank for line in lines for rank in line)
-    group = new_group(ranks, first.timeout_s)
-    assert isinstance(group, dist.ProcessGroup), "this rank is one of them"
+    group = new_group(ranks, first.timeout_s, purpose="stage")
     return replace(axis_of(group, name="stage"), device=whole.device)

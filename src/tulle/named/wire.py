@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tulle import comm
 from tulle.comm import Deferred
-from tulle.mesh import Axis, Mesh, new_group
+from tulle.mesh import Axis, Mesh
+from tulle.process_groups import new_group
 from tulle.reductions import Reduction
 
 GatherBackward = Literal["slice", "reduce_scatter"]
@@ -150,9 +151,9 @@ def _joined(mesh: Mesh, names: Sequence[str]) -> Axis:
     coordinates = [slice(None) if axis.name in names else axis.rank for axis in mesh.axes]
     ranks = tuple(grid[tuple(coordinates)].flatten().tolist())
     first = mesh[names[0]]
-    group = dist.group.WORLD if len(ranks) == mesh.size else new_group(ranks, first.timeout_s)
-    assert isinstance(group, dist.ProcessGroup), "this rank is one of the group's"
     name = "+".join(axis.name for axis in mesh.axes if axis.name in names)
+    group = dist.group.WORLD if len(ranks) == mesh.size else new_group(ranks, first.timeout_s, purpose=name)
+    assert group is not None, "torch.distributed is initialized, as there is a mesh"
     size, rank = len(ranks), ranks.index(mesh.rank)
     return replace(
         first, name=name, rank=rank, size=size, ranks=ranks, group=group, hosts=(), lanes={}, measured=[], kept={}

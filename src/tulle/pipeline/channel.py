@@ -26,11 +26,12 @@ from tulle.comm.pending import Exchange, translated
 from tulle.errors import CommunicationError
 from tulle.mesh import Axis
 from tulle.pipeline.messages import HEADER_BYTES, Key, decode, decode_header
+from tulle.process_groups import new_group
 
 _MOST_ROOM_BYTES = 16 * 2**20
 """Larger messages always come as two sends, as there is no use in keeping such room."""
 _LABEL = "pipeline"
-_PATIENT = timedelta(days=7)
+_PATIENT_S = 7 * 24 * 3600.0
 """gloo's own time-out: a rank from which nothing comes for long is not late until a program waits for it."""
 
 
@@ -146,8 +147,7 @@ def channels_of(axis: Axis) -> dict[int, Channel]:
     if axis.size == 1:
         return {}
     # Always gloo: a receiver does not know what comes next, which nccl wants it to. Bodies go through the CPU.
-    group = dist.new_group(list(axis.ranks), timeout=_PATIENT, backend="gloo", use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup), "this rank is one of the group's"
+    group = new_group(axis.ranks, _PATIENT_S, purpose=f"{axis.name}, messages", backend="gloo")
     lane = replace(axis, group=group, lanes={}, measured=[], kept={})
     for outbox in [*_unread]:  # these ranks have come to here, so they have read what they wanted of earlier meshes
         if outbox.lane.ranks[outbox.rank] in lane.ranks:
