@@ -214,3 +214,10 @@ def test_an_error_of_the_backend_that_says_nothing_is_told_of_all_the_same():
     exchange = Exchange("send", axis, "words", 0, 0)
     with pytest.raises(CommunicationError, match=r"send of words in step .* said: $"), translated(exchange):
         raise RuntimeError
+
+
+@on_ranks(1)
+def test_memory_that_ends_is_told_as_that():
+    axis = tulle.init(data=-1)["data"]
+    with pytest.raises(torch.OutOfMemoryError), translated(Exchange("all_reduce", axis, "words", 0, 0)):
+        raise torch.OutOfMemoryError("CUDA out of memory")

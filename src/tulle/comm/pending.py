@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from tulle.board import absent, come, departed, doing, first_failure
@@ -87,10 +88,13 @@ class Pending(Deferred[T]):
 
 @contextmanager
 def translated(exchange: Exchange):
-    """Turn what the backend raises into a `CommunicationError` that names table, step and the rank that fell first."""
+    """Turn what the backend raises into a `CommunicationError` that names table, step and the rank that fell first.
+
+    A GPU's memory may end while what came is put together: loops catch that, and take a smaller batch.
+    """
     try:
         yield
-    except CommunicationError:
+    except (CommunicationError, torch.OutOfMemoryError):
         raise
     except RuntimeError as error:
         axis = exchange.axis
