@@ -7,13 +7,14 @@ are shared out, or split over axis `model`, these tensors are copies, and what i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from tulle.parts import meets_parts
+from tulle.torch_functions import tensors_in
 
 
 @meets_parts
@@ -40,13 +41,13 @@ class Gathered(Tensor):
             return NotImplemented  # parts, and what is still under way, know what they may be given
         keywords = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            given = [one for one in _tensors([*args, *keywords.values()]) if isinstance(one, Gathered)]
+            given = [one for one in tensors_in([*args, *keywords.values()]) if isinstance(one, Gathered)]
             before = [one._version for one in given]
             result = func(*args, **keywords)
             for one, version in zip(given, before, strict=True):
                 if one._version != version:
                     one._write_back()
-            for view in _tensors(result if isinstance(result, tuple | list) else [result]):
+            for view in tensors_in(result if isinstance(result, tuple | list) else [result]):
                 for one in given:
                     if type(view) is Tensor and _share_memory(one, view):
                         _become_gathered(view, one._write_back)
@@ -103,15 +104,6 @@ def _become_gathered(tensor: Tensor, write_back: Callable[[], None]) -> Tensor:
     object.__setattr__(tensor, "__class__", Gathered)
     cast("Gathered", tensor)._write_back = write_back
     return tensor
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among arguments, and in lists of them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

@@ -1,7 +1,8 @@
 """`LiveBytes`: counts the bytes of all tensors that are alive while operations run, and their peak.
 
-It sees every operation that the dispatcher sees, of tensors with memory or of fake ones without, so that a step can be
-counted before anything is allocated. `measure_peak_bytes` asks the allocator itself, to hold the count against.
+`LiveBytes` sees every operation that the dispatcher sees, of tensors with memory or of fake ones without, so that a
+step can be counted before anything is allocated. `measure_peak_bytes` asks the allocator itself, to hold the count
+against; `looking_at_saved` shows what autograd keeps.
 """
 
 from __future__ import annotations
@@ -14,6 +15,23 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+
+def looking_at_saved(look: Callable[[Tensor], object]) -> torch.autograd.graph.saved_tensors_hooks:
+    """A context in which `look` is called with each tensor that autograd keeps for backward.
+
+    Example:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> with looking_at_saved(lambda tensor: print(list(tensor.shape))):
+        ...     _ = weight.exp()
+        [2]
+    """
+
+    def pack(tensor: Tensor) -> Tensor:
+        look(tensor)
+        return tensor.detach()  # an operation that keeps its own result would be kept by it, for good
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
 class LiveBytes(TorchDispatchMode):

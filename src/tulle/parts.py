@@ -19,7 +19,7 @@ every rank must ask; sums, means and norms have gradients. What cannot be made o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
@@ -39,6 +39,7 @@ from tulle.torch_functions import (
     goes_by_place,
     mixes,
     name_of,
+    tensors_in,
 )
 
 T = TypeVar("T", bound=Tensor)
@@ -115,7 +116,7 @@ class _Part(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.autograd.backward or name.startswith(EACH_BY_ITSELF):
                 return func(*args, **keywords)
-            given = [*_tensors(args), *_tensors(keywords.values())]
+            given = [*tensors_in(args), *tensors_in(keywords.values())]
             part = next(one for one in given if isinstance(one, _Part))
             if func is torch.autograd.grad:
                 _check_gradients(given)
@@ -359,15 +360,6 @@ def _become(kind: type[_Part], result: Tensor, part: Tensor) -> Tensor:
     object.__setattr__(result, "__class__", kind)
     setattr(result, _WHOLE, getattr(part, _WHOLE))
     return result
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Those among arguments, and in lists of them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 def _fits(tensor: Tensor, part: Tensor) -> bool:

@@ -7,7 +7,7 @@ dimension that is cut, does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -113,6 +113,15 @@ def name_of(func: Callable[..., Any]) -> str:
     """The name of a function of torch, or of the property that it reads."""
     name = getattr(func, "__name__", "")
     return getattr(func, "__self__", func).__name__ if name == "__get__" else name
+
+
+def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among arguments, and in lists of them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from tensors_in(value)
 
 
 def _is_of_all(index: Any, part: Tensor) -> bool:

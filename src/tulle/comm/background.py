@@ -138,7 +138,9 @@ def beside(axis: Axis) -> Iterator[None]:
     if axis.device.type != "cuda":
         yield
         return
-    with torch.cuda.stream(axis.kept.setdefault(beside, torch.cuda.Stream(axis.device))):
+    if beside not in axis.kept:
+        axis.kept[beside] = torch.cuda.Stream(axis.device)
+    with torch.cuda.stream(axis.kept[beside]):
         yield
 
 

@@ -126,17 +126,15 @@ class Feed:
         given = ids_of(batch)
         if isinstance(given, Tensor) and len(self._tables) == 1:
             given = {table.name: given for table in self._tables.values()}
+        names = [table.name for table in self._tables.values()]
+        known = f"the tables whose rows can travel ahead are: {', '.join(names) or 'none'}"
         if not isinstance(given, Mapping):
-            known = ", ".join(table.name for table in self._tables.values()) or "none"
             raise ModelError(
                 f"the function that tulle.lookahead was given as ids gave a {type(given).__name__}, expected the "
-                f"ids of each table; the tables whose rows can travel ahead are: {known}"
+                f"ids of each table; {known}"
             )
         for name in given:
             if name not in numbers:
-                known = ", ".join(table.name for table in self._tables.values()) or "none"
-                raise ModelError(
-                    f"tulle.lookahead was given ids of {name!r}, the tables whose rows can travel ahead are: {known}"
-                )
+                raise ModelError(f"tulle.lookahead was given ids of {name!r}, {known}")
         self._given_tables = sorted(numbers[name] for name in given)
         return {numbers[name]: ids for name, ids in sorted(given.items(), key=lambda pair: numbers[pair[0]])}

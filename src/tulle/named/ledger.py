@@ -22,6 +22,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from tulle.live import looking_at_saved
+
 Place = tuple[str, int]
 _LIBRARIES = str(Path(torch.__file__).parent) + "/", str(Path(__file__).parents[1]) + "/"
 _LAYERS = str(Path(__file__).parent / "layers")
@@ -94,14 +96,13 @@ class Ledger(TorchDispatchMode):
             but: Memory that is there anyway, by `memory_of`.
         """
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
+        def note(tensor: torch.Tensor) -> None:
             memory = memory_of(tensor)
             if memory not in but and memory not in self._kept:
                 self._kept.add(memory)
                 self.line().kept_bytes += tensor.untyped_storage().nbytes()
-            return tensor.detach()  # an operation that keeps its own result would be kept by it, for good
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with looking_at_saved(note):
             yield
 
     def _current(self) -> Place:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tulle.comm import alone
+from tulle.live import looking_at_saved
 from tulle.mesh import Axis
 from tulle.pipeline.attributes import own_attributes
 from tulle.pipeline.calls import Calls, pieces_of, watch
@@ -205,14 +206,13 @@ class _Weighed:
         parameters = {parameter.untyped_storage()._cdata for parameter in here}
         kept: dict[int, int] = {}
 
-        def pack(tensor: Tensor) -> Tensor:
+        def note(tensor: Tensor) -> None:
             storage = tensor.untyped_storage()
             if storage._cdata not in parameters and storage._cdata not in self._loans:
                 kept[storage._cdata] = storage.nbytes()
-            return tensor.detach()  # an operation that keeps its own result would be kept by it, for good
 
         begin_s = time.perf_counter()
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.enable_grad(), looking_at_saved(note):
             results = flatten(module._call_impl(*args, **kwargs))[0]
         ends = [result for result in results if isinstance(result, Tensor) and result.requires_grad]
         if ends:

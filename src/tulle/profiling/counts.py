@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
+from tulle.live import looking_at_saved
 from tulle.memory import LiveBytes
 
 
@@ -58,13 +59,12 @@ def count(
     flops.mod_tracker = _Untracked()
     left_bytes, seen_flop = 0, 0.0
 
-    def pack(tensor: Tensor) -> Tensor:
+    def note(tensor: Tensor) -> None:
         nonlocal left_bytes
         if tensor.layout == torch.strided and tensor.untyped_storage()._cdata not in parameters:
             memory = tensor.untyped_storage()
             left_bytes += memory.nbytes() - left.get(memory._cdata, 0)
             left[memory._cdata] = memory.nbytes()
-        return tensor.detach()  # an operation that keeps its own result would be kept by it, for good
 
     def cut(number: int) -> None:
         nonlocal left_bytes, seen_flop
@@ -76,7 +76,7 @@ def count(
     with LiveBytes(device.type) as live:
         live.add(held)
         with _hooked(model, names, cut, counts.made_bytes), flops:
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with looking_at_saved(note):
                 loss = forward()
             cut(len(names) - 1)
         rest(loss)

@@ -50,30 +50,24 @@ class PersistentAllReduce:
         local, refusal = read(gradient)
         counts, _ = announce(local, refusal, (AUTO, "mean", as_wire_dtype(self.wire_dtype)), self.axis)
         assert local is not None, "a refused gradient was raised by all ranks"
-        mine = self._share(local)
-        [total] = sum_gradients(
-            [mine], [self._table(local)], [[held] for held in counts], [self._chosen(local, counts)], self.axis
-        ).wait()
-        self._note(local, counts)
+        table = self._table(local)
+        mine, scheme = local.scaled(1.0 / self.axis.size, table), self._chosen(local, table, counts)
+        [total] = sum_gradients([mine], [table], [[held] for held in counts], [scheme], self.axis).wait()
+        self._note(table, counts)
         return cast("Tensor", as_given(gradient, total, local.shape, 1))
 
     def _table(self, local: Local) -> Table:
         return local.table(1, as_wire_dtype(self.wire_dtype))
 
-    def _share(self, local: Local) -> Gradient:
-        """What this rank adds to the mean."""
-        return local.scaled(1.0 / self.axis.size, self._table(local))
-
-    def _chosen(self, local: Local, counts: Sequence[int]) -> str:
+    def _chosen(self, local: Local, table: Table, counts: Sequence[int]) -> str:
         self._chooser = self._chooser or Chooser(probe(self.axis), self.axis.size)
-        return chosen(self._chooser, local, self._table(local), counts, self.axis)
+        return chosen(self._chooser, local, table, counts, self.axis)
 
-    def _note(self, local: Local, counts: Sequence[int]) -> None:
+    def _note(self, table: Table, counts: Sequence[int]) -> None:
         """Take note of the rows that each rank had: they decide how the next ones travel."""
         assert self._chooser is not None, "a scheme was chosen for them"
         self._room.fill(counts)
-        table, rooms, network = self._table(local), [([0], self._room)], probe(self.axis)
-        scheme_s = self._chooser.predicted_s
+        rooms, network, scheme_s = [([0], self._room)], probe(self.axis), self._chooser.predicted_s
         self.is_in_packets = bool(next_packet([table], rooms, network, self.axis.size, words=1, scheme_s=scheme_s))
 
 
@@ -91,17 +85,17 @@ def means_in_packet(reductions: Sequence[PersistentAllReduce], gradients: Sequen
     assert len(found) == len(gradients), "gradients of a kind that is refused are never in packets"
     axis = reductions[0].axis
     tables = [one._table(local) for one, local in zip(reductions, found, strict=True)]
-    mine = [one._share(local) for one, local in zip(reductions, found, strict=True)]
-    counts = [count(gradient) for gradient in mine]
-    exchanged = _packet(reductions, tables).exchange(counts, mine, axis).wait()
+    mine = [local.scaled(1.0 / axis.size, table) for local, table in zip(found, tables, strict=True)]
+    exchanged = _packet(reductions, tables).exchange([count(one) for one in mine], mine, axis).wait()
     heard = exchanged.words()
     sums: Sequence[Gradient] | None = exchanged.sum(heard)
-    of_tables = [[*held] for held in zip(*heard, strict=True)]
-    schemes = [one._chosen(*known) for one, known in zip(reductions, zip(found, of_tables, strict=True), strict=True)]
+    counts = [[*held] for held in zip(*heard, strict=True)]  # of each table those of all ranks
+    each = [*zip(reductions, found, tables, counts, strict=True)]
+    schemes = [one._chosen(local, table, held) for one, local, table, held in each]
     if sums is None:
         sums = sum_gradients(mine, tables, heard, schemes, axis).wait()
-    for one, local, held in zip(reductions, found, of_tables, strict=True):
-        one._note(local, held)
+    for one, _, table, held in each:
+        one._note(table, held)
     given = zip(gradients, sums, found, strict=True)
     return [cast("Tensor", as_given(gradient, total, local.shape, 1)) for gradient, total, local in given]
 
