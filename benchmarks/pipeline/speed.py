@@ -1,6 +1,6 @@
 """Steps a second of a pipeline beside `torch.distributed.pipelining`'s, with the same stages, in interleaved runs.
 
-torchrun --nproc-per-node 4 benchmarks/pipeline/speed.py --out benchmarks/pipeline/results/speed-blocks.json
+torchrun --nproc-per-node 4 benchmarks/pipeline/speed.py --schedules 1f1b zb-h1 --out speed.json
 """
 
 from __future__ import annotations
@@ -10,19 +10,30 @@ import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleavedZeroBubble,
+)
 
 import tulle
 from tulle import pipeline
 
-SCHEDULES = {"1f1b": Schedule1F1B, "eager-1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-"""Ours, and torch's that it is held against."""
+SCHEDULES = {
+    "1f1b": Schedule1F1B,
+    "eager-1f1b": Schedule1F1B,
+    "zb-h1": ScheduleInterleavedZeroBubble,
+    "gpipe": ScheduleGPipe,
+}
+"""Ours, and torch's that is most like it."""
 
 
 class Block(nn.Module):
@@ -77,7 +88,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=64, help="of a sequence, for gpt2")
     parser.add_argument("--micro-batches", type=int, default=16)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b")
+    parser.add_argument("--schedules", choices=list(SCHEDULES), nargs="+", default=["1f1b"])
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
@@ -89,10 +100,14 @@ def main() -> None:
     mesh = tulle.init(pipe=-1)
     shape = (options.length, options.width) if options.model == "gpt2" else (options.width,)
     x = torch.randn(options.samples * options.micro_batches, *shape, generator=torch.Generator().manual_seed(0))
-    ours, bubble = of_tulle(options, mesh, x)
-    steps = {"torch": of_torch(options, mesh, x), "tulle": ours}
+    rivals = {
+        schedule.__name__: schedule for schedule in [Schedule1F1B, *map(SCHEDULES.get, options.schedules)] if schedule
+    }
+    steps = {name: of_torch(options, mesh, x, schedule) for name, schedule in rivals.items()}
+    bubbles: dict[str, list[float]] = {}
+    for schedule in options.schedules:
+        steps[schedule] = of_tulle(options, mesh, x, schedule, bubbles.setdefault(schedule, []))
     times: dict[str, list[float]] = {name: [] for name in steps}
-    bubbles = []
     for _ in range(options.steps + 1):
         for name, step in steps.items():
             dist.barrier()
@@ -100,15 +115,16 @@ def main() -> None:
             step()
             dist.barrier()
             times[name].append(time.perf_counter() - begin_s)
-        bubbles.append(bubble())
-    ratios = [ours / theirs for ours, theirs in zip(times["tulle"][1:], times["torch"][1:], strict=True)]
     result = {
         **{name: value for name, value in vars(options).items() if name != "out"},
         "ranks": mesh.size,
         "torch_version": torch.__version__,
-        **{f"{name}_s": sorted(round(value, 4) for value in values[1:]) for name, values in times.items()},
-        "median_ratio": round(statistics.median(ratios), 3),
-        "bubble_of_rank_0": round(statistics.median(bubbles[1:]), 3),
+        "seconds": {name: sorted(round(value, 4) for value in values[1:]) for name, values in times.items()},
+        "median_ratios": {
+            rival: {name: middle_of_ratios(times[name], times[rival]) for name in steps if name != rival}
+            for rival in rivals
+        },
+        "bubble_of_rank_0": {name: round(statistics.median(values[1:]), 3) for name, values in bubbles.items()},
     }
     if mesh.rank == 0:
         print(json.dumps(result))
@@ -117,17 +133,23 @@ def main() -> None:
             options.out.write_text(json.dumps(result, indent=1))
 
 
+def middle_of_ratios(times_s: Sequence[float], others_s: Sequence[float]) -> float:
+    """Of each round but the first."""
+    return round(statistics.median(a / b for a, b in zip(times_s[1:], others_s[1:], strict=True)), 3)
+
+
 def build(options: argparse.Namespace) -> Blocks:
     torch.manual_seed(0)
     return (Gpt if options.model == "gpt2" else Blocks)(options.width, options.depth)
 
 
-def of_torch(options: argparse.Namespace, mesh: tulle.Mesh, x: Tensor) -> Callable[[], object]:
-    """A step of torch's own schedule, over the same stages."""
+def of_torch(options: argparse.Namespace, mesh: tulle.Mesh, x: Tensor, kind: Any) -> Callable[[], object]:
+    """A step of one of torch's own schedules, over the same stages."""
     share = options.depth // mesh.size
     layers = list(build(options).layers)[mesh.rank * share : (mesh.rank + 1) * share]
     stage = PipelineStage(nn.Sequential(*layers), mesh.rank, mesh.size, torch.device("cpu"))
-    schedule = SCHEDULES[options.schedule](stage, options.micro_batches, loss_fn=lambda y, _: y.pow(2).mean())
+    stages = [stage] if kind is ScheduleInterleavedZeroBubble else stage
+    schedule = kind(stages, options.micro_batches, loss_fn=lambda y, _: y.pow(2).mean())
     if mesh.rank == 0:
         return lambda: schedule.step(x)
     if mesh.rank < mesh.size - 1:
@@ -136,21 +158,25 @@ def of_torch(options: argparse.Namespace, mesh: tulle.Mesh, x: Tensor) -> Callab
 
 
 def of_tulle(
-    options: argparse.Namespace, mesh: tulle.Mesh, x: Tensor
-) -> tuple[Callable[[], object], Callable[[], float]]:
-    """The same with placed modules, and what tells the bubble."""
+    options: argparse.Namespace, mesh: tulle.Mesh, x: Tensor, schedule: str, bubbles: list[float]
+) -> Callable[[], object]:
+    """The same with placed modules; notes the bubble of each step."""
     share = options.depth // mesh.size
     model = pipeline.place(build(options), mesh["pipe"], {f"layers.{n}": n // share for n in range(options.depth)})
     placed = pipeline.placement_of(model)
     assert placed is not None, "it was just placed"
 
-    @pipeline.step(micro_batches=options.micro_batches, schedule=options.schedule)
+    @pipeline.step(micro_batches=options.micro_batches, schedule=schedule)
     def train(model: nn.Module, x: Tensor) -> Tensor:
         loss = model(x).pow(2).mean()
         loss.backward()
         return loss
 
-    return lambda: train(model, x), lambda: placed.runtime.bubble
+    def step() -> None:
+        train(model, x)
+        bubbles.append(placed.runtime.bubble)
+
+    return step
 
 
 if __name__ == "__main__":

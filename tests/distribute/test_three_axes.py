@@ -11,6 +11,7 @@ import tulle
 from ranks import on_ranks
 from tulle.distribute import layers
 from tulle.errors import PlanError
+from tulle.plan import Memory
 
 CUBE = {"data": 2, "pipe": 2, "model": 2}
 
@@ -50,6 +51,21 @@ def test_two_axes_are_one_process(kind, shape):
 )
 def test_what_the_planner_chooses_on_two_axes_is_one_process(kind, shape):
     compare(kind, shape, clip, plan="auto")
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("kind", "shape", "memory"),
+    [
+        ("words", {"data": 2, "pipe": 2}, Memory(full_shard=True)),
+        pytest.param("words", {"data": 2, "pipe": 2}, Memory(shard_optimizer=True), marks=pytest.mark.slow),
+        pytest.param("stack", {"pipe": 2, "model": 2}, Memory(), marks=pytest.mark.slow),
+        pytest.param("gpt2", {"pipe": 4}, Memory(recompute=("network.transformer.h.1",)), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_weights_that_are_put_off_are_one_process(kind, shape, memory):
+    compare(kind, shape, clip, plan=tulle.Plan(shape, pipeline_schedule="zb-h1", memory=memory))
 
 
 @on_ranks(4)

@@ -46,7 +46,7 @@ def test_modules_dealt_against_the_order_in_which_they_run():
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 @pytest.mark.parametrize("stages_a_rank", [1, 2])
 def test_every_schedule(schedule, stages_a_rank):
     mesh = tulle.init(pipe=-1)

@@ -212,7 +212,7 @@ def test_bad_arguments_are_refused_on_every_rank():
         pipeline.step(micro_batches=0)
     with pytest.raises(PlanError, match="step was given 4, expected the step function, or micro_batches=4"):
         pipeline.step(4)
-    with pytest.raises(PlanError, match="use one of 'gpipe', '1f1b', 'eager-1f1b'"):
+    with pytest.raises(PlanError, match="use one of 'gpipe', '1f1b', 'eager-1f1b', 'zb-h1'"):
         pipeline.step(micro_batches=1, schedule="zero bubble")
 
 

@@ -103,7 +103,7 @@ def test_the_json_that_the_next_tests_break_is_good():
         (GOOD | {"micro_batches": "8"}, "micro_batches is '8'"),
         (
             GOOD | {"pipeline_schedule": "zigzag"},
-            "the pipeline_schedule 'zigzag', expected one of 1f1b, eager-1f1b, gpipe",
+            "the pipeline_schedule 'zigzag', expected one of 1f1b, eager-1f1b, zb-h1, gpipe",
         ),
         (GOOD | {"memory": "small"}, "memory: it is 'small', expected an object of a Memory"),
         (GOOD | {"memory": {"precision": "int3"}}, "memory: .*the precision 'int3', expected None or bf16 or fp16"),

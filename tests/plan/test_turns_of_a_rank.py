@@ -16,7 +16,7 @@ def most_held(found, rank, ranks):
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])
-@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "zb-h1", "gpipe"])
 def test_a_rank_holds_what_the_run_time_lets_it(schedule, groups):
     ranks, micro_batches = 4, 8
     found = turns(schedule, (1.0,) * ranks * groups, (2.0,) * ranks * groups, ranks, micro_batches)

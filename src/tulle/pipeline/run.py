@@ -24,7 +24,7 @@ from tulle.pipeline.outcome import versioned
 from tulle.pipeline.placeholder import running
 from tulle.pipeline.program import Program
 from tulle.pipeline.randomness import forked, seed_of
-from tulle.pipeline.schedule import Schedule
+from tulle.pipeline.schedule import Schedule, is_split
 from tulle.pipeline.tied import Aside, Tied
 from tulle.pipeline.turns import Turn, Turns
 from tulle.pipeline.values import Values
@@ -199,12 +199,13 @@ class Runtime:
     def _turn(self, step: Step, micro_batch: int) -> Turn:
         number = self._next_number()
         turn = Turn(micro_batch)
-        values = Values(number, self.holdings, turn.wait, f"micro-batch {micro_batch} of step {traffic.step}")
+        later = turn if is_split(step.schedule) else None
+        values = Values(number, self.holdings, turn.wait, f"micro-batch {micro_batch} of step {traffic.step}", later)
         seed, scale = self._stream(number), step.shares[micro_batch]
         program = Program(
             values, self.holdings, seed=seed, around_backward=partial(self._backward_of, turn), scale=scale
         )
-        turn.begin(program, _body(step, micro_batch, program))
+        turn.begin(program, _body(step, turn, program))
         return turn
 
     def _outside_of_steps(self) -> Program:
@@ -353,12 +354,13 @@ class Runtime:
             self.holdings.frozen[number] = seed_of(needed)
 
 
-def _body(step: Step, index: int, program: Program) -> Callable[[], Any]:
-    args, kwargs = step.calls[index]
+def _body(step: Step, turn: Turn, program: Program) -> Callable[[], Any]:
+    args, kwargs = step.calls[turn.micro_batch]
 
     def body() -> Any:
         with run_in_this_thread(program):
             result = step.function(*args, **kwargs)
+        turn.holds_nothing = True
         shared = program.share(result)
         program.end()
         return shared

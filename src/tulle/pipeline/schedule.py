@@ -1,4 +1,4 @@
-"""The order in which a rank works on micro-batches: GPipe, 1F1B, eager 1F1B, and 1F1B with several stages a rank.
+"""The order in which a rank works on micro-batches: GPipe, 1F1B, eager 1F1B, ZB-H1, and several stages a rank.
 
 Forward and backward of micro-batch *i* on ranks of 4 stages (Huang et al., *GPipe*, NeurIPS'19, figure 2; Narayanan et
 al., *PipeDream-2BW*, ICML'21; *Megatron-LM*, SC'21, section 2.2):
@@ -10,6 +10,12 @@ al., *PipeDream-2BW*, ICML'21; *Megatron-LM*, SC'21, section 2.2):
 In 1F1B a rank waits twice in each round for what travels: its forward could not begin before a backward that is on the
 way. Eager 1F1B (after Zhuang et al., *On Optimizing the Communication of Model Parallelism*, MLSys'23, section 4)
 begins one more micro-batch than 1F1B holds, but only where a rank would have nothing to do.
+
+In ZB-H1 (Qi et al., *Zero Bubble Pipeline Parallelism*, ICLR'24, section 2) backward gives the gradient that the rank
+before waits for (B), and computes those of weights (W) where it would have nothing to do. With m micro-batches and p
+ranks, of which each F, B and W takes as long, a step takes 3m + p - 1 of them, in 1F1B 3m + 3(p - 1):
+
+    zb-h1     rank 3   ·  ·  ·  F0 B0 F1 B1 F2 B2 F3 B3 W0 W1 W2 W3          what W needs is kept of at most 4
 
 With two stages a rank (f, b: the second) micro-batches go in groups of as many as there are ranks:
 
@@ -25,7 +31,7 @@ from typing import Literal, get_args
 
 from tulle.errors import PlanError
 
-Schedule = Literal["gpipe", "1f1b", "eager-1f1b"]
+Schedule = Literal["gpipe", "1f1b", "eager-1f1b", "zb-h1"]
 
 
 def checked(schedule: str) -> Schedule:
@@ -64,6 +70,24 @@ def held_at_once(schedule: Schedule, rank: int, ranks: int, stages: int, micro_b
 def in_idleness(schedule: Schedule) -> int:
     """How many of those that a rank may hold it begins only where it would have nothing to do."""
     return 1 if schedule == "eager-1f1b" else 0
+
+
+def is_split(schedule: Schedule) -> bool:
+    """Whether the gradients of weights are computed where a rank would have nothing to do.
+
+    Of each micro-batch, for they are to add up in one order: one whose backward ran as a whole would pass others.
+    """
+    return schedule == "zb-h1"
+
+
+def kept_at_once(schedule: Schedule, rank: int, ranks: int, stages: int, micro_batches: int) -> int:
+    """The same with those of which a rank keeps what the gradients of weights need; these hold less.
+
+    Example:
+        >>> [kept_at_once("zb-h1", rank, 4, 4, 8) for rank in range(4)]
+        [4, 4, 4, 4]
+    """
+    return held_at_once(schedule, 0 if is_split(schedule) else rank, ranks, stages, micro_batches)
 
 
 def stages_here(rank: int, ranks: int, stages: int) -> int:

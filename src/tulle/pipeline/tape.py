@@ -24,21 +24,26 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from tulle.errors import GradientError
+from tulle.pipeline.split_backward import Split, Work, splits_of
+
+PutOff = Callable[[Sequence[Work]], None]
 
 
 class Entry:
     """Where a tensor enters a phase, and the gradient that comes back to it."""
 
-    __slots__ = ("_given", "gradient", "is_over")
+    __slots__ = ("_given", "anchor", "gradient", "is_over")
 
     def __init__(self, tensor: Tensor) -> None:
         self._given: Tensor | None = tensor.detach()
+        self.anchor = torch.empty(0, requires_grad=True)
+        """The leaf where autograd's graph of the phase ends."""
         self.gradient: Tensor | None = None
         self.is_over = False
 
     def tensor(self) -> Tensor:
         """The same memory as a tensor of this phase: no leaf, so that it may be written in, as in one process."""
-        return _Enter.apply(torch.empty(0, requires_grad=True), self)
+        return _Enter.apply(self.anchor, self)
 
     def take_given(self) -> Tensor:
         """Hand the tensor over, once."""
@@ -86,13 +91,21 @@ class Phase:
     """Values that a later phase went on with."""
     seeds: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
     """Where backward begins."""
+    entered: list[Tensor] = field(default_factory=list)
+    """The anchors of what entered, from other ranks or earlier phases."""
 
     def clear(self) -> None:
         """Let go of the graph."""
         self.is_over = True
         for entry in (*(entry for _, _, entry in self.received), *(entry for _, entry in self.cuts)):
             entry.is_over = True
-        self.received, self.sent, self.cuts = [], [], []
+        self.received, self.sent, self.cuts, self.entered = [], [], [], []
+
+    @property
+    def edges(self) -> list[GradientEdge]:
+        """Where gradients may go in."""
+        of_sent = [edge for _, _, edge in self.sent if edge is not None]
+        return [edge for edge, _ in self.seeds] + of_sent + [edge for edge, _ in self.cuts]
 
 
 class Graph:
@@ -146,7 +159,7 @@ class Tape:
         """Enter a value that came from another rank."""
         if self.phase.sent:
             self.phases.append(Phase(self.call))
-        entry = Entry(value)
+        entry = self._enter(value)
         self.phase.received.append((number, source, entry))
         return entry.tensor()
 
@@ -161,7 +174,7 @@ class Tape:
 
     def cut(self, value: Tensor, phase: Phase) -> Tensor:
         """Go on with a value of an earlier phase in this one."""
-        entry = Entry(value)
+        entry = self._enter(value)
         phase.cuts.append((get_gradient_edge(value), entry))
         return entry.tensor()
 
@@ -172,6 +185,7 @@ class Tape:
         give: Callable[[int, int, Tensor | None], None],
         *,
         retain_graph: bool,
+        put_off: PutOff | None = None,
     ) -> None:
         """Run backward through phases.
 
@@ -180,9 +194,14 @@ class Tape:
             gradient_of: Called with a value's number and the rank it went to: waits for its gradient.
             give: Called with a value's number, the rank it came from, and its gradient.
             retain_graph: Whether there will be another backward.
+            put_off: Called, behind `give`, with what can be computed later; None for all at once.
         """
-        for left, phase in reversed(list(enumerate(phases, start=1))):
+        splits: list[Split | None] = [None] * len(phases)
+        if put_off is not None:
+            splits = splits_of([(phase.edges, phase.entered) for phase in phases])
+        for left, (phase, split) in reversed(list(enumerate(zip(phases, splits, strict=True), start=1))):
             self.left = left
+            later: list[Work] = []
             ends = [*phase.seeds]
             phase.seeds.clear()
             arrived = [(edge, gradient_of(number, to)) for number, to, edge in phase.sent]
@@ -190,9 +209,19 @@ class Tape:
             ends += [(edge, gradient) for edge, gradient in arrived if edge is not None and gradient is not None]
             if ends:
                 edges, gradients = zip(*ends, strict=True)
-                torch.autograd.backward(edges, gradients, retain_graph=retain_graph)
+                if split is None:
+                    torch.autograd.backward(edges, gradients, retain_graph=retain_graph)
+                else:
+                    later = split.backward(edges, gradients)
             for number, source, entry in phase.received:
                 give(number, source, entry.take_gradient())
             if not retain_graph:
                 phase.clear()
+            if put_off is not None:
+                put_off(later)
         self.left = None
+
+    def _enter(self, value: Tensor) -> Entry:
+        entry = Entry(value)
+        self.phase.entered.append(entry.anchor)
+        return entry

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -29,7 +30,8 @@ from tulle.pipeline.mailbox import Mailbox
 from tulle.pipeline.messages import Key
 from tulle.pipeline.program import Program
 from tulle.pipeline.randomness import State, seed_all
-from tulle.pipeline.schedule import Schedule, held_at_once, in_idleness, preference, stages_here
+from tulle.pipeline.schedule import Schedule, held_at_once, in_idleness, kept_at_once, preference, stages_here
+from tulle.pipeline.split_backward import Work
 
 _autograd: Any = vars(torch._C)["_autograd"]
 
@@ -48,6 +50,9 @@ class Turn:
     def __init__(self, micro_batch: int) -> None:
         self.micro_batch = micro_batch
         self.give_way: Callable[[Turn], None] = _nothing
+        self.draw: Callable[[Turn], None] = _nothing
+        self.owed = deque[tuple[Turn, Work]]()
+        """What micro-batches of this step have put off, the oldest first: so it adds to gradients in their order."""
         self.result: Any = None
         self.key: Key | None = None
         self.source = 0
@@ -56,8 +61,15 @@ class Turn:
         self.is_at_backward = False
         """Whether it waits for the schedule to have backward begin; then it is `in_backward`, until that is over."""
         self.in_backward = False
+        self.direction = "forward"
+        """What it does, for the timeline: forward, backward or weights."""
         self.backwards = 0
         """How many it has come to."""
+        self.work: Work | None = None
+        """What it was chosen to do of what it has put off; None if it is to go on."""
+        self.put_off_count = 0
+        self.holds_nothing = False
+        """Whether only what was put off is left to do, or only the result to wait for."""
         self.may_go = threading.Lock()
         self.may_go.acquire()
         """Held while its thread sleeps: released by whoever chooses it."""
@@ -66,16 +78,35 @@ class Turn:
         """Say what it runs, once."""
         self.program, self.body = program, body
 
-    @property
-    def direction(self) -> str:
-        """Forward or backward, for the timeline."""
-        return "backward" if self.in_backward or self.is_at_backward else "forward"
-
     def wait(self, key: Key, source: int, purpose: str) -> None:
         """Give way until a message is there; called by the program."""
         self.key, self.source, self.purpose = key, source, purpose
         self.give_way(self)
+        while self.work is not None:
+            self._do(self.work)
+            self.give_way(self)
         self.key = None
+
+    def put_off(self, works: Sequence[Work]) -> None:
+        """Leave work for when this rank would have nothing to do; called by the program, in backward."""
+        self.put_off_count += len(works)
+        self.owed.extend((self, work) for work in works)
+
+    def catch_up(self) -> None:
+        """Give way until all that was put off is done; called by the program, in backward."""
+        self.holds_nothing = True
+        while self.put_off_count:
+            self.give_way(self)
+            assert self.work is not None, "chosen for nothing else"
+            self._do(self.work)
+        self.holds_nothing = False
+
+    def _do(self, work: Work) -> None:
+        self.work, self.put_off_count = None, self.put_off_count - 1
+        direction, self.direction = self.direction, "weights"
+        work()
+        self.draw(self)
+        self.direction = direction
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -84,8 +115,11 @@ class Turn:
         self.backwards += 1
         self.give_way(self)
         self.is_at_backward, self.in_backward = False, True
+        self.direction = "backward"
         yield
+        self.draw(self)
         self.in_backward = False
+        self.direction = "forward"
 
 
 class Turns:
@@ -106,15 +140,17 @@ class Turns:
         self._schedule: Schedule = schedule
         self._in_order = in_order
         self._most_held = held_at_once(schedule, rank, ranks, stages, len(turns))
+        self._most_kept = kept_at_once(schedule, rank, ranks, stages, len(turns))
         self._stages_here = stages_here(rank, ranks, stages)
         self._turns, self._to_begin, self._begun = turns, list(turns), list[Turn]()
         """Of all turns those whose programs have not begun, and those under way, in the order in which they began."""
+        self._owed = deque[tuple[Turn, Work]]()
         self._starts = {turn: (contextvars.copy_context(), Surroundings()) for turn in turns}
         self._is_over = threading.Lock()
         self._error: BaseException | None = None
         self._idle_s, self._since_s = 0.0, now_s()
         for turn in turns:
-            turn.give_way = self._give_way
+            turn.give_way, turn.draw, turn.owed = self._give_way, self._draw, self._owed
 
     def run(self) -> float:
         """Run all programs to their ends.
@@ -188,6 +224,9 @@ class Turns:
                 best = self._best(arrived)
                 if best is not None:
                     return best
+                if self._owed:
+                    turn, turn.work = self._owed.popleft()
+                    return turn
                 self._await_letters(but=arrived)
         except Exception as error:
             self._error = self._error or error
@@ -195,10 +234,12 @@ class Turns:
 
     def _best(self, arrived: Collection[Turn]) -> Turn | None:
         """Of those that can go on the one that should, which has begun from now on; None if none can."""
-        held = sum(max(1, turn.program.held) for turn in self._begun)
+        held = sum(max(1, turn.program.held) for turn in self._begun if not turn.holds_nothing)
         is_full = held >= self._most_held - in_idleness(self._schedule)
         ready = [turn for turn in self._begun if self._is_ready(turn, arrived, is_full=is_full)]
-        if self._to_begin and held < self._most_held and self._may_begin(self._to_begin[0]):
+        kept = held + sum(turn.holds_nothing and turn.put_off_count > 0 for turn in self._begun)
+        has_room = held < self._most_held and kept < self._most_kept
+        if self._to_begin and has_room and self._may_begin(self._to_begin[0]):
             ready.append(self._to_begin[0])
         best = min(ready, key=lambda turn: self._preference(turn, is_full=is_full), default=None)
         if best is not None and self._to_begin and best is self._to_begin[0]:
@@ -216,6 +257,8 @@ class Turns:
         )
 
     def _is_ready(self, turn: Turn, arrived: Collection[Turn], *, is_full: bool) -> bool:
+        if turn.put_off_count and turn.key is None:
+            return False
         if turn.is_at_backward:
             return self._schedule != "gpipe" or not (
                 self._to_begin or any(other.backwards < turn.backwards for other in self._begun)
@@ -223,7 +266,8 @@ class Turns:
         if turn.key is None or turn not in arrived:
             return turn.key is None
         # The oldest may always go on, for somebody must be able to.
-        may_hold_more = not is_full or turn is self._begun[0]
+        oldest = next((other for other in self._begun if not other.holds_nothing), turn)
+        may_hold_more = not is_full or turn is oldest
         return turn.in_backward or may_hold_more or not 0 < turn.program.held < self._stages_here
 
     def _preference(self, turn: Turn, *, is_full: bool) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,10 +19,23 @@ from tulle.pipeline.holdings import Holdings, Known
 from tulle.pipeline.messages import Key, Kind
 from tulle.pipeline.outcome import Outcome
 from tulle.pipeline.placeholder import Placeholder
+from tulle.pipeline.split_backward import Work
 from tulle.pipeline.tape import Phase, Tape
 
 Wait = Callable[[Key, int, str], None]
 """Called with a key, the rank it comes from and what it is for; returns when it is there."""
+
+
+class Later(Protocol):
+    """Who does what can wait, in the thread of the program."""
+
+    def put_off(self, works: Sequence[Work]) -> None:
+        """Take it."""
+        ...
+
+    def catch_up(self) -> None:
+        """Have all done that was put off; backward is over then."""
+        ...
 
 
 class Values:
@@ -33,10 +46,11 @@ class Values:
         holdings: What lives where.
         wait: How to wait for a message.
         name: Of the program, for errors.
+        later: Takes what of backward nobody waits for; None if all of it runs at once.
     """
 
-    def __init__(self, number: int, holdings: Holdings, wait: Wait, name: str) -> None:
-        self._number, self._holdings, self._wait = number, holdings, wait
+    def __init__(self, number: int, holdings: Holdings, wait: Wait, name: str, later: Later | None = None) -> None:
+        self._number, self._holdings, self._wait, self._later = number, holdings, wait, later
         self._mailbox, self._rank, self._size = holdings.mailbox, holdings.mailbox.axis.rank, holdings.mailbox.axis.size
         self._count, self._backwards = 0, 0
         self.tape = Tape()
@@ -101,8 +115,14 @@ class Values:
         """Run backward through these of this rank's phases. Every rank comes here, with those of the same calls."""
         self.name = f"backward of {self.name}"
         self._backwards += 1
+        later = None if retain_graph else self._later
         with torch.no_grad():
-            self.tape.backward(phases, self._gradient_of, self._give_gradient, retain_graph=retain_graph)
+            put_off = None if later is None else later.put_off
+            self.tape.backward(
+                phases, self._gradient_of, self._give_gradient, retain_graph=retain_graph, put_off=put_off
+            )
+            if later is not None:
+                later.catch_up()
         self.name = self.name.removeprefix("backward of ")
 
     def share(self, leaves: list[Any]) -> list[Any]:

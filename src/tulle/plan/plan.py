@@ -33,7 +33,7 @@ BUCKET_BYTES = 25 * 1024 * 1024
 AT_STEP, AT_READ = "step", "read"
 SCHEDULES = (AT_STEP, AT_READ, AUTO)
 """When a replica is updated: in `optimizer.step()`, when somebody reads it afterwards, or which of these pays."""
-PIPELINE_SCHEDULES = ("1f1b", "eager-1f1b", "gpipe")
+PIPELINE_SCHEDULES = ("1f1b", "eager-1f1b", "zb-h1", "gpipe")
 """In which order a rank of axis `pipe` works on micro-batches; with several stages a rank they are interleaved."""
 
 TOLD = {
@@ -70,7 +70,7 @@ class Plan:
         stages: Of modules by name, on axis `pipe`: stage *s* lives on rank *s* modulo its size. Empty for a partition
             by profile.
         stages_per_rank: Into how many times the size of axis `pipe` a model is cut, if `stages` is empty.
-        pipeline_schedule: `"1f1b"`, `"eager-1f1b"` or `"gpipe"`.
+        pipeline_schedule: `"1f1b"`, `"eager-1f1b"`, `"zb-h1"` or `"gpipe"`.
         micro_batches: Into how many a batch is cut, where the user's step does not say.
         tensor_parallel: Names of modules that are split over axis `model` with all that is within. Empty, on a mesh
             with such an axis, for all whose class is registered.
