@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -148,8 +148,8 @@ def of_torch(options: argparse.Namespace, mesh: tulle.Mesh, x: Tensor, kind: Any
     share = options.depth // mesh.size
     layers = list(build(options).layers)[mesh.rank * share : (mesh.rank + 1) * share]
     stage = PipelineStage(nn.Sequential(*layers), mesh.rank, mesh.size, torch.device("cpu"))
-    stages = [stage] if kind is ScheduleInterleavedZeroBubble else stage
-    schedule = kind(stages, options.micro_batches, loss_fn=lambda y, _: y.pow(2).mean())
+    given = [stage] if kind is ScheduleInterleavedZeroBubble else stage
+    schedule = cast("Any", kind)(given, options.micro_batches, loss_fn=lambda y, _: y.pow(2).mean())
     if mesh.rank == 0:
         return lambda: schedule.step(x)
     if mesh.rank < mesh.size - 1:

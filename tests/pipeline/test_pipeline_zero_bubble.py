@@ -48,6 +48,18 @@ class Recomputed(nn.Module):
         return checkpoint(lambda y: torch.tanh(self.inner(y)), x, use_reentrant=False)
 
 
+class Adapted(nn.Module):
+    """A frozen layer with a trained one of low rank beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.up(self.down(x))
+
+
 class Convolved(nn.Module):
     def __init__(self, kind: type[nn.Module], **options: int) -> None:
         super().__init__()
@@ -70,6 +82,7 @@ class Kinds(nn.Module):
             Convolved(nn.Conv1d, groups=2),
             Recomputed(),
             Convolved(nn.ConvTranspose1d),
+            Adapted(),
             nn.GRU(WIDTH, WIDTH, batch_first=True),
         ]
         self.layers = nn.ModuleList(kinds)
@@ -94,6 +107,8 @@ def run(schedule: str, mesh: tulle.Mesh, *, autocast: bool = False) -> tuple[lis
     pipeline.place(model, mesh["pipe"], stages_of(model, mesh.size))
     mine = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
     for name, parameter in mine.items():
+        if not parameter.requires_grad:
+            continue
         parameter.register_hook(lambda gradient, name=name: seen.append(f"{name} {gradient.abs().sum()}"))
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.append(f"{name} is there"))
 
@@ -223,6 +238,8 @@ def graph_of(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         (Added(), True),
         (Convolved(nn.Conv1d), True),
         (Convolved(nn.ConvTranspose1d), True),
+        (Adapted(), True),
+        (nn.Linear(WIDTH, WIDTH).requires_grad_(False), False),
         (nn.LayerNorm(WIDTH), False),
         (Masked(), False),
         (Recomputed(), False),
@@ -233,7 +250,8 @@ def test_a_backward_in_two_halves_is_one(layer, is_put_off):
     x, gradient = torch.randn(3, 4, WIDTH), torch.randn(3, 4, WIDTH)
     leaf, y = graph_of(layer, x)
     y.backward(gradient)
-    expected = [leaf.grad, *(parameter.grad for parameter in layer.parameters())]
+    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    expected = [leaf.grad, *(parameter.grad for parameter in trained)]
     layer.zero_grad()
     leaf, y = graph_of(layer, x)
     edge = get_gradient_edge(y)
@@ -246,7 +264,7 @@ def test_a_backward_in_two_halves_is_one(layer, is_put_off):
             assert all(parameter.grad is None for parameter in layer.parameters()), "it was not put off"
             for work in works:
                 work()
-        found = [leaf.grad, *(parameter.grad for parameter in layer.parameters())]
+        found = [leaf.grad, *(parameter.grad for parameter in trained)]
         assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 _LEAF = "AccumulateGrad"
 _PASSED_ON = {"TBackward0", "TransposeBackward0", "ToCopyBackward0", "ViewBackward0", "AliasBackward0"}
@@ -63,6 +63,14 @@ def splits_of(phases: Sequence[tuple[Sequence[GradientEdge], Collection[Tensor]]
     return [_split(nodes, anchors, readers) for nodes, (_, anchors) in zip(walks, phases, strict=True)]
 
 
+def products_of(loss: Tensor) -> list[Product]:
+    """All products whose weights' gradients could be computed later, if somebody waited for what they read."""
+    root = get_gradient_edge(loss).node
+    nodes = _walk([root])
+    readers = Counter([root, *(other for node in nodes for other, _ in node.next_functions if other is not None)])
+    return [product for node in nodes if (product := _product(node, readers)) is not None]
+
+
 class Split:
     """The two halves of the backward of one phase.
 
@@ -71,7 +79,7 @@ class Split:
         later: The others.
     """
 
-    def __init__(self, leaves: Sequence[Tensor], later: Sequence[_Product]) -> None:
+    def __init__(self, leaves: Sequence[Tensor], later: Sequence[Product]) -> None:
         self._leaves, self._later = leaves, later
 
     def backward(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> list[Work]:
@@ -89,18 +97,20 @@ class Split:
         return [product.add for product in self._later if product.gradient is not None]
 
 
-class _Product:
+class Product:
     """One whose weight's gradient is put off.
 
     Args:
         node: Of the graph.
         kind: Of the node.
-        has_bias: Whether the gradient of its bias is put off, too.
+        weight: The leaf that it leads to.
+        bias: The same, if the gradient of its bias is put off, too.
     """
 
-    def __init__(self, node: Node, kind: _Kind, *, has_bias: bool) -> None:
+    def __init__(self, node: Node, kind: _Kind, weight: Node, bias: Node | None) -> None:
         self.node: Any = node
-        self._kind, self._has_bias = kind, has_bias
+        self.weight, self.bias = weight, bias
+        self._kind = kind
         self._saved: Sequence[Tensor] = ()
         self.gradient: Tensor | None = None
 
@@ -110,18 +120,24 @@ class _Product:
         if self.gradient is not None:
             self._saved = [getattr(self.node, f"_saved_{name}").detach() for name in self._kind.saved]
 
-    def add(self) -> None:
-        """Compute the gradients, and let autograd bring them to the leaves."""
-        gradient, self.gradient = self.gradient, None
+    def compute(self) -> Sequence[Tensor]:
+        """The gradients of what its edges to weight and bias lead to, once."""
+        gradient, saved = self.gradient, self._saved
         assert gradient is not None, "only what autograd came to is put off"
-        edges = [GradientEdge(*self.node.next_functions[self._kind.weight])]
-        bias_shape = None
-        if self._has_bias and self._kind.bias is not None:
-            bias, number = self.node.next_functions[self._kind.bias]
-            edges.append(GradientEdge(bias, number))
-            bias_shape = bias._input_metadata[number].shape
-        torch.autograd.backward(edges, self._kind.gradients(self.node, gradient, self._saved, bias_shape))
-        self.node, self._saved = None, ()
+        self.gradient, self._saved = None, ()
+        bias = None if self.bias is None else self._edge(self._kind.bias)
+        shape = None if bias is None else bias.node._input_metadata[bias.output_nr].shape
+        return self._kind.gradients(self.node, gradient, saved, shape)
+
+    def add(self) -> None:
+        """Compute them, and let autograd bring them to the leaves."""
+        numbers = [self._kind.weight] if self.bias is None else [self._kind.weight, self._kind.bias]
+        torch.autograd.backward([self._edge(number) for number in numbers], self.compute())
+        self.node = None
+
+    def _edge(self, number: int | None) -> GradientEdge:
+        assert number is not None, "a bias has an edge"
+        return GradientEdge(*self.node.next_functions[number])
 
 
 def _walk(roots: Iterable[Node]) -> list[Node]:
@@ -143,24 +159,29 @@ def _walk(roots: Iterable[Node]) -> list[Node]:
 
 
 def _split(nodes: Sequence[Node], anchors: Collection[Tensor], readers: Counter[Node]) -> Split | None:
-    leaves: dict[Node, Any] = {node: node.variable for node in nodes if node.name().endswith(_LEAF)}  # type: ignore[attr-defined]
+    leaves: dict[Node | None, Any] = {node: node.variable for node in nodes if node.name().endswith(_LEAF)}  # type: ignore[attr-defined]
     awaited = {id(anchor) for anchor in anchors}
     goes_back = set[Node]()
     """What leads to what other ranks wait for."""
     for node in nodes:
         if id(leaves.get(node)) in awaited or any(other in goes_back for other, _ in node.next_functions):
             goes_back.add(node)
-    later: list[_Product] = []
-    for node in reversed(nodes):
-        kind = _KINDS.get(node.name())
-        if kind is None or node not in goes_back or not _can_wait(node, kind):
-            continue
-        weight, bias = (_leaf_of(node, number, readers) for number in (kind.weight, kind.bias))
-        if weight is not None:
-            later.append(_Product(node, kind, has_bias=bias is not None))
-            for leaf in (weight, bias):
-                leaves.pop(leaf, None)  # type: ignore[arg-type]
+    later = [
+        product for node in reversed(nodes) if node in goes_back and (product := _product(node, readers)) is not None
+    ]
+    for product in later:
+        leaves.pop(product.weight)
+        leaves.pop(product.bias, None)
     return Split([*leaves.values()], later) if later else None
+
+
+def _product(node: Node, readers: Counter[Node]) -> Product | None:
+    """What a node is, if it is a product whose weight's gradient can be computed later."""
+    kind = _KINDS.get(node.name())
+    if kind is None:
+        return None
+    weight, bias = (_leaf_of(node, number, readers) for number in (kind.weight, kind.bias))
+    return Product(node, kind, weight, bias) if weight is not None and _can_wait(node, kind) else None
 
 
 def _can_wait(node: Any, kind: _Kind) -> bool:

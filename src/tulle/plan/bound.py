@@ -31,10 +31,12 @@ class Bound:
     Args:
         profile: Of the model.
         cluster: What it runs on.
+        puts_off: Whether gradients of weights may be put off to where a rank would wait.
     """
 
     profile: Profile
     cluster: Cluster
+    puts_off: bool = False
     _known: dict[object, float] = field(default_factory=dict)
     _kept: dict[object, list[Work]] = field(default_factory=dict)
     _is_connected: bool = field(init=False)
@@ -70,7 +72,7 @@ class Bound:
         calls_s = self._calls_s(share)
         is_behind_lookups = share.pipe == 1 and schedule != AT_READ
         busiest_s = max(working_s + count * calls_s, sending_s + (count * calls_s if is_behind_lookups else 0.0))
-        turns_s = [total_s(piece) for piece in pieces]
+        turns_s = [max(0.0, total_s(piece) - self.puts_off * piece.weights_s) for piece in pieces]
         through_s = sum(turns_s)  # of one micro-batch
         if self._is_chain:
             through_s = _least_passage(turns_s, share.pipe, count, is_sharp=is_sharp)

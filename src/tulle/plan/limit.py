@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tulle.cost import all_reduce_cost
+from tulle.pipeline.schedule import checked, is_split
 from tulle.plan.bundle import Bundle
 from tulle.plan.deal import Deal, half
 from tulle.plan.update import rest_s
@@ -36,6 +37,9 @@ def least_seconds(deal: Deal) -> float:
     if deal.is_late:  # a step may begin while links work for the one before
         return max(busy_s)
     begins_s, tails_s = _begins(deal, stages), _tails(deal, stages)
+    if is_split(checked(deal.plan.pipeline_schedule)):  # others do not wait for whole backwards
+        turned_s = [deal.share.micro_batches * stage.turn_s + stage.ended_s for stage in stages]
+        return max([*busy_s, *(begin + turned + rest for begin, turned in zip(begins_s, turned_s, strict=True))])
     for stage, begin_s, tail_s in zip(stages, begins_s, tails_s, strict=True):
         before_s = begin_s + (deal.share.micro_batches - 1) * stage.turn_s + stage.forward_s
         busy_s.append(before_s + stage.turn_s - stage.forward_s + tail_s + rest)

@@ -23,6 +23,7 @@ from itertools import product
 from tulle.errors import PlanError
 from tulle.memory import Memory
 from tulle.pipeline.calls import placed_as_one
+from tulle.pipeline.schedule import checked, is_split
 from tulle.plan.bound import Bound
 from tulle.plan.choices import Tables, splits
 from tulle.plan.cutting import fast_cuts
@@ -127,7 +128,8 @@ class Search:
     """That which needs so little."""
 
     def __post_init__(self) -> None:
-        self._bound = Bound(self.profile, self.cluster)
+        puts_off = any(is_split(checked(schedule)) for schedule in self.space.pipeline_schedules)
+        self._bound = Bound(self.profile, self.cluster, puts_off)
         self._around = {piece.name: piece.around for piece in self.profile.modules}
 
     def run(self) -> Plan:

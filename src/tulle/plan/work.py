@@ -96,6 +96,7 @@ class Work:
         all_reduced_again: The same in backward.
         reads: Bytes that it reads of what other pieces made, by their name.
         frozen_bytes: That this rank has of its parameters that are not trained, before they are shared out.
+        weights_s: Of backward, what can be put off.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Work:
     all_reduced_again: Cost
     reads: Mapping[str, int]
     frozen_bytes: int
+    weights_s: float = 0.0
 
 
 def share_of(plan: Plan, profile: Profile, batch: int | None = None) -> Share:
@@ -175,6 +177,9 @@ def work_of(plan: Plan, profile: Profile, share: Share, network: Network) -> lis
         frozen_bytes = math.ceil(narrow * work.frozen_bytes)
         work = replace(work, parameters_bytes=parameters_bytes, frozen_bytes=frozen_bytes)
         is_recomputed = any(is_within(piece.name, name) for name in plan.memory.recompute)
+        is_offloaded = any(is_within(piece.name, name) for name in plan.memory.offload)
+        if is_recomputed or is_offloaded or plan.memory.full_shard:
+            work = replace(work, weights_s=0.0)
         works.append(_recomputed(work) if is_recomputed else work)
     return works
 
@@ -231,17 +236,19 @@ def _work(
     rate = profile.cluster.machine.memory_bytes_per_s
     forward_fixed_s = max(read_bytes / rate, profile.fixed_share * piece.forward_s)
     backward_fixed_s = max((read_bytes + written_bytes) / rate, profile.fixed_share * piece.backward_s)
+    backward_s = _scaled(piece.backward_s, backward_fixed_s, scale) * part
     return Work(
         piece.name,
         *place,
         forward_s=_scaled(piece.forward_s, forward_fixed_s, scale) * part,
-        backward_s=_scaled(piece.backward_s, backward_fixed_s, scale) * part,
+        backward_s=backward_s,
         parameters_bytes=math.ceil(piece.parameters_bytes * part),
         activations_bytes=math.ceil(piece.activations_bytes * scale * part),
         all_reduced=summed,
         all_reduced_again=summed,
         reads={name: math.ceil(size * scale) for name, size in piece.reads.items()},
         frozen_bytes=math.ceil(piece.frozen_bytes * part),
+        weights_s=backward_s * min(1.0, piece.weights_s / piece.backward_s) if piece.backward_s else 0.0,
     )
 
 

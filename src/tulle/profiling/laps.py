@@ -83,6 +83,11 @@ class Laps:
         """All gradients are there."""
         self._lap(self._running)
 
+    def owner_of(self, node: Node) -> int:
+        """The piece in whose stretch of the last forward a node was made."""
+        at = bisect_left(self._ends, (node._sequence_nr() + 1, -1))
+        return self._ends[min(at, len(self._ends) - 1)][1] if self._ends else 0
+
     def _cutter(self, number: int) -> Any:
         def cut(*_: object) -> None:
             if self._is_forward:  # else a module that recomputes its activations
@@ -95,11 +100,9 @@ class Laps:
 
     def _mark_backward(self, loss: Tensor, last: int) -> None:
         """Have the first node of each stretch, in the order of backward, say that the stretch begins."""
-        numbers = [end for end, _ in self._ends]
         previous = last
         for node in sorted(_nodes(loss), key=lambda node: -node._sequence_nr()):
-            at = bisect_left(numbers, node._sequence_nr() + 1)
-            owner = self._ends[at][1] if at < len(self._ends) else last
+            owner = self.owner_of(node)
             if owner != previous:
                 node.register_prehook(self._handover(owner))
                 previous = owner

@@ -42,6 +42,7 @@ from tulle.profiling.splits import splits
 from tulle.profiling.steps import Loss, Twin
 from tulle.profiling.table_profiles import Looks, looks, table_profiles
 from tulle.profiling.timing import fixed_share, timed
+from tulle.profiling.weights import timed_weights
 from tulle.workload import Cluster, Machine, ModuleProfile, Profile
 
 STAGES = 8
@@ -199,6 +200,7 @@ def _in_steps(
     assert pieces is not None, "rank 0 has cut the model"
     counts = together(lambda: _count(twin, pieces.names), model, samples[0], axis)
     times = timed(twin, pieces.names, axis)
+    weights_s = timed_weights(twin, pieces.names, axis)
     fixed = fixed_share(twin, axis)
     optimizer = together(lambda: optimizer_profile(twin, times.update_s), model, samples[0], axis)
     owners = _owners(model, pieces.names)
@@ -217,6 +219,7 @@ def _in_steps(
             found.get(name),
             pieces.around[name],
             frozen_bytes[name],
+            weights_s[number],
         )
         for number, name in enumerate(pieces.names)
     )

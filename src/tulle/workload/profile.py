@@ -53,6 +53,8 @@ class ModuleProfile:
         split: What tensor parallelism would do; None where nothing splits it.
         around: Modules that always call it, the outermost first: what a stage has all of is placed as one.
         frozen_bytes: Of its parameters that are not trained.
+        weights_s: Of backward, that part which computes gradients of weights that nobody waits for before the step's
+            end, and which `"zb-h1"` puts off.
     """
 
     name: str
@@ -65,6 +67,7 @@ class ModuleProfile:
     split: Split | None = None
     around: tuple[str, ...] = ()
     frozen_bytes: int = 0
+    weights_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +237,9 @@ def _plain(value: Any) -> Any:
 
 
 def _module(entries: Entries) -> ModuleProfile:
-    readers: dict[str, Callable[[str], Any]] = dict.fromkeys(("forward_s", "backward_s", "flop"), entries.number)
+    readers: dict[str, Callable[[str], Any]] = dict.fromkeys(
+        ("forward_s", "backward_s", "flop", "weights_s"), entries.number
+    )
     readers |= dict.fromkeys(("parameters_bytes", "activations_bytes", "frozen_bytes"), entries.whole)
     readers |= {"name": entries.text, "reads": entries.wholes, "around": lambda name: entries.list_of(name, str)}
     readers["split"] = lambda name: _split(entries.within(name, Split))
