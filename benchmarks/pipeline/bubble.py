@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,20 +19,34 @@ import tulle
 from tulle import pipeline
 from tulle.comm import gather_values
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
-
-from turns import Sleep  # pyright: ignore[reportMissingImports]
-
 LAYERS = 16
 
 
+class Sleep(torch.autograd.Function):
+    """Sleeps in forward, and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
 class Sleeper(nn.Module):
+    """Forward, the gradient of what came in and that of the weight take as long."""
+
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.seconds, self.weight = seconds, nn.Parameter(torch.ones(()))
+        self.seconds, self.inner = seconds, nn.Linear(1, 1, bias=False)
+        self.inner.weight.register_hook(lambda _: time.sleep(seconds))
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(x * self.weight, self.seconds)
+        return Sleep.apply(self.inner(x), self.seconds)
 
 
 def main() -> None:
@@ -47,7 +60,7 @@ def main() -> None:
     mesh = tulle.init(pipe=-1)
     rows = [
         measure(mesh, options, schedule, groups)
-        for schedule, groups in (("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 4))
+        for schedule, groups in (("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("1f1b", 2), ("1f1b", 4))
     ]
     if mesh.rank == 0:
         print("| schedule | stages a rank | bubble, theory | bubble, measured | step, ms | ideal, ms |")
@@ -76,6 +89,7 @@ def measure(mesh: tulle.Mesh, options: argparse.Namespace, schedule: str, groups
         loss.backward()
         return loss
 
+    idle = (ranks - 1) / (3 if schedule == "zb-h1" else 1)
     x = torch.ones(micro_batches, 1)
     bubbles, times = [], []
     for _ in range(options.steps + 1):
@@ -88,7 +102,7 @@ def measure(mesh: tulle.Mesh, options: argparse.Namespace, schedule: str, groups
         "ranks": ranks,
         "stages_a_rank": groups,
         "micro_batches": micro_batches,
-        "theory": (ranks - 1) / (groups * micro_batches + ranks - 1),
+        "theory": idle / (groups * micro_batches + idle),
         "bubble": statistics.median(bubbles[1:]),
         "step_ms": 1e3 * statistics.median(times[1:]),
         "ideal_ms": 3 * options.layer_ms * LAYERS / ranks * micro_batches,

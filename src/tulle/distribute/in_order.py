@@ -34,6 +34,8 @@ class MailboxInOrder(Mailbox):
         peers: Of ranks at the same place in it. Every rank of it must make one.
     """
 
+    asks_peers = True
+
     def __init__(self, axis: Axis, peers: Axis) -> None:
         super().__init__(axis)
         self._peers = lane(peers, _LABEL)

@@ -41,6 +41,9 @@ class Mailbox:
         axis: Whose ranks write to each other. Every rank of it must make one.
     """
 
+    asks_peers = False
+    """Whether a look at what has come is an exchange with other ranks."""
+
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self.failure: str | None = None

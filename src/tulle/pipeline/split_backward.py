@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 _LEAF = "AccumulateGrad"
 _PASSED_ON = {"TBackward0", "TransposeBackward0", "ToCopyBackward0", "ViewBackward0", "AliasBackward0"}
 """What may lie between a weight and the product that reads it."""
+_Graph = dict[Node, list[Node]]
 Work = Callable[[], None]
 """Computes the gradients of one product's weight and bias, and adds them to `.grad`."""
 
@@ -56,19 +58,17 @@ def splits_of(phases: Sequence[tuple[Sequence[GradientEdge], Collection[Tensor]]
     Args:
         phases: Where gradients may go in, and the leaves behind which other ranks wait, of each.
     """
-    walks = [_walk(edge.node for edge in edges) for edges, _ in phases]
-    readers = Counter(edge.node for edges, _ in phases for edge in edges)
-    for nodes in walks:
-        readers.update(other for node in nodes for other, _ in node.next_functions if other is not None)
-    return [_split(nodes, anchors, readers) for nodes, (_, anchors) in zip(walks, phases, strict=True)]
+    graphs = [_graph(edge.node for edge in edges) for edges, _ in phases]
+    readers = _readers(graphs, (edge.node for edges, _ in phases for edge in edges))
+    return [_split(graph, anchors, readers) for graph, (_, anchors) in zip(graphs, phases, strict=True)]
 
 
 def products_of(loss: Tensor) -> list[Product]:
     """All products whose weights' gradients could be computed later, if somebody waited for what they read."""
     root = get_gradient_edge(loss).node
-    nodes = _walk([root])
-    readers = Counter([root, *(other for node in nodes for other, _ in node.next_functions if other is not None)])
-    return [product for node in nodes if (product := _product(node, readers)) is not None]
+    graph = _graph([root])
+    readers = _readers([graph], [root])
+    return [product for node in graph if (product := _product(node, readers)) is not None]
 
 
 class Split:
@@ -140,38 +140,45 @@ class Product:
         return GradientEdge(*self.node.next_functions[number])
 
 
-def _walk(roots: Iterable[Node]) -> list[Node]:
-    """All nodes that are reached from some, each behind those that it leads to."""
-    found: list[Node] = []
+def _graph(roots: Iterable[Node]) -> _Graph:
+    """All nodes that are reached from some, with those that they lead to, each behind these."""
+    found: _Graph = {}
     seen = set[Node]()
-    nodes, ahead = list[Node](), [iter(tuple(roots))]
+    path, ahead = list[tuple[Node, list[Node]]](), [iter(tuple(roots))]
     while ahead:
         following = next((node for node in ahead[-1] if node not in seen), None)
         if following is not None:
             seen.add(following)
-            nodes.append(following)
-            ahead.append(iter(tuple(node for node, _ in following.next_functions if node is not None)))
+            path.append((following, [node for node, _ in following.next_functions if node is not None]))
+            ahead.append(iter(path[-1][1]))
             continue
         ahead.pop()
-        if nodes:
-            found.append(nodes.pop())
+        if path:
+            node, others = path.pop()
+            found[node] = others
     return found
 
 
-def _split(nodes: Sequence[Node], anchors: Collection[Tensor], readers: Counter[Node]) -> Split | None:
-    leaves: dict[Node | None, Any] = {node: node.variable for node in nodes if node.name().endswith(_LEAF)}  # type: ignore[attr-defined]
+def _readers(graphs: Iterable[_Graph], roots: Iterable[Node]) -> Counter[Node]:
+    """How many edges lead to each node, and from outside."""
+    return Counter(chain(roots, *(others for graph in graphs for others in graph.values())))
+
+
+def _split(graph: _Graph, anchors: Collection[Tensor], readers: Counter[Node]) -> Split | None:
+    leaves: dict[Node, Any] = {node: node.variable for node in graph if node.name().endswith(_LEAF)}  # type: ignore[attr-defined]
     awaited = {id(anchor) for anchor in anchors}
-    goes_back = set[Node]()
+    goes_back = {node for node, leaf in leaves.items() if id(leaf) in awaited}
     """What leads to what other ranks wait for."""
-    for node in nodes:
-        if id(leaves.get(node)) in awaited or any(other in goes_back for other, _ in node.next_functions):
+    for node, others in graph.items():
+        if not goes_back.isdisjoint(others):
             goes_back.add(node)
     later = [
-        product for node in reversed(nodes) if node in goes_back and (product := _product(node, readers)) is not None
+        product for node in reversed(graph) if node in goes_back and (product := _product(node, readers)) is not None
     ]
     for product in later:
-        leaves.pop(product.weight)
-        leaves.pop(product.bias, None)
+        del leaves[product.weight]
+        if product.bias is not None:
+            del leaves[product.bias]
     return Split([*leaves.values()], later) if later else None
 
 

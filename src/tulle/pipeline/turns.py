@@ -20,6 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,6 +69,8 @@ class Turn:
         self.work: Work | None = None
         """What it was chosen to do of what it has put off; None if it is to go on."""
         self.put_off_count = 0
+        self.is_coarse = False
+        """Whether what it puts off is done at a time, since looking for something better takes long."""
         self.holds_nothing = False
         """Whether only what was put off is left to do, or only the result to wait for."""
         self.may_go = threading.Lock()
@@ -89,6 +92,8 @@ class Turn:
 
     def put_off(self, works: Sequence[Work]) -> None:
         """Leave work for when this rank would have nothing to do; called by the program, in backward."""
+        if self.is_coarse and works:
+            works = [partial(_all, works)]
         self.put_off_count += len(works)
         self.owed.extend((self, work) for work in works)
 
@@ -151,6 +156,7 @@ class Turns:
         self._idle_s, self._since_s = 0.0, now_s()
         for turn in turns:
             turn.give_way, turn.draw, turn.owed = self._give_way, self._draw, self._owed
+            turn.is_coarse = mailbox.asks_peers
 
     def run(self) -> float:
         """Run all programs to their ends.
@@ -358,6 +364,11 @@ def _employ(work: Callable[..., threading.Lock], *arguments: Turn) -> None:
     except IndexError:
         worker = _Worker()
     worker.give(lambda: work(*arguments))
+
+
+def _all(works: Sequence[Work]) -> None:
+    for work in works:
+        work()
 
 
 def _nothing(*_: object) -> None:
