@@ -20,7 +20,7 @@ from tulle.memory.stages import Stages, count_stages
 from tulle.mesh import Mesh
 from tulle.pipeline.homes import homes_of
 from tulle.pipeline.partition import Partition
-from tulle.pipeline.schedule import checked, kept_at_once, stages_here
+from tulle.pipeline.schedule import activations_at_once, checked
 from tulle.plan import Plan
 from tulle.plan.plan import DATA, MODEL, PIPE
 from tulle.tables import table_modules
@@ -267,7 +267,7 @@ def _held(plan: Plan, rank: int, ranks: int, stages: int) -> float:
     if ranks == 1:
         return 1.0
     schedule = checked(plan.pipeline_schedule)
-    return kept_at_once(schedule, rank, ranks, stages, plan.micro_batches) / stages_here(rank, ranks, stages)
+    return activations_at_once(schedule, rank, ranks, stages, plan.micro_batches)
 
 
 def _gathered(model: nn.Module, stages: Stages, stage: int) -> int:

@@ -9,7 +9,7 @@ class Messages:
     """Both come while the first is looked for when both are awaited: too late for that one to be seen."""
 
     def __init__(self) -> None:
-        self.axis = SimpleNamespace(rank=0, size=2)
+        self.axis, self.asks_peers = SimpleNamespace(rank=0, size=2), False
         self.looks, self.came = 0, False
 
     def has(self, key: int) -> bool:

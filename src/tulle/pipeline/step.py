@@ -45,7 +45,7 @@ def step(
             that `tulle.distribute` put on the model, which is 1 if nothing does.
         schedule: `"1f1b"` (a rank holds at most as many micro-batches as there are stages from it to the last),
             `"eager-1f1b"` (one more, begun while it would wait), `"zb-h1"` (as 1F1B, with gradients of weights computed
-            where a rank would wait: each rank keeps parts of as many micro-batches as there are stages), or `"gpipe"`
+            where a rank would wait; each keeps something of as many micro-batches as there are stages), or `"gpipe"`
             (all forward, then all backward). None for what the plan says, or `"1f1b"`.
         split: Dimension along which an argument is cut, by its name or `"name.key"`, or None for one that is not cut.
             All others are cut along dimension 0.

@@ -69,6 +69,8 @@ class Turn:
         self.work: Work | None = None
         """What it was chosen to do of what it has put off; None if it is to go on."""
         self.put_off_count = 0
+        self.stages_put_off = 0
+        """How many works it has put off and not done, and of how many stages."""
         self.is_coarse = False
         """Whether what it puts off is done at a time, since looking for something better takes long."""
         self.holds_nothing = False
@@ -92,10 +94,13 @@ class Turn:
 
     def put_off(self, works: Sequence[Work]) -> None:
         """Leave work for when this rank would have nothing to do; called by the program, in backward."""
-        if self.is_coarse and works:
-            works = [partial(_all, works)]
-        self.put_off_count += len(works)
-        self.owed.extend((self, work) for work in works)
+        if not works:
+            return
+        together: Work = partial(_all, works)
+        all_works = [*([together] if self.is_coarse else works), self._stage_is_done]
+        self.put_off_count += len(all_works)
+        self.stages_put_off += 1
+        self.owed.extend((self, work) for work in all_works)
 
     def catch_up(self) -> None:
         """Give way until all that was put off is done; called by the program, in backward."""
@@ -105,6 +110,9 @@ class Turn:
             assert self.work is not None, "chosen for nothing else"
             self._do(self.work)
         self.holds_nothing = False
+
+    def _stage_is_done(self) -> None:
+        self.stages_put_off -= 1
 
     def _do(self, work: Work) -> None:
         self.work, self.put_off_count = None, self.put_off_count - 1
@@ -243,7 +251,7 @@ class Turns:
         held = sum(max(1, turn.program.held) for turn in self._begun if not turn.holds_nothing)
         is_full = held >= self._most_held - in_idleness(self._schedule)
         ready = [turn for turn in self._begun if self._is_ready(turn, arrived, is_full=is_full)]
-        kept = held + sum(turn.holds_nothing and turn.put_off_count > 0 for turn in self._begun)
+        kept = held + sum(turn.stages_put_off for turn in self._begun)
         has_room = held < self._most_held and kept < self._most_kept
         if self._to_begin and has_room and self._may_begin(self._to_begin[0]):
             ready.append(self._to_begin[0])

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tulle.memory import Memory
-from tulle.pipeline.schedule import checked, kept_at_once, stages_here
+from tulle.pipeline.schedule import activations_at_once, checked
 from tulle.plan.exchange import Tariff
 from tulle.plan.plan import MODEL, Plan
 from tulle.plan.work import DATA, NARROW, Share, Work, bytes_of, share_of, work_of
@@ -125,8 +125,7 @@ def _held(plan: Plan, share: Share, works: Sequence[Work], rank: int) -> float:
     if share.pipe == 1:
         return 1.0
     stages = max(work.stage for work in works) + 1
-    pairs = kept_at_once(checked(plan.pipeline_schedule), rank, share.pipe, stages, share.micro_batches)
-    return pairs / stages_here(rank, share.pipe, stages)
+    return activations_at_once(checked(plan.pipeline_schedule), rank, share.pipe, stages, share.micro_batches)
 
 
 def _transient_bytes(profile: Profile, share: Share, tariff: Tariff) -> int:
