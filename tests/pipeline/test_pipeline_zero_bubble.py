@@ -273,6 +273,19 @@ def test_nothing_is_put_off_that_nobody_waits_for():
     assert splits_of([([get_gradient_edge(layer(torch.randn(3, WIDTH)))], [])]) == [None]
 
 
+def test_a_write_in_what_is_needed_later_is_told():
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.randn(3, WIDTH)
+    leaf = torch.zeros(3, WIDTH, requires_grad=True)
+    y = layer(given := x + leaf)
+    edge = get_gradient_edge(y)
+    [split] = splits_of([([edge], [leaf])])
+    assert split is not None
+    [work] = split.backward([edge], [torch.ones_like(y)])
+    given.detach().mul_(2)
+    with pytest.raises(tulle.errors.GradientError, match=r"of shape \[3, 6\].* write in a copy .*or take \"1f1b\""):
+        work()
+
+
 def test_hooks_of_what_a_layer_gives_run_once():
     layer, seen = nn.Linear(WIDTH, WIDTH), list[Tensor]()
     leaf, y = graph_of(layer, torch.randn(3, WIDTH))

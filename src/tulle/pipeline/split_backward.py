@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from tulle.errors import GradientError
+
 _LEAF = "AccumulateGrad"
 _PASSED_ON = {"TBackward0", "TransposeBackward0", "ToCopyBackward0", "ViewBackward0", "AliasBackward0"}
 """What may lie between a weight and the product that reads it."""
@@ -58,6 +60,8 @@ def splits_of(phases: Sequence[tuple[Sequence[GradientEdge], Collection[Tensor]]
     Args:
         phases: Where gradients may go in, and the leaves behind which other ranks wait, of each.
     """
+    if not any(anchors for _, anchors in phases):
+        return [None] * len(phases)
     graphs = [_graph(edge.node for edge in edges) for edges, _ in phases]
     readers = _readers(graphs, (edge.node for edges, _ in phases for edge in edges))
     return [_split(graph, anchors, readers) for graph, (_, anchors) in zip(graphs, phases, strict=True)]
@@ -112,6 +116,7 @@ class Product:
         self.weight, self.bias = weight, bias
         self._kind = kind
         self._saved: Sequence[Tensor] = ()
+        self._versions: Sequence[int] = ()
         self.gradient: Tensor | None = None
 
     def note(self, gradients: Sequence[Tensor | None]) -> None:
@@ -119,12 +124,23 @@ class Product:
         self.gradient = gradients[0]
         if self.gradient is not None:
             self._saved = [getattr(self.node, f"_saved_{name}").detach() for name in self._kind.saved]
+            self._versions = [tensor._version for tensor in (self.gradient, *self._saved)]
 
     def compute(self) -> Sequence[Tensor]:
-        """The gradients of what its edges to weight and bias lead to, once."""
+        """The gradients of what its edges to weight and bias lead to, once.
+
+        Raises:
+            GradientError: If something has been written in what they are computed of.
+        """
         gradient, saved = self.gradient, self._saved
         assert gradient is not None, "only what autograd came to is put off"
         self.gradient, self._saved = None, ()
+        if [tensor._version for tensor in (gradient, *saved)] != self._versions:
+            raise GradientError(
+                f"a tensor of shape {list(saved[0].shape)}, or its gradient, was written in behind its backward, but "
+                'before the gradient of the weight that reads it, which schedule="zb-h1" puts off: write '
+                'in a copy (.clone()), or take "1f1b"'
+            )
         bias = None if self.bias is None else self._edge(self._kind.bias)
         shape = None if bias is None else bias.node._input_metadata[bias.output_nr].shape
         return self._kind.gradients(self.node, gradient, saved, shape)
