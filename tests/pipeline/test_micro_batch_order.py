@@ -2,7 +2,8 @@
 
 from types import SimpleNamespace
 
-from tulle.pipeline.turns import Turn, Turns
+from tulle.pipeline.turn import Turn
+from tulle.pipeline.turns import Turns
 
 
 class Messages:

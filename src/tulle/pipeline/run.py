@@ -26,7 +26,8 @@ from tulle.pipeline.program import Program
 from tulle.pipeline.randomness import forked, seed_of
 from tulle.pipeline.schedule import Schedule, is_split
 from tulle.pipeline.tied import Aside, Tied
-from tulle.pipeline.turns import Turn, Turns
+from tulle.pipeline.turn import Turn
+from tulle.pipeline.turns import Turns
 from tulle.pipeline.values import Values
 
 _MOST_TIED_BITS = 24
