@@ -29,20 +29,20 @@ JOB: dict[str, Callable[[str], float]] = {
 
 
 class Sleep(torch.autograd.Function):
-    """Stands for the work of an accelerator: takes its time, and twice that in backward, without a core."""
+    """Stands for the work of an accelerator: takes its time, and twice that in backward if nothing is said, no core."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, seconds: float) -> Tensor:
+    def forward(ctx: FunctionCtx, hidden: Tensor, seconds: float, backward_s: float | None = None) -> Tensor:
         """`hidden`, later."""
-        ctx.seconds = seconds  # type: ignore[attr-defined]
+        ctx.seconds = 2 * seconds if backward_s is None else backward_s  # type: ignore[attr-defined]
         time.sleep(seconds)
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """The gradient, later still."""
-        time.sleep(2 * ctx.seconds)  # type: ignore[attr-defined]
-        return gradients[0], None
+        time.sleep(ctx.seconds)  # type: ignore[attr-defined]
+        return gradients[0], None, None
 
 
 class Run(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,22 +20,11 @@ import tulle
 from tulle import pipeline
 from tulle.comm import gather_values
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
+
+from turns import Sleep  # pyright: ignore[reportMissingImports]
+
 LAYERS = 16
-
-
-class Sleep(torch.autograd.Function):
-    """Sleeps in forward, and in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        time.sleep(ctx.seconds)
-        return gradient, None
 
 
 class Sleeper(nn.Module):
@@ -46,7 +36,7 @@ class Sleeper(nn.Module):
         self.inner.weight.register_hook(lambda _: time.sleep(seconds))
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(self.inner(x), self.seconds)
+        return Sleep.apply(self.inner(x), self.seconds, self.seconds)
 
 
 def main() -> None:

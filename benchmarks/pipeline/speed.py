@@ -100,9 +100,8 @@ def main() -> None:
     mesh = tulle.init(pipe=-1)
     shape = (options.length, options.width) if options.model == "gpt2" else (options.width,)
     x = torch.randn(options.samples * options.micro_batches, *shape, generator=torch.Generator().manual_seed(0))
-    rivals = {
-        schedule.__name__: schedule for schedule in [Schedule1F1B, *map(SCHEDULES.get, options.schedules)] if schedule
-    }
+    kinds = [Schedule1F1B, *(SCHEDULES[schedule] for schedule in options.schedules)]
+    rivals = {kind.__name__: kind for kind in kinds}
     steps = {name: of_torch(options, mesh, x, schedule) for name, schedule in rivals.items()}
     bubbles: dict[str, list[float]] = {}
     for schedule in options.schedules:

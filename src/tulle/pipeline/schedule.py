@@ -86,7 +86,7 @@ def is_split(schedule: Schedule) -> bool:
 
 
 def kept_at_once(schedule: Schedule, rank: int, ranks: int, stages: int, micro_batches: int) -> int:
-    """The same with those of which a rank keeps what the gradients of weights need.
+    """How many pairs a rank may hold (`held_at_once`) and keep what gradients of weights need of, in all.
 
     Example:
         >>> [kept_at_once("zb-h1", rank, 4, 4, 8) for rank in range(4)]

@@ -115,6 +115,10 @@ class Product:
         self.node: Any = node
         self.weight, self.bias = weight, bias
         self._kind = kind
+        ends = (kind.weight, weight), (kind.bias, bias)
+        self._edges = [
+            GradientEdge(*self.node.next_functions[at]) for at, leaf in ends if at is not None and leaf is not None
+        ]
         self._saved: Sequence[Tensor] = ()
         self._versions: Sequence[int] = ()
         self.gradient: Tensor | None = None
@@ -141,19 +145,16 @@ class Product:
                 'before the gradient of the weight that reads it, which schedule="zb-h1" puts off: write '
                 'in a copy (.clone()), or take "1f1b"'
             )
-        bias = None if self.bias is None else self._edge(self._kind.bias)
-        shape = None if bias is None else bias.node._input_metadata[bias.output_nr].shape
+        shape = None
+        if self.bias is not None:
+            bias: Any = self._edges[1]
+            shape = bias.node._input_metadata[bias.output_nr].shape
         return self._kind.gradients(self.node, gradient, saved, shape)
 
     def add(self) -> None:
         """Compute them, and let autograd bring them to the leaves."""
-        numbers = [self._kind.weight] if self.bias is None else [self._kind.weight, self._kind.bias]
-        torch.autograd.backward([self._edge(number) for number in numbers], self.compute())
+        torch.autograd.backward(self._edges, self.compute())
         self.node = None
-
-    def _edge(self, number: int | None) -> GradientEdge:
-        assert number is not None, "a bias has an edge"
-        return GradientEdge(*self.node.next_functions[number])
 
 
 def _graph(roots: Iterable[Node]) -> _Graph:

@@ -103,8 +103,7 @@ class _Lowering:
         self.tasks = Tasks(self.share.pipe)
         self.put_off_s = [0.0] * self.deal.stages
         for work in self.deal.works:
-            if work.stage and is_split(checked(self.plan.pipeline_schedule)):
-                self.put_off_s[work.stage] += _COLD * work.weights_s
+            self.put_off_s[work.stage] += _COLD * self._put_off(work)
         self.owed = [float(self.share.micro_batches)] * self.deal.stages
         self.buckets = {bucket.number: bucket for bucket in self.deal.buckets()}
         self.calls_s = [self.deal.calls_s(stage) for stage in range(self.deal.stages)]
@@ -134,14 +133,17 @@ class _Lowering:
         forward_s, backward_s = [0.0] * self.deal.stages, [0.0] * self.deal.stages
         for work in self.deal.works:
             forward_s[work.stage] += work.forward_s + work.all_reduced.seconds
-            backward_s[work.stage] += work.backward_s + work.all_reduced_again.seconds
-            backward_s[work.stage] += (_COLD - 1) * work.weights_s if self.put_off_s[work.stage] else 0.0
+            backward_s[work.stage] += work.backward_s + (_COLD - 1) * self._put_off(work)
+            backward_s[work.stage] += work.all_reduced_again.seconds
         for stage in range(self.deal.stages):
             forward_s[stage] += sum(self.calls_s[stage])
         schedule = checked(self.plan.pipeline_schedule)
-        weights_s = tuple(self.put_off_s) if any(self.put_off_s) else ()
         pipe, micro_batches = self.share.pipe, self.share.micro_batches
-        return turns(schedule, tuple(forward_s), tuple(backward_s), pipe, micro_batches, weights_s)
+        return turns(schedule, tuple(forward_s), tuple(backward_s), pipe, micro_batches, tuple(self.put_off_s))
+
+    def _put_off(self, work: Work) -> float:
+        """Seconds of a piece's backward that are put off."""
+        return work.weights_s if work.stage and is_split(checked(self.plan.pipeline_schedule)) else 0.0
 
     def _run(self, turn: Turn) -> Run:
         """The turn's pieces, which wait for what other stages send; where nothing is known of that, for their turns."""
@@ -191,7 +193,7 @@ class _Lowering:
         waiting: list[tuple[Work, list[int]]] = []
         for work in reversed(self.deal.pieces(turn.stage)):
             self._gather(run, work)
-            run.add(work.name, work.backward_s - (work.weights_s if self.put_off_s[turn.stage] else 0.0))
+            run.add(work.name, work.backward_s - self._put_off(work))
             run.sum_up(f"all-reduce gradient of {work.name}", work.all_reduced_again)
             if self._is_complete(work, is_last=is_last):
                 waiting.append((work, run.write()))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from tulle.pipeline.schedule import Schedule, held_at_once, in_idleness, is_split, kept_at_once, preference, stages_here
+from tulle.pipeline.schedule import Schedule, held_at_once, in_idleness, kept_at_once, preference, stages_here
 
 _ROUNDING = 1e-9
 
@@ -51,7 +51,7 @@ def turns(
         backward_s: The same of backward.
         ranks: Of axis `pipe`; stage s is on rank s modulo ranks.
         micro_batches: How many.
-        weights_s: Of backward, what each stage can put off; nothing if it is not given, or the schedule does not.
+        weights_s: Of backward, what each stage puts off; nothing if it is not given.
 
     Example:
         >>> found = turns("1f1b", (1.0, 1.0), (1.0, 1.0), 2, 3)
@@ -61,9 +61,7 @@ def turns(
         >>> " ".join(f"{'W' if t.weights else 'FB'[t.is_backward]}{t.micro_batch}" for t in found if t.stage == 1)
         'F0 B0 F1 B1 W0 F2 B2 W1 W2'
     """
-    put_off_s = [0.0] * len(forward_s)
-    if weights_s and is_split(schedule):
-        put_off_s = [min(*pair) for pair in zip(weights_s, backward_s, strict=True)]
+    put_off_s = weights_s or (0.0,) * len(backward_s)
     at_once_s = [whole - later for whole, later in zip(backward_s, put_off_s, strict=True)]
     return tuple(_Play(schedule, (forward_s, at_once_s), put_off_s, ranks, micro_batches).order())
 
