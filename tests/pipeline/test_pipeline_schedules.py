@@ -9,11 +9,13 @@ from pipeline_networks import WIDTH, Chain, Drops, make, spread, train
 from torch import Tensor, nn
 
 import tulle
+from rank_process import patches
 from ranks import on_ranks
 from tulle import pipeline
 from tulle.comm import gather_values, traffic
 from tulle.pipeline import placement_of
 from tulle.pipeline.schedule import held_at_once, in_idleness
+from tulle.pipeline.values import Values
 
 
 class Held:
@@ -117,6 +119,33 @@ def asks_the_last_stage(model: Chain, x: Tensor) -> Tensor:
     loss = y.pow(2).mean()
     loss.backward()
     return loss
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@on_ranks(2)
+def test_micro_batches_keep_their_order_on_a_rank_that_is_late(schedule):
+    """When it looks for the second gradient, the first one has come meanwhile; sums must not depend on time."""
+    mesh = tulle.init(pipe=-1)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
+    pipeline.place(model, mesh["pipe"], {"0": 0, "1": 1})
+    order: list[int] = []
+    if mesh.rank == 0:
+        model[0].weight.register_hook(lambda grad: order.append(int(grad.abs().sum(0).argmax())))
+    else:
+        model[1].bias.register_hook(lambda _: sleep(0.05))
+    waited = Values._gradient_of
+
+    def late(values: Values, number: int, rank: int) -> Tensor | None:
+        if "micro-batch 0" not in values.name:
+            sleep(0.2)
+        return waited(values, number, rank)
+
+    patches.setattr(Values, "_gradient_of", late)
+    step = pipeline.step(micro_batches=4, schedule=schedule)(train)
+    for _ in range(3):
+        order.clear()
+        step(model, torch.eye(4))  # a gradient says by its column which micro-batch it is of
+        assert order == ([0, 1, 2, 3] if mesh.rank == 0 else [])
 
 
 @on_ranks(2)

@@ -255,8 +255,11 @@ class Runtime:
             self.holdings.mailbox.tell(error)
 
     def _wait(self, key: Key, source: int, purpose: str) -> None:
+        mailbox = self.holdings.mailbox
+        if mailbox.has(key):
+            return
         try:
-            self.holdings.mailbox.await_any({source: [key]}, lambda: purpose)
+            mailbox.await_any({source: [key]}, lambda: purpose)
         except BaseException as error:
             self._fail(error)
             raise

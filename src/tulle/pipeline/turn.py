@@ -25,6 +25,8 @@ class Turn:
         self.micro_batch = micro_batch
         self.give_way: Callable[[Turn], None] = _nothing
         self.draw: Callable[[Turn], None] = _nothing
+        self.may_go_on: Callable[[Turn, Key], bool] = _never
+        """Whether a message is there and lets it pass nobody."""
         self.owed = deque[tuple[Turn, Work]]()
         """What micro-batches of this step have put off, the oldest first: so it adds to gradients in their order."""
         self.result: Any = None
@@ -57,7 +59,9 @@ class Turn:
         self.program, self.body = program, body
 
     def wait(self, key: Key, source: int, purpose: str) -> None:
-        """Give way until a message is there; called by the program."""
+        """Give way until a message is there, and to those that it would pass; called by the program."""
+        if self.may_go_on(self, key):
+            return
         self.key, self.source, self.purpose = key, source, purpose
         self.give_way(self)
         while self.work is not None:
@@ -115,3 +119,7 @@ def _all(works: Sequence[Work]) -> None:
 
 def _nothing(*_: object) -> None:
     pass
+
+
+def _never(*_: object) -> bool:
+    return False

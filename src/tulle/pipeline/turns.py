@@ -69,6 +69,7 @@ class Turns:
         self._idle_s, self._since_s = 0.0, now_s()
         for turn in turns:
             turn.give_way, turn.draw, turn.owed = self._give_way, self._draw, self._owed
+            turn.may_go_on = self._may_go_on
             turn.is_coarse = mailbox.asks_peers
 
     def run(self) -> float:
@@ -88,7 +89,7 @@ class Turns:
             self._is_over.acquire()
         state.restore()
         for turn in self._turns:
-            turn.give_way = self._await_alone
+            turn.give_way, turn.may_go_on = self._await_alone, self._is_there
         if self._error is not None:
             raise self._error
         return self._idle_s
@@ -97,6 +98,20 @@ class Turns:
         """What a value that was kept past the end of the step waits for."""
         if turn.key is not None:
             self._mailbox.await_any({turn.source: [turn.key]}, lambda: turn.purpose)
+
+    def _is_there(self, turn: Turn, key: Key) -> bool:
+        del turn
+        return self._mailbox.has(key)
+
+    def _may_go_on(self, turn: Turn, key: Key) -> bool:
+        """Whether a message is there, and no earlier micro-batch waits on the same way, whose own may have come too.
+
+        This one was chosen before; if it went on nevertheless, the order of sums would depend on time.
+        """
+        return self._mailbox.has(key) and not any(
+            other.key is not None and other.micro_batch < turn.micro_batch and other.in_backward == turn.in_backward
+            for other in self._begun
+        )
 
     def _work(self, turn: Turn | None = None) -> threading.Lock:
         """Run one program after another to its end, until one that sleeps comes first; give what wakes who is next."""

@@ -23,7 +23,7 @@ from tulle.pipeline.split_backward import Work
 from tulle.pipeline.tape import Phase, Tape
 
 Wait = Callable[[Key, int, str], None]
-"""Called with a key, the rank it comes from and what it is for; returns when it is there."""
+"""Called with a key, the rank it comes from and what it is for; returns when it is there and this program's turn is."""
 
 
 class Later(Protocol):
@@ -144,8 +144,7 @@ class Values:
         """
         if outcome is None and known is not None:
             message = Kind.OUTCOME, 0, _digest(known.signature)
-            if not self._mailbox.has(message):
-                self._wait(message, rank, f"the outcome of {name!r} ({self.name})")
+            self._wait(message, rank, f"the outcome of {name!r} ({self.name})")
             if known.outcome is None:  # else another micro-batch has come by
                 known.outcome = self._mailbox.look(message)
             outcome = known.outcome
@@ -198,8 +197,7 @@ class Values:
         return self._await((Kind.VALUE, self._number, number), home, "a result")
 
     def _await(self, key: Key, rank: int, purpose: str) -> Any:
-        if not self._mailbox.has(key):
-            self._wait(key, rank, f"{purpose} ({self.name})")
+        self._wait(key, rank, f"{purpose} ({self.name})")
         return self._mailbox.take(key)
 
     def _next(self) -> int:
