@@ -96,10 +96,11 @@ def best_of_all(profile, cluster, *, memory_bytes=None):
     return best_s
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_it_is_the_best_of_all(seed):
+@pytest.mark.parametrize(("seed", "crowding"), [(0, ()), (1, ()), (2, ()), (1, (0.5, 1.0)), (2, (0.5, 1.0))])
+def test_it_is_the_best_of_all(seed, crowding):
     profile = replace(profile_of(seed), lookahead=seed == 0)
     cluster = cluster_of(2, bandwidth_bytes_per_s=[1e7, 1e8, 1e9][seed])
+    cluster = replace(cluster, machine=replace(cluster.machine, crowding=crowding))
     plan = best_plan(profile, cluster)
     assert plan.prediction.is_exact
     found_s = seconds_of(plan, profile, cluster, plan.prediction.batch)
@@ -112,6 +113,8 @@ def test_it_is_the_best_of_all(seed):
 def test_it_is_the_best_of_all_on_more_ranks(seed, ranks):
     profile = profile_of(seed)
     cluster = cluster_of(ranks, bandwidth_bytes_per_s=10 ** (7 + seed / 2))
+    crowding = tuple(share / ranks for share in range(1, ranks + 1)) if seed % 2 else ()
+    cluster = replace(cluster, machine=replace(cluster.machine, crowding=crowding))
     plan = best_plan(profile, cluster)
     assert plan.prediction.is_exact
     found_s = seconds_of(plan, profile, cluster, plan.prediction.batch)

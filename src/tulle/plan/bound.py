@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from tulle.memory import Memory
+from tulle.plan.crowding import Crowding
 from tulle.plan.deal import LOOKUP_CALLS, MESSAGES
 from tulle.plan.plan import AT_READ, MODEL, Plan
 from tulle.plan.table_plan import TablePlan
@@ -76,7 +77,13 @@ class Bound:
         through_s = sum(turns_s)  # of one micro-batch
         if self._is_chain:
             through_s = _least_passage(turns_s, share.pipe, count, is_sharp=is_sharp)
-        return max(busiest_s, through_s + calls_s) + rest_s(self.profile, share)
+        rest = rest_s(self.profile, share)
+        least_s, crowding = max(busiest_s, through_s + calls_s) + rest, Crowding.of(self.cluster.machine, share.mesh)
+        if crowding is None:
+            return least_s
+        # With axis `model` a piece's seconds hold sums that it waits for.
+        mean_s = sum(device_s) / share.pipe + count * calls_s + rest if share.model == 1 else 0.0
+        return max(crowding.least * least_s, crowding.least_mean * mean_s)
 
     def _calls_s(self, share: Share) -> float:
         """What each rank takes to run a micro-batch past all modules that are placed, if they are as few as can be.

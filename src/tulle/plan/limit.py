@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from tulle.cost import all_reduce_cost
 from tulle.pipeline.schedule import checked, is_split
 from tulle.plan.bundle import Bundle
+from tulle.plan.crowding import Crowding
 from tulle.plan.deal import Deal, half
 from tulle.plan.update import rest_s
 from tulle.plan.work import Work, total_s
@@ -29,6 +30,15 @@ def least_seconds(deal: Deal) -> float:
         deal: Of a plan whose stages follow each other.
     """
     stages = [_Stage.of(deal, number) for number in range(deal.stages)]
+    least_s, crowding = _uncrowded_s(deal, stages), Crowding.of(deal.machine, deal.share.mesh)
+    if crowding is None:
+        return least_s
+    mean_s = sum(stage.computed_s for stage in stages) / deal.share.pipe + rest_s(deal.profile, deal.share)
+    return max(crowding.least * least_s, crowding.least_mean * mean_s)
+
+
+def _uncrowded_s(deal: Deal, stages: Sequence[_Stage]) -> float:
+    """The same if all ranks always took what they take while all compute."""
     rest = rest_s(deal.profile, deal.share)
     busy_s = [0.0]
     for rank in range(deal.share.pipe):
@@ -55,6 +65,7 @@ class _Stage:
         forward_s: Of one micro-batch, with sums over axis `model`.
         turn_s: The same, forward and backward.
         device_s: All that its device does in a step, with the sums that it waits for.
+        computed_s: The same without them.
         link_s: All that its link does.
         fetched_s: Before this its first forward cannot have begun, for the rows that it needs.
         synchronized_s: From the begin of its last backward until its gradients are sent.
@@ -64,6 +75,7 @@ class _Stage:
     forward_s: float
     turn_s: float
     device_s: float
+    computed_s: float
     link_s: float
     fetched_s: float
     synchronized_s: float
@@ -85,6 +97,7 @@ class _Stage:
             turn_s,
             # Past the modules of others a rank runs while it waits for sums, too.
             device_s=count * (turn_s + max(0.0, before_s + behind_s - summed_s)) + update_s,
+            computed_s=count * (before_s + turn_s - summed_s + behind_s) + update_s,
             link_s=sum(dense_s) + rows_s + count * (summed_s + _passed_s(deal, number)) + gathered_s,
             fetched_s=_fetched_s(deal, bundles, works, here_s),
             synchronized_s=_synchronized_s(bundles, works, dense_s),

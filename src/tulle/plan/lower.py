@@ -19,6 +19,7 @@ from tulle.pipeline.schedule import checked, is_split
 from tulle.plan.bucket import Bucket
 from tulle.plan.bundle import Bundle
 from tulle.plan.contention import contended
+from tulle.plan.crowding import Crowding, crowded
 from tulle.plan.deal import Deal, half
 from tulle.plan.exchange import Tariff
 from tulle.plan.plan import PIPE, Plan
@@ -66,7 +67,9 @@ def lower(
 
 def lowered(deal: Deal) -> Step:
     """The same of what is dealt already."""
-    return contended(_Lowering(deal).step(), deal.machine)
+    step = _Lowering(deal).step()
+    crowding = Crowding.of(deal.machine, step.mesh)
+    return contended(crowded(step, crowding) if crowding else step, deal.machine)
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ from tulle.pipeline.calls import placed_as_one
 from tulle.pipeline.schedule import checked, is_split
 from tulle.plan.bound import Bound
 from tulle.plan.choices import Tables, splits
+from tulle.plan.crowding import Crowding
 from tulle.plan.cutting import fast_cuts
 from tulle.plan.deal import Deal
 from tulle.plan.exchange import Tariff
@@ -227,15 +228,17 @@ class Search:
         return is_bound and self._least_of(self._deal(dealt)) >= self.cutoff_s
 
     def _dealt(self, frame: Plan, share: Share) -> list[tuple[float, Plan]]:
-        """Ways to cut and to split, each with the seconds of its slowest stage, the least first."""
+        """Ways to cut and to split, each with the seconds that its slowest stage takes at least, the least first."""
         network = share.network(MODEL, self.cluster, self.profile)
+        crowding = Crowding.of(self.cluster.machine, share.mesh)
+        ease = crowding.least if crowding else 1.0
         found: list[tuple[float, Plan]] = []
         for cut, split in product(self._cuts(frame, share), splits(self.profile, self.cluster, share)):
             dealt = replace(cut, tensor_parallel=split)
             by_stage = [0.0] * share.pipe
             for work in work_of(dealt, self.profile, share, network):
                 by_stage[work.stage] += share.micro_batches * total_s(work)
-            found.append((max(by_stage), dealt))
+            found.append((ease * max(by_stage), dealt))
         return sorted(found, key=lambda one: one[0])
 
     def _deal(self, plan: Plan) -> Deal:

@@ -34,6 +34,7 @@ from tulle.pipeline.unfit import kinds_of, refuse_replaced, refuse_scripted, ref
 from tulle.pipeline.untouched import untouched
 from tulle.profiling.calls import with_run_time
 from tulle.profiling.counts import Counts, count
+from tulle.profiling.crowding import crowding
 from tulle.profiling.machine import NOMINAL, measure_cluster, memory_bytes
 from tulle.profiling.optimizer import optimizer_profile, tried
 from tulle.profiling.refusals import check_arguments, together
@@ -103,7 +104,8 @@ def profile(
         with untouched(model):  # which a copy reaches if a forward was set on it that holds the first one's
             found = measure(model, optimizers, samples, axis, loss or default_loss, _splitting(mesh))
         cluster = measure_cluster(axis)
-        cluster = replace(cluster, machine=with_run_time(cluster.machine, axis))
+        machine = replace(with_run_time(cluster.machine, axis), crowding=found.cluster.machine.crowding)
+        cluster = replace(cluster, machine=machine)
     finally:
         random_state.restore()
         gc.collect()
@@ -202,6 +204,7 @@ def _in_steps(
     times = timed(twin, pieces.names, axis)
     weights_s = timed_weights(twin, pieces.names, axis)
     fixed = fixed_share(twin, axis)
+    shared = crowding(twin, axis)
     optimizer = together(lambda: optimizer_profile(twin, times.update_s), model, samples[0], axis)
     owners = _owners(model, pieces.names)
     tables = table_profiles(model, optimizers, prepared.looks, owners, axis)
@@ -229,7 +232,7 @@ def _in_steps(
         modules,
         tables,
         optimizer,
-        NOWHERE,
+        replace(NOWHERE, machine=replace(NOWHERE.machine, crowding=shared)),
         times.step_s,
         counts.peak_bytes,
         fixed_share=fixed,

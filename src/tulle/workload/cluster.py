@@ -25,6 +25,8 @@ class Machine:
             every rank: all run the program. What lookups in tables take besides their rows is counted in it too.
         operation_s: The same for an operation between modules, on what these have made.
         micro_batch_s: The same for a micro-batch, whatever runs in it. These defaults are those of GPT-2 on a CPU.
+        crowding: What computation takes while 1, 2, .. of the processes that share processors and memory compute, by
+            what it takes while all do; they have consecutive ranks. Empty for processes that share nothing.
     """
 
     flop_per_s: float
@@ -35,6 +37,7 @@ class Machine:
     call_s: float = 0.2e-3
     operation_s: float = 0.15e-3
     micro_batch_s: float = 1e-3
+    crowding: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,16 @@ def _machine(entries: Entries) -> Machine:
     readers = {"flop_per_s": entries.rate, "memory_bytes_per_s": entries.rate}
     readers |= {"memory_bytes": partial(entries.whole, least=1), "slowdown": factor, "link_slowdown": factor}
     readers |= dict.fromkeys(("call_s", "operation_s", "micro_batch_s"), entries.number)
+    readers |= {"crowding": partial(_shares, entries)}
     return Machine(**entries.of_fields(Machine, readers))
+
+
+def _shares(entries: Entries, name: str) -> tuple[float, ...]:
+    expected = "a list of numbers above 0, up to 1"
+    found = entries.get(name, (list, tuple), expected)
+    if not all(isinstance(one, (int, float)) and 0 < one <= 1 for one in found):
+        raise entries.wrong(name, expected)
+    return tuple(map(float, found))
 
 
 def network_to_json(network: Network) -> dict[str, Any]:
