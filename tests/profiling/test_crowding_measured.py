@@ -12,7 +12,7 @@ import tulle
 from gigabit import give_network
 from rank_process import patches
 from ranks import on_ranks
-from tulle.profiling import machine, timing
+from tulle.profiling import timing
 
 ALONE_S = 0.02
 
@@ -37,7 +37,7 @@ class OneAtATime(nn.Module):
 
 def measured(lock: Path | None) -> tuple[float, ...]:
     patches.setattr(timing, "BUDGET_S", 0.02)
-    patches.setattr(machine, "_OVERLAP_S", 0.01)
+    patches.setattr("tulle.profiling.crowding._BUDGET_S", 0.5)
     mesh = tulle.init(data=-1)
     give_network(mesh["data"])
     model = OneAtATime(lock)

@@ -14,7 +14,7 @@ from gigabit import give_network
 from rank_process import patches
 from ranks import on_ranks
 from tulle.errors import ModelError, PlanError
-from tulle.profiling import machine, measure, timing
+from tulle.profiling import measure, timing
 from tulle.profiling.splits import splits
 from tulle.workload import Profile
 
@@ -180,7 +180,6 @@ def test_a_file_that_is_none_is_refused(tmp_path):
 @on_ranks(2)
 def test_on_a_mesh_each_rank_brings_its_samples():
     patches.setattr(timing, "BUDGET_S", 0.01)
-    patches.setattr(machine, "_OVERLAP_S", 0.01)
     mesh = tulle.init(data=2)
     give_network(mesh["data"])
     model, optimizers = made()

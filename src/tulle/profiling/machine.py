@@ -9,9 +9,11 @@ from statistics import median
 
 import torch
 
-from tulle.comm import all_reduce, barrier, gather_values, now_s, probe
+from tulle.comm import barrier, gather_values, now_s, probe
 from tulle.cost import Network
 from tulle.mesh import Axis
+from tulle.profiling.overlap import overlap
+from tulle.profiling.steps import Twin
 from tulle.workload import Cluster, Machine
 
 NOMINAL = Network(latency_s=5e-5, bandwidth_bytes_per_s=1.25e9)
@@ -20,21 +22,22 @@ _LABEL = "network probe"
 _SIDE = 512
 _COPIED_BYTES = 32 * 1024 * 1024
 _REPEATS = 5
-_OVERLAP_S = 0.03
-_OVERLAP_REPEATS = 15
-"""With five of 0.05 s the factor of computation was 1.0 to 2.1 on the same four cores, with these 1.5 to 1.8."""
 
 
-def measure_cluster(axis: Axis) -> Cluster:
+def measure_cluster(axis: Axis, twin: Twin | None = None) -> Cluster:
     """Measure the machine and, on an axis of all ranks, the network. Every rank of the axis must call it.
 
     An axis of one rank gives a nominal network, to be replaced by that of the cluster that is planned for.
+
+    Args:
+        axis: All of whose ranks work at once.
+        twin: Whose backward computes beside exchanges; None for matrix products.
     """
     machine = _machine(axis)
     if axis.size == 1:
         return Cluster(1, 1, machine, across=NOMINAL)
     found = probe(axis)
-    slowdown, link_slowdown = _overlap(axis, found)
+    slowdown, link_slowdown = overlap(axis, found, twin)
     machine = replace(machine, slowdown=slowdown, link_slowdown=link_slowdown)
     hosts = axis.hosts or axis.ranks
     count = len(set(hosts))
@@ -73,10 +76,10 @@ def memory_bytes(axis: Axis) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // hosts.count(hosts[axis.rank])
 
 
-def _slowest(work: Callable[[], object], axis: Axis, repeats: int = _REPEATS) -> float:
+def _slowest(work: Callable[[], object], axis: Axis) -> float:
     """Median seconds of the slowest rank, all ranks at once."""
     seconds: list[float] = []
-    for _ in range(repeats + 1):
+    for _ in range(_REPEATS + 1):
         barrier(axis)
         begin_s = now_s()
         work()
@@ -84,34 +87,3 @@ def _slowest(work: Callable[[], object], axis: Axis, repeats: int = _REPEATS) ->
             torch.cuda.synchronize(axis.device)
         seconds.append(now_s() - begin_s)
     return max(gather_values(median(seconds[1:]), axis, label=_LABEL))
-
-
-def _overlap(axis: Axis, network: Network) -> tuple[float, float]:
-    """By what factor computation takes longer beside an all-reduce, and an all-reduce beside computation."""
-    left = torch.randn(_SIDE, _SIDE, device=axis.device)
-    alone_s = _slowest(lambda: left @ left, axis)
-    products = max(1, round(_OVERLAP_S / alone_s))
-    rate = network.all_reduce_bytes_per_s or network.bandwidth_bytes_per_s
-    tensor = torch.zeros(max(1024, round(_OVERLAP_S * rate / 8)), device=axis.device)
-
-    def compute() -> None:
-        for _ in range(products):
-            _ = left @ left
-
-    def communicate() -> None:
-        all_reduce(tensor, axis, label=_LABEL).wait()
-
-    compute_s, communicate_s = (_slowest(work, axis, _OVERLAP_REPEATS) for work in (compute, communicate))
-    beside_s: list[float] = []
-    whole_s: list[float] = []
-    for _ in range(_OVERLAP_REPEATS):
-        barrier(axis)
-        begin_s = now_s()
-        under_way = all_reduce(tensor, axis, label=_LABEL)
-        compute()
-        beside_s.append(now_s() - begin_s)
-        under_way.wait()
-        whole_s.append(now_s() - begin_s)
-    heard = gather_values((median(beside_s), median(whole_s)), axis, label=_LABEL)
-    computing_s, communicating_s = (max(times) for times in zip(*heard, strict=True))
-    return max(1.0, computing_s / compute_s), max(1.0, communicating_s / max(communicate_s, computing_s))

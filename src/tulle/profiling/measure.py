@@ -102,10 +102,11 @@ def profile(
     random_state = State.now()
     try:
         with untouched(model):  # which a copy reaches if a forward was set on it that holds the first one's
-            found = measure(model, optimizers, samples, axis, loss or default_loss, _splitting(mesh))
-        cluster = measure_cluster(axis)
-        machine = replace(with_run_time(cluster.machine, axis), crowding=found.cluster.machine.crowding)
-        cluster = replace(cluster, machine=machine)
+            found, twin = measure(model, optimizers, samples, axis, loss or default_loss, _splitting(mesh))
+            cluster = measure_cluster(axis, twin)
+            shared = crowding(twin, axis) if twin else ()
+            del twin
+        cluster = replace(cluster, machine=replace(with_run_time(cluster.machine, axis), crowding=shared))
     finally:
         random_state.restore()
         gc.collect()
@@ -193,7 +194,7 @@ def _in_steps(
     axis: Axis,
     loss: Loss,
     splitting: int,
-) -> Profile:
+) -> tuple[Profile, Twin]:
     prepared = together(
         lambda: _prepare(model, optimizers, samples, loss, is_first=axis.rank == 0), model, samples[0], axis
     )
@@ -204,7 +205,6 @@ def _in_steps(
     times = timed(twin, pieces.names, axis)
     weights_s = timed_weights(twin, pieces.names, axis)
     fixed = fixed_share(twin, axis)
-    shared = crowding(twin, axis)
     optimizer = together(lambda: optimizer_profile(twin, times.update_s), model, samples[0], axis)
     owners = _owners(model, pieces.names)
     tables = table_profiles(model, optimizers, prepared.looks, owners, axis)
@@ -226,18 +226,19 @@ def _in_steps(
         )
         for number, name in enumerate(pieces.names)
     )
-    return Profile(
+    found = Profile(
         "",
         0,
         modules,
         tables,
         optimizer,
-        replace(NOWHERE, machine=replace(NOWHERE.machine, crowding=shared)),
+        NOWHERE,
         times.step_s,
         counts.peak_bytes,
         fixed_share=fixed,
         between=pieces.between,
     )
+    return found, twin
 
 
 def _prepare(
@@ -283,7 +284,7 @@ def _without_memory(
     axis: Axis,
     loss: Loss,
     splitting: int,
-) -> Profile:
+) -> tuple[Profile, None]:
     """Each module alone, lent some memory while it runs; what is computed between modules is not seen."""
     del loss, splitting  # of no module
     measured = together(lambda: profile_pieces(model, samples[0], axis, STAGES), model, samples[0], axis)
@@ -308,7 +309,7 @@ def _without_memory(
     optimizer = together(lambda: tried(optimizers), model, samples[0], axis)
     parameters_bytes = sum(parameter.nbytes for parameter in model.parameters())
     step_s = sum(piece.time_s for piece in pieces) + optimizer.step_s_per_byte * parameters_bytes
-    return Profile("", 0, modules, tables, optimizer, NOWHERE, step_s, between=cut.between)
+    return Profile("", 0, modules, tables, optimizer, NOWHERE, step_s, between=cut.between), None
 
 
 def _owners(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
