@@ -2,6 +2,8 @@
 
 torchrun --nproc-per-node 4 benchmarks/pipeline/step_time.py --out benchmarks/pipeline/results/step-time-4.json
 
+    ratio                 the formula of `tulle.estimate.step_seconds`, which a partition can tell, by what was measured
+    simulated_ratio       the same of what `tulle.profile` and the simulator say of these stages
     profiled_of_alone     what the pieces take in all, beside one micro-batch of the whole model on a rank by itself:
                           below 1 something between pieces is not seen, above 1 they are weighed too heavily
     at_once_of_alone      the same micro-batch on all ranks at once, beside that: what ranks of one machine share
@@ -17,6 +19,8 @@ import logging
 import statistics
 import time
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,10 @@ from models import first_tensor
 from tulle import pipeline
 from tulle.comm import barrier, gather_values
 from tulle.estimate import step_seconds
+from tulle.plan import Plan
+from tulle.plan.lower import lower
+from tulle.simulate import Step, run
+from tulle.workload import Profile
 
 WORDS, LENGTH, SAMPLES, MICRO_BATCHES = 2000, 64, 8, 8
 GPT2 = {"n_layer": 12, "n_embd": 256, "n_head": 4, "vocab_size": WORDS, "n_positions": LENGTH, "use_cache": False}
@@ -71,6 +79,7 @@ def measure(name: str, mesh: tulle.Mesh, steps: int) -> dict[str, object]:
     batch = {"input_ids": ids} | ({"decoder_input_ids": ids} if name.startswith("T5") else {})
     sample = {key: value[:SAMPLES] for key, value in batch.items()}
     alone_s, at_once_s = whole_seconds(model, sample, mesh, steps)
+    profile = tulle.profile(model, torch.optim.SGD(model.parameters(), 0.0), sample, mesh, loss=loss_of)
     pipeline.place(model, mesh["pipe"], sample=sample)
     placed = pipeline.placement_of(model)
     assert placed is not None, "it was just placed"
@@ -86,18 +95,29 @@ def measure(name: str, mesh: tulle.Mesh, steps: int) -> dict[str, object]:
         busy.append([busy_s for _, busy_s in of_ranks])
     predicted_s, measured_s = step_seconds(placed.partition, mesh.size, MICRO_BATCHES), statistics.median(times[1:])
     busy_s = [statistics.median(of_rank) for of_rank in zip(*busy[1:], strict=True)]
+    simulated_s = simulated(profile, placed.stages, mesh.size)
     stages_s = placed.partition.times_s
     return {
         "model": name,
         "ranks": mesh.size,
         "predicted_s": round(predicted_s, 4),
+        "simulated_s": round(simulated_s, 4),
         "measured_s": round(measured_s, 4),
         "ratio": round(predicted_s / measured_s, 3),
+        "simulated_ratio": round(simulated_s / measured_s, 3),
         "stages_s": [round(time_s, 4) for time_s in stages_s],
         "profiled_of_alone": round(sum(stages_s) / alone_s, 3),
         "at_once_of_alone": round(at_once_s / alone_s, 3),
         "busy_of_predicted": [round(b / (MICRO_BATCHES * s), 3) for b, s in zip(busy_s, stages_s, strict=True)],
     }
+
+
+def simulated(profile: Profile, stages: Mapping[str, int], ranks: int) -> float:
+    """Forward and backward of a step, without the optimizer's update, as the planner sees it."""
+    plan = Plan({"pipe": ranks}, stages=stages, micro_batches=MICRO_BATCHES)
+    whole = lower(plan, profile, profile.cluster, batch=SAMPLES * MICRO_BATCHES)
+    tasks = (replace(task, seconds=0.0) if task.kind == "update" else task for task in whole.tasks)
+    return run(Step(whole.mesh, tuple(tasks))).step_s
 
 
 def whole_seconds(model: nn.Module, sample: dict[str, Tensor], mesh: tulle.Mesh, repeats: int) -> tuple[float, float]:
@@ -116,9 +136,13 @@ def whole_seconds(model: nn.Module, sample: dict[str, Tensor], mesh: tulle.Mesh,
 
 
 def train(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    loss = first_tensor(model(**batch)).pow(2).mean()
+    loss = loss_of(model(**batch))
     loss.backward()
     return loss
+
+
+def loss_of(given: Any) -> Tensor:
+    return first_tensor(given).pow(2).mean()
 
 
 if __name__ == "__main__":
