@@ -58,9 +58,11 @@ def crowding(twin: Twin, axis: Axis) -> tuple[float, ...]:
 
 def _sharing(axis: Axis) -> int:
     """How many ranks a machine has; one if machines differ in that, or ranks of several alternate."""
-    if not _BOOTED.exists():  # no Linux
-        return 1
-    machines = gather_values(_BOOTED.read_text(encoding="ascii"), axis, label=_LABEL)
+    try:
+        machine = _BOOTED.read_text(encoding="ascii")
+    except OSError:  # no Linux
+        machine = f"rank {axis.rank}"
+    machines = gather_values(machine, axis, label=_LABEL)
     ranks = machines.count(machines[0])
     by_machine = sorted(machines, key=machines.index)
     is_regular = machines == by_machine and all(machines.count(one) == ranks for one in machines)
