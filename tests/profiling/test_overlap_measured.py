@@ -17,9 +17,11 @@ class Machine:
     def __init__(self, backward_share: float, exchange_share: float) -> None:
         self.shares = backward_share, exchange_share
         self.is_exchanging, self.has_computed = False, False
+        self.backwards = 0
         self.model = SimpleNamespace(samples=[None], clear=lambda: None, forward=lambda _: self)
 
     def backward(self) -> None:
+        self.backwards += 1
         time.sleep(BACKWARD_S * (1 + self.shares[0] * self.is_exchanging))
         self.has_computed = True
 
@@ -41,7 +43,7 @@ def test_what_either_takes_longer_is_told_by_what_they_share(backward_share, exc
     machine = Machine(backward_share, exchange_share)
     monkeypatch.setattr(overlap, "all_reduce", machine.all_reduce)
     found = overlap.overlap(measure._alone(), Network(1e-4, 1e6), machine.model)
-    assert found == pytest.approx((1 + backward_share, 1 + exchange_share), abs=0.1)
+    assert found == pytest.approx((1 + backward_share, 1 + exchange_share), abs=0.2)
 
 
 def test_a_backward_that_takes_too_long_is_no_measure(monkeypatch):
@@ -49,5 +51,5 @@ def test_a_backward_that_takes_too_long_is_no_measure(monkeypatch):
     monkeypatch.setattr(overlap, "_LONGEST_S", BACKWARD_S / 2)
     monkeypatch.setattr(overlap, "_BUDGET_S", 0.1)
     slowdown, link_slowdown = overlap.overlap(measure._alone(), Network(1e-4, 1e6), machine.model)
-    assert 1 <= slowdown < 1.5, "of matrix products, which nothing disturbs"
-    assert link_slowdown >= 1
+    assert machine.backwards == overlap._FEWEST + 1, "then matrix products are taken"
+    assert min(slowdown, link_slowdown) >= 1
