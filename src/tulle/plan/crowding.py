@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from tulle.plan.plan import PIPE
 from tulle.simulate import Step
 from tulle.workload import Machine
 
@@ -36,7 +37,7 @@ class Crowding:
     @staticmethod
     def of(machine: Machine, mesh: Mapping[str, int]) -> Crowding | None:
         """None where no stage has a neighbour that may wait while it computes."""
-        if not machine.crowding or mesh.get("pipe", 1) == 1:
+        if not machine.crowding or mesh.get(PIPE, 1) == 1:
             return None
         return _crowding(machine.crowding, tuple(mesh.items()))
 

@@ -32,7 +32,7 @@ def crowding(twin: Twin, axis: Axis) -> tuple[float, ...]:
         axis: All ranks.
 
     Returns:
-        As many factors as a machine has ranks. None where it makes no difference, where ranks have devices of their
+        As many factors as a machine has ranks; empty where it makes no difference, where ranks have devices of their
         own, and where not all machines have as many ranks, one after the other.
     """
     ranks = 1 if axis.device.type == "cuda" else _sharing(axis)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from statistics import median
 
 import torch
 
-from tulle.comm import barrier, gather_values, now_s, probe
+from tulle.comm import probe
 from tulle.cost import Network
 from tulle.mesh import Axis
-from tulle.profiling.overlap import overlap
+from tulle.profiling.overlap import overlap, slowest_s
 from tulle.profiling.steps import Twin
 from tulle.workload import Cluster, Machine
 
@@ -63,8 +61,8 @@ def _machine(axis: Axis) -> Machine:
     left = torch.randn(_SIDE, _SIDE, device=axis.device)
     source = torch.ones(_COPIED_BYTES // 4, device=axis.device)
     target = torch.empty_like(source)
-    product_s = _slowest(lambda: left @ left, axis)
-    copy_s = _slowest(lambda: target.copy_(source), axis)
+    product_s, _ = slowest_s(lambda: lambda: left @ left, axis, _REPEATS)
+    copy_s, _ = slowest_s(lambda: lambda: target.copy_(source), axis, _REPEATS)
     return Machine(2 * _SIDE**3 / product_s, _COPIED_BYTES / copy_s, memory_bytes(axis))
 
 
@@ -74,16 +72,3 @@ def memory_bytes(axis: Axis) -> int:
         return torch.cuda.get_device_properties(axis.device).total_memory
     hosts = axis.hosts or axis.ranks
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // hosts.count(hosts[axis.rank])
-
-
-def _slowest(work: Callable[[], object], axis: Axis) -> float:
-    """Median seconds of the slowest rank, all ranks at once."""
-    seconds: list[float] = []
-    for _ in range(_REPEATS + 1):
-        barrier(axis)
-        begin_s = now_s()
-        work()
-        if axis.device.type == "cuda":
-            torch.cuda.synchronize(axis.device)
-        seconds.append(now_s() - begin_s)
-    return max(gather_values(median(seconds[1:]), axis, label=_LABEL))

@@ -48,18 +48,18 @@ def overlap(axis: Axis, network: Network, twin: Twin | None) -> tuple[float, flo
         twin: Whose backward is the computation; None, or if that takes too long, for matrix products.
     """
     prepare = _products(axis) if twin is None else partial(_backward, twin)
-    alone_s = _slowest_s(prepare, axis, _FEWEST)[0]
+    alone_s = slowest_s(prepare, axis, _FEWEST)[0]
     if twin is not None and alone_s > _LONGEST_S:
         prepare = _products(axis)
-        alone_s = _slowest_s(prepare, axis, _FEWEST)[0]
+        alone_s = slowest_s(prepare, axis, _FEWEST)[0]
     rate = network.all_reduce_bytes_per_s or network.bandwidth_bytes_per_s
     sent_bytes = _LONGER * alone_s * rate / 2  # a ring sends nearly all of it twice
     tensor = torch.zeros(min(_MOST_BYTES, max(4096, round(sent_bytes))) // 4, device=axis.device)
     exchange = partial(all_reduce, tensor, axis, label=_LABEL)
     repeats = min(max(_FEWEST, round(_BUDGET_S / (6 * alone_s))), _MOST)
-    alone_s, _ = _slowest_s(prepare, axis, repeats)
-    exchanged_s, _ = _slowest_s(lambda: lambda: exchange().wait(), axis, repeats)
-    computed_s, both_s = _slowest_s(prepare, axis, repeats, beside=exchange)
+    alone_s, _ = slowest_s(prepare, axis, repeats)
+    exchanged_s, _ = slowest_s(lambda: lambda: exchange().wait(), axis, repeats)
+    computed_s, both_s = slowest_s(prepare, axis, repeats, beside=exchange)
     shared_s = min(alone_s, exchanged_s)
     slowdown = 1 + max(0.0, computed_s - alone_s) / shared_s
     # An exchange that ended first has taken no longer than what was computed beside it.
@@ -67,10 +67,17 @@ def overlap(axis: Axis, network: Network, twin: Twin | None) -> tuple[float, flo
     return slowdown, link_slowdown
 
 
-def _slowest_s(
+def slowest_s(
     prepare: Prepared, axis: Axis, repeats: int, beside: Callable[[], Any] | None = None
 ) -> tuple[float, float]:
-    """Seconds until the work is done, and what is beside it too: medians of the slowest rank, all ranks at once."""
+    """Seconds until the work is done, and what is beside it too: medians of the slowest rank, all ranks at once.
+
+    Args:
+        prepare: Gives the work each time anew; what that takes does not count.
+        axis: Every rank of which must call it.
+        repeats: How many count; one more comes first.
+        beside: Begins what is waited for behind the work.
+    """
     seconds: list[tuple[float, float]] = []
     for _ in range(repeats + 1):
         work = prepare()
@@ -105,7 +112,7 @@ def _products(axis: Axis) -> Prepared:
     def one() -> None:
         _ = left @ left
 
-    one_s, _ = _slowest_s(lambda: one, axis, _FEWEST)
+    one_s, _ = slowest_s(lambda: one, axis, _FEWEST)
     count = max(1, round(_PRODUCTS_S / one_s))
 
     def many() -> None:
