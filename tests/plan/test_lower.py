@@ -211,6 +211,42 @@ def test_rows_are_found_ahead_only_where_some_go_later():
     assert updates[4] - updates[5] == pytest.approx(AHEAD_CALLS)
 
 
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_where_updates_wait_for_reads_rows_are_fetched_before_the_update_only_where_some_go_later(lookahead):
+    profile = profile_of()
+    slow = cluster_of(4, bandwidth_bytes_per_s=1e5)
+    begins = {
+        cluster: starts_of(lower(plan_of(profile, schedule="read"), profile, cluster, lookahead=lookahead))
+        for cluster in (CLUSTER, slow)
+    }
+    assert begins[CLUSTER]["fetch embed.weight"] >= 0
+    assert (begins[slow]["fetch embed.weight"] < 0) == lookahead
+
+
+def test_dense_gradients_that_wait_are_sent_before_rows_that_are_not_there_yet():
+    profile = profile_of()
+    profile = replace(profile, step_s=profile.step_s + 1)  # between the update and the next forward
+    step = lower(plan_of(profile, schedule="read", bucket_bytes=2**20), profile, CLUSTER, lookahead=True)
+    names = names_of(step)
+    reduced = [names.index(name) for name in names if name.startswith("all-reduce bucket")]
+    assert len(reduced) > 1
+    backward = next(number for number, name in enumerate(names) if name.startswith("backward"))
+    assert min(reduced) > backward, "none is carried over"
+
+
+@pytest.mark.parametrize("row_fixed_share", [0.0, 0.5, 1.0])
+def test_fewer_columns_of_all_rows_take_longer_than_all_columns_of_fewer(row_fixed_share):
+    profile = profile_of()
+    profile = replace(profile, optimizer=replace(profile.optimizer, row_fixed_share=row_fixed_share))
+    rows_s, columns_s, replica_s = (
+        seconds_of(lower(plan_of(profile, scheme), profile, CLUSTER), "update")
+        - seconds_of(lower(plan_of(profile_of(tables=0)), profile_of(tables=0), CLUSTER), "update")
+        for scheme in ("rows", "columns", "allgather")
+    )
+    assert rows_s == pytest.approx(replica_s / CLUSTER.ranks)
+    assert columns_s == pytest.approx(replica_s * (row_fixed_share + (1 - row_fixed_share) / CLUSTER.ranks))
+
+
 def test_a_model_on_one_stage_needs_no_calls():
     profile = profile_of(tables=0)
     steps = [lower(plan_of(profile), profile, with_calls(CLUSTER, call_s)) for call_s in (1e-3, 0.0)]

@@ -223,3 +223,14 @@ def test_what_fewer_samples_do_not_make_shorter_is_measured(samples, expected):
     found = tulle.profile(model, torch.optim.SGD(model.parameters()), torch.ones(samples, 2))
     assert found.fixed_share == pytest.approx(expected, abs=0.15)
     assert Profile.from_json(found.to_json()).fixed_share == found.fixed_share
+
+
+def test_it_is_measured_what_fewer_columns_of_rows_do_not_make_shorter():
+    def share(width, rows):
+        model = nn.Sequential(nn.EmbeddingBag(4000, width, sparse=True), nn.Linear(width, 1))
+        optimizers = [torch.optim.SparseAdam(model[0].parameters()), torch.optim.SGD(model[1].parameters())]
+        return tulle.profile(model, optimizers, torch.arange(rows).view(-1, 10)).optimizer.row_fixed_share
+
+    narrow, wide = share(8, 4000), share(512, 4000)
+    assert wide < narrow <= 1, "a row is found once, however wide it is"
+    assert share(2, 1000) == 0.0, "too narrow to be made narrower"

@@ -67,10 +67,14 @@ def buckets_of(pieces: Sequence[Work], bucket_bytes: int, network: Network, rank
     ]
 
 
-def by_urgency(buckets: Sequence[Bucket], backward_s: float) -> list[Bucket]:
+def by_urgency(buckets: Sequence[Bucket], until_s: float) -> list[Bucket]:
     """In the order in which a wire takes them whose updates wait for reads: what the next forward reads first, first.
 
-    What the wire has not begun with at the end of backward is carried over: rows of the next step pass it.
+    What the wire has not begun with when rows of the next step come is carried over: these pass it.
+
+    Args:
+        buckets: In the order of backward.
+        until_s: When they come, from the begin of backward.
     """
     order = order_of_pieces(
         [bucket.ready_s for bucket in buckets],
@@ -81,6 +85,6 @@ def by_urgency(buckets: Sequence[Bucket], backward_s: float) -> list[Bucket]:
     now_s = 0.0
     for number, _ in order:
         now_s = max(now_s, buckets[number].ready_s)
-        found.append(replace(buckets[number], is_carried=now_s >= backward_s))
+        found.append(replace(buckets[number], is_carried=now_s >= until_s))
         now_s += buckets[number].cost.seconds
     return found

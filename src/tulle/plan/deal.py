@@ -16,7 +16,7 @@ from tulle.plan.bundle import Bundle, bundles_of
 from tulle.plan.exchange import Tariff
 from tulle.plan.moving import on_machine
 from tulle.plan.plan import AT_READ, MODEL, PIPE, Plan
-from tulle.plan.update import Update
+from tulle.plan.update import Update, rest_s
 from tulle.plan.work import AXES, DATA, Share, Work, share_of, stage_around, work_of
 from tulle.sync import AUTO
 from tulle.workload import Cluster, Machine, Profile
@@ -166,8 +166,21 @@ class Deal:
         for stage in range(self.stages):
             found += buckets_of(self.pieces(stage), limit_bytes, self.network, self.share.data)
         if self.is_late:
-            found = by_urgency(found, sum(work.backward_s + work.all_reduced_again.seconds for work in self.works))
+            found = by_urgency(found, self._alone_on_link_s)
         return found
+
+    @property
+    def waits_for_update(self) -> bool:
+        """Whether what is told and fetched for a step waits until the one before is over, if updates wait for reads."""
+        return bool(self.bundles) and not self.update.delays_rows(self.bundles)
+
+    @property
+    def _alone_on_link_s(self) -> float:
+        """How long from the begin of backward no rows of the next step pass dense gradients."""
+        backward_s = sum(work.backward_s + work.all_reduced_again.seconds for work in self.works)
+        if not self.waits_for_update:
+            return backward_s
+        return backward_s + self.update.tables_s(self.bundles) + rest_s(self.profile, self.share)
 
 
 def looks_ahead(plan: Plan, profile: Profile) -> bool:

@@ -92,6 +92,8 @@ class _Lowering:
     """The last task of each turn."""
     over: dict[int, int] = field(default_factory=dict)
     """By rank of axis `pipe`, the last task of its last turn."""
+    fetched: list[int] = field(default_factory=list)
+    """What travels from the begin of the step's forward on."""
     synchronized: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """By stage, what the optimizer waits for."""
 
@@ -246,9 +248,12 @@ class _Lowering:
         run.waits += told
         for bundle in split:
             found[bundle.first].append(self._fetch_rows(bundle, told))
-        for bundle in bundles:
-            if bundle.exchange.told.seconds and (self.deal.lookahead or not bundle.exchange.is_split):
-                self._tell(bundle, (), "sparse")
+        beside = [
+            self._tell(bundle, (), "sparse")
+            for bundle in bundles
+            if bundle.exchange.told.seconds and (self.deal.lookahead or not bundle.exchange.is_split)
+        ]
+        self.fetched += [*told, *(index for of_piece in found.values() for index in of_piece), *beside]
         return found
 
     def _look_up(self, run: Run, bundles: Iterable[Bundle]) -> None:
@@ -340,7 +345,10 @@ class _Lowering:
             cost = half(all_reduce_cost(sum(w.parameters_bytes for w in pieces), self.deal.network, self.share.data))
             index = self._sent_along_data("gather stepped", cost, [index], stage, "dense")
         if stage < self.share.pipe:
-            self.tasks.compute("rest of the step", rest_s(self.deal.profile, self.share), [index], stage=stage)
+            index = self.tasks.compute("rest of the step", rest_s(self.deal.profile, self.share), [index], stage=stage)
+        if self.deal.is_late and self.deal.waits_for_update:
+            for begun in self.fetched:
+                self.tasks.wait_for_last(begun, [index])
 
     def _sent_along_data(self, name: str, cost: Cost, after: Iterable[int], stage: int, kind: str) -> int:
         return self.tasks.send(name, cost, after, stage=stage, axis=DATA, kind=kind)

@@ -12,6 +12,7 @@ from tulle.plan.bundle import Bundle
 from tulle.plan.exchange import Tariff
 from tulle.plan.plan import AT_READ, Plan
 from tulle.plan.work import NARROW, Share, Work, bytes_of
+from tulle.tables import COLUMNS, PLACEMENTS
 from tulle.workload import Profile, TableProfile
 
 AHEAD_CALLS = 5
@@ -47,21 +48,24 @@ class Update:
     def tables_s(self, bundles: Sequence[Bundle]) -> float:
         """Seconds for the tables of some bundles: the rows that gradients touch, of split tables this rank's."""
         split = [name for bundle in bundles if bundle.exchange.is_split for name in bundle.names]
-        whole = [name for bundle in bundles if not bundle.exchange.is_split for name in bundle.names]
-        found_s = AHEAD_CALLS * self.profile.optimizer.table_s if self._delays_rows(split) else 0.0
-        split_s = sum(self._rows_s(name) / self.share.data + found_s for name in split)
-        return split_s + sum(self._rows_s(name) for name in whole)
+        found_s = AHEAD_CALLS * self.profile.optimizer.table_s if self.delays_rows(bundles) else 0.0
+        rows_s = sum(self._rows_s(name, bundle.exchange.scheme) for bundle in bundles for name in bundle.names)
+        return rows_s + found_s * len(split)
 
-    def _rows_s(self, name: str) -> float:
-        table = self.tariff.table(name)
+    def _rows_s(self, name: str, scheme: str) -> float:
+        table, ranks, optimizer = self.tariff.table(name), self.share.data, self.profile.optimizer
+        part = 1 / ranks if scheme in PLACEMENTS else 1.0
         if is_dense(table, self.profile):
-            return bytes_of(table) * self.profile.optimizer.step_s_per_byte
-        return self.tariff.updated_bytes(name, self.share.data, self.share.batches) * row_s(self.profile)
+            return part * bytes_of(table) * optimizer.step_s_per_byte
+        if scheme == COLUMNS:  # a rank has all the rows that others have, though less of each
+            part += (1 - part) * optimizer.row_fixed_share
+        return part * self.tariff.updated_bytes(name, ranks, self.share.batches) * row_s(self.profile)
 
-    def _delays_rows(self, split: Sequence[str]) -> bool:
+    def delays_rows(self, bundles: Sequence[Bundle]) -> bool:
         """Whether some rows of these tables' gradients go later: only who knows the next batch can tell which."""
         if not self.lookahead or self.plan.schedule != AT_READ or self.share.data == 1:
             return False
+        split = [name for bundle in bundles if bundle.exchange.is_split for name in bundle.names]
         gradients_bytes = sum(self.tariff.pushed_bytes(name, self.share.data, self.share.batches) for name in split)
         return delays_rows(gradients_bytes, self.network)
 

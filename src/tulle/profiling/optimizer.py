@@ -18,6 +18,9 @@ from tulle.workload import OptimizerProfile
 _REPEATS = 5
 _ONE_IN = 8
 _TRIAL_ROWS, _TRIAL_WIDTH = 1024, 256
+_NARROWER = 4
+_MOST_NARROWED_BYTES = 2**24
+"""Of the rows of a table that are stepped once more, as they are and narrower."""
 
 
 @dataclass(slots=True)
@@ -53,6 +56,7 @@ def optimizer_profile(twin: Twin, step_s: float) -> OptimizerProfile:
     """
     twin.forward(twin.samples[0]).backward()
     owners = [one for one in twin.optimizers if any(_is_sparse(p) for p in _parameters(one))] or twin.optimizers
+    row_fixed_share = _row_fixed_share(twin)
     work = _measured(twin)
     scale = step_s / work.as_given_s if work.as_given_s > 0 else 0.0
     updates_all_rows = all(_moves_untouched_rows(one) for one in owners)
@@ -64,6 +68,7 @@ def optimizer_profile(twin: Twin, step_s: float) -> OptimizerProfile:
         scale * work.rows_s / work.rows_bytes if work.rows_bytes else None,
         scale * work.table_s if work.tables else 0.0,
         min(1.0, work.fixed_s / work.dense_s) if work.dense_s else 0.0,
+        row_fixed_share,
     )
 
 
@@ -123,6 +128,47 @@ def _fixed_s(twin: Twin, optimizer: Optimizer, count: int) -> float:
         return min(twin.seconds(other.step) for _ in range(_REPEATS))
     except Exception:  # an optimizer that is made, or steps, in a way of its own
         return 0.0
+
+
+def _row_fixed_share(twin: Twin) -> float:
+    """Of what rows take, that part which fewer columns of them do not make shorter: of the largest sparse gradient.
+
+    Its rows are a table of their own, one like the optimizer steps that and one of a part of its columns, with all rows
+    and with few.
+    """
+    sparse = [
+        (p.grad, one)
+        for one in twin.optimizers
+        for p in _parameters(one)
+        if p.grad is not None and p.grad.is_sparse and p.dim() == 2 and p.shape[1] >= _NARROWER
+    ]
+    if not sparse:
+        return 0.0
+    largest, optimizer = max(sparse, key=lambda pair: pair[0]._nnz() * pair[0].shape[1])
+    values = largest.coalesce().values()
+    values = values[: max(1, _MOST_NARROWED_BYTES // max(1, values[:1].nbytes))]
+    widths = values.shape[1], values.shape[1] // _NARROWER
+    try:
+        whole_s, narrow_s = (_all_but_few_rows_s(twin, optimizer, values[:, :width]) for width in widths)
+    except Exception:  # an optimizer that is made, or steps, in a way of its own
+        return 0.0
+    narrower = widths[1] / widths[0]
+    return min(1.0, max(0.0, (narrow_s / whole_s - narrower) / (1 - narrower))) if whole_s > 0 else 0.0
+
+
+def _all_but_few_rows_s(twin: Twin, optimizer: Optimizer, values: Tensor) -> float:
+    """Seconds of one like it for a gradient that has all rows of a table, without those that few of them take."""
+    values = values.contiguous()
+    parameter = nn.Parameter(torch.zeros_like(values))
+    other = _another(optimizer, parameter)
+    rows = torch.arange(len(values), device=values.device).unsqueeze(0)
+    grad = torch.sparse_coo_tensor(rows, values, values.shape, is_coalesced=True, check_invariants=False)
+    seconds: list[float] = []
+    for one in (grad, _few_rows(grad)):
+        parameter.grad = one
+        other.step()
+        seconds.append(min(twin.seconds(other.step) for _ in range(_REPEATS)))
+    return max(0.0, seconds[0] - seconds[1])
 
 
 def _few_rows(grad: Tensor) -> Tensor:

@@ -17,10 +17,11 @@ from tulle.tables.exchange import (
 from tulle.tables.gradient import ShardGradient, step_by_plain_gradients
 from tulle.tables.modules import TableModule, table_modules, table_of, unwrapped
 from tulle.tables.part import guard_table
-from tulle.tables.placements import PLACEMENTS, placement_of, split_as
+from tulle.tables.placements import COLUMNS, PLACEMENTS, placement_of, split_as
 from tulle.tables.split import ColumnSplit, RowSplit, Split, split_of
 
 __all__ = [
+    "COLUMNS",
     "PLACEMENTS",
     "ColumnSplit",
     "Division",

@@ -9,8 +9,9 @@ import tulle.tables.rows as rows
 from tulle.mesh import Axis
 from tulle.tables.split import ColumnSplit, RowSplit, Split
 
-_KINDS: dict[str, type[Split]] = {"rows": RowSplit, "columns": ColumnSplit}
-PLACEMENTS: dict[str, ModuleType] = {"rows": rows, "columns": columns}
+COLUMNS = "columns"
+_KINDS: dict[str, type[Split]] = {"rows": RowSplit, COLUMNS: ColumnSplit}
+PLACEMENTS: dict[str, ModuleType] = {"rows": rows, COLUMNS: columns}
 """Modules with a `cost`, by the name that plans use."""
 
 

@@ -108,6 +108,8 @@ class OptimizerProfile:
         row_s_per_byte: Of a row-sparse gradient for one more byte of its rows; None means as many.
         table_s: What each row-sparse gradient takes besides, however few its rows are.
         fixed_share: Of the seconds for dense parameters, that part which smaller ones do not make shorter.
+        row_fixed_share: Of the seconds for rows of row-sparse gradients, that part which fewer columns do not make
+            shorter.
     """
 
     state_share: float
@@ -116,6 +118,7 @@ class OptimizerProfile:
     row_s_per_byte: float | None = None
     table_s: float = 0.0
     fixed_share: float = 0.0
+    row_fixed_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +285,8 @@ def _stream(entries: Entries) -> tuple[tuple[Tensor, ...], ...]:
 def _optimizer(entries: Entries) -> OptimizerProfile:
     costs = ("state_share", "step_s_per_byte", "row_s_per_byte", "table_s")
     readers: dict[str, Callable[[str], Any]] = dict.fromkeys(costs, entries.number)
-    readers |= {"updates_all_rows": entries.flag, "fixed_share": partial(entries.number, most=1)}
+    readers |= dict.fromkeys(("fixed_share", "row_fixed_share"), partial(entries.number, most=1))
+    readers |= {"updates_all_rows": entries.flag}
     return OptimizerProfile(**entries.of_fields(OptimizerProfile, readers))
 
 
