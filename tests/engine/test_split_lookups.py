@@ -1,5 +1,6 @@
 """Everything that an embedding can do, on tables that are split, beside one process on the whole batch."""
 
+import copy
 import warnings
 from functools import partial
 
@@ -8,6 +9,7 @@ import torch
 from split_networks import KINDS, ROWS, WIDTH, Pair, build, step, worst
 from torch import nn
 from torch.optim import SGD, Adam, SparseAdam
+from torch.utils.checkpoint import checkpoint
 
 import tulle
 from models import batches
@@ -203,6 +205,32 @@ def test_a_rank_may_have_gradients_of_a_split_table_alone():
         ids, is_known = parts[mesh.rank]
         step(model, [ours], [model(ids, is_known=is_known)])
         step(reference, [theirs], [sum(reference(ids, is_known=is_known) for ids, is_known in parts) / mesh.size])
+    assert worst(model, reference) < TOLERANCE
+
+
+class Recomputed(Pair):
+    """Rows of its first table are looked up twice, all again in backward."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        def mix(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.first(left) * self.first(right) + self.second(left))
+
+        return checkpoint(mix, ids[:, :-1], ids[:, 1:], use_reentrant=False).pow(2).mean()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("placement", ["rows", "columns"])
+def test_a_lookup_that_is_done_again_in_backward_gives_each_row_its_gradient(placement):
+    """Also where rows of all lookups have travelled at once, as they do from the fourth step on."""
+    mesh = tulle.init(data=-1)
+    torch.manual_seed(0)
+    reference = Recomputed(nn.Embedding(ROWS, WIDTH), nn.Embedding(ROWS, WIDTH)).double()
+    model = copy.deepcopy(reference)
+    theirs, ours = SGD(reference.parameters(), lr=0.5), SGD(model.parameters(), lr=0.5)
+    tulle.distribute(model, ours, mesh, plan=placement)
+    for ids in batches(5, 4 * mesh.size):
+        step(reference, [theirs], [reference(ids)])
+        step(model, [ours], [model(ids.chunk(mesh.size)[mesh.rank])])
     assert worst(model, reference) < TOLERANCE
 
 

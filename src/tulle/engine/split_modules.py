@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from tulle.comm import eager
 from tulle.derived import derived
@@ -16,6 +19,7 @@ from tulle.errors import ModelError
 from tulle.tables import TableModule, split_of
 
 _RUN_TIME = "_tulle_split_tables"
+_autograd: Any = vars(torch._C)["_autograd"]
 
 
 class _Parted:
@@ -33,8 +37,7 @@ class SplitEmbedding(_Parted, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up. Every rank must call it, each with its own ids."""
-        rows, positions, padding = _look_up(self, input)
-        return F.embedding(positions, rows, padding)
+        return _look_up(self, input, F.embedding)
 
 
 class SplitEmbeddingBag(_Parted, nn.EmbeddingBag):
@@ -42,16 +45,14 @@ class SplitEmbeddingBag(_Parted, nn.EmbeddingBag):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Look up and pool. Every rank must call it, each with its own ids."""
-        rows, positions, padding = _look_up(self, input)
-        return F.embedding_bag(
-            positions,
-            rows,
-            offsets,
+        pool = partial(
+            F.embedding_bag,
+            offsets=offsets,
             mode=self.mode,
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
-            padding_idx=padding,
         )
+        return _look_up(self, input, pool)
 
 
 _SPLIT_KINDS: Mapping[type, type] = {nn.Embedding: SplitEmbedding, nn.EmbeddingBag: SplitEmbeddingBag}
@@ -68,11 +69,24 @@ def adopt(module: TableModule, tables: SplitTables) -> None:
 
 
 @eager
-def _look_up(module: SplitEmbedding | SplitEmbeddingBag, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
-    """The rows, and where they go: collectives, which no compiler is to trace."""
+def _look_up(module: SplitEmbedding | SplitEmbeddingBag, ids: Tensor, take: Callable[..., Tensor]) -> Tensor:
+    """What is taken from the rows, at places, but for a padding: collectives, which no compiler is to trace."""
     _refuse_transforms(module, ids)
     tables: SplitTables = module.__dict__[_RUN_TIME]
-    return tables.look_up(module, ids)
+    rows, positions, padding = tables.look_up(module, ids)
+    with _saved_as_it_is():
+        return take(positions, rows, padding_idx=padding)
+
+
+def _saved_as_it_is() -> AbstractContextManager[object]:
+    """A context in which backward gets what forward saved, even under `torch.utils.checkpoint`.
+
+    A lookup that is done again in backward makes a trip of its own, in which other rows lie, and these otherwise: its
+    positions are none in the rows of the first, to which the gradient goes.
+    """
+    if _autograd._top_saved_tensors_default_hooks(True) is None:
+        return nullcontext()
+    return saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
 
 
 def _refuse_transforms(module: SplitEmbedding | SplitEmbeddingBag, ids: Tensor) -> None:
