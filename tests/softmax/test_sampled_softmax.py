@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tulle
 from models import worst_difference
@@ -157,6 +158,19 @@ def test_ranks_that_drew_apart_would_differ():
     sampler = LogUniform(ROWS, SAMPLES)
     one, other = (softmax(hidden, target, sampler.draw(number)) for number in (0, 1))
     assert abs(one - other) > 1e-6
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_rows_are_not_drawn_again_in_backward(use_reentrant):
+    softmax, hidden, target = layer()
+    loss = checkpoint(softmax, hidden, target, use_reentrant=use_reentrant)
+    with pytest.raises(ModelError, match=r"called again in backward.* leave it out .* or give it drawn="):
+        loss.backward()
+    drawn = softmax.sampler.draw(0)
+    checkpoint(softmax, hidden, target, drawn, use_reentrant=use_reentrant).backward()
+    found, softmax.table.weight.grad = softmax.table.weight.grad.to_dense(), None
+    softmax(hidden, target, drawn).backward()
+    torch.testing.assert_close(found, softmax.table.weight.grad.to_dense(), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ from tulle.errors import ModelError
 from tulle.softmax.layer import Reduction, SoftmaxLayer
 from tulle.softmax.negatives import LogUniform
 
+_NOT_RUNNING = -1
+"""In place of a backward's number, where there is none."""
+
 
 class SampledSoftmax(SoftmaxLayer):
     """In training the cross entropy over the target and rows drawn anew each time; in evaluation the exact one.
@@ -76,6 +79,9 @@ class SampledSoftmax(SoftmaxLayer):
 
         Returns:
             A number, or `[...]` with reduction "none"; float32 if the products are of half precision.
+
+        Raises:
+            ModelError: If it is to draw in backward, where forward is computed again.
         """
         if drawn is None and not self.training:
             return self.exact_loss(hidden, target)
@@ -100,6 +106,12 @@ class SampledSoftmax(SoftmaxLayer):
 
     @torch.no_grad()
     def _draw(self) -> Tensor:
+        if torch._C._current_graph_task_id() != _NOT_RUNNING:
+            raise ModelError(
+                "SampledSoftmax was called again in backward, as torch.utils.checkpoint and recomputation do, where it "
+                "would draw other rows than in forward: leave it out of what is computed again, or give it "
+                "drawn=softmax.sampler.draw(step)"
+            )
         number = int(self.draws)
         self.draws += 1
         return self.sampler.draw(number)
