@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tulle.pipeline.kept import Attributes
 from tulle.pipeline.mailbox import Mailbox
+from tulle.pipeline.modes import Modes
 from tulle.pipeline.outcome import Outcome
 from tulle.pipeline.shapes import Shapes
 
@@ -83,6 +84,17 @@ class Holdings:
     """Stands for which parameters of a model need a gradient, by the model's number."""
     note_frozen: Callable[[], None] = lambda: None
     """Finds that out anew."""
+    modes: Modes = field(init=False)
+    """What programs of a step set on modules for a while."""
+
+    def __post_init__(self) -> None:
+        """No step has begun."""
+        self.modes = Modes(lambda: self.note_frozen())
+
+    def mode_of(self, unit: Unit) -> Hashable:
+        """All that the outcome of a unit's call can depend on besides its arguments."""
+        self.modes.look(unit.module)
+        return unit.model, unit.name, unit.module.training, self.frozen.get(unit.model)
 
     def known(self, signature: Hashable) -> Known:
         """What is known of calls with that signature."""

@@ -74,6 +74,7 @@ class PlacedCall:
         for unit, call in self._calls:
             if unit.module._compiled_call_impl is not call:  # module.compile() put its own there
                 unit.compiled, unit.module._compiled_call_impl = unit.module._compiled_call_impl, call
+        self.placement.runtime.holdings.modes.look(self.placement.resident.modules[0])
         return self.placement.runtime.call_model(self._root, args, kwargs)
 
 
@@ -141,7 +142,7 @@ def place(
     tied = _made_equal(model, owners, runtime)
     gc.collect()  # the order of micro-batches goes by the models there are: one that was dropped is gone on all ranks
     count, carried = 1 + max(placed.values(), default=0), Carried(model, placed)
-    resident = runtime.models[number] = Resident(list(model.parameters()), tied, count, carried)
+    resident = runtime.models[number] = Resident(list(model.parameters()), tied, count, carried, list(model.modules()))
     for name, tensor in tensors_of(model):
         runtime.holdings.note(tensor, min(stages_of[name], default=None), number, name)
     _follow_calls(model, units, Placement(runtime, placed, owners, resident, found))

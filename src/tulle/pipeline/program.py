@@ -156,9 +156,7 @@ class Program:
             call = Call(with_filled(caller) if is_open else caller, leaves, spec, unit.name, unit)
             if self._axis.size > 1:
                 check_given(call)
-            frozen = self.holdings.frozen.get(unit.model)
-            what = unit.model, unit.name, unit.module.training, frozen
-            known = self.holdings.known(signature(what, leaves, spec))
+            known = self.holdings.known(signature(self.holdings.mode_of(unit), leaves, spec))
             result = self._run(call, unit.stage, known.outcome, known)
             if is_open:
                 result, filled = result
@@ -377,6 +375,8 @@ class Program:
 
     def _set_on_all(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Set for a parameter, on all ranks, whether it is trained, or that it has no gradient yet."""
+        if function in SETS_TRAINED:
+            self.holdings.modes.vary()
         result = function(*args, **kwargs)
         if function in SETS_TRAINED:
             self._adopted.forget(args[0])

@@ -45,12 +45,14 @@ class Resident:
         tied: Those that several ranks hold.
         stages: How many there are.
         carried: What its forward may leave for the next.
+        modules: All of them.
     """
 
     parameters: Sequence[nn.Parameter]
     tied: Sequence[Tied]
     stages: int
     carried: Carried
+    modules: Sequence[nn.Module]
 
 
 @dataclass(slots=True)
@@ -152,7 +154,9 @@ class Runtime:
                 one.begin()
             in_order = self._is_any(any(one.is_likely for one in carried.values()))
             stages = max((resident.stages for resident in step.residents), default=self.stages)
-            idle_s = Turns(turns, mailbox, step.schedule, stages, in_order=in_order).run()
+            with self.holdings.modes.step(module for model in self.models.values() for module in model.modules):
+                modes = self.holdings.modes
+                idle_s = Turns(turns, mailbox, step.schedule, stages, in_order=in_order, modes=modes).run()
             self._see_what_is_carried(carried, programs)
             self._add_up_tied(programs, number)
             self._even_out(number)

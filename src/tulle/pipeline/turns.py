@@ -28,6 +28,7 @@ from torch.overrides import _get_current_function_mode_stack
 from tulle.comm import now_s, traffic
 from tulle.pipeline.mailbox import Mailbox
 from tulle.pipeline.messages import Key
+from tulle.pipeline.modes import Modes
 from tulle.pipeline.randomness import State, seed_all
 from tulle.pipeline.schedule import Schedule, held_at_once, in_idleness, kept_at_once, preference, stages_here
 from tulle.pipeline.split_backward import Work
@@ -49,14 +50,22 @@ class Turns:
         schedule: Which of those that are ready comes next.
         stages: Of the whole pipeline.
         in_order: Whether each forward is to end, on this rank, before the next begins.
+        modes: What programs set on modules for a while.
     """
 
     def __init__(
-        self, turns: Sequence[Turn], mailbox: Mailbox, schedule: Schedule, stages: int, *, in_order: bool = False
+        self,
+        turns: Sequence[Turn],
+        mailbox: Mailbox,
+        schedule: Schedule,
+        stages: int,
+        *,
+        in_order: bool = False,
+        modes: Modes | None = None,
     ) -> None:
         self._mailbox, (rank, ranks) = mailbox, (mailbox.axis.rank, mailbox.axis.size)
         self._schedule: Schedule = schedule
-        self._in_order = in_order
+        self._in_order, self._modes = in_order, modes or Modes(_nothing)
         self._most_held = held_at_once(schedule, rank, ranks, stages, len(turns))
         self._most_kept = kept_at_once(schedule, rank, ranks, stages, len(turns))
         self._stages_here = stages_here(rank, ranks, stages)
@@ -88,6 +97,7 @@ class Turns:
             self._mailbox.give_up(f"{type(error).__name__}")
             self._is_over.acquire()
         state.restore()
+        self._modes.put_back()
         for turn in self._turns:
             turn.give_way, turn.may_go_on = self._await_alone, self._is_there
         if self._error is not None:
@@ -126,9 +136,11 @@ class Turns:
 
     def _run(self, turn: Turn, surroundings: Surroundings) -> None:
         seed_all(turn.program.seed)
+        self._modes.put_back()
         try:
             with surroundings:
                 turn.result = turn.body()
+            self._modes.end(turn.micro_batch)
         except BaseException as error:
             self._error = self._error or error
 
@@ -136,13 +148,14 @@ class Turns:
         self._draw(turn)
         following = self._choose()
         if following is not turn and following is not None:
-            state = State.now()
+            state, mode = State.now(), self._modes.now()
             if following in self._starts:
                 _employ(self._work, following)
             else:
                 following.may_go.release()
             turn.may_go.acquire()
             state.restore()
+            self._modes.put_back(mode)
         if self._error is not None:
             raise Abandoned
 
@@ -292,6 +305,10 @@ def _employ(work: Callable[..., threading.Lock], *arguments: Turn) -> None:
     except IndexError:
         worker = _Worker()
     worker.give(lambda: work(*arguments))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _hooks_of_saved_tensors() -> list[tuple[Callable[..., Any], Callable[..., Any]]]:

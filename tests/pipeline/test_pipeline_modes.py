@@ -1,0 +1,92 @@
+"""What a step sets on modules for a while, and puts back, is not seen by micro-batches that run meanwhile."""
+
+import pytest
+import torch
+from beside_one_process import both, data
+from pipeline_networks import Chain, make
+from torch.func import functional_call
+
+import tulle
+from ranks import on_ranks
+from tulle import pipeline
+
+IN_TURN = {f"layers.{number}": number % 2 for number in range(4)}
+
+
+class Layers(Chain):
+    """Four of them, that do something else in training."""
+
+    def __init__(self):
+        super().__init__(4)
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x * 1.5 if self.training else x
+
+
+def targets_in_eval(model, x):
+    model.eval()
+    with torch.no_grad():
+        target = model(x)
+    model.train()
+    loss = (model(x + 0.1) - target).pow(2).mean()
+    loss.backward()
+    return loss
+
+
+def measured_after_backward(model, x):
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    model.eval()
+    with torch.no_grad():
+        measured = model(x).pow(2).mean()
+    model.train()
+    return loss.detach() + measured
+
+
+def last_layers_frozen(model, x):
+    model.layers[2:].requires_grad_(False)
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    model.layers[2:].requires_grad_(True)
+    return loss
+
+
+def weights_lent(model, x):
+    lent = {name: parameter * 1.01 for name, parameter in model.named_parameters()}
+    loss = functional_call(model, lent, (x,)).pow(2).mean() + model(x).exp().mean()
+    loss.backward()
+    return loss
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "function"),
+    [
+        (Layers, targets_in_eval),
+        (Layers, measured_after_backward),
+        (Layers, last_layers_frozen),
+        (Layers, weights_lent),
+    ],
+    ids=lambda value: value.__name__,
+)
+def test_what_a_step_sets_for_a_while_is_of_its_own_micro_batch(kind, function):
+    assert both(kind, IN_TURN, function)[0] < 1e-12
+
+
+def unfrozen_from_now_on(model, x):
+    model.layers[0].requires_grad_(True)
+    model.layers[2].train(False)
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    return loss
+
+
+@on_ranks(2)
+def test_what_a_step_sets_for_good_stays():
+    mesh, model = tulle.init(pipe=-1, timeout=8), make(Layers)
+    model.layers[0].requires_grad_(False)
+    pipeline.place(model, mesh["pipe"], IN_TURN)
+    pipeline.step(micro_batches=4)(unfrozen_from_now_on)(model, data())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert [layer.training for layer in model.layers] == [True, True, False, True]
