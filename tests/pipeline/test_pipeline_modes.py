@@ -1,9 +1,13 @@
 """What a step sets on modules for a while, and puts back, is not seen by micro-batches that run meanwhile."""
 
+import contextlib
+
 import pytest
 import torch
+import torch.nn.functional as F
 from beside_one_process import both, data
-from pipeline_networks import Chain, make
+from pipeline_networks import WIDTH, Chain, make
+from torch import nn
 from torch.func import functional_call
 
 import tulle
@@ -22,6 +26,42 @@ class Layers(Chain):
     def forward(self, x):
         x = super().forward(x)
         return x * 1.5 if self.training else x
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter that can be switched off."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.adapter, self.is_on = (
+            nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+            nn.Linear(WIDTH, WIDTH),
+            True,
+        )
+
+    def forward(self, x):
+        return self.base(x) + self.adapter(x) if self.is_on else self.base(x)
+
+
+class Adapters(nn.Module):
+    """Adapted layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Adapted() for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+    @contextlib.contextmanager
+    def off(self):
+        for layer in self.layers:
+            layer.is_on = False
+        yield
+        for layer in self.layers:
+            layer.is_on = True
 
 
 def targets_in_eval(model, x):
@@ -59,6 +99,14 @@ def weights_lent(model, x):
     return loss
 
 
+def adapters_off(model, x):
+    with torch.no_grad(), model.off():
+        target = model(x)
+    loss = F.kl_div(model(x).log_softmax(-1), target.softmax(-1), reduction="batchmean") + model(x).pow(2).mean()
+    loss.backward()
+    return loss
+
+
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("kind", "function"),
@@ -67,6 +115,7 @@ def weights_lent(model, x):
         (Layers, measured_after_backward),
         (Layers, last_layers_frozen),
         (Layers, weights_lent),
+        (Adapters, adapters_off),
     ],
     ids=lambda value: value.__name__,
 )

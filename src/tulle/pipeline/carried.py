@@ -39,6 +39,8 @@ class Carried:
         self._tensors = [*model.parameters(), *model.buffers()]
         self._versions: list[int] = []
         self._attributes: list[object] = []
+        self._is_left = False
+        """Whether a forward was seen to have left something, in the step at hand."""
         self.is_idle = False
         """Whether the last step called the model not at all, though it could have."""
         self._is_seen: bool | None = None
@@ -63,12 +65,12 @@ class Carried:
     def begin(self) -> None:
         """A step begins."""
         self._versions = _written(self._tensors)
-        self._attributes = self._now()
+        self._attributes, self._is_left = self._now(), False
 
     def look(self) -> None:
-        """A forward is over: until it is known, see whether it left something, which a later one could put back."""
-        if self._is_seen is None and self._attributes != self._now():
-            self._attributes = [object()]
+        """A forward is over, or waits: until it is known, see whether it left something, which it could put back."""
+        if self._is_seen is None and not self._is_left and self._attributes != self._now():
+            self._is_left = True
 
     def end(self, *, is_kept: bool) -> None:
         """A step is over; what it was seen to keep is kept from now on.
@@ -77,9 +79,9 @@ class Carried:
             is_kept: Whether somebody still has a value that a program made.
         """
         is_written = self._versions != _written(self._tensors)
-        is_remembered = is_kept or self._attributes != self._now()
+        is_remembered = is_kept or self._is_left or self._attributes != self._now()
         self._is_seen = bool(self._is_seen) or is_written or is_remembered
-        self._attributes, self.is_idle = [], False
+        self._attributes, self._is_left, self.is_idle = [], False, False
 
     def _now(self) -> list[object]:
         """What hangs on modules; of placed ones numbers only, since code within them is free to keep the rest."""

@@ -205,7 +205,8 @@ class Runtime:
         number = self._next_number()
         turn = Turn(micro_batch)
         later = turn if is_split(step.schedule) else None
-        values = Values(number, self.holdings, turn.wait, f"micro-batch {micro_batch} of step {traffic.step}", later)
+        wait = turn.wait if micro_batch else partial(self._look_and_wait, turn)
+        values = Values(number, self.holdings, wait, f"micro-batch {micro_batch} of step {traffic.step}", later)
         seed, scale = self._stream(number), step.shares[micro_batch]
         program = Program(
             values, self.holdings, seed=seed, around_backward=partial(self._backward_of, turn), scale=scale
@@ -297,10 +298,19 @@ class Runtime:
     @contextmanager
     def _backward_of(self, turn: Turn) -> Iterator[None]:
         self._set_aside_tied()  # not before: a step may begin with zero_grad
-        for model in self.models.values():
-            model.carried.look()
+        self._look_for_what_is_left()
         with turn.backward():
             yield
+
+    def _look_for_what_is_left(self) -> None:
+        for model in self.models.values():
+            model.carried.look()
+
+    def _look_and_wait(self, turn: Turn, key: Key, source: int, purpose: str) -> None:
+        """The first micro-batch waits: see what others would find that run meanwhile, and that it may put back."""
+        if not turn.in_backward:
+            self._look_for_what_is_left()
+        turn.wait(key, source, purpose)
 
     def _even_out(self, number: int | None = None, *, may_need_grad: bool = False) -> None:
         """Have all ranks hold what one of them has written in buffers of no unit, or put in their places.
