@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside_one_process import both, data
-from pipeline_networks import WIDTH, Chain, make
+from pipeline_networks import WIDTH, Chain, make, worst_gradient
 from torch import nn
 from torch.func import functional_call
 
@@ -139,3 +139,25 @@ def test_what_a_step_sets_for_good_stays():
     pipeline.step(micro_batches=4)(unfrozen_from_now_on)(model, data())
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert [layer.training for layer in model.layers] == [True, True, False, True]
+
+
+def frozen_for_the_second_backward(model, x):
+    made = model.layers[1](model.layers[0](x))
+    loss = model.layers[3](model.layers[2](made.detach())).pow(2).mean()
+    loss.backward(retain_graph=True)
+    model.layers[2:].requires_grad_(False)
+    other = model.layers[3](model.layers[2](made)).exp().mean()
+    other.backward()
+    model.layers[2:].requires_grad_(True)
+    return loss.detach() + other.detach()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_weights_may_be_frozen_between_forward_and_backward(schedule):
+    mesh, model, reference = tulle.init(pipe=-1, timeout=8), make(Layers), make(Layers)
+    pipeline.place(model, mesh["pipe"], IN_TURN)
+    step = pipeline.step(micro_batches=4, schedule=schedule)(frozen_for_the_second_backward)
+    for _ in range(2):
+        assert step(model, data()).stack().tolist() == step(reference, data()).stack().tolist()
+    assert worst_gradient(model, reference) < 1e-12

@@ -92,9 +92,10 @@ class Split:
         Returns:
             The second half.
         """
+        trained = [leaf for leaf in self._leaves if leaf.requires_grad]  # some may have been frozen since forward
         hooks = [product.node.register_prehook(product.note) for product in self._later]
         try:
-            torch.autograd.backward(edges, gradients, inputs=self._leaves)
+            torch.autograd.backward(edges, gradients, inputs=trained)
         finally:
             for hook in hooks:
                 hook.remove()
