@@ -45,12 +45,15 @@ class Modes:
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = changed
-        self._modules: list[nn.Module] = []
-        self._own: list[dict[str, nn.Parameter | None]] = []
-        self._parameters: list[nn.Parameter] = []
-        self._training: dict[int, bool] = {}
+        self._begin_with([])
+
+    def _begin_with(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._own: list[dict[str, nn.Parameter | None]] = [dict(module._parameters) for module in modules]
+        self._parameters = list({id(one): one for own in self._own for one in own.values() if one is not None}.values())
+        self._training = {id(module): module.training for module in modules}
         self._within: dict[int, list[Mapping[str, Tensor | None]]] = {}
-        self._begin = Mode((), (), ())
+        self._begin = self._now()
         self._ended = -1
         self._is_varied = False
 
@@ -61,15 +64,11 @@ class Modes:
         Args:
             modules: All that there are of models that are placed.
         """
-        self._modules = list({id(module): module for module in modules}.values())
-        self._own = [dict(module._parameters) for module in self._modules]
-        self._parameters = list({id(one): one for own in self._own for one in own.values() if one is not None}.values())
-        self._training = {id(module): module.training for module in self._modules}
-        self._begin, self._ended = self._now(), -1
+        self._begin_with(list({id(module): module for module in modules}.values()))
         try:
             yield
         finally:
-            self.__init__(self._changed)
+            self._begin_with([])
 
     def look(self, module: nn.Module) -> None:
         """A module is called, or a whole model: see whether something of it was set since the step began."""
