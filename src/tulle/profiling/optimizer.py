@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -18,9 +18,8 @@ from tulle.workload import OptimizerProfile
 _REPEATS = 5
 _ONE_IN = 8
 _TRIAL_ROWS, _TRIAL_WIDTH = 1024, 256
-_NARROWER = 4
-_MOST_NARROWED_BYTES = 2**24
-"""Of the rows of a table that are stepped once more, as they are and narrower."""
+_NARROWER, _NARROWED_ROWS, _NARROWED_BYTES, _TURNS = 4, 8192, 2**24, 8
+"""How many times as narrow a table is stepped as it is, of so many rows or bytes, in so many turns."""
 
 
 @dataclass(slots=True)
@@ -131,44 +130,41 @@ def _fixed_s(twin: Twin, optimizer: Optimizer, count: int) -> float:
 
 
 def _row_fixed_share(twin: Twin) -> float:
-    """Of what rows take, that part which fewer columns of them do not make shorter: of the largest sparse gradient.
+    """Of what rows take, that part which fewer columns of them do not make shorter: of the widest sparse gradient.
 
-    Its rows are a table of their own, one like the optimizer steps that and one of a part of its columns, with all rows
-    and with few.
+    One like its optimizer steps tables of as many columns and of fewer, for all of their rows and for few.
     """
     sparse = [
-        (p.grad, one)
+        (p, one)
         for one in twin.optimizers
         for p in _parameters(one)
-        if p.grad is not None and p.grad.is_sparse and p.dim() == 2 and p.shape[1] >= _NARROWER
+        if _is_sparse(p) and p.dim() == 2 and p.shape[1] >= _NARROWER
     ]
     if not sparse:
         return 0.0
-    largest, optimizer = max(sparse, key=lambda pair: pair[0]._nnz() * pair[0].shape[1])
-    values = largest.coalesce().values()
-    values = values[: max(1, _MOST_NARROWED_BYTES // max(1, values[:1].nbytes))]
-    widths = values.shape[1], values.shape[1] // _NARROWER
+    like, optimizer = max(sparse, key=lambda pair: pair[0].shape[1])
+    rows = max(_ONE_IN, min(_NARROWED_ROWS, _NARROWED_BYTES // (like.shape[1] * like.itemsize)))
+    widths = like.shape[1], like.shape[1] // _NARROWER
     try:
-        whole_s, narrow_s = (_all_but_few_rows_s(twin, optimizer, values[:, :width]) for width in widths)
+        steps = [
+            _step_of(optimizer, like.new_zeros(count, width)) for width in widths for count in (rows, rows // _ONE_IN)
+        ]
+        turns = [[twin.seconds(step) for step in steps] for _ in range(_TURNS)]
     except Exception:  # an optimizer that is made, or steps, in a way of its own
         return 0.0
-    narrower = widths[1] / widths[0]
-    return min(1.0, max(0.0, (narrow_s / whole_s - narrower) / (1 - narrower))) if whole_s > 0 else 0.0
+    whole_s, few_s, narrow_s, narrow_few_s = map(min, zip(*turns[1:], strict=True))
+    rows_s, narrower = max(0.0, whole_s - few_s), widths[1] / widths[0]
+    share = max(0.0, narrow_s - narrow_few_s) / rows_s if rows_s else 0.0
+    return min(1.0, max(0.0, (share - narrower) / (1 - narrower)))
 
 
-def _all_but_few_rows_s(twin: Twin, optimizer: Optimizer, values: Tensor) -> float:
-    """Seconds of one like it for a gradient that has all rows of a table, without those that few of them take."""
-    values = values.contiguous()
-    parameter = nn.Parameter(torch.zeros_like(values))
-    other = _another(optimizer, parameter)
-    rows = torch.arange(len(values), device=values.device).unsqueeze(0)
-    grad = torch.sparse_coo_tensor(rows, values, values.shape, is_coalesced=True, check_invariants=False)
-    seconds: list[float] = []
-    for one in (grad, _few_rows(grad)):
-        parameter.grad = one
-        other.step()
-        seconds.append(min(twin.seconds(other.step) for _ in range(_REPEATS)))
-    return max(0.0, seconds[0] - seconds[1])
+def _step_of(optimizer: Optimizer, table: Tensor) -> Callable[[], object]:
+    """A step of one like it for a gradient that has all rows of a table."""
+    parameter = nn.Parameter(table)
+    rows = torch.arange(len(table), device=table.device).unsqueeze(0)
+    ones = torch.ones_like(table)
+    parameter.grad = torch.sparse_coo_tensor(rows, ones, table.shape, is_coalesced=True, check_invariants=False)
+    return _another(optimizer, parameter).step
 
 
 def _few_rows(grad: Tensor) -> Tensor:
