@@ -11,6 +11,7 @@ from pipeline_networks import WIDTH, Chain
 from torch import nn
 
 from ranks import on_ranks
+from tulle.errors import TulleError
 
 
 class Features(nn.Module):
@@ -128,3 +129,68 @@ def test_a_buffer_of_a_placed_module_that_is_set_anew_from_outside_is_a_tensor_a
         one.second.mean = torch.ones_like(one.second.mean)
     assert model(data()).sum().item() == pytest.approx(reference(data()).sum().item(), rel=1e-12)
     torch.testing.assert_close(model.second.mean, reference.second.mean, rtol=1e-12, atol=1e-12)
+
+
+class Cache:
+    """Keeps what layers have made of earlier chunks, in no dictionary that a layer is given."""
+
+    def __init__(self):
+        self.seen, self.first = {}, {}
+
+    def with_earlier(self, n, x):
+        self.seen[n] = torch.cat([self.seen[n], x]) if n in self.seen else x.sin()
+        return self.seen[n]
+
+
+class Cached(nn.Module):
+    """Adds what it made of earlier chunks, past which it receives others, and gives again what it gave first."""
+
+    kind = Cache
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(CachedLayer(n) for n in range(4))
+
+    def forward(self, x):
+        cache, total = self.kind(), 0.0
+        for chunk in x.split(1):
+            for layer in self.layers:
+                chunk, kept = layer(chunk, cache)
+                total = total + kept.sum()
+        return chunk * total
+
+
+class CachedLayer(nn.Linear):
+    def __init__(self, n):
+        super().__init__(WIDTH, WIDTH)
+        self.n, self.state = n, None
+
+    def forward(self, x, cache):
+        y = super().forward(x).tanh()
+        self.state = y if len(cache.with_earlier(self.n, y)) == 1 else self.state * y
+        return y + cache.seen[self.n].mean(0) * self.state, cache.first.setdefault(self.n, y.exp())
+
+
+class Written(Cache):
+    """Writes in what it keeps."""
+
+    def with_earlier(self, n, x):
+        self.seen.setdefault(n, x.sin())[0, 0] = 1.0
+        return self.seen[n]
+
+
+class CachedInPlace(Cached):
+    kind = Written
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@on_ranks(2)
+def test_gradients_go_back_through_what_modules_keep_past_their_arguments(stages):
+    worst, _, _ = both(Cached, {f"layers.{n}": n * stages // 4 for n in range(4)}, steps=2)
+    assert worst < 1e-12
+
+
+@on_ranks(2)
+def test_writing_in_what_an_earlier_call_has_kept_is_refused():
+    with pytest.raises(TulleError, match=r"writes in a tensor of shape \[1, .* that an earlier call left"):
+        both(CachedInPlace, {f"layers.{n}": n for n in range(4)}, steps=1)

@@ -40,6 +40,7 @@ from tulle.pipeline.operation import (
     is_for_all,
 )
 from tulle.pipeline.outcome import Constant, Described, Outcome, Same, describe, versions_of
+from tulle.pipeline.past_arguments import cut_where_reached
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.randomness import forked_python, forked_torch, seed_of
 from tulle.pipeline.recompute import as_checkpointed, outside_of_checkpoint
@@ -154,6 +155,7 @@ class Program:
             check_nested(unit.name, leaves)
             caller, is_open = as_checkpointed(hooks.caller), can_be_filled(spec)
             call = Call(with_filled(caller) if is_open else caller, leaves, spec, unit.name, unit)
+            call.function = cut_where_reached(call, self.values.tape, is_first=unit.name not in self._calls)
             if self._axis.size > 1:
                 check_given(call)
             known = self.holdings.known(signature(self.holdings.mode_of(unit), leaves, spec))
@@ -386,8 +388,7 @@ class Program:
     def _stage_of(self, call: Call, outcome: Outcome | None) -> int:
         """Where an operation runs."""
         stage = max(placeholder.stage for placeholder in call.placeholders)
-        target = call.written(outcome)
-        if target is None:
+        if (target := call.written(outcome)) is None:
             return stage
         if not isinstance(call.leaves[target], Placeholder):
             call.leaves[target] = self._adopted.adopt(call.leaves[target], stage, self.values.tape.phase)

@@ -75,6 +75,11 @@ def can_flatten(value: object) -> bool:
     return _flatten(value, []) is not LEAF
 
 
+def is_atom(value: object) -> bool:
+    """Whether a leaf holds nothing else."""
+    return isinstance(value, _ATOMS)
+
+
 def rebuild(spec: Spec, leaves: list[Any]) -> Any:
     """The value of that structure with other leaves."""
     return _rebuild(spec, iter(leaves))

@@ -81,6 +81,8 @@ class Phase:
 
     call: int = 0
     """The number of the call of the model, outside of steps, in or after which it ran."""
+    begins: int = 0
+    """autograd's number for the first node that it could make; 0 for what began before the thread of the program."""
     is_over: bool = False
     """Whether its graph is gone."""
     received: list[tuple[int, int, Entry]] = field(default_factory=list)
@@ -158,10 +160,17 @@ class Tape:
     def receive(self, number: int, source: int, value: Tensor) -> Tensor:
         """Enter a value that came from another rank."""
         if self.phase.sent:
-            self.phases.append(Phase(self.call))
+            self.phases.append(Phase(self.call, _count_nodes()))
         entry = self._enter(value)
         self.phase.received.append((number, source, entry))
         return entry.tensor()
+
+    def phase_of(self, tensor: Tensor) -> Phase:
+        """In which of the call at hand a tensor was made that needs a gradient, by this rank; of a leaf the last."""
+        if tensor.grad_fn is None:
+            return self.phase
+        made = tensor.grad_fn._sequence_nr()
+        return next((phase for phase in reversed(self.phases) if phase.begins <= made), self.phases[0])
 
     def send(self, number: int, to: int, value: Tensor) -> None:
         """Note that a value leaves for another rank."""
@@ -225,3 +234,8 @@ class Tape:
         entry = Entry(value)
         self.phase.entered.append(entry.anchor)
         return entry
+
+
+def _count_nodes() -> int:
+    """How many nodes autograd has made in this thread."""
+    return vars(torch._C)["_autograd"]._get_sequence_nr()

@@ -1,0 +1,126 @@
+"""`Reached`: tensors that a placed module reads past its arguments, and that earlier calls have left for it.
+
+A cache of keys and values, or whatever else keeps tensors in an object of the user's own, is no argument that the tape
+could see. What such an object holds may come of an earlier phase, whose backward is another:
+
+    phase 0   cache.k = k           backward: 2. gradients of k, from the cut too
+    phase 1   ◀─ receive x          1. those of the cut, by x's reader
+              cat([cache.k, ...])   k was made in phase 0: cut
+
+autograd numbers its nodes in the order in which a thread makes them, which tells of which phase a tensor is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tulle.comm import eager
+from tulle.errors import ModelError
+from tulle.pipeline.holdings import Unit
+from tulle.pipeline.operation import Call
+from tulle.pipeline.placeholder import Placeholder, is_about_shape
+from tulle.pipeline.structure import flatten, is_atom, rebuild
+from tulle.pipeline.tape import Tape
+from tulle.traits import attribute_of
+
+
+def cut_where_reached(call: Call, tape: Tape, *, is_first: bool) -> Callable[..., Any]:
+    """What runs a placed module, and cuts the tape at tensors of earlier phases that it reads past its arguments.
+
+    It can have such where it has run before, or is given an object that is not taken apart. Compiled modules are left
+    alone.
+
+    Args:
+        call: Of the module.
+        tape: Of the rank.
+        is_first: Whether it is the module's first call of this program.
+    """
+    function, unit = call.function, call.unit
+    assert unit is not None, "operations have all in their arguments"
+    if not torch.is_grad_enabled() or (is_first and all(map(is_atom, call.leaves))):
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if len(tape.phases) == 1 or _is_compiled(unit):
+            return function(*args, **kwargs)
+        with Reached(tape) as reached:
+            result = function(*args, **kwargs)
+            reached.check()
+            return reached.of_this_phase(result)
+
+    return run
+
+
+class Reached(TorchFunctionMode):
+    """Gives operations a cut instead of a tensor of an earlier phase.
+
+    Args:
+        tape: Where it is cut.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+        self._cuts: dict[int, tuple[Tensor, Tensor, int]] = {}
+        """By identity of a tensor: it, what stands for it, and how often it was written in before."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation of the module."""
+        return self._operate(func, args, kwargs or {})
+
+    def of_this_phase(self, value: Any) -> Any:
+        """The same value with what stands in this phase for tensors of earlier ones."""
+        leaves, spec = flatten(value)
+        cut = [self._cut(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return value if all(one is other for one, other in zip(leaves, cut, strict=True)) else rebuild(spec, cut)
+
+    def check(self) -> None:
+        """Refuse what was written in a tensor for which another stands here.
+
+        Raises:
+            ModelError: If something was.
+        """
+        for tensor, _, version in self._cuts.values():
+            if tensor._version != version:
+                raise ModelError(
+                    f"it writes in a tensor of shape {list(tensor.shape)} that an earlier call left in an object or "
+                    "attribute, past which the stage has received other values: gradients could not follow; put a new "
+                    "tensor in its place, as torch.cat makes one, or write in a copy (.clone())"
+                )
+
+    @eager
+    def _operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.is_grad_enabled() and not is_about_shape(function) and not _is_property(function):
+            args, kwargs = self.of_this_phase((args, kwargs))
+        return function(*args, **kwargs)
+
+    def _cut(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, Placeholder) or not tensor.requires_grad:
+            return tensor
+        known = self._cuts.get(id(tensor))
+        if known is None:
+            phase = self._tape.phase_of(tensor)
+            if phase is self._tape.phase:
+                return tensor
+            known = self._cuts[id(tensor)] = tensor, self._tape.cut(tensor, phase), tensor._version
+        return known[1]
+
+
+def _is_property(function: Callable[..., Any]) -> bool:
+    """Whether something is asked of the tensor itself that its history tells, such as `.grad_fn`, or set in it."""
+    return getattr(function, "__name__", "") in ("__get__", "__set__", "retain_grad", "register_hook")
+
+
+def _is_compiled(unit: Unit) -> bool:
+    """Whether the compiler would trace what looks on."""
+    inner = (module for module in unit.module.modules() if module is not unit.module)
+    return unit.compiled is not None or any(
+        module._compiled_call_impl is not None or attribute_of(module, "_orig_mod") is not None for module in inner
+    )
