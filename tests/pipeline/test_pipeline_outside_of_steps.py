@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import tulle
 from ranks import on_ranks
 from tulle import pipeline
+from tulle.errors import TulleError
 
 STAGES = {f"layers.{number}": number % 2 for number in range(6)}
 
@@ -119,3 +120,21 @@ def test_buffers_that_forward_writes_or_replaces_are_those_of_one_process_on_eve
             for name, buffer in alone.named_buffers():
                 assert type(model.get_buffer(name)) is Tensor
                 torch.testing.assert_close(model.get_buffer(name), buffer, rtol=1e-12, atol=0)
+
+
+class Recurrent(nn.Linear):
+    """Reads what its last call has left, past its arguments."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [super().forward(x).tanh(), *getattr(self, "seen", [])]
+        return torch.stack(self.seen).prod(0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stages", [{"0": 0, "1": 1}, {"0": 1, "1": 0}])
+def test_a_gradient_that_would_be_lost_in_an_earlier_call_is_refused(stages):
+    model = nn.Sequential(Recurrent(WIDTH, WIDTH), Recurrent(WIDTH, WIDTH)).double()
+    pipeline.place(model, tulle.init(pipe=-1, timeout=8)["pipe"], stages)
+    model(data())
+    with pytest.raises(TulleError, match="by a tensor that a module read past its arguments"):
+        model(data()).sum().backward()

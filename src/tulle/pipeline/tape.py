@@ -29,12 +29,29 @@ from tulle.pipeline.split_backward import Split, Work, splits_of
 PutOff = Callable[[Sequence[Work]], None]
 
 
+class Walk:
+    """Whether a tape's backward runs."""
+
+    __slots__ = ("is_on",)
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+
 class Entry:
-    """Where a tensor enters a phase, and the gradient that comes back to it."""
+    """Where a tensor enters a phase, and the gradient that comes back to it.
 
-    __slots__ = ("_given", "anchor", "gradient", "is_over")
+    Args:
+        tensor: That enters.
+        walk: Of the tape, if it is on one.
+    """
 
-    def __init__(self, tensor: Tensor) -> None:
+    __slots__ = ("_given", "anchor", "gradient", "is_awaited", "is_over", "walk")
+
+    def __init__(self, tensor: Tensor, walk: Walk | None = None) -> None:
+        self.walk = walk or Walk()
+        self.is_awaited = False
+        """Whether the backward that runs takes its gradient."""
         self._given: Tensor | None = tensor.detach()
         self.anchor = torch.empty(0, requires_grad=True)
         """The leaf where autograd's graph of the phase ends."""
@@ -70,6 +87,12 @@ class _Enter(torch.autograd.Function):
                 "backward came to a tensor of a pipeline whose own backward is over: detach what is carried on from "
                 "one backward to the next, or keep the graph with retain_graph=True"
             )
+        if ctx.entry.walk.is_on and not ctx.entry.is_awaited:
+            raise GradientError(
+                "backward came to an earlier call of the model, outside of steps, by a tensor that a module read past "
+                "its arguments (a cache, an attribute), of which other stages do not know: do these calls and the "
+                "backward in one tulle.step, pass the tensor as an argument, or detach it"
+            )
         had = ctx.entry.gradient
         ctx.entry.gradient = gradient if had is None else had + gradient
         return None, None
@@ -102,6 +125,11 @@ class Phase:
         for entry in (*(entry for _, _, entry in self.received), *(entry for _, entry in self.cuts)):
             entry.is_over = True
         self.received, self.sent, self.cuts, self.entered = [], [], [], []
+
+    def await_gradients(self, *, is_awaited: bool) -> None:
+        """Note whether a backward that runs takes the gradients of what entered."""
+        for entry in (*(entry for _, _, entry in self.received), *(entry for _, entry in self.cuts)):
+            entry.is_awaited = is_awaited
 
     @property
     def edges(self) -> list[GradientEdge]:
@@ -151,6 +179,7 @@ class Tape:
         """Its number."""
         self.left: int | None = None
         """While backward runs, how many phases have not come to their end."""
+        self._walk = Walk()
 
     @property
     def phase(self) -> Phase:
@@ -205,6 +234,25 @@ class Tape:
             retain_graph: Whether there will be another backward.
             put_off: Called, behind `give`, with what can be computed later; None for all at once.
         """
+        self._walk.is_on = True
+        for phase in phases:
+            phase.await_gradients(is_awaited=True)
+        try:
+            self._walk_back(phases, gradient_of, give, retain_graph=retain_graph, put_off=put_off)
+        finally:
+            self._walk.is_on, self.left = False, None
+            for phase in phases:
+                phase.await_gradients(is_awaited=False)
+
+    def _walk_back(
+        self,
+        phases: Sequence[Phase],
+        gradient_of: Callable[[int, int], Tensor | None],
+        give: Callable[[int, int, Tensor | None], None],
+        *,
+        retain_graph: bool,
+        put_off: PutOff | None,
+    ) -> None:
         splits: list[Split | None] = [None] * len(phases)
         if put_off is not None:
             splits = splits_of([(phase.edges, phase.entered) for phase in phases])
@@ -228,10 +276,9 @@ class Tape:
                 phase.clear()
             if put_off is not None:
                 put_off(later)
-        self.left = None
 
     def _enter(self, value: Tensor) -> Entry:
-        entry = Entry(value)
+        entry = Entry(value, self._walk)
         self.phase.entered.append(entry.anchor)
         return entry
 
