@@ -117,7 +117,8 @@ def check_given(call: Call) -> None:
         if leaf.is_meta:
             raise ModelError(
                 f"{call.name!r} was given a tensor of shape {list(leaf.shape)} on device meta, as parameters are "
-                "where they do not live: make tensors on mesh.device, and compute with parameters within tulle.step"
+                "where they do not live, and copies of these that were made outside of tulle.step (.clone()): make "
+                "tensors on mesh.device, and compute with parameters within tulle.step"
             )
         if isinstance(leaf, nn.Parameter) and leaf.requires_grad and torch.is_grad_enabled():
             raise ModelError(
