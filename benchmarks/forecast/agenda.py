@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-PLAIN_STEPS = 3
+PLAIN_STEPS = 4
 """Of the step without communication, before each plan."""
-WARMUP = 3
+WARMUP = 6
+"""Steps until one is like the other: memory that a plan before has given back is asked for anew, rows are told late."""
+PLAIN_WARMUP = 2
 STEP_S = {"translate": 0.15, "language-model": 0.045, "recommend": 0.05, "large-model": 0.045, "named": 0.3}
 """Of a step on two hosts, about; only to tell how long all will take."""
 _FINALISTS, _FAR = 3, 1.3
@@ -66,7 +68,7 @@ class Item:
         """How long it takes, about: hosts beyond the cores take turns on them, and on one host there is one plan."""
         cores = os.cpu_count() or 1
         timed = effort.rounds * (effort.plans + 1 if self.hosts > 1 else 1)
-        steps = timed * (PLAIN_STEPS + 1 + WARMUP + effort.steps + 1)
+        steps = timed * (PLAIN_STEPS + PLAIN_WARMUP + WARMUP + effort.steps + 1)
         if self.hosts > 1:
             timed += (raced := effort.finals * (1 + _FINALISTS))
             steps += raced * (WARMUP + effort.steps + 1)

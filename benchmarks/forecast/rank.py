@@ -22,7 +22,7 @@ from typing import Any
 
 import layouts
 import torch
-from agenda import PLAIN_STEPS, WARMUP, in_turn, worth_a_race
+from agenda import PLAIN_STEPS, PLAIN_WARMUP, WARMUP, in_turn, worth_a_race
 from jobs import JOBS, NAMED, Job
 from plans import rivals
 from torch import Tensor, nn
@@ -135,12 +135,12 @@ class Plain:
     def seconds(self) -> float:
         """Of one step; of the slowest rank in each."""
         spent: list[list[float]] = []
-        for number in range(PLAIN_STEPS + 1):
+        for number in range(PLAIN_WARMUP + PLAIN_STEPS):
             barrier(self.axis)
             begin_s = time.perf_counter()
             self.step(self.batches[number % len(self.batches)])
             spent.append(gather_values(time.perf_counter() - begin_s, self.axis, label=_LABEL))
-        return sum(map(max, spent[1:])) / PLAIN_STEPS
+        return sum(map(max, spent[PLAIN_WARMUP:])) / PLAIN_STEPS
 
 
 def profiled(job: Job, mesh: Mesh) -> Profile:
