@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 
 from tulle.pipeline.kept import Attributes
 from tulle.pipeline.mailbox import Mailbox
 from tulle.pipeline.modes import Modes
 from tulle.pipeline.outcome import Outcome
-from tulle.pipeline.shapes import Shapes
+from tulle.pipeline.shapes import Shapes, signature
+from tulle.pipeline.structure import LEAF, Spec, is_atom
 
 _MOST_CALLS = 32768
 """So many calls are remembered, of 1.5 kB each and more."""
+_TOLD_EACH_TIME = Outcome((), LEAF, varies=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -86,6 +90,8 @@ class Holdings:
     """Finds that out anew."""
     modes: Modes = field(init=False)
     """What programs of a step set on modules for a while."""
+    met: dict[tuple[int, str, int], weakref.ref[Any]] = field(default_factory=dict)
+    """Objects that units were given outside of steps, by model, unit and identity."""
 
     def __post_init__(self) -> None:
         """No step has begun."""
@@ -95,6 +101,31 @@ class Holdings:
         """All that the outcome of a unit's call can depend on besides its arguments."""
         self.modes.look(unit.module)
         return unit.model, unit.name, unit.module.training, self.frozen.get(unit.model)
+
+    def of_call(self, unit: Unit, leaves: Sequence[Any], spec: Spec, *, is_in_step: bool) -> Known:
+        """What is known of calls of a unit with such arguments.
+
+        Of words that are generated one after the other nothing is, if a unit is given an object again, not taken apart,
+        that an earlier call may have filled (a cache of keys and values): all is told at each call.
+        """
+        known = self.known(signature(self.mode_of(unit), leaves, spec))
+        if is_in_step or torch.is_grad_enabled() or not self._is_met(unit, leaves):
+            return known
+        return replace(known, outcome=_TOLD_EACH_TIME)
+
+    def _is_met(self, unit: Unit, leaves: Sequence[Any]) -> bool:
+        found = False
+        for leaf in leaves:
+            if not is_atom(leaf) and type(leaf).__weakrefoffset__:
+                key = unit.model, unit.name, id(leaf)
+                met = self.met.get(key)
+                found |= met is not None and met() is leaf
+                self.met[key] = weakref.ref(leaf, partial(self._part_from, key))
+        return found
+
+    def _part_from(self, key: tuple[int, str, int], gone: object) -> None:
+        if self.met.get(key) is gone:
+            del self.met[key]
 
     def known(self, signature: Hashable) -> Known:
         """What is known of calls with that signature."""

@@ -44,7 +44,7 @@ from tulle.pipeline.past_arguments import cut_where_reached
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.randomness import forked_python, forked_torch, seed_of
 from tulle.pipeline.recompute import as_checkpointed, outside_of_checkpoint
-from tulle.pipeline.shapes import signature, writes_in_many
+from tulle.pipeline.shapes import writes_in_many
 from tulle.pipeline.structure import flatten, rebuild
 from tulle.pipeline.tape import Graph
 from tulle.pipeline.values import Values
@@ -158,7 +158,7 @@ class Program:
             call.function = cut_where_reached(call, self.values.tape, is_first=unit.name not in self._calls)
             if self._axis.size > 1:
                 check_given(call)
-            known = self.holdings.known(signature(self.holdings.mode_of(unit), leaves, spec))
+            known = self.holdings.of_call(unit, leaves, spec, is_in_step=self._fail is None)
             result = self._run(call, unit.stage, known.outcome, known)
             if is_open:
                 result, filled = result

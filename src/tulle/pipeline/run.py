@@ -257,6 +257,7 @@ class Runtime:
         """Outside of steps: tell the others, who may wait for this rank, and begin anew with the next call."""
         if self._current is not None:
             self._current = None
+            self.holdings.met.clear()  # others may have come further
             self.holdings.mailbox.tell(error)
 
     def _wait(self, key: Key, source: int, purpose: str) -> None:
