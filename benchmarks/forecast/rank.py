@@ -189,7 +189,8 @@ def measure(job: Job, contender: Contender, whole: Mesh, steps: int) -> float | 
         not contender.measured_bytes and "pipe" not in mesh
     ):  # whose work is done in threads that torch's profiler does not see
         peak_bytes = held_bytes(model, optimizers)
-        peak_bytes += measure_peak_bytes(lambda: to_the_end(step, batches[-1], model), mesh.device)
+        # Of a batch that the profile has seen: sentences differ in length.
+        peak_bytes += measure_peak_bytes(lambda: to_the_end(step, batches[0], model), mesh.device)
         contender.measured_bytes = max(gather_values(peak_bytes, axis, label=_LABEL))
     barrier(axis)
     gc.collect()
