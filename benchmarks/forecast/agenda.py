@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-PLAIN_STEPS = 4
-"""Of the step without communication, before each plan."""
+PLAIN_WARMUP, PLAIN_STEPS = 2, 4
+"""Of the step without communication, before each plan: not counted, and counted."""
 WARMUP = 6
 """Steps until one is like the other: memory that a plan before has given back is asked for anew, rows are told late."""
-PLAIN_WARMUP = 2
 STEP_S = {"translate": 0.15, "language-model": 0.045, "recommend": 0.05, "large-model": 0.045, "named": 0.3}
 """Of a step on two hosts, about; only to tell how long all will take."""
 _FINALISTS, _FAR = 3, 1.3

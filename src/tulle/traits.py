@@ -28,6 +28,17 @@ def attribute_of(owner: object, name: str) -> Any:
         return None
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """By `module.compile()` or `torch.compile(module)`.
+
+    Example:
+        >>> is_compiled(nn.Linear(2, 2)), is_compiled(torch.compile(nn.Linear(2, 2), backend="eager"))
+        (False, True)
+    """
+    by_itself = getattr(module, "_compiled_call_impl", None) is not None  # TorchScript's modules have none
+    return by_itself or attribute_of(module, "_orig_mod") is not None
+
+
 def has_hooks(optimizer: Optimizer) -> bool:
     """Whether `Optimizer.__init__` has run; wrappers that do without have no hooks, or those of steps alone.
 

@@ -14,7 +14,7 @@ from tulle.distribute.axes import Axes
 from tulle.plan import AT_STEP, Plan
 from tulle.plan.lateness import schedule_by_cost
 from tulle.sync import AUTO
-from tulle.traits import ELEMENTWISE, attribute_of
+from tulle.traits import ELEMENTWISE, is_compiled
 
 
 def with_schedule(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) -> Plan:
@@ -32,13 +32,5 @@ def with_schedule(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer],
 def can_wait(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) -> bool:
     """Whether there is something to wait for, and whoever reads a parameter is seen."""
     is_whole = not (axes.splitting or plan.memory.shard_optimizer or plan.memory.full_shard or plan.memory.precision)
-    is_seen = not any(_is_compiled(module) for module in model.modules())
+    is_seen = not any(is_compiled(one) or isinstance(one, torch.jit.ScriptModule) for one in model.modules())
     return axes.data.size > 1 and is_whole and is_seen and all(type(one) in ELEMENTWISE for one in optimizers)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """By TorchScript, `module.compile()` or `torch.compile(module)`."""
-    by_compiler = (
-        getattr(module, "_compiled_call_impl", None) is not None or attribute_of(module, "_orig_mod") is not None
-    )
-    return by_compiler or isinstance(module, torch.jit.ScriptModule)

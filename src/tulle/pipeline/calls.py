@@ -20,7 +20,7 @@ from tulle.pipeline.placeholder import is_about_shape
 from tulle.pipeline.recompute import intercept_functions, is_within_function
 from tulle.pipeline.trial import trial
 from tulle.pipeline.unfit import kinds_of, refuse_replaced
-from tulle.traits import attribute_of
+from tulle.traits import is_compiled
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
     calls, begins_s = Calls(), []
     stack: list[nn.Module] = []
     names = {module: name for name, module in model.named_modules()}
-    compiled = [module for module in names if _is_compiled(module)]
+    compiled = [module for module in names if is_compiled(module)]
     whole = {inner for module in compiled for inner in module.modules() if inner is not module}
 
     def enter(module: nn.Module, _: object) -> None:
@@ -120,11 +120,6 @@ def _is_called_otherwise(module: nn.Module) -> bool:
         return True
     given = (one for inner in module.modules() for one in inner._parameters.values())
     return any(one is not None and not isinstance(one, nn.Parameter) for one in given)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """By `module.compile()` or `torch.compile(module)`."""
-    return module._compiled_call_impl is not None or attribute_of(module, "_orig_mod") is not None
 
 
 def _uncompiled() -> AbstractContextManager[object]:

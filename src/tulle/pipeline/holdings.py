@@ -97,7 +97,7 @@ class Holdings:
         """No step has begun."""
         self.modes = Modes(lambda: self.note_frozen())
 
-    def mode_of(self, unit: Unit) -> Hashable:
+    def _mode_of(self, unit: Unit) -> Hashable:
         """All that the outcome of a unit's call can depend on besides its arguments."""
         self.modes.look(unit.module)
         return unit.model, unit.name, unit.module.training, self.frozen.get(unit.model)
@@ -108,7 +108,7 @@ class Holdings:
         Of words that are generated one after the other nothing is, if a unit is given an object again, not taken apart,
         that an earlier call may have filled (a cache of keys and values): all is told at each call.
         """
-        known = self.known(signature(self.mode_of(unit), leaves, spec))
+        known = self.known(signature(self._mode_of(unit), leaves, spec))
         if is_in_step or torch.is_grad_enabled() or not self._is_met(unit, leaves):
             return known
         return replace(known, outcome=_TOLD_EACH_TIME)

@@ -26,7 +26,7 @@ from tulle.pipeline.operation import Call
 from tulle.pipeline.placeholder import Placeholder, is_about_shape
 from tulle.pipeline.structure import flatten, is_atom, rebuild
 from tulle.pipeline.tape import Tape
-from tulle.traits import attribute_of
+from tulle.traits import is_compiled
 
 
 def cut_where_reached(call: Call, tape: Tape, *, is_first: bool) -> Callable[..., Any]:
@@ -121,6 +121,4 @@ def _is_property(function: Callable[..., Any]) -> bool:
 def _is_compiled(unit: Unit) -> bool:
     """Whether the compiler would trace what looks on."""
     inner = (module for module in unit.module.modules() if module is not unit.module)
-    return unit.compiled is not None or any(
-        module._compiled_call_impl is not None or attribute_of(module, "_orig_mod") is not None for module in inner
-    )
+    return unit.compiled is not None or any(map(is_compiled, inner))

@@ -15,7 +15,8 @@ program, so no rank waits for one that waits for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -234,48 +235,43 @@ class Tape:
             retain_graph: Whether there will be another backward.
             put_off: Called, behind `give`, with what can be computed later; None for all at once.
         """
+        splits: list[Split | None] = [None] * len(phases)
+        if put_off is not None:
+            splits = splits_of([(phase.edges, phase.entered) for phase in phases])
+        with self._walking(phases):
+            for left, (phase, split) in reversed(list(enumerate(zip(phases, splits, strict=True), start=1))):
+                self.left = left
+                later: list[Work] = []
+                ends = [*phase.seeds]
+                phase.seeds.clear()
+                arrived = [(edge, gradient_of(number, to)) for number, to, edge in phase.sent]
+                arrived += [(edge, entry.take_gradient()) for edge, entry in phase.cuts]
+                ends += [(edge, gradient) for edge, gradient in arrived if edge is not None and gradient is not None]
+                if ends:
+                    edges, gradients = zip(*ends, strict=True)
+                    if split is None:
+                        torch.autograd.backward(edges, gradients, retain_graph=retain_graph)
+                    else:
+                        later = split.backward(edges, gradients)
+                for number, source, entry in phase.received:
+                    give(number, source, entry.take_gradient())
+                if not retain_graph:
+                    phase.clear()
+                if put_off is not None:
+                    put_off(later)
+
+    @contextmanager
+    def _walking(self, phases: Sequence[Phase]) -> Iterator[None]:
+        """While backward goes through phases, an entry of any other one that it comes to is told."""
         self._walk.is_on = True
         for phase in phases:
             phase.await_gradients(is_awaited=True)
         try:
-            self._walk_back(phases, gradient_of, give, retain_graph=retain_graph, put_off=put_off)
+            yield
         finally:
             self._walk.is_on, self.left = False, None
             for phase in phases:
                 phase.await_gradients(is_awaited=False)
-
-    def _walk_back(
-        self,
-        phases: Sequence[Phase],
-        gradient_of: Callable[[int, int], Tensor | None],
-        give: Callable[[int, int, Tensor | None], None],
-        *,
-        retain_graph: bool,
-        put_off: PutOff | None,
-    ) -> None:
-        splits: list[Split | None] = [None] * len(phases)
-        if put_off is not None:
-            splits = splits_of([(phase.edges, phase.entered) for phase in phases])
-        for left, (phase, split) in reversed(list(enumerate(zip(phases, splits, strict=True), start=1))):
-            self.left = left
-            later: list[Work] = []
-            ends = [*phase.seeds]
-            phase.seeds.clear()
-            arrived = [(edge, gradient_of(number, to)) for number, to, edge in phase.sent]
-            arrived += [(edge, entry.take_gradient()) for edge, entry in phase.cuts]
-            ends += [(edge, gradient) for edge, gradient in arrived if edge is not None and gradient is not None]
-            if ends:
-                edges, gradients = zip(*ends, strict=True)
-                if split is None:
-                    torch.autograd.backward(edges, gradients, retain_graph=retain_graph)
-                else:
-                    later = split.backward(edges, gradients)
-            for number, source, entry in phase.received:
-                give(number, source, entry.take_gradient())
-            if not retain_graph:
-                phase.clear()
-            if put_off is not None:
-                put_off(later)
 
     def _enter(self, value: Tensor) -> Entry:
         entry = Entry(value, self._walk)
