@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tulle.errors import DataError
+from tulle.pipeline.objects import Lent, objects_in
 from tulle.pipeline.structure import Spec, can_flatten, flatten, rebuild
 
 Split = Mapping[str, int | None]
@@ -63,10 +64,20 @@ def _cut_argument(
     columns = [
         _cut_argument(name, leaf, count, {**split, name: dimension}, lengths, found)
         if isinstance(leaf, Mapping)
+        else _cut_object(name, given, dimension, count, lengths)
+        if (given := objects_in(leaf))
         else _cut_leaf(name, leaf, dimension, count, lengths)
         for leaf in leaves
     ]
     return [_row(spec, columns, index) for index in range(count)]
+
+
+def _cut_object(name: str, given: Lent, dimension: int, count: int, lengths: dict[str, int]) -> Sequence[Any]:
+    """Of an object that holds tensors copies, which hold parts of these."""
+    columns = [_cut_leaf(name, leaf, dimension, count, lengths) for leaf in given.leaves]
+    if all(column[0] is leaf for column, leaf in zip(columns, given.leaves, strict=True)):
+        return [given.objects[0]] * count
+    return [given.copied([column[index] for column in columns])[0] for index in range(count)]
 
 
 def _cut_leaf(name: str, leaf: Any, dimension: int, count: int, lengths: dict[str, int]) -> Sequence[Any]:

@@ -15,6 +15,7 @@ from tulle.pipeline.outcome import Outcome
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.shapes import GRADIENT
 from tulle.pipeline.structure import Spec
+from tulle.pipeline.values import Values
 
 SETS_TRAINED = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
 """Operations that set whether a parameter is trained."""
@@ -43,6 +44,23 @@ class Call:
     def placeholders(self) -> list[Placeholder]:
         """Its arguments that live on one rank."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Placeholder)]
+
+    def natives(self, values: Values, stage: int | None) -> list[Any]:
+        """Its arguments with tensors instead of placeholders.
+
+        Args:
+            values: Has them.
+            stage: Where tensors can be had that were not brought; None for all stages of this rank.
+        """
+        native = {id(leaf): values.native(leaf) for leaf in self.placeholders}
+        return [native.get(id(leaf), leaf) for leaf in self.leaves]
+
+    def seen(self, natives: list[Any]) -> list[Any]:
+        """Its arguments as what runs is to see them."""
+        return natives
+
+    def read(self, leaf: Placeholder) -> None:
+        """What runs reads a placeholder."""
 
     def written(self, outcome: Outcome | None) -> int | None:
         """Number of the argument that an operation writes in, or None."""

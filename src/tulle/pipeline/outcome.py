@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tulle.pipeline.structure import Spec, flatten
+from tulle.pipeline.structure import Fixed, Spec, flatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def _has_identity(leaf: object) -> bool:
 
 def is_fixed(value: object) -> bool:
     """Whether a value can be taken to be the same whenever arguments of the same shapes come."""
-    return isinstance(value, bool | str | type(None) | torch.dtype | torch.device | type)
+    return isinstance(value, bool | str | type(None) | torch.dtype | torch.device | type | Fixed)
 
 
 def _essence(result: Result) -> object:

@@ -89,11 +89,7 @@ class Reached(TorchFunctionMode):
         """
         for tensor, _, version in self._cuts.values():
             if tensor._version != version:
-                raise ModelError(
-                    f"it writes in a tensor of shape {list(tensor.shape)} that an earlier call left in an object or "
-                    "attribute, past which the stage has received other values: gradients could not follow; put a new "
-                    "tensor in its place, as torch.cat makes one, or write in a copy (.clone())"
-                )
+                raise written_past(tensor)
 
     @eager
     def _operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,6 +107,15 @@ class Reached(TorchFunctionMode):
                 return tensor
             known = self._cuts[id(tensor)] = tensor, self._tape.cut(tensor, phase), tensor._version
         return known[1]
+
+
+def written_past(tensor: Tensor) -> ModelError:
+    """What is said of a module that writes in what an earlier call has left."""
+    return ModelError(
+        f"it writes in a tensor of shape {list(tensor.shape)} that an earlier call left in an object or attribute, "
+        "past which the stage has received other values: gradients could not follow; put a new tensor in its place, "
+        "as torch.cat makes one, or write in a copy (.clone())"
+    )
 
 
 def _is_property(function: Callable[..., Any]) -> bool:

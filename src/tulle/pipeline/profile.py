@@ -29,6 +29,7 @@ from tulle.pipeline.hooks import is_hooked, users_aside
 from tulle.pipeline.interception import run_in_this_thread
 from tulle.pipeline.lent import lent
 from tulle.pipeline.mailbox import Mailbox
+from tulle.pipeline.objects import mapped, objects_in
 from tulle.pipeline.partition import Piece
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.program import Program
@@ -193,11 +194,19 @@ class _Weighed:
             weighed = [self._weigh(*rebuild(spec, [_apart(leaf) for leaf in leaves])) for _ in range(_REPEATS)]
         self.time_s += fmean(time_s for time_s, _ in weighed)
         self.activation_bytes += weighed[0][1]
+        given = objects_in((args, kwargs))
+        leaves = leaves if given is None else given.leaves
         needs_grad = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
         needs_grad = needs_grad or any(parameter.requires_grad for parameter in self._module.parameters())
-        results, spec = flatten(trial(lambda: self._module._call_impl(*args, **kwargs)))
+        result = trial(lambda: self._module._call_impl(*args, **kwargs))
+        if not needs_grad:
+            return result
         # What follows is to know that a gradient would come, not to keep what it would need.
-        return rebuild(spec, [_as_if_trained(result) if needs_grad else result for result in results])
+        before = set(map(id, leaves))
+        made = lambda leaves: [leaf if id(leaf) in before else _as_if_trained(leaf) for leaf in leaves]  # noqa: E731
+        if given is not None:
+            mapped(given.objects, made)
+        return mapped(result, made)
 
     def _weigh(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, int]:
         """Seconds of forward and backward, and bytes kept between."""
@@ -238,8 +247,11 @@ class _TensorsApart(TorchFunctionMode):
         if func is not Tensor.__deepcopy__:
             return func(*args, **(kwargs or {}))
         tensor, memo = args
+        if isinstance(tensor, Placeholder):  # the module may read it, or not
+            return tensor
         return memo.setdefault(id(tensor), _apart(tensor))
 
 
 def _as_if_trained(leaf: Any) -> Any:
-    return Entry(leaf).tensor() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    is_tensor = isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder)
+    return Entry(leaf).tensor() if is_tensor and leaf.is_floating_point() else leaf

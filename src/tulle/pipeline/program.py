@@ -19,15 +19,16 @@ from torch import Tensor
 
 from tulle.errors import ModelError
 from tulle.pipeline.adopted import Adopted
-from tulle.pipeline.filled import can_be_filled, fill, with_filled
 from tulle.pipeline.graphs import Graphs
 from tulle.pipeline.holdings import Holdings, Known, Unit
 from tulle.pipeline.hooks import hears_gradients, hooks_for_all
 from tulle.pipeline.in_place import MARKS, mark, note_written, put_back
+from tulle.pipeline.inside import Inside, at_work
 from tulle.pipeline.interception import interception_aside
 from tulle.pipeline.kept import left_by, with_left
 from tulle.pipeline.losses import is_backward, scaled
 from tulle.pipeline.messages import is_dense
+from tulle.pipeline.objects import Wanted, mapped
 from tulle.pipeline.operation import (
     SETS_TRAINED,
     Call,
@@ -43,10 +44,11 @@ from tulle.pipeline.outcome import Constant, Described, Outcome, Same, describe,
 from tulle.pipeline.past_arguments import cut_where_reached
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.randomness import forked_python, forked_torch, seed_of
-from tulle.pipeline.recompute import as_checkpointed, outside_of_checkpoint
+from tulle.pipeline.recompute import outside_of_checkpoint
 from tulle.pipeline.shapes import writes_in_many
 from tulle.pipeline.structure import flatten, rebuild
 from tulle.pipeline.tape import Graph
+from tulle.pipeline.unit_call import UnitCall
 from tulle.pipeline.values import Values
 
 _NOT_FORKED = nullcontext()
@@ -93,8 +95,7 @@ class Program:
         self._adopted = Adopted(holdings, self)
         self._fail = fail
         self._graphs = Graphs(values.tape)
-        self._inside: str | None = None
-        """What runs on this rank as in one process: a module, an operation or backward; None between these."""
+        self._inside = Inside(values, self._need)
         self.is_over = False
         """Whether it has come to its end; what it made may be read still."""
         self._is_applying = False
@@ -102,8 +103,9 @@ class Program:
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation between modules. Every rank comes here."""
-        if self._inside is not None:
-            return self._within_unit(function, args, kwargs)
+        inside = self._inside if self._inside.name is not None else at_work.get()  # autograd has threads of its own
+        if inside is not None:
+            return inside.operate(function, args, kwargs)
         if is_for_all(function, args):
             return self._set_on_all(function, args, kwargs)
         leaves, spec = flatten((args, kwargs))
@@ -121,7 +123,7 @@ class Program:
                     self.operate(function, part, named)
                 return args[0]
         outcome = self.holdings.shapes.outcome(function, leaves, spec)
-        result = self._run(call, self._stage_of(call, outcome), outcome)
+        result = self._run(call, self._stage_of(call, outcome), outcome, self.count_call(call.name))
         if call.name in MARKS:
             mark(leaves[0], needs_grad=call.name == "requires_grad_" and leaves[1:] != [False])
         return result
@@ -137,11 +139,11 @@ class Program:
 
     def call_unit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a placed module. Every rank comes here."""
-        if self._inside is not None:  # one unit calls another directly: they run as one
+        if self._inside.name is not None:  # one unit calls another directly: they run as one
             if self.values.rank_of(unit.stage) != self._axis.rank:
                 raise ModelError(
-                    f"module {unit.name!r} of stage {unit.stage} is called from within {self._inside!r}, which runs at "
-                    "another stage as a whole: place both at one"
+                    f"module {unit.name!r} of stage {unit.stage} is called from within {self._inside.name!r}, which "
+                    "runs at another stage as a whole: place both at one"
                 )
             return unit.module._call_impl(*args, **kwargs)
         if self._is_applying:  # shapes are being found out, on all ranks: whoever has the module will tell
@@ -150,20 +152,7 @@ class Program:
         hooks = hooks_for_all(unit.module, unit.compiled or unit.module._call_impl)
         args, kwargs = hooks.given(args, kwargs)
         with interception_aside():
-            leaves, spec = flatten((args, kwargs))
-            leaves = [self._adopted.placed(leaf) for leaf in leaves]
-            check_nested(unit.name, leaves)
-            caller, is_open = as_checkpointed(hooks.caller), can_be_filled(spec)
-            call = Call(with_filled(caller) if is_open else caller, leaves, spec, unit.name, unit)
-            call.function = cut_where_reached(call, self.values.tape, is_first=unit.name not in self._calls)
-            if self._axis.size > 1:
-                check_given(call)
-            known = self.holdings.of_call(unit, leaves, spec, is_in_step=self._fail is None)
-            result = self._run(call, unit.stage, known.outcome, known)
-            if is_open:
-                result, filled = result
-                if filled is not None:
-                    fill((args, kwargs), filled)
+            result = self._call(UnitCall(unit, hooks.caller, args, kwargs, self._adopted.placed), unit)
         changed = hooks.changed(args, kwargs, result)
         if changed is not result and hears_gradients(unit.module):
             raise ModelError(
@@ -171,6 +160,21 @@ class Program:
                 "the gradient of what it gave before that: put either on a module around it"
             )
         return changed
+
+    def _call(self, call: UnitCall, unit: Unit) -> Any:
+        check_nested(unit.name, call.leaves)
+        call.function = cut_where_reached(call, self.values.tape, is_first=unit.name not in self._calls)
+        if self._axis.size > 1:
+            check_given(call)
+        is_in_step, has_objects = self._fail is None, call.given is not None
+        known = self.holdings.of_call(unit, call.leaves, call.spec, has_objects=has_objects, is_in_step=is_in_step)
+        number = self.count_call(unit.name)
+        while True:
+            result = call.wanted(known.outcome) or self._run(call, unit.stage, known.outcome, number, known)
+            if not isinstance(result, Wanted) or call.given is None:
+                return call.finish(result)
+            call.given.brought.update(result.leaves)
+            known = self.holdings.after(known, result)
 
     def backward(
         self,
@@ -192,11 +196,11 @@ class Program:
             self.values.seed(loss, gradient, self.scale)
         self.has_graph = bool(options.get("retain_graph"))
         with self._around_backward():
-            self._inside = "backward"  # what it recomputes runs where it ran, on that rank alone
+            self._inside.begin("backward")  # what it recomputes runs where it ran, on that rank alone
             try:
                 self.values.backward(self._graphs.now.needed_phases(), retain_graph=self.has_graph)
             finally:
-                self._inside = None
+                self._inside.end()
         if not self.has_graph:
             self._graphs.clear()
 
@@ -213,15 +217,11 @@ class Program:
         """What the model gives, with placeholders for what has come to live on one rank."""
         if not self._adopted:
             return value
-        leaves, spec = flatten(value)
-        placed = [self._adopted.placed(leaf) for leaf in leaves]
-        is_same = all(one is other for one, other in zip(leaves, placed, strict=True))
-        return value if is_same else rebuild(spec, placed)
+        return mapped(value, lambda leaves: list(map(self._adopted.placed, leaves)))
 
     def share(self, value: object) -> Any:
         """A value with plain tensors instead of placeholders, on all ranks. Every rank comes here."""
-        leaves, spec = flatten(value)
-        return rebuild(spec, self.values.share([self._adopted.placed(leaf) for leaf in leaves]))
+        return mapped(value, lambda leaves: self.values.share(list(map(self._adopted.placed, leaves))))
 
     def end(self) -> None:
         """Forget the graph."""
@@ -254,9 +254,9 @@ class Program:
     @property
     def is_between_modules(self) -> bool:
         """Whether what runs now is the user's code, which all ranks run."""
-        return self._inside is None
+        return self._inside.name is None
 
-    def _run(self, call: Call, stage: int, outcome: Outcome | None, known: Known | None = None) -> Any:
+    def _run(self, call: Call, stage: int, outcome: Outcome | None, number: int, known: Known | None = None) -> Any:
         rank = self.values.rank_of(stage)
         for placeholder in call.placeholders:
             if self._read is not None:
@@ -266,7 +266,6 @@ class Program:
             self.values.bring(placeholder, rank, call.name)
             if known is None and self.values.rank_of(placeholder.stage) != rank and not is_dense(placeholder):
                 outcome = None  # it comes with other strides than it has at home: who runs the operation tells of it
-        number = self.count_call(call.name)
         if rank != self._axis.rank:
             outcome = self.values.hear(call.name, rank, outcome, known)
             return self._wrapped(call, stage, outcome, [None] * len(outcome.results))
@@ -274,8 +273,7 @@ class Program:
         self._stages.add(stage)
         if known is None and (target := call.written(outcome)) is not None:
             check_family(call.leaves[target], self.values.tape.phase, by=call.name)  # now that what it reads has come
-        native = {id(leaf): self.values.native(leaf) for leaf in call.placeholders}
-        natives = [native.get(id(leaf), leaf) for leaf in call.leaves]
+        natives = call.natives(self.values, None if self._read is None else stage)
         versions = versions_of(natives)
         seed = seed_of(self.seed, call.name, number)
         if call.unit is None:
@@ -303,8 +301,8 @@ class Program:
 
     def _execute(self, call: Call, natives: list[Any], seed: int, known: Known | None) -> Any:
         """Run a module or an operation as in one process."""
-        args, kwargs = rebuild(call.spec, natives)
-        self._inside = call.name
+        args, kwargs = rebuild(call.spec, call.seen(natives))
+        self._inside.begin(call.name, call)
         python = forked_python(known, seed) if known is not None else _NOT_FORKED
         try:
             with outside_of_checkpoint(), forked_torch(seed), python:
@@ -316,31 +314,7 @@ class Program:
                 self._fail(error)
             raise
         finally:
-            self._inside = None
-
-    def _within_unit(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A placeholder reached a module past its arguments: by a closure, or an attribute of some object."""
-        leaves, spec = flatten((args, kwargs))
-        for number, leaf in enumerate(leaves):
-            if isinstance(leaf, Placeholder):
-                if leaf.local is None:
-                    raise ModelError(
-                        f"the operation {getattr(function, '__name__', function)!r} in {self._inside!r} reads "
-                        f"{leaf!r}, which lives at another stage, and which the module was not given as an argument: "
-                        "pass it as one, or place both at one stage"
-                    )
-                self._check_closure(leaf)
-                leaves[number] = self.values.native(leaf)
-        args, kwargs = rebuild(spec, leaves)
-        return function(*args, **kwargs)
-
-    def _check_closure(self, leaf: Placeholder) -> None:
-        """Only this rank knows that a gradient is to go back to an earlier call: the others would not walk it."""
-        if torch.is_grad_enabled() and self._inside != "backward" and self._need(leaf):
-            raise ModelError(
-                f"{self._inside!r} reads {leaf!r}, which an earlier call of the model made, and which the module was "
-                "not given as an argument: pass it as one, or detach it"
-            )
+            self._inside.end()
 
     def _wrapped(self, call: Call, stage: int, outcome: Outcome, values: Sequence[Any]) -> Any:
         """What the program gets to see of a result."""

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tulle.pipeline.outcome import Described, Outcome, describe, versioned, versions_of
 from tulle.pipeline.placeholder import Placeholder
-from tulle.pipeline.structure import Spec, rebuild
+from tulle.pipeline.structure import Fixed, Spec, rebuild
 
 _REMEMBERED = 8192
 _WITH_GRAD, _WITHOUT_GRAD = (True,), (False,)
@@ -78,7 +78,7 @@ def _about(leaf: Any) -> Hashable:
         return tuple(leaf.shape), leaf.stride() if leaf.layout == torch.strided else (), leaf.dtype, leaf.requires_grad
     if isinstance(leaf, float):
         return float  # rates and temperatures change from step to step, shapes do not follow them
-    if isinstance(leaf, int | str | bool | type(None) | torch.dtype | torch.device | torch.Size):
+    if isinstance(leaf, int | str | bool | type(None) | torch.dtype | torch.device | torch.Size | Fixed):
         return type(leaf), leaf
     return type(leaf)
 

@@ -29,7 +29,7 @@ class Leaf:
 class Node:
     """How a container was made: its type, what its flatten function gave beside the children, and these.
 
-    Made by `_node`, once for what is the same, so that structures are compared by identity: they are part of what every
+    Made by `node`, once for what is the same, so that structures are compared by identity: they are part of what every
     call is looked up by.
     """
 
@@ -39,21 +39,28 @@ class Node:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Be the same again where it is sent or copied."""
-        return _node, (self.kind, self.context, self.children)
+        return node, (self.kind, self.context, self.children)
 
 
 _nodes: dict[Any, Node] = {}
 
 
-def _node(kind: type, context: Any, children: tuple[Spec, ...]) -> Node:
+def node(kind: type, context: Any, children: tuple[Spec, ...]) -> Node:
+    """The one of that kind, context and children."""
     key = kind, context, children
     known = _nodes.get(key)
     return known if known is not None else _nodes.setdefault(key, Node(kind, context, children))
 
 
+class Fixed:
+    """A leaf that says what is meant, and is the same on all ranks and whenever a call comes again."""
+
+    __slots__ = ()
+
+
 Spec = Leaf | Node
 LEAF = Leaf()
-_ATOMS = (torch.Tensor, int, float, str, bool, type(None), torch.dtype, torch.device)
+_ATOMS = (torch.Tensor, int, float, str, bool, type(None), torch.dtype, torch.device, Fixed)
 
 
 def flatten(value: object) -> tuple[list[Any], Spec]:
@@ -88,23 +95,23 @@ def rebuild(spec: Spec, leaves: list[Any]) -> Any:
 def _flatten(value: Any, leaves: list[Any]) -> Spec:
     kind = type(value)
     if kind is tuple or kind is list:
-        return _node(kind, None, tuple([_flatten(child, leaves) for child in value]))
+        return node(kind, None, tuple([_flatten(child, leaves) for child in value]))
     if not isinstance(value, _ATOMS):
         if kind is dict:
-            return _node(kind, tuple(value), tuple([_flatten(child, leaves) for child in value.values()]))
+            return node(kind, tuple(value), tuple([_flatten(child, leaves) for child in value.values()]))
         if kind in pytree.SUPPORTED_NODES:
             children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
-            return _node(kind, _frozen(context), tuple([_flatten(child, leaves) for child in children]))
+            return node(kind, _frozen(context), tuple([_flatten(child, leaves) for child in children]))
         if issubclass(kind, tuple) and hasattr(kind, "_fields"):  # named, and what is derived of such (PackedSequence)
-            return _node(kind, None, tuple([_flatten(child, leaves) for child in value]))
+            return node(kind, None, tuple([_flatten(child, leaves) for child in value]))
         if kind is slice:
             ends = (value.start, value.stop, value.step)
             # A bound that is a tensor is asked for its number here, on every rank.
             bounds = [operator.index(end) if isinstance(end, torch.Tensor) else end for end in ends]
-            return _node(kind, None, tuple([_flatten(bound, leaves) for bound in bounds]))
+            return node(kind, None, tuple([_flatten(bound, leaves) for bound in bounds]))
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             held = _held(value)
-            return _node(kind, tuple(held), tuple([_flatten(child, leaves) for child in held.values()]))
+            return node(kind, tuple(held), tuple([_flatten(child, leaves) for child in held.values()]))
     leaves.append(value)
     return LEAF
 

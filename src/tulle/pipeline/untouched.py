@@ -31,9 +31,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
         model: Whose gradients are None within.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
-    attributes = [(module, _kept(module), dict(module._buffers)) for module in model.modules()]
-    contents = [give for _, kept, _ in attributes for value in kept.values() if (give := _contents(value)) is not None]
+    undo = undoing(model)
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -42,6 +40,16 @@ def untouched(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+        undo()
+
+
+def undoing(model: nn.Module) -> Callable[[], None]:
+    """What gives buffers and attributes of modules back as they are now."""
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    attributes = [(module, _kept(module), dict(module._buffers)) for module in model.modules()]
+    contents = [give for _, kept, _ in attributes for value in kept.values() if (give := _contents(value)) is not None]
+
+    def undo() -> None:
         for module, kept, own in attributes:
             for name in own_attributes(module).keys() - kept.keys():
                 del vars(module)[name]
@@ -52,6 +60,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
+
+    return undo
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:

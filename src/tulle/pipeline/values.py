@@ -60,6 +60,10 @@ class Values:
         """The rank on which a stage lives."""
         return stage % self._size
 
+    def is_here(self, placeholder: Placeholder) -> bool:
+        """Whether this rank is the owner."""
+        return self.rank_of(placeholder.stage) == self._rank
+
     def bring(self, placeholder: Placeholder, rank: int, purpose: str) -> None:
         """Have a value at a rank: sent if it is not there yet. Every rank comes here."""
         home = self.rank_of(placeholder.stage)

@@ -1,0 +1,128 @@
+"""`UnitCall`: one call of a placed module, with the lists, dictionaries and objects that the module may fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tulle.pipeline.filled import can_be_filled, fill, with_filled
+from tulle.pipeline.holdings import Unit
+from tulle.pipeline.objects import Asked, Wanted, lent, taken, telling
+from tulle.pipeline.operation import Call
+from tulle.pipeline.outcome import Constant, Outcome
+from tulle.pipeline.placeholder import Placeholder
+from tulle.pipeline.recompute import as_checkpointed
+from tulle.pipeline.structure import flatten
+from tulle.pipeline.values import Values
+
+
+class UnitCall(Call):
+    """A call of a placed module.
+
+    Args:
+        unit: The module.
+        caller: What runs it.
+        args: Its arguments, and
+        kwargs: those by name.
+        placed: Gives the placeholder that stands for a tensor with an owner.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        caller: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        placed: Callable[[Any], Any],
+    ) -> None:
+        leaves, spec = flatten((args, kwargs))
+        self._args, self._kwargs, self._is_open = args, kwargs, can_be_filled(spec)
+        self.given = lent(leaves, spec)
+        """The objects among the arguments."""
+        if self.given is not None:
+            leaves, spec, caller = self.given.leaves, self.given.spec, self.given.around(caller)
+        function = as_checkpointed(caller)
+        function = telling(with_filled(function) if self._is_open else function, unit.module, self.given)
+        super().__init__(function, list(map(placed, leaves)), spec, unit.name, unit)
+
+    @property
+    def placeholders(self) -> list[Placeholder]:
+        """Its arguments that live on one rank; of what objects hold, those that the module reads."""
+        if self.given is None:
+            return super().placeholders
+        count, brought = self.given.count, self.given.brought
+        return [
+            leaf
+            for number, leaf in enumerate(self.leaves)
+            if isinstance(leaf, Placeholder) and (number >= count or number in brought)
+        ]
+
+    def wanted(self, outcome: Outcome | None) -> Wanted | None:
+        """What of its objects is to be brought before it runs, if that is known.
+
+        Args:
+            outcome: What is known of its outcome.
+        """
+        if self.given is not None:
+            self.given.may_ask = outcome is None or outcome.varies
+        if outcome is None or len(outcome.results) != 1 or not isinstance(outcome.results[0], Constant):
+            return None
+        value = outcome.results[0].value
+        return value if isinstance(value, Wanted) else None
+
+    def natives(self, values: Values, stage: int | None) -> list[Any]:
+        """Its arguments as tensors, as far as they have come; None for what of its objects stays a placeholder."""
+        given = self.given
+        if given is None:
+            return super().natives(values, stage)
+        read = {id(leaf) for leaf in self.placeholders}
+        given.unread, given.absent = {}, set()
+        phase, is_graded = values.tape.phase, torch.is_grad_enabled()
+        natives: list[Any] = []
+        for number, leaf in enumerate(self.leaves):
+            native = leaf
+            if isinstance(leaf, Placeholder):
+                is_of_now = not is_graded or not leaf.needs_grad or leaf.phase is None or leaf.phase is phase
+                is_here = values.is_here(leaf) if stage is None else leaf.stage == stage
+                if id(leaf) in read or (is_here and is_of_now):
+                    native = values.native(leaf)
+                else:
+                    given.unread[id(leaf)], native = number, None
+                    if not is_here:
+                        given.absent.add(id(leaf))
+            natives.append(native)
+        return natives
+
+    def seen(self, natives: list[Any]) -> list[Any]:
+        """Its arguments as the module is to see them."""
+        if self.given is None or not self.given.unread:
+            return natives
+        unread = self.given.unread
+        return [leaf if id(leaf) in unread else native for leaf, native in zip(self.leaves, natives, strict=True)]
+
+    def read(self, leaf: Placeholder) -> None:
+        """The module reads what stayed a placeholder.
+
+        Raises:
+            Asked: If that is not here: the module is to run again when it is.
+        """
+        if self.given is not None and id(leaf) in self.given.absent:
+            raise Asked(self.given.unread[id(leaf)])
+
+    def finish(self, result: Any) -> Any:
+        """What the module gives, once its lists, dictionaries and objects hold what it put there. On every rank."""
+        result = taken(result, self.given, self.leaves)
+        filled = None
+        if self._is_open:
+            result, filled = result
+        if self.given is not None:
+            result, changes = result
+            self.given.change(changes)
+            if filled is not None:
+                (_, *args), kwargs = filled
+                filled = tuple(args), kwargs
+        if filled is not None:
+            fill((self._args, self._kwargs), filled)
+        return result
