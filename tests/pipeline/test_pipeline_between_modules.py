@@ -153,3 +153,34 @@ class Complex(nn.Module):
 def test_conjugates_travel():
     worst, _, _ = both(Complex, {"first": 0, "second": 1})
     assert worst < 1e-12
+
+
+class Rectified(nn.Linear):
+    """Writes in what it is given."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x.clamp_(min=0)
+        return super().forward(x).tanh()
+
+
+class WritesInItsInput(nn.Module):
+    """Code after a module that writes in a tensor which all ranks have reads what was written."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Rectified(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = x.sin()
+        part = x[:, :3]
+        y = self.first(x)
+        return y * self.second(x) + part.sum()
+
+
+@on_ranks(2)
+def test_a_module_that_writes_in_a_tensor_of_all_ranks():
+    worst, _, _ = both(WritesInItsInput, {"first": 0, "second": 1}, steps=2)
+    assert worst < 1e-12

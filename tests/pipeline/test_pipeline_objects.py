@@ -128,6 +128,37 @@ def test_objects_go_through_checkpoints():
     assert worst < 1e-12
 
 
+class Posterior(nn.Linear):
+    """Leaves a distribution on itself, as layers of Bayesian networks do."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.prior, self.posterior = Normal(0.0, 1.0), None
+
+    def forward(self, x):
+        mean = super().forward(x).tanh()
+        self.posterior = Normal(mean, mean.exp())
+        return mean
+
+
+class Bayesian(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Posterior() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x + sum(kl_divergence(layer.posterior, layer.prior) for layer in self.layers)
+
+
+@pytest.mark.parametrize("by_profile", [False, True])
+@on_ranks(2)
+def test_a_distribution_that_a_module_leaves_on_itself_is_there_for_all(by_profile):
+    worst, _, _ = both(Bayesian, {f"layers.{n}": n % 2 for n in range(3)}, by_profile=by_profile)
+    assert worst < 1e-12
+
+
 class Attributes(dict):
     __getattr__ = dict.__getitem__
     __setattr__ = dict.__setitem__
@@ -308,6 +339,7 @@ def test_objects_are_cut_into_micro_batches():
     batch.other = x[:3]
     with pytest.raises(DataError, match="different numbers of samples"):
         pipeline.step(micro_batches=2)(of_batch)(model, batch)
+    assert pipeline.step(micro_batches=1)(lambda model, batch: batch)(model, batch).outputs[0] is batch
 
 
 class Repeated(nn.Module):

@@ -71,6 +71,10 @@ class Adopted:
         self._holdings.settle(tensor, stage)
         return self._remember(tensor, made)
 
+    def written(self, leaf: Any, stage: int, phase: object) -> Any:
+        """What stands for an argument in which something of a stage was written."""
+        return leaf if isinstance(leaf, Placeholder) else self.adopt(leaf, stage, phase)
+
     def forget(self, tensor: Tensor) -> None:
         """Look at a tensor anew when it is read again."""
         self._known.pop(id(tensor), None)

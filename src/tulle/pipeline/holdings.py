@@ -102,18 +102,19 @@ class Holdings:
         self.modes.look(unit.module)
         return unit.model, unit.name, unit.module.training, self.frozen.get(unit.model)
 
-    def of_call(self, unit: Unit, leaves: Sequence[Any], spec: Spec, *, has_objects: bool, is_in_step: bool) -> Known:
-        """What is known of calls of a unit with such arguments.
+    def of_call(
+        self, unit: Unit, leaves: Sequence[Any], spec: Spec, objects: Hashable = None, *, is_in_step: bool
+    ) -> Known:
+        """What is known of calls of a unit with such arguments, and with such objects among them.
 
         Of words that are generated one after the other nothing is, if a unit is given an object (a cache of keys and
         values), or one again that is not taken apart, which an earlier call may have filled: all is told at each call.
         """
         is_told_once = is_in_step or torch.is_grad_enabled()
         mode = self._mode_of(unit)
-        known = self.known(signature(mode, leaves, spec) if is_told_once or not has_objects else mode)
-        if is_told_once or not (has_objects or self._is_met(unit, leaves)):
-            return known
-        return replace(known, outcome=_TOLD_EACH_TIME)
+        if is_told_once or (objects is None and not self._is_met(unit, leaves)):
+            return self.known(signature((mode, objects), leaves, spec))
+        return replace(self.known(mode), outcome=_TOLD_EACH_TIME)
 
     def after(self, known: Known, what: Hashable) -> Known:
         """What is known of calls once something has come to the unit that it wanted."""

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from tulle.pipeline.attributes import own_attributes
 from tulle.pipeline.filled import fill
+from tulle.pipeline.held import is_as_before
+from tulle.pipeline.objects import taken, told
 from tulle.pipeline.outcome import Again, Constant, Described, Left, Outcome, describe, is_fixed
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.structure import Spec, flatten, rebuild
@@ -48,10 +50,11 @@ class _Shown:
 
     def follow(self) -> None:
         """Do to the module's own list or dictionary what was done to the one that all see."""
-        leaves, spec = flatten(self.value)
+        leaves, spec = flatten(told(self.value))
         if not _is_same((self.leaves, self.spec), leaves, spec):
-            tensors = {id(leaf): tensor for leaf, tensor in zip(self.leaves, self.tensors, strict=True)}
-            fill(self.own, rebuild(spec, [tensors.get(id(leaf), leaf) for leaf in leaves]))
+            pairs = zip(self.leaves, self.tensors, strict=True)
+            tensors = {id(leaf): tensor for leaf, tensor in pairs if isinstance(leaf, Placeholder)}
+            fill(self.own, taken(rebuild(spec, [tensors.get(id(leaf), leaf) for leaf in leaves])))
 
 
 class Attributes:
@@ -108,7 +111,7 @@ class Attributes:
             else:
                 assert isinstance(leaf, Constant), "an argument is told as any tensor"
                 leaves.append(leaf.value)
-        attributes[left.attribute] = value = rebuild(left.spec, leaves)
+        attributes[left.attribute] = value = taken(rebuild(left.spec, leaves))
         if is_here:
             self._shown[left.path, left.attribute] = _Shown(value, own, leaves, left.spec, there)
 
@@ -133,25 +136,25 @@ def left_by(
     numbers = {id(result): number for number, result in enumerate(results) if isinstance(result, Tensor)}
     found: list[Left] = []
     for (path, name), (leaves, spec) in after.items():
-        if _is_same(before.get((path, name)), leaves, spec) or not all(map(_can_be_told, leaves)):
+        if _is_same(before.get((path, name)), leaves, spec):
+            continue
+        leaves, spec = flatten(told(rebuild(spec, list(leaves))))  # objects that are new; in others nobody looks
+        if not all(map(_can_be_told, leaves)):
             continue
         if any(map(_is_worth_telling, leaves)):
             described = describe(tuple(leaves), (), ())[0].results
-            told = (
+            left = (
                 Again(numbers[id(leaf)]) if id(leaf) in numbers else one
                 for leaf, one in zip(leaves, described, strict=True)
             )
-            found.append(Left(path, name, tuple(told), spec))
+            found.append(Left(path, name, tuple(left), spec))
     return tuple(found)
 
 
 def _is_same(before: Content | None, leaves: Sequence[Any], spec: Spec) -> bool:
     if before is None or before[1] is not spec:
         return False
-    return all(
-        one is other or (isinstance(one, int | float) and type(one) is type(other) and one == other)
-        for one, other in zip(before[0], leaves, strict=True)
-    )
+    return all(map(is_as_before, before[0], leaves))
 
 
 def _is_worth_telling(leaf: object) -> bool:
@@ -170,16 +173,16 @@ def with_left(outcome: Outcome, left: Sequence[Left]) -> Outcome:
 def _can_be_told(leaf: object) -> bool:
     if isinstance(leaf, Tensor):
         return not isinstance(leaf, nn.Parameter) and leaf.layout == torch.strided
-    return isinstance(leaf, int | float) or is_fixed(leaf)
+    return isinstance(leaf, int | float | torch.Size) or is_fixed(leaf)
 
 
-def _as_told(value: object, told: Left) -> list[Any]:
+def _as_told(value: object, left: Left) -> list[Any]:
     """The leaves of what is there; None for a tensor that is not as was told."""
-    leaves, spec = flatten(value)
-    if spec is not told.spec:
-        return [None] * len(told.leaves)
+    leaves, spec = flatten(told(value))
+    if spec is not left.spec:
+        return [None] * len(left.leaves)
     described = describe(tuple(leaves), (), ())[0].results
     return [
         leaf if isinstance(one, Described) and isinstance(now, Described) and now.is_like(one) else None
-        for leaf, now, one in zip(leaves, described, told.leaves, strict=True)
+        for leaf, now, one in zip(leaves, described, left.leaves, strict=True)
     ]

@@ -24,7 +24,8 @@ def cut(
     """Cut a call's arguments into those of `count` calls.
 
     Every tensor in them is cut along dimension 0, or as `split` says by the argument's name, or by `"name.key"` for
-    what an argument holds under a key; tensors without dimensions and everything else go whole to each.
+    what an argument holds under a key; tensors without dimensions and everything else go whole to each. One call gets
+    what was given.
 
     Returns:
         Arguments and keywords of each call, and each one's share of the samples.
@@ -39,6 +40,8 @@ def cut(
     for name, value in bound.arguments.items():
         pieces[name] = _cut_argument(name, value, count, split, lengths, found)
     _check(lengths, count, set(split) - found)
+    if count == 1:
+        return [(args, dict(kwargs))], [1.0]
     length = next(iter(lengths.values()), count)
     calls = []
     for index in range(count):
@@ -108,7 +111,7 @@ def _check(lengths: Mapping[str, int], count: int, unknown: set[str]) -> None:
         raise DataError(
             f"split names {sorted(unknown)}, which the step was not given: name its arguments, or 'name.key'"
         )
-    if len(set(lengths.values())) > 1:
+    if count > 1 and len(set(lengths.values())) > 1:
         raise DataError(
             "the tensors of a step have different numbers of samples: "
             + ", ".join(f"{name}: {length}" for name, length in lengths.items())

@@ -4,8 +4,8 @@ What such an object holds is an argument of the module, and what the module make
 holds placeholders; at the module's rank the same object holds tensors for as long as the module runs:
 
     batch.x = 2 * batch.x      between modules: a placeholder on every rank
-    layer(batch)               runs as layer(states, batch), states = ({"x": ..., "edges": ...},) put into the batch
-                               and tells what it returned, what it has put into the batch, and what objects it made
+    layer(batch)               batch.x is an argument, and a tensor while the layer runs; all ranks are told what it
+                               returned, what it has put into the batch, and what objects it made
 
 What lives on other ranks is brought only if the module reads it, for a cache is given to every layer and holds what all
 others have made: the module's first run with arguments of such shapes stops there, and begins anew when it has come.
@@ -13,18 +13,18 @@ others have made: the module's first run with arguments of such shapes stops the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from tulle.errors import ModelError
 from tulle.pipeline.filled import fill
+from tulle.pipeline.held import Change, Held, Loose, Settled, settled
 from tulle.pipeline.plain import State, copy_of, is_plain, new_of, set_state, state_of
-from tulle.pipeline.structure import Fixed, Node, Spec, flatten, node, rebuild
+from tulle.pipeline.structure import ATOMS, Fixed, flatten, rebuild
 from tulle.pipeline.untouched import undoing
 
 
@@ -74,31 +74,27 @@ class Lent:
 
     Args:
         leaves: Of its arguments.
-        spec: How these are put together: `(args, kwargs)`.
+        known: What objects were seen to hold, by their identity.
     """
 
-    def __init__(self, leaves: Sequence[Any], spec: Spec) -> None:
+    def __init__(self, leaves: Sequence[Any], known: dict[int, tuple[Any, Settled]]) -> None:
         self.objects: list[Any] = []
         self._numbers: dict[int, int] = {}
         of_arguments = list(map(self._folded, leaves))
         self.leaves: list[Any] = []
         """Of what the objects hold, then of the arguments."""
+        self._held: list[Held] = []
         self._ends: list[int] = []
-        specs: list[Spec] = []
         for one in self.objects:  # which grow, by objects in objects
-            found, how = flatten(state_of(one))
-            self.leaves += map(self._folded, found)
+            held = self._held_by(one, known)
+            self._held.append(held)
+            self.leaves += held.leaves
             self._ends.append(len(self.leaves))
-            specs.append(how)
         self.count = len(self.leaves)
         """So many leaves are what objects hold."""
         self.leaves += of_arguments
-        assert isinstance(spec, Node), "a tuple and a dictionary"
-        args, kwargs = spec.children
-        assert isinstance(args, Node), "a tuple"
-        states = node(tuple, None, tuple(specs))
-        self.spec: Spec = node(tuple, None, (node(tuple, None, (states, *args.children)), kwargs))
-        """How they are put together: `((states, *args), kwargs)`."""
+        self.about = tuple([held.about for held in self._held])
+        """All that the outcome of the call can depend on, beside the leaves."""
         self.brought: set[int] = set()
         """Numbers of those of what objects hold that come to the module's rank, because it reads them."""
         self.may_ask = True
@@ -117,6 +113,20 @@ class Lent:
             self.objects.append(leaf)
         return Ref(number, type(leaf).__qualname__)
 
+    def _held_by(self, one: Any, known: dict[int, tuple[Any, Settled]]) -> Held:
+        before = known.get(id(one))
+        if before is not None and before[0] is one and before[1].is_now(vars(one)):
+            return before[1]
+        held = settled(one)
+        if held is None:
+            return Loose(one, self._folded)
+        known[id(one)] = one, held
+        return held
+
+    def _of_each(self, leaves: Sequence[Any]) -> Iterator[tuple[Held, Sequence[Any]]]:
+        for held, begin, end in zip(self._held, [0, *self._ends], self._ends, strict=False):
+            yield held, leaves[begin:end]
+
     def wanted(self, leaf: int) -> Wanted:
         """What is to come, if a module reads that: all else of the same object, too."""
         begin, end = next(
@@ -125,23 +135,27 @@ class Lent:
         absent = [number for one, number in self.unread.items() if one in self.absent]
         return Wanted(tuple(sorted(number for number in absent if begin <= number < end)))
 
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """What puts into the objects what they hold here, and gives what the function gave, and what has changed."""
+    def around(self, function: Callable[..., Any], seen: Callable[[], Sequence[Any]]) -> Callable[..., Any]:
+        """What puts into the objects what they hold here, and gives what the function gave, and what has changed.
 
-        def run(states: Sequence[State], *args: Any, **kwargs: Any) -> tuple[Any, dict[int, tuple[State, list[str]]]]:
-            inside = list(map(_copied, states))
-            before = [{name: flatten(value) for name, value in state.items()} for state in inside]
-            outside = list(map(state_of, self.objects))
-            after: list[State] = []
+        Args:
+            function: That runs meanwhile.
+            seen: Gives what they hold here: the first leaves of the call.
+        """
+
+        def run(*args: Any, **kwargs: Any) -> tuple[Any, dict[int, Change]]:
+            changes: dict[int, Change] = {}
+            backs = [
+                held.lend([_meant(leaf, self.objects, ()) for leaf in leaves]) for held, leaves in self._of_each(seen())
+            ]
             try:
-                for one, state in zip(self.objects, inside, strict=True):
-                    set_state(one, state)
                 result = function(*args, **kwargs)
             finally:
-                for one, state in zip(self.objects, outside, strict=True):
-                    after.append(state_of(one))
-                    set_state(one, state, after[-1])
-            return result, _changes(before, after)
+                for number, back in enumerate(backs):
+                    change = back()
+                    if change is not None:
+                        changes[number] = change
+            return result, changes
 
         return run
 
@@ -149,34 +163,40 @@ class Lent:
         """What all ranks are told of `around`'s result."""
         return _told(value, self._numbers, self.unread)
 
-    def take(self, told: Told, leaves: Sequence[Any]) -> Any:
-        """What `tell` was given, in terms of all ranks' objects.
-
-        Args:
-            told: By the module's rank.
-            leaves: Of the call, as all ranks see them.
-        """
-        return _taken(told, self.objects, leaves)
-
-    def change(self, changes: dict[int, tuple[State, list[str]]]) -> None:
+    def change(self, changes: dict[int, Change]) -> None:
         """Do to the objects what the module has done to them."""
         for number, (changed, gone) in changes.items():
             before = state_of(self.objects[number])
             state = {name: fill(before.get(name), value) for name, value in changed.items()}
             set_state(self.objects[number], state, gone)
 
+    def put(self, leaves: Sequence[Any], objects: Sequence[Any] | None = None) -> Any:
+        """Have the objects, or others in their places, hold other leaves.
+
+        Args:
+            leaves: All of them.
+            objects: The others.
+        """
+        objects = self.objects if objects is None else objects
+        for one, (held, own) in zip(objects, self._of_each(leaves), strict=True):
+            set_state(one, _whole(held.state(own), objects))
+
     def copied(self, leaves: Sequence[Any]) -> list[Any]:
         """Copies of the objects that hold other leaves."""
         objects = list(map(copy_of, self.objects))
-        ((states, *_), _) = rebuild(self.spec, list(leaves))
-        for one, state in zip(objects, states, strict=True):
-            set_state(one, _whole(state, objects))
+        self.put(leaves, objects)
         return objects
 
 
-def lent(leaves: Sequence[Any], spec: Spec) -> Lent | None:
-    """The objects among the leaves of a module's arguments, if there are some."""
-    return Lent(leaves, spec) if any(map(is_plain, leaves)) else None
+def lent(leaves: Sequence[Any], known: dict[int, tuple[Any, Settled]]) -> Lent | None:
+    """The objects among the leaves of a module's arguments, if there are some.
+
+    Args:
+        leaves: Of the arguments.
+        known: What objects were seen to hold, by their identity; is added to.
+    """
+    is_given = any(not isinstance(leaf, ATOMS) and is_plain(leaf) for leaf in leaves)
+    return Lent(leaves, known) if is_given else None
 
 
 def telling(function: Callable[..., Any], module: nn.Module, given: Lent | None) -> Callable[..., Any]:
@@ -197,21 +217,25 @@ def telling(function: Callable[..., Any], module: nn.Module, given: Lent | None)
                 undo()
                 return given.wanted(asked.leaf)
         result = function(*args, **kwargs)
-        if isinstance(result, Tensor) or not any(map(is_plain, flatten(result)[0])):
-            return result
-        return _told(result, {}, {})
+        return result if isinstance(result, Tensor) else told(result)
 
     return run
 
 
-def taken(result: Any, given: Lent | None, leaves: Sequence[Any]) -> Any:
-    """The result of `telling` in terms of all ranks."""
+def taken(result: Any, given: Lent | None = None, leaves: Sequence[Any] = ()) -> Any:
+    """What `telling` or `told` was given, in terms of all ranks.
+
+    Args:
+        result: Of `telling` or `told`.
+        given: The objects that the module was given.
+        leaves: Of the call, as all ranks see them.
+    """
     return _taken(result, given.objects if given else (), leaves) if isinstance(result, Told) else result
 
 
 def objects_in(value: Any) -> Lent | None:
     """The objects in a value, if there are some."""
-    return lent(*flatten(((value,), {})))
+    return lent(flatten(value)[0], {})
 
 
 def mapped(value: Any, function: Callable[[list[Any]], list[Any]]) -> Any:
@@ -222,14 +246,18 @@ def mapped(value: Any, function: Callable[[list[Any]], list[Any]]) -> Any:
         function: Gives all of these.
     """
     leaves, spec = flatten(value)
-    given = objects_in(value)
+    given = lent(leaves, {})
     if given is None:
         others = function(leaves)
         return value if all(map(is_, leaves, others)) else rebuild(spec, others)
-    ((states, value), _) = rebuild(given.spec, function(given.leaves))
-    for one, state in zip(given.objects, states, strict=True):
-        set_state(one, _whole(state, given.objects))
-    return _whole(value, given.objects)
+    others = function(given.leaves)
+    given.put(others)
+    return _whole(rebuild(spec, others[given.count :]), given.objects)
+
+
+def told(value: Any) -> Any:
+    """What all ranks are told of a value in which there may be objects; `taken` makes the value of it again."""
+    return _told(value, {}, {}) if any(map(is_plain, flatten(value)[0])) else value
 
 
 def _told(value: Any, numbers: dict[int, int], unread: dict[int, int]) -> Told:
@@ -273,37 +301,7 @@ def _whole(value: Any, objects: Sequence[Any], leaves: Sequence[Any] = ()) -> An
     return rebuild(spec, [_meant(leaf, objects, leaves) for leaf in found])
 
 
-def _copied(state: State) -> State:
-    """The same, with lists and dictionaries of its own."""
-    found, spec = flatten(state)
-    return rebuild(spec, found)
-
-
 def _meant(leaf: Any, objects: Sequence[Any], leaves: Sequence[Any]) -> Any:
     if isinstance(leaf, Ref):
         return objects[leaf.number]
     return leaves[leaf.leaf] if isinstance(leaf, Left) else leaf
-
-
-def _changes(
-    before: Sequence[dict[str, tuple[list[Any], Spec]]], after: Sequence[State]
-) -> dict[int, tuple[State, list[str]]]:
-    """Of each object that has changed what it holds anew, and the names of what it holds no more."""
-    found: dict[int, tuple[State, list[str]]] = {}
-    for number, (was, now) in enumerate(zip(before, after, strict=True)):
-        changed = {name: value for name, value in now.items() if name not in was or not _is_same(was[name], value)}
-        gone = [name for name in was if name not in now]
-        if changed or gone:
-            found[number] = changed, gone
-    return found
-
-
-def _is_same(before: tuple[list[Any], Spec], value: Any) -> bool:
-    leaves, spec = flatten(value)
-    return spec is before[1] and all(map(_is_as_before, before[0], leaves))
-
-
-def _is_as_before(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    return type(one) is type(other) and isinstance(one, int | float | str | bytes | torch.Size) and one == other

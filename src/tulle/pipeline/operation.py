@@ -14,7 +14,7 @@ from tulle.pipeline.holdings import Unit
 from tulle.pipeline.outcome import Outcome
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.shapes import GRADIENT
-from tulle.pipeline.structure import Spec
+from tulle.pipeline.structure import Spec, rebuild
 from tulle.pipeline.values import Values
 
 SETS_TRAINED = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
@@ -55,9 +55,9 @@ class Call:
         native = {id(leaf): values.native(leaf) for leaf in self.placeholders}
         return [native.get(id(leaf), leaf) for leaf in self.leaves]
 
-    def seen(self, natives: list[Any]) -> list[Any]:
-        """Its arguments as what runs is to see them."""
-        return natives
+    def arguments(self, natives: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What it is called with."""
+        return rebuild(self.spec, natives)
 
     def read(self, leaf: Placeholder) -> None:
         """What runs reads a placeholder."""

@@ -88,6 +88,15 @@ def state_of(value: Any, *, is_all: bool = False) -> State:
     return state
 
 
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object that holds nothing else, itself; None of others."""
+    kind = _kind(type(value))
+    assert kind is not None, "only of objects that are plain"
+    if kind.slots or kind.base in (dict, list):
+        return None
+    return object.__getattribute__(value, "__dict__")
+
+
 _UNSET: Any = object()
 
 

@@ -29,7 +29,7 @@ from tulle.pipeline.hooks import is_hooked, users_aside
 from tulle.pipeline.interception import run_in_this_thread
 from tulle.pipeline.lent import lent
 from tulle.pipeline.mailbox import Mailbox
-from tulle.pipeline.objects import mapped, objects_in
+from tulle.pipeline.objects import mapped, objects_in, told
 from tulle.pipeline.partition import Piece
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.program import Program
@@ -163,7 +163,7 @@ def _keeping(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> set[s
         name
         for name, module in model.named_modules()
         for attribute, value in own_attributes(module).items()
-        if _is_other(value, before.get(name, {}).get(attribute)) and any(map(_is_number, flatten(value)[0]))
+        if _is_other(value, before.get(name, {}).get(attribute)) and any(map(_is_number, flatten(told(value))[0]))
     }
     return {outer for name in keeping for outer in (name, *outward(name))}
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from tulle.errors import ModelError
 from tulle.pipeline.adopted import Adopted
 from tulle.pipeline.graphs import Graphs
+from tulle.pipeline.held import Settled
 from tulle.pipeline.holdings import Holdings, Known, Unit
 from tulle.pipeline.hooks import hears_gradients, hooks_for_all
 from tulle.pipeline.in_place import MARKS, mark, note_written, put_back
@@ -95,6 +96,8 @@ class Program:
         self._adopted = Adopted(holdings, self)
         self._fail = fail
         self._graphs = Graphs(values.tape)
+        self._held: dict[int, tuple[Any, Settled]] = {}
+        """What objects were seen to hold in the call of the model at hand."""
         self._inside = Inside(values, self._need)
         self.is_over = False
         """Whether it has come to its end; what it made may be read still."""
@@ -152,7 +155,7 @@ class Program:
         hooks = hooks_for_all(unit.module, unit.compiled or unit.module._call_impl)
         args, kwargs = hooks.given(args, kwargs)
         with interception_aside():
-            result = self._call(UnitCall(unit, hooks.caller, args, kwargs, self._adopted.placed), unit)
+            result = self._call(UnitCall(unit, hooks.caller, args, kwargs, self._adopted.placed, self._held), unit)
         changed = hooks.changed(args, kwargs, result)
         if changed is not result and hears_gradients(unit.module):
             raise ModelError(
@@ -166,8 +169,7 @@ class Program:
         call.function = cut_where_reached(call, self.values.tape, is_first=unit.name not in self._calls)
         if self._axis.size > 1:
             check_given(call)
-        is_in_step, has_objects = self._fail is None, call.given is not None
-        known = self.holdings.of_call(unit, call.leaves, call.spec, has_objects=has_objects, is_in_step=is_in_step)
+        known = self.holdings.of_call(unit, call.leaves, call.spec, call.about, is_in_step=self._fail is None)
         number = self.count_call(unit.name)
         while True:
             result = call.wanted(known.outcome) or self._run(call, unit.stage, known.outcome, number, known)
@@ -215,6 +217,7 @@ class Program:
 
     def visible(self, value: Any) -> Any:
         """What the model gives, with placeholders for what has come to live on one rank."""
+        self._held.clear()
         if not self._adopted:
             return value
         return mapped(value, lambda leaves: list(map(self._adopted.placed, leaves)))
@@ -226,6 +229,7 @@ class Program:
     def end(self) -> None:
         """Forget the graph."""
         self.is_over = True
+        self._held.clear()
         self.values.end()
         self._adopted.clear()
         self._graphs.end()
@@ -301,7 +305,7 @@ class Program:
 
     def _execute(self, call: Call, natives: list[Any], seed: int, known: Known | None) -> Any:
         """Run a module or an operation as in one process."""
-        args, kwargs = rebuild(call.spec, call.seen(natives))
+        args, kwargs = call.arguments(natives)
         self._inside.begin(call.name, call)
         python = forked_python(known, seed) if known is not None else _NOT_FORKED
         try:
@@ -320,6 +324,7 @@ class Program:
         """What the program gets to see of a result."""
         ranks, phase = self._axis.size, self.values.tape.phase
         for number in outcome.written:
+            call.leaves[number] = self._adopted.written(call.leaves[number], stage, phase)
             note_written(call, number, stage, ranks=ranks, phase=phase, take=self._take)
         results: list[Any] = []
         for result, value in zip(outcome.results, values, strict=True):

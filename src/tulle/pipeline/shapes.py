@@ -60,7 +60,7 @@ class Shapes:
 
 def signature(what: Hashable, leaves: Sequence[Any], spec: Spec) -> Hashable:
     """All that the outcome of a call can depend on, if not on values."""
-    return what, spec, tuple([_about(leaf) for leaf in leaves]), mode()
+    return what, spec, tuple([about(leaf) for leaf in leaves]), mode()
 
 
 def mode() -> tuple[bool, ...]:
@@ -71,7 +71,8 @@ def mode() -> tuple[bool, ...]:
     return (torch.is_grad_enabled(), *((kind, torch.get_autocast_dtype(kind)) for kind in kinds))  # type: ignore[return-value]
 
 
-def _about(leaf: Any) -> Hashable:
+def about(leaf: Any) -> Hashable:
+    """All of a leaf that the outcome of a call can depend on, if not on values."""
     if isinstance(leaf, Placeholder):
         return leaf.described()
     if isinstance(leaf, Tensor):

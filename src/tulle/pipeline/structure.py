@@ -60,7 +60,8 @@ class Fixed:
 
 Spec = Leaf | Node
 LEAF = Leaf()
-_ATOMS = (torch.Tensor, int, float, str, bool, type(None), torch.dtype, torch.device, Fixed)
+ATOMS = (torch.Tensor, int, float, str, bool, type(None), torch.dtype, torch.device, Fixed)
+"""Leaves that hold nothing else."""
 
 
 def flatten(value: object) -> tuple[list[Any], Spec]:
@@ -84,7 +85,7 @@ def can_flatten(value: object) -> bool:
 
 def is_atom(value: object) -> bool:
     """Whether a leaf holds nothing else."""
-    return isinstance(value, _ATOMS)
+    return isinstance(value, ATOMS)
 
 
 def rebuild(spec: Spec, leaves: list[Any]) -> Any:
@@ -96,7 +97,7 @@ def _flatten(value: Any, leaves: list[Any]) -> Spec:
     kind = type(value)
     if kind is tuple or kind is list:
         return node(kind, None, tuple([_flatten(child, leaves) for child in value]))
-    if not isinstance(value, _ATOMS):
+    if not isinstance(value, ATOMS):
         if kind is dict:
             return node(kind, tuple(value), tuple([_flatten(child, leaves) for child in value.values()]))
         if kind in pytree.SUPPORTED_NODES:

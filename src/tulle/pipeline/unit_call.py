@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
 from tulle.pipeline.filled import can_be_filled, fill, with_filled
+from tulle.pipeline.held import Settled
 from tulle.pipeline.holdings import Unit
 from tulle.pipeline.objects import Asked, Wanted, lent, taken, telling
 from tulle.pipeline.operation import Call
 from tulle.pipeline.outcome import Constant, Outcome
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.recompute import as_checkpointed
-from tulle.pipeline.structure import flatten
+from tulle.pipeline.structure import flatten, rebuild
 from tulle.pipeline.values import Values
 
 
@@ -27,6 +28,7 @@ class UnitCall(Call):
         args: Its arguments, and
         kwargs: those by name.
         placed: Gives the placeholder that stands for a tensor with an owner.
+        held: What objects were seen to hold, by their identity.
     """
 
     def __init__(
@@ -36,13 +38,16 @@ class UnitCall(Call):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         placed: Callable[[Any], Any],
+        held: dict[int, tuple[Any, Settled]],
     ) -> None:
         leaves, spec = flatten((args, kwargs))
         self._args, self._kwargs, self._is_open = args, kwargs, can_be_filled(spec)
-        self.given = lent(leaves, spec)
+        self._inside: Sequence[Any] = ()
+        """What its objects hold while it runs."""
+        self.given = lent(leaves, held)
         """The objects among the arguments."""
         if self.given is not None:
-            leaves, spec, caller = self.given.leaves, self.given.spec, self.given.around(caller)
+            leaves, caller = self.given.leaves, self.given.around(caller, lambda: self._inside)
         function = as_checkpointed(caller)
         function = telling(with_filled(function) if self._is_open else function, unit.module, self.given)
         super().__init__(function, list(map(placed, leaves)), spec, unit.name, unit)
@@ -58,6 +63,11 @@ class UnitCall(Call):
             for number, leaf in enumerate(self.leaves)
             if isinstance(leaf, Placeholder) and (number >= count or number in brought)
         ]
+
+    @property
+    def about(self) -> Hashable:
+        """All of its objects that its outcome can depend on; None if it is given none."""
+        return None if self.given is None else self.given.about
 
     def wanted(self, outcome: Outcome | None) -> Wanted | None:
         """What of its objects is to be brought before it runs, if that is known.
@@ -95,12 +105,14 @@ class UnitCall(Call):
             natives.append(native)
         return natives
 
-    def seen(self, natives: list[Any]) -> list[Any]:
-        """Its arguments as the module is to see them."""
-        if self.given is None or not self.given.unread:
-            return natives
-        unread = self.given.unread
-        return [leaf if id(leaf) in unread else native for leaf, native in zip(self.leaves, natives, strict=True)]
+    def arguments(self, natives: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What it is called with."""
+        if self.given is None:
+            return super().arguments(natives)
+        count, unread = self.given.count, self.given.unread
+        held = zip(self.leaves[:count], natives, strict=False)
+        self._inside = [leaf if native is None and id(leaf) in unread else native for leaf, native in held]
+        return rebuild(self.spec, natives[count:])
 
     def read(self, leaf: Placeholder) -> None:
         """The module reads what stayed a placeholder.
@@ -120,9 +132,6 @@ class UnitCall(Call):
         if self.given is not None:
             result, changes = result
             self.given.change(changes)
-            if filled is not None:
-                (_, *args), kwargs = filled
-                filled = tuple(args), kwargs
         if filled is not None:
             fill((self._args, self._kwargs), filled)
         return result
