@@ -81,7 +81,7 @@ def test_finalists_are_compared_by_turns_that_they_took_beside_each_other(tmp_pa
     (choice,) = load("tables").as_json(tmp_path)["choices"]["of"]
     assert (choice["fastest"], choice["slower"]) == ("rows", pytest.approx(0.15))
     assert choice["ratios"] == pytest.approx([1.1, 1.0, 1.2, 1.3])
-    assert "| recommend | 4 | 1gbit | rows | +15.0% | +2.5% to +27.5% |" in load("tables").tables(tmp_path)
+    assert "| recommend | 4 | 1gbit | rows | +15.0% | +2.5% to +27.5% | +15.0% |" in load("tables").tables(tmp_path)
 
 
 def test_what_was_measured_with_as_much_effort_is_not_measured_again(tmp_path):

@@ -112,12 +112,16 @@ def tables(results: Path) -> str:
     )
     lines += [
         "",
-        "| example | hosts | link | fastest plan timed | planner's, by the fastest | half of the turns |",
-        "|---|--:|---|---|--:|---|",
+        "| example | hosts | link | fastest plan timed | planner's, by the fastest | half of the turns "
+        "| by what other turns say is fastest |",
+        "|---|--:|---|---|--:|---|--:|",
     ]
     for choice in map(_choice, groups(rows)):
         setting = f"| {choice['job']} | {choice['hosts']} | {choice['rate']} "
-        lines.append(f"{setting}| {choice['fastest']} | {choice['slower']:+.1%} | {_spread(choice['ratios'])} |")
+        beside = "–" if choice["crossed"] is None else f"{choice['crossed']:+.1%}"
+        lines.append(
+            f"{setting}| {choice['fastest']} | {choice['slower']:+.1%} | {_spread(choice['ratios'])} | {beside} |"
+        )
     drift = _errors(row.drift - 1 for row in rows)
     off = f"{_share(drift, 'median')} (median), {_share(drift, 'worst')} at worst"
     lines += ["", f"The machine's speed while plans were timed was off that of the profiles by {off}."]
@@ -127,7 +131,8 @@ def tables(results: Path) -> str:
 def _choice(group: Sequence[Row]) -> dict[str, Any]:
     """The planner's plan by the fastest of a group: of finalists by turns that they took beside each other.
 
-    `slower` is the middle of `ratios`, of which there is one for each turn.
+    `slower` is the middle of `ratios`, of which there is one for each turn. `crossed` is the same where, in each turn,
+    the fastest is that of the other turns: of plans that are equal one is ahead by chance, but not in turns to come.
     """
     own = next(row for row in group if row.name == PLANNER)
     ratios = {
@@ -143,7 +148,16 @@ def _choice(group: Sequence[Row]) -> dict[str, Any]:
         "fastest": fastest,
         "slower": median(ratios[fastest]) - 1,
         "ratios": ratios[fastest],
+        "crossed": _crossed({**ratios, PLANNER: [1.0] * len(ratios[fastest])}),
     }
+
+
+def _crossed(ratios: Mapping[str, Sequence[float]]) -> float | None:
+    turns = range(len(ratios[PLANNER]))
+    if len(turns) < 3:
+        return None
+    others = {name: [median([*of[:turn], *of[turn + 1 :]]) for turn in turns] for name, of in ratios.items()}
+    return median(ratios[max(others, key=lambda name: others[name][turn])][turn] for turn in turns) - 1
 
 
 def _errors(errors: Iterable[float | None]) -> dict[str, float]:
