@@ -1,6 +1,7 @@
 """Objects of the user's own that modules are given, change and make, on any number of stages."""
 
 import collections
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -210,6 +211,28 @@ class HoldingSlots(Holding):
     kind = Slotted
 
 
+class Cloned(Into):
+    """Gives another object of the same class, which has no name, as those of PyTorch Geometric's batches."""
+
+    def forward(self, one):
+        return copy.copy(super().forward(one))
+
+
+class HoldingNameless(Holding):
+    def __init__(self):
+        super().__init__()
+        self.first = Cloned()
+
+    @staticmethod
+    def kind(x):
+        one = NAMELESS()
+        one.x = x
+        return one
+
+
+NAMELESS = type("Nameless", (), {"__module__": "abc"})
+
+
 class User(collections.UserDict):
     @property
     def x(self):
@@ -224,7 +247,7 @@ class HoldingUser(Holding):
     kind = staticmethod(lambda x: User(x=x))
 
 
-@pytest.mark.parametrize("kind", [HoldingAttributes, HoldingNamespace, HoldingSlots, HoldingUser])
+@pytest.mark.parametrize("kind", [HoldingAttributes, HoldingNamespace, HoldingSlots, HoldingNameless, HoldingUser])
 @on_ranks(2)
 def test_all_kinds_of_objects_are_taken_apart(kind):
     worst, _, _ = both(kind, {"first": 0, "second": 1})

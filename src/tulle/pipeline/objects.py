@@ -54,7 +54,8 @@ class Told(NamedTuple):
     """What a call gives, with `Ref` for objects, and the objects that it made."""
 
     value: Any
-    made: tuple[tuple[type, State], ...]
+    made: tuple[tuple[type | Ref, State], ...]
+    """Their classes, or objects that have the same, and what they hold."""
 
 
 class Asked(BaseException):
@@ -161,7 +162,7 @@ class Lent:
 
     def tell(self, value: Any) -> Told:
         """What all ranks are told of `around`'s result."""
-        return _told(value, self._numbers, self.unread)
+        return _told(value, self.objects, self._numbers, self.unread)
 
     def change(self, changes: dict[int, Change]) -> None:
         """Do to the objects what the module has done to them."""
@@ -257,11 +258,12 @@ def mapped(value: Any, function: Callable[[list[Any]], list[Any]]) -> Any:
 
 def told(value: Any) -> Any:
     """What all ranks are told of a value in which there may be objects; `taken` makes the value of it again."""
-    return _told(value, {}, {}) if any(map(is_plain, flatten(value)[0])) else value
+    return _told(value, (), {}, {}) if any(map(is_plain, flatten(value)[0])) else value
 
 
-def _told(value: Any, numbers: dict[int, int], unread: dict[int, int]) -> Told:
+def _told(value: Any, objects: Sequence[Any], numbers: dict[int, int], unread: dict[int, int]) -> Told:
     numbers = dict(numbers)
+    kinds = {type(one): Ref(number, type(one).__qualname__) for number, one in enumerate(objects)}  # some have no name
     made: list[Any] = []
     kept: list[Any] = []  # so that no two have the same identity
 
@@ -280,14 +282,15 @@ def _told(value: Any, numbers: dict[int, int], unread: dict[int, int]) -> Told:
             numbers[id(leaf)], place = len(numbers), len(made)
             kept.append(leaf)
             made.append(None)
-            made[place] = type(leaf), {name: folded(one) for name, one in state_of(leaf).items()}
+            made[place] = kinds.get(type(leaf), type(leaf)), {name: folded(one) for name, one in state_of(leaf).items()}
         return Ref(numbers[id(leaf)], type(leaf).__qualname__)
 
     return Told(folded(value), tuple(made))
 
 
 def _taken(told: Told, objects: Sequence[Any], leaves: Sequence[Any]) -> Any:
-    objects = [*objects, *(new_of(kind) for kind, _ in told.made)]
+    kinds = [type(objects[kind.number]) if isinstance(kind, Ref) else kind for kind, _ in told.made]
+    objects = [*objects, *map(new_of, kinds)]
     for one, (_, state) in zip(objects[len(objects) - len(told.made) :], told.made, strict=True):
         set_state(one, _whole(state, objects, leaves))
     return _whole(told.value, objects, leaves)

@@ -42,7 +42,7 @@ class _Kind:
 @lru_cache(maxsize=4096)
 def _kind(kind: type) -> _Kind | None:
     package = kind.__module__.partition(".")[0]
-    if package in sys.stdlib_module_names and not issubclass(kind, _PLAIN_OF_PYTHON):
+    if package in sys.stdlib_module_names and _is_of(kind.__module__, kind) and not issubclass(kind, _PLAIN_OF_PYTHON):
         return None
     if package in ("numpy", "torch", "tulle") and not kind.__module__.startswith("torch.distributions."):
         return None
@@ -56,6 +56,14 @@ def _kind(kind: type) -> _Kind | None:
     has_attributes = kind.__dictoffset__ != 0
     is_plain = has_attributes or slots or base in (dict, list)
     return _Kind(base, slots, has_attributes) if is_plain else None
+
+
+def _is_of(module: str, kind: type) -> bool:
+    """Whether a class is in the module whose name it bears: that may be of who made it by a call."""
+    found: Any = sys.modules.get(module)
+    for name in kind.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is kind
 
 
 def is_plain(value: object) -> bool:
