@@ -389,3 +389,30 @@ def test_a_cache_of_keys_and_values_is_given_to_a_second_call():
     stages = {f"inner.model.{name}": stage for name, stage in LLAMA.items()}
     worst, _, _ = both(Repeated, {**stages, "inner.lm_head": 2})
     assert worst < 1e-12
+
+
+class Adds(nn.Linear):
+    def forward(self, one, other):
+        one.seen.append(super().forward(one.seen[-1]).tanh())
+        return other[-1] if isinstance(other, list) else other.seen[-1]
+
+
+class Sharing(nn.Module):
+    """One list is in two objects, and beside one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Adds(WIDTH, WIDTH), Adds(WIDTH, WIDTH)
+
+    def forward(self, x):
+        seen = [x]
+        one, other = SimpleNamespace(seen=seen), SimpleNamespace(seen=seen)
+        y = self.first(one, other) + self.second(one, seen)
+        assert one.seen is seen
+        return y + sum(seen)
+
+
+@on_ranks(2)
+def test_a_list_in_two_objects_is_one_for_modules_too():
+    worst, _, _ = both(Sharing, {"first": 0, "second": 1})
+    assert worst < 1e-12

@@ -6,6 +6,7 @@ made alike (`torch.zeros(...)`) until something was written in them that only on
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -56,12 +57,25 @@ class Adopted:
             return self.adopt(leaf, base.stage, base.phase)
         return leaf
 
-    def adopt(self, tensor: Tensor, stage: int, phase: object) -> Placeholder:
-        """From now on, a tensor that all ranks have alike lives at a stage."""
+    def adopt(self, tensor: Tensor, stage: int, phase: object, *, is_trained: bool | None = None) -> Placeholder:
+        """From now on, a tensor that all ranks have alike lives at a stage.
+
+        Args:
+            tensor: This rank's.
+            stage: Where it lives.
+            phase: Of the tape, that is being recorded.
+            is_trained: Whether it needs a gradient; None if all ranks see that alike.
+        """
+        known = self._known.get(id(tensor))
+        if known is not None:
+            return known
         base = tensor._base
-        if base is not None and id(base) not in self._known:
-            self.adopt(base, stage, phase)
-        made = Placeholder(_described(tensor), stage, self._program, self._axis.device)
+        if base is not None:
+            self.adopt(base, stage, phase, is_trained=is_trained)
+        described = _described(tensor)
+        if is_trained is not None:
+            described = replace(described, needs_grad=is_trained)
+        made = Placeholder(described, stage, self._program, self._axis.device)
         made.phase = phase
         if self._axis.rank == stage % self._axis.size:
             made.local = tensor
@@ -70,10 +84,6 @@ class Adopted:
             made.needs_grad |= self._known[id(base)].needs_grad  # which its own rank alone would see
         self._holdings.settle(tensor, stage)
         return self._remember(tensor, made)
-
-    def written(self, leaf: Any, stage: int, phase: object) -> Any:
-        """What stands for an argument in which something of a stage was written."""
-        return leaf if isinstance(leaf, Placeholder) else self.adopt(leaf, stage, phase)
 
     def forget(self, tensor: Tensor) -> None:
         """Look at a tensor anew when it is read again."""
@@ -89,7 +99,7 @@ class Adopted:
         self._kept.clear()
 
     def _remember(self, tensor: Tensor, made: Placeholder) -> Placeholder:
-        self._known[id(tensor)] = made
+        self._known[id(tensor)], made.own = made, tensor
         self._kept.append(tensor)  # or another tensor could get its identity
         return made
 

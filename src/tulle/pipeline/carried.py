@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tulle.pipeline.attributes import own_attributes
 from tulle.pipeline.homes import outward
 from tulle.pipeline.placeholder import Placeholder
+from tulle.pipeline.plain import is_plain, state_of
 
 
 class Carried:
@@ -91,8 +92,9 @@ class Carried:
             for value in vars(module).values()
             if isinstance(value, int | float | complex)
         ]
+        seen = set[int]()
         for module in self._between:
-            found += map(_state_of, (module._buffers, *own_attributes(module).values()))
+            found += (_state_of(value, seen) for value in (module._buffers, *own_attributes(module).values()))
         return found
 
 
@@ -110,14 +112,27 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _state_of(value: Any) -> object:
+def state_within(value: Any) -> object:
+    """What differs if something in a value has changed."""
+    return _state_of(value, set())
+
+
+def _state_of(value: Any, seen: set[int]) -> object:
     """What differs if an attribute has been set, or what is in it has changed, as far as that can be seen."""
     if isinstance(value, int | float | complex | str | bytes | type(None)):
         return value
+    if id(value) in seen:
+        return _Same(value)
+    seen.add(id(value))
+    if type(value) is Tensor:
+        return [_Same(value), *_written([value])]
     if isinstance(value, list | tuple | set | deque):
-        return [type(value), *(one if isinstance(one, int | float | complex | str) else _Same(one) for one in value)]
+        return [type(value), *(_state_of(one, seen) for one in value)]
     if isinstance(value, Mapping):
-        return [type(value), *value, *map(_Same, value.values())]
+        return [type(value), *value, *(_state_of(one, seen) for one in value.values())]
+    if is_plain(value):
+        state = state_of(value)
+        return [_Same(value), *state, *(_state_of(one, seen) for one in state.values())]
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, np.random.Generator | np.random.RandomState):

@@ -71,6 +71,10 @@ class Settled:
         """The content with other tensors."""
         return dict(zip(self._names, self._values, strict=True)) | dict(zip(self._places, leaves, strict=True))
 
+    def inside(self, leaves: Sequence[Any]) -> Any:
+        """What `lend` takes, of other tensors."""
+        return leaves
+
     def lend(self, leaves: Sequence[Any]) -> Callable[[], Change | None]:
         """Have the object hold other tensors; give what takes them back, and tells what has changed meanwhile."""
         own, places = self._own, self._places
@@ -101,11 +105,11 @@ class Loose:
         folded: Gives the reference that stands for an object in it; anything else as it is.
     """
 
-    __slots__ = ("_one", "_spec", "about", "leaves")
+    __slots__ = ("_one", "_spec", "about", "leaves", "whole")
 
     def __init__(self, one: Any, folded: Callable[[Any], Any]) -> None:
-        self._one = one
-        leaves, self._spec = flatten(state_of(one))
+        self._one, self.whole = one, state_of(one)
+        leaves, self._spec = flatten(self.whole)
         self.leaves: list[Any] = list(map(folded, leaves))
         self.about: Hashable = (type(one).__qualname__, self._spec)
 
@@ -113,9 +117,13 @@ class Loose:
         """The content with other leaves."""
         return rebuild(self._spec, list(leaves))
 
-    def lend(self, leaves: Sequence[Any]) -> Callable[[], Change | None]:
-        """Have the object hold other leaves; give what takes them back, and tells what has changed meanwhile."""
-        one, outside, inside = self._one, state_of(self._one), self.state(leaves)
+    def inside(self, leaves: Sequence[Any]) -> Any:
+        """What `lend` takes, of other leaves: with lists and dictionaries of its own."""
+        return self.state(leaves)
+
+    def lend(self, inside: State) -> Callable[[], Change | None]:
+        """Have the object hold that; give what takes it back, and tells what has changed meanwhile."""
+        one, outside = self._one, state_of(self._one)
         before = {name: flatten(value) for name, value in inside.items()}
         set_state(one, inside)
 

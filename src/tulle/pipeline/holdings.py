@@ -79,6 +79,8 @@ class Holdings:
     """Buffers that live on all ranks, because they are in no unit: their models' numbers and their names."""
     settled: WeakValueDictionary[tuple[int, str], Tensor] = field(default_factory=WeakValueDictionary)
     """Those among them in which something was written that one rank has: they live there now."""
+    written: set[int] = field(default_factory=set)
+    """Tensors of the user's own that are in `stages`, by identity."""
     shapes: Shapes = field(default_factory=Shapes)
     calls: dict[Hashable, Known] = field(default_factory=dict)
     """Of calls of units, by signature; all ranks know the same ones, as who runs one tells its outcome once."""
@@ -112,6 +114,9 @@ class Holdings:
         """
         is_told_once = is_in_step or torch.is_grad_enabled()
         mode = self._mode_of(unit)
+        tensors = [id(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+        if len(set(tensors)) < len(tensors):  # which are the same bears on the outcome
+            mode = mode, tuple(map(tensors.index, tensors))
         if is_told_once or (objects is None and not self._is_met(unit, leaves)):
             return self.known(signature((mode, objects), leaves, spec))
         return replace(self.known(mode), outcome=_TOLD_EACH_TIME)
@@ -169,6 +174,26 @@ class Holdings:
         if known is not None:
             self.note(tensor, stage, *known)
             self.settled[known] = tensor
+
+    def keep(self, tensor: Tensor, stage: int, *, is_trained: bool) -> None:
+        """Note where a tensor of the user's own lives, in which a stage has written, for programs that come later.
+
+        Args:
+            tensor: This rank's.
+            stage: Where it lives.
+            is_trained: Whether it has become a part of a graph, which goes with this program.
+        """
+        if is_trained:
+            self._lose(id(tensor))
+        elif id(tensor) not in self.stages and tensor._base is None:
+            self.stages[id(tensor)] = stage
+            self.written.add(id(tensor))
+            weakref.finalize(tensor, self._lose, id(tensor))
+
+    def _lose(self, identity: int) -> None:
+        if identity in self.written:
+            self.written.discard(identity)
+            self.stages.pop(identity, None)
 
     def replace(self, tensor: Tensor, model: int, name: str) -> None:
         """Note that a buffer which lived on all ranks does so again, as another tensor than before."""

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from tulle.errors import ModelError
 from tulle.pipeline.operation import Call
 from tulle.pipeline.outcome import Outcome, Same
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.tape import Phase
+from tulle.pipeline.values import Values
 
 MARKS = ("detach_", "requires_grad_")
 """Operations that change whether a tensor needs a gradient, and nothing else."""
@@ -39,8 +41,29 @@ def put_back(call: Call, natives: Sequence[Any], seen: Outcome, phase: Phase) ->
             leaf.local, leaf.phase = natives[number], phase
 
 
+def check_written(call: Call, seen: Outcome, known: Outcome | None, rank: int, rank_of: Callable[[int], int]) -> None:
+    """Refuse a write of which other ranks cannot know, because such calls of the module did not write there before.
+
+    Args:
+        call: Of a module, which has run.
+        seen: Its outcome.
+        known: What other ranks take for that, if they know.
+        rank: Where it ran.
+        rank_of: Gives the rank of a stage.
+    """
+    for number in set(seen.written).difference(seen.written if known is None or known.varies else known.written):
+        leaf = call.leaves[number]
+        is_alone = isinstance(leaf, Placeholder) and not leaf.sent and rank_of(leaf.stage) == rank
+        if not is_alone or (number in seen.trained and not leaf.needs_grad):
+            raise ModelError(
+                f"{call.name!r} writes in an argument of shape {list(leaf.shape)}, in which it did not with arguments "
+                "of such shapes before, so that ranks that have a copy would not know: have it write at each call, or "
+                "in a copy of its own (.clone())"
+            )
+
+
 def note_written(
-    call: Call, number: int, stage: int, *, ranks: int, phase: Phase, take: Callable[[Placeholder], None]
+    call: Call, number: int, stage: int, *, is_trained: bool, values: Values, take: Callable[[Placeholder], None]
 ) -> None:
     """Have a placeholder, and all that share memory with it, know that an operation wrote there. On every rank.
 
@@ -48,8 +71,8 @@ def note_written(
         call: The operation.
         number: Of its argument in which it wrote.
         stage: Where it ran.
-        ranks: Of the pipeline.
-        phase: In which it ran.
+        is_trained: Whether the argument needs a gradient since, or did before.
+        values: Of the program.
         take: Called with each placeholder to which gradients go back through the operation from now on.
 
     Raises:
@@ -58,13 +81,18 @@ def note_written(
     leaf = call.leaves[number]
     if not isinstance(leaf, Placeholder):
         return
+    phase = values.tape.phase
     leaf.family.version += 1
-    if torch.is_grad_enabled() and any(other.needs_grad for other in call.placeholders):
+    if torch.is_grad_enabled() and is_trained:
         for member in leaf.family.with_all(leaf):  # from now on all of them come from what runs now
             member.needs_grad = True
             take(member)
             member.phase = None if member.local is None else phase
-    if (leaf.stage - stage) % ranks:  # a module wrote in what it was sent: that is the tensor now
+    rank = values.rank_of(stage)
+    if values.rank_of(leaf.stage) != rank:  # a module wrote in what it was sent: that is the tensor now
+        if leaf.own is not None and (not leaf.needs_grad or isinstance(leaf.own, nn.Parameter)):  # for later programs
+            values.give_back(leaf, rank, call.name)
+            return
         if leaf.family.has_others:
             raise ModelError(
                 f"module {call.name!r} writes in its argument {leaf!r}, which lives at another stage and of which "

@@ -76,7 +76,9 @@ def _cut_argument(
 
 
 def _cut_object(name: str, given: Lent, dimension: int, count: int, lengths: dict[str, int]) -> Sequence[Any]:
-    """Of an object that holds tensors copies, which hold parts of these."""
+    """Of an object that holds tensors copies, which hold parts of these; one that holds a model is no batch."""
+    if any(isinstance(leaf, torch.nn.Module) for leaf in given.leaves):
+        return [given.objects[0]] * count
     columns = [_cut_leaf(name, leaf, dimension, count, lengths) for leaf in given.leaves]
     if all(column[0] is leaf for column, leaf in zip(columns, given.leaves, strict=True)):
         return [given.objects[0]] * count

@@ -14,6 +14,7 @@ others have made: the module's first run with arguments of such shapes stops the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from operator import is_
 from typing import Any, NamedTuple
@@ -21,10 +22,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from tulle.errors import ModelError
+from tulle.pipeline.aliases import joined, pattern_of
+from tulle.pipeline.asking import Asked, AsksBeforeWriting
 from tulle.pipeline.filled import fill
 from tulle.pipeline.held import Change, Held, Loose, Settled, settled
 from tulle.pipeline.plain import State, copy_of, is_plain, new_of, set_state, state_of
-from tulle.pipeline.structure import ATOMS, Fixed, flatten, rebuild
+from tulle.pipeline.structure import ATOMS, Fixed, Spec, flatten, rebuild
 from tulle.pipeline.untouched import undoing
 
 
@@ -58,18 +61,6 @@ class Told(NamedTuple):
     """Their classes, or objects that have the same, and what they hold."""
 
 
-class Asked(BaseException):
-    """A module reads what was not brought.
-
-    Args:
-        leaf: The number of that.
-    """
-
-    def __init__(self, leaf: int) -> None:
-        super().__init__(leaf)
-        self.leaf = leaf
-
-
 class Lent:
     """The objects that a module is given, and what they hold.
 
@@ -98,6 +89,7 @@ class Lent:
         """All that the outcome of the call can depend on, beside the leaves."""
         self.brought: set[int] = set()
         """Numbers of those of what objects hold that come to the module's rank, because it reads them."""
+        self._seen: Callable[[], Sequence[Any]] = tuple
         self.may_ask = True
         """Whether other ranks do not know yet what the module reads of them."""
         self.unread: dict[int, int] = {}
@@ -128,27 +120,43 @@ class Lent:
         for held, begin, end in zip(self._held, [0, *self._ends], self._ends, strict=False):
             yield held, leaves[begin:end]
 
-    def wanted(self, leaf: int) -> Wanted:
-        """What is to come, if a module reads that: all else of the same object, too."""
+    def wanted(self, leaf: int | None) -> Wanted:
+        """What is to come, if a module reads that, or asks for all: all else of the same object, too."""
+        absent = sorted(number for one, number in self.unread.items() if one in self.absent)
+        if leaf is None:
+            return Wanted(tuple(absent))
         begin, end = next(
             (begin, end) for begin, end in zip([0, *self._ends], self._ends, strict=False) if begin <= leaf < end
         )
-        absent = [number for one, number in self.unread.items() if one in self.absent]
-        return Wanted(tuple(sorted(number for number in absent if begin <= number < end)))
+        return Wanted(tuple(number for number in absent if begin <= number < end))
 
-    def around(self, function: Callable[..., Any], seen: Callable[[], Sequence[Any]]) -> Callable[..., Any]:
+    def around(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        seen: Callable[[], Sequence[Any]],
+    ) -> Callable[..., Any]:
         """What puts into the objects what they hold here, and gives what the function gave, and what has changed.
 
         Args:
-            function: That runs meanwhile.
-            seen: Gives what they hold here: the first leaves of the call.
+            function: It.
+            args: Of the call, as it was made, and
+            kwargs: those by name.
+            seen: Gives what the objects hold here: the first leaves of the call.
         """
+        self._seen = seen
+        # Of what is in both, the argument is what is looked at after.
+        pattern = pattern_of((args, kwargs, [held.whole for held in self._held if isinstance(held, Loose)]))
 
         def run(*args: Any, **kwargs: Any) -> tuple[Any, dict[int, Change]]:
             changes: dict[int, Change] = {}
-            backs = [
-                held.lend([_meant(leaf, self.objects, ()) for leaf in leaves]) for held, leaves in self._of_each(seen())
-            ]
+            leaves = [_meant(leaf, self.objects, ()) for leaf in self.inside]
+            inside = [held.inside(own) for held, own in self._of_each(leaves)]
+            if pattern is not None:
+                loose = [one for one, held in zip(inside, self._held, strict=True) if isinstance(held, Loose)]
+                args, kwargs, _ = joined((args, kwargs, loose), pattern)
+            backs = [held.lend(own) for held, own in zip(self._held, inside, strict=True)]
             try:
                 result = function(*args, **kwargs)
             finally:
@@ -159,6 +167,11 @@ class Lent:
             return result, changes
 
         return run
+
+    @property
+    def inside(self) -> Sequence[Any]:
+        """What the objects hold while the module runs: the first leaves of the call."""
+        return self._seen()
 
     def tell(self, value: Any) -> Told:
         """What all ranks are told of `around`'s result."""
@@ -206,9 +219,12 @@ def telling(function: Callable[..., Any], module: nn.Module, given: Lent | None)
     def run(*args: Any, **kwargs: Any) -> Any:
         if given is not None:
             args, kwargs = _whole((args, kwargs), given.objects)
-            undo = undoing(module) if given.absent and given.may_ask else None
+            may_ask = bool(given.absent) and given.may_ask
+            undo = undoing(module) if may_ask else None
+            tensors = [*flatten((args, kwargs))[0], *given.inside, *module.parameters()] if may_ask else ()
             try:
-                return given.tell(function(*args, **kwargs))
+                with AsksBeforeWriting(tensors) if may_ask else nullcontext():
+                    return given.tell(function(*args, **kwargs))
             except Asked as asked:
                 if undo is None:
                     raise ModelError(
@@ -234,9 +250,29 @@ def taken(result: Any, given: Lent | None = None, leaves: Sequence[Any] = ()) ->
     return _taken(result, given.objects if given else (), leaves) if isinstance(result, Told) else result
 
 
+def content_of(value: Any) -> tuple[list[Any], Spec]:
+    """The leaves of a value, and of objects in it, and what puts them together again."""
+    return flatten(told(value))
+
+
+def with_content(spec: Spec, leaves: Sequence[Any]) -> Any:
+    """The value with such content, and objects of its own."""
+    return taken(rebuild(spec, list(leaves)))
+
+
 def objects_in(value: Any) -> Lent | None:
     """The objects in a value, if there are some."""
     return lent(flatten(value)[0], {})
+
+
+def copied(value: Any, function: Callable[[Any], Any]) -> Any:
+    """The same value with another leaf for each, and copies of the objects that it has."""
+    leaves, spec = flatten(value)
+    given = lent(leaves, {})
+    if given is None:
+        return rebuild(spec, list(map(function, leaves)))
+    others = list(map(function, given.leaves))
+    return _whole(rebuild(spec, others[given.count :]), given.copied(others))
 
 
 def mapped(value: Any, function: Callable[[list[Any]], list[Any]]) -> Any:

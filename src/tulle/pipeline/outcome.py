@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -56,7 +56,14 @@ class Constant:
     value: Any
 
 
-Result = Described | Same | Constant
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """A result that is the same tensor as an earlier one, by the number of that."""
+
+    result: int
+
+
+Result = Described | Same | Twin | Constant
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,8 @@ class Outcome:
         results: Of each leaf of what it returns.
         spec: How these are put together.
         written: Numbers of the arguments that it wrote in.
+        trained: Numbers of those among them that need a gradient since, or did before.
+        marked: Numbers of the arguments that need a gradient since, but were not written in.
         varies: Whether it holds numbers that come from the data, so that it must be told at every call.
         left: What a module leaves in attributes of its own, for others to read.
     """
@@ -98,6 +107,8 @@ class Outcome:
     results: tuple[Result, ...]
     spec: Spec
     written: tuple[int, ...] = ()
+    trained: tuple[int, ...] = ()
+    marked: tuple[int, ...] = ()
     varies: bool = False
     left: tuple[Left, ...] = ()
 
@@ -123,14 +134,38 @@ def describe(result: object, arguments: Sequence[object], versions: Sequence[int
         for number, leaf in reversed(list(enumerate(arguments)))
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
     }
-    results = tuple(Same(same[id(leaf)]) if id(leaf) in same else _described(leaf, memory) for leaf in leaves)
+    first = {id(leaf): number for number, leaf in reversed(list(enumerate(leaves))) if isinstance(leaf, Tensor)}
+    results = tuple(
+        Same(same[id(leaf)])
+        if id(leaf) in same
+        else Twin(first[id(leaf)])
+        if first.get(id(leaf), number) != number
+        else _described(leaf, memory)
+        for number, leaf in enumerate(leaves)
+    )
     varies = any(isinstance(one, Constant) and not is_fixed(one.value) for one in results)
-    return Outcome(results, spec, written, varies), leaves
+    trained = tuple(number for number in written if getattr(arguments[number], "requires_grad", False))
+    return Outcome(results, spec, written, trained, varies=varies), leaves
 
 
 def versions_of(arguments: Sequence[object]) -> list[int]:
     """How often each argument was written in so far."""
     return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0 for leaf in arguments]
+
+
+def untrained_of(arguments: Sequence[object]) -> list[int]:
+    """Numbers of the arguments that need no gradient, but could."""
+    return [
+        number
+        for number, leaf in enumerate(arguments)
+        if isinstance(leaf, Tensor) and not leaf.requires_grad and leaf.is_floating_point()
+    ]
+
+
+def with_marked(outcome: Outcome, arguments: Sequence[Any], untrained: Sequence[int]) -> Outcome:
+    """The outcome with which of these arguments need a gradient since."""
+    marked = [number for number in untrained if arguments[number].requires_grad and number not in outcome.written]
+    return replace(outcome, marked=tuple(marked)) if marked else outcome
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from tulle.pipeline.automatic import deal
 from tulle.pipeline.carried import Carried
 from tulle.pipeline.holdings import Unit
 from tulle.pipeline.homes import Assignment, homes, outermost, ranks_of, tensors_of
+from tulle.pipeline.kept import shared_in
 from tulle.pipeline.lent import is_lacking
 from tulle.pipeline.partition import Partition
 from tulle.pipeline.run import Resident, Runtime, runtime_of
@@ -145,6 +146,9 @@ def place(
     resident = runtime.models[number] = Resident(list(model.parameters()), tied, count, carried, list(model.modules()))
     for name, tensor in tensors_of(model):
         runtime.holdings.note(tensor, min(stages_of[name], default=None), number, name)
+    shared = shared_in(model, {name: at % axis.size for name, at in placed.items()})
+    for unit in units:
+        unit.attributes.shared = shared
     _follow_calls(model, units, Placement(runtime, placed, owners, resident, found))
     return model
 

@@ -98,6 +98,8 @@ class Placeholder(Tensor):
     needs_grad: bool
     _described: Described
     family: Family
+    own: Tensor | None
+    """A tensor that this rank has, as others have theirs, for which it stands: of a model, or of the user's code."""
     sent: dict[int, tuple[int, int | None]]
     """To whom it was sent: the version, and the number of the call for which a gradient is to come back, or None."""
     program: Operator
@@ -112,7 +114,7 @@ class Placeholder(Tensor):
             cls, described.shape, strides=described.stride or None, dtype=described.dtype, device=device
         )
         made.stage, made.program, made.graph = stage, program, program.graph
-        made.local, made.phase = None, None
+        made.local, made.phase, made.own = None, None, None
         made.needs_grad, made._described = described.needs_grad, described
         made.family, made.sent = Family(), {}
         return made

@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import collections
 import sys
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Mapping
 from copyreg import _slotnames  # type: ignore[attr-defined]
 from dataclasses import dataclass
 from enum import Enum
@@ -24,8 +25,15 @@ from tulle.pipeline.structure import is_atom
 State = dict[str, Any]
 """What an object holds, by the names of attributes; as `_ITEMS` what is in it, if it is a list or dictionary too."""
 _ITEMS = "[]"
-_PLAIN_OF_PYTHON = (SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
+_PLAIN_OF_PYTHON = (
+    SimpleNamespace,
+    argparse.Namespace,
+    collections.UserDict,
+    collections.UserList,
+    collections.Counter,
+)
 _NEVER = (nn.Module, Tensor, Enum, BaseException, type)
+_ATOMIC = (int, float, complex, str, bytes, type(None), nn.Module, type)
 _MOST_ITEMS = 512
 """Of a list or dictionary without tensors, such as a vocabulary; one that has more stays as it is."""
 
@@ -150,6 +158,25 @@ def set_state(value: Any, state: State, now: Iterable[str] = ()) -> None:
             object.__setattr__(value, name, one)
         else:
             own[name] = one
+
+
+def held_in(value: object) -> list[Any]:
+    """What is in a list, dictionary or object, and is no mere number or text.
+
+    Example:
+        >>> held_in(SimpleNamespace(a=1, b=[2], c={"d": (3,)}))
+        [[2], {'d': (3,)}]
+    """
+    if isinstance(value, _ATOMIC) or _is_bulk(value):
+        return []
+    held: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        held = value.values()
+    elif isinstance(value, list | tuple | set | deque):
+        held = value
+    elif is_plain(value):
+        held = state_of(value).values()
+    return [one for one in held if not isinstance(one, _ATOMIC)]
 
 
 def new_of(kind: type) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from statistics import fmean
 from typing import Any
 
@@ -23,18 +23,19 @@ from tulle.live import looking_at_saved
 from tulle.mesh import Axis
 from tulle.pipeline.attributes import own_attributes
 from tulle.pipeline.calls import Calls, pieces_of, watch
+from tulle.pipeline.carried import state_within
 from tulle.pipeline.holdings import Holdings, Unit
 from tulle.pipeline.homes import outward
 from tulle.pipeline.hooks import is_hooked, users_aside
 from tulle.pipeline.interception import run_in_this_thread
 from tulle.pipeline.lent import lent
 from tulle.pipeline.mailbox import Mailbox
-from tulle.pipeline.objects import mapped, objects_in, told
+from tulle.pipeline.objects import copied, mapped, objects_in
 from tulle.pipeline.partition import Piece
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.program import Program
 from tulle.pipeline.randomness import forked
-from tulle.pipeline.structure import flatten, rebuild
+from tulle.pipeline.structure import flatten, is_atom
 from tulle.pipeline.tape import Entry
 from tulle.pipeline.trial import trial
 from tulle.pipeline.unfit import refuse_scripted, refuse_sending
@@ -64,25 +65,32 @@ def profile(model: nn.Module, sample: object, axis: Axis, stages: int) -> tuple[
         ModelError: If a module is TorchScript's, or the forward puts other modules in place of some, or sends.
     """
     refuse_scripted(model)
-    args, kwargs = as_call(sample, axis.device)
     with untouched(model), written_back(model), lent(model, axis.device) as loans, forked(0):
-        before = {name: own_attributes(module) for name, module in model.named_modules()}
+        before = _kept_by(model)
         with refuse_sending(model):
-            calls = watch(model, args, kwargs)
+            calls = watch(model, *as_call(sample, axis.device))
         # What runs as one on one rank can only be placed as one, and what it keeps is told to the others.
         calls.borrowers |= _not_whole(model, calls) | (_keeping(model, before) - calls.asking)
         largest = (calls.time_s.get("") or sum(calls.time_s.values())) / (stages * PIECES_PER_STAGE)
         names = pieces_of(model, calls, calls.time_s, largest)
-        return _measured(model, names, (args, kwargs), alone(axis), loans), calls
+        return _measured(model, names, as_call(sample, axis.device), alone(axis), loans), calls
 
 
 def as_call(sample: object, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments and keywords that a sample stands for, on a device."""
-    leaves, spec = flatten(sample)
-    moved = rebuild(spec, [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-    if isinstance(moved, Mapping):
-        return (), {str(name): value for name, value in moved.items()}
-    return (moved if isinstance(moved, tuple) else (moved,)), {}
+    """The arguments and keywords that a sample stands for, on a device; copies, for models write in what they get."""
+    moved: dict[int, Any] = {}
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+            return leaf
+        if id(leaf) not in moved:
+            moved[id(leaf)] = leaf.detach().to(device, copy=True).requires_grad_(leaf.requires_grad)
+        return moved[id(leaf)]
+
+    given = copied(sample, move)
+    if isinstance(given, Mapping):
+        return (), {str(name): value for name, value in given.items()}
+    return (given if isinstance(given, tuple) else (given,)), {}
 
 
 def _measured(
@@ -154,22 +162,31 @@ def _not_whole(model: nn.Module, calls: Calls) -> set[str]:
     return around_hooked | past
 
 
-def _keeping(model: nn.Module, before: Mapping[str, Mapping[str, Any]]) -> set[str]:
+def _keeping(model: nn.Module, before: Mapping[str, Mapping[str, object]]) -> set[str]:
     """Modules whose forward keeps numbers on themselves, such as a loss of experts, and those around them.
 
     What they keep is read by others, and so must be there on all ranks: their code runs between modules.
     """
+    now = _kept_by(model)
     keeping = {
         name
         for name, module in model.named_modules()
         for attribute, value in own_attributes(module).items()
-        if _is_other(value, before.get(name, {}).get(attribute)) and any(map(_is_number, flatten(told(value))[0]))
+        if now[name][attribute] != before.get(name, {}).get(attribute) and any(map(_is_number, _leaves_in(value)))
     }
     return {outer for name in keeping for outer in (name, *outward(name))}
 
 
-def _is_other(value: object, before: object) -> bool:
-    return value != before if isinstance(value, int | float) else value is not before
+def _kept_by(model: nn.Module) -> dict[str, dict[str, object]]:
+    return {
+        name: {attribute: state_within(value) for attribute, value in own_attributes(module).items()}
+        for name, module in model.named_modules()
+    }
+
+
+def _leaves_in(value: object) -> Sequence[object]:
+    given = objects_in(value)
+    return flatten(value)[0] if given is None else given.leaves
 
 
 def _is_number(leaf: object) -> bool:
@@ -189,9 +206,9 @@ class _Weighed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, timed apart first."""
-        leaves, spec = flatten((args, kwargs))
+        leaves = flatten((args, kwargs))[0]
         with users_aside(self._module.modules()):
-            weighed = [self._weigh(*rebuild(spec, [_apart(leaf) for leaf in leaves])) for _ in range(_REPEATS)]
+            weighed = [self._weigh(*copied((args, kwargs), _apart)) for _ in range(_REPEATS)]
         self.time_s += fmean(time_s for time_s, _ in weighed)
         self.activation_bytes += weighed[0][1]
         given = objects_in((args, kwargs))
@@ -231,11 +248,16 @@ class _Weighed:
 
 def _apart(leaf: Any) -> Any:
     """A tensor of its own, so that what a module does with it does not count for others."""
+    if isinstance(leaf, Placeholder):  # the module may read it, or not
+        return leaf
     if isinstance(leaf, Tensor):
         copied = leaf.detach().clone()
         return Entry(copied).tensor() if leaf.requires_grad else copied  # no leaf of autograd: modules write in it
-    with _TensorsApart():
+    if is_atom(leaf) or isinstance(leaf, nn.Module):
+        return leaf
+    with _TensorsApart(), suppress(Exception):  # not everything can be copied, such as a lock
         return copy.deepcopy(leaf)  # such as a cache of keys and values, to which modules add
+    return leaf
 
 
 class _TensorsApart(TorchFunctionMode):
@@ -247,9 +269,7 @@ class _TensorsApart(TorchFunctionMode):
         if func is not Tensor.__deepcopy__:
             return func(*args, **(kwargs or {}))
         tensor, memo = args
-        if isinstance(tensor, Placeholder):  # the module may read it, or not
-            return tensor
-        return memo.setdefault(id(tensor), _apart(tensor))
+        return tensor if isinstance(tensor, Placeholder) else memo.setdefault(id(tensor), _apart(tensor))
 
 
 def _as_if_trained(leaf: Any) -> Any:

@@ -23,10 +23,9 @@ from tulle.pipeline.graphs import Graphs
 from tulle.pipeline.held import Settled
 from tulle.pipeline.holdings import Holdings, Known, Unit
 from tulle.pipeline.hooks import hears_gradients, hooks_for_all
-from tulle.pipeline.in_place import MARKS, mark, note_written, put_back
+from tulle.pipeline.in_place import MARKS, check_written, mark, note_written, put_back
 from tulle.pipeline.inside import Inside, at_work
 from tulle.pipeline.interception import interception_aside
-from tulle.pipeline.kept import left_by, with_left
 from tulle.pipeline.losses import is_backward, scaled
 from tulle.pipeline.messages import is_dense
 from tulle.pipeline.objects import Wanted, mapped
@@ -41,10 +40,20 @@ from tulle.pipeline.operation import (
     dealt_out,
     is_for_all,
 )
-from tulle.pipeline.outcome import Constant, Described, Outcome, Same, describe, versions_of
+from tulle.pipeline.outcome import (
+    Constant,
+    Described,
+    Outcome,
+    Same,
+    Twin,
+    describe,
+    untrained_of,
+    versions_of,
+    with_marked,
+)
 from tulle.pipeline.past_arguments import cut_where_reached
 from tulle.pipeline.placeholder import Placeholder
-from tulle.pipeline.randomness import forked_python, forked_torch, seed_of
+from tulle.pipeline.randomness import forked_generators, forked_python, forked_torch, seed_of
 from tulle.pipeline.recompute import outside_of_checkpoint
 from tulle.pipeline.shapes import writes_in_many
 from tulle.pipeline.structure import flatten, rebuild
@@ -286,10 +295,11 @@ class Program:
             attributes = call.unit.attributes
             is_new = outcome is None or outcome.varies
             with attributes.of_its_own():
-                before = attributes.all() if is_new else {}
+                before, untrained = (attributes.all(), untrained_of(natives)) if is_new else ({}, [])
                 seen, values = describe(self._execute(call, natives, seed, known), natives, versions)
                 if is_new:
-                    seen = with_left(seen, left_by(before, attributes.all(), values))
+                    seen = with_marked(attributes.with_left(seen, before, values), natives, untrained)
+            check_written(call, seen, outcome, rank, self.values.rank_of)
         check_nested(call.name, values)
         put_back(call, natives, seen, self.values.tape.phase)
         return self._wrapped(call, stage, self.values.tell(call.name, seen, outcome, known), values)
@@ -309,7 +319,7 @@ class Program:
         self._inside.begin(call.name, call)
         python = forked_python(known, seed) if known is not None else _NOT_FORKED
         try:
-            with outside_of_checkpoint(), forked_torch(seed), python:
+            with outside_of_checkpoint(), forked_torch(seed), python, forked_generators(natives, seed):
                 return call.function(*args, **kwargs)
         except Exception as error:
             what = f"module {call.name!r}" if call.unit else f"operation {call.name!r}"
@@ -322,15 +332,18 @@ class Program:
 
     def _wrapped(self, call: Call, stage: int, outcome: Outcome, values: Sequence[Any]) -> Any:
         """What the program gets to see of a result."""
-        ranks, phase = self._axis.size, self.values.tape.phase
         for number in outcome.written:
-            call.leaves[number] = self._adopted.written(call.leaves[number], stage, phase)
-            note_written(call, number, stage, ranks=ranks, phase=phase, take=self._take)
+            self._note_written(call, number, stage, is_trained=number in outcome.trained)
+        for number in outcome.marked:
+            leaf = call.leaves[number]
+            mark(leaf, needs_grad=True) if isinstance(leaf, Placeholder) else leaf.requires_grad_()
         results: list[Any] = []
         for result, value in zip(outcome.results, values, strict=True):
             if isinstance(result, Same):
                 results.append(call.leaves[result.argument])
                 self._take(results[-1])
+            elif isinstance(result, Twin):
+                results.append(results[result.result])
             elif isinstance(result, Constant):
                 results.append(result.value)
             else:
@@ -343,6 +356,14 @@ class Program:
             stand_for = lambda result, value: self._stand_for(result, stage, value, None)  # noqa: E731
             call.unit.attributes.show(left, results, stand_for, is_here=is_here)
         return rebuild(outcome.spec, results)
+
+    def _note_written(self, call: Call, number: int, stage: int, *, is_trained: bool) -> None:
+        leaf = call.leaves[number]  # it may be one that all ranks had alike until now
+        if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
+            call.leaves[number] = leaf = self._adopted.adopt(leaf, stage, self.values.tape.phase, is_trained=is_trained)
+        note_written(call, number, stage, is_trained=is_trained, values=self.values, take=self._take)
+        if isinstance(leaf, Placeholder) and leaf.own is not None:
+            self.holdings.keep(leaf.own, leaf.stage, is_trained=leaf.needs_grad)
 
     def _stand_for(
         self, described: Described, stage: int, value: Tensor | None, base: Placeholder | None

@@ -8,8 +8,8 @@ placeholder, draws from a stream that is seeded by step, micro-batch and the num
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -86,6 +86,27 @@ class forked_torch:  # noqa: N801 - used like a function; a class costs half as 
         torch.default_generator.set_state(self._cpu)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda)
+
+
+def forked_generators(values: Iterable[object], seed: int) -> AbstractContextManager[object]:
+    """The same for generators of the user's own, of which other ranks do not see that something was drawn."""
+    generators = [value for value in values if isinstance(value, torch.Generator)]
+    return _forked_generators(generators, seed) if generators else _NOTHING_FORKED
+
+
+_NOTHING_FORKED = nullcontext()
+
+
+@contextmanager
+def _forked_generators(generators: Sequence[torch.Generator], seed: int) -> Iterator[None]:
+    states = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed_of(seed, generator.initial_seed()))
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 class Drawing(Protocol):

@@ -79,7 +79,9 @@ def about(leaf: Any) -> Hashable:
         return tuple(leaf.shape), leaf.stride() if leaf.layout == torch.strided else (), leaf.dtype, leaf.requires_grad
     if isinstance(leaf, float):
         return float  # rates and temperatures change from step to step, shapes do not follow them
-    if isinstance(leaf, int | str | bool | type(None) | torch.dtype | torch.device | torch.Size | Fixed):
+    if isinstance(leaf, torch.device):
+        return torch.device, leaf.type  # each rank may have its own
+    if isinstance(leaf, int | str | bool | type(None) | torch.dtype | torch.Size | Fixed):
         return type(leaf), leaf
     return type(leaf)
 

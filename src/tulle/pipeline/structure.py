@@ -111,13 +111,13 @@ def _flatten(value: Any, leaves: list[Any]) -> Spec:
             bounds = [operator.index(end) if isinstance(end, torch.Tensor) else end for end in ends]
             return node(kind, None, tuple([_flatten(bound, leaves) for bound in bounds]))
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            held = _held(value)
+            held = held_by(value)
             return node(kind, tuple(held), tuple([_flatten(child, leaves) for child in held.values()]))
     leaves.append(value)
     return LEAF
 
 
-def _held(value: Any) -> dict[str, Any]:
+def held_by(value: Any) -> dict[str, Any]:
     """What a dataclass's instance holds, by name, and not what its class makes of asking for it, which may raise."""
     held = dict(vars(value)) if hasattr(value, "__dict__") else {}
     for field in dataclasses.fields(value):

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
-from tulle.pipeline.filled import can_be_filled, fill, with_filled
+from tulle.pipeline.aliases import as_before, pattern_of
+from tulle.pipeline.asking import Asked
+from tulle.pipeline.filled import can_be_filled, changeable_in, fill, unmarked, with_filled
 from tulle.pipeline.held import Settled
 from tulle.pipeline.holdings import Unit
-from tulle.pipeline.objects import Asked, Wanted, lent, taken, telling
+from tulle.pipeline.objects import Wanted, lent, taken, telling
 from tulle.pipeline.operation import Call
 from tulle.pipeline.outcome import Constant, Outcome
 from tulle.pipeline.placeholder import Placeholder
@@ -47,9 +49,11 @@ class UnitCall(Call):
         self.given = lent(leaves, held)
         """The objects among the arguments."""
         if self.given is not None:
-            leaves, caller = self.given.leaves, self.given.around(caller, lambda: self._inside)
+            leaves, caller = self.given.leaves, self.given.around(caller, args, kwargs, lambda: self._inside)
         function = as_checkpointed(caller)
-        function = telling(with_filled(function) if self._is_open else function, unit.module, self.given)
+        if self._is_open:
+            function = as_before(with_filled(function), pattern_of((args, kwargs)))
+        function = telling(function, unit.module, self.given)
         super().__init__(function, list(map(placed, leaves)), spec, unit.name, unit)
 
     @property
@@ -129,6 +133,7 @@ class UnitCall(Call):
         filled = None
         if self._is_open:
             result, filled = result
+            result = unmarked(result, changeable_in((self._args, self._kwargs)))
         if self.given is not None:
             result, changes = result
             self.given.change(changes)

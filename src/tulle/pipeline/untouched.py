@@ -17,10 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tulle.pipeline.attributes import own_attributes
 from tulle.pipeline.hooks import as_before
+from tulle.pipeline.plain import State, held_in, is_plain, set_state, state_of
 
 
 @contextmanager
@@ -47,7 +48,11 @@ def undoing(model: nn.Module) -> Callable[[], None]:
     """What gives buffers and attributes of modules back as they are now."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     attributes = [(module, _kept(module), dict(module._buffers)) for module in model.modules()]
-    contents = [give for _, kept, _ in attributes for value in kept.values() if (give := _contents(value)) is not None]
+    contents: list[Callable[[], object]] = []
+    seen = set[int]()
+    for _, kept, _ in attributes:
+        for value in kept.values():
+            _note_contents(value, contents, seen)
 
     def undo() -> None:
         for module, kept, own in attributes:
@@ -76,8 +81,24 @@ def _unmoved(value: Any) -> Any:
     return value
 
 
+def _note_contents(value: Any, contents: list[Callable[[], object]], seen: set[int]) -> None:
+    """Note what puts back what a value holds, and what is in that, as far as it can change."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if (give := _contents(value)) is not None:
+        contents.append(give)
+    for one in held_in(value):
+        _note_contents(one, contents, seen)
+
+
 def _contents(value: Any) -> Callable[[], object] | None:
     """What puts back what a value holds, if that can change."""
+    if type(value) is Tensor:
+        can_be = not value.is_meta and value.layout == torch.strided and not value.is_inference()
+        return partial(_rewrite, value, value._version, value.detach().clone()) if can_be else None
+    if is_plain(value):
+        return partial(_reset, value, state_of(value, is_all=True))
     if isinstance(value, list | dict | set | deque):
         return partial(_refill, value, copy.copy(value))
     if isinstance(value, random.Random):
@@ -95,3 +116,13 @@ def _refill(value: Any, before: Any) -> None:
         value.extend(before)
     else:
         value.update(before)
+
+
+def _reset(value: Any, before: State) -> None:
+    set_state(value, before, state_of(value, is_all=True))
+
+
+def _rewrite(value: Tensor, version: int, before: Tensor) -> None:
+    if value._version != version:
+        with torch.no_grad():
+            value.copy_(before)

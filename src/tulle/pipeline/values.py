@@ -6,12 +6,14 @@ key.
 
 from __future__ import annotations
 
+import pickle
+import re
 from collections.abc import Callable, Hashable, Sequence
 from hashlib import blake2b
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from tulle.errors import ModelError
@@ -104,6 +106,18 @@ class Values:
             placeholder.local, placeholder.phase = cut, self.tape.phase
         return cut
 
+    def give_back(self, placeholder: Placeholder, rank: int, purpose: str) -> None:
+        """Have what a rank wrote in its copy of a value be written at home, too. Every rank comes here."""
+        home, number = self.rank_of(placeholder.stage), self._next()
+        key = (Kind.VALUE, self._number, number)
+        if self._rank == rank:
+            self._mailbox.send(key, placeholder.local, to=(home,))
+        elif self._rank == home:
+            assert placeholder.local is not None, "it lives here"
+            with torch.no_grad():
+                placeholder.local.copy_(self._await(key, rank, f"what {purpose!r} wrote"))
+        placeholder.sent = {rank: (placeholder.family.version, None)}
+
     def seed(self, loss: Placeholder, gradient: Tensor | None, scale: float) -> None:
         """Have backward begin at a loss. Every rank comes here."""
         rank = self.rank_of(loss.stage)
@@ -148,7 +162,8 @@ class Values:
         """
         if outcome is None and known is not None:
             message = Kind.OUTCOME, 0, _digest(known.signature)
-            self._wait(message, rank, f"the outcome of {name!r} ({self.name})")
+            what = f"the outcome of {name!r}, whose arguments are to hold the same numbers and text on all ranks"
+            self._wait(message, rank, f"{what} ({self.name})")
             if known.outcome is None:  # else another micro-batch has come by
                 known.outcome = self._mailbox.look(message)
             outcome = known.outcome
@@ -160,11 +175,11 @@ class Values:
         """Tell the other ranks what they cannot know of an outcome; give what all go by."""
         if outcome is None and known is not None:
             if known.outcome is None:
+                self._tell_outcome(name, (Kind.OUTCOME, 0, _digest(known.signature)), seen)
                 known.outcome = seen
-                self._tell_all((Kind.OUTCOME, 0, _digest(known.signature)), seen)
             outcome = known.outcome
         if outcome is None or outcome.varies:
-            self._tell_all((Kind.OUTCOME, self._number, self._next()), seen)
+            self._tell_outcome(name, (Kind.OUTCOME, self._number, self._next()), seen)
             return seen
         if outcome is not seen and not seen.is_like(outcome):
             raise ModelError(
@@ -188,6 +203,21 @@ class Values:
         """Another one for each backward: with `retain_graph` several gradients of one value may be under way."""
         return Kind.GRADIENT, self._number, self._backwards << 32 | number
 
+    def _tell_outcome(self, name: str, key: Key, outcome: Outcome) -> None:
+        if self._size > 1 and any(isinstance(getattr(one, "value", None), nn.Module) for one in outcome.results):
+            raise ModelError(
+                f"{name!r} gives a module, or puts one into what it was given: other ranks would have a copy of it, "
+                "whose parameters nobody trains; have it give tensors and numbers"
+            )
+        try:
+            self._tell_all(key, outcome)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise ModelError(
+                f"{name!r} gives something, or puts it into what it was given, that cannot be told to other ranks, "
+                f"because {type(error).__name__}: {error}. Have it give tensors, numbers, text, and objects of classes "
+                "and functions that stand at the top level of a file"
+            ) from error
+
     def _tell_all(self, key: Key, content: object) -> None:
         self._mailbox.send(key, content, to=[rank for rank in range(self._size) if rank != self._rank])
 
@@ -209,5 +239,10 @@ class Values:
         return self._count
 
 
+_ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
+"""Of a function or an object, by which a dictionary may have its values; it differs between ranks."""
+
+
 def _digest(key: Hashable) -> int:
-    return int.from_bytes(blake2b(repr(key).encode(), digest_size=7).digest(), "little")
+    said = _ADDRESS.sub("", repr(key))
+    return int.from_bytes(blake2b(said.encode(), digest_size=7).digest(), "little")
