@@ -181,7 +181,25 @@ class OfTwins(Pair):
         return self.b(both_of.other) + z
 
 
-KINDS = [OfRaw, OfIds, OfDetached, OfBuffer, OfBufferOfAnother, OfOwnTensor, Forces, OfTwins]
+class Views(nn.Linear):
+    def forward(self, x):
+        return x.view(-1, WIDTH)
+
+
+class OfView(Pair):
+    """What is written in is a view of what a module was sent."""
+
+    first = Views
+
+    def forward(self, x):
+        y = self.b(x)
+        view = self.a(y)
+        with torch.no_grad():
+            view += 1
+        return self.b(y) + view
+
+
+KINDS = [OfView, OfRaw, OfIds, OfDetached, OfBuffer, OfBufferOfAnother, OfOwnTensor, Forces, OfTwins]
 
 
 @pytest.mark.parametrize("kind", KINDS)

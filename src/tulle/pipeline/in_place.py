@@ -93,9 +93,19 @@ def note_written(
         if leaf.own is not None and (not leaf.needs_grad or isinstance(leaf.own, nn.Parameter)):  # for later programs
             values.give_back(leaf, rank, call.name)
             return
-        if leaf.family.has_others:
-            raise ModelError(
-                f"module {call.name!r} writes in its argument {leaf!r}, which lives at another stage and of which "
-                "there are views: give it a copy (.clone()), or place both at one stage"
-            )
+        _check_alone(call, leaf)
         leaf.stage, leaf.sent = stage, {}
+    lender = leaf.family.lender() if leaf.family.lender is not None else None
+    if lender is not None and values.rank_of(lender.stage) != rank:  # a view of what was sent: so is what it is of
+        _check_alone(call, lender)
+        lender.stage, lender.sent, lender.needs_grad = stage, {}, lender.needs_grad or leaf.needs_grad
+        lender.phase = None if lender.local is None else phase
+        take(lender)
+
+
+def _check_alone(call: Call, leaf: Placeholder) -> None:
+    if leaf.family.has_others:
+        raise ModelError(
+            f"{call.name!r} writes in {leaf!r}, or a view of it, which lives at another stage and of which there are "
+            "views: give it a copy (.clone()), or place both at one stage"
+        )

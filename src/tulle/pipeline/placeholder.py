@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -51,10 +51,12 @@ running: ContextVar[Operator | None] = ContextVar("running", default=None)
 class Family:
     """Placeholders that share memory; writing in one writes in all."""
 
-    __slots__ = ("_members", "version")
+    __slots__ = ("_members", "lender", "version")
 
     def __init__(self) -> None:
         self.version = 0
+        self.lender: ref[Placeholder] | None = None
+        """What they are views of, if it lives on another rank, and what they share memory with is a copy of it."""
         self._members: WeakSet[Placeholder] | None = None
 
     @property

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -349,7 +350,8 @@ class Program:
             else:
                 base = None if result.base is None else call.leaves[result.base]
                 is_view = isinstance(base, Placeholder) and (base.stage - stage) % self._axis.size == 0
-                results.append(self._stand_for(result, stage, value, base if is_view else None))
+                results.append(made := self._stand_for(result, stage, value, base if is_view else None))
+                made.family.lender = made.family.lender if is_view or not isinstance(base, Placeholder) else ref(base)
         for left in outcome.left:
             assert call.unit is not None, "operations have no attributes"
             is_here = self.values.rank_of(stage) == self._axis.rank
