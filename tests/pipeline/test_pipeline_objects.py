@@ -247,7 +247,19 @@ class HoldingUser(Holding):
     kind = staticmethod(lambda x: User(x=x))
 
 
-@pytest.mark.parametrize("kind", [HoldingAttributes, HoldingNamespace, HoldingSlots, HoldingNameless, HoldingUser])
+class Ordered(collections.OrderedDict):
+    x = property(lambda self: self["x"], lambda self, value: self.__setitem__("x", value))
+    y = property(lambda self: self["y"], lambda self, value: self.__setitem__("y", value))
+
+
+class HoldingOrdered(Holding):
+    kind = staticmethod(lambda x: Ordered(x=x))
+
+
+KINDS = [HoldingAttributes, HoldingNamespace, HoldingSlots, HoldingNameless, HoldingUser, HoldingOrdered]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2)
 def test_all_kinds_of_objects_are_taken_apart(kind):
     worst, _, _ = both(kind, {"first": 0, "second": 1})
@@ -416,3 +428,49 @@ class Sharing(nn.Module):
 def test_a_list_in_two_objects_is_one_for_modules_too():
     worst, _, _ = both(Sharing, {"first": 0, "second": 1})
     assert worst < 1e-12
+
+
+class Two(tuple):
+    """A tuple of a class of its own."""
+
+
+class GivesTwo(nn.Linear):
+    kind = Two
+
+    def forward(self, x):
+        y = super().forward(x[0])
+        return self.kind((y, y.sin()))
+
+
+class Tuples(nn.Module):
+    kind = GivesTwo
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = self.kind(WIDTH, WIDTH), self.kind(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return sum(self.second(self.first([x])))
+
+
+@on_ranks(2)
+def test_tuples_of_other_classes_are_taken_apart():
+    worst, _, _ = both(Tuples, {"first": 0, "second": 1})
+    assert worst < 1e-12
+
+
+class GivesSet(GivesTwo):
+    kind = set
+
+    def forward(self, x):
+        return super().forward(list(x))
+
+
+class Sets(Tuples):
+    kind = GivesSet
+
+
+@on_ranks(2)
+def test_what_is_trained_in_what_is_not_taken_apart_is_refused():
+    with pytest.raises(TulleError, match="needs a gradient within something that is not taken apart"):
+        both(Sets, {"first": 0, "second": 1})

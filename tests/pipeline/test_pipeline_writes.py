@@ -199,7 +199,26 @@ class OfView(Pair):
         return self.b(y) + view
 
 
-KINDS = [OfView, OfRaw, OfIds, OfDetached, OfBuffer, OfBufferOfAnother, OfOwnTensor, Forces, OfTwins]
+class Slices(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y[:, :3], y
+
+
+class OfSlices(Pair):
+    """What is written in shares its memory with something else that the module gives."""
+
+    first = Slices
+
+    def forward(self, x):
+        part, y = self.a(x)
+        z = self.b(y).detach()
+        with torch.no_grad():
+            part.mul_(2)
+        return self.b(y) + z
+
+
+KINDS = [OfSlices, OfView, OfRaw, OfIds, OfDetached, OfBuffer, OfBufferOfAnother, OfOwnTensor, Forces, OfTwins]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -24,6 +24,7 @@ class Described:
         dtype: Its dtype.
         needs_grad: Whether a gradient is to come back to it.
         base: Number of the argument whose memory it shares, or None.
+        kin: Number of an earlier result whose memory it shares, or None.
     """
 
     shape: tuple[int, ...]
@@ -31,6 +32,7 @@ class Described:
     dtype: torch.dtype
     needs_grad: bool
     base: int | None = None
+    kin: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -134,18 +136,20 @@ def describe(result: object, arguments: Sequence[object], versions: Sequence[int
         for number, leaf in reversed(list(enumerate(arguments)))
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
     }
-    first = {id(leaf): number for number, leaf in reversed(list(enumerate(leaves))) if isinstance(leaf, Tensor)}
-    results = tuple(
-        Same(same[id(leaf)])
-        if id(leaf) in same
-        else Twin(first[id(leaf)])
-        if first.get(id(leaf), number) != number
-        else _described(leaf, memory)
-        for number, leaf in enumerate(leaves)
-    )
+    results: list[Result] = []
+    first: dict[int, int] = {}
+    of_results: dict[int, int] = {}
+    for number, leaf in enumerate(leaves):
+        if id(leaf) in same:
+            results.append(Same(same[id(leaf)]))
+        elif isinstance(leaf, Tensor) and id(leaf) in first:
+            results.append(Twin(first[id(leaf)]))
+        else:
+            first[id(leaf)] = number
+            results.append(_described(leaf, memory, of_results, number))
     varies = any(isinstance(one, Constant) and not is_fixed(one.value) for one in results)
     trained = tuple(number for number in written if getattr(arguments[number], "requires_grad", False))
-    return Outcome(results, spec, written, trained, varies=varies), leaves
+    return Outcome(tuple(results), spec, written, trained, varies=varies), leaves
 
 
 def versions_of(arguments: Sequence[object]) -> list[int]:
@@ -178,12 +182,16 @@ def versioned() -> Iterator[None]:
         yield
 
 
-def _described(leaf: object, memory: dict[int, int]) -> Result:
+def _described(leaf: object, of_arguments: dict[int, int], of_results: dict[int, int], number: int) -> Result:
     if not isinstance(leaf, Tensor) or leaf.is_nested:
         return Constant(leaf)
-    base = memory.get(leaf.untyped_storage()._cdata) if leaf.layout == torch.strided else None
-    stride = leaf.stride() if leaf.layout == torch.strided else ()
-    return Described(tuple(leaf.shape), stride, leaf.dtype, leaf.requires_grad, base)
+    if leaf.layout != torch.strided:
+        return Described(tuple(leaf.shape), (), leaf.dtype, leaf.requires_grad)
+    memory = leaf.untyped_storage()._cdata
+    base = of_arguments.get(memory)
+    kin = of_results.setdefault(memory, number)
+    kin = None if kin == number or base is not None else kin
+    return Described(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad, base, kin)
 
 
 def _has_identity(leaf: object) -> bool:

@@ -32,6 +32,7 @@ _PLAIN_OF_PYTHON = (
     collections.UserList,
     collections.Counter,
 )
+_BASES = (collections.OrderedDict, collections.defaultdict, dict, list, SimpleNamespace, object)
 _NEVER = (nn.Module, Tensor, Enum, BaseException, type)
 _ATOMIC = (int, float, complex, str, bytes, type(None), nn.Module, type)
 _MOST_ITEMS = 512
@@ -56,13 +57,13 @@ def _kind(kind: type) -> _Kind | None:
         return None
     if issubclass(kind, _NEVER) or hasattr(kind, "__next__") or hasattr(kind, "__torch_function__"):
         return None
-    base = next(one for one in (dict, list, SimpleNamespace, object) if issubclass(kind, one))
+    base = next(one for one in _BASES if issubclass(kind, one))
     slots = tuple(_slotnames(kind))
     # What is larger has fields of C, which nobody sees.
     if kind.__basicsize__ > base.__basicsize__ + 8 * (len(slots) + 2) or kind.__itemsize__:
         return None
     has_attributes = kind.__dictoffset__ != 0
-    is_plain = has_attributes or slots or base in (dict, list)
+    is_plain = has_attributes or slots or issubclass(base, dict | list)
     return _Kind(base, slots, has_attributes) if is_plain else None
 
 
@@ -97,8 +98,8 @@ def state_of(value: Any, *, is_all: bool = False) -> State:
         one = _slot(value, name)
         if one is not _UNSET and (is_all or not _is_bulk(one)):
             state[name] = one
-    if kind.base is dict and (is_all or not _is_bulk(value)):
-        state[_ITEMS] = dict(dict.items(value))
+    if issubclass(kind.base, dict) and (is_all or not _is_bulk(value)):
+        state[_ITEMS] = dict(kind.base.items(value))
     if kind.base is list and (is_all or not _is_bulk(value)):
         state[_ITEMS] = list(list.__iter__(value))
     return state
@@ -149,9 +150,10 @@ def set_state(value: Any, state: State, now: Iterable[str] = ()) -> None:
             object.__delattr__(value, name)
     for name, one in state.items():
         if name == _ITEMS:
-            if kind.base is dict:
-                dict.clear(value)
-                dict.update(value, one)
+            if issubclass(kind.base, dict):
+                kind.base.clear(value)
+                for key, content in one.items():
+                    kind.base.__setitem__(value, key, content)
             else:
                 list.__setitem__(value, slice(None), one)
         elif name in kind.slots:

@@ -349,6 +349,7 @@ class Program:
                 results.append(result.value)
             else:
                 base = None if result.base is None else call.leaves[result.base]
+                base = base if result.kin is None else results[result.kin]
                 is_view = isinstance(base, Placeholder) and (base.stage - stage) % self._axis.size == 0
                 results.append(made := self._stand_for(result, stage, value, base if is_view else None))
                 made.family.lender = made.family.lender if is_view or not isinstance(base, Placeholder) else ref(base)
@@ -362,7 +363,7 @@ class Program:
     def _note_written(self, call: Call, number: int, stage: int, *, is_trained: bool) -> None:
         leaf = call.leaves[number]  # it may be one that all ranks had alike until now
         if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
-            call.leaves[number] = leaf = self._adopted.adopt(leaf, stage, self.values.tape.phase, is_trained=is_trained)
+            leaf = call.leaves[number] = self._adopted.adopt(leaf, stage, self.values.tape.phase, is_trained=is_trained)
         note_written(call, number, stage, is_trained=is_trained, values=self.values, take=self._take)
         if isinstance(leaf, Placeholder) and leaf.own is not None:
             self.holdings.keep(leaf.own, leaf.stage, is_trained=leaf.needs_grad)

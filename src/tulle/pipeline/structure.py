@@ -103,7 +103,7 @@ def _flatten(value: Any, leaves: list[Any]) -> Spec:
         if kind in pytree.SUPPORTED_NODES:
             children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(value)
             return node(kind, _frozen(context), tuple([_flatten(child, leaves) for child in children]))
-        if issubclass(kind, tuple) and hasattr(kind, "_fields"):  # named, and what is derived of such (PackedSequence)
+        if issubclass(kind, tuple) and _is_only_a_tuple(value):  # named, and what is derived of such (PackedSequence)
             return node(kind, None, tuple([_flatten(child, leaves) for child in value]))
         if kind is slice:
             ends = (value.start, value.stop, value.step)
@@ -115,6 +115,11 @@ def _flatten(value: Any, leaves: list[Any]) -> Spec:
             return node(kind, tuple(held), tuple([_flatten(child, leaves) for child in held.values()]))
     leaves.append(value)
     return LEAF
+
+
+def _is_only_a_tuple(value: Any) -> bool:
+    """Whether a tuple of some class is made of its items alone."""
+    return hasattr(value, "_fields") or not (isinstance(value, torch.Size) or getattr(value, "__dict__", None))
 
 
 def held_by(value: Any) -> dict[str, Any]:

@@ -6,9 +6,11 @@ key.
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ from tulle.pipeline.messages import Key, Kind
 from tulle.pipeline.outcome import Outcome
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.split_backward import Work
+from tulle.pipeline.structure import is_atom
 from tulle.pipeline.tape import Phase, Tape
 
 Wait = Callable[[Key, int, str], None]
@@ -209,6 +212,12 @@ class Values:
                 f"{name!r} gives a module, or puts one into what it was given: other ranks would have a copy of it, "
                 "whose parameters nobody trains; have it give tensors and numbers"
             )
+        if self._size > 1 and any(map(_hides_graph, outcome.results)):
+            raise ModelError(
+                f"{name!r} gives a tensor that needs a gradient within something that is not taken apart (it has "
+                "fields of C, or is of Python's own library or of torch), and gradients would not come back: have it "
+                "give the tensor itself, or in a list, tuple, dictionary or object of a class of yours"
+            )
         try:
             self._tell_all(key, outcome)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -237,6 +246,29 @@ class Values:
     def _next(self) -> int:
         self._count += 1
         return self._count
+
+
+class _Tensors(pickle.Pickler):
+    """Finds out whether tensors that need a gradient are within something."""
+
+    is_trained = False
+
+    def persistent_id(self, obj: Any) -> object:
+        """Look at what is to be written."""
+        if not isinstance(obj, Tensor):
+            return None
+        self.is_trained |= obj.requires_grad
+        return 0
+
+
+def _hides_graph(result: object) -> bool:
+    value = getattr(result, "value", None)
+    if is_atom(value) or isinstance(value, type):
+        return False
+    pickler = _Tensors(io.BytesIO())
+    with suppress(pickle.PicklingError, TypeError, AttributeError):  # which is told where it is sent
+        pickler.dump(value)
+    return pickler.is_trained
 
 
 _ADDRESS = re.compile(" at 0x[0-9a-fA-F]+")
