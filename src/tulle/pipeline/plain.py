@@ -109,7 +109,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     """The attributes of an object that holds nothing else, itself; None of others."""
     kind = _kind(type(value))
     assert kind is not None, "only of objects that are plain"
-    if kind.slots or kind.base in (dict, list):
+    if kind.slots or issubclass(kind.base, dict | list):
         return None
     return object.__getattribute__(value, "__dict__")
 
