@@ -219,3 +219,22 @@ def test_a_model_that_was_profiled_is_not_held():
     del model
     gc.collect()
     assert weight() is None
+
+
+def test_what_was_frozen_in_forward_is_so_when_it_runs_again():
+    """As a critic is for the loss of its generator."""
+    found = []
+    for recomputed in ([], ["0", "1"]):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+        recompute(model, recomputed)
+        x = torch.ones(3, 4, requires_grad=True)
+        model[0].requires_grad_(False)
+        loss = model(x).pow(2).mean()
+        model[0].requires_grad_(True)
+        model[1].requires_grad_(False)
+        loss.backward()
+        assert [p.requires_grad for p in model.parameters()] == [True, True, False, False]
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    assert found[0][1:] == found[1][1:] == [None] * 4
+    assert torch.equal(found[0][0], found[1][0])

@@ -1,7 +1,8 @@
 """`as_given`: a forward that runs again in backward finds what it found the first time, and leaves nothing twice.
 
 `torch.utils.checkpoint` gives it the same objects again. What it has written to them by then, keys to a cache say, and
-to buffers of its module, statistics of batches say, it would read, and write once more.
+to buffers of its module, statistics of batches say, it would read, and write once more. A module that was frozen while
+it ran, as a discriminator is for its generator's loss, would be trained if it runs again when it is no longer.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ def as_given(
         for place, is_written in written.items()
         if is_written is not False and (buffer := _buffer(place)) is not None and _has_values(buffer)
     }
-    if not written and not any(map(_may_change, (*arguments, *keywords.values()))):
-        return forward
-    given = _copied((tuple(arguments), dict(keywords)), {})
+    trained = [parameter.requires_grad for parameter in module.parameters()]
+    may_change = bool(written) or any(map(_may_change, (*arguments, *keywords.values())))
+    given = _copied((tuple(arguments), dict(keywords)), {}) if may_change else None  # tensors may be parked elsewhere
     has_run = False
 
     def run(*arguments: Any, **keywords: Any) -> Any:
         nonlocal has_run
         if has_run:
-            arguments, keywords = _copied(given, {})
-            with _lent(buffers):
+            arguments, keywords = (arguments, keywords) if given is None else _copied(given, {})
+            with _lent(buffers), _frozen_as(module, trained):
                 return forward(*arguments, **keywords)
         has_run = True
         before = {place: _identity(place) for place in written}
@@ -103,6 +104,19 @@ def _lent(buffers: Mapping[Place, Tensor]) -> Iterator[None]:
     finally:
         for (owner, name), buffer in own.items():
             owner._buffers[name] = buffer
+
+
+@contextmanager
+def _frozen_as(module: nn.Module, trained: Sequence[bool]) -> Iterator[None]:
+    """Have those of a module's parameters be trained that were when it ran first."""
+    others = [one for one, was in zip(module.parameters(), trained, strict=False) if one.requires_grad != was]
+    try:
+        for parameter in others:
+            parameter.requires_grad = not parameter.requires_grad
+        yield
+    finally:
+        for parameter in others:
+            parameter.requires_grad = not parameter.requires_grad
 
 
 def _may_change(value: object) -> bool:
