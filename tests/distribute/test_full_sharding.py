@@ -199,3 +199,42 @@ def test_what_torchscript_reads_stays_whole_and_is_one_process(monkeypatch):
             stepped.step()
             stepped.zero_grad()
     assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+
+
+class Odd(nn.Module):
+    """A block of which two names are called, and weights of types that are not trained, as of what was quantized."""
+
+    def __init__(self):
+        super().__init__()
+        block = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.layers = nn.Sequential(nn.Linear(4, 4), block, block, nn.Linear(4, 4))
+        self.narrow = nn.Parameter(torch.arange(-12, 12, dtype=torch.int8).view(4, 6), requires_grad=False)
+        self.mask = nn.Parameter(torch.arange(24).view(4, 6) % 3 > 0, requires_grad=False)
+        self.places = nn.Parameter(torch.arange(4).flip(0), requires_grad=False)
+
+    def forward(self, x):
+        return self.layers(x)[:, self.places] @ (self.narrow.to(x.dtype) / 12 * self.mask)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_shared_blocks_and_weights_of_any_type_are_one_process(recomputed):
+    def trained(mesh=None):
+        torch.manual_seed(0)
+        model, rank, size = Odd().double(), 0, 1
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        if mesh is not None:
+            rank, size = mesh.rank, mesh.size
+            names = tuple(tulle.memory.repeated(model)) if recomputed else ()
+            tulle.distribute(
+                model, optimizer, mesh, plan=Plan(mesh.shape, memory=Memory(full_shard=True, recompute=names))
+            )
+            assert model.narrow.shape != (4, 6)
+        for step in range(3):
+            x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            model(x.chunk(size)[rank]).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return tulle.full_state_dict(model, everywhere=True)
+
+    assert worst_difference(trained(tulle.init(data=-1)), trained()) < 1e-12

@@ -131,11 +131,16 @@ def _read_unseen(model: nn.Module, axis: Axis) -> set[int]:
 def _members(model: nn.Module, units: Collection[str], cuts: Mapping[int, Shard]) -> dict[str, list[str]]:
     """By unit, the names in it of the parameters that are gathered with it; of the model itself there may be none."""
     members: dict[str, list[str]] = {name: [] for name in units if not name and "forward" not in model.__dict__}
+    homes = {id(model.get_submodule(unit)): unit for unit in units}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        around = [unit for unit in units if not unit or name.startswith(f"{unit}.")]
-        if id(parameter) in cuts and around:
-            unit = max(around, key=len)
-            members.setdefault(unit, []).append(name[len(unit) + 1 :] if unit else name)
+        path = name.split(".")
+        # Innermost first; a unit may be around a parameter by another of its names than the one that was given.
+        lengths = range(len(path) - 1, -1, -1) if id(parameter) in cuts else ()
+        around = (n for n in lengths if id(model.get_submodule(".".join(path[:n]))) in homes)
+        if (length := next(around, None)) is not None:
+            unit, member = homes[id(model.get_submodule(".".join(path[:length])))], ".".join(path[length:])
+            if member not in members.setdefault(unit, []):
+                members[unit].append(member)
     return members
 
 

@@ -14,6 +14,8 @@ from tulle.memory.execution_order import other_branch
 from tulle.memory.shard import Shard
 from tulle.mesh import Axis
 
+_MARKS = {torch.bool: 2, torch.int8: 128, torch.uint8: 251}
+"""How many marks there are in a dtype of one byte; floats of one byte hold few whole numbers."""
 Packed = Sequence[tuple[Sequence[int], Tensor]]
 """Of each dtype the numbers of some parts, and a copy of them end to end, with a mark behind."""
 
@@ -50,7 +52,7 @@ class Unit:
             pieces = gathered.split([size for of_rank in sizes for size in of_rank])
             each = len(numbers) + 1
             if not own.is_cuda:  # to look would wait for the device: gradients are looked at there
-                self._check(torch.cat(pieces[len(numbers) :: each]).tolist())
+                self._check(torch.cat(pieces[len(numbers) :: each]).tolist(), own.dtype)
             for place, number in enumerate(numbers):
                 shard, of_ranks = self.shards[number], pieces[place::each]
                 shaped = [piece.view(shard.shape_on(rank)) for rank, piece in enumerate(of_ranks)]
@@ -61,7 +63,7 @@ class Unit:
         """Copies of this rank's parts, and the unit's mark, for `gather`."""
         packed = []
         for numbers in by_dtype(parts):
-            mark = parts[numbers[0]].new_tensor([self._mark])
+            mark = parts[numbers[0]].new_tensor([self._mark(parts[numbers[0]].dtype)])
             packed.append((numbers, torch.cat([*(parts[n].detach().reshape(-1) for n in numbers), mark])))
         return packed
 
@@ -76,7 +78,7 @@ class Unit:
             numbers = [trained[place] for place in group]
             *means, told = self._sum(numbers, gradients, parts[numbers[0]])
             any_used, marks = (values := told.tolist())[: len(numbers)], values[len(numbers) :]
-            self._check(marks)
+            self._check(marks, parts[numbers[0]].dtype)
             for number, mean, used in zip(numbers, means, any_used, strict=True):
                 if used:
                     reduced[number] = mean.view(self.shards[number].local_shape) / self.axis.size
@@ -88,7 +90,7 @@ class Unit:
 
     def _sum(self, numbers: Sequence[int], gradients: Sequence[Tensor | None], like: Tensor) -> Sequence[Tensor]:
         """This rank's parts of the sums of some gradients, flat; by how many ranks each was used, and their marks."""
-        flags = like.new_tensor([*(gradients[number] is not None for number in numbers), self._mark])
+        flags = like.new_tensor([*(gradients[number] is not None for number in numbers), self._mark(like.dtype)])
         outgoing = [
             torch.cat([*(_for_rank(gradients[number], self.shards[number], rank, like) for number in numbers), flags])
             for rank in range(self.axis.size)
@@ -100,14 +102,13 @@ class Unit:
         *means, any_used, _ = of_ranks.sum(0).split(sizes)
         return [*means, torch.cat([any_used, of_ranks[:, -1]])]
 
-    @property
-    def _mark(self) -> int:
-        """What every message bears, so that one of another unit is known; a number that every dtype can hold."""
-        return crc32(self.name.encode()) % 251
+    def _mark(self, dtype: torch.dtype) -> int:
+        """What every message bears, so that one of another unit is known; a number that its dtype can hold."""
+        return crc32(self.name.encode()) % _MARKS.get(dtype, 251 if dtype.itemsize > 1 else 8)
 
-    def _check(self, marks: Sequence[float]) -> None:
+    def _check(self, marks: Sequence[float], dtype: torch.dtype) -> None:
         for rank, mark in enumerate(marks):
-            if mark != self._mark:
+            if mark != self._mark(dtype):
                 raise other_branch(f"{self.name!r} on rank {self.axis.rank}, another on rank {rank}")
 
 
