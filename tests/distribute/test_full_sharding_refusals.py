@@ -108,3 +108,26 @@ def test_a_model_of_which_a_rank_has_a_stage_or_split_layers_is_not_pickled(shap
     ):
         pickle.dumps(model)
     assert type(copy.deepcopy(model)) is nn.Sequential
+
+
+@on_ranks(2)
+def test_a_softmax_whose_table_is_shared_out_says_that_it_has_a_part():
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.softmax = tulle.ShardedSoftmax(8, 4, bias=True)
+
+        def forward(self, x, target):
+            return self.softmax(x, target)
+
+    model, mesh = Words(), tulle.init(data=-1)
+    plan = Plan(mesh.shape, memory=Memory(full_shard=True))
+    tulle.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh, plan=plan)
+    x, target = torch.ones(3, 4), torch.tensor([0, 4, 7])
+    model(x, target).backward()
+    softmax = model.softmax
+    for asked in (lambda: softmax.top_k(x, 2), lambda: softmax.log_prob(x), lambda: softmax.predict(x)):
+        with pytest.raises(ModelError, match=r"top_k was given 'softmax\.weight' as if all of it were here.*by rows"):
+            asked()
+    with pytest.raises(ModelError, match=r"exact_loss was given 'softmax\.weight' as if"):
+        softmax.exact_loss(x, target)

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from tulle.errors import ModelError
+from tulle.parts import whole_of
 from tulle.softmax.candidates import Candidates
 from tulle.softmax.cross_entropy import cross_entropy
 from tulle.softmax.ranking import Ranking
 from tulle.softmax.scoring import Terms
 from tulle.softmax.shard import Shard
 from tulle.softmax.tokens import Tokens
+from tulle.tables import split_of
 
 LOGITS_BYTES = 512 * 1024 * 1024
 Reduction = Literal["mean", "sum", "none"]
@@ -65,8 +67,7 @@ class SoftmaxLayer(nn.Module, ABC):
         Raises:
             ModelError: On all ranks, if on any shapes or dtypes do not fit or a target is out of range.
         """
-        weight, bias = self.table_and_bias()
-        shard = Shard.of(weight)
+        weight, bias, shard = self._here("exact_loss")
         is_counted, rows = self._counted(target)
         error = self._check_hidden(hidden) or self._check_target(hidden, target, rows)
         tokens = Tokens.agree(len(rows), error, shard.axis(), label=shard.label)
@@ -124,9 +125,21 @@ class SoftmaxLayer(nn.Module, ABC):
             losses = losses.new_zeros(target.numel()).masked_scatter(is_counted, losses)
         return losses.view(target.shape)
 
-    def _ranking(self, hidden: Tensor) -> tuple[Ranking, Tensor]:
+    def _here(self, asked: str) -> tuple[Tensor, Tensor | None, Shard]:
+        """The table and the bias, of which a rank may have the rows that it owns, and no other part.
+
+        Raises:
+            ModelError: If `full_shard` shares one of them out, whose whole is here within `forward` alone.
+        """
         weight, bias = self.table_and_bias()
-        shard = Shard.of(weight)
+        taker = f"{type(self).__name__}.{asked}"
+        for one in (weight, bias):
+            if one is not None and split_of(one) is None and (whole := whole_of(one)) is not None:
+                raise ModelError(f"{whole.refusal(taker)}; a table that the plan splits by rows it takes at any time")
+        return weight, bias, Shard.of(weight)
+
+    def _ranking(self, hidden: Tensor) -> tuple[Ranking, Tensor]:
+        weight, bias, shard = self._here("top_k")
         states = hidden.detach().reshape(-1, hidden.shape[-1])
         tokens = Tokens.agree(len(states), self._check_hidden(hidden), shard.axis(), label=shard.label)
         return Ranking(Candidates(weight, bias, shard, self._dtype(hidden)), tokens, self.logits_bytes), states
