@@ -255,3 +255,56 @@ def test_attention_takes_no_samples_and_no_hint_without_a_mask():
     assert attention(none, none, none, attn_mask=torch.zeros(0, 5, 5))[0].shape == (5, 0, 6)
     with pytest.raises(ModelError, match="it is a hint about a mask"):
         attention(none, none, none, is_causal=True)
+
+
+@on_ranks(2)
+def test_a_layer_is_given_its_input_by_name():
+    model, x = layers()[2], numbers(3, 6, seed=0)
+    expected = model(input=x)
+    tensor_parallel.apply(model, model_axis(), smallest_bytes=0)
+    assert torch.allclose(model(input=x), expected, rtol=1e-12)
+
+
+class Dropping(nn.Module):
+    """Drops parts between its layers, and whole activations behind them; a width that ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(6, 7), nn.Linear(6, 7), nn.Linear(7, 6)
+        self.share = 0.3
+
+    def forward(self, x):
+        hidden = functional.dropout(self.up(x).sigmoid() * self.gate(x), self.share, self.training)
+        return functional.dropout(self.down(hidden), 0.2, self.training)
+
+
+@on_ranks(2)
+def test_what_is_dropped_between_layers_that_names_select_leaves_ranks_in_step():
+    axis = model_axis()
+    torch.manual_seed(0)
+    model = nn.Sequential(Dropping(), Dropping()).double()
+    tensor_parallel.apply(model, axis, select={"*.up": "column", "*.gate": "column", "*.down": "row"})
+    copied, kept = copy.deepcopy(model), []
+    model[0].down.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0].detach()[:, :3] != 0))
+    for network in (model, copied):
+        losses = [network(numbers(64, 6, seed=step)).pow(2).mean().item() for step in range(3)]
+        first, second = tulle.comm.gather_values((losses, torch.get_rng_state().tolist()), axis, label="test")
+        assert first == second, "what ranks hold alike is dropped alike"
+    masks = tulle.comm.gather_values(kept[0].tolist(), axis, label="test")
+    assert masks[0] != masks[1], "and what they have parts of, unlike"
+    assert not torch.equal(kept[0], kept[1])
+
+
+@on_ranks(2)
+def test_layers_between_which_nobody_draws_leave_the_shared_numbers_alone():
+    axis, found = model_axis(), []
+    for select in ({"*.up": "column", "*.gate": "column", "*.down": "row"}, None):
+        torch.manual_seed(0)
+        model = nn.Sequential(Dropping(), Dropping()).double()
+        if select is not None:
+            tensor_parallel.apply(model, axis, select=select)
+        for block in model:
+            block.share = 0.0
+        torch.manual_seed(1)
+        found.append(model(numbers(5, 6, seed=0)).pow(2).mean().item())
+    assert found[0] == pytest.approx(found[1], rel=1e-12)

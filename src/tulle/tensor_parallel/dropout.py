@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -58,11 +59,6 @@ class OwnRandomness:
         self._region = region
         self._shared: list[Tensor] = []
 
-    @property
-    def _stream(self) -> torch.Generator:
-        device = self._region.axis.device
-        return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
-
     def begin(self, module: nn.Module, *_: object) -> None:
         """Before forward: leave the shared stream, if the module is training."""
         self._shared.clear()  # recomputation stops a forward in the middle, as soon as it has what it needs
@@ -72,7 +68,7 @@ class OwnRandomness:
     def end(self, *_: object) -> None:
         """Go on with the shared stream."""
         if self._shared:
-            self._stream.set_state(self._shared.pop())
+            stream_of(self._region).set_state(self._shared.pop())
 
     @contextmanager
     def stretch(self, dropped: float) -> Iterator[None]:
@@ -86,9 +82,51 @@ class OwnRandomness:
 
     def _leave_shared(self) -> None:
         seed = int(torch.randint(2**31, ()))
-        self._shared.append(self._stream.get_state())
-        self._stream.manual_seed(seed * 2_147_483_647 + self._region.axis.rank)
+        stream = stream_of(self._region)
+        self._shared.append(stream.get_state())
+        stream.manual_seed(seed * 2_147_483_647 + self._region.axis.rank)
 
     def __deepcopy__(self, memo: object) -> OwnRandomness:
         """Of a copied model's own."""
         return OwnRandomness(self._region)
+
+
+class BetweenLayers:
+    """Hooks between a column and a row layer that were selected by name: what is drawn there is each rank's own.
+
+    Ranks hold parts there, of unequal lengths perhaps. Would they draw from the stream that they share, masks would
+    repeat themselves from part to part, and the streams would part, so that what ranks hold alike would be dropped
+    unlike ever after. A stretch in which nobody draws leaves the shared stream as it was.
+    """
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._shared: Tensor | None = None
+        self._own: Tensor | None = None
+
+    def begin(self, layer: nn.Module, *_: object) -> None:
+        """After a column layer, the first of several: leave the shared stream, in training."""
+        if self._shared is None and layer.training:
+            stream = stream_of(self._region)
+            self._shared = stream.get_state()
+            stream.manual_seed(crc32(self._shared.numpy().tobytes()) * 2_147_483_647 + self._region.axis.rank)
+            self._own = stream.get_state()
+
+    def end(self, *_: object) -> None:
+        """Before a row layer, and after what is around both: go on with the shared stream."""
+        if self._shared is not None and self._own is not None:
+            stream, shared = stream_of(self._region), self._shared
+            has_drawn, self._shared = not torch.equal(stream.get_state(), self._own), None
+            stream.set_state(shared)
+            if has_drawn:
+                torch.rand((), generator=stream, device=stream.device)  # so that the next stretch has another seed
+
+    def __deepcopy__(self, memo: object) -> BetweenLayers:
+        """Of a copied model's own."""
+        return BetweenLayers(self._region)
+
+
+def stream_of(region: Region) -> torch.Generator:
+    """From what ranks draw where they hold the same."""
+    device = region.axis.device
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]

@@ -35,11 +35,11 @@ class Column(nn.Module):
     gathered: int | None
     """The number of all features, if they are gathered on every rank; None if they stay split."""
 
-    def forward(self, *inputs: Tensor) -> Tensor:
+    def forward(self, *inputs: Tensor, **named: Tensor) -> Tensor:
         """`[..., in_features]`, the same on every rank, to this rank's part of the features, or all of them."""
-        assert len(inputs) == 1, "a linear layer has one input"
+        (given,) = (*inputs, *named.values())  # a linear layer has one input
         region = self.region
-        features = super().forward(region.enter(inputs[0]) if region else inputs[0])
+        features = super().forward(region.enter(given) if region else given)
         if self.gathered is None or region is None:
             return features
         axis = region.axis

@@ -12,6 +12,7 @@ from torch import nn
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.names import as_names
+from tulle.tensor_parallel.dropout import BetweenLayers
 from tulle.tensor_parallel.inside import inside
 from tulle.tensor_parallel.placement import placements_of
 from tulle.tensor_parallel.readers import read_past
@@ -50,6 +51,8 @@ class Walk:
     split_scores: list[str] = field(default_factory=list)
     stacks: list[str] = field(default_factory=list)
     unknown: set[int] = field(default_factory=set)
+    by_hand: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By the name of the module around them, the layers that patterns say to be columns or rows."""
     to: Splitter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +88,11 @@ class Walk:
                 "that is to be split"
             )
         self.unknown = held_by_unknown(model)
+        self.by_hand.clear()
         self.visit(model, "", UNTOUCHED if self.moves else AUTO)
+        for around, layers in self.by_hand.items():
+            if {"column", "row"} <= {*layers.values()}:
+                self._draw_apart(model.get_submodule(around), around, layers)
 
     def finish(self, models: Sequence[nn.Module]) -> None:
         """Let split modules see parts as they are.
@@ -167,9 +174,23 @@ class Walk:
         self.seen.add(id(layer))
         self.split.append(layer)
 
+    def _draw_apart(self, module: nn.Module, name: str, layers: Mapping[str, str]) -> None:
+        """Have ranks draw numbers of their own between the column and the row layers of one module."""
+        between = BetweenLayers(self.to.within(name).region)
+        for own, move in layers.items():
+            layer = module.get_submodule(own)
+            if move == "column":
+                layer.register_forward_hook(between.begin)
+            else:
+                layer.register_forward_pre_hook(between.end)
+        module.register_forward_hook(between.end, always_call=True)
+
     def _by_hand(self, module: nn.Module, name: str, move: str) -> None:
         """What a pattern says of one layer."""
         to = self.to.within(name)
+        if move in ("column", "row"):
+            around, _, own = name.rpartition(".")
+            self.by_hand.setdefault(around, {})[own] = move
         if move == "row" and isinstance(module, nn.Linear):
             to.row(module)
         elif move in ("column", "vocabulary") and isinstance(module, nn.Linear):
