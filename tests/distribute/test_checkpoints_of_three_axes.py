@@ -116,6 +116,17 @@ def test_stages_are_saved_while_training_goes_on(tmp_path):
 
 
 @on_ranks(2)
+def test_the_whole_may_be_asked_for_while_stages_are_saved(tmp_path):
+    model, several, _ = distributed("stack", {"pipe": 2})
+    saved = tulle.save(tmp_path / "checkpoint", model, several, asynchronous=True)
+    wanted = build("stack").state_dict()
+    assert worst_difference(tulle.full_state_dict(model, everywhere=True), wanted) == 0.0
+    assert saved.done(), "both travel on one lane"
+    tulle.save(tmp_path / "checkpoint", model, several, asynchronous=True)
+    tulle.save_safetensors(tmp_path / "model.safetensors", model)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("placement", ["rows", "columns"])
 def test_momentum_of_sparse_gradients_loads_into_split_tables(placement):
     def made():

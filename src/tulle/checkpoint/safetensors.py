@@ -17,6 +17,7 @@ from typing import IO
 import torch
 from torch import Tensor, nn
 
+from tulle.checkpoint.saving import await_saves
 from tulle.checkpoint.standing import Standing
 from tulle.checkpoint.whole import blocks_of_whole
 from tulle.errors import CheckpointError
@@ -80,6 +81,7 @@ def save_safetensors(
         >>> pathlib.Path(path).read_bytes()[8:41]
         b'{"__metadata__":{"format":"pt"},"'
     """
+    await_saves()  # which may travel on the same lane
     standing = Standing(model)
     ranks, state, shapes = standing.ranks, standing.state(), standing.shapes()
     firsts = standing.first_names(state)

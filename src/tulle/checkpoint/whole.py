@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from tulle.checkpoint.placed import Part, Sharded
 from tulle.checkpoint.ranks import Ranks
+from tulle.checkpoint.saving import await_saves
 from tulle.checkpoint.standing import Standing
 from tulle.checkpoint.state import unmarked, versions_of, with_versions
 from tulle.comm import broadcast, lane, receive, send
@@ -40,6 +41,7 @@ def full_state_dict(model: nn.Module, *, everywhere: bool = False) -> dict[str, 
         >>> {name: list(value.shape) for name, value in tulle.full_state_dict(model).items()}
         {'weight': [1, 2], 'bias': [1]}
     """
+    await_saves()  # which may travel on the same lane
     standing = Standing(model)
     is_destination = everywhere or standing.ranks.is_first
     own = standing.state()
