@@ -156,3 +156,26 @@ def test_parameters_are_kept_in_step_as_long_as_their_optimizer_is_there_and_not
     assert mean_gradient(weight, mesh) == mesh.rank
     with pytest.raises(ModelError, match=r"SGD was to step a parameter of shape \[2, 2\] .* nobody holds any more"):
         torch.optim.SGD([weight], lr=0.1).step()
+
+
+@on_ranks(2)
+def test_a_model_of_another_dtype_by_now_is_kept_in_step():
+    """As `model.float()` makes it, with gradients from before, too; parts of one are refused by name."""
+    mesh = tulle.init(data=-1)
+    model, reference = (build(lambda: Half(7), 0) for _ in range(2))
+    tulle.distribute(model, dummy(model), mesh)
+    x = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float64, torch.float32, torch.float64):
+        for one in (model, reference):
+            one.to(dtype)
+        for _ in range(2):
+            model(x[mesh.rank].to(dtype), skips=False).pow(2).mean().backward()
+            (sum(reference(x[rank].to(dtype), skips=False).pow(2).mean() for rank in range(2)) / 2).backward()
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert mine.grad.dtype == dtype
+            assert torch.allclose(mine.grad, theirs.grad, rtol=1e-12 if dtype == torch.float64 else 1e-4, atol=1e-6)
+        for one in (model, reference):
+            one.zero_grad(set_to_none=dtype == torch.float64)
+    model.out.float()
+    with pytest.raises(GradientError, match=r"torch\.float(32|64) by now, but their gradients travel"):
+        (model.into(x[mesh.rank]).sum() + model.out(torch.ones(2, 7)).sum() + model.extra(x[0]).sum()).backward()

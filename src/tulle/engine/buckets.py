@@ -258,12 +258,26 @@ class Bucket:
         """
         if self.missing < len(self.slots):
             return
+        if any(slot.parameter.dtype != self._flat.dtype for slot in self.slots):  # `model.to(torch.float64)`
+            self._check_dtypes()
+            self._lay_out()
         is_dropped = [slot.parameter.grad is not view for slot, view in zip(self.slots, self._views, strict=True)]
         buffer, views = self._count_references()
         own_buffer, own_views = self._references
         is_held = any(d and n > own for d, n, own in zip(is_dropped, views, own_views, strict=True))
         if is_held or (all(is_dropped) and buffer > own_buffer):
             self._lay_out()
+
+    def _check_dtypes(self) -> None:
+        """Raise if some parameters have another dtype than others whose gradients travel with theirs."""
+        first = self.slots[0]
+        for slot in self.slots:
+            if slot.parameter.dtype != first.parameter.dtype:
+                raise GradientError(
+                    f"{slot.name!r} is {slot.parameter.dtype} and {first.name!r} {first.parameter.dtype} by now, but "
+                    "their gradients travel together since they had one dtype: convert all of the model, or parts of "
+                    "it before tulle.distribute"
+                )
 
     def _count_references(self) -> tuple[int, list[int]]:
         """To the buffer, from tensors that lie in it, and to each view."""
