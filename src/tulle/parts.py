@@ -34,8 +34,11 @@ from tulle.torch_functions import (
     DRAWS,
     EACH_BY_ITSELF,
     LEAVES_TORCH,
+    ONE_NUMBER_OF_EACH,
     PRODUCTS,
     REDUCED,
+    at_places,
+    fits,
     goes_by_place,
     mixes,
     name_of,
@@ -43,6 +46,8 @@ from tulle.torch_functions import (
 )
 
 T = TypeVar("T", bound=Tensor)
+Function = Callable[..., Any]
+Keywords = Mapping[str, Any]
 WHOSE = "tulle_part"
 """The key under which what `state_dict()` gives says whose parts it has, where it has parts."""
 
@@ -54,6 +59,8 @@ OF_NO_VALUES = frozenset(
 """What may be asked of any tensor as it is: all that `zero_grad` asks, and that who fetches rows asks."""
 _AS_IT_IS = OF_NO_VALUES | {Tensor.detach}
 """What may be asked of a part as it is."""
+_LIKE = {Tensor.to, Tensor.type_as}
+"""What asks a part that another tensor is to be like for its dtype and device alone."""
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
 _WHOLE = "_tulle_part_of"
 """The attribute by which a part knows what it is a part of."""
@@ -68,8 +75,12 @@ class Whole(Protocol):
         ...
 
     @property
-    def count(self) -> int | None:
-        """Numbers in the whole; None if parts have places that stay empty."""
+    def count(self) -> int:
+        """Numbers in the whole."""
+        ...
+
+    def held(self) -> Tensor | None:
+        """Where in this part, along the dimension that is cut, numbers of the whole lie; None for everywhere."""
         ...
 
     @property
@@ -107,12 +118,15 @@ class _Part(Tensor):
             ModelError: Naming the parameter, what it was given to, and the mend.
         """
         keywords = kwargs or {}
-        if func in _AS_IT_IS or torch._C._current_graph_task_id() != -1:
+        is_asked = func in _LIKE and not isinstance(args[0], _Part)
+        if func in _AS_IT_IS or is_asked or torch._C._current_graph_task_id() != -1:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **keywords)
         if not _KNOWN.issuperset(types):
             return NotImplemented  # what is still under way comes first
         name = name_of(func)
+        if name in ONE_NUMBER_OF_EACH:
+            return [ONE_NUMBER_OF_EACH[name](one, *args[1:], **keywords) for one in args[0]]
         with torch._C.DisableTorchFunctionSubclass():
             if func is torch.autograd.backward or name.startswith(EACH_BY_ITSELF):
                 return func(*args, **keywords)
@@ -123,33 +137,35 @@ class _Part(Tensor):
                 return func(*args, **keywords)
             part._check_given(name, given, args, keywords)
             result = func(*args, **keywords)
-            return part._checked(name, result, args, keywords)
+            return part._checked(func, result, args, keywords)
 
-    def _check_given(
-        self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Mapping[str, Any]
-    ) -> None:
+    def _check_given(self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Keywords) -> None:
         """Refuse what is not to see a part, alone or together with other tensors."""
         is_taken = goes_by_place(name, self, args) or name in DRAWS or name in LEAVES_TORCH
         is_mixed = is_taken or any(mixes(name, self, dim, args, keywords) for dim in getattr(self, _WHOLE).dims)
         if is_mixed and given[0] is self:
             _refuse(self, name)
 
-    def _checked(self, name: str, result: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    def _checked(self, func: Function, result: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """What a function gave, if nobody need look at it; one number of all is that of the whole."""
         if not isinstance(result, Tensor) or type(result) in _KINDS:
             return result
         if not result.dim():
-            return self._number(name, result, args, keywords)
-        is_by_number = name in BY_NUMBER and result.shape == self.shape and not result.requires_grad
+            return self._number(func, result, args, keywords)
+        is_by_number = (name := name_of(func)) in BY_NUMBER and result.shape == self.shape and not result.requires_grad
         return _become(PartData, result, self) if is_by_number or name == "cpu" else result
 
-    def _number(self, name: str, result: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor:
-        """One number of the whole, from that of this part."""
-        whole: Whole = getattr(self, _WHOLE)
-        has_gradient = torch.is_grad_enabled() and has_gradient_of_parts(name, self, args, keywords)
+    def _number(self, func: Function, result: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor:
+        """One number of the whole, from that of this part, or of what lies in it where no place is empty."""
+        name, part, whole = name_of(func), cast("Tensor", self), cast("Whole", getattr(self, _WHOLE))
+        if (places := whole.held()) is not None:
+            part, args, keywords = at_places(places, whole.dims[0], (self, tuple(args), dict(keywords)), self.shape)
+            again = func(*args, **keywords)
+            result = again if isinstance(again, Tensor) else result
+        has_gradient = torch.is_grad_enabled() and has_gradient_of_parts(name, part, args, keywords)
         with torch.set_grad_enabled(has_gradient):
             number = result if has_gradient else result.detach()
-            found = number_of_whole(name, self, args, keywords, number, Together(whole.over, whole.count))
+            found = number_of_whole(name, part, args, keywords, number, Together(whole.over, whole.count))
         if found is None:
             _refuse(self, name)
         if result.requires_grad and not found.requires_grad:
@@ -167,29 +183,28 @@ class _Part(Tensor):
 class _Guarded(_Part):
     """What must not meet tensors of other shapes, nor become one."""
 
-    def _check_given(
-        self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Mapping[str, Any]
-    ) -> None:
+    def _check_given(self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Keywords) -> None:
         super()._check_given(name, given, args, keywords)
-        if name in PRODUCTS or not all(_fits(one, self) or _is_number(one) for one in given):
+        if name in PRODUCTS or not all(fits(one, self) or _is_number(one) for one in given):
             _refuse(self, name)
         layout = getattr(self, _WHOLE).layout
         if any(isinstance(one, _Part) and getattr(one, _WHOLE).layout != layout for one in given):
             _refuse(self, name)
 
-    def _checked(self, name: str, result: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    def _checked(self, func: Function, result: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        name = name_of(func)
         if not isinstance(result, Tensor):
             for one in result if isinstance(result, tuple | list) else ():
                 if isinstance(one, Tensor):
-                    self._checked(name, one, args, keywords)
+                    self._checked(func, one, args, keywords)
             return result
-        if not _fits(result, self):
+        if not fits(result, self):
             _refuse(self, name)
         if name == "data" or (name == "cpu" and result is not self and not result.requires_grad):
             return _become(PartData, result, self)  # an object of its own, unlike what an operation in place gives
         if result.requires_grad and result.grad_fn is not None and result.dim():
             return _become(PartValues, result, self)
-        return super()._checked(name, result, args, keywords)
+        return super()._checked(func, result, args, keywords)
 
 
 def _gradient_of(part: Tensor) -> Tensor | None:
@@ -250,6 +265,7 @@ def guard(parameter: nn.Parameter, whole: Whole) -> None:
         ...     def refusal(self, taker): return f"{taker} was given half of it"
         ...     def refusal_of_gradient(self): return None
         ...     def over(self, number, op): return 2 * number  # of two ranks that have the same
+        ...     def held(self): return None
         ...     layout, count = "halves", 16
         >>> weight = nn.Parameter(torch.ones(2, 4))
         >>> guard(weight, Halves())
@@ -360,10 +376,6 @@ def _become(kind: type[_Part], result: Tensor, part: Tensor) -> Tensor:
     object.__setattr__(result, "__class__", kind)
     setattr(result, _WHOLE, getattr(part, _WHOLE))
     return result
-
-
-def _fits(tensor: Tensor, part: Tensor) -> bool:
-    return not tensor.dim() or tensor.shape == part.shape
 
 
 def _is_number(tensor: Tensor) -> bool:

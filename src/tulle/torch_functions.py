@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _foreach_supported_types
+from torch.utils._pytree import tree_map_only
 
 T = TypeVar("T", bound=Tensor)
 
@@ -75,6 +76,11 @@ BY_NUMBER = {
 """Names of what is done to each number before some are counted or summed, and is in no optimizer's state."""
 EACH_BY_ITSELF = ("_foreach_", "_fused_", "_amp_", "new_")
 """How the names of functions begin that treat every number of many tensors by itself, or ask for dtype and device."""
+ONE_NUMBER_OF_EACH: Mapping[str, Callable[..., Tensor]] = {
+    "_foreach_norm": torch.linalg.vector_norm,
+    "_foreach_max": torch.max,
+}
+"""Those of them that give one number of each tensor, and what gives it of one."""
 
 
 def goes_by_place(name: str, part: Tensor, args: Sequence[Any]) -> bool:
@@ -122,6 +128,21 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_in(value)
+
+
+def at_places(places: Tensor, dim: int, given: Any, shape: Sequence[int]) -> Any:
+    """What was given to a function, of tensors of one shape some places along a dimension only.
+
+    Example:
+        >>> at_places(torch.tensor([1]), 0, (torch.tensor([5, 6]), 2), (2,))
+        (tensor([6]), 2)
+    """
+    return tree_map_only(Tensor, lambda one: one.index_select(dim, places) if one.shape == shape else one, given)
+
+
+def fits(tensor: Tensor, part: Tensor) -> bool:
+    """Whether a tensor has a part's shape, or is one number."""
+    return not tensor.dim() or tensor.shape == part.shape
 
 
 def _is_of_all(index: Any, part: Tensor) -> bool:

@@ -282,6 +282,8 @@ LOOKED_AT = (
     lambda w: w.data.abs().mean() + w.data.float().double().norm() + w.std(unbiased=False),
     lambda w: (w == 0).sum() + (w > 0).float().mean() + torch.count_nonzero(w),
     lambda w: w.isnan().any() | w.data.isfinite().all(),
+    lambda w: torch._foreach_norm([w, w])[1] + torch._foreach_norm([w.data], 1)[0] + torch._foreach_max([w])[0],
+    lambda w: nn.utils.get_total_norm([w], foreach=True),
 )
 
 

@@ -133,6 +133,9 @@ class Half:
     def over(self, number, op):
         return number
 
+    def held(self) -> None:
+        return None
+
     def refusal(self, taker: str) -> str:
         return f"{taker} was given half of it"
 
@@ -318,3 +321,42 @@ def test_a_table_with_a_hook_of_its_gradient_is_not_split(register):
     getattr(model.words.weight, register)(lambda _: None)
     with pytest.raises(PlanError, match=r"splits 'words\.weight' by rows, but a hook is registered on it"):
         tulle.distribute(model, SGD(model.parameters(), lr=0.1), tulle.init(data=-1), plan="rows")
+
+
+PLACES_THAT_STAY_EMPTY = {
+    "sum": lambda w: w.exp().sum(),
+    "loss": lambda w: F.mse_loss(w, torch.ones_like(w), reduction="sum"),
+    "mean": lambda w: w.cos().mean(),
+    "norm": lambda w: (w + 1.0).norm(),
+    "largest": lambda w: (w - 0.5).abs().neg().max(),
+    "smallest": lambda w: (w + 9.0).min(),
+    "equal": lambda w: (w.data == 0.5).sum(),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", PLACES_THAT_STAY_EMPTY)
+def test_numbers_of_all_leave_out_places_without_a_row(name):
+    mesh, rows = tulle.init(data=-1), 31
+    torch.manual_seed(0)
+    model, reference = (nn.Embedding(rows, WIDTH).double() for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    tulle.distribute(model, optimizer, mesh, plan={"weight": "rows"})
+    split = split_of(model.weight)
+    assert split is not None
+    assert mesh.size * split.local_shape[0] > rows, "what is tested"
+    for penalized in (model, reference):
+        with torch.no_grad():
+            penalized.weight.add_(0.5)
+    found, expected = (PLACES_THAT_STAY_EMPTY[name](one.weight) for one in (model, reference))
+    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+@on_ranks(2)
+def test_a_number_is_given_the_dtype_of_a_part():
+    """As the loop of sharpness-aware minimization has it."""
+    model = build()
+    tulle.distribute(model, SGD(model.parameters(), lr=0.1), tulle.init(data=-1), plan="rows")
+    for scale in (torch.ones(()), torch.ones(3)):
+        assert scale.to(model.words.weight).dtype == scale.type_as(model.words.weight).dtype == torch.float64

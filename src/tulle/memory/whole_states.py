@@ -52,6 +52,9 @@ class _SharedOut:
         """Of all ranks."""
         return self.shard.shape.numel()
 
+    def held(self) -> None:
+        """Everywhere."""
+
     @property
     def layout(self) -> Hashable:
         """Where it is cut."""

@@ -32,10 +32,17 @@ class _Table:
         return [0 if isinstance(self.split, RowSplit) else 1]
 
     @property
-    def count(self) -> int | None:
-        """Of all ranks; places of a part of rows may be empty."""
+    def count(self) -> int:
+        """Of all ranks."""
         rows, width = self.split.shape
-        return None if isinstance(self.split, RowSplit) else rows * width
+        return rows * width
+
+    def held(self) -> Tensor | None:
+        """The places that have a row, if there are others: what is zero there may be made another number."""
+        if not isinstance(self.split, RowSplit):
+            return None
+        _, places = self.split.rows()
+        return None if len(places) == self.split.local_shape[0] else places
 
     @property
     def layout(self) -> Hashable:

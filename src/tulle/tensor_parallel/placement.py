@@ -176,6 +176,9 @@ class _Split:
         """Of all ranks."""
         return self.placement.shape.numel()
 
+    def held(self) -> None:
+        """Everywhere."""
+
     @property
     def layout(self) -> Hashable:
         """Where it is cut."""
@@ -206,6 +209,9 @@ class _SplitAgain:
     def count(self) -> int:
         """Of all ranks of both axes."""
         return self.split.count
+
+    def held(self) -> None:
+        """Everywhere."""
 
     @property
     def layout(self) -> Hashable:
