@@ -7,9 +7,10 @@
 
 At the end of backward gradients are late tensors: who looks at one (clipping, a scaler, the user) waits for its bucket.
 `step()` of an optimizer that treats every element by itself leaves out those that are still late, remembers its
-hyper-parameters, and makes the parameters late. Who reads one (a module, `state_dict`, a copy) has its bucket waited
-for and updated by the optimizer's own code, with the hyper-parameters as they were at the step. The same holds for
-parts of split tables of which not all rows have come (`tulle.engine.late_tables`).
+hyper-parameters, and makes the parameters late. Who reads one (a module, `state_dict`, a copy), or what the optimizer
+keeps of it (`tulle.engine.late_states`), has its bucket waited for and updated by the optimizer's own code, with the
+hyper-parameters as they were at the step. The same holds for parts of split tables of which not all rows have come
+(`tulle.engine.late_tables`).
 
 Source: Peng et al., *ByteScheduler* (SOSP'19), crossing the barrier between iterations; Li et al., *EmbRace* (ICPP'22),
 horizontal scheduling.
@@ -35,6 +36,7 @@ from torch.optim import Optimizer
 
 from tulle.board import is_failing
 from tulle.engine.buckets import Bucket
+from tulle.engine.late_states import LateState
 from tulle.engine.late_tables import LateTable
 from tulle.engine.late_tensors import LateParameter, is_late, make_late, make_plain
 from tulle.errors import PlanError, TulleError
@@ -68,6 +70,8 @@ class _Update:
     optimizer: Optimizer
     options: dict[str, Any]
     """Those of the parameters' group at the time of the step."""
+    state: LateState
+    """The optimizer's at that time."""
     pairs: list[Pair]
 
     def apply(self) -> None:
@@ -95,25 +99,26 @@ class _Update:
             rows = nn.Parameter(parameter.detach().index_select(0, places))
             state = {
                 name: value.index_select(0, places) if _is_like(value, parameter) else deepcopy(value)
-                for name, value in self.optimizer.state.get(parameter, {}).items()
+                for name, value in self.state.as_it_is(parameter).items()
             }
         rows.grad = gradient
         if state:
-            self.optimizer.state[rows] = state
+            self.state[rows] = state
         try:
             self._step([rows])
         finally:
-            self.optimizer.state.pop(rows, None)
+            self.state.pop(rows, None)
         return rows.detach()
 
     def _step(self, parameters: list[nn.Parameter]) -> None:
         """By the optimizer's own code, within all that torch wraps it in: its hooks were called at the step."""
         groups, self.optimizer.param_groups = self.optimizer.param_groups, [self.options | {"params": parameters}]
+        state, self.optimizer.state = self.optimizer.state, self.state
         try:
             with _neutral(parameters[0].device):
                 inspect.unwrap(type(self.optimizer).step)(self.optimizer)
         finally:
-            self.optimizer.param_groups = groups
+            self.optimizer.param_groups, self.optimizer.state = groups, state
 
 
 class LateUpdates:
@@ -224,7 +229,9 @@ class LateUpdates:
             for parameter in group["params"]:
                 if isinstance(parameter, LateParameter):  # the last step's update comes before this one's
                     parameter.make_true()
-        self._leave_out(optimizer)
+        if type(optimizer.state) is not LateState:  # at first, and where somebody has put another in its place
+            optimizer.state = LateState(optimizer.state, self.make_all_true)
+        self._leave_out(optimizer, optimizer.state)
 
     def _undo(self) -> list[Pair]:
         """Of a step that failed nothing is to be done: gives what it was not to see."""
@@ -235,7 +242,7 @@ class LateUpdates:
         self._left_out.clear()
         return pairs
 
-    def _leave_out(self, optimizer: Optimizer) -> None:
+    def _leave_out(self, optimizer: Optimizer, state: LateState) -> None:
         """Note the updates of parameters that are still on the way, and hide their gradients."""
         groups = [*enumerate(optimizer.param_groups)] if self._waiting else []
         numbers = {id(parameter): number for number, group in groups for parameter in group["params"]}
@@ -250,7 +257,7 @@ class LateUpdates:
             for number, pairs in late.items():
                 if number not in options:
                     options[number] = _options(optimizer.param_groups[number])
-                updates.append(_Update(optimizer, options[number], pairs))
+                updates.append(_Update(optimizer, options[number], state, pairs))
                 self._left_out.append((awaited, updates[-1]))
 
     def _after_step(self, *_: object) -> None:
