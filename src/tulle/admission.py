@@ -70,6 +70,11 @@ def _check_parameters(model: nn.Module, mesh: Mesh) -> None:
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError(f"parameter {name!r} has no shape yet (a lazy module): call the model once before")
+        if parameter.requires_grad and parameter.layout != torch.strided and mesh.size > 1:
+            raise ModelError(
+                f"parameter {name!r} has the layout {parameter.layout}, expected a dense one: train its values as a "
+                "dense parameter, and make the sparse tensor of them in forward"
+            )
         if parameter.device != mesh.device and not parameter.is_meta:  # one on meta is materialized
             raise ModelError(
                 f"parameter {name!r} is on {parameter.device}, the mesh on {mesh.device}: call model.to(mesh.device)"

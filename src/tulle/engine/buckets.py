@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tulle.comm import Pending, all_reduce
 from tulle.engine.buffers import Buffers
-from tulle.errors import GradientError
+from tulle.errors import GradientError, ModelError
 from tulle.mesh import Axis
 
 _COPY, _SCALE = vars(torch)["_foreach_copy_"], vars(torch)["_foreach_mul_"]  # documented, but not exported
@@ -70,6 +70,14 @@ class Slot:
                 "with use_reentrant=False, and start anew from a checkpoint after a backward that failed"
             )
         self.is_arrived = True
+
+    def check_there(self) -> None:
+        """Raise if the gradient that came is gone."""
+        if self.parameter.grad is None:
+            raise GradientError(
+                f"the gradient of {self.name!r} was taken away by a hook within backward, when it was that of one "
+                "rank: use gradients, and drop them, after loss.backward(), when they are means"
+            )
 
 
 class Traveller(Protocol):
@@ -121,6 +129,8 @@ class Bucket:
     """Of each view."""
     _offsets: list[int] = field(init=False)
     """Where each view begins, and the last one ends."""
+    _addresses: list[int] = field(init=False)
+    """Of each view in memory."""
     _waiting: list[int] = field(init=False, default_factory=list)
     """Positions of small gradients that have arrived and are to be taken in."""
     _waiting_bytes: int = field(init=False, default=0)
@@ -143,10 +153,22 @@ class Bucket:
         self._flat = torch.zeros(sum(sizes) + flags, dtype=options.dtype, device=options.device)
         self._sizes_bytes = [size * options.itemsize for size in sizes]
         self._offsets = [*accumulate(sizes, initial=0)]
-        *parts, self._flags = self._flat.split([*sizes, flags])
-        self._views = [as_mean(_like(part, slot.parameter)) for part, slot in zip(parts, self.slots, strict=True)]
+        self._flags = self._flat[self._offsets[-1] :]
+        self._views = [self._new_view(position) for position in range(len(sizes))]
+        self._addresses = [view.data_ptr() for view in self._views]
         pieces = max(1, round(self._flat.nbytes / self.piece_bytes)) if self.piece_bytes else 1
         self._pieces = self._flat.split(max(1, ceil(self._flat.numel() / pieces)))
+
+    def _new_view(self, position: int) -> Tensor:
+        """Where a gradient lies in the buffer. To autograd it is no view, which `detach_()` would refuse."""
+        part = self._flat[self._offsets[position] : self._offsets[position + 1]]
+        return as_mean(_like(part, self.slots[position].parameter).data)
+
+    def _in_place(self, position: int) -> Tensor:
+        """The view of a gradient, anew if somebody gave it other memory: `p.grad.data = ...`."""
+        if self._views[position].data_ptr() != self._addresses[position]:
+            self._views[position] = self._new_view(position)
+        return self._views[position]
 
     @property
     def piece_sizes_bytes(self) -> list[int]:
@@ -161,7 +183,8 @@ class Bucket:
     @property
     def writes(self) -> int:
         """How often something was written to any of the gradients."""
-        return self._flat._version
+        with torch._C.DisableTorchFunctionSubclass():  # what is late is only looked at as it is
+            return sum([view._version for view in self._views])
 
     @property
     def needs_flags(self) -> bool:
@@ -180,9 +203,10 @@ class Bucket:
         self.missing -= 1
         size_bytes = self._sizes_bytes[position]
         if size_bytes >= _SMALL_BYTES:
+            slot.check_there()
             with torch.no_grad():
                 self._take(position)
-            slot.parameter.grad = self._views[position]
+            self._give(position)
         else:
             self._waiting.append(position)
             self._waiting_bytes += size_bytes
@@ -217,7 +241,7 @@ class Bucket:
             self._take(position)
             slot.is_fired = slot.is_fired and has_gradient
             if slot.is_fired:  # let the gradient that was copied go now, before the next bucket is filled
-                slot.parameter.grad = self._views[position]
+                self._give(position)
         flags = [slot.is_fired for slot in self.slots]
         if all(flags) and not self.buffers:
             self._flags.fill_(1)
@@ -235,7 +259,7 @@ class Bucket:
         flags: list[float] = self._flags.real.tolist() if self.needs_flags else []
         for position, slot in enumerate(self.slots):
             if flags and flags[position] and not slot.is_arrived:
-                slot.parameter.grad = self._views[position]
+                self._give(position)
             slot.is_fired = slot.is_arrived = False
         self.missing = len(self.slots)
         if self.buffers:
@@ -265,7 +289,9 @@ class Bucket:
         buffer, views = self._count_references()
         own_buffer, own_views = self._references
         is_held = any(d and n > own for d, n, own in zip(is_dropped, views, own_views, strict=True))
-        if is_held or (all(is_dropped) and buffer > own_buffer):
+        if is_held or (
+            any(is_dropped) and buffer > own_buffer
+        ):  # a tensor that shares memory with a view says not whose
             self._lay_out()
 
     def _check_dtypes(self) -> None:
@@ -289,17 +315,42 @@ class Bucket:
         """Take in the small gradients that have arrived: a call for all to copy, one for neighbours to divide."""
         positions = sorted(self._waiting)
         self._waiting, self._waiting_bytes = [], 0
-        slots, views = [self.slots[p] for p in positions], [self._views[p] for p in positions]
+        slots, views = [self.slots[p] for p in positions], [self._in_place(p) for p in positions]
         gradients = [slot.parameter.grad for slot in slots]
         dense = [one for one in gradients if one is not None and one.layout == torch.strided]
-        if len(dense) < len(positions):
-            for position in positions:
-                self._take(position)
-        elif dense:
-            _COPY(views, dense)  # nothing happens where the gradient is the view already
-            _SCALE([*self._stretches(positions)], 1.0 / self.axis.size)
-        for slot, view in zip(slots, views, strict=True):
-            slot.parameter.grad = view
+        try:
+            if len(dense) < len(positions):
+                for position in positions:
+                    self.slots[position].check_there()
+                    self._take(position)
+            elif dense:
+                _COPY(views, dense)  # nothing happens where the gradient is the view already
+                _SCALE([*self._stretches(positions)], 1.0 / self.axis.size)
+            for slot, view in zip(slots, views, strict=True):
+                slot.parameter.grad = view
+        except RuntimeError:
+            self._check_unchanged()
+            raise
+
+    def _give(self, position: int) -> None:
+        """Have a parameter hold its view as gradient."""
+        try:
+            self.slots[position].parameter.grad = self._views[position]
+        except RuntimeError:
+            self._check_unchanged()
+            raise
+
+    def _check_unchanged(self) -> None:
+        """Raise if a parameter has been given another shape or dtype since the first backward."""
+        for slot, view in zip(self.slots, self._views, strict=True):
+            now, before = (
+                f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for one in (slot.parameter, view)
+            )
+            if now != before:
+                raise ModelError(
+                    f"the parameter {slot.name!r} is {now}, and was {before} in the first backward: change shapes and "
+                    "dtypes before tulle.distribute, or distribute a new model that has them"
+                )
 
     def _stretches(self, positions: Sequence[int]) -> Iterator[Tensor]:
         """What gradients at these positions fill of the buffer, neighbours as one."""
@@ -311,11 +362,13 @@ class Bucket:
             yield self._flat[self._offsets[neighbours[0]] : self._offsets[neighbours[-1] + 1]]
 
     def _take(self, position: int) -> None:
-        gradient, view = self.slots[position].parameter.grad, self._views[position]
+        gradient, view = self.slots[position].parameter.grad, self._in_place(position)
         if gradient is None:
             view.zero_()
         elif gradient.layout != torch.strided:  # a sparse gradient of a parameter that had dense ones so far
             view.copy_(gradient.to_dense()).div_(self.axis.size)
+        elif gradient.shape != view.shape:  # torch would have the view grow over its neighbours
+            self._check_unchanged()
         else:  # in place where the gradient is the view already
             torch.mul(gradient, 1.0 / self.axis.size, out=view)
 

@@ -61,7 +61,7 @@ def average_by_hand(
         unknown = [p for p in parameters if (given := p.grad) is not None and getattr(given, MEAN, None) != id(given)]
     for engine in sorted(engines, key=lambda engine: engine.number):
         before = None if optimizer is None else engine.stepped.get(optimizer, Stepped())
-        has_no_backward = before is not None and before.backwards == engine.now.backwards
+        has_no_backward = before is not None and before.backwards == engine.backwards
         is_any_unknown = any(engine.slot_of(parameter) is not None for parameter in unknown)
         if engine.is_syncing and (is_any_unknown or has_no_backward):
             _average(engine, parameters, before, has_closure=has_closure)

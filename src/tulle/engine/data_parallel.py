@@ -15,6 +15,7 @@ Source: Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -41,6 +42,7 @@ from tulle.engine.split_tables import SplitTables
 from tulle.engine.stepped import Stepped
 from tulle.engine.tables import Observation, TableSettings, compact
 from tulle.engine.ties import Tie
+from tulle.errors import GradientError
 from tulle.mesh import Axis
 from tulle.sync import Choice
 from tulle.tables import TableModule, table_modules, table_of, unwrapped
@@ -82,8 +84,9 @@ class DataParallel:
         self.model = model
         self.home = axis
         self.number = _free_number(axis)
-        # A group of its own for every further model: two in one backward interleave as each rank's graph has it.
-        self.axis = lane(axis, f"model {self.number}") if self.number else axis
+        # A group of its own for every model: what else is exchanged within a backward (by another model, or by layers
+        # that gather features) comes between its gradients as each rank's graph has it.
+        self.axis = lane(axis, f"model {self.number}")
         self.steps = 0
         """Synchronized backward passes so far, and averages of gradients that were set by hand."""
         self.late: LateUpdates | None = None
@@ -170,6 +173,11 @@ class DataParallel:
         return self._by_parameter.get(id(parameter))
 
     @property
+    def backwards(self) -> int:
+        """Synchronized backward passes so far."""
+        return self.steps - self._averages
+
+    @property
     def now(self) -> Stepped:
         """How this stands."""
         return Stepped(self.steps, self._averages, self._last_average, self.reducer.writes)
@@ -242,6 +250,8 @@ class DataParallel:
         backward = _running()
         if backward == self._backward:
             return
+        if self.axis.size > 1:
+            _check_followed(is_syncing=self._is_syncing)
         self._backward = backward
         self.reducer.begin_backward()
         traffic.begin(self.steps + 1)
@@ -358,6 +368,21 @@ def _split_arrived(engine: ref[DataParallel], name: str, parameter: Tensor) -> N
     alive = engine()
     if alive is not None and parameter.grad is not None:
         alive._split_came(name, parameter.grad)
+
+
+def _check_followed(*, is_syncing: bool) -> None:
+    """Raise of a backward whose end is not told, or whose gradients are to have gradients, which the means have not."""
+    compiled: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if torch.compiler.is_compiling() or (compiled is not None and compiled.in_compiled_autograd_region):
+        raise GradientError(
+            "a backward was to be compiled as a whole (torch._dynamo.config.compiled_autograd), which does not tell "
+            "when it ends, so that gradients would stay those of one rank: leave that out, and compile the model alone"
+        )
+    if is_syncing and torch.is_grad_enabled():
+        raise GradientError(
+            "gradients were asked for with create_graph=True, but the means over the ranks have no graph: leave it "
+            "out, and take torch.autograd.grad(loss, parameters, create_graph=True) for a penalty of gradients"
+        )
 
 
 def _free_number(axis: Axis) -> int:

@@ -80,6 +80,7 @@ class TableGroup:
         """Take in one table's gradient, coalesced; the parameter's own is released until the sum is there."""
         slot = self.slots[position]
         slot.arrive()
+        slot.check_there()
         self._gradients[position] = self._take(position)
         slot.parameter.grad = None
         self.missing -= 1

@@ -62,6 +62,8 @@ class Reducer:
     _places: dict[str, tuple[Traveller, int]] = field(init=False, default_factory=dict)
     """In which of these each slot is, and where."""
     _turns: Turns = field(init=False, default_factory=Turns)
+    _put_off: list[Slot] = field(init=False, default_factory=list)
+    """Whose gradients came in this backward and are taken in at its end, as hooks behind ours leave them."""
 
     @property
     def writes(self) -> int:
@@ -70,6 +72,7 @@ class Reducer:
 
     def begin_backward(self) -> None:
         """A backward has begun."""
+        self._put_off.clear()
         self._turns.begin()
 
     def arrive(self, slot: Slot) -> None:
@@ -77,7 +80,10 @@ class Reducer:
         if not self._items:
             if self.axis.size > 1:
                 self._first_order.append(slot.name)
-        elif not slot.lets_others_first():  # else it goes at the end, as these have left it
+                self._put_off.append(slot)
+        elif slot.lets_others_first():
+            self._put_off.append(slot)
+        else:
             item, position = self._places[slot.name]
             item.arrive(position)
             if not item.missing:  # spares a call for each of many parameters
@@ -107,6 +113,9 @@ class Reducer:
             step: Of which the backward is.
             is_late: Whether updates wait until their parameters are read.
         """
+        put_off, self._put_off = self._put_off, []
+        for slot in put_off:
+            slot.check_there()
         if not self._items and (self.slots or len(self.buffers)):
             self._fix_order(step, is_late=is_late)
         self._turns.end()
