@@ -59,6 +59,9 @@ def _look(
     if engines:
         _check_covered(trained)
         average_by_hand(parameters, engines, optimizer, has_closure=has_closure)
+        for engine in engines:
+            if engine.is_syncing:
+                engine.alike.look(optimizer, parameters, engine.steps)
     if not engines or not has_closure:
         return None
     followed = tuple(_followed(one, optimizer, engines) if callable(one) else one for one in arguments[1:])

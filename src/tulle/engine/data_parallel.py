@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from tulle.comm import gather_values, lane, probe, traffic
 from tulle.cost import Cost, Network
+from tulle.engine.alike import Alike
 from tulle.engine.buckets import Slot
 from tulle.engine.buffers import Buffers
 from tulle.engine.ends import NOT_RUNNING, end_with
@@ -109,6 +110,8 @@ class DataParallel:
         foresights = _watch_lookups(model, self._slots.values()) if axis.size > 1 else {}
         self.reducer = Reducer(self._slots, self.axis, axis, set(tables), settings, bucket_bytes, buffers, foresights)
         """What averages the gradients of replicas."""
+        self.alike = Alike(self._slots, self.axis, settings.renormalize)
+        """What sees whether replicas are the same still."""
         _alive.add(self)
         self.tie(model, [*(table.parameter for table in splits), *(slot.parameter for slot in self._slots.values())])
         self._watch_gradients(splits)
@@ -280,6 +283,7 @@ class DataParallel:
             if self.split_tables is not None:
                 self.split_tables.end_backward()
             self.reducer.finish(self.steps, self.late)
+            self.alike.check(self.steps, is_late=self.late is not None)
         if self._non_finite is not None:  # after the sums, so that the next backward finds nothing under way
             self._non_finite.raise_if_any(self.steps)
 

@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 from torch.autograd import Variable
 
-from tulle.errors import GradientError
+from tulle.errors import GradientError, ModelError
 
 NOT_RUNNING = -1
 """The number of the backward that is running, if none is."""
@@ -40,12 +40,12 @@ def end_with(backward: int, engine: Ending) -> None:
 
 
 def _end(backward: int) -> None:
-    """Raises after all have ended: of a gradient that is not finite the other models are to hear nothing."""
-    found: GradientError | None = None
+    """Raises after all have ended: of what is wrong with one model the others are to hear nothing."""
+    found: GradientError | ModelError | None = None
     for engine in sorted(_joined.pop(backward), key=lambda engine: engine.number):
         try:
             engine.end_backward()
-        except GradientError as error:
+        except (GradientError, ModelError) as error:
             found = found or error
     if found is not None:
         raise found
