@@ -289,9 +289,8 @@ class Bucket:
         buffer, views = self._count_references()
         own_buffer, own_views = self._references
         is_held = any(d and n > own for d, n, own in zip(is_dropped, views, own_views, strict=True))
-        if is_held or (
-            any(is_dropped) and buffer > own_buffer
-        ):  # a tensor that shares memory with a view says not whose
+        # A tensor that shares memory with a view does not say with which.
+        if is_held or (any(is_dropped) and buffer > own_buffer):
             self._lay_out()
 
     def _check_dtypes(self) -> None:
@@ -315,7 +314,9 @@ class Bucket:
         """Take in the small gradients that have arrived: a call for all to copy, one for neighbours to divide."""
         positions = sorted(self._waiting)
         self._waiting, self._waiting_bytes = [], 0
-        slots, views = [self.slots[p] for p in positions], [self._in_place(p) for p in positions]
+        slots, views = [self.slots[p] for p in positions], [self._views[p] for p in positions]
+        if [view.data_ptr() for view in views] != [self._addresses[p] for p in positions]:
+            views = [self._in_place(p) for p in positions]
         gradients = [slot.parameter.grad for slot in slots]
         dense = [one for one in gradients if one is not None and one.layout == torch.strided]
         try:
