@@ -21,6 +21,11 @@ from tulle.parts import OF_NO_VALUES, Part
 from tulle.tables import ShardGradient
 from tulle.torch_functions import taken_together
 
+COMPILED = (
+    "torch.compile was given a model, or an optimizer, whose plan has updates wait until parameters are read, which "
+    "compiled code does unseen: give tulle.distribute the plan with schedule='step'"
+)
+
 
 class _Late:
     """What late parameters and gradients share."""
@@ -53,10 +58,7 @@ class _Late:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **keywords)
         if CompileContext.current_compile_id() is not None:
-            raise PlanError(
-                "torch.compile was given a model whose plan has updates wait until parameters are read, which compiled "
-                "code does unseen: give tulle.distribute the plan with schedule='step'"
-            )
+            raise PlanError(COMPILED)
         for tensor in tree_leaves((args, keywords)):
             if isinstance(tensor, _Late):
                 tensor.make_true()
