@@ -25,6 +25,16 @@ def mark(placeholder: Placeholder, *, needs_grad: bool) -> None:
     placeholder.family.version += 1  # copies elsewhere are as it was
 
 
+def note_marked(call: Call, outcome: Outcome) -> None:
+    """Have all ranks know of the arguments that a module has made to need a gradient."""
+    for number in outcome.marked:
+        leaf = call.leaves[number]
+        if isinstance(leaf, Placeholder):
+            mark(leaf, needs_grad=True)
+        else:
+            leaf.requires_grad_()
+
+
 def put_back(call: Call, natives: Sequence[Any], seen: Outcome, phase: Phase) -> None:
     """Let what an operation has written in, or gave back, be what its placeholder stands for.
 

@@ -24,7 +24,7 @@ from tulle.pipeline.graphs import Graphs
 from tulle.pipeline.held import Settled
 from tulle.pipeline.holdings import Holdings, Known, Unit
 from tulle.pipeline.hooks import hears_gradients, hooks_for_all
-from tulle.pipeline.in_place import MARKS, check_written, mark, note_written, put_back
+from tulle.pipeline.in_place import MARKS, check_written, mark, note_marked, note_written, put_back
 from tulle.pipeline.inside import Inside, at_work
 from tulle.pipeline.interception import interception_aside
 from tulle.pipeline.losses import is_backward, scaled
@@ -335,9 +335,7 @@ class Program:
         """What the program gets to see of a result."""
         for number in outcome.written:
             self._note_written(call, number, stage, is_trained=number in outcome.trained)
-        for number in outcome.marked:
-            leaf = call.leaves[number]
-            mark(leaf, needs_grad=True) if isinstance(leaf, Placeholder) else leaf.requires_grad_()
+        note_marked(call, outcome)
         results: list[Any] = []
         for result, value in zip(outcome.results, values, strict=True):
             if isinstance(result, Same):
@@ -355,9 +353,8 @@ class Program:
                 made.family.lender = made.family.lender if is_view or not isinstance(base, Placeholder) else ref(base)
         for left in outcome.left:
             assert call.unit is not None, "operations have no attributes"
-            is_here = self.values.rank_of(stage) == self._axis.rank
             stand_for = lambda result, value: self._stand_for(result, stage, value, None)  # noqa: E731
-            call.unit.attributes.show(left, results, stand_for, is_here=is_here)
+            call.unit.attributes.show(left, results, stand_for, is_here=self.values.rank_of(stage) == self._axis.rank)
         return rebuild(outcome.spec, results)
 
     def _note_written(self, call: Call, number: int, stage: int, *, is_trained: bool) -> None:
