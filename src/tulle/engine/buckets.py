@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tulle.comm import Pending, all_reduce
 from tulle.engine.buffers import Buffers
+from tulle.engine.means import as_mean
 from tulle.errors import GradientError, ModelError
 from tulle.mesh import Axis
 
@@ -33,8 +34,6 @@ _SMALL_BYTES = 64 * 1024
 """A gradient below this takes less time than the call that divides it does, and is taken in with others."""
 _TOGETHER_BYTES = 256 * 1024
 """So many bytes of them are taken in at once, while they are in the cache still."""
-MEAN = "_tulle_mean"
-"""The attribute of a gradient that was averaged over the ranks: its identity, which copies of it do not have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -372,17 +371,6 @@ class Bucket:
             self._check_unchanged()
         else:  # in place where the gradient is the view already
             torch.mul(gradient, 1.0 / self.axis.size, out=view)
-
-
-def as_mean(gradient: Tensor) -> Tensor:
-    """Mark a tensor as a gradient that is, or will be, the mean over the ranks."""
-    setattr(gradient, MEAN, id(gradient))
-    return gradient
-
-
-def is_mean(gradient: Tensor | None) -> bool:
-    """Whether a gradient is so marked."""
-    return getattr(gradient, MEAN, None) == id(gradient)
 
 
 def lay_out(slots: Sequence[Slot], bucket_bytes: int) -> Iterator[list[Slot]]:
