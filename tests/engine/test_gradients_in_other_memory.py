@@ -88,19 +88,14 @@ def longer(model: nn.Module) -> None:
     model[4].bias.data = torch.cat([model[4].bias.data] * 2)
 
 
-def wider(model: nn.Module) -> None:
-    model.float()
-
-
 @on_ranks(2)
-@pytest.mark.parametrize(("change", "text"), [(longer, r"\[192"), (wider, "float32")])
-def test_a_parameter_of_another_shape_or_dtype_is_named(change, text):
+def test_a_parameter_of_another_shape_is_named():
     mesh, model = tulle.init(data=-1), network()
     model, _ = tulle.distribute(model, SGD(model.parameters(), 0.1), mesh)
     model(torch.ones(2, 4).double()).mean().backward()
     model.zero_grad()
-    change(model)
-    with pytest.raises(ModelError, match=rf"the parameter '4.\w+' is .*{text}.* now|the parameter '4.\w+' is .*{text}"):
+    longer(model)
+    with pytest.raises(ModelError, match=r"the parameter '4.\w+' is .*\[192"):
         model(torch.ones(2, 4).to(model[0].weight.dtype)).mean().backward()
 
 
