@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -147,47 +146,3 @@ def test_a_backward_that_is_compiled_as_a_whole_is_refused():
 
     with torch._dynamo.config.patch(compiled_autograd=True), pytest.raises(GradientError, match="compiled as a whole"):
         torch.compile(work, backend="eager")()
-
-
-class MeanOfAll(torch.autograd.Function):
-    """As in losses that compare features of all ranks: an exchange in forward, and one in backward."""
-
-    @staticmethod
-    def forward(_, x: Tensor) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x)
-        return x / dist.get_world_size()
-
-    @staticmethod
-    def backward(_, gradient: Tensor) -> Tensor:
-        return MeanOfAll.forward(_, gradient)
-
-
-class Gathers(nn.Module):
-    """Features of all ranks in the middle, and a layer behind them that one rank leaves out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.extra, self.out = (nn.Linear(4, 4).double() for _ in range(3))
-
-    def forward(self, x: Tensor, *, skips: bool) -> Tensor:
-        """Mean loss of `[samples, 4]`."""
-        hidden = self.into(x).tanh()
-        hidden = hidden - MeanOfAll.apply(hidden.mean(0))
-        return self.out(hidden if skips else self.extra(hidden)).pow(2).mean()
-
-
-@on_ranks(2)
-def test_what_a_model_gathers_by_itself_does_not_meet_its_gradients():
-    mesh, model = tulle.init(data=-1), Gathers()
-    model, optimizer = tulle.distribute(
-        model, SGD(model.parameters(), 0.1), mesh, plan=Plan(mesh.shape, bucket_bytes=8)
-    )
-    for step in range(5):
-        x = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step + 10 * mesh.rank))
-        model(x, skips=mesh.rank == 1 and step > 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    theirs = model.into.weight.detach().clone()
-    dist.broadcast(theirs, src=0)
-    assert torch.equal(theirs, model.into.weight)

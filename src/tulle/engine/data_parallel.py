@@ -85,9 +85,8 @@ class DataParallel:
         self.model = model
         self.home = axis
         self.number = _free_number(axis)
-        # A group of its own for every model: what else is exchanged within a backward (by another model, or by layers
-        # that gather features) comes between its gradients as each rank's graph has it.
-        self.axis = lane(axis, f"model {self.number}")
+        # A group of its own for every further model: two in one backward interleave as each rank's graph has it.
+        self.axis = lane(axis, f"model {self.number}") if self.number else axis
         self.steps = 0
         """Synchronized backward passes so far, and averages of gradients that were set by hand."""
         self.late: LateUpdates | None = None
