@@ -10,7 +10,7 @@ import copy
 import random
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 def undoing(model: nn.Module) -> Callable[[], None]:
     """What gives buffers and attributes of modules back as they are now."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    buffers = [partial(_rewrite, buffer, buffer._version, buffer.clone()) for buffer in _present(model.buffers())]
     attributes = [(module, _kept(module), dict(module._buffers)) for module in model.modules()]
     contents: list[Callable[[], object]] = []
     seen = set[int]()
@@ -62,11 +62,14 @@ def undoing(model: nn.Module) -> Callable[[], None]:
             module._buffers.update(own)
         for give in contents:
             give()
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        for give in buffers:
+            give()
 
     return undo
+
+
+def _present(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [tensor for tensor in tensors if not (tensor.is_meta or tensor.is_inference())]
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:
