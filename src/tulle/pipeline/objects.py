@@ -89,7 +89,8 @@ class Lent:
         """All that the outcome of the call can depend on, beside the leaves."""
         self.brought: set[int] = set()
         """Numbers of those of what objects hold that come to the module's rank, because it reads them."""
-        self._seen: Callable[[], Sequence[Any]] = tuple
+        self.inside: Sequence[Any] = ()
+        """What the objects hold while the module runs: the first leaves of the call, as its rank has them."""
         self.may_ask = True
         """Whether other ranks do not know yet what the module reads of them."""
         self.unread: dict[int, int] = {}
@@ -130,22 +131,14 @@ class Lent:
         )
         return Wanted(tuple(number for number in absent if begin <= number < end))
 
-    def around(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        seen: Callable[[], Sequence[Any]],
-    ) -> Callable[..., Any]:
+    def around(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         """What puts into the objects what they hold here, and gives what the function gave, and what has changed.
 
         Args:
             function: It.
             args: Of the call, as it was made, and
             kwargs: those by name.
-            seen: Gives what the objects hold here: the first leaves of the call.
         """
-        self._seen = seen
         # Of what is in both, the argument is what is looked at after.
         pattern = pattern_of((args, kwargs, [held.whole for held in self._held if isinstance(held, Loose)]))
 
@@ -167,11 +160,6 @@ class Lent:
             return result, changes
 
         return run
-
-    @property
-    def inside(self) -> Sequence[Any]:
-        """What the objects hold while the module runs: the first leaves of the call."""
-        return self._seen()
 
     def tell(self, value: Any) -> Told:
         """What all ranks are told of `around`'s result."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -44,12 +44,10 @@ class UnitCall(Call):
     ) -> None:
         leaves, spec = flatten((args, kwargs))
         self._args, self._kwargs, self._is_open = args, kwargs, can_be_filled(spec)
-        self._inside: Sequence[Any] = ()
-        """What its objects hold while it runs."""
         self.given = lent(leaves, held)
         """The objects among the arguments."""
         if self.given is not None:
-            leaves, caller = self.given.leaves, self.given.around(caller, args, kwargs, lambda: self._inside)
+            leaves, caller = self.given.leaves, self.given.around(caller, args, kwargs)
         function = as_checkpointed(caller)
         if self._is_open:
             function = as_before(with_filled(function), pattern_of((args, kwargs)))
@@ -115,7 +113,7 @@ class UnitCall(Call):
             return super().arguments(natives)
         count, unread = self.given.count, self.given.unread
         held = zip(self.leaves[:count], natives, strict=False)
-        self._inside = [leaf if native is None and id(leaf) in unread else native for leaf, native in held]
+        self.given.inside = [leaf if native is None and id(leaf) in unread else native for leaf, native in held]
         return rebuild(self.spec, natives[count:])
 
     def read(self, leaf: Placeholder) -> None:
