@@ -126,6 +126,11 @@ def _reset(value: Any, before: State) -> None:
 
 
 def _rewrite(value: Tensor, version: int, before: Tensor) -> None:
-    if value._version != version:
+    if value._version != version or not _is_equal(value, before):
         with torch.no_grad():
             value.copy_(before)
+
+
+def _is_equal(value: Tensor, before: Tensor) -> bool:
+    """Whether nothing was written past the version counter, as batch norm does with its running statistics."""
+    return value.layout != torch.strided or torch.equal(value, before)

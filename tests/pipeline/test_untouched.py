@@ -1,0 +1,30 @@
+"""What a trial run leaves in a model: nothing, not even a write that changes nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tulle.pipeline.untouched import undoing, untouched
+
+
+def test_batch_norms_statistics_are_put_back_though_their_version_does_not_tell_of_the_write():
+    model = nn.BatchNorm1d(3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with untouched(model):
+        model(torch.randn(5, 3))
+        assert model.num_batches_tracked == 1
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_buffer_that_was_not_written_in_can_still_be_read_in_backward():
+    model = nn.Module()
+    scale = torch.tensor([2.0, 3.0])
+    model.register_buffer("scale", scale)
+    x = torch.ones(2, requires_grad=True)
+    undo = undoing(model)
+    y = x * scale
+    undo()
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 3.0]
