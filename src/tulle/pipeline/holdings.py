@@ -115,7 +115,7 @@ class Holdings:
         is_told_once = is_in_step or torch.is_grad_enabled()
         mode = self._mode_of(unit)
         tensors = [id(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        if len(set(tensors)) < len(tensors):  # which are the same bears on the outcome
+        if len(tensors) > 1 and len(set(tensors)) < len(tensors):  # which are the same bears on the outcome
             mode = mode, tuple(map(tensors.index, tensors))
         if is_told_once or (objects is None and not self._is_met(unit, leaves)):
             return self.known(signature((mode, objects), leaves, spec))

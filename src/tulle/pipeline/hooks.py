@@ -13,7 +13,13 @@ from typing import Any
 
 from torch import nn
 
+from tulle.errors import ModelError
+
 Hook = Callable[..., Any]
+Caller = Callable[..., Any]
+Arguments = tuple[Any, ...]
+Keywords = dict[str, Any]
+Given = tuple[Arguments, Keywords]
 _NO_HOOKS: dict[int, Hook] = {}
 _OF_FORWARD = [name for name in vars(nn.Module()) if name.startswith(("_forward_hooks", "_forward_pre_hooks"))]
 """Attributes of modules that hold them, and what is noted of some."""
@@ -33,7 +39,7 @@ class Hooks:
     module: nn.Module
     before: Mapping[int, Hook]
     after: Mapping[int, Hook]
-    run: Callable[..., Any]
+    run: Caller
 
     @property
     def caller(self) -> Callable[..., Any]:
@@ -67,9 +73,30 @@ class Hooks:
             module._forward_pre_hooks, module._forward_hooks = before, after
 
 
-def hooks_for_all(module: nn.Module, run: Callable[..., Any]) -> Hooks:
-    """Those that run between modules."""
-    return Hooks(module, _users(module._forward_pre_hooks), _users(module._forward_hooks), run)
+def with_hooks(
+    name: str, module: nn.Module, run: Caller, call: Callable[[Caller, Arguments, Keywords], Any], given: Given
+) -> Any:
+    """Call a placed module, with what hooks run between modules before and behind it. Every rank comes here.
+
+    Args:
+        name: The module's.
+        module: It.
+        run: Its own call, compiled or not.
+        call: Is given what runs it, with all other hooks, and its arguments.
+        given: The arguments, and those by name.
+    """
+    if not (module._forward_pre_hooks or module._forward_hooks):
+        return call(run, *given)
+    hooks = Hooks(module, _users(module._forward_pre_hooks), _users(module._forward_hooks), run)
+    args, kwargs = hooks.given(*given)
+    result = call(hooks.caller, args, kwargs)
+    changed = hooks.changed(args, kwargs, result)
+    if changed is not result and hears_gradients(module):
+        raise ModelError(
+            f"{name!r} has a forward hook that changes what it gives, and hooks of backward, which would see "
+            "the gradient of what it gave before that: put either on a module around it"
+        )
+    return changed
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, starmap, zip_longest
+from operator import is_
 from typing import Any
 
 import torch
@@ -52,7 +54,8 @@ class Modes:
         self._own: list[dict[str, nn.Parameter | None]] = [dict(module._parameters) for module in modules]
         self._parameters = list({id(one): one for own in self._own for one in own.values() if one is not None}.values())
         self._training = {id(module): module.training for module in modules}
-        self._within: dict[int, list[Mapping[str, Tensor | None]]] = {}
+        self._within: dict[int, tuple[list[dict[str, nn.Parameter | None]], list[Tensor | None]]] = {}
+        """Of each module that was called, where parameters of it and of those in it are, and those that were there."""
         self._begin = self._now()
         self._ended = -1
         self._is_varied = False
@@ -74,10 +77,14 @@ class Modes:
         """A module is called, or a whole model: see whether something of it was set since the step began."""
         if self._is_varied or id(module) not in self._training:
             return
-        if id(module) not in self._within:
-            self._within[id(module)] = [one._parameters for one in module.modules() if one._parameters]
-        lent = any(map(_lent, self._within[id(module)]))
-        self._is_varied = lent or self._training[id(module)] != module.training
+        within = self._within.get(id(module))
+        if within is None:
+            within = self._within[id(module)] = [one._parameters for one in module.modules() if one._parameters], []
+        places, seen = within
+        if not all(starmap(is_, zip_longest(_all_in(places), seen))):
+            self._is_varied = any(map(_lent, places))
+            seen[:] = () if self._is_varied else _all_in(places)
+        self._is_varied |= self._training[id(module)] != module.training
 
     def vary(self) -> None:
         """Something is about to be set."""
@@ -121,6 +128,10 @@ class Modes:
                 [_lent(module._parameters) for module in self._modules],
                 [parameter.requires_grad for parameter in self._parameters],
             )
+
+
+def _all_in(places: Sequence[dict[str, nn.Parameter | None]]) -> Iterator[nn.Parameter | None]:
+    return chain.from_iterable(map(dict.values, places))
 
 
 def _lent(parameters: Mapping[str, Tensor | None]) -> Lent:

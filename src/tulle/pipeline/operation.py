@@ -15,6 +15,7 @@ from tulle.pipeline.outcome import Outcome
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.shapes import GRADIENT
 from tulle.pipeline.structure import Spec, rebuild
+from tulle.pipeline.tape import Tape
 from tulle.pipeline.values import Values
 
 SETS_TRAINED = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
@@ -58,6 +59,14 @@ class Call:
     def arguments(self, natives: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What it is called with."""
         return rebuild(self.spec, natives)
+
+    def prepare(self, tape: Tape, *, is_first: bool) -> None:
+        """It is about to run here.
+
+        Args:
+            tape: Of this rank.
+            is_first: Whether it is the first call of the operation or module in this program.
+        """
 
     def read(self, leaf: Placeholder) -> None:
         """What runs reads a placeholder."""
@@ -153,7 +162,9 @@ def check_nested(name: str, leaves: Sequence[object]) -> None:
         name: Of the module or operation.
         leaves: Of its arguments, or of its result.
     """
-    if any(isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder) and leaf.is_nested for leaf in leaves):
+    for leaf in leaves:
+        if isinstance(leaf, Placeholder) or not isinstance(leaf, Tensor) or not leaf.is_nested:
+            continue
         raise ModelError(
             f"a nested tensor (torch.nested) goes to {name!r}, or comes from it, between modules of a pipeline, where "
             "shapes are to be known without values: make it and take it apart inside one module that is placed whole, "

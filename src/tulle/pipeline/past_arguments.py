@@ -12,7 +12,7 @@ autograd numbers its nodes in the order in which a thread makes them, which tell
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,27 +22,28 @@ from torch.overrides import TorchFunctionMode
 from tulle.comm import eager
 from tulle.errors import ModelError
 from tulle.pipeline.holdings import Unit
-from tulle.pipeline.operation import Call
 from tulle.pipeline.placeholder import Placeholder, is_about_shape
 from tulle.pipeline.structure import flatten, is_atom, rebuild
 from tulle.pipeline.tape import Tape
 from tulle.traits import is_compiled
 
 
-def cut_where_reached(call: Call, tape: Tape, *, is_first: bool) -> Callable[..., Any]:
+def cut_where_reached(
+    function: Callable[..., Any], unit: Unit, leaves: Sequence[Any], tape: Tape, *, is_first: bool
+) -> Callable[..., Any]:
     """What runs a placed module, and cuts the tape at tensors of earlier phases that it reads past its arguments.
 
     It can have such where it has run before, or is given an object that is not taken apart. Compiled modules are left
     alone.
 
     Args:
-        call: Of the module.
+        function: What runs it.
+        unit: The module.
+        leaves: Of its arguments.
         tape: Of the rank.
         is_first: Whether it is the module's first call of this program.
     """
-    function, unit = call.function, call.unit
-    assert unit is not None, "operations have all in their arguments"
-    if not torch.is_grad_enabled() or (is_first and all(map(is_atom, call.leaves))):
+    if not torch.is_grad_enabled() or (is_first and all(map(is_atom, leaves))):
         return function
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 from tulle.comm import eager
 from tulle.errors import ModelError
 from tulle.pipeline.outcome import Described
-from tulle.pipeline.structure import flatten
+from tulle.pipeline.structure import LEAF_KINDS, flatten
 from tulle.pipeline.tape import Graph
 
 
@@ -154,6 +154,9 @@ class Placeholder(Tensor):
             f"the operation {func} was given a tensor of another pipeline stage by compiled code or a transform of "
             "torch.func, which cannot run between modules: do both inside the modules that are placed, not around them"
         )
+
+
+LEAF_KINDS.add(Placeholder)
 
 
 def is_about_shape(function: Callable[..., Any]) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -23,7 +24,7 @@ from tulle.pipeline.adopted import Adopted
 from tulle.pipeline.graphs import Graphs
 from tulle.pipeline.held import Settled
 from tulle.pipeline.holdings import Holdings, Known, Unit
-from tulle.pipeline.hooks import hears_gradients, hooks_for_all
+from tulle.pipeline.hooks import with_hooks
 from tulle.pipeline.in_place import MARKS, check_written, mark, note_marked, note_written, put_back
 from tulle.pipeline.inside import Inside, at_work
 from tulle.pipeline.interception import interception_aside
@@ -52,7 +53,6 @@ from tulle.pipeline.outcome import (
     versions_of,
     with_marked,
 )
-from tulle.pipeline.past_arguments import cut_where_reached
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.randomness import forked_generators, forked_python, forked_torch, seed_of
 from tulle.pipeline.recompute import outside_of_checkpoint
@@ -162,31 +162,23 @@ class Program:
         if self._is_applying:  # shapes are being found out, on all ranks: whoever has the module will tell
             raise ModelError(f"what calls the placed module {unit.name!r} gives cannot be told by its shapes")
         self.models.add(unit.model)
-        hooks = hooks_for_all(unit.module, unit.compiled or unit.module._call_impl)
-        args, kwargs = hooks.given(args, kwargs)
-        with interception_aside():
-            result = self._call(UnitCall(unit, hooks.caller, args, kwargs, self._adopted.placed, self._held), unit)
-        changed = hooks.changed(args, kwargs, result)
-        if changed is not result and hears_gradients(unit.module):
-            raise ModelError(
-                f"{unit.name!r} has a forward hook that changes what it gives, and hooks of backward, which would see "
-                "the gradient of what it gave before that: put either on a module around it"
-            )
-        return changed
+        run = unit.compiled or unit.module._call_impl
+        return with_hooks(unit.name, unit.module, run, partial(self._call, unit), (args, kwargs))
 
-    def _call(self, call: UnitCall, unit: Unit) -> Any:
-        check_nested(unit.name, call.leaves)
-        call.function = cut_where_reached(call, self.values.tape, is_first=unit.name not in self._calls)
-        if self._axis.size > 1:
-            check_given(call)
-        known = self.holdings.of_call(unit, call.leaves, call.spec, call.about, is_in_step=self._fail is None)
-        number = self.count_call(unit.name)
-        while True:
-            result = call.wanted(known.outcome) or self._run(call, unit.stage, known.outcome, number, known)
-            if not isinstance(result, Wanted) or call.given is None:
-                return call.finish(result)
-            call.given.brought.update(result.leaves)
-            known = self.holdings.after(known, result)
+    def _call(self, unit: Unit, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with interception_aside():
+            call = UnitCall(unit, run, args, kwargs, self._adopted.placed, self._held)
+            check_nested(unit.name, call.leaves)
+            if self._axis.size > 1:
+                check_given(call)
+            known = self.holdings.of_call(unit, call.leaves, call.spec, call.about, is_in_step=self._fail is None)
+            number = self.count_call(unit.name)
+            while True:
+                result = call.wanted(known.outcome) or self._run(call, unit.stage, known.outcome, number, known)
+                if not isinstance(result, Wanted) or call.given is None:
+                    return call.finish(result)
+                call.given.brought.update(result.leaves)
+                known = self.holdings.after(known, result)
 
     def backward(
         self,
@@ -285,6 +277,7 @@ class Program:
             return self._wrapped(call, stage, outcome, [None] * len(outcome.results))
         self.stage = stage
         self._stages.add(stage)
+        call.prepare(self.values.tape, is_first=number == 1)
         if known is None and (target := call.written(outcome)) is not None:
             check_family(call.leaves[target], self.values.tape.phase, by=call.name)  # now that what it reads has come
         natives = call.natives(self.values, None if self._read is None else stage)

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import operator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ Spec = Leaf | Node
 LEAF = Leaf()
 ATOMS = (torch.Tensor, int, float, str, bool, type(None), torch.dtype, torch.device, Fixed)
 """Leaves that hold nothing else."""
+LEAF_KINDS: set[type] = {torch.Tensor, torch.nn.Parameter, int, float, str, bool, type(None), torch.dtype, torch.device}
+"""Classes of most leaves; only to look at them the sooner."""
 
 
 def flatten(value: object) -> tuple[list[Any], Spec]:
@@ -78,6 +81,19 @@ def flatten(value: object) -> tuple[list[Any], Spec]:
     return leaves, _flatten(value, leaves)
 
 
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Spec]:
+    """`flatten((args, kwargs))`, sooner where all of these are leaves."""
+    leaves = [*args, *kwargs.values()]
+    if not LEAF_KINDS.issuperset(map(type, leaves)):
+        return flatten((args, kwargs))
+    return leaves, _of_leaves(len(args), tuple(kwargs))
+
+
+@cache
+def _of_leaves(count: int, names: tuple[str, ...]) -> Spec:
+    return flatten(((None,) * count, dict.fromkeys(names)))[1]
+
+
 def can_flatten(value: object) -> bool:
     """Whether a value is taken apart, or stays a leaf."""
     return _flatten(value, []) is not LEAF
@@ -90,11 +106,14 @@ def is_atom(value: object) -> bool:
 
 def rebuild(spec: Spec, leaves: list[Any]) -> Any:
     """The value of that structure with other leaves."""
-    return _rebuild(spec, iter(leaves))
+    return leaves[0] if spec is LEAF else _rebuild(spec, iter(leaves))
 
 
 def _flatten(value: Any, leaves: list[Any]) -> Spec:
     kind = type(value)
+    if kind in LEAF_KINDS:
+        leaves.append(value)
+        return LEAF
     if kind is tuple or kind is list:
         return node(kind, None, tuple([_flatten(child, leaves) for child in value]))
     if not isinstance(value, ATOMS):

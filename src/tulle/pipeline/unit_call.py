@@ -15,9 +15,11 @@ from tulle.pipeline.holdings import Unit
 from tulle.pipeline.objects import Wanted, lent, taken, telling
 from tulle.pipeline.operation import Call
 from tulle.pipeline.outcome import Constant, Outcome
+from tulle.pipeline.past_arguments import cut_where_reached
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.recompute import as_checkpointed
-from tulle.pipeline.structure import flatten, rebuild
+from tulle.pipeline.structure import flatten_call, rebuild
+from tulle.pipeline.tape import Tape
 from tulle.pipeline.values import Values
 
 
@@ -42,17 +44,26 @@ class UnitCall(Call):
         placed: Callable[[Any], Any],
         held: dict[int, tuple[Any, Settled]],
     ) -> None:
-        leaves, spec = flatten((args, kwargs))
+        leaves, spec = flatten_call(args, kwargs)
         self._args, self._kwargs, self._is_open = args, kwargs, can_be_filled(spec)
         self.given = lent(leaves, held)
         """The objects among the arguments."""
         if self.given is not None:
             leaves, caller = self.given.leaves, self.given.around(caller, args, kwargs)
-        function = as_checkpointed(caller)
+        self._is_prepared = False
+        super().__init__(caller, list(map(placed, leaves)), spec, unit.name, unit)
+
+    def prepare(self, tape: Tape, *, is_first: bool) -> None:
+        """It is about to run here, where what the module gives is told, and what it reads is watched."""
+        assert self.unit is not None, "it is a call of one"
+        if self._is_prepared:
+            return
+        self._is_prepared = True
+        function = as_checkpointed(self.function)
         if self._is_open:
-            function = as_before(with_filled(function), pattern_of((args, kwargs)))
-        function = telling(function, unit.module, self.given)
-        super().__init__(function, list(map(placed, leaves)), spec, unit.name, unit)
+            function = as_before(with_filled(function), pattern_of((self._args, self._kwargs)))
+        function = telling(function, self.unit.module, self.given)
+        self.function = cut_where_reached(function, self.unit, self.leaves, tape, is_first=is_first)
 
     @property
     def placeholders(self) -> list[Placeholder]:
