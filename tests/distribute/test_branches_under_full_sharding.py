@@ -61,6 +61,27 @@ def test_a_state_that_one_rank_asks_for_alone_is_told_long_before_the_time_out()
     assert time.monotonic() - begin_s < 4
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("steps", [0, 3], ids=["in the first step", "in a later one"])
+def test_unlike_numbers_of_micro_batches_are_told(steps):
+    patches.setattr(execution_order, "LONG_S", 0.1)
+    model, optimizer, mesh = shared_out([8, 8])
+    x = torch.ones(2, WIDTH)
+
+    def step(micro_batches: int) -> None:
+        for _ in range(micro_batches):
+            model(x, expert=0).backward()
+        optimizer.step()
+
+    for _ in range(steps):
+        step(2)
+    first, third = (rf"parameters of 'experts\.0{time}" for time in ("'", "', time 3 since the last step"))
+    one, other = (first, third) if mesh.rank else (third, first)
+    with pytest.raises(ModelError, match=rf"{other} on rank {1 - mesh.rank}, {one} on"):
+        for _ in range(2):
+            step(2 if mesh.rank else 3)
+
+
 class Layers(nn.Module):
     """Some of which may be left out."""
 
@@ -98,7 +119,7 @@ def test_in_later_steps_they_are_named_too_and_nothing_is_announced_until_then(w
             optimizer.step()
             optimizer.zero_grad()
     assert not announced.called
-    what = r"(parameters|gradients) of '\w+\.\d.*'"
+    what = r"(parameters|gradients) of '\w+\.\d.*'(, time 2 since the last step)?"
     text = rf"{what} on rank {1 - mesh.rank}, {what} on rank {mesh.rank}"
     with pytest.raises(ModelError, match=text):
         (loss_of(model, x, where) if mesh.rank else model(x, **arguments)).backward()

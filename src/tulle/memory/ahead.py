@@ -124,7 +124,8 @@ class Ahead:
         if leaving is not None:
             leaving.result()
         which = "gradients", self._time(unit, "gradients")
-        job = self._order.submit(f"gradients of {unit.name!r}", which, partial(unit.reduce, gradients, parts))
+        exchange = f"gradients of {unit.name!r}{_for_time(which[1])}"
+        job = self._order.submit(exchange, which, partial(unit.reduce, gradients, parts))
         self._leaving = ref(job)
         return job
 
@@ -177,7 +178,7 @@ class Ahead:
     def _begin(self, use: _Use) -> _Coming:
         parts = self._parts[use.unit]
         which, gather = (use.what, use.number), partial(use.unit.gather, use.unit.pack(parts))
-        job = self._order.submit(f"parameters of {use.unit.name!r}", which, gather)
+        job = self._order.submit(f"parameters of {use.unit.name!r}{_for_time(use.number)}", which, gather)
         return _Coming(use, parts, _versions(parts), job)
 
     def _time(self, unit: Unit, what: str) -> int:
@@ -205,6 +206,11 @@ def ahead_of(part: Tensor | None) -> Ahead | None:
     """What gathers a part when a module runs, or None."""
     follower = getattr(part, _FOLLOWER, None)
     return None if follower is None else follower()
+
+
+def _for_time(number: int) -> str:
+    """What an exchange is called besides, so that ranks with unlike numbers of micro-batches do not take it for one."""
+    return f", time {number + 1} since the last step" if number else ""
 
 
 @cache
