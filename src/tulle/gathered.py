@@ -7,12 +7,14 @@ are shared out, or split over axis `model`, these tensors are copies, and what i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from tulle.errors import CheckpointError
 from tulle.parts import meets_parts
 from tulle.torch_functions import tensors_in
 
@@ -98,6 +100,27 @@ def write_through(whole: Tensor, part: Tensor, take: Callable[[Tensor], Tensor])
         part.copy_(take(plain))
 
     return _become_gathered(whole, write_back)
+
+
+def refuse_to_checkpoint(what: str) -> None:
+    """Raise if `torch.distributed.checkpoint` asks for a state with parts in it: it takes plain tensors for wholes.
+
+    It would keep one rank's, and give them to all.
+
+    Args:
+        what: It asks for, and which parts that has.
+
+    Raises:
+        CheckpointError: With the mend.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint."):
+            raise CheckpointError(
+                f"torch.distributed.checkpoint asked for {what}, and would keep those of one rank for all: take "
+                "tulle.save and tulle.load, which write an ordinary checkpoint of it, or tulle.full_state_dict(model)"
+            )
+        frame = frame.f_back
 
 
 def _become_gathered(tensor: Tensor, write_back: Callable[[], None]) -> Tensor:

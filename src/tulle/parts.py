@@ -18,7 +18,6 @@ every rank must ask; sums, means and norms have gradients. What cannot be made o
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol, TypeVar, cast
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tulle.errors import CheckpointError, ModelError
+from tulle.errors import ModelError
 from tulle.reductions import Reduction, Together, has_gradient_of_parts, number_of_whole
 from tulle.torch_functions import (
     BY_NUMBER,
@@ -64,6 +63,8 @@ _LIKE = {Tensor.to, Tensor.type_as}
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
 _WHOLE = "_tulle_part_of"
 """The attribute by which a part knows what it is a part of."""
+_OWNER, _WRITES = "_tulle_data_of", "_tulle_writes"
+"""The attributes by which `parameter.data` knows its parameter, and that how often it was written in by way of it."""
 
 
 class Whole(Protocol):
@@ -201,6 +202,7 @@ class _Guarded(_Part):
         if not fits(result, self):
             _refuse(self, name)
         if name == "data" or (name == "cpu" and result is not self and not result.requires_grad):
+            setattr(result, _OWNER, self if name == "data" else None)
             return _become(PartData, result, self)  # an object of its own, unlike what an operation in place gives
         if result.requires_grad and result.grad_fn is not None and result.dim():
             return _become(PartValues, result, self)
@@ -238,6 +240,19 @@ class PartValues(_Guarded):
 
 class PartData(_Part):
     """`parameter.data` of a part, or what was made of its numbers, each by itself, to be counted or summed."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Function, types: Sequence[type], args: Sequence[Any] = (), kwargs: Keywords | None = None
+    ) -> Any:
+        """As of any part; what is written by way of `parameter.data` is counted, as torch does not."""
+        with torch._C.DisableTorchFunctionSubclass():
+            before = [(one, one._version) for one in tensors_in(args[:1]) if getattr(one, _OWNER, None) is not None]
+        result = super().__torch_function__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            for owner in (getattr(one, _OWNER) for one, version in before if one._version != version):
+                setattr(owner, _WRITES, writes_by_data(owner) + 1)
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A plain tensor of the same numbers."""
@@ -280,6 +295,11 @@ def guard(parameter: nn.Parameter, whole: Whole) -> None:
     _guard_again([parameter])
 
 
+def writes_by_data(parameter: Tensor) -> int:
+    """How often a guarded parameter was written in by way of `.data`, which its version counter does not tell."""
+    return getattr(parameter, _WRITES, 0)
+
+
 def whole_of(parameter: Tensor) -> Whole | None:
     """What a guarded parameter holds a part of; None of a plain one."""
     return getattr(parameter, _WHOLE, None) if isinstance(parameter, Part) else None
@@ -315,27 +335,6 @@ def load_part(
             "the whole, or this rank's part of it"
         )
         state[key] = part.detach()  # or torch would say the same by the part's shape
-
-
-def refuse_to_checkpoint(what: str) -> None:
-    """Raise if `torch.distributed.checkpoint` asks for a state with parts in it: it takes plain tensors for wholes.
-
-    It would keep one rank's, and give them to all.
-
-    Args:
-        what: It asks for, and which parts that has.
-
-    Raises:
-        CheckpointError: With the mend.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        if str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint."):
-            raise CheckpointError(
-                f"torch.distributed.checkpoint asked for {what}, and would keep those of one rank for all: take "
-                "tulle.save and tulle.load, which write an ordinary checkpoint of it, or tulle.full_state_dict(model)"
-            )
-        frame = frame.f_back
 
 
 def step_plainly(optimizer: Optimizer) -> None:

@@ -68,18 +68,17 @@ def test_unlike_numbers_of_micro_batches_are_told(steps):
     model, optimizer, mesh = shared_out([8, 8])
     x = torch.ones(2, WIDTH)
 
-    def step(micro_batches: int) -> None:
-        for _ in range(micro_batches):
-            model(x, expert=0).backward()
-        optimizer.step()
+    def train(steps: int, micro_batches: int) -> None:
+        for _ in range(steps):
+            for _ in range(micro_batches):
+                model(x, expert=0).backward()
+            optimizer.step()
 
-    for _ in range(steps):
-        step(2)
+    train(steps, 2)
     first, third = (rf"parameters of 'experts\.0{time}" for time in ("'", "', time 3 since the last step"))
     one, other = (first, third) if mesh.rank else (third, first)
     with pytest.raises(ModelError, match=rf"{other} on rank {1 - mesh.rank}, {one} on"):
-        for _ in range(2):
-            step(2 if mesh.rank else 3)
+        train(2, 2 if mesh.rank else 3)
 
 
 class Layers(nn.Module):

@@ -24,6 +24,7 @@ from tulle.engine.returned import Parcel, Returned
 from tulle.engine.split_table import SplitTable
 from tulle.errors import ModelError
 from tulle.mesh import Axis
+from tulle.parts import writes_by_data
 from tulle.rows import occurrences
 from tulle.tables import (
     Division,
@@ -114,7 +115,7 @@ class Trip:
         """Set when others need not wait for the values of this trip, and of those told with it, any more."""
         self._is_last = True
         self._values: Job[list[Tensor]] | None = None
-        self._versions: list[int] = []
+        self._versions: list[tuple[int, int]] = []
         self.is_checked = False
         """Whether rows that were served before their lookup are looked at again then."""
         self._served: Sequence[Sequence[Tensor]] | None = None
@@ -196,8 +197,8 @@ class Trip:
             if not all(map(_is_bitwise, then, now)):
                 names = ", ".join(table.name for table in tables)
                 raise ModelError(
-                    f"rows of {names} were written, by .data say, after they had been fetched for the lookups that "
-                    "follow: write into the parameter itself within torch.no_grad(), which is seen"
+                    f"rows of {names} were written, by .detach().data say, after they had been fetched for the "
+                    "lookups that follow: write into the parameter itself within torch.no_grad(), which is seen"
                 )
 
     def look_up(self, table: SplitTable, ids: Tensor, padding: int | None) -> tuple[Tensor, Tensor, int | None]:
@@ -296,9 +297,9 @@ class Trip:
             self._known = self._told.result()[self._place]
         return self._known
 
-    def _current_versions(self) -> list[int]:
+    def _current_versions(self) -> list[tuple[int, int]]:
         with torch._C.DisableTorchFunctionSubclass():  # asked often
-            return [table.parameter._version for table in self.tables.values()]
+            return [(p._version, writes_by_data(p)) for p in (table.parameter for table in self.tables.values())]
 
 
 def tell_together(trips: Sequence[Trip]) -> None:

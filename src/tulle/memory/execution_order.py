@@ -95,7 +95,7 @@ def other_branch(said: str) -> ModelError:
     """What to raise where ranks are at different modules."""
     return ModelError(
         f"full_shard gathers the parameters of a module from all ranks, but these are at different ones: {said}. Have "
-        "all ranks call the same modules in the same order, as often a step (as many micro-batches on each), also where "
+        "all ranks call the same modules in the same order, as often a step (as many micro-batches each), also where "
         "data or the rank decide (experts, early exits; model.state_dict(), of which one rank may save what all have "
         "made), or leave full_shard out of the plan"
     )
