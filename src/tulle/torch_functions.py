@@ -44,8 +44,11 @@ _MIXES = {
     *("group_norm", "instance_norm", "batch_norm", "local_response_norm", "cross", "linalg_cross", "diff", "gradient"),
     *("avg_pool1d", "avg_pool2d", "max_pool1d", "max_pool2d", "unique", "unique_consecutive", "searchsorted"),
     *("fft_fft2", "fft_ifft2", "fft_fftn", "fft_ifftn", "fft_hfft2", "fft_hfftn", "fft_irfft2", "fft_irfftn"),
+    *("histc", "histogram", "trace", "dist", "svd", "svd_lowrank", "pca_lowrank", "linalg_svd", "linalg_svdvals"),
+    *("linalg_matrix_norm", "linalg_matrix_rank", "linalg_eig", "linalg_eigh", "linalg_eigvals", "linalg_eigvalsh"),
+    *("det", "logdet", "slogdet", "linalg_det", "linalg_slogdet", "linalg_cond"),
 }
-"""Names of what may give a part's shape, and mixes numbers along several dimensions."""
+"""Names of what may give a part's shape, or takes all of a part, and mixes numbers along several dimensions."""
 _ALONG: Mapping[str, tuple[int, int | None]] = {
     **dict.fromkeys(("softmax", "log_softmax", "softmin", "special_softmax", "special_log_softmax"), (1, None)),
     **dict.fromkeys(("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "cumsum_", "cumprod_"), (1, None)),
@@ -53,11 +56,11 @@ _ALONG: Mapping[str, tuple[int, int | None]] = {
     **dict.fromkeys(("topk", "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"), (2, -1)),
     **dict.fromkeys(("fft_fftshift", "fft_ifftshift"), (1, None)),
     "msort": (9, 0),
-    "normalize": (2, 1),
+    **dict.fromkeys(("normalize", "cosine_similarity"), (2, 1)),
     "gumbel_softmax": (4, -1),
 }
-"""By name of what mixes numbers along a dimension and gives a part's shape: which argument says the dimension, and what
-that is if none does; None for all."""
+"""By name of what mixes numbers along a dimension, and mostly gives a part's shape: which argument says the dimension,
+and what that is if none does; None for all."""
 REDUCED: Mapping[str, int] = {
     **dict.fromkeys(("sum", "nansum", "mean", "nanmean", "prod", "max", "min", "amax", "amin", "aminmax"), 1),
     **dict.fromkeys(("argmax", "argmin", "var", "std", "var_mean", "std_mean", "logsumexp", "median", "nanmedian"), 1),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from tulle.mesh import Axis
 from tulle.parts import Part, meets_parts
 from tulle.reductions import Reduction, Together, norm_of_whole, number_of_whole
 from tulle.step_hooks import hook_last
-from tulle.torch_functions import BY_NUMBER, REDUCED, mixes, name_of, taken_together
+from tulle.torch_functions import BY_NUMBER, PRODUCTS, REDUCED, mixes, name_of, taken_together, tensors_in
 
 FOREACH_NORM = vars(torch)["_foreach_norm"]
 UNSCALE = vars(torch)["_amp_foreach_non_finite_check_and_unscale_"]
@@ -37,6 +37,8 @@ _JOINED = {"cat", "concat", "concatenate", "stack", "hstack"}
 """Names of what puts several gradients together."""
 _OF_ALL = {*REDUCED, "dot", "vdot"}
 """Names of what may give one number of all."""
+_OF_ROWS = {"matmul", "__matmul__", "mm", "linear"}
+"""Names of what gives a row for each row of what it is given first."""
 _STORED = {"coalesce", "values", "_values"}
 """Names of what gives the rows that a sparse gradient stores: a gradient scaler looks for infinities in these."""
 
@@ -147,16 +149,16 @@ def over_ranks(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[
     gradient, name = args[0] if args else None, name_of(func)
     if isinstance(gradient, list | tuple) and name in _JOINED and any(isinstance(g, ShardGradient) for g in gradient):
         return _joined(gradient, result)
+    if name in PRODUCTS:
+        _check_products(name, args)
     if not isinstance(gradient, ShardGradient):
         return result
     with torch._C.DisableTorchFunctionSubclass():
         mixed = next((cut for cut in gradient.cuts if mixes(name, gradient, cut, args, keywords)), None)
     if mixed is not None:
-        raise GradientError(
-            f"{name} was asked of a gradient along dimension {mixed}, of which this rank has a part, "
-            f"{list(gradient.shape)}: norms, sums and the like of all of it are known, along that dimension none are. "
-            "Take a plan that leaves the parameter whole; .clone() gives this rank's part"
-        )
+        _refuse_along(name, gradient, mixed)
+    if isinstance(result, tuple) and name in REDUCED and not result[0].dim():  # aminmax, var_mean
+        _refuse_unknown(name, gradient)
     if not isinstance(result, Tensor) or type(result) is not Tensor:
         return result
     is_by_number = name in _ON_GRADIENTS and result.shape == gradient.shape and "out" not in keywords
@@ -180,11 +182,31 @@ def _of_all(
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         found = number_of_whole(name, gradient, args, keywords, result, _together(gradient.axes, gradient.count))
     if found is None and name in REDUCED:
-        raise GradientError(
-            f"{name} was asked of a gradient of which this rank has a part, {list(gradient.shape)}, and what it is of "
-            "the whole is not known: norms, sums and the largest are; .clone() gives this rank's part"
-        )
+        _refuse_unknown(name, gradient)
     return result if found is None else found
+
+
+def _check_products(name: str, args: Sequence[Any]) -> None:
+    """Raise if what is turned, or multiplied by a matrix, is a part, unless each whole row is by itself."""
+    for place, one in enumerate(tensors_in(args)):
+        is_by_row = place == 0 and name in _OF_ROWS and one.dim() > 1
+        if isinstance(one, ShardGradient) and one.cuts and not (is_by_row and one.cuts == (0,)):
+            _refuse_along(name, one, one.cuts[0])
+
+
+def _refuse_along(name: str, gradient: ShardGradient, cut: int) -> NoReturn:
+    raise GradientError(
+        f"{name} was asked of a gradient along dimension {cut}, of which this rank has a part, "
+        f"{list(gradient.shape)}: norms, sums and the like of all of it are known, along that dimension none are. "
+        "Take a plan that leaves the parameter whole; .clone() gives this rank's part"
+    )
+
+
+def _refuse_unknown(name: str, gradient: ShardGradient) -> NoReturn:
+    raise GradientError(
+        f"{name} was asked of a gradient of which this rank has a part, {list(gradient.shape)}, and what it is of "
+        "the whole is not known: norms, sums and the largest are; .clone() gives this rank's part"
+    )
 
 
 def axes_of(gradients: Iterable[Tensor]) -> list[Axis]:
