@@ -19,6 +19,7 @@ from torch.optim import Optimizer, SparseAdam
 
 from tulle.comm import all_gather_parts, eager, follow_steps, gather_values, monitored_barrier
 from tulle.errors import GradientError, ModelError
+from tulle.memory.piece_states import PieceStates
 from tulle.memory.pieces import Bucket, Piece, deal, flat, laid_out_like, lay_out
 from tulle.mesh import Axis
 from tulle.tables import split_of
@@ -116,6 +117,7 @@ class OptimizerShards:
         if self._whole is not None:
             self._mend()
         self._deal_out_added()
+        self._guard_state()
         self._follow_parameters()
         groups = self.optimizer.param_groups
         stepped = [[piece for p in group["params"] if (piece := self._stepped(p)) is not None] for group in groups]
@@ -155,6 +157,7 @@ class OptimizerShards:
     def take_parts(self, whole: Mapping[Any, Mapping[str, Any]]) -> None:
         """Of whole states by parameter, keep this rank's parts."""
         self._deal_out_added()
+        self._guard_state()
         self.optimizer.state.clear()
         for parameter, state in whole.items():
             piece = self._owned.get(parameter)
@@ -179,6 +182,10 @@ class OptimizerShards:
             if piece is not None and piece.tensor is not None:
                 own, master = flat(piece.parameter.data)[piece.start : piece.stop], piece.tensor.data
                 master.copy_(torch.where(master.to(own.dtype) == own, master, own.to(master.dtype)))
+
+    def _guard_state(self) -> None:
+        if type(self.optimizer.state) is not PieceStates:  # at first, and where somebody has put another in its place
+            self.optimizer.state = PieceStates(self.optimizer.state, self._owned)
 
     def _stepped(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """This rank's piece of a parameter, with its gradient; None if other ranks step all of it."""
