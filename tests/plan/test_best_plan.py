@@ -277,6 +277,13 @@ def test_replicas_are_looked_at_however_little_the_search_may_do(monkeypatch):
     assert plan.prediction.step_s == run(lower(plan, profile, cluster)).step_s
 
 
+def test_what_does_not_run_on_half_of_a_sample_is_not_cut_into_micro_batches():
+    profile, cluster = profile_of(tables=0, layers=4), cluster_of(2)
+    space = Space(mesh={"pipe": 2})
+    assert best_plan(profile, cluster, space=space).micro_batches > 1
+    assert best_plan(replace(profile, is_divisible=False), cluster, space=space).micro_batches == 1
+
+
 def test_parameters_are_not_shared_out_for_next_to_nothing():
     space = Space(mesh={"pipe": 1, "model": 1}, memories=(Memory(), Memory(full_shard=True)), schedules=("step",))
     profile, cluster = profile_of(tables=0), cluster_of(2, bandwidth_bytes_per_s=1e12)

@@ -21,6 +21,7 @@ from tulle.profiling.optimizer import tried
 from tulle.profiling.samples import halved, samples_in
 from tulle.profiling.splits import splits
 from tulle.profiling.steps import Twin
+from tulle.workload import Profile
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +185,27 @@ def test_a_graph_as_a_sparse_tensor_is_profiled_whole():
     assert halved(sample) == (sample, 1.0)
     found = tulle.profile(model, torch.optim.SGD(model.parameters(), 0.1), sample)
     assert {"inner", "outer"} <= {piece.name for piece in found.modules}
+    assert not found.is_divisible
+
+
+class Edges(nn.Module):
+    """Features of a graph's nodes, each the sum of its neighbours', by the nodes' numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 1)
+
+    def forward(self, features, sources, targets):
+        return torch.zeros_like(features).index_add(0, targets, self.inner(features)[sources].expand(-1, 4)).mean()
+
+
+@pytest.mark.parametrize(("nodes", "is_divisible"), [(6, False), (1, True)])
+def test_half_of_a_graph_is_no_sample(nodes, is_divisible):
+    model, numbers = Edges(), torch.arange(nodes).repeat(2)
+    sample = (torch.ones(nodes, 4), numbers, numbers.flip(0))
+    found = tulle.profile(model, torch.optim.SGD(model.parameters(), 0.1), sample)
+    assert (found.is_divisible, found.fixed_share) == (is_divisible, 0.0), "of one node half is not asked for"
+    assert Profile.from_json(found.to_json()).is_divisible == is_divisible
 
 
 def test_frozen_parameters_are_held_by_every_micro_batch_and_a_step_needs_what_it_was_seen_to():

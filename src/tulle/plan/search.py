@@ -178,7 +178,7 @@ class Search:
             is_tight = self.memory_bytes is not None
             memories = self.space.memories_for(self.profile, mesh[DATA], is_tight=is_tight)
             for memory in memories if samples >= 1 else ():
-                for micro_batches in self.space.micro_batches(mesh, samples, is_tight=is_tight):
+                for micro_batches in self.space.micro_batches(self.profile, mesh, samples, is_tight=is_tight):
                     plan = Plan(mesh, memory=memory, micro_batches=micro_batches)
                     rough.append((self.least_s(plan, is_sharp=False), len(rough), plan))
         rough.sort()

@@ -87,16 +87,17 @@ class Space:
             )
         return found
 
-    def micro_batches(self, mesh: Mapping[str, int], samples: float, *, is_tight: bool) -> list[int]:
+    def micro_batches(self, profile: Profile, mesh: Mapping[str, int], samples: float, *, is_tight: bool) -> list[int]:
         """Into how many micro-batches a replica's samples can be cut; without a pipeline only to save memory.
 
         Args:
+            profile: Of the model, which says whether it takes parts of a batch.
             mesh: Size of each axis by name.
             samples: Of one replica.
             is_tight: Whether there is a limit of memory.
         """
         pipe = mesh.get(PIPE, 1)
-        if pipe == 1 and not is_tight:
+        if not profile.is_divisible or (pipe == 1 and not is_tight):
             return [1]
         most = max(1, min(math.floor(samples), FILLED * max(pipe, 2)))
         return [2**power for power in range(most.bit_length())]

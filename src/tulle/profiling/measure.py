@@ -235,7 +235,8 @@ def _in_steps(
         NOWHERE,
         times.step_s,
         counts.peak_bytes,
-        fixed_share=fixed,
+        fixed_share=fixed or 0.0,
+        is_divisible=fixed is not None,
         between=pieces.between,
     )
     return found, twin

@@ -9,7 +9,7 @@ from statistics import median
 from tulle.comm import barrier, gather_values
 from tulle.mesh import Axis
 from tulle.profiling.laps import Laps
-from tulle.profiling.samples import halved
+from tulle.profiling.samples import halved, samples_in
 from tulle.profiling.steps import Twin
 
 BUDGET_S = 4.0
@@ -59,15 +59,17 @@ def timed(twin: Twin, names: Sequence[str], axis: Axis) -> Times:
     return Times(parts[: len(names)], parts[len(names) : -1], parts[-1], step_s)
 
 
-def fixed_share(twin: Twin, axis: Axis) -> float:
+def fixed_share(twin: Twin, axis: Axis) -> float | None:
     """Of forward and backward, that part which fewer samples do not make shorter. Every rank must call it.
 
-    Operations are begun, and parameters read, for one sample as for many. 0 where a sample cannot be halved.
+    Operations are begun, and parameters read, for one sample as for many. None where the model does not run on half of
+    a sample, and 0 where that is one alone.
     """
     sample = twin.samples[0]
     half, share = halved(sample)
-    if not all(gather_values(share < 1 and _runs(twin, half), axis, label=_LABEL)):
-        return 0.0
+    told = gather_values((samples_in(sample) == 1, share < 1 and _runs(twin, half)), axis, label=_LABEL)
+    if not all(runs for _, runs in told):
+        return 0.0 if all(is_alone or runs for is_alone, runs in told) else None
     mine = [(_computed(twin, sample, axis), _computed(twin, half, axis)) for _ in range(_FEWEST + 2)]
     rounds = zip(*gather_values(mine, axis, label=_LABEL), strict=True)
     slowest = [tuple(map(max, zip(*of_ranks, strict=True))) for of_ranks in rounds]

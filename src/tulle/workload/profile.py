@@ -136,6 +136,7 @@ class Profile:
         peak_bytes: The most memory that this step needed.
         networks: What each axis of the mesh gave on which it was measured.
         fixed_share: Of forward and backward, that part which fewer samples do not make shorter.
+        is_divisible: Whether the model runs on half of the sample; if not, as one of graphs, a step is one micro-batch.
         between: Operations of a micro-batch on what pieces have made, by the module of whose own forward they are.
         lookahead: Whether the loop was seen to go through `tulle.lookahead`: rows of split tables go a step early.
     """
@@ -150,6 +151,7 @@ class Profile:
     peak_bytes: int = 0
     networks: Mapping[str, Network] = field(default_factory=dict)
     fixed_share: float = 0.0
+    is_divisible: bool = True
     between: Mapping[str, int] = field(default_factory=dict)
     lookahead: bool = False
 
@@ -212,7 +214,7 @@ class Profile:
             "networks": lambda name: _networks(entries.by_name(name, "networks")),
             "fixed_share": partial(entries.number, most=1),
             "between": entries.wholes,
-            "lookahead": entries.flag,
+            **dict.fromkeys(("is_divisible", "lookahead"), entries.flag),
         }
         return Profile(**entries.of_fields(Profile, readers))
 
