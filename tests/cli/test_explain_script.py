@@ -55,7 +55,7 @@ def test_json_has_the_plan_and_what_another_does(explain, tmp_path):
 
 def test_a_script_that_trains_nothing_is_told_so(explain):
     code, out, _ = explain("--run-dir", "out", "train.py", "--empty")
-    assert code == 0
+    assert code == 1
     assert "No profile was made" in out
 
 

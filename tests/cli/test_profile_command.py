@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from profiles import profile_of
 from tulle.cli import main
 from tulle.cli.profile import costs_table, looks_table, modules_table
 from tulle.profiling.measure import NOWHERE
@@ -18,8 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning") 
 
 # Records what a script that trains a table would, without training: the commands are under test here.
 SCRIPT = """
-import json, os, sys
+import json, os, shutil, sys
 rank, run = int(os.environ["RANK"]), os.environ["TULLE_RUN_DIR"]
+if rank == 0: shutil.copy("made.json", f"{run}/{os.environ['TULLE_PROFILE']}")
 every, steps = int(os.environ["TULLE_OBSERVE_EVERY"]), int(os.environ["TULLE_STOP_AFTER"])
 def cost(scheme, sent, seconds): return {"scheme": scheme, "bytes": sent, "messages": 2, "seconds": seconds}
 with open(f"{run}/rank-{rank}.jsonl", "a") as file:
@@ -48,6 +50,7 @@ def profile(tmp_path, monkeypatch, capsys, one_thread):
 
     def start(script, *options, arguments=(), processes=2):
         (tmp_path / "train.py").write_text(script)
+        profile_of(0).save(tmp_path / "made.json")
         code = main(
             ["profile", "--processes", str(processes), "--run-dir", "out", *options, "train.py", *arguments],
         )
@@ -95,14 +98,22 @@ def test_a_script_that_fails_is_reported_as_by_run(profile):
 
 def test_a_script_without_tables_is_told_how_they_are_observed(profile):
     code, out, _, _ = profile(SILENT)
-    assert code == 0
+    assert code == 1, "no profile was made"
     assert "nn.Embedding(..., sparse=True)" in " ".join(out.split())
 
 
 def test_one_process_is_told_that_it_needs_more(profile):
     code, out, _, _ = profile(SILENT, processes=1)
-    assert code == 0
+    assert code == 1
     assert "One process has nobody to synchronize with" in " ".join(out.split())
+
+
+def test_a_profile_of_another_script_in_the_same_folder_is_not_taken_for_this_ones(profile):
+    assert profile(SCRIPT)[0] == 0
+    code, out, err, run = profile(SILENT, "--json")
+    assert (code, json.loads(out)["profile"]) == (1, None)
+    assert "No steps were recorded" in err
+    assert (run / "previous-profile.json").exists()
 
 
 @pytest.mark.parametrize("words", [["--steps", "0"], ["--every", "0"], ["--steps", "many"]])

@@ -109,6 +109,15 @@ def test_the_rank_that_raised_is_shown_first_and_the_run_ends_at_once(launch):
     assert (run / "report.html").exists()
 
 
+def test_the_report_says_the_same_step_as_the_terminal(launch):
+    late = "import atexit; atexit.register(record, 1)\nif rank == 1: raise ValueError('bad batch')\ntime.sleep(60)"
+    _, _, err, run = launch(late)
+    assert "rank 1 failed first, after step 1: ValueError" in err
+    word = json.loads((run / "failure-rank-1.json").read_text())
+    assert word["step"] == 1, "a rank writes its last records when it ends, after its word"
+    assert word["traceback"]
+
+
 def test_a_failure_is_in_the_json_too(launch):
     code, out, _, _ = launch(RANK_1_RAISES, "--json")
     assert code == 1

@@ -166,7 +166,7 @@ def test_failures_come_first_with_their_traceback(tmp_path: Path) -> None:
     fail(folder, 0, at=2.0, error="CommunicationError: rank 2 failed first")
     fail(folder, 2, at=1.0)
     _, page = page_of(folder)
-    assert "Failed first: rank 2 in step 87 IndexError: row 8123 is out of range" in page.text
+    assert "Failed first: rank 2 after step 87 IndexError: row 8123 is out of range" in page.text
     assert "then rank 0: CommunicationError: rank 2 failed first" in page.text
     assert page.text.index("Traceback (most recent call last)") < page.text.index("Final loss")
 

@@ -81,7 +81,7 @@ def explain_script(split: Split, options: RunOptions, *, steps: int, against: Pa
     """
     other = Plan.load(against) if against else None
     settings = {STOP_AFTER: str(steps), PROFILE: NAME}
-    return run(split, options, settings=settings, show=partial(_shown, other), more=partial(_told, other))
+    return run(split, options, settings=settings, show=partial(_shown, other), more=partial(_told, other), leaves=NAME)
 
 
 def _planned(folder: Path) -> Plan | None:

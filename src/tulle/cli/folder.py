@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
 
 from tulle import __version__
 from tulle.cli.rank import write_json
+from tulle.profiling import PROFILE
 from tulle.record import PREVIOUS, RUN_DIR
 
 
@@ -101,6 +102,9 @@ class RunFolder(LogsSpecs):
                 record.replace(record.with_name(f"{PREVIOUS}{record.name}"))
         for timeline in self._of_our_ranks("timeline-rank-*.json"):
             timeline.unlink(missing_ok=True)
+        made = self.path / self._description.settings.get(PROFILE, "")
+        if self.leads and made.is_file():  # else it would be taken for this script's, if that makes none
+            made.replace(made.with_name(f"{PREVIOUS}{made.name}"))
 
     def _of_our_ranks(self, pattern: str) -> list[Path]:
         """What an earlier run left of this machine's ranks; if it leads, also of ranks that are no more."""

@@ -52,6 +52,7 @@ def run(
     settings: Mapping[str, str] | None = None,
     show: Callable[[Finished], RenderableType] = summary_table,
     more: Callable[[Path], Mapping[str, object]] = lambda _: {},
+    leaves: str | None = None,
 ) -> int:
     """Run a script on its ranks and return the exit code of the command.
 
@@ -61,6 +62,7 @@ def run(
         settings: Environment variables that every rank gets besides those of the options.
         show: Draws what is said at the end of a run that did not fail.
         more: Gives what `--json` says besides the summary, from the run folder.
+        leaves: The file of the run folder for which the script is run: without it the command has failed.
 
     Raises:
         UsageError: Before anything is started, if the options do not fit.
@@ -83,13 +85,14 @@ def run(
     outcome = start(torchrun, folder, says.view, notes=says.notes)
     failed = collect(folder.path, outcome.endings, since_s=folder.started.timestamp()) if outcome.endings else []
     if failed:
-        _record_silent(folder.path, failed)
+        _record(folder.path, failed)
         says.failed(failed, folder)
     if outcome.interrupted_by:
         forget_interrupted(folder.path)
         says.interrupted(outcome.interrupted_by)
     says.finished(finish(folder.path, compare=options.compare) if folder.leads else None, failed, folder)
-    return exit_code(outcome)
+    is_lacking = leaves is not None and folder.leads and not (folder.path / leaves).exists()
+    return exit_code(outcome) or int(is_lacking)
 
 
 def exit_code(outcome: Outcome) -> int:
@@ -162,11 +165,13 @@ def _settings(options: RunOptions) -> dict[str, str]:
     return {name: "1" for name, wanted in asked.items() if wanted}
 
 
-def _record_silent(run: Path, failed: Sequence[Failure]) -> None:
-    """Leave word for a rank that could not do so itself, so that the report names it."""
+def _record(run: Path, failed: Sequence[Failure]) -> None:
+    """Leave word for a rank that could not do so itself, and of each how far it came, so that the report says it."""
     for failure in failed:
         path = run / f"failure-rank-{failure.rank}.json"
-        if failure.cause is Cause.OWN and not path.exists():
+        if path.exists():
+            write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"step": failure.step})
+        elif failure.cause is Cause.OWN:
             write_json(path, failure.as_json() | {"at": failure.at, "traceback": failure.traceback})
 
 
@@ -210,6 +215,8 @@ class _Says:
         """The summary, and where the report is."""
         if self._options.as_json:
             print(json.dumps({**_as_json(finished, failed, folder), **self._more(folder.path)}))
+            if finished and finished.note:
+                self.notes.print(Text(finished.note))
             return
         if finished is None:
             self.notes.print("The machine of rank 0 has the summary and the report.")
