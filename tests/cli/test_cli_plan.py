@@ -67,6 +67,7 @@ def test_a_plan_that_was_made_is_taken_again(profile, tmp_path, capsys):
     [
         (["--memory", "16"], "--memory '16' is no size"),
         (["--mesh", "data=2,data=4"], "--mesh 'data=2,data=4' names an axis twice"),
+        (["--mesh", ""], "--mesh '': expected AXIS=N"),
         (["--mesh", "expert=2"], "--mesh 'expert=2': expected AXIS=N"),
         (["--bandwidth", "fast"], "--bandwidth 'fast' is no bandwidth"),
     ],
@@ -85,6 +86,18 @@ def test_a_plan_without_prediction_cannot_be_compared(tmp_path, capsys):
     Plan({"data": 2}).save(tmp_path / "plan.json")
     assert execute(["explain", str(tmp_path / "plan.json"), "--measured", str(tmp_path)]) == 1
     assert "has no prediction to compare with" in capsys.readouterr().err
+
+
+def test_what_a_run_without_steps_measured_is_null_in_json(profile, tmp_path, capsys):
+    saved, run = tmp_path / "plan.json", tmp_path / "run"
+    run.mkdir()
+    (run / "rank-0.jsonl").touch()
+    assert execute(["plan", str(profile), "--mesh", "data=2", "-o", str(saved)]) == 0
+    capsys.readouterr()
+    assert execute(["explain", str(saved), "--measured", str(run), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert told["measured"][-1]["part"] == "step"
+    assert {one["measured_s"] for one in told["measured"]} == {None}
 
 
 def test_two_plans_are_compared(tmp_path, capsys):

@@ -177,6 +177,14 @@ def test_a_file_that_is_none_is_refused(tmp_path):
         Profile.load(tmp_path / "profile.json")
 
 
+@pytest.mark.parametrize("further", [torch.ones(4, 6), {"x": torch.ones(4, 6)}, 3, "abc"])
+def test_one_batch_is_no_list_of_further_samples(further):
+    model = nn.Linear(6, 2)  # which takes a row of a batch, too
+    said = f"was given a {type(further).__name__} as further, expected a list of samples"
+    with pytest.raises(ModelError, match=said):
+        tulle.profile(model, torch.optim.SGD(model.parameters()), torch.ones(4, 6), further=further)
+
+
 @on_ranks(2)
 def test_on_a_mesh_each_rank_brings_its_samples():
     patches.setattr(timing, "BUDGET_S", 0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,11 @@ def explain(plan: Path, *, measured: Path | None, against: Path | None, as_json:
     found = compared(prediction, run) if prediction and run else []
     otherwise = _otherwise(loaded, run) if run else []
     if as_json:
-        told = [asdict(one) | {"ratio": one.ratio} for one in found]
+        seconds = [one.measured_s if math.isfinite(one.measured_s) else None for one in found]
+        told = [
+            asdict(one) | {"measured_s": measured_s, "ratio": one.ratio}
+            for one, measured_s in zip(found, seconds, strict=True)
+        ]
         named = {"plan": loaded.to_json(), "measured": told, "differences": differences, "run_differs": otherwise}
         print(json.dumps(named))
         return

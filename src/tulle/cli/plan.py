@@ -117,7 +117,7 @@ def plan(  # noqa: PLR0913 - typer makes each argument an option
     """
     change = changed(hosts, processes_per_host, bandwidth, latency)
     limit_bytes = None if memory is None else size(memory)
-    request = PlanRequest(change, limit_bytes, batch, axes(mesh) if mesh else (), lookahead)
+    request = PlanRequest(change, limit_bytes, batch, () if mesh is None else axes(mesh), lookahead)
     found = request.plan(Profile.load(profile), is_anew=anew)
     if output is not None:
         try:

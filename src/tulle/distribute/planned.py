@@ -164,6 +164,8 @@ def _made(found: Profile, wanted: Wanted, axes: Axes, key: str) -> Planned:
 
 def _best(found: Profile, wanted: Wanted, axes: Axes) -> Plan:
     space = _space(wanted, axes)
+    tables = {table.name for table in found.tables}  # one that is frozen is none of them
+    space = replace(space, schemes={name: scheme for name, scheme in space.schemes.items() if name in tables})
     batch = found.batch * (axes.whole.size if wanted.is_free else axes.data.size)
     plan = best_plan(found, found.cluster, batch=batch, space=space)
     if wanted.is_free and not any(_can_split(wanted.model, plan, names) for names in (plan.tensor_parallel, ())):

@@ -78,7 +78,8 @@ def best_plan(
         With `Plan.prediction`, which says how sure it is that there is none faster, and the runner-up.
 
     Raises:
-        PlanError: If no plan fits in memory, naming the least that one needs.
+        PlanError: If no plan fits in memory, naming the least that one needs; or the space names a table that the
+            profile does not have.
 
     Example:
         >>> from tulle.cost import Network
@@ -90,11 +91,13 @@ def best_plan(
         >>> dict(plan.mesh), plan.prediction.is_exact
         ({'data': 2}, True)
     """
+    space = space or Space()
+    space.check_tables(profile)
     limit_bytes = cluster.machine.memory_bytes if memory_bytes is None else memory_bytes
     samples = profile.batch * cluster.ranks if batch is None else batch
     moved = on_machine(profile, cluster.machine)
     moved = moved if lookahead is None else replace(moved, lookahead=lookahead)
-    return Search(moved, cluster, samples, space or Space(), limit_bytes, tariff or Tariff(profile)).run()
+    return Search(moved, cluster, samples, space, limit_bytes, tariff or Tariff(profile)).run()
 
 
 @dataclass(slots=True)

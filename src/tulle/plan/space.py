@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 
 from tulle.errors import PlanError
 from tulle.memory import Memory
-from tulle.names import as_names
-from tulle.plan.plan import AT_READ, AT_STEP, BUCKET_BYTES, MODEL, PIPE
+from tulle.names import as_names, was_meant
+from tulle.plan.plan import AT_READ, AT_STEP, BUCKET_BYTES, MODEL, PIPE, PIPELINE_SCHEDULES
 from tulle.plan.work import AXES, DATA
+from tulle.sync import AUTO, check_scheme
+from tulle.tables import PLACEMENTS
 from tulle.workload import Profile
 
 MIB = 2**20
@@ -39,6 +41,9 @@ class Space:
         buckets_bytes: Sizes of buckets of dense gradients, the one that is taken if it makes no difference first.
         shares_with_tables: Whether `shard_optimizer` may go with tables that are sparse or split: they then need an
             optimizer of their own.
+
+    Raises:
+        PlanError: If an axis, a scheme or a schedule is none.
     """
 
     mesh: Mapping[str, int] = field(default_factory=dict)
@@ -53,6 +58,28 @@ class Space:
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedules", as_names(self.schedules))
         object.__setattr__(self, "pipeline_schedules", as_names(self.pipeline_schedules))
+        _check_known("axis", self.mesh, AXES)
+        _check_known("schedule", self.schedules, (AT_STEP, AT_READ))
+        _check_known("pipeline_schedule", self.pipeline_schedules, PIPELINE_SCHEDULES)
+        for name, size in self.mesh.items():
+            if not isinstance(size, int) or size < 1:
+                raise PlanError(f"the space has {size!r} ranks along axis {name!r}, expected a positive number")
+        for scheme in self.schemes.values():
+            check_scheme(scheme, extra=(AUTO, *PLACEMENTS))
+
+    def check_tables(self, profile: Profile) -> None:
+        """Check that the profile has the tables whose scheme is fixed.
+
+        Raises:
+            PlanError: Naming the one that it has not.
+        """
+        tables = [table.name for table in profile.tables]
+        for name in self.schemes:
+            if name not in tables:
+                known = ", ".join(tables) or "none"
+                raise PlanError(
+                    f"the space has a scheme for {name!r}, the profile's tables are: {known}{was_meant(name, tables)}"
+                )
 
     def meshes(self, ranks: int, profile: Profile) -> list[dict[str, int]]:
         """All arrangements of ranks that the model can use.
@@ -123,6 +150,12 @@ class Space:
         is_plain = mesh.get(PIPE, 1) == mesh.get(MODEL, 1) == 1 < mesh.get(DATA, 1)
         is_plain = is_plain and not (memory.shard_optimizer or memory.full_shard or memory.precision)
         return [schedule for schedule in self.schedules if schedule != AT_READ or is_plain] or [AT_STEP]
+
+
+def _check_known(kind: str, names: Iterable[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise PlanError(f"the space has the {kind} {name!r}, expected one of {', '.join(known)}")
 
 
 def divisors(number: int) -> list[int]:

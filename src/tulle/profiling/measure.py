@@ -93,7 +93,7 @@ def profile(
         >>> [module.name for module in found.modules], found.tables[0].stream, found.tables[0].tokens
         (['0', '1'], ((tensor([1, 2]),),), 3.0)
     """
-    check_arguments(model, optimizer, mesh, loss)
+    check_arguments(model, optimizer, mesh, loss, further)
     refuse_scripted(model)  # alike on all ranks
     axis = _alone() if mesh is None else _everyone(mesh)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]

@@ -17,7 +17,7 @@ LABEL = "the profile"
 T = TypeVar("T")
 
 
-def check_arguments(model: object, optimizer: object, mesh: object, loss: object) -> None:
+def check_arguments(model: object, optimizer: object, mesh: object, loss: object, further: object = ()) -> None:
     """Check what a profile was given, but for the sample, which may be anything that the model takes.
 
     Raises:
@@ -35,6 +35,8 @@ def check_arguments(model: object, optimizer: object, mesh: object, loss: object
         )
     if not (mesh is None or isinstance(mesh, Mesh)):
         raise MeshError(f"tulle.profile was given a {type(mesh).__name__} as mesh, expected what tulle.init returns")
+    if not isinstance(further, Sequence) or isinstance(further, str):  # a batch of them is one sample
+        raise ModelError(f"tulle.profile was given a {type(further).__name__} as further, expected a list of samples")
     if not (loss is None or callable(loss)):
         raise ModelError(f"tulle.profile was given loss={loss!r}, expected a function from the model's result to it")
 
