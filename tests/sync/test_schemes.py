@@ -1,6 +1,7 @@
 """The choice of a scheme by cost: pure, and right where the answer is known."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tulle.cost import Characteristics, Network
 from tulle.errors import PlanError
 from tulle.presence import Presence
 from tulle.sync import SCHEMES, check_scheme, choose, choose_together
+from tulle.sync.hierarchical import Hierarchical, best_pair
 from tulle.sync.schemes import ALIKE, FLAT
 
 SLOW = Network(latency_s=5e-4, bandwidth_bytes_per_s=1.2e8)
@@ -72,6 +74,20 @@ def test_seconds_are_latency_and_bytes_over_bandwidth():
     cost = SCHEMES["densify"].cost(table(500), SLOW, 4)
     rounds = 6 + 1  # of the all-reduce, and of the row numbers
     assert cost.seconds == pytest.approx(rounds * SLOW.latency_s + cost.bytes / SLOW.bandwidth_bytes_per_s)
+
+
+@pytest.mark.parametrize("inside", [Network(1e-5, 1e10), Network(1e-4, 2e8), None])
+@pytest.mark.parametrize("rows", [40, 4000])
+def test_the_pair_of_schemes_is_the_best_of_all_and_hosts_are_looked_at_once(inside, rows, monkeypatch):
+    network, looked = replace(SLOW, local_ranks=2, inside=inside, across=SLOW), []
+    look = table(rows, ranks=6)
+    every = [Hierarchical(*pair).cost(look, network, 6).seconds for pair in product(FLAT.values(), repeat=2)]
+    among = Characteristics.among
+    monkeypatch.setattr(Characteristics, "among", lambda *given: looked.append(given) or among(*given))
+    pair = best_pair(FLAT, look, network, 6)
+    assert Hierarchical(*(FLAT[name] for name in pair)).cost(look, network, 6).seconds == pytest.approx(min(every))
+    of_hosts = [members for _, members in looked if len(members) == 2]
+    assert len(of_hosts) == (2 * 3 if inside else 0), "three hosts, for the choice and for its price"
 
 
 def test_an_unknown_scheme_is_named_with_those_that_there_are():

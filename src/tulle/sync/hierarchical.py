@@ -16,7 +16,7 @@ is a matter of cost, and the two choices do not depend on each other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -123,13 +123,48 @@ class Hierarchical:
             return self.across.cost(characteristics, network, ranks)
         if ranks <= inside_ranks:
             return self.inside.cost(characteristics, network.inside, ranks)
-        looks = characteristics.at(ranks)
-        hosts = -(-ranks // inside_ranks)
-        of_hosts = [looks.among(range(h * inside_ranks, min(ranks, (h + 1) * inside_ranks))) for h in range(hosts)]
-        within = [self.inside.cost(host, network.inside, len(host.rows_per_rank)) for host in of_hosts]
-        shares = _shares(looks, inside_ranks)
-        between = [self.across.cost(one, network.across, hosts) for one in shares]
-        return slowest(within) + slowest(between) + _back(shares, network.inside)
+        levels = _Levels(characteristics.at(ranks), inside_ranks, ranks)
+        between = levels.between(self.across, network.across)
+        return levels.within(self.inside, network.inside) + between + _back(levels.shares, network.inside)
+
+
+def best_pair(
+    schemes: Mapping[str, Scheme], characteristics: Characteristics, network: Network, ranks: int
+) -> tuple[str, str]:
+    """The names of the schemes of least cost inside and across hosts: neither depends on the other.
+
+    Args:
+        schemes: Those that take all ranks alike, by name.
+        characteristics: What the gradient looks like.
+        network: What the axis gives, of more ranks than a host has.
+        ranks: Number of ranks.
+    """
+    inside, across = network.inside, network.across
+    if inside is None or across is None:  # nothing is known of hosts, and they take all ranks alike
+        return next(iter(schemes)), min(schemes, key=lambda n: schemes[n].cost(characteristics, network, ranks).seconds)
+    levels = _Levels(characteristics.at(ranks), network.local_ranks, ranks)
+    return (
+        min(schemes, key=lambda name: levels.within(schemes[name], inside).seconds),
+        min(schemes, key=lambda name: levels.between(schemes[name], across).seconds),
+    )
+
+
+class _Levels:
+    """What is exchanged within each host, and what each rank of a host takes across."""
+
+    def __init__(self, looks: Characteristics, inside_ranks: int, ranks: int) -> None:
+        self._hosts = -(-ranks // inside_ranks)
+        firsts = range(0, ranks, inside_ranks)
+        self._of_hosts = [looks.among(range(first, min(ranks, first + inside_ranks))) for first in firsts]
+        self.shares = _shares(looks, inside_ranks)
+
+    def within(self, scheme: Scheme, network: Network) -> Cost:
+        """Of the host that is done last."""
+        return slowest([scheme.cost(host, network, len(host.rows_per_rank)) for host in self._of_hosts])
+
+    def between(self, scheme: Scheme, network: Network) -> Cost:
+        """Of the share that is done last."""
+        return slowest([scheme.cost(one, network, self._hosts) for one in self.shares])
 
 
 def slowest(costs: Sequence[Cost]) -> Cost:

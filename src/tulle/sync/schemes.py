@@ -16,7 +16,7 @@ import tulle.sync.ring as ring
 from tulle.cost import Characteristics, Cost, Network, percent
 from tulle.errors import PlanError
 from tulle.names import was_meant
-from tulle.sync.hierarchical import Hierarchical
+from tulle.sync.hierarchical import Hierarchical, best_pair
 from tulle.sync.protocol import Scheme
 
 AUTO = "auto"
@@ -153,20 +153,9 @@ def _costs(looks: Characteristics, network: Network, ranks: int) -> dict[str, Co
     """By scheme, what it is predicted to cost; of pairs inside and across hosts the best."""
     costs = {name: scheme.cost(looks, network, ranks) for name, scheme in FLAT.items()}
     if 1 < network.local_ranks < ranks:
-        name = _best_pair(looks, network, ranks)
+        name = f"{HIERARCHICAL}:{'+'.join(best_pair(FLAT, looks, network, ranks))}"
         costs[name] = scheme_named(name).cost(looks, network, ranks)
     return costs
-
-
-def _best_pair(characteristics: Characteristics, network: Network, ranks: int) -> str:
-    """The pair of least cost: what is best inside does not depend on what is best across."""
-
-    def seconds(inside: str, across: str) -> float:
-        return Hierarchical(FLAT[inside], FLAT[across]).cost(characteristics, network, ranks).seconds
-
-    inside = min(FLAT, key=lambda name: seconds(name, "balanced"))
-    across = min(FLAT, key=lambda name: seconds(inside, name))
-    return f"{HIERARCHICAL}:{inside}+{across}"
 
 
 def _ms(cost: Cost) -> str:
