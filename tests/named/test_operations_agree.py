@@ -41,6 +41,17 @@ def micro(x, w):
     return tn.serialize(loss_of, a, 2, x)
 
 
+def some_nan(x):
+    """NaN at one entry along c, and infinity at another."""
+    place = tn.range(c)
+    return tn.where(tn.equal(place, 5), float("nan"), tn.where(tn.equal(place, 2), float("inf"), x)).detach()
+
+
+def told(x):
+    """Numbers that can be compared."""
+    return tn.where(tn.equal(x, x), x, 7.0)
+
+
 def no_longer_trained(x, y):
     z = x.dot(y, b)
     with torch.no_grad():
@@ -65,6 +76,20 @@ CASES = {
     "max": (lambda x: tn.max(x, c), X),
     "max with ties": (lambda x: tn.max(x, (c, b)), number(a, b, c, ties=True)),
     "min": (lambda x: tn.min(x, b), X),
+    "extrema of what has NaN": (lambda x: told(tn.max(some_nan(x), c)) + told(tn.min(-some_nan(x), (b, c))), X),
+    "extrema of half precision": (
+        lambda x: tn.max(x.detach().to(torch.bfloat16), (a, c)) - tn.min(x.detach().to(torch.float16), c),
+        X,
+    ),
+    "reductions of short integers": (
+        lambda i: tn.max(i.to(torch.int16), c) + tn.gather(i.to(torch.int16), tn.zeros(e, dtype=torch.int64), c),
+        integers(8, a, c),
+    ),
+    "argmax of what has NaN": (lambda x: tn.argmax(some_nan(x), c), X),
+    "softmaxes of what is infinite": (
+        lambda x: told(tn.softmax(some_nan(x), c)) + told(tn.log_softmax(tn.where(x > 1, float("inf"), x.detach()), c)),
+        X,
+    ),
     "logsumexp": (lambda x: tn.logsumexp(x, c), X),
     "softmax": (lambda x: tn.softmax(x, b), X),
     "log_softmax": (lambda x: tn.log_softmax(x, c), X),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, cast
@@ -47,7 +48,7 @@ def logsumexp(tensor: Tensor, over: Over = None) -> Tensor:
     places, kept, axes = reduced(tensor, over, "logsumexp")
     if not axes and tensor.scope.trace is None:
         return Tensor(torch.logsumexp(tensor.local, places) if places else tensor.local, kept)
-    largest = _finite(max(tensor.detach(), over))
+    largest = max(tensor.detach(), over).map(lambda local: local.masked_fill(~local.isfinite(), 0))
     total = sum(elementwise(torch.sub, tensor, largest).map(torch.exp), over)
     return total.map(torch.log) + largest
 
@@ -65,7 +66,7 @@ def softmax(tensor: Tensor, over: Dim | Sequence[Dim]) -> Tensor:
     places, _, axes = reduced(tensor, over, "softmax")
     if places and not axes and tensor.scope.trace is None:
         return tensor.with_part(_along(torch.softmax, places, tensor.local))
-    exponentials = _exponentials(tensor, over)
+    exponentials = _below_largest(tensor, over).map(torch.exp)
     return exponentials / sum(exponentials, over)
 
 
@@ -74,7 +75,7 @@ def softmax_or_zeros(tensor: Tensor, over: Dim) -> Tensor:
     if tensor.scope.is_whole(over):
         safe_softmax = vars(torch)["_safe_softmax"]  # not exported
         return tensor.with_part(safe_softmax(tensor.local, tensor.place(over, "softmax")))
-    exponentials = _exponentials(tensor, over)
+    exponentials = _below_largest(tensor, over).map(torch.exp)
     total = sum(exponentials, over)
     return exponentials / elementwise(torch.where, total > 0, total, 1.0)
 
@@ -84,7 +85,8 @@ def log_softmax(tensor: Tensor, over: Dim | Sequence[Dim]) -> Tensor:
     places, _, axes = reduced(tensor, over, "log_softmax")
     if places and not axes and tensor.scope.trace is None:
         return tensor.with_part(_along(torch.log_softmax, places, tensor.local))
-    return tensor - logsumexp(tensor, over)
+    below = _below_largest(tensor, over)
+    return below - sum(below.map(torch.exp), over).map(torch.log)
 
 
 def _along(function: Callable[[Local, int], Local], places: Sequence[int], local: Local) -> Local:
@@ -119,13 +121,31 @@ def _extremum(tensor: Tensor, over: Over, op: Literal["max", "min"]) -> Tensor:
     wire, label = tensor.scope.wire, label_of(op, tensor.dims)
     is_wanted = tensor.requires_grad and torch.is_grad_enabled()
     with torch.no_grad():
-        extremum = wire.reduce(reduce(local, places, keepdim=True), axes, op, label)
+        own = reduce(local, places, keepdim=True)
+        extremum = _of_all(own, op, lambda extrema: wire.reduce(extrema, axes, op, label))
         if not is_wanted:
             return Tensor(_without(extremum, places), kept)
         ties = (local == extremum).to(local.dtype)
         ties /= wire.reduce(ties.sum(places, keepdim=True), axes, "sum", label)
     attained = cast("Local", _Attained.apply(local, ties, extremum, partial(wire.enter, axes=axes, label=label)))
     return Tensor(_without(attained, places), kept)
+
+
+def _of_all(own: Local, op: Literal["max", "min"], reduce: Callable[[Local], Local]) -> Local:
+    """The extremum of all ranks' extrema, NaN if one is: a backend's own drops NaN, or not, by the order of ranks.
+
+    It is one of integers: the bits of numbers, as soon as those of negative ones are turned, are in the numbers' order.
+    """
+    if not own.is_floating_point():
+        return reduce(own)
+    wide = own.to(torch.promote_types(own.dtype, torch.float32))
+    wide = wide.masked_fill(wide.isnan(), math.nan if op == "max" else -math.nan)  # beyond the infinity of that side
+    bits = wide.view(torch.int64 if wide.dtype == torch.float64 else torch.int32)
+    return _turned(reduce(_turned(bits))).view(wide.dtype).to(own.dtype)
+
+
+def _turned(bits: Local) -> Local:
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 
 class _Attained(torch.autograd.Function):
@@ -148,11 +168,7 @@ def _without(local: Local, places: Sequence[int]) -> Local:
     return local.squeeze(tuple(places))
 
 
-def _exponentials(tensor: Tensor, over: Over) -> Tensor:
-    """Exponentials of what is left when the largest value is subtracted."""
-    return elementwise(torch.sub, tensor, _finite(max(tensor.detach(), over))).map(torch.exp)
-
-
-def _finite(largest: Tensor) -> Tensor:
-    """Something to subtract before exponentials; where all is minus infinity, nothing."""
-    return largest.map(lambda local: torch.where(local.isfinite(), local, torch.zeros_like(local)))
+def _below_largest(tensor: Tensor, over: Over) -> Tensor:
+    """The largest value subtracted, as before exponentials; where all is minus infinity, nothing."""
+    largest = max(tensor.detach(), over).map(lambda local: local.masked_fill(local.isneginf(), 0))
+    return elementwise(torch.sub, tensor, largest)

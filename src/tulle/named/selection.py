@@ -16,14 +16,14 @@ from tulle.named.tensor import Tensor
 
 
 def argmax(tensor: Tensor, over: Dim) -> Tensor:
-    """Place of the largest entry along a dimension; of equal ones the first, in every layout."""
+    """Place of the largest entry along a dimension, for which NaN counts; of equal ones the first, in every layout."""
     shared_scope([tensor], "argmax")
     place = tensor.place(over, "argmax")
     rest = tuple(dim for dim in tensor.dims if dim != over)
     if not tensor.scope.axes_of(over):
         return Tensor(tensor.local.argmax(place), rest)
     fixed = tensor.detach()
-    found = equal(fixed, max(fixed, over))
+    found = equal(fixed, max(fixed, over)) | ~equal(fixed, fixed)
     return min(where(found, range(over), over.size), over)
 
 
