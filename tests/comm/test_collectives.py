@@ -34,6 +34,14 @@ def test_all_reduce_reduces_in_place(op, reduce, dtype):
     assert counted("here") == (round(2 * (n - 1) / n * 4 * dtype.itemsize), 2 * (n - 1))
 
 
+@on_ranks(2)
+def test_short_integers_which_no_backend_reduces_are_reduced():
+    axis = tulle.init(data=-1)["data"]
+    tensor = torch.tensor([axis.rank - 3, 4], dtype=torch.int16)
+    assert comm.all_reduce(tensor, axis, label="here").wait() is tensor
+    assert tensor.tolist() == [-5, 8]
+
+
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_broadcast_overwrites_with_the_sources(dtype):

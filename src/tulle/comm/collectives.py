@@ -24,12 +24,13 @@ def all_reduce(tensor: Tensor, axis: Axis, *, label: Label, op: Reduction = "sum
         op: `"sum"`, `"max"` or `"min"`.
     """
     share = 2 * (axis.size - 1) / axis.size
-    exchange = Exchange("all-reduce", axis, label, round(share * tensor.nbytes), 2 * (axis.size - 1))
+    sent = tensor.int() if tensor.dtype == torch.int16 else tensor  # which no backend reduces
+    exchange = Exchange("all-reduce", axis, label, round(share * sent.nbytes), 2 * (axis.size - 1))
     if axis.size == 1:
         return done(exchange, tensor)
     with translated(exchange):
-        work = dist.all_reduce(tensor, op=_REDUCTIONS[op], group=axis.group, async_op=True)
-    return Pending(exchange, [_some(work)], lambda: tensor)
+        work = dist.all_reduce(sent, op=_REDUCTIONS[op], group=axis.group, async_op=True)
+    return Pending(exchange, [_some(work)], lambda: tensor if sent is tensor else tensor.copy_(sent))
 
 
 def broadcast(tensor: Tensor, axis: Axis, *, label: Label, source: int = 0) -> Pending[Tensor]:
