@@ -209,3 +209,13 @@ def test_what_does_not_divide_is_refused_before_anything_is_sent(name):
     dims = {"split_dim": 1, "join_dim": 0} if name == "exchange" else {"dim": -1}
     with pytest.raises(ModelError, match=rf"{name} of here .*\(6, 5\), whose dimension 1 .* {axis.size} ranks"):
         getattr(comm, name)(full(6, 5), axis, label="here", **dims)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.jacrev])
+def test_transforms_of_functions_are_refused_before_anything_is_sent(transform):
+    axis = tulle.init(data=-1)["data"]
+    before = traffic.total.messages
+    with pytest.raises(ModelError, match=r"torch.func.*met here, which is split over axis 'data'"):
+        transform(lambda x: comm.leave(x * 2, axis, label="here"))(full(3, 2))
+    assert traffic.total.messages == before

@@ -20,7 +20,7 @@ A tensor that has nothing to send, on an axis of one rank, comes back as it is.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -260,14 +260,24 @@ def _overlap(of: int, owner: int, length: int, before: int, after: int) -> tuple
     return max(of * length - before, owner * length), min((of + 1) * length + after, (owner + 1) * length)
 
 
-def _applied(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
-    return _untraced(function, *arguments) if torch.compiler.is_compiling() else function.apply(*arguments)
+def _applied(function: type[torch.autograd.Function], tensor: Tensor, axis: Axis, label: str, *more: int) -> Tensor:
+    return (_untraced if torch.compiler.is_compiling() else _done)(function, tensor, axis, label, *more)
 
 
 @eager
-def _untraced(function: type[torch.autograd.Function], *arguments: object) -> Tensor:
+def _untraced(function: type[torch.autograd.Function], tensor: Tensor, axis: Axis, label: str, *more: int) -> Tensor:
     """What is sent is not to be traced: the compiler would take its size for a symbol, and send while it looks."""
-    return function.apply(*arguments)
+    return _done(function, tensor, axis, label, *more)
+
+
+def _done(function: type[torch.autograd.Function], tensor: Tensor, axis: Axis, label: str, *more: int) -> Tensor:
+    if cast("Any", torch._C)._are_functorch_transforms_active():
+        raise ModelError(
+            f"a transform of torch.func (vmap, grad, jvp, ...) met {label}, which is split over axis {axis.name!r}, "
+            "and does not know what is sent: take gradients, and those of gradients, by torch.autograd.grad, or leave "
+            "it whole"
+        )
+    return function.apply(tensor, axis, label, *more)
 
 
 def _exchanged(tensor: Tensor, axis: Axis, label: str, dim: int) -> Tensor:
