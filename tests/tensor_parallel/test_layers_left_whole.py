@@ -9,6 +9,7 @@ from split_training import check_exact, ids, square
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 import tulle
 from ranks import on_ranks
@@ -112,6 +113,34 @@ class ReadsInGetter(nn.Module):
 
 def test_a_method_that_forward_calls_counts_whatever_its_name():
     assert tensor_parallel.known(ReadsInGetter(), smallest_bytes=0, ranks=2) == ["told"]
+
+
+class Scores(nn.Module):
+    """Reads the weight of a table that it is given, as Perceiver's and DeBERTa's heads do."""
+
+    def forward(self, x, table):
+        return x @ table.weight.T
+
+
+class HandsOver(nn.Module):
+    """Gives one of its layers to a module, another to a method, and a third to what only calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.ModuleDict({"words": nn.Embedding(8, 4)})
+        self.places, self.called, self.told = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.scores = Scores()
+
+    def bound(self, x, other):
+        return x @ other.weight.T
+
+    def forward(self, x):
+        x = checkpoint(self.called, self.told(x), use_reentrant=False)
+        return self.scores(x, table=self.inner.words) + self.bound(x, self.places)
+
+
+def test_weights_of_layers_that_are_handed_over_are_seen():
+    assert tensor_parallel.known(HandsOver(), smallest_bytes=0, ranks=2) == ["told"]
 
 
 def as_it_is(method):

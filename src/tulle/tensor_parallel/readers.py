@@ -12,6 +12,10 @@ of `getattr`, `get_submodule` and `get_parameter` with a name that is written th
 Where forward comes to it, all of a module is read too, as for `torch.func.functional_call`:
 
     adapted = {name: p - self.rate * g for (name, p), g in zip(self.net.named_parameters(), gradients)}
+
+and what methods read of their arguments is read of every layer that is handed over:
+
+    return self.head(hidden, self.words)                          # whose forward has `words.weight`
 """
 
 from __future__ import annotations
@@ -32,10 +36,13 @@ _BEFORE = ("init", "reset", "tie", "get_", "set_", "extra_repr")
 """How the names of methods begin that count only where forward comes to them, underscores left out."""
 _ANY = "*"
 """In a chain, any item of a list or mapping of modules."""
+_HANDED = ""
+"""In a chain, first: an argument; last: what it leads to is handed over."""
 _BY_NAME = {"get_submodule", "get_parameter"}
 """Methods of modules that take a chain as their argument."""
 _ALL = {"parameters", "named_parameters", "state_dict"}
 """Methods that give all parameters of a module and of what is in it."""
+_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 _NOTHING = {"PUSH_NULL", "PRECALL", "NOP", "CACHE", "EXTENDED_ARG", "COPY_FREE_VARS", "FOR_ITER"}
 """Names of instructions that leave what is known of the stack as it is."""
 
@@ -54,18 +61,36 @@ def read_past(model: nn.Module) -> Iterator[nn.Parameter]:
         [[8, 4]]
     """
     modules = list(model.modules())
-    reached = _reached({type(module) for module in modules})
+    kinds = {type(module) for module in modules}
+    reached = _reached(kinds)
+    of_arguments = _read_of_arguments(kinds, reached)
     for module in modules:
         for method, chains in _chains_of(type(module)).items():
             if method.lstrip("_").startswith(_BEFORE) and method not in reached:
                 continue
             for *path, last in chains:
-                for one in _at(module, path):
-                    if last in _ALL:
+                for one in _at(module, path) if last != _HANDED or of_arguments else ():
+                    if last == _HANDED:
+                        yield from _handed(one, of_arguments) if method in reached else ()
+                    elif last in _ALL:
                         yield from one.parameters() if method in reached else ()
                     # Not the attribute: to ask a parametrization or a property would compute it.
                     elif (parameter := one._parameters.get(last)) is not None:
                         yield parameter
+
+
+def _read_of_arguments(kinds: Iterable[type[nn.Module]], reached: set[str]) -> set[str]:
+    """Names of attributes that methods to which forward comes read of their arguments."""
+    codes = [method.__code__ for kind in kinds for name, method in _methods(kind) if name in reached]
+    arguments = [(code, code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]) for code in codes]
+    chains = (chain for code, names in arguments for chain in _chains_in(code, {name: {(_HANDED,)} for name in names}))
+    return {chain[1] for chain in chains if len(chain) == 2} - {_HANDED}
+
+
+def _handed(module: nn.Module, names: set[str]) -> Iterator[nn.Parameter]:
+    """Parameters of a module that is handed to what reads some names of its arguments."""
+    yield from module.parameters() if names & _ALL else ()
+    yield from (parameter for name in names if (parameter := module._parameters.get(name)) is not None)
 
 
 def _at(module: nn.Module, path: Sequence[str]) -> list[nn.Module]:
@@ -134,7 +159,7 @@ def _chains_in(code: CodeType, aliases: dict[str, set[Chain]]) -> Iterator[Chain
         was_named, is_named = is_named, does in ("LOAD_CONST", "LOAD_SMALL_INT")
         if "FAST" in does or "DEREF" in does:
             chains = _of_variables(chains, instruction, following, aliases)
-        elif does in ("LOAD_ATTR", "LOAD_METHOD"):
+        elif does in _ATTRIBUTES:
             chains = _extended(chains, value)
         elif is_named:
             chains = _named(chains, value, is_asked=given_to == "getattr", is_item=_takes_item(following))
@@ -145,8 +170,10 @@ def _chains_in(code: CodeType, aliases: dict[str, set[Chain]]) -> Iterator[Chain
             chains = set()
         given_to = value if does == "LOAD_GLOBAL" else given_to if chains else ""
         is_read = (is_named or does == "LOAD_ATTR") and following.argval not in _ABOUT
-        takes_all = does in ("LOAD_ATTR", "LOAD_METHOD") and given_to != "next"
+        takes_all = does in _ATTRIBUTES and given_to != "next"
         yield from (chain for chain in chains if len(chain) > 1 and (takes_all if chain[-1] in _ALL else is_read))
+        if does == "LOAD_ATTR" and "NULL" not in instruction.argrepr and following.opname not in _ATTRIBUTES:
+            yield from ((*chain, _HANDED) for chain in chains)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _chains_in(constant, aliases)
