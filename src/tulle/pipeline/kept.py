@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ Place = tuple[str, str]
 Content = tuple[Sequence[Any], Spec]
 """What `flatten` makes of what is there, which may be filled later."""
 StandFor = Callable[[Described, Tensor | None], Placeholder]
+_AS_IT_IS = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +80,12 @@ class Attributes:
         self.shared: Mapping[int, Any] = {}
         """Lists, dictionaries and objects that hang on modules of other ranks too, or on such as are not placed."""
 
-    @contextmanager
-    def of_its_own(self) -> Iterator[None]:
+    def of_its_own(self) -> AbstractContextManager[None]:
         """Within it, on its rank, the module sees what it left, and nothing that stands for it."""
+        return self._seeing_its_own() if self._shown else _AS_IT_IS
+
+    @contextmanager
+    def _seeing_its_own(self) -> Iterator[None]:
         for shown in self._shown.values():
             shown.follow()
         self._put({place: (shown.own, shown.value) for place, shown in self._shown.items()})
