@@ -37,8 +37,14 @@ def be_late(drawn: random.Random) -> None:
     patches.setattr(Values, "_await", late_await)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("kind", IN_ONE_ORDER)
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        pytest.param(kind, schedule, marks=() if index % 2 == number else pytest.mark.slow)
+        for index, kind in enumerate(IN_ONE_ORDER)
+        for number, schedule in enumerate(["1f1b", "zb-h1"])
+    ],
+)
 @on_ranks(3)
 def test_gradients_are_the_same_however_late_anything_is(kind, schedule):
     mesh = tulle.init(pipe=-1)

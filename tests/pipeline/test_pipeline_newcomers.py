@@ -45,6 +45,7 @@ def test_newcomers_equal_one_process():
     )
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_newcomers_that_are_cut_by_profile_equal_one_process():
     mesh = tulle.init(pipe=-1)

@@ -233,6 +233,7 @@ def test_what_fewer_samples_do_not_make_shorter_is_measured(samples, expected):
     assert Profile.from_json(found.to_json()).fixed_share == found.fixed_share
 
 
+@pytest.mark.slow
 def test_it_is_measured_what_fewer_columns_of_rows_do_not_make_shorter():
     def share(width, rows):
         model = nn.Sequential(nn.EmbeddingBag(4000, width, sparse=True), nn.Linear(width, 1))

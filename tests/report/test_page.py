@@ -184,7 +184,9 @@ def test_missing_loss_tokens_and_traffic_are_said_with_the_mend(tmp_path: Path) 
         assert text in page.text
 
 
-@pytest.mark.parametrize("steps", [1, 2, 6, 89, 90, 91, 401])
+@pytest.mark.parametrize(
+    "steps", [1, 2, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (6, 89, 91)), 90, 401]
+)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_short_and_longer_runs_are_drawn(tmp_path: Path, ranks: int, steps: int) -> None:
     _, page = page_of(make_run(tmp_path / "run", Fake(ranks=ranks, steps=steps)))

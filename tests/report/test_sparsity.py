@@ -80,7 +80,7 @@ def test_densities_far_apart_are_drawn_over_decades(tmp_path: Path) -> None:
     assert "logarithmic" not in page.text
 
 
-@pytest.mark.parametrize("ranks", [2, 17, 64, 65])
+@pytest.mark.parametrize("ranks", [2, pytest.param(17, marks=pytest.mark.slow), 64, 65])
 def test_any_number_of_ranks_is_drawn(tmp_path: Path, ranks: int) -> None:
     html, page = page_of(observed_run(tmp_path / "run", {"a.weight": 0.05, "b.weight": 0.06}, ranks=ranks, steps=3))
     assert ("only the mean over all pairs is recorded" in page.text) == (ranks > 64)
