@@ -204,15 +204,6 @@ def test_of_several_errors_all_raise_that_of_the_lowest_rank():
         comm.raise_together(found, axis, label="here")
 
 
-@on_ranks(2)
-def test_what_all_find_is_raised_by_each_as_its_own():
-    axis = tulle.init(data=-1)["data"]
-    found = MeshError("the same")
-    with pytest.raises(MeshError) as failure:
-        comm.raise_together(found, axis, label="here")
-    assert failure.value is found
-
-
 @on_ranks(1, 2)
 def test_where_nobody_found_anything_nobody_raises():
     comm.raise_together(None, tulle.init(data=-1)["data"], label="here")

@@ -26,9 +26,7 @@ def gather_values(value: T, axis: Axis, *, label: str) -> list[T]:
 
 
 def raise_together(error: TulleError | None, axis: Axis, *, label: str) -> None:
-    """Raise on every rank what the lowest failing rank found, or what this one did if that says the same.
-
-    Every rank of the axis must call it.
+    """Raise on every rank what the lowest failing rank found. Every rank of the axis must call it.
 
     Args:
         error: What this rank found, or None.
@@ -37,7 +35,6 @@ def raise_together(error: TulleError | None, axis: Axis, *, label: str) -> None:
     """
     for rank, found in enumerate(gather_values(error, axis, label=label)):
         if found is not None:
-            is_same = (type(found), str(found)) == (type(error), str(error))
-            if error is not None and (rank == axis.rank or is_same):
-                raise error
+            if rank == axis.rank:
+                raise found
             raise type(found)(f"rank {rank}: {found}")
