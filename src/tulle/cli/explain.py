@@ -50,10 +50,9 @@ def explain(plan: Path, *, measured: Path | None, against: Path | None, as_json:
     found = compared(prediction, run) if prediction and run else []
     otherwise = _otherwise(loaded, run) if run else []
     if as_json:
-        seconds = [one.measured_s if math.isfinite(one.measured_s) else None for one in found]
         told = [
-            asdict(one) | {"measured_s": measured_s, "ratio": one.ratio}
-            for one, measured_s in zip(found, seconds, strict=True)
+            asdict(one) | {"measured_s": one.measured_s if math.isfinite(one.measured_s) else None, "ratio": one.ratio}
+            for one in found
         ]
         named = {"plan": loaded.to_json(), "measured": told, "differences": differences, "run_differs": otherwise}
         print(json.dumps(named))
@@ -86,7 +85,7 @@ def explain_script(split: Split, options: RunOptions, *, steps: int, against: Pa
     """
     other = Plan.load(against) if against else None
     settings = {STOP_AFTER: str(steps), PROFILE: NAME}
-    return run(split, options, settings=settings, show=partial(_shown, other), more=partial(_told, other), leaves=NAME)
+    return run(split, options, settings=settings, show=partial(_shown, other), more=partial(_told, other))
 
 
 def _planned(folder: Path) -> Plan | None:

@@ -68,6 +68,12 @@ class RunFolder(LogsSpecs):
         """Whether rank 0 runs on this machine, which then writes the summary and the report."""
         return 0 in self.logs
 
+    @property
+    def profile(self) -> Path | None:
+        """Where the profile will be, if the ranks are asked for one."""
+        name = self._description.settings.get(PROFILE)
+        return None if name is None else self.path / name
+
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Name each rank's log and complete its environment; torchrun calls it before each attempt."""
         logs: dict[int, Path] = {}
@@ -102,9 +108,9 @@ class RunFolder(LogsSpecs):
                 record.replace(record.with_name(f"{PREVIOUS}{record.name}"))
         for timeline in self._of_our_ranks("timeline-rank-*.json"):
             timeline.unlink(missing_ok=True)
-        made = self.path / self._description.settings.get(PROFILE, "")
-        if self.leads and made.is_file():  # else it would be taken for this script's, if that makes none
-            made.replace(made.with_name(f"{PREVIOUS}{made.name}"))
+        if self.leads and self.profile is not None and self.profile.is_file():
+            # Else it would be taken for this script's, if that makes none.
+            self.profile.replace(self.profile.with_name(f"{PREVIOUS}{self.profile.name}"))
 
     def _of_our_ranks(self, pattern: str) -> list[Path]:
         """What an earlier run left of this machine's ranks; if it leads, also of ranks that are no more."""

@@ -50,7 +50,7 @@ def profile(split: Split, options: RunOptions, *, every: int, steps: int) -> int
         CommunicationError: If the machines did not find each other.
     """
     settings = {OBSERVE_EVERY: str(min(every, steps)), STOP_AFTER: str(steps), PROFILE: NAME}
-    return run(split, options, settings=settings, show=_show, more=_more, leaves=NAME)
+    return run(split, options, settings=settings, show=_show, more=_more)
 
 
 def _show(finished: Finished) -> RenderableType:

@@ -52,17 +52,16 @@ def run(
     settings: Mapping[str, str] | None = None,
     show: Callable[[Finished], RenderableType] = summary_table,
     more: Callable[[Path], Mapping[str, object]] = lambda _: {},
-    leaves: str | None = None,
 ) -> int:
     """Run a script on its ranks and return the exit code of the command.
 
     Args:
         split: The command line.
         options: tulle's own part of it.
-        settings: Environment variables that every rank gets besides those of the options.
+        settings: Environment variables that every rank gets besides those of the options. If they ask for a profile,
+            the command has failed without it.
         show: Draws what is said at the end of a run that did not fail.
         more: Gives what `--json` says besides the summary, from the run folder.
-        leaves: The file of the run folder for which the script is run: without it the command has failed.
 
     Raises:
         UsageError: Before anything is started, if the options do not fit.
@@ -91,7 +90,7 @@ def run(
         forget_interrupted(folder.path)
         says.interrupted(outcome.interrupted_by)
     says.finished(finish(folder.path, compare=options.compare) if folder.leads else None, failed, folder)
-    is_lacking = leaves is not None and folder.leads and not (folder.path / leaves).exists()
+    is_lacking = folder.leads and folder.profile is not None and not folder.profile.exists()
     return exit_code(outcome) or int(is_lacking)
 
 

@@ -57,7 +57,7 @@ from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.randomness import forked_generators, forked_python, forked_torch, seed_of
 from tulle.pipeline.recompute import outside_of_checkpoint
 from tulle.pipeline.shapes import writes_in_many
-from tulle.pipeline.structure import flatten, rebuild
+from tulle.pipeline.structure import flatten_call, rebuild
 from tulle.pipeline.tape import Graph
 from tulle.pipeline.unit_call import UnitCall
 from tulle.pipeline.values import Values
@@ -121,7 +121,7 @@ class Program:
             return inside.operate(function, args, kwargs)
         if is_for_all(function, args):
             return self._set_on_all(function, args, kwargs)
-        leaves, spec = flatten((args, kwargs))
+        leaves, spec = flatten_call(args, kwargs)
         leaves = [self._adopted.placed(leaf) for leaf in leaves]
         call = Call(function, leaves, spec, getattr(function, "__name__", str(function)))
         placeholders = call.placeholders

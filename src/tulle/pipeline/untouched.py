@@ -10,7 +10,7 @@ import copy
 import random
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 def undoing(model: nn.Module) -> Callable[[], None]:
     """What gives buffers and attributes of modules back as they are now."""
-    buffers = [partial(_rewrite, buffer, buffer._version, buffer.clone()) for buffer in _present(model.buffers())]
+    buffers = [give for buffer in model.buffers() if (give := _numbers(buffer)) is not None]
     attributes = [(module, _kept(module), dict(module._buffers)) for module in model.modules()]
     contents: list[Callable[[], object]] = []
     seen = set[int]()
@@ -66,10 +66,6 @@ def undoing(model: nn.Module) -> Callable[[], None]:
             give()
 
     return undo
-
-
-def _present(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [tensor for tensor in tensors if not (tensor.is_meta or tensor.is_inference())]
 
 
 def _kept(module: nn.Module) -> dict[str, Any]:
@@ -98,8 +94,7 @@ def _note_contents(value: Any, contents: list[Callable[[], object]], seen: set[i
 def _contents(value: Any) -> Callable[[], object] | None:
     """What puts back what a value holds, if that can change."""
     if type(value) is Tensor:
-        can_be = not value.is_meta and value.layout == torch.strided and not value.is_inference()
-        return partial(_rewrite, value, value._version, value.detach().clone()) if can_be else None
+        return _numbers(value) if value.layout == torch.strided else None
     if is_plain(value):
         return partial(_reset, value, state_of(value, is_all=True))
     if isinstance(value, list | dict | set | deque):
@@ -111,6 +106,13 @@ def _contents(value: Any) -> Callable[[], object] | None:
     if isinstance(value, np.random.RandomState | torch.Generator):
         return partial(value.set_state, value.get_state())
     return None
+
+
+def _numbers(tensor: Tensor) -> Callable[[], None] | None:
+    """What puts a tensor's numbers back, if it has some and tells that they were written."""
+    if tensor.is_meta or tensor.is_inference():
+        return None
+    return partial(_rewrite, tensor, tensor._version, tensor.detach().clone())
 
 
 def _refill(value: Any, before: Any) -> None:
