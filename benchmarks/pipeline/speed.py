@@ -1,16 +1,24 @@
 """Steps a second of a pipeline beside `torch.distributed.pipelining`'s, with the same stages, in interleaved runs.
 
-torchrun --nproc-per-node 4 benchmarks/pipeline/speed.py --schedules 1f1b zb-h1 --out speed.json
+    python benchmarks/pipeline/speed.py --schedules 1f1b zb-h1 --out speed.json
+
+Each rival has processes of its own, as its users have, so that none pays for the memory and the caches of another;
+their steps take turns, one rival's at a time, while the processes of the others sleep.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +42,9 @@ SCHEDULES = {
     "gpipe": ScheduleGPipe,
 }
 """Ours, and torch's that is most like it."""
+TORCHS = {kind.__name__: kind for kind in SCHEDULES.values()}
+A_STEP_AT_MOST = timedelta(minutes=3)
+"""With the start of the processes before the first."""
 
 
 class Block(nn.Module):
@@ -80,7 +91,8 @@ class Gpt(Blocks):
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--model", choices=["blocks", "gpt2"], default="blocks")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--depth", type=int, default=16)
@@ -90,51 +102,102 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--schedules", choices=list(SCHEDULES), nargs="+", default=["1f1b"])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--rival", help=argparse.SUPPRESS)  # what this process is a rank of
+    parser.add_argument("--turns", type=int, help=argparse.SUPPRESS)  # the port at which it hears of its turns
     return parser.parse_args()
 
 
 def main() -> None:
     options = parse()
     warnings.simplefilter("ignore")
+    if options.rival is None:
+        compare(options)
+    else:
+        take_turns(options)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Start the ranks of all rivals, give each its turns, and say what they took."""
+    theirs = [kind.__name__ for kind in (Schedule1F1B, *(SCHEDULES[schedule] for schedule in options.schedules))]
+    rivals = list(dict.fromkeys([*theirs, *options.schedules]))
+    store = turns_at(0, is_master=True)
+    steps: dict[str, list[dict[str, float]]] = {rival: [] for rival in rivals}
+    with ExitStack() as jobs:
+        started = {rival: jobs.enter_context(start(rival, options.ranks, store.port)) for rival in rivals}
+        try:
+            for turn in range(options.steps + 1):
+                for rival, job in started.items():
+                    store.set(f"begin {rival} {turn}", "")
+                    steps[rival].append(json.loads(outcome(store, f"end {rival} {turn}", job)))
+        except BaseException:
+            for job in started.values():
+                job.terminate()
+            raise
+    times = {rival: [step["seconds"] for step in taken[1:]] for rival, taken in steps.items()}
+    result = {
+        **{name: value for name, value in vars(options).items() if name not in ("out", "rival", "turns")},
+        "torch_version": torch.__version__,
+        "seconds": {name: sorted(round(value, 4) for value in values) for name, values in times.items()},
+        "median_ratios": {
+            rival: {name: middle_of_ratios(times[name], times[rival]) for name in times if name != rival}
+            for rival in dict.fromkeys(theirs)
+        },
+        "bubble_of_rank_0": {
+            rival: round(statistics.median(step["bubble"] for step in steps[rival][1:]), 3)
+            for rival in options.schedules
+        },
+    }
+    print(json.dumps(result))
+    if options.out:
+        options.out.parent.mkdir(exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1))
+
+
+def start(rival: str, ranks: int, port: int) -> subprocess.Popen[bytes]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [*launcher, __file__, *sys.argv[1:], f"--rival={rival}", f"--turns={port}"]
+    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def turns_at(port: int, *, is_master: bool) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, is_master=is_master, timeout=A_STEP_AT_MOST, wait_for_workers=False)
+
+
+def outcome(store: dist.TCPStore, key: str, job: subprocess.Popen[bytes]) -> bytes:
+    """Of a step, when it is there."""
+    while not store.check([key]):
+        if job.poll() is not None:
+            sys.exit(f"the ranks of a rival ended with {job.returncode} before they came to {key!r}")
+        time.sleep(0.01)
+    return store.get(key)
+
+
+def take_turns(options: argparse.Namespace) -> None:
+    """Be a rank of a rival: take a step when all others of it do, which is when the first hears that it may."""
     torch.set_num_threads(1)
     mesh = tulle.init(pipe=-1)
     shape = (options.length, options.width) if options.model == "gpt2" else (options.width,)
     x = torch.randn(options.samples * options.micro_batches, *shape, generator=torch.Generator().manual_seed(0))
-    kinds = [Schedule1F1B, *(SCHEDULES[schedule] for schedule in options.schedules)]
-    rivals = {kind.__name__: kind for kind in kinds}
-    steps = {name: of_torch(options, mesh, x, schedule) for name, schedule in rivals.items()}
-    bubbles: dict[str, list[float]] = {}
-    for schedule in options.schedules:
-        steps[schedule] = of_tulle(options, mesh, x, schedule, bubbles.setdefault(schedule, []))
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(options.steps + 1):
-        for name, step in steps.items():
-            dist.barrier()
-            begin_s = time.perf_counter()
-            step()
-            dist.barrier()
-            times[name].append(time.perf_counter() - begin_s)
-    result = {
-        **{name: value for name, value in vars(options).items() if name != "out"},
-        "ranks": mesh.size,
-        "torch_version": torch.__version__,
-        "seconds": {name: sorted(round(value, 4) for value in values[1:]) for name, values in times.items()},
-        "median_ratios": {
-            rival: {name: middle_of_ratios(times[name], times[rival]) for name in steps if name != rival}
-            for rival in rivals
-        },
-        "bubble_of_rank_0": {name: round(statistics.median(values[1:]), 3) for name, values in bubbles.items()},
-    }
-    if mesh.rank == 0:
-        print(json.dumps(result))
-        if options.out:
-            options.out.parent.mkdir(exist_ok=True)
-            options.out.write_text(json.dumps(result, indent=1))
+    bubbles = [0.0]
+    if options.rival in TORCHS:
+        step = of_torch(options, mesh, x, TORCHS[options.rival])
+    else:
+        step = of_tulle(options, mesh, x, options.rival, bubbles)
+    store = turns_at(options.turns, is_master=False)
+    for turn in range(options.steps + 1):
+        store.wait([f"begin {options.rival} {turn}"], A_STEP_AT_MOST)
+        dist.barrier()
+        begin_s = time.perf_counter()
+        step()
+        dist.barrier()
+        taken: Mapping[str, float] = {"seconds": time.perf_counter() - begin_s, "bubble": bubbles[-1]}
+        if mesh.rank == 0:
+            store.set(f"end {options.rival} {turn}", json.dumps(taken))
 
 
 def middle_of_ratios(times_s: Sequence[float], others_s: Sequence[float]) -> float:
-    """Of each round but the first."""
-    return round(statistics.median(a / b for a, b in zip(times_s[1:], others_s[1:], strict=True)), 3)
+    """Of each round."""
+    return round(statistics.median(a / b for a, b in zip(times_s, others_s, strict=True)), 3)
 
 
 def build(options: argparse.Namespace) -> Blocks:
