@@ -68,12 +68,15 @@ def checks(mesh: tulle.Mesh) -> dict[str, object]:
 
 
 def train(mesh: tulle.Mesh, plan: tulle.Plan | str, *, is_ahead: bool = False) -> dict[str, object]:
-    """Steps beside those of the CPU: the difference, and what the host waited for in the last but one."""
+    """Steps beside those of the CPU: the difference, and what the host waited for in the last but one.
+
+    That is the seventh: after some earlier ones, ever more seldom, replicas are compared (`tulle.engine.alike`).
+    """
     torch.manual_seed(0)
     reference = Bags().double()
     model = copy.deepcopy(reference).to(mesh.device)
     model, [optimizer] = tulle.distribute(model, momentum(model), mesh, plan=plan)
-    [theirs], steps = momentum(reference), batches(6, 4 * mesh.size)
+    [theirs], steps = momentum(reference), batches(8, 4 * mesh.size)
     loader = (ids.chunk(mesh.size)[mesh.rank].to(mesh.device) for ids in steps)
     waits: list[Counter[str]] = []
     losses = []
