@@ -15,22 +15,33 @@ from tulle.plan import Plan, TablePlan
 TOLERANCE = 1e-12
 
 
-def written(model):
-    return model.table.weight
+def written(weight):
+    weight.clamp_(-0.5, 0.5)
 
 
-def written_by_data(model):
-    return model.table.weight.data
+def written_by_data(weight):
+    weight.data.clamp_(-0.5, 0.5)
 
 
-def written_unseen(model):
-    return model.table.weight.detach().data
+def given_other_data(weight):
+    weight.data = weight.data.clamp(-0.5, 0.5)
+
+
+def written_unseen(weight):
+    weight.detach().data.clamp_(-0.5, 0.5)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("write", "schedule"),
-    [(written, "step"), (written_by_data, "step"), (written_by_data, "read"), (written_unseen, "step")],
+    [
+        (written, "step"),
+        (written_by_data, "step"),
+        (written_by_data, "read"),
+        (given_other_data, "step"),
+        (given_other_data, "read"),
+        (written_unseen, "step"),
+    ],
 )
 def test_rows_that_are_written_between_their_fetch_and_the_lookup_are_fetched_anew_or_refused(write, schedule):
     mesh = tulle.init(data=-1)
@@ -46,8 +57,8 @@ def test_rows_that_are_written_between_their_fetch_and_the_lookup_are_fetched_an
             step(reference, [theirs], [reference(whole)])
             step(model, [ours], [model(ids)])
             with torch.no_grad():
-                reference.table.weight.clamp_(-0.5, 0.5)
-                write(model).clamp_(-0.5, 0.5)
+                written(reference.table.weight)
+                write(model.table.weight)
 
     if write is written_unseen:
         with pytest.raises(ModelError, match=r"rows of table.weight were written, by .detach\(\).data say, after they"):
