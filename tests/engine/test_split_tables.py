@@ -111,19 +111,26 @@ def test_a_large_output_layer_is_offered_a_softmax_where_its_rows_lie():
     assert tulle.Plan.from_json(plan.to_json()) == plan
 
 
+def adagrad_from_a_sum(model):
+    """Its state is there before the parameters have values."""
+    return [torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.2)]
+
+
 @on_ranks(1, 2, 3)
-@pytest.mark.parametrize("placement", ["rows", "columns", "auto"])
-def test_a_model_that_is_built_without_memory_has_the_numbers_of_one_process(placement):
+@pytest.mark.parametrize(
+    ("placement", "recipe"), [("rows", adagrad_from_a_sum), ("columns", models.sgd), ("auto", models.sgd)]
+)
+def test_a_model_that_is_built_without_memory_has_the_numbers_of_one_process(placement, recipe):
     mesh = tulle.init(data=-1)
     data = batches(3, SAMPLES_A_RANK * mesh.size)
     torch.manual_seed(0)
     reference = Words()
-    train(reference, models.sgd(reference), data)
+    train(reference, recipe(reference), data)
     torch.manual_seed(mesh.rank)  # rank 0's numbers must win
     with tulle.deferred_init():
         model = Words()
     assert all(parameter.is_meta for parameter in model.parameters())
-    model, optimizers = tulle.distribute(model, models.sgd(model), mesh, plan=placement)
+    model, optimizers = tulle.distribute(model, recipe(model), mesh, plan=placement)
     assert mesh.size == 1 or split_of(model.words.weight) is not None
     train(model, optimizers, [ids.chunk(mesh.size)[mesh.rank] for ids in data])
     theirs = dict(reference.named_parameters())

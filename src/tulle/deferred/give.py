@@ -1,12 +1,18 @@
-"""`give`: a tensor gets values and stays the object that it is; `swappable`: a model whose tensors can get others."""
+"""`give`: a tensor gets values and stays the object that it is; `swappable`: a model whose tensors can get others.
+
+`give_states` gives values to what an optimizer has made of parameters that had none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Adagrad, Optimizer
+
+from tulle.errors import ModelError
 
 BUILT = "_tulle_built"
 """The attribute by which a parameter or buffer that has no values yet knows how often it was written to when built."""
@@ -27,6 +33,28 @@ def give(tensor: Tensor, values: Tensor) -> None:
     vars(made).update(vars(tensor))
     vars(made).pop(BUILT, None)
     torch.utils.swap_tensors(tensor, made)
+
+
+def give_states(optimizers: Sequence[Optimizer]) -> None:
+    """Give the states of parameters that have values by now theirs: of torch's optimizers Adagrad alone has made some.
+
+    Raises:
+        ModelError: If another optimizer has, of which nobody knows what they were filled with.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = {} if parameter.is_meta else optimizer.state.get(parameter, {})
+                for key in [key for key, value in state.items() if isinstance(value, Tensor) and value.is_meta]:
+                    if not isinstance(optimizer, Adagrad):
+                        raise ModelError(
+                            f"{type(optimizer).__name__} has made its state {key!r} of a parameter that was without "
+                            "values, within tulle.deferred_init: make it after tulle.distribute, which takes a "
+                            "torch.optim.SGD that never steps in its place"
+                        )
+                    first = group["initial_accumulator_value"] if key == "sum" else 0
+                    first = complex(first, first) if state[key].is_complex() else first
+                    state[key] = torch.full_like(state[key], first, device=parameter.device)
 
 
 @contextmanager

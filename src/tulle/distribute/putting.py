@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tulle.admission import as_optimizers, check_model, check_replicated_tables
-from tulle.deferred import is_deferred
+from tulle.deferred import give_states, is_deferred
 from tulle.distribute.adopted import adopt_model, fetch_after_steps, refuse_hooks
 from tulle.distribute.axes import Axes, alike
 from tulle.distribute.choosing import Asked, choose, in_force, mesh_for
@@ -181,6 +181,7 @@ def _put_on_ranks(
     split_layers(model, optimizers, plan, axes)
     here = {name: how for name, how in placements.items() if name in parts or not model.get_parameter(name).is_meta}
     splits = place(model, optimizers, here, axes.data, parts)
+    give_states(optimizers)
     share_parameters(model, optimizers, plan, axes)
     note_spread(model, plan.memory, axes)
     save_activations(model, plan)
