@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from torch.optim import SGD, Adam, Optimizer, SparseAdam
 import tulle
 from models import batches, build
 from ranks import on_ranks, run_on_ranks
+from tulle.checkpoint import full_optimizer_state_dict
 from tulle.comm import gather_values
 from tulle.engine import engine_of
 from tulle.errors import CheckpointError
@@ -305,3 +307,50 @@ def test_training_goes_on_while_files_are_written(tmp_path):
         saving.result()
     assert tulle.load(tmp_path / "a", model, optimizers) == {"step": 2}
     assert_has(model, optimizers, *trained(0))
+
+
+class RowWise(Optimizer):
+    """Adagrad with one sum for each row, as recommenders have."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            squares = self.state[parameter].setdefault("sum", torch.zeros_like(parameter[..., 0]))
+            squares += parameter.grad.pow(2).mean(-1)
+            parameter -= parameter.grad / (squares + 1).sqrt().unsqueeze(-1)
+
+
+@on_ranks(3)
+def test_what_an_optimizer_keeps_of_each_row_is_dealt_like_the_rows(tmp_path):
+    mesh = tulle.init(data=-1)
+    plain, model = (nn.Embedding(WORDS, WIDTH, _weight=torch.ones(WORDS, WIDTH)) for _ in range(2))
+    theirs, ours = RowWise(plain.parameters()), RowWise(model.parameters())
+
+    def train(one: nn.Module, optimizer: Optimizer) -> None:
+        one(torch.arange(WORDS)).mul(torch.arange(WORDS)[:, None]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(plain, theirs)
+    train(model, ours)
+    tulle.distribute(model, ours, mesh, plan={"weight": "rows"})
+    train(plain, theirs)
+    train(model, ours)
+    tulle.save(tmp_path / "checkpoint", model, ours)
+    whole = full_optimizer_state_dict(model, ours)
+    assert not whole or torch.equal(whole["state"][0]["sum"], theirs.state[plain.weight]["sum"])
+    other = nn.Embedding(WORDS, WIDTH)
+    again = RowWise(other.parameters())
+    tulle.load(tmp_path / "checkpoint", other, again)
+    assert torch.equal(again.state[other.weight]["sum"], theirs.state[plain.weight]["sum"])
+    kept = ours.state[model.weight]["sum"].clone()
+    for load in (
+        partial(tulle.load, tmp_path / "checkpoint", model, ours),
+        partial(ours.load_state_dict, again.state_dict()),
+    ):
+        ours.state[model.weight]["sum"].zero_()
+        load()
+        assert torch.equal(ours.state[model.weight]["sum"], kept)

@@ -180,7 +180,7 @@ def place(
         for optimizer in optimizers:
             state = optimizer.state.get(parameter, {})
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                if isinstance(value, Tensor) and split.shape_of_part(value.shape) is not None:
                     state[key] = split.take(value)
         if name in parts:
             give(parameter, parts[name])

@@ -7,6 +7,7 @@ of the axis alike.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -178,7 +179,7 @@ class ByRows(Placed):
 
     Args:
         path: See `Placed`.
-        tensor: `[places, width]`, this rank's rows.
+        tensor: `[places, ...]`, this rank's rows, or what an optimizer keeps of each.
         order: Of the table.
         is_writer: Whether this rank writes its own.
     """
@@ -186,10 +187,11 @@ class ByRows(Placed):
     def __init__(self, path: Path, tensor: Tensor, order: RowOrder, *, is_writer: bool) -> None:
         split = order.split
         self._order = order
-        self._ranges = list(blocks_of_chunks(split, block_rows_of(tensor.element_size() * split.width)))
+        others = tuple(tensor.shape[1:])
+        self._ranges = list(blocks_of_chunks(split, block_rows_of(tensor.element_size() * math.prod(others))))
         mine = [ranges[split.axis.rank] for ranges in self._ranges]
-        boxes = [Box((rows.start, 0), (len(rows), split.width)) for rows in mine]
-        super().__init__(path, tensor, split.shape, boxes, is_writer=is_writer)
+        boxes = [Box((rows.start, *(0 for _ in others)), (len(rows), *others)) for rows in mine]
+        super().__init__(path, tensor, (split.num_rows, *others), boxes, is_writer=is_writer)
 
     def values(self, number: int) -> Tensor:
         """See `Placed`. Every rank of the axis must call it, for as many blocks; some may be empty."""
@@ -253,11 +255,11 @@ class Places:
     def place(self, path: Path, tensor: Tensor, share: Share) -> Placed:
         """A tensor of which this rank has this share.
 
-        Of a split parameter's optimizer state, what has the shape of this rank's part is dealt like it; all else,
-        step counts say, is the same on all ranks.
+        Of a split parameter's optimizer state, what has the shape of this rank's part is dealt like it, and so is what
+        has something for each row of a table; all else, step counts say, is the same on all ranks.
         """
         part = share.part
-        if part is None or tuple(tensor.shape) != tuple(part.local_shape):
+        if part is None or not is_dealt(tensor, part):
             return Replicated(path, tensor, is_writer=share.writes_whole)
         if isinstance(part, Placement):
             return BySections(path, tensor, part, is_writer=share.writes_sections)
@@ -268,6 +270,13 @@ class Places:
             return ByColumns(path, tensor, part, is_writer=share.writes_rows)
         order = self._orders.setdefault(part, RowOrder(part))
         return ByRows(path, tensor, order, is_writer=share.writes_rows)
+
+
+def is_dealt(tensor: Tensor, part: Part) -> bool:
+    """Whether of this optimizer state each rank has a part, as of its parameter."""
+    if isinstance(part, RowSplit | ColumnSplit):
+        return part.shape_of_whole(tensor.shape) is not None
+    return tuple(tensor.shape) == tuple(part.local_shape)
 
 
 def _stretches(tensor: Tensor, part: Placement | Sharded) -> Iterator[tuple[tuple[int, ...], Tensor]]:

@@ -158,12 +158,16 @@ def optimizer_room(
     def fresh(path: Path, value: object, share: Share) -> object:
         if not isinstance(value, Tensor):
             return value
-        part = share.part if share.part is not None and tuple(value.shape) == tuple(share.part.shape) else None
+        part = share.part
+        if isinstance(part, Split):
+            shape = part.shape_of_part(value.shape)
+        else:
+            shape = part.local_shape if part is not None and tuple(value.shape) == tuple(part.shape) else None
         if not value.is_meta:
-            return part.take(value) if isinstance(part, Split) else value
-        if part is not None:
+            return part.take(value) if isinstance(part, Split) and shape is not None else value
+        if shape is not None:
             device = parameters[int(path[3])].device
-            made = torch.zeros(part.local_shape, dtype=value.dtype, device=device)
+            made = torch.zeros(shape, dtype=value.dtype, device=device)
         else:
             made = torch.empty(value.shape, dtype=value.dtype)
         tensors.append(places.place(path, made, share))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tulle.checkpoint.placed import Part, Sharded
+from tulle.checkpoint.placed import Part, Sharded, is_dealt
 from tulle.checkpoint.ranks import Ranks
 from tulle.checkpoint.saving import await_saves
 from tulle.checkpoint.standing import Standing
@@ -167,12 +167,13 @@ def _whole(name: str, value: Tensor, standing: Standing, *, everywhere: bool, is
 
 
 def _whole_of(part: Part | None, value: object, *, is_first: bool) -> object:
-    """A value of an optimizer's state: of what has the shape of this rank's part of a parameter the whole."""
-    if part is None or not isinstance(value, Tensor) or tuple(value.shape) != tuple(part.local_shape):
+    """A value of an optimizer's state: of what is dealt to the ranks as its parameter is the whole."""
+    if part is None or not isinstance(value, Tensor) or not is_dealt(value, part):
         return value
+    shape = part.shape_of_whole(value.shape) if isinstance(part, Split) else part.shape
     if value.is_sparse:  # the momentum of this rank's rows
         value = value.to_dense()
-    return _joined(_blocks_here(value, part, everywhere=False), part.shape if is_first else None, value.dtype)
+    return _joined(_blocks_here(value, part, everywhere=False), shape if is_first else None, value.dtype)
 
 
 def _joined(blocks: Iterator[tuple[range, Tensor]], shape: Sequence[int] | None, dtype: torch.dtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,14 @@ class RowSplit:
     def local_shape(self) -> tuple[int, int]:
         """Of a rank's part: the same on all ranks."""
         return self.partition.places, self.width
+
+    def shape_of_whole(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """Of what has something for each row of a rank's part, by the shape of that; None of what has not."""
+        return (self.num_rows, *shape[1:]) if tuple(shape[:1]) == (self.partition.places,) else None
+
+    def shape_of_part(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """The reverse: what `take` gives of a whole of this shape."""
+        return (self.partition.places, *shape[1:]) if tuple(shape[:1]) == (self.num_rows,) else None
 
     def rows(self, owner: int | None = None) -> tuple[Tensor, Tensor]:
         """Rows that a rank holds (this one, if None), and the place of each at it: two `[held]` int64 tensors."""
@@ -98,6 +107,14 @@ class ColumnSplit:
     def local_shape(self) -> tuple[int, int]:
         """Of this rank's part."""
         return self.num_rows, self.widths[self.axis.rank]
+
+    def shape_of_whole(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """Of what has the shape of a rank's part; None of what has another."""
+        return self.shape if tuple(shape) == self.local_shape else None
+
+    def shape_of_part(self, shape: Sequence[int]) -> tuple[int, ...] | None:
+        """The reverse: what `take` gives of a whole of this shape."""
+        return self.local_shape if tuple(shape) == self.shape else None
 
     @property
     def widths(self) -> list[int]:
