@@ -54,6 +54,12 @@ def test_a_model_that_reads_values_while_it_is_built_is_told():
         built(Reading)
 
 
+@pytest.mark.parametrize("make", [torch.Tensor.nonzero, torch.Tensor.to_sparse], ids=["size", "sparse"])
+def test_a_tensor_that_is_made_by_values_while_a_model_is_built_is_told(make):
+    with pytest.raises(ModelError, match="makes a tensor whose size depends on values, or a sparse one, while"):
+        built(lambda: make(torch.randn(3, 3)))
+
+
 def test_models_of_two_contexts_are_refused():
     model = nn.Sequential(
         built(nn.Linear, in_features=3, out_features=3), built(nn.Linear, in_features=3, out_features=3)

@@ -194,8 +194,14 @@ class Record(TorchDispatchMode):
             self.view_of(tensor)
         arguments, words = tree_map(self._argument, (args, keywords))
         on_meta, words_on_meta = tree_map(_on_meta, (args, keywords))
-        given = func(*on_meta, **words_on_meta)
-        results = () if changed else tuple(map(self._result, tree_leaves(given)))
+        try:
+            given = func(*on_meta, **words_on_meta)
+            results = () if changed else tuple(map(self._result, tree_leaves(given)))
+        except NotImplementedError as error:
+            raise ModelError(
+                f"{func} makes a tensor whose size depends on values, or a sparse one, while the model is "
+                "built, and within tulle.deferred_init there are no values yet: build that part outside"
+            ) from error
         made = frozenset(view.memory for view in results if view is not None)
         changes = frozenset(self.view_of(tensor).memory for tensor in changed)
         words = {name: _CPU if value == _META else value for name, value in words.items()}
