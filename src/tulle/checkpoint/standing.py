@@ -32,6 +32,12 @@ class Standing:
         _check_savers(model)
         self._model = model
         self.axes = axes_of(model)
+        placed = placement_of(model)
+        if placed is not None and self.axes is None and placed.runtime.axis.size > 1:
+            raise CheckpointError(
+                "the model was placed by pipeline.place alone, and each rank has its own stages of it: have "
+                "tulle.distribute place it (plan=tulle.Plan(stages=...), or sample=), which saves and loads the whole"
+            )
         self.ranks = Ranks.of(model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self.parts: dict[str, Part] = {n: split for n, p in parameters.items() if (split := split_of(p)) is not None}

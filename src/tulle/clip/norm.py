@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from tulle.clip.proxy import plain
-from tulle.clip.spread import Spread, spread_of
 from tulle.clip.total import is_summed, norm_over_ranks
 from tulle.engine import average_by_hand, engine_of
 from tulle.errors import GradientError
 from tulle.rows import RowSparse
+from tulle.spread import Spread, spread_of
 from tulle.tables import ShardGradient
 
 _EXPECTED = "expected a model, a parameter, or several: model, or model.parameters()"

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from tulle.clip.spread import Spread, spread_of
 from tulle.clip.total import norm_over_ranks
 from tulle.comm import all_reduce
 from tulle.errors import GradientError
+from tulle.spread import Spread, spread_of
 from tulle.tables import ShardGradient
 from tulle.tables.gradient import FOREACH_NORM, UNSCALE, axes_of, norms_over_ranks, order_of_norms, over_ranks
 from tulle.torch_functions import taken_together

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from tulle.clip.spread import Spread
 from tulle.comm import all_reduce
+from tulle.spread import Spread
 from tulle.tables import ShardGradient
 
 

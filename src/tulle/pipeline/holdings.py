@@ -77,6 +77,8 @@ class Holdings:
     """Stage of each parameter, and of each buffer of a unit, by its identity."""
     buffers: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Buffers that live on all ranks, because they are in no unit: their models' numbers and their names."""
+    copied: dict[int, str] = field(default_factory=dict)
+    """Names of what modules of several ranks hold, by identity."""
     settled: WeakValueDictionary[tuple[int, str], Tensor] = field(default_factory=WeakValueDictionary)
     """Those among them in which something was written that one rank has: they live there now."""
     written: set[int] = field(default_factory=set)
@@ -167,6 +169,11 @@ class Holdings:
         else:
             self.buffers[id(tensor)] = model, name
             weakref.finalize(tensor, self.buffers.pop, id(tensor), None)
+
+    def note_copied(self, tensor: Tensor, name: str) -> None:
+        """Note that modules of several ranks hold a tensor, a copy each; until it is gone."""
+        self.copied[id(tensor)] = name
+        weakref.finalize(tensor, self.copied.pop, id(tensor), None)
 
     def settle(self, tensor: Tensor, stage: int) -> None:
         """Note that a tensor lives at a stage from now on, if it is a buffer that lived on all ranks."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tulle.comm import eager, gather_values, raise_together
 from tulle.deferred import give, is_deferred, materialize, swappable, values_of
@@ -27,6 +30,7 @@ from tulle.pipeline.run import Resident, Runtime, runtime_of
 from tulle.pipeline.tied import Tied
 from tulle.pipeline.unfit import refuse_scripted
 from tulle.pipeline.weights import pass_over_others, read_weights
+from tulle.spread import Spread, spread_over
 
 M = TypeVar("M", bound=nn.Module)
 _placed: WeakSet[nn.Module] = WeakSet()
@@ -146,11 +150,31 @@ def place(
     resident = runtime.models[number] = Resident(list(model.parameters()), tied, count, carried, list(model.modules()))
     for name, tensor in tensors_of(model):
         runtime.holdings.note(tensor, min(stages_of[name], default=None), number, name)
+        if len({at % axis.size for at in stages_of[name]}) > 1:
+            runtime.holdings.note_copied(tensor, name)
+    for name, parameter in model.named_parameters() if axis.size > 1 else ():
+        spread_over(parameter, Spread((axis,), counts=axis.rank == min(owners[name])))
+    _watch_optimizers()
     shared = shared_in(model, {name: at % axis.size for name, at in placed.items()})
     for unit in units:
         unit.attributes.shared = shared
     _follow_calls(model, units, Placement(runtime, placed, owners, resident, found))
     return model
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Look at the steps of all optimizers of this process from now on."""
+    register_optimizer_step_pre_hook(_check_sees_enough)
+
+
+def _check_sees_enough(optimizer: Optimizer, *_: object) -> None:
+    """Raise before a step that would look at parameters of other stages."""
+    if isinstance(optimizer, LBFGS) and any(p.is_meta for group in optimizer.param_groups for p in group["params"]):
+        raise ModelError(
+            "LBFGS looks at all parameters at once, of which a rank of axis 'pipe' has those of its own stages: use an "
+            "optimizer that steps each by itself, or axis 'data' alone"
+        )
 
 
 def _agreed(model: nn.Module, assignment: Assignment, axis: Axis) -> dict[str, int]:
