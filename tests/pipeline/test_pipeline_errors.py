@@ -124,6 +124,63 @@ class Overwrites(nn.Module):
         return both.sum(0)
 
 
+class Borrows(nn.Module):
+    """The second module multiplies with the weight of the first, which it has past its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), Reads(WIDTH, WIDTH)
+        self.second.of = [self.first]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class Reads(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(super().forward(x), self.of[0].weight)
+
+
+class Follows(nn.Module):
+    """A weight that both stages hold is written in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first.weight.data.mul_(x.mean())
+        return self.second(self.first(x))
+
+
+@on_ranks(2)
+def test_parameters_of_which_a_stage_has_no_values_or_one_of_several_copies_are_refused():
+    x = batches(1, 2)[0]
+    _, model = two(Borrows)
+    for call in (lambda: model(x), lambda: pipeline.step(micro_batches=1)(train)(model, x)):
+        match = "operation 'linear' in 'second' reads a parameter.* lives at stage 0"
+        with torch.no_grad(), pytest.raises((ModelError, CommunicationError), match=match):
+            call()
+    _, model = two(Follows)
+    with pytest.raises(ModelError, match=r"'mul_' writes in 'first\.weight', of which several ranks hold a copy"):
+        pipeline.step(micro_batches=1)(train)(model, x)
+
+
+@on_ranks(2)
+def test_what_looks_at_all_parameters_says_that_a_rank_has_some():
+    _, model = two(Chain)
+    reference, x = make(Chain), batches(1, 2)[0]
+    pipeline.step(micro_batches=1)(train)(model, x)
+    train(reference, x)
+    norm = tulle.clip_grad_norm_(model, 0.1)
+    assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(reference.parameters(), 0.1).item())
+    with pytest.raises(ModelError, match=r"LBFGS looks at all parameters at once.*axis 'pipe'"):
+        torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
+    with pytest.raises(tulle.TulleError, match=r"placed by pipeline\.place alone"):
+        tulle.full_state_dict(model)
+
+
 @on_ranks(2)
 def test_what_cannot_work_is_refused_by_module_and_operation():
     _, model = two(Hides)

@@ -218,7 +218,34 @@ class OfSlices(Pair):
         return self.b(y) + z
 
 
-KINDS = [OfSlices, OfView, OfRaw, OfIds, OfDetached, OfBuffer, OfBufferOfAnother, OfOwnTensor, Forces, OfTwins]
+class OfTeacher(Pair):
+    """A teacher follows by `.data`, of which no version tells, and by new data."""
+
+    def __init__(self):
+        super().__init__()
+        self.a.register_parameter("teacher", nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=False))
+        self.b.register_parameter("teacher", nn.Parameter(torch.ones(WIDTH, WIDTH), requires_grad=False))
+
+    def forward(self, x):
+        y = self.a(x)
+        self.a.teacher.data.mul_(0.9).add_(y.mean() + self.b.weight.data, alpha=0.1)
+        self.b.teacher.data = self.b.teacher.data * 0.9 + self.a.teacher.data * y.mean()
+        return self.b(y) @ self.b.teacher
+
+
+KINDS = [
+    OfTeacher,
+    OfSlices,
+    OfView,
+    OfRaw,
+    OfIds,
+    OfDetached,
+    OfBuffer,
+    OfBufferOfAnother,
+    OfOwnTensor,
+    Forces,
+    OfTwins,
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

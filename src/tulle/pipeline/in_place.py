@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tulle.errors import ModelError
+from tulle.pipeline.holdings import Holdings
 from tulle.pipeline.operation import Call
 from tulle.pipeline.outcome import Outcome, Same
 from tulle.pipeline.placeholder import Placeholder
@@ -74,7 +75,7 @@ def check_written(call: Call, seen: Outcome, known: Outcome | None, rank: int, r
 
 def note_written(
     call: Call, number: int, stage: int, *, is_trained: bool, values: Values, take: Callable[[Placeholder], None]
-) -> None:
+) -> bool:
     """Have a placeholder, and all that share memory with it, know that an operation wrote there. On every rank.
 
     Args:
@@ -85,12 +86,17 @@ def note_written(
         values: Of the program.
         take: Called with each placeholder to which gradients go back through the operation from now on.
 
+    Returns:
+        Whether it wrote in what is a model's.
+
     Raises:
-        ModelError: If it wrote in a copy of a tensor of another stage of which there are views.
+        ModelError: If it wrote in a copy of a tensor of another stage of which there are views, or in one of several
+            copies.
     """
     leaf = call.leaves[number]
     if not isinstance(leaf, Placeholder):
-        return
+        return False
+    of_model = _writes_in_model(leaf, values.holdings, by=call.name)
     phase = values.tape.phase
     leaf.family.version += 1
     if torch.is_grad_enabled() and is_trained:
@@ -102,7 +108,7 @@ def note_written(
     if values.rank_of(leaf.stage) != rank:  # a module wrote in what it was sent: that is the tensor now
         if leaf.own is not None and (not leaf.needs_grad or isinstance(leaf.own, nn.Parameter)):  # for later programs
             values.give_back(leaf, rank, call.name)
-            return
+            return of_model
         _check_alone(call, leaf)
         leaf.stage, leaf.sent = stage, {}
     lender = leaf.family.lender() if leaf.family.lender is not None else None
@@ -111,6 +117,43 @@ def note_written(
         lender.stage, lender.sent, lender.needs_grad = stage, {}, lender.needs_grad or leaf.needs_grad
         lender.phase = None if lender.local is None else phase
         take(lender)
+    return of_model
+
+
+def _writes_in_model(target: Placeholder, holdings: Holdings, *, by: str) -> bool:
+    """Whether a model's parameter or buffer was written in, also by way of `.data`, whose writes no version tells of.
+
+    One that several ranks hold, each for modules of its own, is refused: the others would keep what they have.
+    """
+    owns = (member.own for member in target.family.with_all(target))
+    known = {id(own) for own in owns if own is not None}.intersection(holdings.stages)
+    name = next((holdings.copied[one] for one in known if one in holdings.copied), None)
+    if name is not None:
+        raise ModelError(
+            f"{by!r} writes in {name!r}, of which several ranks hold a copy, because modules of several stages read "
+            "it, and one copy only would change: place these modules at one stage, or give each its own"
+        )
+    return not known <= holdings.written
+
+
+def set_data(operate: Callable[..., Any], tensor: Tensor, values: Tensor, *, is_placed: bool) -> None:
+    """Do what `tensor.data = values` does as a write where the tensor lives, of which all ranks can be told.
+
+    Args:
+        operate: Runs an operation between modules.
+        tensor: A parameter or buffer of a model, or the user's own.
+        values: What it is to hold.
+        is_placed: Whether it lives on one rank.
+    """
+    before, after = ((one.dtype, list(one.shape)) for one in (tensor, values))
+    if before != after:
+        raise ModelError(
+            f"a forward makes a parameter of {before[0]} one of {after[0]}, of shape {before[1]} and {after[1]}, which "
+            "other stages would not see: convert the module (.to(...)) before it is placed"
+        )
+    with torch.no_grad():
+        target = operate(Tensor.data.__get__, (tensor,), {}) if is_placed else tensor  # type: ignore[attr-defined]
+        operate(Tensor.copy_, (target, values), {})
 
 
 def _check_alone(call: Call, leaf: Placeholder) -> None:

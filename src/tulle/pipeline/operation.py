@@ -20,6 +20,7 @@ from tulle.pipeline.values import Values
 
 SETS_TRAINED = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ignore[attr-defined]
 """Operations that set whether a parameter is trained."""
+SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SETS_GRADIENT = Tensor.grad.__set__  # type: ignore[attr-defined]
 
 
@@ -60,12 +61,13 @@ class Call:
         """What it is called with."""
         return rebuild(self.spec, natives)
 
-    def prepare(self, tape: Tape, *, is_first: bool) -> None:
+    def prepare(self, tape: Tape, *, is_first: bool, stages: Mapping[int, int] | None) -> None:
         """It is about to run here.
 
         Args:
             tape: Of this rank.
             is_first: Whether it is the first call of the operation or module in this program.
+            stages: Of each parameter, by its identity, if the outcome is not known.
         """
 
     def read(self, leaf: Placeholder) -> None:
@@ -133,11 +135,6 @@ def check_asks(function: Callable[..., Any], args: Sequence[Any], placeholders: 
 
 def check_given(call: Call) -> None:
     """Refuse what must not be beside tensors of some stage: it differs between ranks, or would from now on."""
-    if call.name == "__set__" and isinstance(call.leaves[1], Tensor) and call.leaves[1].dtype != call.leaves[0].dtype:
-        raise ModelError(
-            f"a forward makes a parameter of {call.leaves[0].dtype} one of {call.leaves[1].dtype}, which other stages "
-            "would not see: convert the module (.to(...)) before it is placed"
-        )
     for leaf in call.leaves:
         if isinstance(leaf, Placeholder) or not isinstance(leaf, Tensor):
             continue

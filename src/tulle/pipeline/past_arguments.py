@@ -12,7 +12,7 @@ autograd numbers its nodes in the order in which a thread makes them, which tell
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,51 @@ def cut_where_reached(
             return reached.of_this_phase(result)
 
     return run
+
+
+def absent_refused(function: Callable[..., Any], unit: Unit, stages: Mapping[int, int]) -> Callable[..., Any]:
+    """What runs a placed module, and refuses what lives at other stages and is read past its arguments.
+
+    On a CPU torch multiplies a tensor with one on `meta`, and gives whatever lay in memory. It is for a module's first
+    call with arguments of such shapes: each operation is looked at. Compiled modules are left alone.
+
+    Args:
+        function: What runs it.
+        unit: The module.
+        stages: Of each parameter, by its identity.
+    """
+    if _is_compiled(unit):
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _AbsentRefused(unit, stages):
+            return function(*args, **kwargs)
+
+    return run
+
+
+class _AbsentRefused(TorchFunctionMode):
+    def __init__(self, unit: Unit, stages: Mapping[int, int]) -> None:
+        super().__init__()
+        self._unit, self._stages = unit, stages
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation of the module."""
+        if not is_about_shape(func) and not _is_property(func):
+            self._check(getattr(func, "__name__", str(func)), flatten((args, kwargs))[0])
+        return func(*args, **(kwargs or {}))
+
+    @eager
+    def _check(self, name: str, leaves: Sequence[Any]) -> None:
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and id(leaf) in self._stages and leaf.is_meta:
+                raise ModelError(
+                    f"the operation {name!r} in {self._unit.name!r} reads a parameter or buffer of shape "
+                    f"{list(leaf.shape)}, which lives at stage {self._stages[id(leaf)]}, and which the module was not "
+                    "given as an argument: pass it as one, or place both at one stage"
+                )
 
 
 class Reached(TorchFunctionMode):

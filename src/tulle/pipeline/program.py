@@ -25,13 +25,14 @@ from tulle.pipeline.graphs import Graphs
 from tulle.pipeline.held import Settled
 from tulle.pipeline.holdings import Holdings, Known, Unit
 from tulle.pipeline.hooks import with_hooks
-from tulle.pipeline.in_place import MARKS, check_written, mark, note_marked, note_written, put_back
+from tulle.pipeline.in_place import MARKS, check_written, mark, note_marked, note_written, put_back, set_data
 from tulle.pipeline.inside import Inside, at_work
 from tulle.pipeline.interception import interception_aside
 from tulle.pipeline.losses import is_backward, scaled
 from tulle.pipeline.messages import is_dense
 from tulle.pipeline.objects import Wanted, mapped
 from tulle.pipeline.operation import (
+    SETS_DATA,
     SETS_TRAINED,
     Call,
     check_asks,
@@ -109,6 +110,8 @@ class Program:
         self._held: dict[int, tuple[Any, Settled]] = {}
         """What objects were seen to hold in the call of the model at hand."""
         self._inside = Inside(values, self._need)
+        self._has_written = False
+        """Whether code between modules, or one in what it was given, wrote in a parameter or buffer."""
         self.is_over = False
         """Whether it has come to its end; what it made may be read still."""
         self._is_applying = False
@@ -130,6 +133,8 @@ class Program:
         if not placeholders:
             return scaled(function, args, kwargs, self.scale) if is_backward(function) else function(*args, **kwargs)
         if self._axis.size > 1:
+            if function == SETS_DATA:
+                return set_data(self.operate, *args, is_placed=isinstance(leaves[0], Placeholder))
             check_given(call)
             if writes_in_many(function) and len(dealt := dealt_out(args, kwargs, self._home)) > 1:
                 for part, named in dealt:
@@ -249,8 +254,8 @@ class Program:
 
     @property
     def is_kept(self) -> bool:
-        """Whether anybody remembers, past the end, a value that it made: a module, or a hook of the user's."""
-        return self._graphs.is_kept
+        """Whether anybody remembers, past the end, a value that it made: a model, a module, or a hook of the user's."""
+        return self._has_written or self._graphs.is_kept
 
     @property
     def graph(self) -> Graph:
@@ -277,7 +282,8 @@ class Program:
             return self._wrapped(call, stage, outcome, [None] * len(outcome.results))
         self.stage = stage
         self._stages.add(stage)
-        call.prepare(self.values.tape, is_first=number == 1)
+        is_new = outcome is None or outcome.varies
+        call.prepare(self.values.tape, is_first=number == 1, stages=self.holdings.stages if is_new else None)
         if known is None and (target := call.written(outcome)) is not None:
             check_family(call.leaves[target], self.values.tape.phase, by=call.name)  # now that what it reads has come
         natives = call.natives(self.values, None if self._read is None else stage)
@@ -287,7 +293,6 @@ class Program:
             seen, values = describe(self._execute(call, natives, seed, known), natives, versions)
         else:
             attributes = call.unit.attributes
-            is_new = outcome is None or outcome.varies
             with attributes.of_its_own():
                 before, untrained = (attributes.all(), untrained_of(natives)) if is_new else ({}, [])
                 seen, values = describe(self._execute(call, natives, seed, known), natives, versions)
@@ -354,7 +359,9 @@ class Program:
         leaf = call.leaves[number]  # it may be one that all ranks had alike until now
         if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
             leaf = call.leaves[number] = self._adopted.adopt(leaf, stage, self.values.tape.phase, is_trained=is_trained)
-        note_written(call, number, stage, is_trained=is_trained, values=self.values, take=self._take)
+        self._has_written |= note_written(
+            call, number, stage, is_trained=is_trained, values=self.values, take=self._take
+        )
         if isinstance(leaf, Placeholder) and leaf.own is not None:
             self.holdings.keep(leaf.own, leaf.stage, is_trained=leaf.needs_grad)
 

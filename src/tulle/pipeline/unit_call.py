@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from tulle.pipeline.holdings import Unit
 from tulle.pipeline.objects import Wanted, lent, taken, telling
 from tulle.pipeline.operation import Call
 from tulle.pipeline.outcome import Constant, Outcome
-from tulle.pipeline.past_arguments import cut_where_reached
+from tulle.pipeline.past_arguments import absent_refused, cut_where_reached
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.recompute import as_checkpointed
 from tulle.pipeline.structure import flatten_call, rebuild
@@ -53,13 +53,14 @@ class UnitCall(Call):
         self._is_prepared = False
         super().__init__(caller, list(map(placed, leaves)), spec, unit.name, unit)
 
-    def prepare(self, tape: Tape, *, is_first: bool) -> None:
+    def prepare(self, tape: Tape, *, is_first: bool, stages: Mapping[int, int] | None) -> None:
         """It is about to run here, where what the module gives is told, and what it reads is watched."""
         assert self.unit is not None, "it is a call of one"
         if self._is_prepared:
             return
         self._is_prepared = True
-        function = as_checkpointed(self.function)
+        function = self.function if stages is None else absent_refused(self.function, self.unit, stages)
+        function = as_checkpointed(function)
         if self._is_open:
             function = as_before(with_filled(function), pattern_of((self._args, self._kwargs)))
         function = telling(function, self.unit.module, self.given)

@@ -55,7 +55,7 @@ class Values:
     """
 
     def __init__(self, number: int, holdings: Holdings, wait: Wait, name: str, later: Later | None = None) -> None:
-        self._number, self._holdings, self._wait, self._later = number, holdings, wait, later
+        self._number, self.holdings, self._wait, self._later = number, holdings, wait, later
         self._mailbox, self._rank, self._size = holdings.mailbox, holdings.mailbox.axis.rank, holdings.mailbox.axis.size
         self._count, self._backwards = 0, 0
         self.tape = Tape()
