@@ -148,3 +148,17 @@ def test_momentum_of_sparse_gradients_loads_into_split_tables(placement):
     step(model, ours)
     step(reference, theirs)
     assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+
+
+@on_ranks(2)
+def test_a_weight_that_its_module_has_made_another_dtype_is_known_to_all():
+    mesh = tulle.init(pipe=2)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tulle.distribute(
+        model, torch.optim.SGD(model.parameters()), mesh, plan=Plan(dict(mesh.shape), stages={"0": 0, "1": 1})
+    )
+    wanted = tulle.full_state_dict(model, everywhere=True)["1.weight"].double()
+    if mesh.rank == 1:
+        model[1].double()  # as a forward does
+    state = tulle.full_state_dict(model, everywhere=True)
+    torch.testing.assert_close(state["1.weight"], wanted, rtol=0, atol=0)

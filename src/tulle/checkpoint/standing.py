@@ -47,10 +47,11 @@ class Standing:
             self.parts |= {name: Sharded(shard, over_model.get(name)) for name, shard in named_shards(model).items()}
         self._names = {id(parameter): name for name, parameter in reversed([*parameters.items()])}
         tensors = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
-        self._held = {name for name, tensor in tensors.items() if not tensor.is_meta}
+        self._held = {name: tensor.dtype for name, tensor in tensors.items() if not tensor.is_meta}
         pipe = self.axes.pipe if self.axes else None
         everywhere = Ranks(pipe).gather(self._held)
         self.holders = {n: rank for rank in reversed(range(len(everywhere))) for n in everywhere[rank]}
+        self._dtypes = {n: everywhere[rank][n] for n, rank in self.holders.items() if n not in self._held}
         self._place = pipe.rank if pipe else 0
         self.is_staged = pipe is not None
         """Whether other ranks have other tensors."""
@@ -66,7 +67,10 @@ class Standing:
         if self.axes is None:
             return self._model.state_dict()
         with state_of_parts(), state_of_shards():
-            return self._model.state_dict()
+            state = self._model.state_dict()
+        for name in self._dtypes.keys() & state.keys():  # a forward may have made it another
+            state[name] = state[name].to(self._dtypes[name])
+        return state
 
     def first_names(self, state: Mapping[str, Any]) -> dict[str, str]:
         """Of each tensor of the model's state the first of its names. Every rank of the mesh must call it."""
