@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -159,11 +160,11 @@ def start(rival: str, ranks: int, port: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def turns_at(port: int, *, is_master: bool) -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", port, is_master=is_master, timeout=A_STEP_AT_MOST, wait_for_workers=False)
+def turns_at(port: int, *, is_master: bool) -> TCPStore:
+    return TCPStore("127.0.0.1", port, is_master=is_master, timeout=A_STEP_AT_MOST, wait_for_workers=False)
 
 
-def outcome(store: dist.TCPStore, key: str, job: subprocess.Popen[bytes]) -> bytes:
+def outcome(store: TCPStore, key: str, job: subprocess.Popen[bytes]) -> bytes:
     """Of a step, when it is there."""
     while not store.check([key]):
         if job.poll() is not None:
