@@ -318,10 +318,22 @@ class OfData(Pair):
         return self.a(y) + self.b(y)
 
 
+class PastTheCounter(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x.clone())
+        x.data.mul_(2)
+        return y
+
+
+class OfDataUncounted(OfData):
+    first = PastTheCounter
+
+
 @on_ranks(2)
-def test_a_write_of_which_ranks_that_have_a_copy_do_not_know_is_refused():
+@pytest.mark.parametrize("model", [OfData, OfDataUncounted])
+def test_a_write_of_which_ranks_that_have_a_copy_do_not_know_is_refused(model):
     with pytest.raises(TulleError, match="writes in an argument of shape"):
-        both(OfData, APART)
+        both(model, APART)
 
 
 class Mixes(nn.Linear):

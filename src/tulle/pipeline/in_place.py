@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,13 +65,47 @@ def check_written(call: Call, seen: Outcome, known: Outcome | None, rank: int, r
     """
     for number in set(seen.written).difference(seen.written if known is None or known.varies else known.written):
         leaf = call.leaves[number]
-        is_alone = isinstance(leaf, Placeholder) and not leaf.sent and rank_of(leaf.stage) == rank
-        if not is_alone or (number in seen.trained and not leaf.needs_grad):
+        if not _is_alone(leaf, rank, rank_of) or (number in seen.trained and not leaf.needs_grad):
             raise ModelError(
                 f"{call.name!r} writes in an argument of shape {list(leaf.shape)}, in which it did not with arguments "
                 "of such shapes before, so that ranks that have a copy would not know: have it write at each call, or "
                 "in a copy of its own (.clone())"
             )
+
+
+@contextmanager
+def unseen_refused(
+    call: Call, natives: Sequence[Any], rank: int, rank_of: Callable[[int], int], known: Outcome | None
+) -> Iterator[None]:
+    """Refuse a write that torch does not count, as those by way of `.data`: nobody would tell ranks that have a copy.
+
+    Args:
+        call: Of a module, which runs within.
+        natives: Its arguments as it runs on them.
+        rank: Where it runs.
+        rank_of: Gives the rank of a stage.
+        known: What a call with arguments of such shapes wrote before; None if there was none, which alone is watched.
+    """
+    watched = [
+        (native, native._version, native.detach().clone())
+        for leaf, native in zip(call.leaves, natives if known is None else (), strict=False)
+        if isinstance(native, Tensor) and native.layout == torch.strided and not native.is_inference()
+        if native.is_floating_point() and native.dtype.itemsize > 1 and not native.is_nested
+        if not isinstance(native, nn.Parameter) and not _is_alone(leaf, rank, rank_of)
+    ]
+    yield
+    for native, version, before in watched:
+        if native._version == version and not torch.allclose(native.detach(), before, rtol=0, atol=0, equal_nan=True):
+            raise ModelError(
+                f"{call.name!r} writes in an argument of shape {list(native.shape)} in a way that torch does not count "
+                "(by .data, say), so that ranks that have a copy would not know: have it write within torch.no_grad(), "
+                "or in a copy of its own (.clone())"
+            )
+
+
+def _is_alone(leaf: object, rank: int, rank_of: Callable[[int], int]) -> bool:
+    """Whether a rank alone has the values of an argument."""
+    return isinstance(leaf, Placeholder) and not leaf.sent and rank_of(leaf.stage) == rank
 
 
 def note_written(
@@ -134,26 +169,6 @@ def _writes_in_model(target: Placeholder, holdings: Holdings, *, by: str) -> boo
             "it, and one copy only would change: place these modules at one stage, or give each its own"
         )
     return not known <= holdings.written
-
-
-def set_data(operate: Callable[..., Any], tensor: Tensor, values: Tensor, *, is_placed: bool) -> None:
-    """Do what `tensor.data = values` does as a write where the tensor lives, of which all ranks can be told.
-
-    Args:
-        operate: Runs an operation between modules.
-        tensor: A parameter or buffer of a model, or the user's own.
-        values: What it is to hold.
-        is_placed: Whether it lives on one rank.
-    """
-    before, after = ((one.dtype, list(one.shape)) for one in (tensor, values))
-    if before != after:
-        raise ModelError(
-            f"a forward makes a parameter of {before[0]} one of {after[0]}, of shape {before[1]} and {after[1]}, which "
-            "other stages would not see: convert the module (.to(...)) before it is placed"
-        )
-    with torch.no_grad():
-        target = operate(Tensor.data.__get__, (tensor,), {}) if is_placed else tensor  # type: ignore[attr-defined]
-        operate(Tensor.copy_, (target, values), {})
 
 
 def _check_alone(call: Call, leaf: Placeholder) -> None:

@@ -133,6 +133,26 @@ def check_asks(function: Callable[..., Any], args: Sequence[Any], placeholders: 
         )
 
 
+def set_data(operate: Callable[..., Any], tensor: Tensor, values: Tensor, *, is_placed: bool) -> None:
+    """Do what `tensor.data = values` does as a write where the tensor lives, of which all ranks can be told.
+
+    Args:
+        operate: Runs an operation between modules.
+        tensor: A parameter or buffer of a model, or the user's own.
+        values: What it is to hold.
+        is_placed: Whether it lives on one rank.
+    """
+    before, after = ((one.dtype, list(one.shape)) for one in (tensor, values))
+    if before != after:
+        raise ModelError(
+            f"a forward makes a parameter of {before[0]} one of {after[0]}, of shape {before[1]} and {after[1]}, which "
+            "other stages would not see: convert the module (.to(...)) before it is placed"
+        )
+    with torch.no_grad():
+        target = operate(Tensor.data.__get__, (tensor,), {}) if is_placed else tensor  # type: ignore[attr-defined]
+        operate(Tensor.copy_, (target, values), {})
+
+
 def check_given(call: Call) -> None:
     """Refuse what must not be beside tensors of some stage: it differs between ranks, or would from now on."""
     for leaf in call.leaves:

@@ -25,7 +25,7 @@ from tulle.pipeline.graphs import Graphs
 from tulle.pipeline.held import Settled
 from tulle.pipeline.holdings import Holdings, Known, Unit
 from tulle.pipeline.hooks import with_hooks
-from tulle.pipeline.in_place import MARKS, check_written, mark, note_marked, note_written, put_back, set_data
+from tulle.pipeline.in_place import MARKS, check_written, mark, note_marked, note_written, put_back, unseen_refused
 from tulle.pipeline.inside import Inside, at_work
 from tulle.pipeline.interception import interception_aside
 from tulle.pipeline.losses import is_backward, scaled
@@ -42,6 +42,7 @@ from tulle.pipeline.operation import (
     check_nested,
     dealt_out,
     is_for_all,
+    set_data,
 )
 from tulle.pipeline.outcome import (
     Constant,
@@ -293,7 +294,7 @@ class Program:
             seen, values = describe(self._execute(call, natives, seed, known), natives, versions)
         else:
             attributes = call.unit.attributes
-            with attributes.of_its_own():
+            with attributes.of_its_own(), unseen_refused(call, natives, rank, self.values.rank_of, outcome):
                 before, untrained = (attributes.all(), untrained_of(natives)) if is_new else ({}, [])
                 seen, values = describe(self._execute(call, natives, seed, known), natives, versions)
                 if is_new:
