@@ -18,31 +18,34 @@ every rank must ask; sums, means and norms have gradients. What cannot be made o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tulle.errors import ModelError
-from tulle.reductions import Reduction, Together, has_gradient_of_parts, number_of_whole
+from tulle.extents import ALIKE, JOINED, extent_of_joined, held_alone, made_of, picks
+from tulle.reductions import Together, has_gradient_of_parts, number_of_whole
 from tulle.torch_functions import (
-    BY_NUMBER,
     DRAWS,
     EACH_BY_ITSELF,
     LEAVES_TORCH,
+    LIKE,
     ONE_NUMBER_OF_EACH,
+    PLAIN,
     PRODUCTS,
     REDUCED,
-    at_places,
     fits,
     goes_by_place,
     mixes,
     name_of,
     tensors_in,
 )
+from tulle.wholes import Became, Whole, extent_of_whole
 
 T = TypeVar("T", bound=Tensor)
 Function = Callable[..., Any]
@@ -58,8 +61,6 @@ OF_NO_VALUES = frozenset(
 """What may be asked of any tensor as it is: all that `zero_grad` asks, and that who fetches rows asks."""
 _AS_IT_IS = OF_NO_VALUES | {Tensor.detach}
 """What may be asked of a part as it is."""
-_LIKE = {Tensor.to, Tensor.type_as}
-"""What asks a part that another tensor is to be like for its dtype and device alone."""
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
 _WHOLE = "_tulle_part_of"
 """The attribute by which a part knows what it is a part of."""
@@ -67,43 +68,13 @@ _OWNER, _WRITES = "_tulle_data_of", "_tulle_writes"
 """The attributes by which `parameter.data` knows its parameter, and that how often it was written in by way of it."""
 
 
-class Whole(Protocol):
-    """What a parameter holds a part of."""
-
-    @property
-    def dims(self) -> Sequence[int]:
-        """The dimensions that are cut."""
-        ...
-
-    @property
-    def count(self) -> int:
-        """Numbers in the whole."""
-        ...
-
-    def held(self) -> Tensor | None:
-        """Where in this part, along the dimension that is cut, numbers of the whole lie; None for everywhere."""
-        ...
-
-    @property
-    def layout(self) -> Hashable:
-        """What is equal for parts whose numbers lie alike."""
-        ...
-
-    def over(self, number: Tensor, op: Reduction) -> Tensor:
-        """What all ranks' numbers make; a sum gives each its gradient. Every rank that has a part must call it."""
-        ...
-
-    def refusal(self, taker: str) -> str:
-        """What an error says of a function that took the part for all of it, from the function's name on."""
-        ...
-
-    def refusal_of_gradient(self) -> str | None:
-        """What an error says of `torch.autograd.grad` for it; None if that gives the part's."""
-        ...
-
-
 class _Part(Tensor):
     """What takes part in functions of torch as a part."""
+
+    @property
+    def _kind(self) -> type[_Part]:
+        """What becomes of it."""
+        return PartData
 
     @classmethod
     def __torch_function__(
@@ -119,7 +90,7 @@ class _Part(Tensor):
             ModelError: Naming the parameter, what it was given to, and the mend.
         """
         keywords = kwargs or {}
-        is_asked = func in _LIKE and not isinstance(args[0], _Part)
+        is_asked = name_of(func) in LIKE and not isinstance(args[0], _Part)
         if func in _AS_IT_IS or is_asked or torch._C._current_graph_task_id() != -1:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **keywords)
@@ -129,13 +100,15 @@ class _Part(Tensor):
         if name in ONE_NUMBER_OF_EACH:
             return [ONE_NUMBER_OF_EACH[name](one, *args[1:], **keywords) for one in args[0]]
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.autograd.backward or name.startswith(EACH_BY_ITSELF):
+            if func is torch.autograd.backward:
                 return func(*args, **keywords)
+            if name.startswith(EACH_BY_ITSELF):
+                return _each_checked(func, args, func(*args, **keywords))
             given = [*tensors_in(args), *tensors_in(keywords.values())]
-            part = next(one for one in given if isinstance(one, _Part))
+            part = min((one for one in given if isinstance(one, _Part)), key=lambda one: not isinstance(one, _Guarded))
             if func is torch.autograd.grad:
                 _check_gradients(given)
-                return func(*args, **keywords)
+                return _of_parts(keywords.get("inputs", args[1] if len(args) > 1 else ()), func(*args, **keywords))
             part._check_given(name, given, args, keywords)
             result = func(*args, **keywords)
             return part._checked(func, result, args, keywords)
@@ -149,24 +122,43 @@ class _Part(Tensor):
 
     def _checked(self, func: Function, result: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """What a function gave, if nobody need look at it; one number of all is that of the whole."""
-        if not isinstance(result, Tensor) or type(result) in _KINDS:
+        whole: Whole = getattr(self, _WHOLE)
+        if isinstance(result, bool) and name_of(func) in ALIKE:
+            return bool(whole.over(torch.tensor(float(result)), "min"))
+        for one in result if isinstance(result, tuple | list) else ():
+            self._checked(func, one, args, keywords)
+        if not isinstance(result, Tensor) or type(result) in _KINDS or name_of(func) in PLAIN:
             return result
         if not result.dim():
             return self._number(func, result, args, keywords)
-        is_by_number = (name := name_of(func)) in BY_NUMBER and result.shape == self.shape and not result.requires_grad
-        return _become(PartData, result, self) if is_by_number or name == "cpu" else result
+        if type(result) is not Tensor or (result._base is not None and result is args[0]):
+            return result  # another's parameter, or a view of what others know, that was written in
+        if name_of(func) in JOINED:
+            return _become(self._kind, result, self._joined(func, args[0], result))
+        if result.shape != self.shape or picks(func, args):
+            given = (cast("Tensor", self), tuple(args), dict(keywords))
+            result, extent = made_of(func, extent_of_whole(whole), given, result)
+            whole = Became(whole, extent)
+        return _become(self._kind, result, whole)
+
+    def _joined(self, func: Function, given: Sequence[Tensor], result: Tensor) -> Whole:
+        """What several parts in one tensor are a part of."""
+        parts = [(one, whole) for one in given if (whole := getattr(one, _WHOLE, None)) is not None]
+        extent = extent_of_joined(func, [(one, extent_of_whole(whole)) for one, whole in parts], result)
+        first: Whole = getattr(self, _WHOLE)
+        is_alike = len(parts) == len(given) and all(whole.axes == first.axes for _, whole in parts)
+        return Became(first, replace(extent, is_known=extent.is_known and is_alike))
 
     def _number(self, func: Function, result: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor:
         """One number of the whole, from that of this part, or of what lies in it where no place is empty."""
-        name, part, whole = name_of(func), cast("Tensor", self), cast("Whole", getattr(self, _WHOLE))
-        if (places := whole.held()) is not None:
-            part, args, keywords = at_places(places, whole.dims[0], (self, tuple(args), dict(keywords)), self.shape)
-            again = func(*args, **keywords)
-            result = again if isinstance(again, Tensor) else result
-        has_gradient = torch.is_grad_enabled() and has_gradient_of_parts(name, part, args, keywords)
+        name, whole = name_of(func), cast("Whole", getattr(self, _WHOLE))
+        extent = extent_of_whole(whole)
+        given, result = held_alone(func, extent, (cast("Tensor", self), tuple(args), dict(keywords)), result)
+        has_gradient = torch.is_grad_enabled() and has_gradient_of_parts(name, *given)
         with torch.set_grad_enabled(has_gradient):
-            number = result if has_gradient else result.detach()
-            found = number_of_whole(name, part, args, keywords, number, Together(whole.over, whole.count))
+            number, found = result if has_gradient else result.detach(), None
+            if extent.is_known:
+                found = number_of_whole(name, *given, number, Together(whole.over, whole.count))
         if found is None:
             _refuse(self, name)
         if result.requires_grad and not found.requires_grad:
@@ -174,6 +166,11 @@ class _Part(Tensor):
             result.register_hook(lambda _: _refuse(self, name))
             return result
         return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A plain tensor of the same numbers."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return memo.setdefault(id(self), self.clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle of a plain tensor."""
@@ -183,6 +180,11 @@ class _Part(Tensor):
 
 class _Guarded(_Part):
     """What must not meet tensors of other shapes, nor become one."""
+
+    @property
+    def _kind(self) -> type[_Part]:
+        """Guarded, too."""
+        return PartValues
 
     def _check_given(self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Keywords) -> None:
         super()._check_given(name, given, args, keywords)
@@ -195,17 +197,12 @@ class _Guarded(_Part):
     def _checked(self, func: Function, result: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         name = name_of(func)
         if not isinstance(result, Tensor):
-            for one in result if isinstance(result, tuple | list) else ():
-                if isinstance(one, Tensor):
-                    self._checked(func, one, args, keywords)
-            return result
+            return super()._checked(func, result, args, keywords)
         if not fits(result, self):
             _refuse(self, name)
         if name == "data" or (name == "cpu" and result is not self and not result.requires_grad):
             setattr(result, _OWNER, self if name == "data" else None)
-            return _become(PartData, result, self)  # an object of its own, unlike what an operation in place gives
-        if result.requires_grad and result.grad_fn is not None and result.dim():
-            return _become(PartValues, result, self)
+            return _become(PartData, result, getattr(self, _WHOLE))  # of its own, unlike what is written in place gives
         return super()._checked(func, result, args, keywords)
 
 
@@ -215,6 +212,9 @@ def _gradient_of(part: Tensor) -> Tensor | None:
 
 
 def _give_gradient(part: Tensor, gradient: Tensor | None) -> None:
+    if isinstance(gradient, PartValues | PartData):
+        for make in _GRADIENTS_OF:
+            make(gradient, getattr(gradient, _WHOLE))
     with torch._C.DisableTorchFunctionSubclass():
         _GRADIENT.__set__(part, gradient)
 
@@ -235,7 +235,7 @@ class Part(_Guarded, nn.Parameter):
 
 
 class PartValues(_Guarded):
-    """What was computed from a part, number by number, and has a gradient."""
+    """What was computed from a part, number by number."""
 
 
 class PartData(_Part):
@@ -254,13 +254,10 @@ class PartData(_Part):
                 setattr(owner, _WRITES, writes_by_data(owner) + 1)
         return result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A plain tensor of the same numbers."""
-        return memo.setdefault(id(self), self.clone())
-
 
 _PLAIN = {Part: nn.Parameter, PartValues: Tensor}
 """By class of what may be lent to code that knows parts, what it is then."""
+_GRADIENTS_OF: list[Callable[[Tensor, Whole], Any]] = []
 _KINDS = {Part, PartValues, PartData}
 _KNOWN = {*_KINDS, Tensor, nn.Parameter}
 
@@ -269,6 +266,11 @@ def meets_parts(kind: type[T]) -> type[T]:
     """Have parts take a class of tensors for plain ones where both are given to a function."""
     _KNOWN.add(kind)
     return kind
+
+
+def make_gradients_by(make: Callable[[Tensor, Whole], Any]) -> None:
+    """Have what became of parts, and is given to a parameter for its gradient, be what gradients of parts are."""
+    _GRADIENTS_OF.append(make)
 
 
 def guard(parameter: nn.Parameter, whole: Whole) -> None:
@@ -281,7 +283,7 @@ def guard(parameter: nn.Parameter, whole: Whole) -> None:
         ...     def refusal_of_gradient(self): return None
         ...     def over(self, number, op): return 2 * number  # of two ranks that have the same
         ...     def held(self): return None
-        ...     layout, count = "halves", 16
+        ...     layout, count, axes = "halves", 16, ["ranks"]
         >>> weight = nn.Parameter(torch.ones(2, 4))
         >>> guard(weight, Halves())
         >>> (2 * weight).sum().item()
@@ -303,38 +305,6 @@ def writes_by_data(parameter: Tensor) -> int:
 def whole_of(parameter: Tensor) -> Whole | None:
     """What a guarded parameter holds a part of; None of a plain one."""
     return getattr(parameter, _WHOLE, None) if isinstance(parameter, Part) else None
-
-
-def load_part(
-    part: Tensor,
-    key: str,
-    state: dict[str, Any],
-    errors: list[str],
-    *,
-    shape: Sequence[int],
-    take: Callable[[Tensor], Tensor],
-) -> None:
-    """Have a state that is to be loaded hold this rank's part, where it has the whole, as that of a plain model does.
-
-    Args:
-        part: What the parameter holds.
-        key: Of the parameter in the state.
-        state: As `load_state_dict` gives it to its hooks.
-        errors: What it will raise; a tensor that is neither is added, by the shape of the whole.
-        shape: Of the whole.
-        take: This rank's part of a whole.
-    """
-    value = state.get(key)
-    if not isinstance(value, Tensor):
-        return
-    if tuple(value.shape) == tuple(shape):
-        state[key] = take(value)
-    elif value.shape != part.shape:
-        errors.append(
-            f"size mismatch for {key}: the state has a tensor of shape {list(value.shape)}, expected {list(shape)}, "
-            "the whole, or this rank's part of it"
-        )
-        state[key] = part.detach()  # or torch would say the same by the part's shape
 
 
 def step_plainly(optimizer: Optimizer) -> None:
@@ -365,15 +335,19 @@ def _unguard(parts: Sequence[nn.Parameter], _: Optimizer, arguments: tuple[objec
         lift(parts)
 
 
-def _guard_again(parts: Sequence[nn.Parameter], *_: object) -> None:
+def _guard_again(parts: Sequence[nn.Parameter], optimizer: Optimizer | None = None, *_: object) -> None:
     for part in parts:
         if type(part) is nn.Parameter:
             object.__setattr__(part, "__class__", Part)
+        elif optimizer is not None:  # it was one in the step, too: what the state keeps of it is plain
+            kept = optimizer.state.get(part, {}).values()
+            for lifted in lift(value for value in kept if isinstance(value, Tensor)):
+                vars(lifted[0]).clear()
 
 
-def _become(kind: type[_Part], result: Tensor, part: Tensor) -> Tensor:
+def _become(kind: type[_Part], result: Tensor, whole: Whole) -> Tensor:
     object.__setattr__(result, "__class__", kind)
-    setattr(result, _WHOLE, getattr(part, _WHOLE))
+    setattr(result, _WHOLE, whole)
     return result
 
 
@@ -390,6 +364,24 @@ def _refuse(part: Tensor, name: str) -> NoReturn:
     elif name in LEAVES_TORCH:
         hint = "; tulle.full_state_dict(model), called on every rank, gives rank 0 all of it"
     raise ModelError(whole.refusal(name) + hint)
+
+
+def _each_checked(func: Function, args: Sequence[Any], results: Any) -> Any:
+    """What a function gave that treats many tensors, each by itself: what it made, or wrote, of parts as parts."""
+    for t, result in enumerate(results if isinstance(results, tuple | list) else args[0] if results is None else ()):
+        given = [one[t] if isinstance(one, list | tuple) else one for one in args]
+        part = next((one for one in given if isinstance(one, _Part)), None)
+        if part is not None and isinstance(result, Tensor) and result.shape == part.shape:
+            part._checked(func, result, given, {})
+    return results
+
+
+def _of_parts(inputs: Any, gradients: Any) -> Any:
+    """What `torch.autograd.grad` gave, those of parts as parts."""
+    for part, gradient in zip([inputs] if isinstance(inputs, Tensor) else inputs, gradients, strict=True):
+        if isinstance(part, _Part) and type(gradient) is Tensor:
+            _become(PartData, gradient, getattr(part, _WHOLE))
+    return gradients
 
 
 def _check_gradients(given: Iterable[Tensor]) -> None:

@@ -17,10 +17,11 @@ from tulle.engine import SplitTable
 from tulle.errors import PlanError
 from tulle.gathered import refuse_to_checkpoint
 from tulle.mesh import Axis
-from tulle.parts import WHOSE, load_part
+from tulle.parts import WHOSE
 from tulle.softmax import SoftmaxLayer
 from tulle.tables import PLACEMENTS, Split, TableModule, guard_table, split_as, table_modules
 from tulle.traits import ELEMENTWISE, hold
+from tulle.wholes import load_part
 
 logger = logging.getLogger("tulle")
 

@@ -31,11 +31,17 @@ class Together:
     Args:
         over: Given a rank's number, what all ranks' make by a reduction; a sum gives each rank's number its gradient.
             Every rank must call it.
-        count: Numbers in the whole; None if parts have places that stay empty.
+        count: Numbers in the whole; None to count them.
     """
 
     over: Callable[[Tensor, Reduction], Tensor]
     count: int | None
+
+    def numbers(self, part: Tensor) -> int | float:
+        """So many has the whole. Every rank must call it."""
+        if self.count is not None:
+            return self.count
+        return self.over(torch.tensor(float(part.numel()), dtype=torch.float64, device=part.device), "sum").item()
 
 
 def number_of_whole(
@@ -45,7 +51,7 @@ def number_of_whole(
 
     Sums, means and norms have gradients. Every rank must call it.
     """
-    over, count = together.over, together.count
+    over = together.over
     if (order := order_of(name, part, args, keywords)) is not None:
         return norm_of_whole(result, order, together)
     if name in _SUMS or name == "count_nonzero" or (name in _LOSSES and keywords.get("reduction") == "sum"):
@@ -54,14 +60,12 @@ def number_of_whole(
         return over(result, "max")
     if name in ("any", "all"):
         return over(result.to(torch.float32), "max" if name == "any" else "min") > 0
-    if count is None:
-        return None
-    if name == "mean" or (name in _LOSSES and keywords.get("reduction", "mean") == "mean"):
-        return over(result * part.numel(), "sum") / count
     if name in ("min", "amin"):
         return over(result, "min")
+    if name == "mean" or (name in _LOSSES and keywords.get("reduction", "mean") == "mean"):
+        return over(result * part.numel() if part.numel() else part.sum(), "sum") / together.numbers(part)
     if name in ("std", "var"):
-        variance = _variance(part, args, keywords, over, count)
+        variance = _variance(part, args, keywords, over, together.numbers(part))
         return variance.sqrt() if name == "std" else variance
     return None
 
@@ -111,7 +115,7 @@ def norm_of_whole(norm: Tensor, order: float, together: Together) -> Tensor:
 
 
 def _variance(
-    part: Tensor, args: Sequence[Any], keywords: Mapping[str, Any], over: Callable[..., Tensor], count: int
+    part: Tensor, args: Sequence[Any], keywords: Mapping[str, Any], over: Callable[..., Tensor], count: float
 ) -> Tensor:
     """Of all numbers of the whole, so many, with the correction that a call of `std` or `var` asks for."""
     unbiased = keywords.get("unbiased", args[1] if len(args) > 1 and isinstance(args[1], bool) else True)

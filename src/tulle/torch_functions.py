@@ -27,8 +27,12 @@ _BY_PLACE = _INDEXED | {
 """Names of what depends on where a number lies."""
 LEAVES_TORCH = {"numpy", "tolist", "__array__", "__dlpack__"}
 """Names of what takes the numbers out of torch, where nothing knows any more that they are a part."""
-DRAWS = {"uniform_", "normal_", "kaiming_uniform_", "bernoulli_", "exponential_", "log_normal_", "random_", "view_as"}
-"""Names of what writes random numbers, methods of tensors or functions of `torch.nn.init`; by the last of them
+DRAWS = {
+    *("uniform_", "normal_", "kaiming_uniform_", "bernoulli_", "exponential_", "log_normal_", "random_", "view_as"),
+    *("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "poisson", "cauchy_", "geometric_"),
+    *("dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout"),
+}
+"""Names of what draws random numbers, methods of tensors or functions of `torch.nn.init`; by the last of the first line
 `orthogonal_` does, and nobody else needs it of a parameter."""
 PRODUCTS = {
     *("T", "mT", "H", "mH", "t", "transpose", "swapaxes", "swapdims", "permute", "adjoint"),
@@ -70,13 +74,21 @@ REDUCED: Mapping[str, int] = {
 """By name of what makes one number of those along a dimension: which argument says it, if it is not to be all."""
 _PLACES = {"argmax", "argmin", "max", "min", "median", "nanmedian", "mode", "kthvalue"}
 """Names of those that also give where it lies."""
-BY_NUMBER = {
-    *("float", "double", "half", "bfloat16", "to", "pow", "square", "abs", "absolute", "mul", "div", "true_divide"),
-    *("isfinite", "isnan", "isinf", "eq", "ne", "lt", "le", "gt", "ge"),
-    *("__pow__", "__abs__", "__mul__", "__rmul__", "__truediv__"),
-    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
+LIKE = {"to", "type_as"}
+"""Names of what asks a tensor that another is to be like for its dtype and device alone."""
+PLAIN = {"as_subclass", "_base", "grad"}
+"""Names of what gives a plain tensor, or one that is another's."""
+_PLACED: Mapping[str, int] = {
+    **dict.fromkeys(
+        ("flip", "gather", "index_select", "narrow", "select", "index_add", "index_add_", "index_copy_"), 1
+    ),
+    **dict.fromkeys(("index_fill", "index_fill_", "scatter", "scatter_", "scatter_add", "scatter_add_"), 1),
+    **dict.fromkeys(("scatter_reduce", "scatter_reduce_", "unbind"), 1),
+    **dict.fromkeys(("roll", "take_along_dim", "chunk", "split", "tensor_split"), 2),
 }
-"""Names of what is done to each number before some are counted or summed, and is in no optimizer's state."""
+"""By name of what goes by where numbers lie along a dimension: which argument says it."""
+_PLACED_FIRST = {"unbind", "chunk", "split", "tensor_split"}
+"""Names of those that take the first if none does."""
 EACH_BY_ITSELF = ("_foreach_", "_fused_", "_amp_", "new_")
 """How the names of functions begin that treat every number of many tensors by itself, or ask for dtype and device."""
 ONE_NUMBER_OF_EACH: Mapping[str, Callable[..., Tensor]] = {
@@ -91,6 +103,22 @@ def goes_by_place(name: str, part: Tensor, args: Sequence[Any]) -> bool:
     return name in _BY_PLACE and not (name in _INDEXED and _is_of_all(args[1], part))
 
 
+def goes_along(name: str, part: Tensor, cut: int, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether what a function gives of a part, or writes in it, depends on where along a dimension numbers lie.
+
+    Example:
+        >>> part = torch.ones(2, 3)
+        >>> [goes_along("__getitem__", part, 0, [part, index], {}) for index in (1, (slice(None), 1), part > 0)]
+        [True, False, False]
+    """
+    if name in _PLACED:
+        dims = dims_of(keywords, args, _PLACED[name]) or ((0,) if name in _PLACED_FIRST else None)
+        return dims is None or any(dim % part.dim() == cut for dim in dims)
+    if name in _INDEXED:
+        return not _is_of_all(args[1], part) and not _takes_all(args[1], part, cut)
+    return name in _BY_PLACE
+
+
 def mixes(name: str, part: Tensor, cut: int, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
     """Whether a function, by its name, mixes numbers of a part along the dimension that is cut."""
     count = part.dim()
@@ -98,20 +126,20 @@ def mixes(name: str, part: Tensor, cut: int, args: Sequence[Any], keywords: Mapp
         shape = keywords.get("normalized_shape", args[1] if len(args) > 1 else part.shape)
         return cut >= count - len(shape)
     if name in ("renorm", "renorm_"):  # along all dimensions but one
-        return any(dim % count != cut for dim in _dims(keywords, args, 2) or ())
+        return any(dim % count != cut for dim in dims_of(keywords, args, 2) or ())
     if name in REDUCED:
-        dims = {dim % count for dim in _dims(keywords, args, REDUCED[name]) or ()}
+        dims = {dim % count for dim in dims_of(keywords, args, REDUCED[name]) or ()}
         if name in _PLACES:
             return cut in dims or (not dims and name.startswith("arg"))
         return cut in dims and len(dims) < count  # of one number of all it is seen whether somebody needs it
     if name in _ALONG:
         place, usual = _ALONG[name]
-        dims = _dims(keywords, args, place) or (() if usual is None else (usual,))
+        dims = dims_of(keywords, args, place) or (() if usual is None else (usual,))
         return not dims or any(dim % count == cut for dim in dims)
     return name in _MIXES
 
 
-def _dims(keywords: Mapping[str, Any], args: Sequence[Any], place: int) -> Sequence[int] | None:
+def dims_of(keywords: Mapping[str, Any], args: Sequence[Any], place: int) -> Sequence[int] | None:
     """The dimensions that a call says, or None."""
     said = keywords.get("dim", keywords.get("axis", args[place] if len(args) > place else None))
     several = said if isinstance(said, list | tuple) else (said,)
@@ -154,6 +182,24 @@ def _is_of_all(index: Any, part: Tensor) -> bool:
         return index.dtype == torch.bool and index.shape == part.shape
     several = index if isinstance(index, tuple) else (index,)
     return all(one is ... or (isinstance(one, slice) and one == slice(None)) for one in several)
+
+
+def _takes_all(index: Any, part: Tensor, cut: int) -> bool:
+    """Whether an index takes all numbers along a dimension, or those under a mask that is a part as this one is."""
+    if isinstance(index, Tensor) and type(index) is type(part) and index.dtype == torch.bool:
+        return True
+    several = index if isinstance(index, tuple) else (index,)
+    taken, dim = sum(one is not None and one is not ... for one in several), 0
+    for one in several:
+        if one is ...:
+            dim += part.dim() - taken
+        elif one is not None:
+            if isinstance(one, Tensor) and one.dtype == torch.bool and one.dim() > 1:
+                return False
+            if dim == cut and not (isinstance(one, slice) and one == slice(None)):
+                return False
+            dim += 1
+    return True
 
 
 def taken_together(kind: type[T]) -> type[T]:

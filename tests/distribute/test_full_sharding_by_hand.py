@@ -252,7 +252,11 @@ ASKED = {
     "any": lambda g: (g / 0).isinf().any(),
     "flat": lambda g: g.view(-1).norm() + g.reshape(-1).abs().max() + torch.dot(g.ravel(), 2 * g.flatten()),
     "put together": lambda g: torch.cat([g.flatten(), g.abs().view(-1)]).norm() + torch.stack([g, 2 * g]).sum(),
-    "as they are": lambda g: torch.tensor(0.0) if g.add(1.0).tolist() and g.clone().dim() else g,
+    "difference": lambda g: (g - g.mean()).std() + (0.5 * g.sign() - g.clone()).norm() + (1 - g).exp().sum(),
+    "to nothing": lambda g: torch.zeros(g.shape, dtype=g.dtype).add_(g).norm(),
+    "under a mask": lambda g: g[g > 0].sum() + g[g > 1e-3].mean() + (g + 1).masked_select(g <= 0).count_nonzero(),
+    "alike": lambda g: torch.tensor(float(torch.equal(g.abs(), g))),
+    "foreach": lambda g: torch._foreach_sub([g], [2 * g])[0].norm(),
 }
 
 
@@ -300,16 +304,21 @@ def test_norms_of_gradients_are_those_of_the_whole(how):
         one(batch).backward()
     for (name, mine), (_, theirs) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         for asked, ask in ASKED.items():
-            if how == "full_shard" or asked not in (
-                "mean",
-                "min",
-                "std",
-                "var",
-            ):  # some places of a part of rows stay empty
-                assert ask(mine.grad).item() == pytest.approx(ask(theirs.grad).item(), rel=1e-10), (name, asked)
+            assert ask(mine.grad).item() == pytest.approx(ask(theirs.grad).item(), rel=1e-10), (name, asked)
     assert by_hand([*model.parameters()]) == pytest.approx(by_hand([*reference.parameters()]), rel=1e-12)
-    gradient = next(p.grad for p in model.parameters() if type(p.grad) is not torch.Tensor and p.dim() == 2)
+    norms = []
+    for one in (model, reference):  # of gradients that were added up by hand
+        several = [torch.zeros_like(p).add_(p.grad, alpha=0.5) for p in one.parameters()]
+        for number, p in enumerate(one.parameters()):
+            p.grad = several[number] + p.grad if number % 2 else several[number]
+        norms.append(nn.utils.clip_grad_norm_(one.parameters(), 0.1).item())
+    assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    gradient, whole = next((p.grad, q.grad) for p, q in pairs if type(p.grad) is not torch.Tensor and p.dim() == 2)
     [cut] = gradient.cuts
+    for name, ask in ASKED.items():  # of what is made of each row, or column
+        found, wanted = (ask(g.norm(dim=1 - cut)) + ask(g.abs().sum(1 - cut, keepdim=True)) for g in (gradient, whole))
+        assert found.item() == pytest.approx(wanted.item(), rel=1e-10), name
     for along in (lambda g: g.norm(dim=cut), lambda g: (g**2).mean(cut, keepdim=True)):
         with pytest.raises(GradientError, match=f"was asked of a gradient along dimension {cut}, of which this"):
             along(gradient)
@@ -317,10 +326,9 @@ def test_norms_of_gradients_are_those_of_the_whole(how):
     for of_all in (torch.Tensor.norm, torch.sum, lambda g: nn.utils.get_total_norm([2 * g])):
         with pytest.raises(GradientError, match="of some of which this rank has a part and of others all"):
             of_all(joined)
-    assert gradient.norm(dim=1 - cut).shape == gradient.shape[cut : cut + 1]
-    for plain in (copy.deepcopy(gradient), pickle.loads(pickle.dumps(gradient)), gradient + 0):
+    for plain in (copy.deepcopy(gradient), pickle.loads(pickle.dumps(gradient)), gradient.as_subclass(torch.Tensor)):
         assert type(plain) is torch.Tensor
-        assert plain.tolist() == gradient.tolist()
+        assert torch.equal(plain, gradient)
 
 
 @on_ranks(4)

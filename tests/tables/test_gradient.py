@@ -19,6 +19,11 @@ ASKED = {
     "transposed": lambda gradient: gradient.T @ gradient,
     "on the right": lambda gradient: torch.ones(2, len(gradient), dtype=torch.float64) @ gradient,
     "by einsum": lambda gradient: torch.einsum("ij,ij->", gradient, gradient),
+    "a row": lambda gradient: gradient.flatten()[0],
+    "frozen rows": lambda gradient: gradient.__setitem__((slice(1), slice(1)), 0.0),
+    "chunks": lambda gradient: gradient.flatten().chunk(2),
+    "numbers": lambda gradient: gradient.detach().cpu().numpy(),
+    "noise": torch.randn_like,
     "whitened": lambda gradient: torch.linalg.svd(gradient),
 }
 

@@ -24,7 +24,15 @@ from tulle.comm import all_reduce
 from tulle.errors import GradientError
 from tulle.spread import Spread, spread_of
 from tulle.tables import ShardGradient
-from tulle.tables.gradient import FOREACH_NORM, UNSCALE, axes_of, norms_over_ranks, order_of_norms, over_ranks
+from tulle.tables.gradient import (
+    FOREACH_NORM,
+    UNSCALE,
+    axes_of,
+    check_alone,
+    norms_over_ranks,
+    order_of_norms,
+    over_ranks,
+)
 from tulle.torch_functions import taken_together
 
 
@@ -87,6 +95,7 @@ class ProxyGradient(torch.Tensor):
     ) -> Any:
         """Let all operations but these see plain tensors. Every rank must take norms, and look for infinities."""
         keywords = kwargs or {}
+        check_alone(func, args, keywords)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **keywords)
         if func is UNSCALE:
@@ -152,7 +161,7 @@ def plain(gradient: Tensor) -> Tensor:
     itself = gradient.as_subclass(Tensor)
     if not isinstance(gradient, ProxyShardGradient):
         return itself
-    return ShardGradient.of(itself, gradient.axes, gradient.count, cuts=gradient.cuts)
+    return ShardGradient.of(itself, gradient.axes, gradient.count, cuts=gradient.cuts, held=gradient.held)
 
 
 def _norms(gradients: Sequence[Tensor], norms: Sequence[Tensor], order: float) -> list[Tensor]:

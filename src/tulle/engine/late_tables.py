@@ -23,7 +23,7 @@ from tulle.engine.split_table import SplitTable
 from tulle.engine.trips import Pushes, Trip
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
-from tulle.tables import Pushed, ShardGradient
+from tulle.tables import Pushed, gradient_of_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class LateTable:
         self.following = following
         self._rows = _Rows(Kind.of(table), prior, delayed, following.may_pass, axis)
         none = self._rows.of_part(MeanRows(prior.places[:0], prior.values[:0]))
-        self._gradient = ShardGradient.of(none, [axis], cuts=[table.cut])
+        self._gradient = gradient_of_table(none, table.split, axis)
 
     @property
     def gradients(self) -> list[tuple[nn.Parameter, Tensor]]:

@@ -41,6 +41,7 @@ from tulle.engine.late_tables import LateTable
 from tulle.engine.late_tensors import COMPILED, LateParameter, is_late, make_late, make_plain
 from tulle.errors import PlanError, TulleError
 from tulle.step_hooks import hook_last
+from tulle.tables import plain_in_step
 
 Pair = tuple[nn.Parameter, Tensor]
 """A parameter and its gradient."""
@@ -115,7 +116,7 @@ class _Update:
         groups, self.optimizer.param_groups = self.optimizer.param_groups, [self.options | {"params": parameters}]
         state, self.optimizer.state = self.optimizer.state, self.state
         try:
-            with _neutral(parameters[0].device):
+            with _neutral(parameters[0].device), plain_in_step(parameters):
                 inspect.unwrap(type(self.optimizer).step)(self.optimizer)
         finally:
             self.optimizer.param_groups, self.optimizer.state = groups, state

@@ -33,7 +33,15 @@ from tulle.engine.split_table import SplitTable
 from tulle.engine.trips import Pushes, Trip, Way, tell_together
 from tulle.errors import CommunicationError, ModelError
 from tulle.mesh import Axis
-from tulle.tables import ShardGradient, TableModule, placement_of, table_of, tell_of_gradients, tell_the_end
+from tulle.tables import (
+    ShardGradient,
+    TableModule,
+    gradient_of_table,
+    placement_of,
+    table_of,
+    tell_of_gradients,
+    tell_the_end,
+)
 
 _AGREED_AT_ONCE = 63
 _LABEL = "gradients of split tables"
@@ -282,7 +290,7 @@ class SplitTables:
         for table in self.tables.values():
             gradient = table.parameter.grad
             if gradient is not None and not isinstance(gradient, ShardGradient):
-                table.parameter.grad = ShardGradient.of(gradient, [self._axis], cuts=[table.cut])
+                table.parameter.grad = gradient_of_table(gradient, table.split, self._axis)
 
     def _postpone(self, late: LateTable) -> None:
         """Of a table's gradient, wait for the delayed rows when somebody looks."""
@@ -351,7 +359,7 @@ def _accumulate(table: SplitTable, rows: MeanRows) -> None:
     """Add to the parameter's gradient."""
     before = table.parameter.grad
     if before is not None and not table.is_sparse:
-        before.index_add_(0, rows.places, rows.values)
+        before.detach().as_subclass(Tensor).index_add_(0, rows.places, rows.values)
         return
     gradient = rows.to_gradient(table.split.local_shape[0], is_sparse=table.is_sparse)
     table.parameter.grad = gradient if before is None else before + gradient

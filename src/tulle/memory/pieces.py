@@ -69,7 +69,7 @@ def deal(parameters: Sequence[nn.Parameter], ranks: int) -> Bucket:
 
 def flat(tensor: Tensor) -> Tensor:
     """A dense tensor's numbers in the order in which they lie in memory, as a view."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return tensor.detach().as_subclass(Tensor).as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def laid_out_like(tensor: Tensor, like: Tensor) -> Tensor:

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from tulle.gathered import write_through
 from tulle.memory.ahead import ahead_of
 from tulle.memory.shard import Shard, mark, shard_of
-from tulle.parts import guard, load_part
+from tulle.mesh import Axis
+from tulle.parts import guard
 from tulle.reductions import Reduction
 from tulle.traits import hold
+from tulle.wholes import load_part
 
 _SHARDS = "_tulle_shards"
 """The attribute by which a module holds how its own parameters are cut."""
@@ -46,6 +48,11 @@ class _SharedOut:
             "in the forward of the module that holds it, take it from model.state_dict(), leave full_shard out of the "
             "plan, or take its .detach(), which is this rank's part"
         )
+
+    @property
+    def axes(self) -> list[Axis]:
+        """The one over which it is shared out."""
+        return [self.shard.axis]
 
     @property
     def count(self) -> int:

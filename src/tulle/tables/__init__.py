@@ -14,9 +14,9 @@ from tulle.tables.exchange import (
     tell_of_gradients,
     tell_the_end,
 )
-from tulle.tables.gradient import ShardGradient, step_by_plain_gradients
+from tulle.tables.gradient import ShardGradient, plain_in_step, step_by_plain_gradients
 from tulle.tables.modules import TableModule, table_modules, table_of, unwrapped
-from tulle.tables.part import guard_table
+from tulle.tables.part import gradient_of_table, guard_table
 from tulle.tables.placements import COLUMNS, PLACEMENTS, placement_of, split_as
 from tulle.tables.split import ColumnSplit, RowSplit, Split, split_of
 
@@ -36,8 +36,10 @@ __all__ = [
     "bundles",
     "divide",
     "fetch",
+    "gradient_of_table",
     "guard_table",
     "placement_of",
+    "plain_in_step",
     "push",
     "refuse",
     "request_of",

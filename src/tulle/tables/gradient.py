@@ -12,35 +12,44 @@ To optimizers it is a plain tensor.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tulle.comm import all_reduce
 from tulle.errors import GradientError
+from tulle.extents import ALIKE, BY_ROW, JOINED, Extent, extent_of_joined, held_alone, made_of, picks
 from tulle.mesh import Axis
-from tulle.parts import Part, meets_parts
+from tulle.parts import Part, lift, lower, make_gradients_by, meets_parts
 from tulle.reductions import Reduction, Together, norm_of_whole, number_of_whole
 from tulle.step_hooks import hook_last
-from tulle.torch_functions import BY_NUMBER, PRODUCTS, REDUCED, mixes, name_of, taken_together, tensors_in
+from tulle.torch_functions import (
+    DRAWS,
+    EACH_BY_ITSELF,
+    LEAVES_TORCH,
+    LIKE,
+    ONE_NUMBER_OF_EACH,
+    PLAIN,
+    PRODUCTS,
+    REDUCED,
+    goes_along,
+    mixes,
+    name_of,
+    taken_together,
+    tensors_in,
+)
+from tulle.wholes import Whole
 
 FOREACH_NORM = vars(torch)["_foreach_norm"]
 UNSCALE = vars(torch)["_amp_foreach_non_finite_check_and_unscale_"]
 _LABEL = "gradient norm"
-_ON_GRADIENTS = BY_NUMBER | {"detach", "data"}
-_LAID_OUT = {"view", "reshape", "flatten", "ravel"}
-"""Names of what gives the same numbers in another shape."""
-_JOINED = {"cat", "concat", "concatenate", "stack", "hstack"}
-"""Names of what puts several gradients together."""
 _OF_ALL = {*REDUCED, "dot", "vdot"}
 """Names of what may give one number of all."""
-_OF_ROWS = {"matmul", "__matmul__", "mm", "linear"}
-"""Names of what gives a row for each row of what it is given first."""
-_STORED = {"coalesce", "values", "_values"}
-"""Names of what gives the rows that a sparse gradient stores: a gradient scaler looks for infinities in these."""
+_MEND = ".detach().as_subclass(torch.Tensor) gives this rank's part"
 
 
 @meets_parts
@@ -50,20 +59,31 @@ class ShardGradient(torch.Tensor):
 
     What makes one number of all of it (norms, as methods, as functions, and as gradient clipping takes them; sums;
     the largest; whether any or all are), and the check for infinities of a gradient scaler, is over all ranks: every
-    rank must ask. What mixes numbers along a dimension that is cut is refused; other operations see a plain tensor.
+    rank must ask. What mixes numbers along a dimension that is cut, or goes by their places along it, is refused; what
+    other operations give is a part again.
     """
 
     axes: tuple[Axis, ...]
     count: int | None = None
-    """Numbers in the whole; None if parts have places that stay empty."""
+    """Numbers in the whole; None to count them."""
     cuts: tuple[int, ...] = ()
     """The dimensions that are; none if what goes along them is not to be looked at."""
+    held: Callable[[], Tensor | None] | None = None
+    """Where along the first of them numbers of the whole lie; None for everywhere."""
+    is_known: bool = True
+    """Whether one number of all can be told."""
     is_mixed: bool = False
     """Whether whole gradients were put together with it, of which no number over all ranks is right."""
 
     @classmethod
     def of(
-        cls, gradient: Tensor, axes: Sequence[Axis], count: int | None = None, *, cuts: Sequence[int] = ()
+        cls,
+        gradient: Tensor,
+        axes: Sequence[Axis],
+        count: int | None = None,
+        *,
+        cuts: Sequence[int] = (),
+        held: Callable[[], Tensor | None] | None = None,
     ) -> ShardGradient:
         """Turn a plain gradient into one; it stays the object that it is."""
         gradient.__class__ = cls  # as_subclass refuses sparse tensors
@@ -71,7 +91,12 @@ class ShardGradient(torch.Tensor):
         gradient.axes = tuple(axes)
         gradient.count = count
         gradient.cuts = tuple(cuts)
+        gradient.held = held
         return gradient
+
+    def extent(self) -> Extent:
+        """Which numbers of the whole it has."""
+        return Extent(self.cuts, self.count, None if self.held is None else self.held(), self.is_known)
 
     @classmethod
     def __torch_function__(
@@ -81,10 +106,11 @@ class ShardGradient(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Let all operations but those see plain tensors."""
+        """Let operations see plain tensors, and what they give be a part."""
         if any(not issubclass(kind, ShardGradient) for kind in types):
             return NotImplemented  # a gradient that is still under way comes first
         keywords = kwargs or {}
+        check_alone(func, args, keywords)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **keywords)
         if func is UNSCALE:
@@ -95,12 +121,20 @@ class ShardGradient(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A plain tensor of the same numbers."""
-        return memo.setdefault(id(self), self.clone())
+        with torch._C.DisableTorchFunctionSubclass():
+            return memo.setdefault(id(self), self.detach().clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle of a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach().__reduce_ex__(protocol)
+
+
+@make_gradients_by
+def _of_part(gradient: Tensor, whole: Whole) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        axes = cast("Sequence[Axis]", whole.axes)
+        ShardGradient.of(gradient, axes, whole.count, cuts=whole.dims, held=whole.held)
 
 
 class _Plainly:
@@ -126,10 +160,33 @@ class _Plainly:
             for gradient in self._plain:
                 gradient.__class__ = Tensor
 
-    def _after(self, *_: object) -> None:
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
+        """Give gradients their class back; what the state keeps of those that had it in the step is plain."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                kept = optimizer.state.get(parameter, {}) if isinstance(parameter.grad, ShardGradient) else {}
+                for value in kept.values():
+                    if type(value) is ShardGradient:
+                        object.__setattr__(value, "__class__", Tensor)
+                        vars(value).clear()
         for gradient in self._plain:
             gradient.__class__ = ShardGradient
         self._plain.clear()
+
+
+@contextmanager
+def plain_in_step(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within this context parameters, and their gradients, are plain: a step treats every number by itself."""
+    lifted = lift(parameters)
+    gradients: list[Tensor] = [gradient for p in parameters if type(gradient := p.grad) is ShardGradient]
+    for gradient in gradients:
+        gradient.__class__ = Tensor
+    try:
+        yield
+    finally:
+        for gradient in gradients:
+            gradient.__class__ = ShardGradient
+        lower(lifted)
 
 
 def step_by_plain_gradients(optimizer: Optimizer) -> None:
@@ -138,58 +195,110 @@ def step_by_plain_gradients(optimizer: Optimizer) -> None:
         _Plainly(optimizer)
 
 
+def check_alone(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    """Raise if what a function would give, or write, is not what it does of all of a gradient.
+
+    Raises:
+        GradientError: If it mixes numbers along a dimension that is cut, or goes by their places along it.
+    """
+    name, given = name_of(func), [*tensors_in(args)]
+    if name in PRODUCTS:
+        _check_products(name, given)
+    if not given or not isinstance(gradient := given[0], ShardGradient):
+        return
+    if name in LEAVES_TORCH or name in DRAWS:
+        _refuse_to(name, gradient)
+    with torch._C.DisableTorchFunctionSubclass():
+        placed = next((cut for cut in gradient.cuts if goes_along(name, gradient, cut, args, keywords)), None)
+        mixed = next((cut for cut in gradient.cuts if mixes(name, gradient, cut, args, keywords)), None)
+    if isinstance(args[0], Tensor) and (cut := placed if mixed is None else mixed) is not None:
+        _refuse_along(name, gradient, cut)
+
+
 def over_ranks(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> Any:
     """What a function gives of whole gradients, if it gave `result` of parts. Every rank of their axis must call it.
 
     Raises:
-        GradientError: If it mixed numbers along the dimension that is cut.
+        GradientError: If that is not known.
     """
     if (order := order_of_norms(func, args, keywords)) is not None and func is FOREACH_NORM:
         return norms_over_ranks(args[0], result, order)
-    gradient, name = args[0] if args else None, name_of(func)
-    if isinstance(gradient, list | tuple) and name in _JOINED and any(isinstance(g, ShardGradient) for g in gradient):
-        return _joined(gradient, result)
-    if name in PRODUCTS:
-        _check_products(name, args)
-    if not isinstance(gradient, ShardGradient):
+    name, first = name_of(func), args[0] if args else None
+    if isinstance(first, list | tuple) and name in ONE_NUMBER_OF_EACH:
+        return [ONE_NUMBER_OF_EACH[name](one, *args[1:], **keywords) for one in first]
+    if isinstance(result, list | tuple) and name.startswith(EACH_BY_ITSELF):
+        given = [[one[t] if isinstance(one, list | tuple) else one for one in args] for t in range(len(result))]
+        return type(result)(_made(func, one, {}, got) for one, got in zip(given, result, strict=True))
+    if isinstance(first, list | tuple) and name in JOINED and any(isinstance(g, ShardGradient) for g in first):
+        return _joined(func, first, result)
+    return _made(func, args, keywords, result)
+
+
+def _made(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any], result: Any) -> Any:
+    """What a function of parts gave: a part again, or a number that is of the whole."""
+    name = name_of(func)
+    parts = [one for one in (*tensors_in(args), *tensors_in(keywords.values())) if isinstance(one, ShardGradient)]
+    if not parts or name in PLAIN or (name in LIKE and not isinstance(args[0], ShardGradient)):
         return result
-    with torch._C.DisableTorchFunctionSubclass():
-        mixed = next((cut for cut in gradient.cuts if mixes(name, gradient, cut, args, keywords)), None)
-    if mixed is not None:
-        _refuse_along(name, gradient, mixed)
+    if isinstance(result, bool) and name in ALIKE:
+        return bool(_together(parts[0].axes, None).over(torch.tensor(float(result)), "min"))
     if isinstance(result, tuple) and name in REDUCED and not result[0].dim():  # aminmax, var_mean
-        _refuse_unknown(name, gradient)
-    if not isinstance(result, Tensor) or type(result) is not Tensor:
-        return result
-    is_by_number = name in _ON_GRADIENTS and result.shape == gradient.shape and "out" not in keywords
-    if is_by_number or name in _STORED:
-        return _like(gradient, result, gradient.cuts)
-    if name in _LAID_OUT and result.dim():
-        cuts = gradient.cuts if result.dim() == gradient.dim() == 1 else (0,) if result.dim() == 1 else ()
-        return _like(gradient, result, cuts if gradient.cuts else ())
-    return result if result.dim() or not gradient.dim() else _of_all(name, gradient, args, keywords, result)
+        _refuse_to(name, parts[0])
+    if isinstance(result, tuple | list):
+        for one in result:
+            _made(func, args, keywords, one)
+    return _of_tensor(func, parts, args, keywords, result) if type(result) is Tensor else result
+
+
+def _of_tensor(
+    func: Callable[..., Any],
+    parts: Sequence[ShardGradient],
+    args: Sequence[Any],
+    keywords: Mapping[str, Any],
+    result: Tensor,
+) -> Tensor:
+    """What a function of parts gave, if it gave a plain tensor."""
+    gradient = next((part for part in parts if part.shape == result.shape), parts[0])
+    if not result.dim():
+        return _of_all(func, gradient, args, keywords, result) if gradient.dim() else result
+    if (result.is_leaf and result.requires_grad) or (result._base is not None and result is args[0]):
+        return result  # a parameter, or a view of what others know, that was written in
+    with torch._C.DisableTorchFunctionSubclass():
+        if result.shape == gradient.shape and not picks(func, args):
+            return _like(gradient, result, None)
+        given = (gradient, tuple(args), dict(keywords))
+        return _like(gradient, *made_of(func, gradient.extent(), given, result))
 
 
 def _of_all(
-    name: str, gradient: ShardGradient, args: Sequence[Any], keywords: Mapping[str, Any], result: Tensor
+    func: Callable[..., Any],
+    gradient: ShardGradient,
+    args: Sequence[Any],
+    keywords: Mapping[str, Any],
+    result: Tensor,
 ) -> Tensor:
     """One number of all of a gradient, from that of its part.
 
     Raises:
         GradientError: If that is not known.
     """
+    name = name_of(func)
     _check_not_mixed(name, gradient)
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        found = number_of_whole(name, gradient, args, keywords, result, _together(gradient.axes, gradient.count))
+        extent = gradient.extent()
+        given, result = held_alone(func, extent, (gradient, tuple(args), dict(keywords)), result)
+        found = None
+        if extent.is_known:
+            found = number_of_whole(name, *given, result, _together(gradient.axes, gradient.count))
     if found is None and name in REDUCED:
-        _refuse_unknown(name, gradient)
+        _refuse_to(name, gradient)
     return result if found is None else found
 
 
-def _check_products(name: str, args: Sequence[Any]) -> None:
+def _check_products(name: str, given: Sequence[Tensor]) -> None:
     """Raise if what is turned, or multiplied by a matrix, is a part, unless each whole row is by itself."""
-    for place, one in enumerate(tensors_in(args)):
-        is_by_row = place == 0 and name in _OF_ROWS and one.dim() > 1
+    for place, one in enumerate(given):
+        is_by_row = place == 0 and name in BY_ROW and one.dim() > 1
         if isinstance(one, ShardGradient) and one.cuts and not (is_by_row and one.cuts == (0,)):
             _refuse_along(name, one, one.cuts[0])
 
@@ -198,14 +307,14 @@ def _refuse_along(name: str, gradient: ShardGradient, cut: int) -> NoReturn:
     raise GradientError(
         f"{name} was asked of a gradient along dimension {cut}, of which this rank has a part, "
         f"{list(gradient.shape)}: norms, sums and the like of all of it are known, along that dimension none are. "
-        "Take a plan that leaves the parameter whole; .clone() gives this rank's part"
+        f"Take a plan that leaves the parameter whole; {_MEND}"
     )
 
 
-def _refuse_unknown(name: str, gradient: ShardGradient) -> NoReturn:
+def _refuse_to(name: str, gradient: ShardGradient) -> NoReturn:
     raise GradientError(
         f"{name} was asked of a gradient of which this rank has a part, {list(gradient.shape)}, and what it is of "
-        "the whole is not known: norms, sums and the largest are; .clone() gives this rank's part"
+        f"the whole is not known: norms, sums and the largest are; {_MEND}"
     )
 
 
@@ -224,19 +333,25 @@ def _together(axes: Sequence[Axis], count: int | None) -> Together:
     return Together(over, count)
 
 
-def _like(gradient: ShardGradient, result: Tensor, cuts: Sequence[int]) -> ShardGradient:
-    """What became of a gradient of a part, number by number."""
-    made = ShardGradient.of(result, gradient.axes, gradient.count, cuts=cuts)
-    made.is_mixed = gradient.is_mixed
+def _like(gradient: ShardGradient, result: Tensor, extent: Extent | None) -> ShardGradient:
+    """What became of a gradient of a part; without an extent of its own it has the gradient's."""
+    made = ShardGradient.of(result, gradient.axes, gradient.count, cuts=gradient.cuts, held=gradient.held)
+    made.is_known, made.is_mixed = gradient.is_known, gradient.is_mixed
+    if extent is not None:
+        made.cuts, made.count, made.is_known, made.held = (
+            extent.cuts,
+            extent.count,
+            extent.is_known,
+            lambda: extent.places,
+        )
     return made
 
 
-def _joined(gradients: Sequence[Tensor], result: Tensor) -> ShardGradient:
+def _joined(func: Callable[..., Any], gradients: Sequence[Tensor], result: Any) -> ShardGradient:
     """Several gradients in one tensor."""
     shards = [gradient for gradient in gradients if isinstance(gradient, ShardGradient)]
-    axes, counts = shards[0].axes, [shard.count for shard in shards]
-    count = None if None in counts else sum(count or 0 for count in counts)
-    made = ShardGradient.of(result, axes, count)
+    with torch._C.DisableTorchFunctionSubclass():
+        made = _like(shards[0], result, extent_of_joined(func, [(one, one.extent()) for one in shards], result))
     is_other = any(shard.is_mixed or _ranks(shard) != _ranks(shards[0]) for shard in shards)
     made.is_mixed = is_other or len(shards) < len(gradients)
     return made
@@ -247,7 +362,7 @@ def _check_not_mixed(name: str, gradient: ShardGradient) -> None:
         raise GradientError(
             f"{name} was asked of gradients that were put together, of some of which this rank has a part and of "
             "others all: take it of each, torch.stack([p.grad.norm() for p in parameters]).norm() say, or "
-            "tulle.clip_grad_norm_; .clone() gives what this rank has"
+            f"tulle.clip_grad_norm_; {_MEND}"
         )
 
 

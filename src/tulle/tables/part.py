@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from tulle.comm import number_of_all
+from tulle.mesh import Axis
 from tulle.parts import guard
 from tulle.reductions import Reduction
+from tulle.tables.gradient import ShardGradient
 from tulle.tables.placements import placement_of
 from tulle.tables.split import RowSplit, Split, mark
 
@@ -18,6 +20,12 @@ def guard_table(parameter: nn.Parameter, split: Split) -> None:
     """Let a parameter know which part of a table it holds, and guard it; it stays the object that it is."""
     mark(parameter, split)
     guard(parameter, _Table(split))
+
+
+def gradient_of_table(gradient: Tensor, split: Split, axis: Axis) -> ShardGradient:
+    """Let the gradient of a table know which part of one it is; it stays the object that it is."""
+    table = _Table(split)
+    return ShardGradient.of(gradient, [axis], table.count, cuts=table.dims, held=table.held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +40,22 @@ class _Table:
         return [0 if isinstance(self.split, RowSplit) else 1]
 
     @property
+    def axes(self) -> list[Axis]:
+        """The one over which it is split."""
+        return [self.split.axis]
+
+    @property
     def count(self) -> int:
         """Of all ranks."""
         rows, width = self.split.shape
         return rows * width
 
     def held(self) -> Tensor | None:
-        """The places that have a row, if there are others: what is zero there may be made another number."""
+        """The places that have a row, if some rank has others: what is zero there may be made another number."""
         if not isinstance(self.split, RowSplit):
             return None
-        _, places = self.split.rows()
-        return None if len(places) == self.split.local_shape[0] else places
+        is_full = self.split.local_shape[0] * self.split.axis.size == self.split.shape[0]
+        return None if is_full else self.split.rows()[1]
 
     @property
     def layout(self) -> Hashable:

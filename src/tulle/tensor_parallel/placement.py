@@ -23,8 +23,9 @@ from torch import Tensor, nn
 from tulle.comm import enter, gather, number_of_all
 from tulle.gathered import write_through
 from tulle.mesh import Axis
-from tulle.parts import Whole, guard, load_part, whole_of
+from tulle.parts import guard, whole_of
 from tulle.reductions import Reduction
+from tulle.wholes import Whole, load_part
 
 _PLACEMENTS = "_tulle_placements"
 """The attribute by which a module holds the placements of its own parameters."""
@@ -172,6 +173,11 @@ class _Split:
         )
 
     @property
+    def axes(self) -> list[Axis]:
+        """The one over which it is shared out."""
+        return [self.placement.axis]
+
+    @property
     def count(self) -> int:
         """Of all ranks."""
         return self.placement.shape.numel()
@@ -204,6 +210,11 @@ class _SplitAgain:
     def dims(self) -> list[int]:
         """Those along which both cut it."""
         return [*self.inner.dims, *self.split.dims]
+
+    @property
+    def axes(self) -> list[Hashable]:
+        """Both."""
+        return [*self.inner.axes, *self.split.axes]
 
     @property
     def count(self) -> int:

@@ -1,0 +1,133 @@
+"""`Whole`: what a part of a parameter, or what became of one, is a part of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from tulle.extents import Extent
+from tulle.reductions import Reduction
+
+
+class Whole(Protocol):
+    """What a parameter holds a part of."""
+
+    @property
+    def dims(self) -> Sequence[int]:
+        """The dimensions that are cut."""
+        ...
+
+    @property
+    def axes(self) -> Sequence[Hashable]:
+        """Over whose ranks it is shared out."""
+        ...
+
+    @property
+    def count(self) -> int | None:
+        """Numbers in the whole; None to count them."""
+        ...
+
+    def held(self) -> Tensor | None:
+        """Where in this part, along the dimension that is cut, numbers of the whole lie; None for everywhere."""
+        ...
+
+    @property
+    def layout(self) -> Hashable:
+        """What is equal for parts whose numbers lie alike."""
+        ...
+
+    def over(self, number: Tensor, op: Reduction) -> Tensor:
+        """What all ranks' numbers make; a sum gives each its gradient. Every rank that has a part must call it."""
+        ...
+
+    def refusal(self, taker: str) -> str:
+        """What an error says of a function that took the part for all of it, from the function's name on."""
+        ...
+
+    def refusal_of_gradient(self) -> str | None:
+        """What an error says of `torch.autograd.grad` for it; None if that gives the part's."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Became:
+    """The same of what became of a part in another shape."""
+
+    of: Whole
+    extent: Extent
+
+    @property
+    def dims(self) -> Sequence[int]:
+        """The dimensions that are cut."""
+        return self.extent.cuts
+
+    @property
+    def axes(self) -> Sequence[Hashable]:
+        """Those of the part."""
+        return self.of.axes
+
+    @property
+    def count(self) -> int | None:
+        """Numbers in the whole; None to count them."""
+        return self.extent.count
+
+    def held(self) -> Tensor | None:
+        """As of any."""
+        return self.extent.places
+
+    @property
+    def layout(self) -> Hashable:
+        """Where it is cut, and what it became of."""
+        return self.of.layout, self.extent.cuts
+
+    def over(self, number: Tensor, op: Reduction) -> Tensor:
+        """That of the part."""
+        return self.of.over(number, op)
+
+    def refusal(self, taker: str) -> str:
+        """That of the part."""
+        return self.of.refusal(taker)
+
+    def refusal_of_gradient(self) -> str | None:
+        """That of the part."""
+        return self.of.refusal_of_gradient()
+
+
+def extent_of_whole(whole: Whole) -> Extent:
+    """Which numbers of it lie here."""
+    return whole.extent if isinstance(whole, Became) else Extent(tuple(whole.dims), whole.count, whole.held())
+
+
+def load_part(
+    part: Tensor,
+    key: str,
+    state: dict[str, Any],
+    errors: list[str],
+    *,
+    shape: Sequence[int],
+    take: Callable[[Tensor], Tensor],
+) -> None:
+    """Have a state that is to be loaded hold this rank's part, where it has the whole, as that of a plain model does.
+
+    Args:
+        part: What the parameter holds.
+        key: Of the parameter in the state.
+        state: As `load_state_dict` gives it to its hooks.
+        errors: What it will raise; a tensor that is neither is added, by the shape of the whole.
+        shape: Of the whole.
+        take: This rank's part of a whole.
+    """
+    value = state.get(key)
+    if not isinstance(value, Tensor):
+        return
+    if tuple(value.shape) == tuple(shape):
+        state[key] = take(value)
+    elif value.shape != part.shape:
+        errors.append(
+            f"size mismatch for {key}: the state has a tensor of shape {list(value.shape)}, expected {list(shape)}, "
+            "the whole, or this rank's part of it"
+        )
+        state[key] = part.detach()  # or torch would say the same by the part's shape
