@@ -74,21 +74,18 @@ def check_written(call: Call, seen: Outcome, known: Outcome | None, rank: int, r
 
 
 @contextmanager
-def unseen_refused(
-    call: Call, natives: Sequence[Any], rank: int, rank_of: Callable[[int], int], known: Outcome | None
-) -> Iterator[None]:
+def unseen_refused(call: Call, natives: Sequence[Any], rank: int, rank_of: Callable[[int], int]) -> Iterator[None]:
     """Refuse a write that torch does not count, as those by way of `.data`: nobody would tell ranks that have a copy.
 
     Args:
-        call: Of a module, which runs within.
+        call: Of a module, the first with arguments of such shapes, which runs within.
         natives: Its arguments as it runs on them.
         rank: Where it runs.
         rank_of: Gives the rank of a stage.
-        known: What a call with arguments of such shapes wrote before; None if there was none, which alone is watched.
     """
     watched = [
         (native, native._version, native.detach().clone())
-        for leaf, native in zip(call.leaves, natives if known is None else (), strict=False)
+        for leaf, native in zip(call.leaves, natives, strict=False)
         if isinstance(native, Tensor) and native.layout == torch.strided and not native.is_inference()
         if native.is_floating_point() and native.dtype.itemsize > 1 and not native.is_nested
         if not isinstance(native, nn.Parameter) and not _is_alone(leaf, rank, rank_of)

@@ -64,7 +64,7 @@ from tulle.pipeline.tape import Graph
 from tulle.pipeline.unit_call import UnitCall
 from tulle.pipeline.values import Values
 
-_NOT_FORKED = nullcontext()
+_NOTHING = nullcontext()
 Read = Callable[[Placeholder, int], None]
 """Called with a placeholder, and the stage at which an operation reads it."""
 
@@ -105,8 +105,7 @@ class Program:
         self._around_backward, self._read = around_backward, read
         self._calls: dict[str, int] = {}
         """How often each module and operation was called so far, by name; "" is the model."""
-        self._adopted = Adopted(holdings, self)
-        self._fail = fail
+        self._adopted, self._fail = Adopted(holdings, self), fail
         self._graphs = Graphs(values.tape)
         self._held: dict[int, tuple[Any, Settled]] = {}
         """What objects were seen to hold in the call of the model at hand."""
@@ -294,7 +293,8 @@ class Program:
             seen, values = describe(self._execute(call, natives, seed, known), natives, versions)
         else:
             attributes = call.unit.attributes
-            with attributes.of_its_own(), unseen_refused(call, natives, rank, self.values.rank_of, outcome):
+            watched = unseen_refused(call, natives, rank, self.values.rank_of) if outcome is None else _NOTHING
+            with attributes.of_its_own(), watched:
                 before, untrained = (attributes.all(), untrained_of(natives)) if is_new else ({}, [])
                 seen, values = describe(self._execute(call, natives, seed, known), natives, versions)
                 if is_new:
@@ -317,7 +317,7 @@ class Program:
         """Run a module or an operation as in one process."""
         args, kwargs = call.arguments(natives)
         self._inside.begin(call.name, call)
-        python = forked_python(known, seed) if known is not None else _NOT_FORKED
+        python = forked_python(known, seed) if known is not None else _NOTHING
         try:
             with outside_of_checkpoint(), forked_torch(seed), python, forked_generators(natives, seed):
                 return call.function(*args, **kwargs)
@@ -360,9 +360,8 @@ class Program:
         leaf = call.leaves[number]  # it may be one that all ranks had alike until now
         if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
             leaf = call.leaves[number] = self._adopted.adopt(leaf, stage, self.values.tape.phase, is_trained=is_trained)
-        self._has_written |= note_written(
-            call, number, stage, is_trained=is_trained, values=self.values, take=self._take
-        )
+        wrote = note_written(call, number, stage, is_trained=is_trained, values=self.values, take=self._take)
+        self._has_written |= wrote
         if isinstance(leaf, Placeholder) and leaf.own is not None:
             self.holdings.keep(leaf.own, leaf.stage, is_trained=leaf.needs_grad)
 
