@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tulle.partition import Contiguous, Hashed
-from tulle.presence import Presence, presence_like
+from tulle.presence import Presence, Remembering, presence_like
 
 NUM_ROWS = 50
 held_sets = st.lists(st.sets(st.integers(0, NUM_ROWS - 1), max_size=30), min_size=1, max_size=5)
@@ -33,6 +33,19 @@ def test_growth_and_union_count_distinct_rows(sets):
     assert presence.growth() == [len(set().union(*sets[: first + 1])) for first in range(len(sets))]
     for ranks in ([0], list(range(0, len(sets), 2)), list(range(len(sets)))):
         assert presence.union(ranks) == len(set().union(*(sets[rank] for rank in ranks)))
+
+
+def test_one_that_remembers_answers_as_any_other_and_looks_once():
+    presence = presence_of([{1, 5, 9}, {5, 7}, {1, 40, 41}])
+    remembering = Remembering.like(presence)
+    for partition in (Contiguous(NUM_ROWS, 3), Hashed(NUM_ROWS, 3)):
+        by_owner, owned = remembering.owned(partition)
+        assert owned.tolist() == presence.owned(partition)[1].tolist()
+        assert by_owner is remembering.owned(partition)[0]
+    assert remembering.among([0, 2]) is remembering.among(range(0, 3, 2))
+    assert remembering.among([0, 2]).held.tolist() == presence.among([0, 2]).held.tolist()
+    assert remembering.in_blocks(10) is remembering.in_blocks(10)
+    assert remembering.in_blocks(10).rows.tolist() == presence.in_blocks(10).rows.tolist()
 
 
 @given(sets=held_sets, kind=st.sampled_from([Contiguous, Hashed]), owners=st.integers(1, 6))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from tulle.partition import Contiguous, Partition
 
+T = TypeVar("T")
 TEXT_EXPONENT = 1.0
 """Zipf exponent of rows of which only the number is known: that of the first thousands of words of real text."""
 _ROWS_DRAWN = 2**20
@@ -111,9 +113,18 @@ class Presence:
         """Number of ranks."""
         return len(self.held)
 
+    def once(self, ask: Callable[..., T], *about: Any) -> T:
+        """What a function tells of it, which must not be changed in place.
+
+        Args:
+            ask: Is given the presence.
+            about: What else it is given.
+        """
+        return ask(self, *about)
+
     def counts(self) -> Tensor:
         """`[ranks]` float64: rows that each rank holds."""
-        return _of_whole(self.held.sum(1), self.share)
+        return _of_whole(self.once(_listed), self.share)
 
     def growth(self) -> list[float]:
         """Distinct rows of the first 1, 2, ... n ranks together."""
@@ -149,7 +160,7 @@ class Presence:
     def dealt(self, owner: Tensor, owners: int) -> tuple[Dealt, Tensor]:
         """As `owned`, where row i of `rows` has the owner `owner[i]`."""
         pairs, count = self._pairs(owner, owners)
-        held = self.held.sum(1).double()
+        held = self.once(_listed).double()
         mean, kept = held / owners, 1.0
         if self.share < 1:
             off = count.square().sum() - owners * mean.square().sum()
@@ -225,6 +236,50 @@ class Presence:
         if len(rows_per_rank) <= self.ranks:
             return self.among(range(len(rows_per_rank)))
         return presence_like(num_rows, rows_per_rank, _exponent(self, num_rows))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Remembering(Presence):
+    """The same, which remembers what it was asked: a planner prices scheme after scheme on it, for several networks."""
+
+    _kept: dict[object, Any] = field(init=False, repr=False, default_factory=dict)
+
+    @staticmethod
+    def like(presence: Presence) -> Remembering:
+        """A presence with a memory."""
+        return Remembering(presence.rows, presence.held, presence.share)
+
+    def once(self, ask: Callable[..., T], *about: Any) -> T:
+        """As of any presence; asked again it gives what it gave."""
+        key = ask, about
+        if key not in self._kept:
+            self._kept[key] = ask(self, *about)
+        return self._kept[key]
+
+    def owned(self, partition: Partition) -> tuple[Dealt, Tensor]:
+        """As of any presence."""
+        return self.once(Presence.owned, partition)
+
+    def in_blocks(self, block_rows: int) -> Presence:
+        """As of any presence, remembering too."""
+        return self.once(_in_blocks, block_rows)
+
+    def among(self, members: Sequence[int]) -> Presence:
+        """As of any presence, remembering too."""
+        return self.once(_among, tuple(members))
+
+
+def _listed(presence: Presence) -> Tensor:
+    """`[ranks]` int32: rows of each rank that are listed."""
+    return presence.held.sum(1, dtype=torch.int32)  # many times faster than in int64
+
+
+def _in_blocks(presence: Presence, block_rows: int) -> Presence:
+    return Remembering.like(Presence.in_blocks(presence, block_rows))
+
+
+def _among(presence: Presence, members: Sequence[int]) -> Presence:
+    return Remembering.like(Presence.among(presence, members))
 
 
 @lru_cache(maxsize=64)

@@ -94,6 +94,10 @@ class Deal:
             raise PlanError("the plan has updates wait for reads, and stages: in a pipeline give schedule='step'")
         return replace(self, plan=plan)
 
+    def with_tables(self, plan: Plan) -> Deal:
+        """The same under a plan that differs in what happens to tables only, and in that not to dense replicas."""
+        return replace(self, plan=plan, bundles=bundles_of(plan, self.works, self.share, self.network, self.tariff))
+
     @property
     def is_late(self) -> bool:
         """Whether parameters are updated when the next step reads them."""

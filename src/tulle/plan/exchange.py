@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 from tulle.cost import NOTHING, Characteristics, Cost, Network, all_reduce_cost
 from tulle.errors import PlanError
+from tulle.presence import Remembering
 from tulle.simulate import law_of, looks
-from tulle.sync import AUTO, FLAT, choose_together, scheme_named
+from tulle.sync import AUTO, FLAT, compared, scheme_named
 from tulle.sync.packet import is_in_packets, packet_cost
 from tulle.tables import PLACEMENTS
 from tulle.workload import Profile, TableProfile
@@ -207,7 +208,10 @@ class Tariff:
 
     def _schemes(self, names: Sequence[str], network: Network, ranks: int, batches: float) -> list[Exchange]:
         """By the schemes that are worth a look."""
+        key = ("schemes", tuple(names), network, ranks, batches)
+        return self._remembered(key, lambda: self._by_schemes(names, network, ranks, batches))
 
+    def _by_schemes(self, names: Sequence[str], network: Network, ranks: int, batches: float) -> list[Exchange]:
         def of(way: str) -> Exchange:
             return self.exchange(names, way, network, ranks=ranks, batches=batches)
 
@@ -218,8 +222,7 @@ class Tariff:
         sparse_s = least_s(together, network)
         worth = [scheme for scheme in FLAT if (dense_s if scheme == DENSIFY else sparse_s) <= limit_s]
         if worth and 1 < network.local_ranks < ranks:
-            [choice] = choose_together([together], network, ranks)
-            worth = [scheme for scheme, _ in choice.candidates]
+            worth = compared(together, network, ranks)
         return [of(scheme) for scheme in worth or [FALLBACK]]
 
     def _exchange(self, names: Sequence[str], scheme: str, network: Network, *, ranks: int, batches: float) -> Exchange:
@@ -237,9 +240,11 @@ class Tariff:
 
     def _together(self, names: Sequence[str], ranks: int, batches: float) -> Characteristics:
         key = ("together", tuple(names), ranks, batches)
-        return self._remembered(
-            key, lambda: Characteristics.end_to_end([self.looks(name, ranks, batches) for name in names])
-        )
+        return self._remembered(key, lambda: self._end_to_end(names, ranks, batches))
+
+    def _end_to_end(self, names: Sequence[str], ranks: int, batches: float) -> Characteristics:
+        found = Characteristics.end_to_end([self.looks(name, ranks, batches) for name in names])
+        return replace(found, presence=Remembering.like(found.spread))
 
     def _distinct(self, name: str, batches: float) -> float:
         """Rows that a rank is expected to look up in some of the measured micro-batches."""

@@ -41,7 +41,7 @@ from tulle.plan.plan import AT_READ, AT_STEP, MODEL, PIPE, Plan
 from tulle.plan.prediction import Prediction, ms
 from tulle.plan.saving import with_recomputed
 from tulle.plan.space import MOST_CUTS, Space, cuts
-from tulle.plan.work import DATA, Share, share_of, total_s, work_of
+from tulle.plan.work import DATA, Share, dense_tables, share_of, total_s, work_of
 from tulle.simulate import run
 from tulle.workload import Cluster, Profile
 
@@ -213,12 +213,14 @@ class Search:
                 continue
             if not tables.is_complete(dealt):
                 self._left_out_s = min(self._left_out_s, frame_s)
-            deals = [self._deal(planned) for planned in tables.all(dealt, is_whole=not self._may_split(frame))]
-            for deal in sorted(deals, key=self._least_of):
+            deals: list[Deal] = []
+            for planned in tables.all(dealt, is_whole=not self._may_split(frame)):
+                deals.append(self._deal(planned, deals[0] if deals else None))
+            for deal_s, deal in sorted(((self._least_of(deal), deal) for deal in deals), key=lambda one: one[0]):
                 if self._best and self.is_spent:
                     self._left_out_s = min(self._left_out_s, frame_s)
                     return
-                if self._least_of(deal) < self.cutoff_s:
+                if deal_s < self.cutoff_s:
                     self._fit(deal, frame_s)
 
     def _is_hopeless(self, dealt: Plan) -> bool:
@@ -244,8 +246,11 @@ class Search:
             found.append((ease * max(by_stage), dealt))
         return sorted(found, key=lambda one: one[0])
 
-    def _deal(self, plan: Plan) -> Deal:
+    def _deal(self, plan: Plan, like: Deal | None = None) -> Deal:
+        """What a plan deals out; of one that differs from a plan in its tables only, with what that computes."""
         self.worked += len(self.profile.modules)
+        if like is not None and dense_tables(plan, self.profile) == dense_tables(like.plan, self.profile):
+            return like.with_tables(plan)
         return Deal.of(plan, self.profile, self.cluster, batch=self.batch, tariff=self.tariff)
 
     def _least_of(self, deal: Deal) -> float:

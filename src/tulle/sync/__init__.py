@@ -18,7 +18,17 @@ from tulle.sync.reduce import (
     route,
     sum_gradients,
 )
-from tulle.sync.schemes import AUTO, FLAT, SCHEMES, Choice, check_scheme, choose, choose_together, scheme_named
+from tulle.sync.schemes import (
+    AUTO,
+    FLAT,
+    SCHEMES,
+    Choice,
+    check_scheme,
+    choose,
+    choose_together,
+    compared,
+    scheme_named,
+)
 from tulle.sync.table import Table, WireDtype, as_wire_dtype
 
 __all__ = [
@@ -45,6 +55,7 @@ __all__ = [
     "check_scheme",
     "choose",
     "choose_together",
+    "compared",
     "count",
     "ddp_hook",
     "gather_presence",

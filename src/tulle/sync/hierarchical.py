@@ -17,7 +17,7 @@ is a matter of cost, and the two choices do not depend on each other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -175,16 +175,19 @@ def slowest(costs: Sequence[Cost]) -> Cost:
 
 def _shares(looks: Characteristics, inside_ranks: int) -> list[Characteristics]:
     """What each rank of a host takes across: the share of rows that any rank of its host holds."""
-    spread = looks.spread
-    by_host = torch.stack([part.any(0) for part in spread.held.split(inside_ranks)])
-    taken_by = share(spread.rows, inside_ranks)
     shares: list[Characteristics] = []
-    for rank in range(inside_ranks):
-        mine = taken_by == rank
-        presence = Presence(spread.rows[mine], by_host[:, mine], spread.share)
+    for presence in looks.spread.once(_dealt, inside_ranks):
         counts = tuple(round(count) for count in presence.counts().tolist())
         shares.append(Characteristics(looks.num_rows, looks.width, looks.value_bytes, counts, presence))
     return shares
+
+
+def _dealt(spread: Presence, inside_ranks: int) -> list[Presence]:
+    """Which hosts hold which of the rows that each rank of a host takes across."""
+    by_host = torch.stack([part.any(0) for part in spread.held.split(inside_ranks)])
+    taken_by = share(spread.rows, inside_ranks)
+    taken = [taken_by == rank for rank in range(inside_ranks)]
+    return [replace(spread, rows=spread.rows[mine], held=by_host[:, mine]) for mine in taken]
 
 
 def _back(shares: Sequence[Characteristics], network: Network) -> Cost:

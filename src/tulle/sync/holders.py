@@ -26,6 +26,7 @@ from tulle.comm import Deferred
 from tulle.cost import Characteristics, Cost, Network
 from tulle.mesh import Axis
 from tulle.partition import scatter
+from tulle.presence import Dealt, Presence
 from tulle.sync.numbers import gather_numbers
 from tulle.sync.table import Table
 
@@ -49,8 +50,12 @@ def _chosen(rows: Tensor, holders: Tensor) -> Tensor:
 def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost:
     """Push `sum over rows of (holders - 1)` rows, pull `(n - 1) / n d^n M`, and the row numbers at every rank."""
     looks = characteristics.at(ranks)
-    spread = looks.spread
-    holders = spread.held.sum(0).clamp(min=1)
+    return push_pull.settled_cost(looks, network, looks.spread.once(_dealt, ranks))
+
+
+def _dealt(spread: Presence, ranks: int) -> tuple[Dealt, Tensor]:
+    """Rows by owner: of each rank's, and of all ranks' together."""
+    holders = spread.held.sum(0, dtype=torch.int32).long().clamp(min=1)
     is_chosen = spread.held.cumsum(0, dtype=torch.int32) - 1 == _chosen(spread.rows, holders)
     owner = (is_chosen & spread.held).int().argmax(0)
-    return push_pull.settled_cost(looks, network, spread.dealt(owner, ranks))
+    return spread.dealt(owner, ranks)

@@ -31,6 +31,7 @@ from torch import Tensor
 from tulle.comm import Deferred, Pending, all_gather_parts, release
 from tulle.cost import Characteristics, Cost, Network, work_cost
 from tulle.mesh import Axis
+from tulle.presence import Presence
 from tulle.rows import Merge
 from tulle.sync.numbers import gather_numbers, numbers_cost, told_bytes
 from tulle.sync.table import Table
@@ -137,7 +138,7 @@ def doubled_ranks(ranks: int) -> int:
 def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost:
     """Row numbers, then `sum of d^(2^i) M` over the rounds, each as slow as its fullest message."""
     looks = characteristics.at(ranks)
-    rounds, summed_rows, merged_rows = _rows_sent(looks, ranks)
+    rounds, summed_rows, merged_rows = looks.spread.once(_rows_sent, ranks)
     rounds_bytes = rounds * looks.values_bytes
     numbers = told_bytes(looks)
     sent_bytes = rounds_bytes.sum(0) + numbers
@@ -158,9 +159,8 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
     return Cost(round(sent_bytes[payer].item()), messages, seconds)
 
 
-def _rows_sent(looks: Characteristics, ranks: int) -> tuple[Tensor, float, float]:
+def _rows_sent(spread: Presence, ranks: int) -> tuple[Tensor, float, float]:
     """`[rounds, ranks]` rows that each rank sends in each round, fold and return included; rows added up, and got."""
-    spread = looks.spread
     doubled = doubled_ranks(ranks)
     folded = ranks - doubled
     fold = spread.counts()

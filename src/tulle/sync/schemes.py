@@ -149,13 +149,22 @@ def check_scheme(name: str, *, extra: Iterable[str] = (AUTO,)) -> str:
     raise PlanError(f"unknown scheme {name!r}, expected one of {', '.join(known)}{was_meant(name, known)}")
 
 
+def compared(looks: Characteristics, network: Network, ranks: int) -> list[str]:
+    """Names of the schemes among which is chosen: all that take ranks alike; of pairs inside and across hosts the best.
+
+    Args:
+        looks: What the gradient looks like, on so many ranks.
+        network: What the axis gives.
+        ranks: Number of ranks.
+    """
+    if not 1 < network.local_ranks < ranks:
+        return [*FLAT]
+    return [*FLAT, f"{HIERARCHICAL}:{'+'.join(best_pair(FLAT, looks, network, ranks))}"]
+
+
 def _costs(looks: Characteristics, network: Network, ranks: int) -> dict[str, Cost]:
-    """By scheme, what it is predicted to cost; of pairs inside and across hosts the best."""
-    costs = {name: scheme.cost(looks, network, ranks) for name, scheme in FLAT.items()}
-    if 1 < network.local_ranks < ranks:
-        name = f"{HIERARCHICAL}:{'+'.join(best_pair(FLAT, looks, network, ranks))}"
-        costs[name] = scheme_named(name).cost(looks, network, ranks)
-    return costs
+    """By scheme, what it is predicted to cost."""
+    return {name: scheme_named(name).cost(looks, network, ranks) for name in compared(looks, network, ranks)}
 
 
 def _ms(cost: Cost) -> str:
