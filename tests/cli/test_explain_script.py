@@ -65,3 +65,9 @@ def test_options_may_stand_before_or_behind_a_plan(explain, tmp_path):
     before, behind = explain("--against", "b.json", "a.json"), explain("a.json", "--against", "b.json")
     assert before == behind
     assert "differs: mesh" in before[1]
+
+
+def test_a_script_has_no_plan_to_compare_a_run_with(explain):
+    code, _, err = explain("--measured", "runs/a", "train.py")
+    assert code == 2
+    assert "tulle explain PLAN.json --measured RUN" in err

@@ -9,8 +9,8 @@ from tulle.cli.folder import Description, RunFolder, made_free
 def start(tmp_path):
     """Prepare a run of some ranks in the folder, as torchrun asks for it."""
 
-    def prepare(ranks):
-        folder = RunFolder(tmp_path, Description(["train.py"], ["localhost"]))
+    def prepare(ranks, **settings):
+        folder = RunFolder(tmp_path, Description(["train.py"], ["localhost"], settings))
         folder.reify({rank: {"RANK": str(rank), "WORLD_SIZE": str(ranks)} for rank in range(ranks)})
 
     return prepare
@@ -42,3 +42,13 @@ def test_a_run_that_recorded_nothing_does_not_replace_the_record_of_the_one_befo
     (tmp_path / "rank-0.jsonl").write_text("")  # of a second one, which fell before its first step
     start(1)
     assert (tmp_path / "previous-rank-0.jsonl").read_text() == "steps of the first run\n"
+
+
+def test_mesh_and_plan_of_an_earlier_run_are_not_this_ones_unless_it_is_to_follow_that_plan(tmp_path, start):
+    for settings in ({}, {"TULLE_PLAN": str(tmp_path / "plan.json")}):
+        for name in ("mesh.json", "plan.json"):
+            (tmp_path / name).write_text("earlier\n")
+        start(1, **settings)
+        assert not (tmp_path / "mesh.json").exists()
+        assert (tmp_path / "plan.json").exists() == bool(settings)
+        assert (tmp_path / "previous-plan.json").read_text() == "earlier\n"

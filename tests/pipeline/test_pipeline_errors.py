@@ -333,3 +333,8 @@ def test_nested_tensors_between_modules_are_refused():
     _, model = two(Packs)
     with pytest.raises(tulle.TulleError, match=r"a nested tensor .* goes to 'layers\.0', or comes from it"):
         pipeline.step(micro_batches=1)(train_on)(model, torch.ones(3, WIDTH, dtype=torch.float64))
+
+
+def test_a_number_of_what_a_step_returns_is_asked_for_by_name():
+    with pytest.raises(DataError, match=r"write \.mean\(\)\.item\(\)"):
+        float(pipeline.StepOutput([torch.tensor(1.0)], [1.0]))

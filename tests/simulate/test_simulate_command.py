@@ -12,7 +12,7 @@ from tulle.cli.app import execute
 from tulle.cli.units import bandwidth, duration
 from tulle.cli.usage import UsageError
 from tulle.cost import Network
-from tulle.plan import Plan, TablePlan
+from tulle.plan import Plan, TablePlan, best_plan
 from tulle.workload import Cluster, Machine, ModuleProfile, OptimizerProfile, Profile, TableProfile
 
 
@@ -187,6 +187,16 @@ def test_a_plan_without_a_profile_is_not_enough(job, capsys):
     (job / "profile.json").unlink()
     assert execute(["simulate", str(job / "plan.json")]) == 1
     assert "give --profile, or put" in capsys.readouterr().err
+
+
+def test_a_plan_for_another_model_is_refused(job, capsys):
+    profile = Profile.load(job / "profile.json")
+    best = best_plan(profile, profile.cluster)
+    other = replace(best.tables[0], rows=9)
+    for tables, told in (((), "of which the plan says nothing"), ((other,), "9 x 64 planned")):
+        replace(best, tables=tables).save(job / "plan.json")
+        assert execute(["simulate", str(job / "plan.json")]) == 1
+        assert told in capsys.readouterr().err
 
 
 def test_a_plan_can_name_its_profile(job, capsys):

@@ -264,6 +264,10 @@ def _explain(  # noqa: PLR0913 - typer makes each argument an option
     """
     split_ = _split_of(ctx)
     if Path(split_.torchrun.training_script).suffix != ".json":
+        if measured is not None:
+            raise UsageError(
+                "--measured compares a run with the plan in a file: tulle explain PLAN.json --measured RUN"
+            )
         options = RunOptions(processes=processes, hosts=hosts, run_dir=run_dir, as_json=as_json, plain=plain)
         raise typer.Exit(explain_script(split_, options, steps=steps, against=against))
     explain(Path(split_.torchrun.training_script), measured=measured, against=against, as_json=as_json)

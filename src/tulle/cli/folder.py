@@ -108,9 +108,11 @@ class RunFolder(LogsSpecs):
                 record.replace(record.with_name(f"{PREVIOUS}{record.name}"))
         for timeline in self._of_our_ranks("timeline-rank-*.json"):
             timeline.unlink(missing_ok=True)
-        if self.leads and self.profile is not None and self.profile.is_file():
-            # Else it would be taken for this script's, if that makes none.
-            self.profile.replace(self.profile.with_name(f"{PREVIOUS}{self.profile.name}"))
+        if self.leads:  # else they would be taken for this script's, if that makes none
+            told = [self.path / "mesh.json", self.path / "plan.json", *([self.profile] if self.profile else [])]
+            for made in told:
+                if made.is_file() and str(made) not in self._description.settings.values():  # as `--plan` names one
+                    made.replace(made.with_name(f"{PREVIOUS}{made.name}"))
 
     def _of_our_ranks(self, pattern: str) -> list[Path]:
         """What an earlier run left of this machine's ranks; if it leads, also of ranks that are no more."""

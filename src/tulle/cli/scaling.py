@@ -121,7 +121,7 @@ def load(plan: Path, profile: Path | None) -> tuple[Plan, Profile]:
             on, or for `profile.json` beside it.
 
     Raises:
-        PlanError: If one of them is missing or broken.
+        PlanError: If one of them is missing or broken, or the profile is of another model.
     """
     loaded = Plan.load(plan)
     named = json.loads(plan.read_text(encoding="utf-8")).get("profile") or "profile.json"
@@ -130,7 +130,23 @@ def load(plan: Path, profile: Path | None) -> tuple[Plan, Profile]:
     beside = plan.parent / named
     if profile is None and not beside.exists():
         raise PlanError(f"a plan alone does not say how long anything takes: give --profile, or put {beside} there")
-    return loaded, Profile.load(profile or beside)
+    path = profile or beside
+    found = Profile.load(path)
+    _check_same_tables(loaded, found, f"{str(plan)!r} is no plan for the model of {str(path)!r}")
+    return loaded, found
+
+
+def _check_same_tables(plan: Plan, profile: Profile, told: str) -> None:
+    """Refuse a plan of other tables: one that was made of a profile says something of each with sparse gradients."""
+    planned = {table.name: (table.rows, table.width) for table in plan.tables}
+    for table in profile.tables:
+        size = planned.get(table.name)
+        if size is None and table.is_sparse and plan.prediction is not None:
+            raise PlanError(f"{told}: that has a table {table.name!r}, of which the plan says nothing")
+        if size is not None and size != (table.rows, table.width):
+            raise PlanError(
+                f"{told}: table {table.name!r} has {table.rows} x {table.width} there, {size[0]} x {size[1]} planned"
+            )
 
 
 def describe(job: Job, points: Sequence[Point], stragglers: Stragglers | None = None) -> list[dict[str, Any]]:

@@ -31,6 +31,12 @@ class StepOutput:
     outputs: Sequence[Any]
     shares: Sequence[float]
 
+    def __float__(self) -> float:
+        """Refused: nobody has said whether the mean or the sum is meant."""
+        raise DataError(
+            "float() was given a StepOutput, one result a micro-batch: write .mean().item() or .sum().item()"
+        )
+
     def mean(self) -> Tensor:
         """The mean over the batch: each micro-batch counts by its share of the samples."""
         return self._total([tensor * share for tensor, share in zip(self._tensors("mean"), self.shares, strict=True)])
