@@ -148,6 +148,14 @@ def test_the_table_is_for_people(job, capsys):
     assert "On 1 rank of axis data; 8 recorded batches, and" in shown
 
 
+def test_a_narrow_terminal_cuts_no_number(job, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert execute(["simulate", str(job / "plan.json"), "--sweep", "hosts=4,400"]) == 0
+    told = capsys.readouterr().out
+    assert "…" not in told
+    assert "5,000 x 64" in told
+
+
 def test_a_folder_gets_forecast_and_timeline(job, capsys):
     assert execute(["simulate", str(job / "plan.json"), "--hosts", "8", "--out", str(job / "out")]) == 0
     capsys.readouterr()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 _WIDE = 240
 
@@ -15,3 +18,14 @@ def console(*, stderr: bool = False) -> Console:
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = _WIDE
     return made
+
+
+def show(screen: Console, table: Table) -> None:
+    """Print a table no narrower than its words and numbers: a terminal that is wraps lines, and no number is cut."""
+    for column in table.columns:
+        if column.no_wrap:
+            column.min_width = max(cell_len(str(cell)) for cell in (column.header, *column.cells))
+    width = screen.width
+    screen.width = max(width, Measurement.get(screen, screen.options.update(max_width=_WIDE), table).minimum)
+    screen.print(table)
+    screen.width = width

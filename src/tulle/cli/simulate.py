@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 import tulle.cli.units as units
-from tulle.cli.console import console
+from tulle.cli.console import console, show
 from tulle.cli.rank import write_json
 from tulle.cli.scaling import Job, describe, describe_tables, load, points_table, tables_table
 from tulle.cli.units import Bandwidth, Hosts, Latency, Lookahead, ProcessesPerHost, changed
@@ -154,9 +154,9 @@ def _write(out: Path, found: dict[str, Any], timeline: dict[str, Any]) -> None:
 
 def _show(found: dict[str, Any], out: Path | None) -> None:
     screen = console()
-    screen.print(points_table(found))
+    show(screen, points_table(found))
     if found["tables"]:
         screen.print()
-        screen.print(tables_table(found["tables"]))
+        show(screen, tables_table(found["tables"]))
     if out is not None:
         screen.print(f"\n{out / 'forecast.html'}; timeline.json is for ui.perfetto.dev")
