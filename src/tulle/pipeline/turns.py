@@ -26,6 +26,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 
 from tulle.comm import now_s, traffic
+from tulle.pipeline.arenas import keep_memory
 from tulle.pipeline.mailbox import Mailbox
 from tulle.pipeline.messages import Key
 from tulle.pipeline.modes import Modes
@@ -275,6 +276,7 @@ class _Worker:
     """A thread of this process that does one task after another; each gives the lock that wakes who is next."""
 
     def __init__(self) -> None:
+        keep_memory()
         self._task: Callable[[], threading.Lock] | None = None
         self._has_task = threading.Lock()
         self._has_task.acquire()
