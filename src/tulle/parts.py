@@ -62,6 +62,7 @@ OF_NO_VALUES = frozenset(
 _AS_IT_IS = OF_NO_VALUES | {Tensor.detach}
 """What may be asked of a part as it is."""
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
+_SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _WHOLE = "_tulle_part_of"
 """The attribute by which a part knows what it is a part of."""
 _OWNER, _WRITES = "_tulle_data_of", "_tulle_writes"
@@ -196,6 +197,8 @@ class _Guarded(_Part):
 
     def _checked(self, func: Function, result: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         name = name_of(func)
+        if func == _SETS_DATA:
+            setattr(self, _WRITES, writes_by_data(cast("Tensor", self)) + 1)
         if not isinstance(result, Tensor):
             return super()._checked(func, result, args, keywords)
         if not fits(result, self):
@@ -298,7 +301,7 @@ def guard(parameter: nn.Parameter, whole: Whole) -> None:
 
 
 def writes_by_data(parameter: Tensor) -> int:
-    """How often a guarded parameter was written in by way of `.data`, which its version counter does not tell."""
+    """How often a guarded parameter was written in by way of `.data`, or given other data: no version tells of it."""
     return getattr(parameter, _WRITES, 0)
 
 

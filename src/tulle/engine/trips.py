@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tulle.comm import BackgroundThread, Job
 from tulle.engine.returned import Parcel, Returned
@@ -116,7 +115,7 @@ class Trip:
         """Set when others need not wait for the values of this trip, and of those told with it, any more."""
         self._is_last = True
         self._values: Job[list[Tensor]] | None = None
-        self._versions: list[tuple[int, int, StorageWeakRef]] = []
+        self._versions: list[tuple[int, int, int]] = []
         self.is_checked = False
         """Whether rows that were served before their lookup are looked at again then."""
         self._served: Sequence[Sequence[Tensor]] | None = None
@@ -298,11 +297,11 @@ class Trip:
             self._known = self._told.result()[self._place]
         return self._known
 
-    def _current_versions(self) -> list[tuple[int, int, StorageWeakRef]]:
-        """What changes where a table is written in, or by `parameter.data = values` lies elsewhere."""
+    def _current_versions(self) -> list[tuple[int, int, int]]:
+        """What changes where a table is written in, or in a step of an optimizer lies elsewhere from then on."""
         with torch._C.DisableTorchFunctionSubclass():  # asked often
             parameters = [table.parameter for table in self.tables.values()]
-            return [(p._version, writes_by_data(p), StorageWeakRef(p.untyped_storage())) for p in parameters]
+            return [(p._version, writes_by_data(p), p.data_ptr()) for p in parameters]
 
 
 def tell_together(trips: Sequence[Trip]) -> None:
