@@ -175,7 +175,7 @@ def test_what_looks_at_all_parameters_says_that_a_rank_has_some():
     train(reference, x)
     norm = tulle.clip_grad_norm_(model, 0.1)
     assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(reference.parameters(), 0.1).item())
-    with pytest.raises(ModelError, match=r"LBFGS looks at all parameters at once.*axis 'pipe'"):
+    with pytest.raises(ModelError, match=r"LBFGS (looks at all parameters at once|does not treat every element)"):
         torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
     with pytest.raises(tulle.TulleError, match=r"placed by pipeline\.place alone"):
         tulle.full_state_dict(model)

@@ -232,8 +232,7 @@ def _attach(optimizers: Sequence[Optimizer], engine: DataParallel, plan: Plan, a
     for one in optimizers:
         vars(one)[ENGINE] = engine  # modules of the model hold it too, but one may train without them
         step_plainly(one)
-        if type(one) in ELEMENTWISE:
-            step_by_plain_gradients(one)
+        step_by_plain_gradients(one, is_elementwise=type(one) in ELEMENTWISE)
     if engine.split_tables is not None:
         fetch_after_steps(optimizers, engine)
     if plan.schedule == AT_READ and axes.data.size > 1:

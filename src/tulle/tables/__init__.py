@@ -14,10 +14,11 @@ from tulle.tables.exchange import (
     tell_of_gradients,
     tell_the_end,
 )
-from tulle.tables.gradient import ShardGradient, plain_in_step, step_by_plain_gradients
+from tulle.tables.gradient import ShardGradient
 from tulle.tables.modules import TableModule, table_modules, table_of, unwrapped
 from tulle.tables.part import gradient_of_table, guard_table
 from tulle.tables.placements import COLUMNS, PLACEMENTS, placement_of, split_as
+from tulle.tables.plain_steps import plain_in_step, step_by_plain_gradients
 from tulle.tables.split import ColumnSplit, RowSplit, Split, split_of
 
 __all__ = [

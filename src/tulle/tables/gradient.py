@@ -11,22 +11,18 @@ To optimizers it is a plain tensor.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from tulle.comm import all_reduce
 from tulle.errors import GradientError
 from tulle.extents import ALIKE, BY_ROW, JOINED, Extent, extent_of_joined, held_alone, made_of, picks
 from tulle.mesh import Axis
-from tulle.parts import Part, lift, lower, make_gradients_by, meets_parts
+from tulle.parts import make_gradients_by, meets_parts
 from tulle.reductions import Reduction, Together, norm_of_whole, number_of_whole
-from tulle.step_hooks import hook_last
 from tulle.torch_functions import (
     DRAWS,
     EACH_BY_ITSELF,
@@ -135,64 +131,6 @@ def _of_part(gradient: Tensor, whole: Whole) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         axes = cast("Sequence[Axis]", whole.axes)
         ShardGradient.of(gradient, axes, whole.count, cuts=whole.dims, held=whole.held)
-
-
-class _Plainly:
-    """Hooks of an optimizer's step, in which gradients of parts are plain: the class takes its time at each operation.
-
-    Hooks of others are to see the class: the one after the step is the first, and the one before it does nothing unless
-    it is among the last.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        hook_last(optimizer, self._before)
-        after = optimizer.register_step_post_hook(self._after).id
-        cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks).move_to_end(after, last=False)
-        self._plain: list[Tensor] = []
-
-    def _before(
-        self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any], others_behind: int
-    ) -> None:
-        self._plain.clear()
-        if not others_behind and len(arguments) == 1 and not keywords:
-            gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-            self._plain += [gradient for gradient in gradients if type(gradient) is ShardGradient]
-            for gradient in self._plain:
-                gradient.__class__ = Tensor
-
-    def _after(self, optimizer: Optimizer, *_: object) -> None:
-        """Give gradients their class back; what the state keeps of those that had it in the step is plain."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                kept = optimizer.state.get(parameter, {}) if isinstance(parameter.grad, ShardGradient) else {}
-                for value in kept.values():
-                    if type(value) is ShardGradient:
-                        object.__setattr__(value, "__class__", Tensor)
-                        vars(value).clear()
-        for gradient in self._plain:
-            gradient.__class__ = ShardGradient
-        self._plain.clear()
-
-
-@contextmanager
-def plain_in_step(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Within this context parameters, and their gradients, are plain: a step treats every number by itself."""
-    lifted = lift(parameters)
-    gradients: list[Tensor] = [gradient for p in parameters if type(gradient := p.grad) is ShardGradient]
-    for gradient in gradients:
-        gradient.__class__ = Tensor
-    try:
-        yield
-    finally:
-        for gradient in gradients:
-            gradient.__class__ = ShardGradient
-        lower(lifted)
-
-
-def step_by_plain_gradients(optimizer: Optimizer) -> None:
-    """Have gradients of parts be plain tensors while an optimizer steps that treats every number by itself."""
-    if any(isinstance(parameter, Part) for group in optimizer.param_groups for parameter in group["params"]):
-        _Plainly(optimizer)
 
 
 def check_alone(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
