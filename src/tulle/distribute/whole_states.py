@@ -20,7 +20,7 @@ from tulle.gathered import refuse_to_checkpoint
 from tulle.memory import named_shards
 from tulle.mesh import Axis
 from tulle.parts import WHOSE
-from tulle.tables import RowSplit, split_of
+from tulle.tables import split_of
 from tulle.tensor_parallel import placements
 from tulle.traits import has_hooks
 
@@ -31,8 +31,8 @@ class _Cut:
 
     axis: Axis
     take: Callable[[Tensor], Tensor]
-    is_by_rows: bool = False
-    """Whether it takes its part of whatever has something for each row, too."""
+    shape_of_part: Callable[[Sequence[int]], object] | None = None
+    """Of a table: what it gives for the shape of anything that it takes its part of, None for all else."""
 
 
 Cuts = Mapping[tuple[int, ...], _Cut]
@@ -90,7 +90,7 @@ def _cuts_of(model: nn.Module) -> dict[Tensor, Cuts]:
         cuts.setdefault(parameters[name], {})[tuple(shard.shape)] = _Cut(shard.axis, shard.part)
     for parameter in parameters.values():
         if (split := split_of(parameter)) is not None:
-            cuts.setdefault(parameter, {})[split.shape] = _Cut(split.axis, split.take, isinstance(split, RowSplit))
+            cuts.setdefault(parameter, {})[split.shape] = _Cut(split.axis, split.take, split.shape_of_part)
     return {**cuts}
 
 
@@ -137,8 +137,7 @@ def _take_parts(
 
 
 def _part(value: Any, cuts: Cuts) -> Any:
-    for shape, cut in cuts.items():
-        told_by = 1 if cut.is_by_rows else None
-        if isinstance(value, Tensor) and tuple(value.shape[:told_by]) == shape[:told_by]:
-            value = cut.take(value)
+    for shape, cut in cuts.items() if isinstance(value, Tensor) else ():
+        is_cut = cut.shape_of_part(value.shape) is not None if cut.shape_of_part else tuple(value.shape) == shape
+        value = cut.take(value) if is_cut else value
     return value

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tulle.tables import RowSplit, Split
+from tulle.tables import Split
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,8 +32,3 @@ class SplitTable:
     def name(self) -> str:
         """The parameter's name in the model."""
         return self.split.name
-
-    @property
-    def cut(self) -> int:
-        """The dimension that is cut: rows, or columns."""
-        return 0 if isinstance(self.split, RowSplit) else 1
