@@ -178,6 +178,15 @@ def test_a_plan_explains_each_table_and_its_candidates():
     ]
 
 
+def test_costs_of_tables_that_travel_as_one_are_told_once():
+    one = PLAN.tables[0]
+    other = replace(one, name="other.weight", measured=Cost(1_280_000, 3, 0.0013))
+    told = replace(PLAN, tables=(one, replace(one, name="tags.weight"), other)).explain().splitlines()[1:]
+    costs = ["allgather", "densify"]
+    names = ["words.weight", "tags.weight", *costs, "other.weight", *costs, "measured"]
+    assert [line.split()[0] for line in told] == names
+
+
 def test_a_plan_for_no_tables_explains_its_mesh():
     text = Plan({"data": 2, "pipe": 1}, bucket_bytes=1 << 19).explain()
     assert text == "mesh data=2, pipe=1, dense gradients all-reduced in buckets of 0.5 MiB"

@@ -19,7 +19,7 @@ from tulle.memory import Memory
 from tulle.names import as_names
 from tulle.plan.memory import memory_from_json
 from tulle.plan.prediction import MOST_NAMED, Prediction, some
-from tulle.plan.table_plan import TablePlan
+from tulle.plan.table_plan import TablePlan, explained
 from tulle.sync import AUTO, as_wire_dtype, check_scheme
 from tulle.tables import PLACEMENTS
 from tulle.whole_file import write_whole
@@ -132,8 +132,7 @@ class Plan:
         if self.wire_dtype:
             lines.append(f"values of sparse gradients travel as {self.wire_dtype}")
         lines += self._explain_axes() + self.memory.explain()
-        for table in self.tables:
-            lines += table.explain()
+        lines += explained(self.tables)
         if self.prediction and self.placements and self.mesh.get(DATA, 1) > 1:
             lines.append(f"rows of split tables are told {TOLD[self.prediction.lookahead]}")
         lines += [f"offered: {offer}" for offer in self.offers]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from tulle.cost import Characteristics, Cost
@@ -57,16 +58,6 @@ class TablePlan:
             measured=measured,
         )
 
-    def explain(self) -> list[str]:
-        """What was chosen, why, and what the other candidates were predicted to cost, a line each."""
-        lines = [f"{self.name} ({self.rows:,} x {self.width:,}): {self.scheme}: {self.reason}"]
-        if self.characteristics:
-            lines.append("  " + ", ".join(f"{name} {value:.4g}" for name, value in self.characteristics.items()))
-        lines += [_line(name, cost) for name, cost in (self.candidates or {}).items()]
-        if self.measured:
-            lines.append(_line("measured", self.measured))
-        return lines
-
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
         candidates = [{"scheme": name, **asdict(cost)} for name, cost in (self.candidates or {}).items()]
@@ -97,6 +88,23 @@ class TablePlan:
             characteristics=_ratios(entries.by_name("characteristics")) if ratios_of is not None else None,
             measured=_cost(Entries.of(measured, entries.at("measured"), Cost)) if measured else None,
         )
+
+
+def explained(tables: Sequence[TablePlan]) -> list[str]:
+    """What was chosen for each table, and why, and what candidates cost: of tables that travel as one, once."""
+    lines: list[str] = []
+    for table, following in zip_longest(tables, tables[1:]):
+        lines.append(f"{table.name} ({table.rows:,} x {table.width:,}): {table.scheme}: {table.reason}")
+        if table.characteristics:
+            lines.append("  " + ", ".join(f"{name} {value:.4g}" for name, value in table.characteristics.items()))
+        if following is None or _costs(following) != _costs(table):
+            lines += _costs(table)
+    return lines
+
+
+def _costs(table: TablePlan) -> list[str]:
+    lines = [_line(name, cost) for name, cost in (table.candidates or {}).items()]
+    return [*lines, _line("measured", table.measured)] if table.measured else lines
 
 
 def _line(name: str, cost: Cost) -> str:
