@@ -128,9 +128,11 @@ class Presence:
 
     def growth(self) -> list[float]:
         """Distinct rows of the first 1, 2, ... n ranks together."""
-        first_holder = self.held.int().argmax(0)
-        new = torch.bincount(first_holder, minlength=self.ranks) if len(self.rows) else torch.zeros(self.ranks)
-        return (new.cumsum(0).double() / self.share).tolist()
+        found, counts = torch.zeros(len(self.rows), dtype=torch.bool), list[float]()
+        for held in self.held:
+            found |= held
+            counts.append(int(found.count_nonzero()) / self.share)
+        return counts
 
     def union(self, ranks: Sequence[int]) -> float:
         """Distinct rows of some ranks together."""
@@ -172,12 +174,13 @@ class Presence:
     def _pairs(self, owner: Tensor, owners: int) -> tuple[Tensor, Tensor]:
         """`[2, pairs]` ranks and owners that have rows of each other, and `[pairs]` float64, how many."""
         if self.ranks * owners <= _PAIRS_LISTED:
-            each = [torch.bincount(owner[held], minlength=owners) for held in self.held]
-            listed = torch.stack(each) if each else torch.zeros(0, owners, dtype=torch.int64)
-            pairs = listed.nonzero().T
-            return pairs, listed[pairs[0], pairs[1]].double()
-        rank, row = self.held.nonzero().unbind(1)
-        numbers, count = torch.unique(rank * owners + owner[row], return_counts=True)
+            rank, row = self.once(_places)
+            listed = torch.bincount(rank * owners + owner.index_select(0, row), minlength=self.ranks * owners)
+            numbers = listed.nonzero().squeeze(1)
+            count = listed[numbers]
+        else:
+            rank, row = _places(self)
+            numbers, count = torch.unique(rank * owners + owner[row], return_counts=True)
         return torch.stack([numbers // owners, numbers % owners]), count.double()
 
     def in_blocks(self, block_rows: int) -> Presence:
@@ -274,6 +277,12 @@ def _listed(presence: Presence) -> Tensor:
     return presence.held.sum(1, dtype=torch.int32)  # many times faster than in int64
 
 
+def _places(presence: Presence) -> tuple[Tensor, Tensor]:
+    """`[held]` each: who holds a row, and which, by rank."""
+    rank, row = presence.held.nonzero().T.contiguous()
+    return rank, row
+
+
 def _in_blocks(presence: Presence, block_rows: int) -> Presence:
     return Remembering.like(Presence.in_blocks(presence, block_rows))
 
@@ -327,11 +336,12 @@ def _kept(squares: Tensor, counted: Tensor, share: float) -> Tensor:
 def _exponent(measured: Presence, num_rows: int) -> float:
     """The Zipf exponent with which drawn rows densify as measured ones do, by bisection."""
     counts = tuple(round(count) for count in measured.counts().tolist())
-    target = measured.growth()[-1]
+    target = len(measured.rows) / measured.share
     low, high = 0.0, 3.0
     for _ in range(8):
         middle = (low + high) / 2
-        if presence_like(num_rows, counts, middle).growth()[-1] > target:
+        like = presence_like(num_rows, counts, middle)
+        if len(like.rows) / like.share > target:
             low = middle  # too many distinct rows: the law must be steeper
         else:
             high = middle
