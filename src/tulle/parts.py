@@ -297,7 +297,7 @@ def guard(parameter: nn.Parameter, whole: Whole) -> None:
         tulle.errors.ModelError: T was given half of it
     """
     setattr(parameter, _WHOLE, whole)
-    _guard_again([parameter])
+    guard_again([parameter])
 
 
 def writes_by_data(parameter: Tensor) -> int:
@@ -310,12 +310,15 @@ def whole_of(parameter: Tensor) -> Whole | None:
     return getattr(parameter, _WHOLE, None) if isinstance(parameter, Part) else None
 
 
-def step_plainly(optimizer: Optimizer) -> None:
-    """Have parts be plain parameters while an optimizer steps, as torch has fused kernels for these alone."""
-    parts = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, Part)]
-    if parts:
-        optimizer.register_step_pre_hook(partial(_unguard, parts))
-        optimizer.register_step_post_hook(partial(_guard_again, parts))
+def guard_again(parts: Iterable[nn.Parameter], optimizer: Optimizer | None = None, *_: object) -> None:
+    """Guard those that `lift` made plain for a step of an optimizer; what its state keeps of the others is plain."""
+    for part in parts:
+        if type(part) is nn.Parameter:
+            object.__setattr__(part, "__class__", Part)
+        elif optimizer is not None:  # it was one in the step, too: what the state keeps of it is plain
+            kept = optimizer.state.get(part, {}).values()
+            for lifted in lift(value for value in kept if isinstance(value, Tensor)):
+                vars(lifted[0]).clear()
 
 
 def lift(tensors: Iterable[Tensor | None]) -> list[tuple[Tensor, type[Tensor]]]:
@@ -331,21 +334,6 @@ def lower(lifted: Iterable[tuple[Tensor, type[Tensor]]]) -> None:
     for part, kind in lifted:
         if type(part) is _PLAIN[kind]:
             object.__setattr__(part, "__class__", kind)
-
-
-def _unguard(parts: Sequence[nn.Parameter], _: Optimizer, arguments: tuple[object, ...], keywords: object) -> None:
-    if len(arguments) == 1 and not keywords:  # else a closure may call the model
-        lift(parts)
-
-
-def _guard_again(parts: Sequence[nn.Parameter], optimizer: Optimizer | None = None, *_: object) -> None:
-    for part in parts:
-        if type(part) is nn.Parameter:
-            object.__setattr__(part, "__class__", Part)
-        elif optimizer is not None:  # it was one in the step, too: what the state keeps of it is plain
-            kept = optimizer.state.get(part, {}).values()
-            for lifted in lift(value for value in kept if isinstance(value, Tensor)):
-                vars(lifted[0]).clear()
 
 
 def _become(kind: type[_Part], result: Tensor, whole: Whole) -> Tensor:

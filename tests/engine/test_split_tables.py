@@ -70,6 +70,23 @@ def test_tables_with_dense_gradients_are_those_of_one_process(recipe, placement)
     check_against_one_process(dense_words, recipe, placement)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("placement", ["rows", "columns"])
+def test_tables_that_are_given_to_optimizers_after_distribute_are_those_of_one_process(placement):
+    mesh = tulle.init(data=-1)
+    model, reference = (build(Words, seed=0) for _ in range(2))
+    optimizers = [torch.optim.Adagrad(one.out.parameters(), lr=0.1) for one in (model, reference)]
+    tulle.distribute(model, optimizers[0], mesh, plan=dict.fromkeys(["words.weight", "tags.weight"], placement))
+    data = batches(6, SAMPLES_A_RANK * mesh.size)
+    for one, optimizer in zip((model, reference), optimizers, strict=True):
+        mine = [ids.chunk(mesh.size)[mesh.rank] for ids in data] if one is model else data
+        train(one, [optimizer], mine[:2])
+        one.zero_grad()
+        optimizer.add_param_group({"params": [one.tags.weight], "lr": 0.2})
+        train(one, [optimizer, torch.optim.SparseAdam([one.words.weight], lr=0.05)], mine[2:])
+    check_parts(model, reference)
+
+
 @on_ranks(1)
 def test_one_rank_splits_nothing():
     check_against_one_process(Words, models.momentum, "rows", lookahead=True)

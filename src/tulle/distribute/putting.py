@@ -39,7 +39,6 @@ from tulle.engine import (
 from tulle.errors import PlanError
 from tulle.lookups import explain_lookups
 from tulle.mesh import Mesh
-from tulle.parts import step_plainly
 from tulle.pipeline import Usual, make_usual
 from tulle.pipeline.schedule import checked
 from tulle.placing import check_placements, materialize_parts, place
@@ -47,7 +46,7 @@ from tulle.plan import AT_READ, Plan, PlanLike, replayed
 from tulle.profiling import profile_later, sparse_tables
 from tulle.record import current as current_recorder
 from tulle.sync import AUTO, WireDtype, as_wire_dtype
-from tulle.tables import TableModule, step_by_plain_gradients
+from tulle.tables import TableModule, step_plainly
 from tulle.tensor_parallel import guard_parts
 from tulle.traits import ELEMENTWISE
 
@@ -231,8 +230,7 @@ def _attach(optimizers: Sequence[Optimizer], engine: DataParallel, plan: Plan, a
                 share_losses(one, axes.data)
     for one in optimizers:
         vars(one)[ENGINE] = engine  # modules of the model hold it too, but one may train without them
-        step_plainly(one)
-        step_by_plain_gradients(one, is_elementwise=type(one) in ELEMENTWISE)
+        step_plainly(one, is_elementwise=type(one) in ELEMENTWISE)
     if engine.split_tables is not None:
         fetch_after_steps(optimizers, engine)
     if plan.schedule == AT_READ and axes.data.size > 1:

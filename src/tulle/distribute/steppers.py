@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
@@ -14,12 +14,14 @@ from tulle.clip import spread_of
 from tulle.distribute.whole_states import take_wholes_later
 from tulle.engine import ENGINE
 from tulle.errors import ModelError
-from tulle.tables import split_of
-from tulle.traits import ELEMENTWISE
+from tulle.tables import split_of, step_plainly
+from tulle.traits import ELEMENTWISE, has_hooks
 
 logger = logging.getLogger("tulle")
 _doubted: WeakSet[Optimizer] = WeakSet()
 """Optimizers of which it was said that nothing is known of them."""
+_groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+"""How many groups of parameters those had that were looked at."""
 
 
 @cache
@@ -35,6 +37,9 @@ def _look(optimizer: Optimizer, *_: object) -> None:
         ModelError: Naming the optimizer.
     """
     kind = type(optimizer)
+    if has_hooks(optimizer) and _groups.get(optimizer) != len(optimizer.param_groups):
+        _groups[optimizer] = len(optimizer.param_groups)
+        step_plainly(optimizer, is_elementwise=kind in ELEMENTWISE)
     if ENGINE in vars(optimizer):  # those that distribute was given have been looked at
         return
     take_wholes_later(optimizer)

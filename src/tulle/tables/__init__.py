@@ -18,7 +18,7 @@ from tulle.tables.gradient import ShardGradient
 from tulle.tables.modules import TableModule, table_modules, table_of, unwrapped
 from tulle.tables.part import gradient_of_table, guard_table
 from tulle.tables.placements import COLUMNS, PLACEMENTS, placement_of, split_as
-from tulle.tables.plain_steps import plain_in_step, step_by_plain_gradients
+from tulle.tables.plain_steps import plain_in_step, step_plainly
 from tulle.tables.split import ColumnSplit, RowSplit, Split, split_of
 
 __all__ = [
@@ -46,7 +46,7 @@ __all__ = [
     "request_of",
     "split_as",
     "split_of",
-    "step_by_plain_gradients",
+    "step_plainly",
     "table_modules",
     "table_of",
     "tell",

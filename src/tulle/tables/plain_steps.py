@@ -1,18 +1,22 @@
-"""What an optimizer's step sees of gradients of parts: plain tensors, and what it keeps of them is plain, too."""
+"""What an optimizer's step sees of parts and of their gradients: plain tensors; what it keeps of them is plain, too."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tulle.parts import Part, lift, lower
+from tulle.parts import Part, guard_again, lift, lower
 from tulle.step_hooks import hook_last
 from tulle.tables.gradient import ShardGradient
+
+_PARTS = "_tulle_parts"
+"""The attribute by which an optimizer knows the parts that are plain while it steps."""
 
 
 class _Plainly:
@@ -64,17 +68,29 @@ def plain_in_step(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         lower(lifted)
 
 
-def step_by_plain_gradients(optimizer: Optimizer, *, is_elementwise: bool) -> None:
-    """Have gradients of parts be plain tensors while an optimizer steps that treats every number by itself.
+def step_plainly(optimizer: Optimizer, *, is_elementwise: bool) -> None:
+    """Have parts be plain parameters while an optimizer steps, as torch has fused kernels for these alone.
 
-    What the state of any other keeps of them, a moving average say, is plain after each step.
+    If it treats every number by itself their gradients are plain tensors, too; what the state of any other keeps of
+    them, a moving average say, is plain after each step. To be called again when the optimizer was given parameters.
     """
-    if not any(isinstance(parameter, Part) for group in optimizer.param_groups for parameter in group["params"]):
+    parts = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, Part)]
+    known: list[nn.Parameter] = vars(optimizer).setdefault(_PARTS, [])
+    is_new, ids = bool(parts) and not known, {*map(id, known)}
+    known += [part for part in parts if id(part) not in ids]
+    if not is_new:
         return
+    optimizer.register_step_pre_hook(partial(_lift, known))
+    optimizer.register_step_post_hook(partial(guard_again, known))
     if is_elementwise:
         _Plainly(optimizer)
     else:
         optimizer.register_step_post_hook(_make_states_plain)
+
+
+def _lift(parts: Sequence[nn.Parameter], _: Optimizer, arguments: tuple[object, ...], keywords: object) -> None:
+    if len(arguments) == 1 and not keywords:  # else a closure may call the model
+        lift(parts)
 
 
 def _make_states_plain(optimizer: Optimizer, *_: object) -> None:
