@@ -104,6 +104,25 @@ def steps(
             optimizer.zero_grad()
 
 
+@on_ranks(2)
+def test_a_model_that_trains_no_more_does_not_refuse_ids_that_are_none_of_its_own():
+    mesh = tulle.init(data=-1)
+    patches.setattr(tulle.engine.split_tables, "WORTH_S", 0.0)
+    before, after = build(Words, 0), build(Words, 1)
+    for model, more in ((before, 0), (after, models.WORDS)):
+        if more:
+            model.words = nn.Embedding(2 * models.WORDS, models.WIDTH, sparse=True).double()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        plan = tulle.plan(model, optimizer, mesh)
+        shape = (models.WORDS + more, models.WIDTH)
+        plan = replace(plan.with_rows_split({"words.weight": shape}, "a test"), schedule="read")
+        tulle.distribute(model, optimizer, mesh, plan=plan)
+        for ids in tulle.lookahead([ids + more for ids in batches(3, SAMPLES)]):  # the third is told
+            model(ids).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @on_ranks(3)
 @pytest.mark.parametrize("placement", ["rows", pytest.param("columns", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kind", "recipe"), [*CASES, *SLOW], ids=lambda part: part.__name__)

@@ -22,7 +22,7 @@ from torch import Tensor
 from tulle.comm import BackgroundThread, Job
 from tulle.engine.returned import Parcel, Returned
 from tulle.engine.split_table import SplitTable
-from tulle.errors import ModelError
+from tulle.errors import CommunicationError, ModelError
 from tulle.mesh import Axis
 from tulle.parts import writes_by_data
 from tulle.rows import occurrences
@@ -127,6 +127,15 @@ class Trip:
         bundle, t = self._places[table.number]
         starts = self._told_of(bundle).distinct.starts
         return starts[t + 1] - starts[t]
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether some rank told what is no row of a table; waits until that is known. Who looks it up is told so."""
+        try:
+            self._answer()
+        except (IndexError, TypeError, CommunicationError):
+            return True
+        return False
 
     @property
     def gradients_bytes(self) -> int:
