@@ -39,6 +39,8 @@ def test_what_would_take_a_part_for_all_of_it_is_refused(how):
     for name, ask in ASKED.items():
         with pytest.raises(GradientError, match=r"was asked of a gradient .*of which this rank has a part"):
             pytest.fail(f"{name}: {ask(gradient)}")
+    with pytest.raises(GradientError, match=r"mul_ was given a gradient .* part, .* of shape \[8, 4\]: that would"):
+        gradient.mul_(torch.ones(ROWS, WIDTH, dtype=torch.float64))
     if how == "rows":
         turned = gradient @ torch.eye(WIDTH, dtype=torch.float64).flip(0)
         assert torch.equal(turned, gradient.flip(1))

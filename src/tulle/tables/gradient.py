@@ -108,7 +108,11 @@ class ShardGradient(torch.Tensor):
         keywords = kwargs or {}
         check_alone(func, args, keywords)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **keywords)
+            try:
+                result = func(*args, **keywords)
+            except RuntimeError as error:
+                _explain_shapes(name_of(func), [*tensors_in(args), *tensors_in(keywords.values())], error)
+                raise
         if func is UNSCALE:
             for axis in axes_of(args[0]):
                 all_reduce(args[1], axis, label=_LABEL, op="max").wait()
@@ -239,6 +243,18 @@ def _check_products(name: str, given: Sequence[Tensor]) -> None:
         is_by_row = place == 0 and name in BY_ROW and one.dim() > 1
         if isinstance(one, ShardGradient) and one.cuts and not (is_by_row and one.cuts == (0,)):
             _refuse_along(name, one, one.cuts[0])
+
+
+def _explain_shapes(name: str, given: Sequence[Tensor], error: RuntimeError) -> None:
+    """Raise by name if a function failed that was given a part and what is longer where that is cut: a mask, say."""
+    for part in (one for one in given if isinstance(one, ShardGradient)):
+        for other in (one for one in given if one.dim() == part.dim() and not isinstance(one, ShardGradient)):
+            if any(other.shape[cut] > part.shape[cut] for cut in part.cuts):
+                raise GradientError(
+                    f"{name} was given a gradient of which this rank has a part, {list(part.shape)}, and a tensor of "
+                    f"shape {list(other.shape)}: that would need the whole. Take a plan that leaves the parameter "
+                    f"whole, or that tensor's part; {_MEND}"
+                ) from error
 
 
 def _refuse_along(name: str, gradient: ShardGradient, cut: int) -> NoReturn:
