@@ -360,7 +360,7 @@ def _refuse(part: Tensor, name: str) -> NoReturn:
 def _each_checked(func: Function, args: Sequence[Any], results: Any) -> Any:
     """What a function gave that treats many tensors, each by itself: what it made, or wrote, of parts as parts."""
     for t, result in enumerate(results if isinstance(results, tuple | list) else args[0] if results is None else ()):
-        given = [one[t] if isinstance(one, list | tuple) else one for one in args]
+        given = [one[t] if isinstance(one, list | tuple) and one else one for one in args]  # or an empty list
         part = next((one for one in given if isinstance(one, _Part)), None)
         if part is not None and isinstance(result, Tensor) and result.shape == part.shape:
             part._checked(func, result, given, {})
