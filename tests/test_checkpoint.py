@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 import tulle
 from checkpoints import Noisy, optimizers_of, schedulers_of, train, trained
 from models import build, worst_difference
 from ranks import on_ranks, run_on_ranks
 from tulle.errors import CheckpointError
+from tulle.plan import Memory, Plan
 
 
 @on_ranks(1, 2)
@@ -237,3 +238,40 @@ def test_what_has_a_graph_is_saved_asynchronously(tmp_path):
     loss = model(torch.ones(1, 2)).sum()
     tulle.save(tmp_path / "checkpoint", model, optimizer, asynchronous=True, loss=loss).result()
     assert tulle.load(tmp_path / "checkpoint", model, optimizer)["loss"] == loss
+
+
+def test_states_come_back_in_the_memory_format_of_their_parameters(tmp_path):
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        made.append((model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)))
+    (model, optimizer), (other, again) = made
+
+    def train(one: nn.Module, optimizer: Optimizer) -> None:
+        one(torch.arange(100.0).view(2, 2, 5, 5)).pow(2).mean().backward()
+        optimizer.step()  # a fused one takes each number of a state for that of its place
+        optimizer.zero_grad()
+
+    train(model, optimizer)
+    tulle.save(tmp_path / "checkpoint", model, optimizer)
+    tulle.load(tmp_path / "checkpoint", other, again)
+    train(model, optimizer)
+    train(other, again)
+    assert torch.equal(other.weight, model.weight)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("axis", ["data", "model", "pipe"])
+def test_averages_of_parts_beside_the_model_are_refused_and_wholes_are_saved(axis, tmp_path):
+    mesh, model = tulle.init(**{axis: 2}), nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    plan = Plan(mesh.shape, stages={"0": 0, "1": 1} if axis == "pipe" else {}, memory=Memory(full_shard=axis == "data"))
+    model, optimizer = tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan=plan)
+    average = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(CheckpointError, match=r"given a tensor \['average'\]\['0.weight'\] of the shape of a part"):
+        tulle.save(tmp_path / "checkpoint", model, optimizer, average=average)
+    whole = tulle.full_state_dict(model)
+    tulle.save(tmp_path / "checkpoint", model, optimizer, average=whole, loss=torch.tensor(float(mesh.rank)))
+    loaded = tulle.load(tmp_path / "checkpoint", model)
+    assert loaded["average"].keys() == model.state_dict().keys()
+    assert loaded["loss"] == 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
+from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from tulle.checkpoint.standing import Standing
 from tulle.checkpoint.state import check_material, outline_of
@@ -29,6 +30,27 @@ def check_readable(parts: Mapping[str, object]) -> None:
                 f"tulle.save was given {name}= a {type(part).__name__}, expected numbers, texts, tensors, lists and "
                 "dictionaries of them, to be read without running code of a file: give its state_dict(), say"
             ) from problem
+
+
+def check_keywords(extra: Mapping[str, object], standing: Standing) -> None:
+    """Raise if tensors beside the model may be parts of what is spread over the ranks, as moving averages of it are.
+
+    Of them rank 0's alone would be saved. Every rank must call it, and all raise.
+    """
+    shapes = {tuple(part.local_shape) for part in standing.parts.values()} | standing.shapes_of_stages()
+    if not any(standing.ranks.gather(bool(shapes))):
+        return
+    pairs, _ = tree_flatten_with_path(extra)
+    tensors = [(path, value) for path, value in pairs if isinstance(value, Tensor) and tuple(value.shape) in shapes]
+    told = standing.ranks.gather({keystr(path): _digest(value) for path, value in tensors if value.dim()})
+    first, *others = told
+    parted = next((name for one in others for name in one if name not in first or first[name] != one[name]), None)
+    if parted is not None:
+        raise CheckpointError(
+            f"tulle.save was given a tensor {parted} of the shape of a part of a parameter, in which ranks have other "
+            "numbers: of what is beside the model rank 0's is saved. Write the values into the model, or into a "
+            "copy.deepcopy of it, and give tulle.full_state_dict of that"
+        )
 
 
 def check_model(saved: Mapping[str, Any], own: Mapping[str, Any], standing: Standing, path: object) -> None:
@@ -77,6 +99,14 @@ def check_optimizers(saved: Mapping[str, Any], optimizers: Sequence[Optimizer], 
             f"the checkpoint {str(path)!r} has the optimizers {', '.join(saved['kinds'])}, these are "
             f"{', '.join(kinds)}: make the optimizers as they were when it was saved"
         )
+
+
+def _digest(tensor: Tensor) -> int | None:
+    """Of a tensor's numbers; None if it has none here."""
+    if tensor.is_meta or tensor.layout != torch.strided:
+        return None
+    values = tensor.detach().as_subclass(Tensor).cpu().contiguous().reshape(-1)
+    return crc32(cast("Any", values.view(torch.uint8).numpy()))
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:

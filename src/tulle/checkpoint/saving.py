@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from tulle.admission import as_optimizers
-from tulle.checkpoint.checks import check_readable
+from tulle.checkpoint.checks import check_keywords, check_readable
 from tulle.checkpoint.folder import Folder
 from tulle.checkpoint.placed import Placed, Staged
 from tulle.checkpoint.random_states import random_state
@@ -65,14 +65,15 @@ def save(
         asynchronous: Return as soon as a copy is made in main memory, and write while training goes on. The save after
             it waits for its end, and so does the end of the process.
         **extra: Whatever else the run needs: numbers, texts, tensors, lists and dictionaries of them; rank 0's are
-            saved. `step=`, if given, is where the record of `tulle run` goes on counting.
+            saved. `step=`, if given, is where the record of `tulle run` goes on counting. Parts of what the model's
+            ranks share, as a moving average has them, are refused: give `tulle.full_state_dict` of the average.
 
     Returns:
         None; if asynchronous a future, whose `result()` waits for the end and raises what went wrong.
 
     Raises:
         CheckpointError: On every rank, if the folder cannot be written, is there and no checkpoint, or `extra` has
-            something else in it.
+            something else, or parts, in it.
 
     Example:
         >>> import tempfile, torch, tulle
@@ -91,6 +92,7 @@ def save(
         state = State.of(standing, as_optimizers(optimizer))
     if standing.is_staged:
         state = state.together(ranks.gather(state.told()))
+    check_keywords(extra, standing)
     with _alike(folder, ranks):
         if ranks.is_first:
             check_readable({**extra, "model": state.outline["model"], "optimizer": state.outline["optimizers"]})

@@ -108,6 +108,11 @@ class Standing:
         """Of the wholes of what is split, by name."""
         return {name: tuple(part.shape) for name, part in self.parts.items()}
 
+    def shapes_of_stages(self) -> set[tuple[int, ...]]:
+        """Of what this rank's stage has, or others do, if there are stages."""
+        tensors = [*self._model.parameters(), *self._model.buffers()] if self.is_staged else []
+        return {tuple(tensor.shape) for tensor in tensors}
+
     def is_elsewhere(self, name: str) -> bool:
         """Whether a tensor lives at other stages only."""
         return name in self.holders and name not in self._held

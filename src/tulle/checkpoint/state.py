@@ -165,9 +165,11 @@ def optimizer_room(
             shape = part.local_shape if part is not None and tuple(value.shape) == tuple(part.shape) else None
         if not value.is_meta:
             return part.take(value) if isinstance(part, Split) and shape is not None else value
-        if shape is not None:
-            device = parameters[int(path[3])].device
-            made = torch.zeros(shape, dtype=value.dtype, device=device)
+        parameter = parameters[int(path[3])].detach() if path[2] == "state" else None
+        if shape is not None and parameter is not None:
+            made = torch.zeros(shape, dtype=value.dtype, device=parameter.device)
+        elif parameter is not None and value.shape == parameter.shape:
+            made = torch.empty_like(parameter, dtype=value.dtype, device="cpu")  # fused steps go by the memory format
         else:
             made = torch.empty(value.shape, dtype=value.dtype)
         tensors.append(places.place(path, made, share))
