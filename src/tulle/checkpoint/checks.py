@@ -42,7 +42,8 @@ def check_keywords(extra: Mapping[str, object], standing: Standing) -> None:
         return
     pairs, _ = tree_flatten_with_path(extra)
     tensors = [(path, value) for path, value in pairs if isinstance(value, Tensor) and tuple(value.shape) in shapes]
-    told = standing.ranks.gather({keystr(path): _digest(value) for path, value in tensors if value.dim()})
+    # Vectors are let be: losses so far, say, have at some step as many numbers as a bias.
+    told = standing.ranks.gather({keystr(path): _digest(value) for path, value in tensors if value.dim() > 1})
     first, *others = told
     parted = next((name for one in others for name in one if name not in first or first[name] != one[name]), None)
     if parted is not None:
