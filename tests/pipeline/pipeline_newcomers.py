@@ -243,6 +243,20 @@ class Codebook(nn.Module):
         return x - self.codes[nearest]
 
 
+class Shown(Codebook):
+    """Moves the rows, and a tensor that is made anew, by way of `.data` and `.detach()`, then all rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        sums = torch.zeros(2, WIDTH, dtype=x.dtype)
+        with torch.no_grad():
+            self.codes.data[1].add_(x.mean(0))
+            self.codes.detach().mul_(x.abs().mean())
+            self.codes.copy_(self.codes.flip(0))
+            sums.data[0] = x.sum(0)
+        return x * sums.sum(0) - self.codes.mean(0)
+
+
 class Expert(nn.Module):
     """Leaves on itself a loss, what it gives, a pair with a name, how often it ran, lists, and what it reads itself."""
 
@@ -311,5 +325,5 @@ class Filling(nn.Module):
 
 NEWCOMERS = [
     *(Sliced, Written, Binary, Packed, Remembering, Averaging),
-    *(Gathered, Within, Revisited, Doubling, Counting, Codebook, Leaving, Filling),
+    *(Gathered, Within, Revisited, Doubling, Counting, Codebook, Shown, Leaving, Filling),
 ]

@@ -6,9 +6,11 @@ made alike (`torch.zeros(...)`) until something was written in them that only on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tulle.errors import ModelError
@@ -16,6 +18,8 @@ from tulle.pipeline.holdings import Holdings
 from tulle.pipeline.outcome import Described
 from tulle.pipeline.placeholder import Operator, Placeholder
 from tulle.pipeline.tape import Graph
+
+_LENT_BY = (Tensor.data.__get__, Tensor.detach, torch.detach)  # type: ignore[attr-defined]
 
 
 class Adopted:
@@ -47,9 +51,9 @@ class Adopted:
                 made.local = leaf  # a leaf of autograd: no phase of the tape
             made.graph = self._graph
             return self._remember(leaf, made)
-        if self._known and leaf._base is not None and id(leaf._base) in self._known:
-            base = self._known[id(leaf._base)]
-            if base.local is not None and base.local is not leaf._base and base.needs_grad:
+        if self._known and (base := self._base_of(leaf)) is not None:
+            is_moved = base.local is not None and base.local is not base.own
+            if is_moved and base.needs_grad and leaf._base is not None:
                 raise ModelError(
                     f"a view of {base!r} is read that was made before a value of another stage was written there: "
                     "gradients could not follow; make the view again (tensor[...]) after what is written"
@@ -69,7 +73,7 @@ class Adopted:
         known = self._known.get(id(tensor))
         if known is not None:
             return known
-        base = tensor._base
+        base = _lender(tensor)
         if base is not None:
             self.adopt(base, stage, phase, is_trained=is_trained)
         described = _described(tensor)
@@ -81,7 +85,8 @@ class Adopted:
             made.local = tensor
         if base is not None:
             made.share_memory_with(self._known[id(base)])
-            made.needs_grad |= self._known[id(base)].needs_grad  # which its own rank alone would see
+            if tensor._base is not None:
+                made.needs_grad |= self._known[id(base)].needs_grad  # which its own rank alone would see
         self._holdings.settle(tensor, stage)
         return self._remember(tensor, made)
 
@@ -98,10 +103,29 @@ class Adopted:
         self._known.clear()
         self._kept.clear()
 
+    def _base_of(self, tensor: Tensor) -> Placeholder | None:
+        """What stands for the tensor whose memory this one shows, if something does."""
+        base = _lender(tensor)
+        while base is not None and id(base) not in self._known:
+            base = _lender(base)
+        return None if base is None else self._known[id(base)]
+
     def _remember(self, tensor: Tensor, made: Placeholder) -> Placeholder:
         self._known[id(tensor)], made.own = made, tensor
         self._kept.append(tensor)  # or another tensor could get its identity
         return made
+
+
+def with_lender(function: object, args: Sequence[Any], result: Any) -> Any:
+    """The result of an operation, which knows whose memory it shows if torch does not: that of `.data`, `.detach()`."""
+    if function in _LENT_BY and args and type(result) is Tensor:
+        result._tulle_lender = args[0]  # type: ignore[attr-defined]
+    return result
+
+
+def _lender(tensor: Tensor) -> Tensor | None:
+    """The tensor whose memory another one shows."""
+    return tensor._base if tensor._base is not None else tensor.__dict__.get("_tulle_lender")
 
 
 def _described(tensor: Tensor) -> Described:

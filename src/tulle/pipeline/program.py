@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tulle.errors import ModelError
-from tulle.pipeline.adopted import Adopted
+from tulle.pipeline.adopted import Adopted, with_lender
 from tulle.pipeline.graphs import Graphs
 from tulle.pipeline.held import Settled
 from tulle.pipeline.holdings import Holdings, Known, Unit
@@ -131,7 +131,8 @@ class Program:
         if self._axis.size > 1:
             check_asks(function, args, placeholders)
         if not placeholders:
-            return scaled(function, args, kwargs, self.scale) if is_backward(function) else function(*args, **kwargs)
+            result = scaled(function, args, kwargs, self.scale) if is_backward(function) else function(*args, **kwargs)
+            return with_lender(function, args, result)
         if self._axis.size > 1:
             if function == SETS_DATA:
                 return set_data(self.operate, *args, is_placed=isinstance(leaves[0], Placeholder))
@@ -225,9 +226,7 @@ class Program:
     def visible(self, value: Any) -> Any:
         """What the model gives, with placeholders for what has come to live on one rank."""
         self._held.clear()
-        if not self._adopted:
-            return value
-        return mapped(value, lambda leaves: list(map(self._adopted.placed, leaves)))
+        return mapped(value, lambda leaves: list(map(self._adopted.placed, leaves))) if self._adopted else value
 
     def share(self, value: object) -> Any:
         """A value with plain tensors instead of placeholders, on all ranks. Every rank comes here."""
