@@ -317,6 +317,30 @@ class Packs(Chain):
         return self.layers[1](self.layers[0](x))
 
 
+class Collects(Chain):
+    """Adds up what hooks have seen that are put on modules within others after these were placed."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2))
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.clear()
+        return super().forward(x) + sum(one.mean() for one in self.seen)
+
+
+@on_ranks(2)
+def test_what_a_hook_within_a_placed_module_has_left_is_refused_where_it_is_read():
+    _, model = two(Collects)
+    step = pipeline.step(micro_batches=2)(train)
+    step(model, batches(1, 4)[0])
+    for layer in model.layers:
+        layer[0].register_forward_hook(lambda _, args, result: model.seen.append(result.detach()))
+    with pytest.raises(ModelError, match=r"within it \('layers\.\d\.0'\): other ranks do not have it"):
+        step(model, batches(1, 4)[0])
+
+
 @on_ranks(2)
 def test_hooks_of_which_one_would_not_see_what_another_changes_are_refused():
     _, model = two(Chain)

@@ -17,6 +17,7 @@ from tulle.errors import ModelError
 from tulle.pipeline.holdings import Holdings
 from tulle.pipeline.outcome import Described
 from tulle.pipeline.placeholder import Operator, Placeholder
+from tulle.pipeline.strays import are_strays, check_no_stray
 from tulle.pipeline.tape import Graph
 
 _LENT_BY = (Tensor.data.__get__, Tensor.detach, torch.detach)  # type: ignore[attr-defined]
@@ -59,6 +60,8 @@ class Adopted:
                     "gradients could not follow; make the view again (tensor[...]) after what is written"
                 )
             return self.adopt(leaf, base.stage, base.phase)
+        if self._axis.size > 1:
+            check_no_stray(leaf)
         return leaf
 
     def adopt(self, tensor: Tensor, stage: int, phase: object, *, is_trained: bool | None = None) -> Placeholder:
@@ -95,8 +98,8 @@ class Adopted:
         self._known.pop(id(tensor), None)
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._known)
+        """Whether there are any, or what must not be read."""
+        return bool(self._known) or are_strays()
 
     def clear(self) -> None:
         """Forget them."""

@@ -43,10 +43,13 @@ class Unit:
     model: int = 0
     compiled: Callable[..., Any] | None = None
     attributes: Attributes = field(init=False)
+    within: list[tuple[str, nn.Module]] = field(init=False)
+    """The modules in it, by their names in the model."""
 
     def __post_init__(self) -> None:
-        """Nothing is left in them yet."""
+        """Nothing is left in its attributes yet."""
         self.attributes = Attributes(self.module)
+        self.within = list(self.module.named_modules(prefix=self.name))[1:]
 
 
 @dataclass(slots=True, eq=False)

@@ -128,10 +128,10 @@ class Runtime:
                 result = call(*args, **kwargs)
             with versioned():
                 self._even_out(may_need_grad=True)
+            return program.visible(result)
         except BaseException as error:
             self._fail(error)
             raise
-        return program.visible(result)
 
     def run_step(self, step: Step) -> list[Any]:
         """Run a step function for each micro-batch. Every rank must call it, alike.

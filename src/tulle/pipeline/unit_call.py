@@ -18,6 +18,7 @@ from tulle.pipeline.outcome import Constant, Outcome
 from tulle.pipeline.past_arguments import absent_refused, cut_where_reached
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.recompute import as_checkpointed
+from tulle.pipeline.strays import strays_noted
 from tulle.pipeline.structure import flatten_call, rebuild
 from tulle.pipeline.tape import Tape
 from tulle.pipeline.values import Values
@@ -60,7 +61,7 @@ class UnitCall(Call):
             return
         self._is_prepared = True
         function = self.function if stages is None else absent_refused(self.function, self.unit, stages)
-        function = as_checkpointed(function)
+        function = as_checkpointed(strays_noted(function, self.unit))
         if self._is_open:
             function = as_before(with_filled(function), pattern_of((self._args, self._kwargs)))
         function = telling(function, self.unit.module, self.given)
