@@ -62,16 +62,29 @@ def test_rows_of_tables_of_different_size():
             torch.sparse_coo_tensor(torch.zeros(0, 1), torch.ones(1, 3), (3,), check_invariants=True),
             "given a torch.sparse_coo tensor without a sparse dimension, expected a dense one or sparse COO",
         ),
-        (torch.ones(3, dtype=torch.int64), "given torch.int64 of 1 dimensions, expected a floating-point dtype"),
+        (torch.ones(3, dtype=torch.int64), "given torch.int64 of 1 dimensions, expected one of torch.float32, "),
+        (
+            torch.sparse_coo_tensor(torch.tensor([[0], [7]]), torch.ones(1), (3, 3), check_invariants=False),
+            "given a sparse tensor with an index out of range: size is inconsistent with indices: for dim 1",
+        ),
         ([1.0, 2.0], "given a list, expected a RowSparse, a sparse COO tensor or a dense tensor"),
     ],
-    ids=["nothing sparse", "integers", "list"],
+    ids=["nothing sparse", "integers", "out of range", "list"],
 )
 def test_a_gradient_of_another_kind_on_one_rank_only(wrong, text):
     axis = tulle.init(data=-1)["data"]
     grad = wrong if axis.rank == last() else torch.eye(3)
     with every_rank_raises(GradientError, text, found_by=last()):
         tulle.sync.all_reduce(grad, axis)
+
+
+@on_ranks(2)
+def test_rows_of_a_dtype_that_is_not_reduced_on_one_rank_only():
+    axis = tulle.init(data=-1)["data"]
+    dtype = torch.float8_e4m3fn if axis.rank == last() else torch.float32
+    rows = tulle.RowSparse(torch.tensor([1, 1]), torch.ones(2, 3).to(dtype), num_rows=3)
+    with every_rank_raises(GradientError, "given torch.float8_e4m3fn of 2 dimensions, expected", found_by=last()):
+        tulle.sync.all_reduce(rows, axis)
 
 
 def spoil(value: float):

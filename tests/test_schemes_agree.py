@@ -115,6 +115,8 @@ def test_schemes_agree_on_any_number_of_ranks(dtype):
             total = tulle.sync.all_reduce(mine, axis, scheme=scheme)
             assert total.values.shape == (len(total.indices), width), "nothing to send is no reason to fail"
             assert total.indices.tolist() == ([*range(axis.size + 1)] if rows else [])
+        hollow = torch.sparse_coo_tensor(torch.tensor([[axis.rank]]), torch.ones(1, 0, 3), (4, 0, 3))
+        assert tulle.sync.all_reduce(hollow, axis, scheme=scheme).shape == (4, 0, 3)
 
 
 @on_ranks(2, 3, 4)

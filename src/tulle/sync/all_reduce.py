@@ -132,18 +132,19 @@ def _asked(scheme: str, op: str, wire_dtype: WireDtype) -> tuple[_Asked | None, 
 
 def read(grad: RowSparse | Tensor) -> tuple[Local | None, GradientError | None]:
     """The gradient as coalesced rows or a dense tensor, or why it is refused."""
-    if isinstance(grad, RowSparse):
-        return Local(grad.coalesce(), grad.shape, 1), None
-    if not isinstance(grad, Tensor):
+    if not isinstance(grad, RowSparse | Tensor):
         return None, GradientError(
             f"tulle.sync.all_reduce was given a {type(grad).__name__}, "
             "expected a RowSparse, a sparse COO tensor or a dense tensor"
         )
-    if grad.dtype not in _DTYPES or grad.dim() > _DIMENSIONS:
+    dtype = grad.dtype if isinstance(grad, Tensor) else grad.values.dtype
+    if dtype not in _DTYPES or len(grad.shape) > _DIMENSIONS:
         return None, GradientError(
-            f"tulle.sync.all_reduce was given {grad.dtype} of {grad.dim()} dimensions, "
-            f"expected a floating-point dtype and at most {_DIMENSIONS} dimensions"
+            f"tulle.sync.all_reduce was given {dtype} of {len(grad.shape)} dimensions, "
+            f"expected one of {', '.join(map(str, _DTYPES))} and at most {_DIMENSIONS} dimensions"
         )
+    if isinstance(grad, RowSparse):
+        return Local(grad.coalesce(), grad.shape, 1), None
     if grad.layout == torch.strided:
         return Local(grad.detach(), tuple(grad.shape), 0), None
     if grad.layout != torch.sparse_coo or grad.sparse_dim() == 0:
@@ -151,6 +152,12 @@ def read(grad: RowSparse | Tensor) -> tuple[Local | None, GradientError | None]:
         return None, GradientError(
             f"tulle.sync.all_reduce was given a {kind}, expected a dense one or sparse COO: "
             "convert it with tensor.to_sparse()"
+        )
+    try:
+        torch.sparse_coo_tensor(grad._indices(), grad._values(), grad.shape, check_invariants=True)
+    except RuntimeError as error:  # torch makes such tensors without a word
+        return None, GradientError(
+            f"tulle.sync.all_reduce was given a sparse tensor with an index out of range: {error}"
         )
     return Local(_as_rows(grad.detach()), tuple(grad.shape), grad.sparse_dim()), None
 
@@ -174,7 +181,7 @@ def as_given(grad: RowSparse | Tensor, total: Gradient, shape: Sequence[int], sp
     if sparse_dim == 1 and len(shape) == 2:
         return total.to_sparse_coo()
     indices = torch.stack(torch.unravel_index(total.indices, tuple(shape[:sparse_dim])))
-    values = total.values.reshape(-1, *shape[sparse_dim:])
+    values = total.values.reshape(len(total.indices), *shape[sparse_dim:])
     return torch.sparse_coo_tensor(indices, values, tuple(shape), is_coalesced=True, check_invariants=False)
 
 
