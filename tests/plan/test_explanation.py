@@ -163,6 +163,14 @@ def test_the_environment_names_what_stands_in_for_auto(monkeypatch):
     assert replayed({"words": "rows"}) == {"words": "rows"}
 
 
+def test_numbers_of_ranks_without_a_mesh_of_the_axes_that_are_fixed_are_passed_over():
+    profile, cluster = profile_of(3, layers=2), cluster_of(4)
+    planner = partial(best_plan, profile, space=Space(mesh={"pipe": 2}, schedules=("step",)))
+    told = explained(planner(cluster), cluster, planner).prediction.changes
+    assert any(change.startswith("with 2 ranks or fewer: mesh") for change in told)
+    assert not any("fits in memory" in change for change in told), "odd numbers of ranks have no mesh"
+
+
 def test_where_nothing_changes_only_the_furthest_clusters_are_planned():
     profile = profile_of()
     cluster = cluster_of(4)

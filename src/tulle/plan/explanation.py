@@ -30,6 +30,12 @@ MOST_SIZES = 8
 
 Planner = Callable[[Cluster], Plan]
 """From a cluster to the best plan for it."""
+_NOTHING_TO_CHOOSE = ""
+"""Where no mesh of so many ranks has the axes that are fixed, or a replica would have no sample."""
+
+
+class MemoryLackedError(PlanError):
+    """No plan fits in memory."""
 
 
 def binding(forecast: Forecast) -> str:
@@ -166,10 +172,12 @@ def _first_change(plan: Plan, points: list[_Point], planner: Planner) -> Iterato
 
     Where links are slow, or ranks many, planning takes longest, and mostly nothing changes.
     """
-    last = _change(plan, points[-1], planner) if points else None
-    for point in points if last is not None else ():
+    last = None
+    while points and (last := _change(plan, points[-1], planner)) == _NOTHING_TO_CHOOSE:
+        points.pop()
+    for point in points if last else ():
         change = last if point is points[-1] else _change(plan, point, planner)
-        if change is not None:
+        if change:
             yield f"{point.name}: {change}"
             return
 
@@ -178,8 +186,10 @@ def _change(plan: Plan, point: _Point, planner: Planner) -> str | None:
     """What the choice would be instead, or None if it is the same."""
     try:
         other = planner(point.cluster)
-    except PlanError:
+    except MemoryLackedError:
         return "no plan fits in memory"
+    except PlanError:
+        return _NOTHING_TO_CHOOSE
     has_other_ranks = point.cluster.ranks != math.prod(plan.mesh.values())
     return "; ".join(differences(plan, other, has_other_ranks=has_other_ranks)) or None
 

@@ -30,7 +30,7 @@ from tulle.plan.crowding import Crowding
 from tulle.plan.cutting import fast_cuts
 from tulle.plan.deal import Deal
 from tulle.plan.exchange import Tariff
-from tulle.plan.explanation import binding, differences, links_of, parts_of
+from tulle.plan.explanation import MemoryLackedError, binding, differences, links_of, parts_of
 from tulle.plan.footprint import footprints_of
 from tulle.plan.found import Found, decided, handicap
 from tulle.plan.lateness import WORTH_S, put_off_s
@@ -154,7 +154,7 @@ class Search:
                 "model can use: each replica needs a sample"
             )
         if not self._best:
-            raise PlanError(self._refusal())
+            raise MemoryLackedError(self._refusal())
         ordered = self.found()
         return self._told(ordered, min(self._left_out_s, ordered[0].score_s))
 
