@@ -138,11 +138,15 @@ def test_a_halo_is_what_borders_on_a_part_and_zeros_beyond_the_ends(before, afte
     whole = full(12, 12).requires_grad_()
     expected = windows(whole)
     weights = [full(*window.shape, seed=rank) for rank, window in enumerate(expected)]
-    sum((window * weight).sum() for window, weight in zip(expected, weights, strict=True)).backward()
+    loss = sum((window.square() * weight).sum() for window, weight in zip(expected, weights, strict=True))
+    (first,) = torch.autograd.grad(loss, whole, create_graph=True)
+    first.square().sum().backward()
     part = whole.detach().chunk(axis.size, dim)[axis.rank].clone().requires_grad_()
     window = comm.halo(part, axis, dim=dim, before=before, after=after, label="here")
     close(window, expected[axis.rank])
-    (window * weights[axis.rank]).sum().backward()
+    (own,) = torch.autograd.grad((window.square() * weights[axis.rank]).sum(), part, create_graph=True)
+    close(own, first.chunk(axis.size, dim)[axis.rank])
+    own.square().sum().backward()
     close(part.grad, whole.grad.chunk(axis.size, dim)[axis.rank])
 
 

@@ -227,7 +227,7 @@ class _Halo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, axis: Axis, label: str, dim: int, before: int, after: int) -> Tensor:
         rows = tensor.movedim(dim, 0)
-        ctx.about = axis, label, dim, before, after, len(rows)
+        ctx.about = axis, label, dim, before, after
         lent = [_overlap(to, axis.rank, len(rows), before, after) for to in range(axis.size)]
         borrowed = [_overlap(axis.rank, owner, len(rows), before, after) for owner in range(axis.size)]
         begin = axis.rank * len(rows)
@@ -239,8 +239,17 @@ class _Halo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        axis, label, dim, before, after, length = ctx.about
-        rows = gradients[0].movedim(dim, 0)
+        return _applied(_HaloBack, gradients[0], *ctx.about), None, None, None, None, None
+
+
+class _HaloBack(torch.autograd.Function):
+    """What borders on parts goes back to its owners, who add it up."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, axis: Axis, label: str, dim: int, before: int, after: int) -> Tensor:
+        rows = tensor.movedim(dim, 0)
+        ctx.about = axis, label, dim, before, after
+        length = len(rows) - before - after
         begin = axis.rank * length
         borrowed = [_overlap(axis.rank, owner, length, before, after) for owner in range(axis.size)]
         lent = [_overlap(to, axis.rank, length, before, after) for to in range(axis.size)]
@@ -252,7 +261,11 @@ class _Halo(torch.autograd.Function):
         for part, (lo, _) in zip(back, lent, strict=True):
             if len(part):
                 total[lo - begin : lo - begin + len(part)] += part
-        return total.movedim(0, dim), None, None, None, None, None
+        return total.movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        return _applied(_Halo, gradients[0], *ctx.about), None, None, None, None, None
 
 
 def _overlap(of: int, owner: int, length: int, before: int, after: int) -> tuple[int, int]:
