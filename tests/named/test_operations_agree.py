@@ -132,6 +132,7 @@ CASES = {
     ),
     "one_hot": (lambda i, x: tn.one_hot(i, c, dtype=torch.float64) * x, integers(8, a, b), X),
     "gather": (lambda x, i: tn.gather(x, i, c), number(c, f), integers(8, a, b)),
+    "gather of one": (lambda x, i: tn.gather(x, i, c), number(c), integers(8)),
     "gather along the last": (lambda x, i: tn.gather(x, i, c), number(f, e, c), integers(8, a, b)),
     "gather with shared dimensions": (lambda x, i: tn.gather(x, i, c), X, integers(8, b, e, a)),
     "concat": (lambda x, y: tn.concat([x, y], [c, c_half], c_more), X, number(c_half, b, a)),
@@ -159,6 +160,7 @@ CASES = {
         integers(8, a, b),
     ),
     "broadcast_to": (lambda x: tn.tanh(tn.broadcast_to(x, (c, a, b))), number(b, a)),
+    "broadcast_to of a number": (lambda x: tn.broadcast_to(x, f), number()),
     "attention": (
         lambda q, k, v: tn.attention(q, k, v, (c, c2, f), is_causal=True),
         number(a, c, b, f),

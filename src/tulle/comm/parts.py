@@ -108,7 +108,8 @@ def exchange_by_backend(
     exchange = Exchange(operation, axis, label, sum(part.nbytes for part in leaving), len(leaving))
     received = scratch((sum(lengths), *own.shape[1:]), own, axis)
     row_bytes = math.prod(own.shape[1:]) * own.element_size()
-    flat = [part.reshape(-1).view(torch.uint8) for part in parts]
+    # The stride of a single number may be anything, but to view it as bytes.
+    flat = [part.reshape(-1).as_strided((part.numel(),), (1,)).view(torch.uint8) for part in parts]
     sizes = [length * row_bytes for length in lengths], [len(part) for part in flat]
     with translated(exchange):
         work = dist.all_to_all_single(

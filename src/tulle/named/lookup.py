@@ -62,7 +62,7 @@ def gather(table: Tensor, index: Tensor, over: Dim, *, label: str = "gather") ->
         wanted = wanted - scope.offset(over)
         is_here = (wanted >= 0) & (wanted < scope.local_size(over))
         picked = _picked(rows, wanted.clamp(0, scope.local_size(over) - 1), len(shared))
-        missing = ~is_here.view(*is_here.shape, *[1] * len(rest))
+        missing = ~is_here.view((*is_here.shape, *[1] * len(rest)))
         picked = picked.masked_fill(missing, 0)
     found = (*shared, *own, *rest)
     out = (*index.dims, *rest)
@@ -90,7 +90,7 @@ def _picked(rows: Local, wanted: Local, shared: int) -> Local:
     if shared == 0:
         if rows.dim() == 2:
             return F.embedding(wanted, rows)
-        return rows.index_select(0, wanted.flatten()).view(*wanted.shape, *rows.shape[1:])
+        return rows.index_select(0, wanted.flatten()).view((*wanted.shape, *rows.shape[1:]))
     places: list[Local] = []
     for place in range(shared):
         along = torch.arange(rows.shape[place], device=rows.device)
