@@ -327,6 +327,13 @@ def test_the_search_ends_alike_on_all_ranks():
     assert MOST_WORK > 0
 
 
+def test_memories_that_are_fixed_stay_and_are_named_where_none_can_be_used():
+    profile, space = profile_of(tables=0), Space(memories=(Memory(shard_optimizer=True),))
+    assert best_plan(profile, cluster_of(2), space=space).memory == Memory(shard_optimizer=True)
+    with pytest.raises(PlanError, match="none of the space's memories can be used on 2 ranks"):
+        best_plan(profile, cluster_of(2), space=replace(space, mesh={"data": 1}))
+
+
 def test_a_step_with_fewer_samples_than_replicas_is_refused_as_such():
     with pytest.raises(PlanError, match="a step of 1 samples is too small for every mesh of 4 ranks"):
         best_plan(profile_of(), cluster_of(4), batch=1, space=Space(mesh={"data": 4}))

@@ -138,7 +138,8 @@ class Search:
 
     def run(self) -> Plan:
         """The best plan, with its prediction."""
-        plain = [Plan(mesh) for mesh in self.space.meshes(self.cluster.ranks, self.profile) if set(mesh) == {DATA}]
+        meshes = self.space.meshes(self.cluster.ranks, self.profile)
+        plain = [Plan(mesh) for mesh in meshes if set(mesh) == {DATA} and Memory() in self.space.memories]
         for frame in plain:  # what needs no stages is looked at in any case: other plans must be faster
             if self.batch >= frame.mesh[DATA]:
                 self._branch(frame)
@@ -149,10 +150,7 @@ class Search:
             if plan not in plain:
                 self._branch(plan)
         if self._least_bytes == math.inf and not self._best:
-            raise PlanError(
-                f"a step of {self.batch} samples is too small for every mesh of {self.cluster.ranks} ranks that this "
-                "model can use: each replica needs a sample"
-            )
+            raise PlanError(self.space.emptiness(self.cluster.ranks, self.profile, self.batch))
         if not self._best:
             raise MemoryLackedError(self._refusal())
         ordered = self.found()

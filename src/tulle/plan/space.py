@@ -145,6 +145,18 @@ class Space:
             and (may_share_out or not memory.full_shard)
         ]
 
+    def emptiness(self, ranks: int, profile: Profile, batch: int) -> str:
+        """Why there is nothing to choose from."""
+        if all(batch < mesh[DATA] for mesh in self.meshes(ranks, profile)):
+            return (
+                f"a step of {batch} samples is too small for every mesh of {ranks} ranks that this model can use: each "
+                "replica needs a sample"
+            )
+        return (
+            f"none of the space's memories can be used on {ranks} ranks: state and parameters are shared out over an "
+            "axis 'data' of several ranks, and not beside sparse or split tables: add Memory() to them"
+        )
+
     def schedules_for(self, mesh: Mapping[str, int], memory: Memory) -> list[str]:
         """When replicas can be updated: those of whole models, by an optimizer that has all of it, also when read."""
         is_plain = mesh.get(PIPE, 1) == mesh.get(MODEL, 1) == 1 < mesh.get(DATA, 1)
