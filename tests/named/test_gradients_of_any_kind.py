@@ -84,6 +84,24 @@ def test_gradients_of_every_way_agree_under_layouts(way):
                 torch.testing.assert_close(one, right, rtol=1e-11, atol=1e-12, msg=layout)
 
 
+def untouched(kernel):
+    """The gradient of a parameter after backward of one that does not depend on it, as of a convolution's input."""
+    model, (three, out) = Small().init(seed=0), tn.dims(three=3, out=2)
+    tn.sum(tn.square(model.weight)).backward()
+    made = tn.convolution(model.weight, tn.from_torch(kernel, (three, d, out)), [(e, three)], (d, out))
+    (first,) = torch.autograd.grad(tn.sum(made).local, [model.weight.parameter], create_graph=True)
+    first.square().sum().backward()
+    return tn.to_torch(model.weight.grad)
+
+
+@on_ranks(2)
+def test_backward_of_what_does_not_depend_on_a_parameter_leaves_its_gradient():
+    kernel = numbers(*tn.dims(three=3, d=8, out=2)).requires_grad_()
+    expected = untouched(kernel)
+    with tn.use(tulle.init(data=2), "out:data"):
+        assert torch.equal(untouched(kernel), expected)
+
+
 def test_other_tensors_may_stand_in_a_parameters_place():
     model, x = Small().init(seed=0), tn.from_torch(numbers(batch, d), (batch, d))
     zeros = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}

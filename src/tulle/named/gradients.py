@@ -98,7 +98,9 @@ class Gradients:
         finally:
             self.is_held = False
 
-    def _set_apart(self, parameter: nn.Parameter, axes: Axes, gradient: Tensor) -> Tensor | None:
+    def _set_apart(self, parameter: nn.Parameter, axes: Axes, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:  # backward of a gradient may come to a parameter on which that does not depend
+            return None
         if not _is_accumulated(parameter):
             assert self.wire is not None, "sums are put off only where something is split"
             return self.wire.leave(gradient, axes, LABEL)
@@ -111,9 +113,8 @@ class Gradients:
 
     def _arrive(self, parameter: nn.Parameter, axes: Axes) -> None:
         self._await_the_end()
-        if self.is_held:
+        if self.is_held or parameter not in self._unsummed:
             return
-        assert parameter.grad is not None, "a gradient has just been accumulated"
         filling = self._put(parameter, axes)
         enough_bytes = self.bucket_bytes if self._sent else self.first_bucket_bytes
         if filling.size_bytes >= enough_bytes:
