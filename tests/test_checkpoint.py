@@ -261,6 +261,25 @@ def test_states_come_back_in_the_memory_format_of_their_parameters(tmp_path):
     assert torch.equal(other.weight, model.weight)
 
 
+class ByRow(SGD):
+    """Keeps a number for each row."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["rows"] = parameter.grad.pow(2).sum(1).detach().as_subclass(torch.Tensor)
+
+
+@on_ranks(2)
+def test_what_an_optimizer_keeps_for_rows_of_a_part_is_refused(tmp_path):
+    mesh, model = tulle.init(model=2), nn.Sequential(nn.Linear(4, 6, bias=False))
+    plan = Plan(mesh.shape, tensor_parallel={"0": "column"})
+    model, optimizer = tulle.distribute(model, ByRow(model.parameters(), lr=0.1), mesh, plan=plan)
+    model(torch.ones(2, 4)).pow(2).sum().backward()
+    optimizer.step()
+    with pytest.raises(CheckpointError, match=r"keeps 'rows' of '0.weight', a parameter of which ranks have parts"):
+        tulle.save(tmp_path / "checkpoint", model, optimizer)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("axis", ["data", "model", "pipe"])
 def test_averages_of_parts_beside_the_model_are_refused_and_wholes_are_saved(axis, tmp_path):

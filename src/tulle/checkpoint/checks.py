@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
+from tulle.checkpoint.placed import Sharded, is_dealt
 from tulle.checkpoint.standing import Standing
 from tulle.checkpoint.state import check_material, outline_of
 from tulle.errors import CheckpointError
+from tulle.tensor_parallel import Placement
 
 
 def check_readable(parts: Mapping[str, object]) -> None:
@@ -51,6 +53,31 @@ def check_keywords(extra: Mapping[str, object], standing: Standing) -> None:
             f"tulle.save was given a tensor {parted} of the shape of a part of a parameter, in which ranks have other "
             "numbers: of what is beside the model rank 0's is saved. Write the values into the model, or into a "
             "copy.deepcopy of it, and give tulle.full_state_dict of that"
+        )
+
+
+def check_states(optimizers: Sequence[Optimizer], standing: Standing) -> None:
+    """Raise if an optimizer keeps something of a part that is neither shared out as that is nor alike on all ranks.
+
+    A number for each row, say, of a layer that is split: rank 0's alone would be saved. Every rank must call it, and
+    all raise.
+    """
+    own = {
+        f"{key!r} of {standing.name_of(parameter)!r}": _digest(value)
+        for optimizer in optimizers
+        for parameter, kept in optimizer.state.items()
+        if isinstance(part := standing.share_of(parameter).part, Placement | Sharded)
+        for key, value in kept.items()
+        if isinstance(value, Tensor) and value.dim() and not is_dealt(value, part)
+    }
+    first: dict[str, int | None] = {}
+    told = (pair for one in standing.ranks.gather(own) for pair in one.items())
+    parted = next((name for name, digest in told if first.setdefault(name, digest) != digest), None)
+    if parted is not None:
+        raise CheckpointError(
+            f"tulle.save was given an optimizer that keeps {parted}, a parameter of which ranks have parts, in a shape "
+            "that is not the part's, with other numbers on other ranks: rank 0's alone would be saved. Use an "
+            "optimizer whose state has the parameter's shape, or a plan that leaves the parameter whole"
         )
 
 

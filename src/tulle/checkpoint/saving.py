@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from tulle.admission import as_optimizers
-from tulle.checkpoint.checks import check_keywords, check_readable
+from tulle.checkpoint.checks import check_keywords, check_readable, check_states
 from tulle.checkpoint.folder import Folder
 from tulle.checkpoint.placed import Placed, Staged
 from tulle.checkpoint.random_states import random_state
@@ -93,6 +93,7 @@ def save(
     if standing.is_staged:
         state = state.together(ranks.gather(state.told()))
     check_keywords(extra, standing)
+    check_states(as_optimizers(optimizer), standing)
     with _alike(folder, ranks):
         if ranks.is_first:
             check_readable({**extra, "model": state.outline["model"], "optimizer": state.outline["optimizers"]})

@@ -102,7 +102,11 @@ class Standing:
 
     def share_of(self, parameter: Tensor) -> Share:
         """What this rank has of a parameter, and so of its optimizer's state."""
-        return self.share(self._names.get(id(parameter), ""))
+        return self.share(self.name_of(parameter))
+
+    def name_of(self, parameter: Tensor) -> str:
+        """A parameter's name in the model; empty if it has none there."""
+        return self._names.get(id(parameter), "")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of the wholes of what is split, by name."""
