@@ -241,7 +241,7 @@ class SplitTables:
 
     def _divide(self, trips: Sequence[Trip], following: Sequence[Trip]) -> None:
         """Of each trip of which the next step has the like, find out which rows that wants."""
-        if self._later is None or any(trip.is_refused for trip in trips):
+        if self._later is None or self._delays_rows is False or any(trip.is_refused for trip in trips):
             return
         if self._delays_rows is None:
             heard = gather_values(sum(trip.gradients_bytes for trip in trips), self._axis, label=_LABEL)

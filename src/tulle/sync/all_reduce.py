@@ -153,9 +153,10 @@ def read(grad: RowSparse | Tensor) -> tuple[Local | None, GradientError | None]:
             f"tulle.sync.all_reduce was given a {kind}, expected a dense one or sparse COO: "
             "convert it with tensor.to_sparse()"
         )
-    try:
-        torch.sparse_coo_tensor(grad._indices(), grad._values(), grad.shape, check_invariants=True)
-    except RuntimeError as error:  # torch makes such tensors without a word
+    try:  # torch makes such tensors without a word; on another device looking for one would be waited for
+        if grad.device.type == "cpu":
+            torch.sparse_coo_tensor(grad._indices(), grad._values(), grad.shape, check_invariants=True)
+    except RuntimeError as error:
         return None, GradientError(
             f"tulle.sync.all_reduce was given a sparse tensor with an index out of range: {error}"
         )
