@@ -22,6 +22,7 @@ from tulle.board import attend, is_failing, watch
 from tulle.cost import Network
 from tulle.environment import Launch, check_alone, detect
 from tulle.errors import MeshError
+from tulle.kept_memory import keep_memory
 
 DEFAULT_TIMEOUT_S = 600.0
 _SETTLING_S = 0.05
@@ -121,7 +122,9 @@ def init(*, timeout: float | timedelta | None = None, backend: str | None = None
     """Arrange the processes of this run along named axes. Every process must call it, with the same axes.
 
     Joins the processes first if `torch.distributed` is not initialized yet: under torchrun, `tulle run` or Slurm
-    by their environment variables; alone as a mesh of one process, where everything works too.
+    by their environment variables; alone as a mesh of one process, where everything works too. Where tensors are to
+    live on CPUs the C library keeps from now on what steps give back, unless its variables in the environment
+    (`MALLOC_TRIM_THRESHOLD_`, say) say something else.
 
     Call it once a run: what is trained on a mesh gets process groups of its own (sockets and threads), which further
     models on that mesh use again, and which stay until `torch.distributed.destroy_process_group()`.
@@ -152,6 +155,8 @@ def init(*, timeout: float | timedelta | None = None, backend: str | None = None
     if backend is not None:
         _check_backend(backend)
     device = _device(launch, backend)
+    if device.type == "cpu":
+        keep_memory()
     if not dist.is_initialized():
         _join(launch, backend or ("nccl" if device.type == "cuda" else "gloo"), timeout_s, device)
     rank = dist.get_rank()

@@ -26,7 +26,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 
 from tulle.comm import now_s, traffic
-from tulle.pipeline.arenas import keep_memory
+from tulle.kept_memory import keep_memory
 from tulle.pipeline.mailbox import Mailbox
 from tulle.pipeline.messages import Key
 from tulle.pipeline.modes import Modes

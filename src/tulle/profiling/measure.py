@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from tulle.comm import gather_values, probe
 from tulle.deferred import is_deferred
+from tulle.kept_memory import keep_memory
 from tulle.memory.estimate import default_loss
 from tulle.mesh import Axis, Mesh, axis_of
 from tulle.pipeline import Piece
@@ -95,6 +96,7 @@ def profile(
     """
     check_arguments(model, optimizer, mesh, loss, further)
     refuse_scripted(model)  # alike on all ranks
+    keep_memory()  # as it will be in training
     axis = _alone() if mesh is None else _everyone(mesh)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
     samples = [sample, *further]

@@ -1,7 +1,8 @@
-"""`keep_memory`: the C library keeps what micro-batches give back, for those that come after them.
+"""`keep_memory`: the C library keeps what a step gives back, for the next.
 
-Each runs on a thread, to which glibc gives an arena of its own. When its activations are gone the end of the arena goes
-back to the system, page by page, and comes from there, zeroed, with the next: a twentieth of a step's processor time.
+When activations are gone glibc gives the end of its heap back to the system, page by page, and gets it from there,
+zeroed, with the next step: up to a quarter of its time on a CPU. Micro-batches of a pipeline run on threads, to each of
+which it gives an arena of its own: there it is a twentieth.
 """
 
 from __future__ import annotations
