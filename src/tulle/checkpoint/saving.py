@@ -89,11 +89,12 @@ def save(
     folder, standing = Folder(path), Standing(model)
     ranks = standing.ranks
     with _alike(folder, ranks):
-        state = State.of(standing, as_optimizers(optimizer))
+        optimizers = as_optimizers(optimizer)
+        state = State.of(standing, optimizers)
     if standing.is_staged:
         state = state.together(ranks.gather(state.told()))
     check_keywords(extra, standing)
-    check_states(as_optimizers(optimizer), standing)
+    check_states(optimizers, standing)
     with _alike(folder, ranks):
         if ranks.is_first:
             check_readable({**extra, "model": state.outline["model"], "optimizer": state.outline["optimizers"]})
