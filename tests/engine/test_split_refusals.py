@@ -180,8 +180,11 @@ def test_a_tensor_in_the_place_of_a_split_table_is_refused():
     model = build("sum", 0)
     tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan="rows")
     averaged = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    with pytest.raises(ModelError, match=r"a tensor of shape \[\d+, 6\] that was put in the place of a split table"):
-        torch.func.functional_call(model, averaged, (torch.tensor([[1, 2]]),))
+    for transform in (lambda of: of, torch.func.grad):
+        with pytest.raises(
+            ModelError, match=r"a tensor of shape \[\d+, 6\] that was put in the place of a split table"
+        ):
+            transform(lambda given: torch.func.functional_call(model, given, (torch.tensor([[1, 2]]),)).sum())(averaged)
 
 
 @on_ranks(2)
