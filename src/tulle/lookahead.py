@@ -37,7 +37,8 @@ class Lookahead(Generic[T]):
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[T]:
-        gc.collect()  # a model that was dropped, circles and all, is gone on all ranks now, not on some of them
+        if living_split_tables():
+            gc.collect()  # a model that was dropped, circles and all, is gone on all ranks now, not on some of them
         models = living_split_tables()
         feeds = [tables.begin_lookahead(self._ids) for tables in models]
         batches = iter(self._loader)

@@ -1,6 +1,7 @@
 """Ways to call a distributed model: by its parts, with checkpoints and hooks, as a copy, with attributes that raise."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import models
 import tulle
 from models import Words, batches, build, worst_difference
 from ranks import on_ranks
-from tulle.engine import engine_of
+from tulle.engine import ends, engine_of
 from tulle.errors import ModelError
 
 
@@ -103,6 +104,41 @@ def test_an_optimizer_that_steps_in_backward_is_told_that_gradients_are_no_means
     model, _ = tulle.distribute(model, [*optimizers.values()], mesh)
     with pytest.raises(ModelError, match="an optimizer was to step within a backward, when gradients are those of"):
         model(torch.ones(1, 2)).sum().backward()
+
+
+@on_ranks(2)
+def test_a_backward_that_fails_leaves_nothing_behind(monkeypatch):
+    mesh = tulle.init(data=-1)
+    model = nn.Linear(2, 1)
+    tulle.distribute(model, dummy(model), mesh)
+    under_way: list[int] = []
+
+    def fail(parameter: Tensor) -> None:
+        under_way.append(len(ends._joined))
+        raise ValueError("a user's own")
+
+    model.bias.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(ValueError, match="a user's own"):
+        model(torch.ones(1, 2)).sum().backward()
+    assert under_way == [1]
+    assert len(ends._joined) == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("plan", ["auto", {"words.weight": "rows"}])
+def test_models_that_follow_each_other_share_process_groups(plan):
+    mesh = tulle.init(data=-1)
+    numbers: list[int] = []
+    gc.disable()  # among many objects that last it seldom comes to those that are dropped in circles
+    try:
+        for _ in range(3):
+            model = build(Words, 0)
+            tulle.distribute(model, dummy(model), mesh, plan=plan)
+            train(model, mesh)
+            numbers.append(engine_of(model).number)
+    finally:
+        gc.enable()
+    assert numbers == [0, 0, 0]
 
 
 class Wrapper(nn.Module):

@@ -1,5 +1,7 @@
 """Loops over `tulle.lookahead` with tables that are split: within one another, and over batches that change."""
 
+import gc
+
 import pytest
 import torch
 from split_networks import ROWS, build, step, worst
@@ -130,3 +132,14 @@ def test_an_evaluation_teaches_nothing_of_where_ids_lie():
     for number, ids in enumerate(tulle.lookahead(data)):
         assert bool(engine_of(model).split_tables._learned.trips) == (number == 3), "two are watched, the next is told"
         step(model, [optimizer], [model(ids)])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("plan", ["rows", "allgather"])
+def test_a_loop_looks_for_models_that_were_dropped_where_tables_are_split_alone(plan, monkeypatch):
+    model = build("padding", 0)
+    tulle.distribute(model, SGD(model.parameters(), lr=0.1), tulle.init(data=-1), plan={"table.weight": plan})
+    looked: list[bool] = []
+    monkeypatch.setattr(gc, "collect", lambda: looked.append(True))
+    assert len(list(tulle.lookahead(batches(2, 4)))) == 2
+    assert looked == [True] * (plan == "rows"), "it takes a tenth of a second"

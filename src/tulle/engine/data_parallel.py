@@ -15,6 +15,7 @@ Source: Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -390,6 +391,8 @@ def _check_followed(*, is_syncing: bool) -> None:
 
 def _free_number(axis: Axis) -> int:
     """The smallest number that no living engine has on any rank. Every rank of the axis must call it."""
+    if any(engine.home.group is axis.group for engine in _alive):
+        gc.collect()  # a model that was dropped, circles and all, would keep its number, and its memory, for long
     mine = {engine.number for engine in _alive if engine.home.group is axis.group}
     taken = set().union(*gather_values(mine, axis, label="the model's number"))
     return next(number for number in count() if number not in taken)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Protocol
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 from torch.autograd import Variable
 
@@ -24,8 +24,8 @@ class Ending(Protocol):
         ...
 
 
-_joined: dict[int, WeakSet[Ending]] = {}
-"""Engines whose parameters have had a gradient, by the backward that is running."""
+_joined: WeakValueDictionary[int, WeakSet[Ending]] = WeakValueDictionary()
+"""Engines whose parameters have had a gradient, by the backward that is running; one that fails does not call back."""
 
 
 def end_with(backward: int, engine: Ending) -> None:
@@ -33,16 +33,17 @@ def end_with(backward: int, engine: Ending) -> None:
 
     All that take part end together, in the order of their numbers, because each rank's graph calls back in its own.
     """
-    if backward not in _joined:
-        _joined[backward] = WeakSet()
-        Variable._execution_engine.queue_callback(partial(_end, backward))
-    _joined[backward].add(engine)
+    engines = _joined.get(backward)
+    if engines is None:
+        engines = _joined[backward] = WeakSet[Ending]()
+        Variable._execution_engine.queue_callback(partial(_end, engines))
+    engines.add(engine)
 
 
-def _end(backward: int) -> None:
+def _end(engines: WeakSet[Ending]) -> None:
     """Raises after all have ended: of what is wrong with one model the others are to hear nothing."""
     found: GradientError | ModelError | None = None
-    for engine in sorted(_joined.pop(backward), key=lambda engine: engine.number):
+    for engine in sorted(engines, key=lambda engine: engine.number):
         try:
             engine.end_backward()
         except (GradientError, ModelError) as error:

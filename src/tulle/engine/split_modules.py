@@ -97,7 +97,8 @@ def _refuse_transforms(module: SplitEmbedding | SplitEmbeddingBag, ids: Tensor) 
     is_trained = torch.is_grad_enabled() and module.weight.requires_grad
     if is_trained or functorch.is_functorch_wrapped_tensor(ids):
         split = split_of(module.weight)
-        assert split is not None, "only modules of split tables come here"
+        if split is None:
+            return  # a tensor in its place, which is refused as such
         raise ModelError(
             f"a transform of torch.func (vmap, grad, jacrev, ...) was to look up in {split.name!r}, which is split "
             "over the ranks: look up in front of it, and give it the rows; or keep the table whole in the plan"
