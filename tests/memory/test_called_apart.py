@@ -107,12 +107,13 @@ def test_the_twin_that_forgets_what_was_written_is_found(monkeypatch):
 
 
 @on_ranks(2)
-def test_transforms_take_wholes_and_say_so():
+@pytest.mark.parametrize("units", [["", "2"], ["", "0", "2"]], ids=str)
+def test_transforms_take_wholes_and_say_so(units):
     axis, x = tulle.init(data=-1)["data"], torch.randn(3, 6)
     torch.manual_seed(0)
     model, plain = (nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(2))
     plain.load_state_dict(model.state_dict())
-    share_out(model, axis, ["", "2"])
+    share_out(model, axis, units)
     wholes = tulle.full_state_dict(model, everywhere=True)
     parts = {name: parameter.detach() for name, parameter in model.named_parameters()}
     for transform in (vmap, jacrev, lambda of: grad(lambda x: of(x).sum())):

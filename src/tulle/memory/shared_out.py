@@ -240,6 +240,8 @@ class _SharedOut(nn.Module):
                 if not unit.is_apart:
                     _check_whole(given, unit.shards[number], name, unit)
                 return super().forward(*arguments, **keywords)
+        elif _is_transformed():  # a pass is of no use to what is gathered for nobody, and takes no transform
+            return super().forward(*arguments, **keywords)
         return _run(self, unit, partial(super().forward, *arguments, **keywords))
 
 
@@ -253,9 +255,14 @@ def _check_whole(given: Tensor, shard: Shard, name: str, unit: Unit) -> None:
         )
 
 
+def _is_transformed() -> bool:
+    """Whether `torch.func.vmap`, `grad`, `jacrev` or the like runs."""
+    return cast("Any", torch._C)._functorch.maybe_current_level() is not None
+
+
 def _refuse_transforms(module: nn.Module) -> None:
-    """Raise within `torch.func.vmap`, `grad`, `jacrev` and the like, which cannot gather."""
-    if cast("Any", torch._C)._functorch.maybe_current_level() is not None:
+    """Raise within transforms of `torch.func`, which cannot gather."""
+    if _is_transformed():
         raise ModelError(
             f"a transform of torch.func (vmap, grad, jacrev, ...) was given a {type(module).__name__} whose parameters "
             f"full_shard has shared out over the ranks, which it cannot gather: {_WHOLES}"
