@@ -102,6 +102,32 @@ class Watched(nn.Module):
         return self.last(self.block(self.act(self.first(x))))
 
 
+class Solved(nn.Module):
+    """A fixed point of its parts, with a hook that carries its gradient through them once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.outer(self.inner(x).tanh())
+        start = y.detach().requires_grad_()
+        again = self.outer(self.inner(start).tanh())
+        y.register_hook(lambda gradient: gradient + torch.autograd.grad(again, start, gradient)[0])
+        return y
+
+
+class Equilibrium(nn.Module):
+    """Solves within its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(nn.Linear(WIDTH, WIDTH), Solved(), Solved(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.parts(x)
+
+
 class Collecting(nn.Module):
     """Hooks its layers when it is first called, and reads what they have collected, as `transformers` does."""
 
@@ -232,4 +258,17 @@ class Configured(nn.Module):
         return x
 
 
-PROFILED = [Follower, Lender, Reversible, Watched, Collecting, Seeing, Hyper, Leaving, Filling, Choices, Configured]
+PROFILED = [
+    Follower,
+    Lender,
+    Reversible,
+    Watched,
+    Equilibrium,
+    Collecting,
+    Seeing,
+    Hyper,
+    Leaving,
+    Filling,
+    Choices,
+    Configured,
+]

@@ -36,8 +36,9 @@ class Calls:
     borrowers: set[str] = field(default_factory=set)
     """Modules in whose calls parameters were read that are none of theirs, such as a table that a decoder is handed."""
     asking: set[str] = field(default_factory=set)
-    """Modules whose own forward runs a backward, such as one that gives forces, the gradients of an energy, or calls
-    another module with other tensors for its parameters, within a transform (`torch.func`), or in a `Function`."""
+    """Modules whose own forward runs a backward, such as one that gives forces, the gradients of an energy, puts a hook
+    on a tensor's gradient, or calls another module with other tensors for its parameters, within a transform
+    (`torch.func`), or in a `Function`."""
 
     def children(self) -> dict[str, list[str]]:
         """Of each module those whose first call came directly from within its call."""
@@ -136,7 +137,8 @@ def _having(modules: Iterable[nn.Module]) -> dict[int, set[nn.Module]]:
     return having
 
 
-_BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_BACKWARDS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward, Tensor.register_hook)
+"""What runs a backward, or takes part in one: of tensors that live on one rank."""
 
 
 class _Reads(TorchFunctionMode):
@@ -180,7 +182,8 @@ def pieces_of(model: nn.Module, calls: Calls, weights: dict[str, float], largest
 
     One that reads parameters of others is none: what it does itself runs between modules, where all can be read. Nor is
     one without state that is called in several places, an activation say: it runs at each where its arguments live, or
-    values would go to its stage and back. One that runs a backward of its own is not cut, for that goes through it all.
+    values would go to its stage and back. One that runs a backward of its own or hooks a gradient is not cut, for that
+    goes through it all.
 
     Args:
         model: The model.

@@ -189,7 +189,8 @@ def intercept(
         elif name == "__set__" or name in _REFUSED:
             what = f"setting .{getattr(function, '__self__', function).__name__}" if name == "__set__" else f"{name}()"
             raise ModelError(
-                f"{what} of {first!r}, a tensor between modules of a pipeline, is not possible: do it inside a module"
+                f"{what} of {first!r}, a tensor between modules of a pipeline, is not possible: do it inside a module "
+                "that is placed whole, by an assignment of modules to stages if need be"
             )
     program = program or next(leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Placeholder)).program
     if function is torch.autograd.backward and any(isinstance(loss, Placeholder) for loss in args[0]):
