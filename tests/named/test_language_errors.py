@@ -105,8 +105,11 @@ def test_a_tensor_of_another_layout_is_refused():
         x = ones(batch, heads)
     with tn.use(mesh, "heads:model"):
         assert (x + x).dims == x.dims, "the same mesh and layout are one scope"
+        total = tn.sum(x, heads)
     with tn.use(mesh, "batch:model"):
         refused(ModelError, "bring it over with tn.to_torch and tn.from_torch", lambda: x + 1 + x)
+    with tn.use(mesh, "heads:model, length:model"):
+        refused(ModelError, "which lives under", lambda: tn.sum(ones(batch, heads), heads) + total)  # both pending
     refused(ModelError, "which lives under mesh (model=2), Layout('heads:model')", lambda: tn.sum(x))
 
 

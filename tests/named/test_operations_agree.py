@@ -52,6 +52,11 @@ def told(x):
     return tn.where(tn.equal(x, x), x, 7.0)
 
 
+def rounded(x):
+    """Numbers of half the precision that can be compared."""
+    return tn.elementwise(torch.round, x, decimals=3)
+
+
 def no_longer_trained(x, y):
     z = x.dot(y, b)
     with torch.no_grad():
@@ -83,6 +88,13 @@ CASES = {
     ),
     "reductions of short integers": (
         lambda i: tn.max(i.to(torch.int16), c) + tn.gather(i.to(torch.int16), tn.zeros(e, dtype=torch.int64), c),
+        integers(8, a, c),
+    ),
+    "softmaxes of short integers": (  # which give float32
+        lambda i: (
+            rounded(tn.softmax(i.to(torch.uint8), c) + tn.logsumexp(i.to(torch.uint8), c))
+            + rounded(tn.log_softmax((i * 30).to(torch.int8), c))
+        ),
         integers(8, a, c),
     ),
     "argmax of what has NaN": (lambda x: tn.argmax(some_nan(x), c), X),

@@ -45,6 +45,7 @@ def min(tensor: Tensor, over: Over = None) -> Tensor:
 
 def logsumexp(tensor: Tensor, over: Over = None) -> Tensor:
     """Logarithm of the sum of exponentials over some dimensions, by default all."""
+    tensor = _floating(tensor)
     places, kept, axes = reduced(tensor, over, "logsumexp")
     if not axes and tensor.scope.trace is None:
         return Tensor(torch.logsumexp(tensor.local, places) if places else tensor.local, kept)
@@ -63,6 +64,7 @@ def softmax(tensor: Tensor, over: Dim | Sequence[Dim]) -> Tensor:
         >>> tn.softmax(tn.from_torch(torch.zeros(2, 2), (height, width)), (height, width)).local.tolist()
         [[0.25, 0.25], [0.25, 0.25]]
     """
+    tensor = _floating(tensor)
     places, _, axes = reduced(tensor, over, "softmax")
     if places and not axes and tensor.scope.trace is None:
         return tensor.with_part(_along(torch.softmax, places, tensor.local))
@@ -82,6 +84,7 @@ def softmax_or_zeros(tensor: Tensor, over: Dim) -> Tensor:
 
 def log_softmax(tensor: Tensor, over: Dim | Sequence[Dim]) -> Tensor:
     """Logarithm of the softmax."""
+    tensor = _floating(tensor)
     places, _, axes = reduced(tensor, over, "log_softmax")
     if places and not axes and tensor.scope.trace is None:
         return tensor.with_part(_along(torch.log_softmax, places, tensor.local))
@@ -166,6 +169,12 @@ class _Attained(torch.autograd.Function):
 def _without(local: Local, places: Sequence[int]) -> Local:
     """Take away dimensions of size 1."""
     return local.squeeze(tuple(places))
+
+
+def _floating(tensor: Tensor) -> Tensor:
+    """Integers as torch.logsumexp takes them: the difference of two may be none of their dtype."""
+    is_floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return tensor if is_floating else tensor.to(torch.get_default_dtype())
 
 
 def _below_largest(tensor: Tensor, over: Over) -> Tensor:

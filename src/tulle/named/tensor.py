@@ -249,7 +249,11 @@ def einsum(*inputs: Tensor, out: Dim | Sequence[Dim]) -> Tensor:
 
 def _added(function: Callable[..., Local], left: Tensor, right: Tensor | Scalar) -> Tensor:
     """Two sums that are pending over the same axes stay so, as one."""
-    if isinstance(right, Tensor) and left.pending and left.pending == right.pending and left.dims == right.dims:
+    if (
+        isinstance(right, Tensor)
+        and left.pending
+        and (left.pending, left.dims, left.scope) == (right.pending, right.dims, right.scope)
+    ):
         return Tensor(function(left.part, right.part), left.dims, left.pending, left.scope)
     return _beside(function, left, right)
 
