@@ -1,5 +1,6 @@
 """The promise that schemes differ in bytes and time only: each gives the sum that a dense all-reduce would give."""
 
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -208,6 +209,15 @@ def test_ranks_that_ask_for_different_things_are_told():
     text = r"called with scheme 'auto', op 'sum' on rank 1 .* and scheme 'auto', op 'mean' on rank 0"
     with pytest.raises(PlanError, match=text):
         tulle.sync.all_reduce(grad, axis, op="sum" if axis.rank else "mean")
+
+
+@on_ranks(2)
+def test_of_gradients_of_ever_other_shapes_the_last_choices_are_kept(monkeypatch):
+    axis = give_network(tulle.init(data=-1)["data"])
+    monkeypatch.setattr(sys.modules["tulle.sync.all_reduce"], "_MOST_KINDS", 2)
+    for num_rows in (3, 4, 3, 5):
+        tulle.sync.all_reduce(RowSparse(torch.tensor([1]), torch.ones(1, 2), num_rows), axis)
+    assert [shape for shape, *_ in axis.kept[tulle.sync.all_reduce]] == [(3, 2), (5, 2)]
 
 
 @on_ranks(1, 2)

@@ -87,6 +87,9 @@ def test_gather_and_scatter_undo_each_other(dim):
     (scattered.square() * weight.chunk(axis.size, dim)[axis.rank]).sum().backward()
     close(again.grad, 2 * whole * weight)
 
+    entry = whole.narrow(dim, axis.rank, 1).contiguous()
+    assert comm.gather(entry, axis, dim=dim, label="here").is_contiguous(), "models take views of it"
+
 
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("dim", [0, 1])

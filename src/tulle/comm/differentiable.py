@@ -300,8 +300,8 @@ def _exchanged(tensor: Tensor, axis: Axis, label: str, dim: int) -> Tensor:
 
 
 def _joined(parts: Tensor, dim: int) -> Tensor:
-    """Lay `[size, ...]` end to end along a dimension."""
-    return parts.movedim(0, dim).flatten(dim, dim + 1)
+    """Lay `[size, ...]` end to end along a dimension; of one entry each, `flatten` alone would give a strided view."""
+    return parts.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def _divisible(what: str, tensor: Tensor, axis: Axis, dim: int, label: str) -> int:

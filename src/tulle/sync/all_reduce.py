@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal, TypeVar, cast
@@ -30,6 +30,8 @@ _Asked = tuple[str, str, torch.dtype | None]
 _OPTIONS: list[_Asked] = [*product((AUTO, *SCHEMES, *_PAIRS), _OPERATIONS, (None, *_DTYPES))]
 _DIMENSIONS = 8
 _REFUSED = -9
+_MOST_KINDS = 1024
+"""Of so many kinds of gradients (shapes and dtypes) what was chosen is kept: those of ever other shapes never end."""
 
 
 @torch.no_grad()
@@ -86,8 +88,8 @@ def all_reduce(
         return cast("G", reduce_dense(sent, axis, label="gradient").wait().to(local.dtype))
     table = local.table(sparse_dim, wire)
     if scheme == AUTO and DENSE not in counts:
-        key = (all_reduce, local.shape, local.sparse_dim, table.dtype, table.wire_dtype)
-        scheme = chosen(axis.kept.setdefault(key, Chooser(probe(axis), axis.size)), local, table, counts, axis)
+        chooser = _chooser_of((local.shape, local.sparse_dim, table.dtype, table.wire_dtype), axis)
+        scheme = chosen(chooser, local, table, counts, axis)
     [total] = sum_gradients([local.scaled(factor, table)], [table], [[held] for held in counts], [scheme], axis).wait()
     return cast("G", as_given(grad, total, local.shape, sparse_dim))
 
@@ -184,6 +186,16 @@ def as_given(grad: RowSparse | Tensor, total: Gradient, shape: Sequence[int], sp
     indices = torch.stack(torch.unravel_index(total.indices, tuple(shape[:sparse_dim])))
     values = total.values.reshape(len(total.indices), *shape[sparse_dim:])
     return torch.sparse_coo_tensor(indices, values, tuple(shape), is_coalesced=True, check_invariants=False)
+
+
+def _chooser_of(kind: Hashable, axis: Axis) -> Chooser:
+    """What chooses for gradients of one kind, as long as it is one of those that came last. All ranks forget alike."""
+    choosers: dict[Hashable, Chooser] = axis.kept.setdefault(all_reduce, {})
+    chooser = choosers.pop(kind, None) or Chooser(probe(axis), axis.size)
+    choosers[kind] = chooser  # the last one
+    if len(choosers) > _MOST_KINDS:
+        del choosers[next(iter(choosers))]
+    return chooser
 
 
 def chosen(chooser: Chooser, local: Local, table: Table, counts: Sequence[int], axis: Axis) -> str:

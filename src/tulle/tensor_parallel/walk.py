@@ -214,7 +214,9 @@ class Walk:
 
     def _is_small(self, module: nn.Module) -> bool:
         """Whether a layer that stands alone is left whole, unless a pattern says otherwise."""
-        return not self.moves and is_small(module, self.smallest_bytes, self.axis.size, self.unknown)
+        if self.moves or any(id(own) in self.to.cuts for own in module.parameters()):
+            return False  # what is tied to a part has the part's size, and is cut too
+        return is_small(module, self.smallest_bytes, self.axis.size, self.unknown)
 
     def _check_tied(self, model: nn.Module) -> None:
         for path, module in model.named_modules():
