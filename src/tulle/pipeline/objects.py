@@ -87,8 +87,8 @@ class Lent:
         self.leaves += of_arguments
         self.about = tuple([held.about for held in self._held])
         """All that the outcome of the call can depend on, beside the leaves."""
-        self.brought: set[int] = set()
-        """Numbers of those of what objects hold that come to the module's rank, because it reads them."""
+        self.brought: dict[int, None] = {}
+        """Numbers of those of what objects hold that come to the module's rank, because it reads them; in order."""
         self.inside: Sequence[Any] = ()
         """What the objects hold while the module runs: the first leaves of the call, as its rank has them."""
         self.may_ask = True

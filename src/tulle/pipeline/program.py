@@ -183,7 +183,7 @@ class Program:
                 result = call.wanted(known.outcome) or self._run(call, unit.stage, known.outcome, number, known)
                 if not isinstance(result, Wanted) or call.given is None:
                     return call.finish(result)
-                call.given.brought.update(result.leaves)
+                call.given.brought.update(dict.fromkeys(result.leaves))
                 known = self.holdings.after(known, result)
 
     def backward(

@@ -69,15 +69,14 @@ class UnitCall(Call):
 
     @property
     def placeholders(self) -> list[Placeholder]:
-        """Its arguments that live on one rank; of what objects hold, those that the module reads."""
+        """Its arguments that live on one rank, then those of what objects hold that the module reads, as it asks.
+
+        In that order they travel, also where what it asks for is known before, as it may be on some ranks only.
+        """
         if self.given is None:
             return super().placeholders
-        count, brought = self.given.count, self.given.brought
-        return [
-            leaf
-            for number, leaf in enumerate(self.leaves)
-            if isinstance(leaf, Placeholder) and (number >= count or number in brought)
-        ]
+        asked = [self.leaves[number] for number in self.given.brought]
+        return [leaf for leaf in [*self.leaves[self.given.count :], *asked] if isinstance(leaf, Placeholder)]
 
     @property
     def about(self) -> Hashable:
