@@ -337,7 +337,7 @@ def test_what_a_hook_within_a_placed_module_has_left_is_refused_where_it_is_read
     step(model, batches(1, 4)[0])
     for layer in model.layers:
         layer[0].register_forward_hook(lambda _, args, result: model.seen.append(result.detach()))
-    with pytest.raises(ModelError, match=r"within it \('layers\.\d\.0'\): other ranks do not have it"):
+    with pytest.raises(tulle.TulleError, match=r"within it \('layers\.\d\.0'\): other ranks do not have it"):
         step(model, batches(1, 4)[0])
 
 
