@@ -4,8 +4,7 @@
     backward     last trip first, as soon as its gradients are there: pushed to the owners, beside the rest
     its end      which gradients came on any rank is agreed, what was not pushed is; owners' gradients are set
 
-With lookahead rows of the next trips that nobody looks up now come beside backward, and only the others behind it
-(`tulle.tables.early`); with late updates too, a trip's gradients go in two parts, of which the first is waited for
+With lookahead and late updates a trip's gradients go in two parts, of which the first is waited for
 (`tulle.engine.late_tables`).
 
 A loss may leave a lookup out on one rank and not on another, so no rank knows by itself what will be pushed. Trips that
@@ -16,7 +15,7 @@ process group of its own beside those pushes, says what follows.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from weakref import WeakValueDictionary
@@ -26,17 +25,15 @@ from torch import Tensor
 
 from tulle.comm import BackgroundThread, Job, all_gather, all_gather_parts, beside, gather_values, lane
 from tulle.cost import Network, exchange_cost
-from tulle.engine.departures import LEAST_BYTES, Departures
+from tulle.engine.departures import Departures
 from tulle.engine.feed import Feed, IdsOf, Load
 from tulle.engine.late_tables import Kind, LateTable, MeanRows
 from tulle.engine.late_updates import LateUpdates
 from tulle.engine.split_table import SplitTable
-from tulle.engine.together import fetch_what_stays, tell_together
-from tulle.engine.trips import Pushes, Trip, Way
+from tulle.engine.trips import Pushes, Trip, Way, tell_together
 from tulle.errors import CommunicationError, ModelError
 from tulle.mesh import Axis
 from tulle.tables import (
-    Route,
     ShardGradient,
     TableModule,
     gradient_of_table,
@@ -53,14 +50,6 @@ _BITS_IF_CHECKED = 2
 tell that they have made all lookups: many at first, ever fewer later."""
 WORTH_S = 0.04
 """What gradients of the rows of a step must take, at least, for some of them to go later: to divide them costs, too."""
-
-
-EARLY_S = 0.003
-"""The same for rows that stay as they are to be fetched early: that takes two exchanges more."""
-_MOST_UNAPPLIED = 64
-"""So many trips are known when rows are fetched early: those of which gradients add up."""
-_MOVED_AT_MOST = 3
-"""So many trips may have been fetched early in vain: an optimizer that moves all rows does so each time."""
 
 
 def delays_rows(gradients_bytes: float, network: Network) -> bool:
@@ -99,12 +88,8 @@ class SplitTables:
         self._later: Way | None = None
         self._late: LateUpdates | None = None
         self._network = network
-        self._travel_s: float | None = None
-        """What the gradients of a step's rows take; None as long as none were told ahead."""
-        self._unapplied = deque[Callable[[], Sequence[Route]]](maxlen=_MOST_UNAPPLIED)
-        """Of trips that were told ahead since the optimizers have stepped what gives their routes."""
-        self._moved = set[int]()
-        """Trips of which rows were fetched early in vain."""
+        self._delays_rows: bool | None = None
+        """Whether it pays to let rows come later; None as long as none were told ahead."""
         self._late_tables: dict[int, LateTable] = {}
         """The last late gradient of each table."""
         self._trips = 0
@@ -136,8 +121,6 @@ class SplitTables:
         try:
             found = trip.look_up(table, ids, module.padding_idx)
             self._rows[table.number] = trip.rows(table)
-            if trip.has_moved:
-                self._moved.add(trip.number)
             return found
         except KeyError:
             raise ModelError(
@@ -206,7 +189,6 @@ class SplitTables:
 
     def after_step(self) -> None:
         """The optimizers have stepped: fetch what the next step looks up. Every rank must call it."""
-        self._unapplied.clear()
         for trip in self._ahead.upcoming if self._ahead is not None else ():
             trip.begin_fetch()
 
@@ -258,29 +240,15 @@ class SplitTables:
         return self._rows.get(number, 0) * table.split.width * table.parameter.dtype.itemsize
 
     def _divide(self, trips: Sequence[Trip], following: Sequence[Trip]) -> None:
-        """Where it pays, let rows that only one of two steps wants travel when nobody waits for them."""
-        if any(trip.is_refused for trip in trips):
+        """Of each trip of which the next step has the like, find out which rows that wants."""
+        if self._later is None or self._delays_rows is False or any(trip.is_refused for trip in trips):
             return
-        if self._travel_s is None:
-            self._travel_s = self._travel_of(trips)
-        if self._later is not None and self._travel_s >= WORTH_S:
-            for trip, after in zip(trips, following, strict=False):
-                if trip.tables.keys() == after.tables.keys():
-                    trip.divide(after, self._later)
-        elif self._travel_s >= EARLY_S:
-            self._unapplied.extend(trip.routes_alone() for trip in trips)
-            if self._may_be_early(following):
-                fetch_what_stays(following, self._unapplied)
-
-    def _may_be_early(self, trips: Sequence[Trip]) -> bool:
-        """Whether rows of trips may be fetched early; on CUDA the host would wait for what owners say of them."""
-        has_moved = len(self._moved) >= _MOVED_AT_MOST
-        return self._axis.device.type == "cpu" and not has_moved and not any(trip.is_checked for trip in trips)
-
-    def _travel_of(self, trips: Sequence[Trip]) -> float:
-        """Seconds that gradients of all rows of some trips take on the rank that has most. Every rank must call it."""
-        most_bytes = max(gather_values(sum(trip.gradients_bytes for trip in trips), self._axis, label=_LABEL))
-        return 0.0 if most_bytes < LEAST_BYTES else exchange_cost(most_bytes, 0, self._network()).seconds
+        if self._delays_rows is None:
+            heard = gather_values(sum(trip.gradients_bytes for trip in trips), self._axis, label=_LABEL)
+            self._delays_rows = delays_rows(max(heard), self._network())
+        for trip, after in zip(trips, following, strict=False):
+            if self._delays_rows and trip.tables.keys() == after.tables.keys():
+                trip.divide(after, self._later)
 
     def _read(self, trip: Trip, table: SplitTable, places: Tensor) -> Tensor:
         """Rows of this rank's part, for a trip."""

@@ -5,8 +5,7 @@
 
 Values are served as they are when the fetch begins; if a table changes before the lookup, they are fetched anew.
 A trip that knows the next one cuts its gradients in two: rows that the next one wants go first, and the others, on a
-way of their own, when the next one's values are there. One that knows those before it has what these leave alone
-fetched beside them (`tulle.tables.early`).
+way of their own, when the next one's values are there.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from tulle.parts import writes_by_data
 from tulle.rows import occurrences
 from tulle.tables import (
     Division,
-    Early,
     Ids,
     Pushed,
     Request,
@@ -38,9 +36,9 @@ from tulle.tables import (
     bundles,
     divide,
     fetch,
-    fetch_rest,
-    is_bitwise,
+    refuse,
     request_of,
+    tell,
 )
 
 
@@ -96,10 +94,10 @@ class Trip:
         self.number = number
         self.tables = {table.number: table for table in tables}
         found = bundles([(table.split, table.parameter.dtype) for table in tables])
-        self.bundles = [[tables[t] for t in of_bundle] for of_bundle in found]
-        self._places = {table.number: (b, t) for b, some in enumerate(self.bundles) for t, table in enumerate(some)}
+        self._bundles = [[tables[t] for t in of_bundle] for of_bundle in found]
+        self._places = {table.number: (b, t) for b, some in enumerate(self._bundles) for t, table in enumerate(some)}
         self._ids = [[Ids.of(ids[t]) for t in of_bundle] for of_bundle in found]
-        self.way = way
+        self._way = way
         self._read = read
         self._came = came
         self._bound = (module.max_norm, module.norm_type) if module is not None and module.max_norm else None
@@ -116,34 +114,19 @@ class Trip:
         self.may_pass = threading.Event()
         """Set when others need not wait for the values of this trip, and of those told with it, any more."""
         self._is_last = True
-        self.early: Callable[[], list[Early]] | None = None
-        """Waits for what is fetched before the rest, one a bundle."""
-        self.has_moved = False
-        """Whether that was in vain: some rank's rows were written since."""
-        self._values: Job[list[Tensor] | None] | None = None
+        self._values: Job[list[Tensor]] | None = None
         self._versions: list[tuple[int, int, int]] = []
         self.is_checked = False
         """Whether rows that were served before their lookup are looked at again then."""
         self._served: Sequence[Sequence[Tensor]] | None = None
         """What was given to each rank, a list a bundle, if it is to be looked at again."""
-        self._returned = Returned(self.bundles, is_scaled=self.is_scaled)
+        self._returned = Returned(self._bundles, is_scaled=self.is_scaled)
 
     def rows(self, table: SplitTable) -> int:
         """How many distinct rows of a table this rank wants; waits until they are known."""
         bundle, t = self._places[table.number]
         starts = self._told_of(bundle).distinct.starts
         return starts[t + 1] - starts[t]
-
-    def be_told(self, told: Job[list[Told]], place: int, last: Trip) -> None:
-        """Note how what is known of this trip comes to be known.
-
-        Args:
-            told: Of all trips that are told together.
-            place: Of this one among them.
-            last: Of these.
-        """
-        self._told, self._place = told, place
-        self._is_last, self.may_pass = self is last, last.may_pass
 
     @property
     def is_refused(self) -> bool:
@@ -159,7 +142,7 @@ class Trip:
         """Of all rows that this rank wants; waits until they are known."""
         return sum(
             len(rows) * tables[0].split.width * tables[0].parameter.dtype.itemsize
-            for rows, tables in zip(self._answer().requests, self.bundles, strict=True)
+            for rows, tables in zip(self._answer().requests, self._bundles, strict=True)
         )
 
     def requests(self) -> list[Request]:
@@ -169,7 +152,7 @@ class Trip:
             IndexError: If a table has no such row.
             TypeError: If ids are no whole numbers.
         """
-        found = zip(self._ids, self.bundles, strict=True)
+        found = zip(self._ids, self._bundles, strict=True)
         return [request_of(ids, [table.split for table in tables]) for ids, tables in found]
 
     def divide(self, following: Trip, later: Way) -> None:
@@ -182,9 +165,9 @@ class Trip:
         self.following, self._later = following, later
 
         def work() -> list[Division]:
-            return divide(self.routes_in_turn(), following.routes_in_turn(), self.way.axis)
+            return divide(self._routes_in_turn(), following._routes_in_turn(), self._way.axis)
 
-        self._divided = self.way.background.submit(work)
+        self._divided = self._way.background.submit(work)
 
     def begin_fetch(self) -> None:
         """Have the values under way, as they are now, unless these are already. Every rank must call it."""
@@ -195,55 +178,32 @@ class Trip:
             [table] = self.tables.values()
             with torch.no_grad():
                 torch.embedding_renorm_(table.parameter.detach(), torch.unique(routes[0].places).long(), *self._bound)
-        fetched = self._all_of(routes) if self.early is None else self._rest_of(self.early())
-        self._versions, self.early = self._current_versions(), None
+        served = self._serve(routes)
+        self._versions = self._current_versions()
+        self._served = served if self.is_checked else None
 
-        def work() -> list[Tensor] | None:
+        def work() -> list[Tensor]:
             try:
-                return fetched()
+                return fetch(routes, served, self._way.axis)
             finally:
                 if self._is_last:
                     self.may_pass.set()
 
-        self._values = self.way.background.submit(work)
+        self._values = self._way.background.submit(work)
 
-    def _all_of(self, routes: Sequence[Route]) -> Callable[[], list[Tensor]]:
-        """What fetches all rows, as they are now."""
-        served = self.serve(routes)
-        self._served = served if self.is_checked else None
-        return partial(fetch, routes, served, self.way.axis)
-
-    def _rest_of(self, early: Sequence[Early]) -> Callable[[], list[Tensor] | None]:
-        """What fetches those that have not come early."""
-        now = self.serve([one.division.alone for one in early])
-        stays = all(one.is_as_served(parts) for one, parts in zip(early, now, strict=True))
-        served = self.serve([one.division.in_both for one in early])
-        return partial(fetch_rest, early, served, self.way.axis, stays=stays)
-
-    def _fetched(self) -> list[Tensor]:
-        """What came, one a bundle, once the fetch has begun. Every rank must call it."""
-        values = None if self._values is None else self._values.result()
-        if values is None:
-            self.has_moved, self._values = True, None
-            self.begin_fetch()
-            assert self._values is not None, "begun just now"
-            values = self._values.result()
-        assert values is not None, "nothing of them had come early"
-        return values
-
-    def serve(self, routes: Sequence[Route]) -> list[Sequence[Tensor]]:
+    def _serve(self, routes: Sequence[Route]) -> list[Sequence[Tensor]]:
         """The rows that each rank wants of this one, as they are now."""
         return [
             route.serve([partial(self._read, self, table) for table in tables])
-            for route, tables in zip(routes, self.bundles, strict=True)
+            for route, tables in zip(routes, self._bundles, strict=True)
         ]
 
     def _check_unwritten(self) -> None:
         """Raise if rows that were given to others have been written since in a way that no version counter sees."""
         if self._served is None or self._current_versions() != self._versions:
             return
-        for tables, then, now in zip(self.bundles, self._served, self.serve(self._routes()), strict=True):
-            if not all(map(is_bitwise, then, now)):
+        for tables, then, now in zip(self._bundles, self._served, self._serve(self._routes()), strict=True):
+            if not all(map(_is_bitwise, then, now)):
                 names = ", ".join(table.name for table in tables)
                 raise ModelError(
                     f"rows of {names} were written, by .detach().data say, after they had been fetched for the "
@@ -261,6 +221,7 @@ class Trip:
         self._check_unwritten()
         self.begin_fetch()
         self._served = None
+        assert self._values is not None, "begun just now"
         bundle, t = self._places[table.number]
         distinct = self._told_of(bundle).distinct
         wanted = distinct.of_table(t)
@@ -271,13 +232,13 @@ class Trip:
         if is_trained and (table.is_sparse or self.is_scaled):
             counted = places if padding_place is None else places[places != padding_place]
             lookups = occurrences(counted.reshape(-1), len(wanted)).int()
-        values = self._fetched()[bundle]
+        values = self._values.result()[bundle]
         if is_trained:
             self._returned.expect(table)
             rows = cast("Tensor", _Rows.apply(table.parameter, values, self, table, lookups))
         else:
             rows = self.take(values, table)
-        if len(self.bundles[bundle]) > 1 or not len(wanted):  # rows lie as `take` has put them
+        if len(self._bundles[bundle]) > 1 or not len(wanted):  # rows lie as `take` has put them
             return rows, places, padding_place
         order = self._told_of(bundle).order(t)
         return rows, order.take(places), None if padding_place is None else int(order[padding_place])
@@ -285,7 +246,7 @@ class Trip:
     def take(self, values: Tensor, table: SplitTable) -> Tensor:
         """The rows of one table, ascending, from those of all that travel with it; of one alone as they came."""
         bundle, t = self._places[table.number]
-        return values if len(self.bundles[bundle]) == 1 else values.index_select(0, self._told_of(bundle).order(t))
+        return values if len(self._bundles[bundle]) == 1 else values.index_select(0, self._told_of(bundle).order(t))
 
     @property
     def is_complete(self) -> bool:
@@ -306,8 +267,8 @@ class Trip:
         Returns:
             What was pushed here; if the trip is divided, of prior rows only, and then of delayed ones.
         """
-        chosen = [b for b, tables in enumerate(self.bundles) if any(table.number in numbers for table in tables)]
-        tables = [[table.number if table.number in numbers else None for table in self.bundles[b]] for b in chosen]
+        chosen = [b for b, tables in enumerate(self._bundles) if any(table.number in numbers for table in tables)]
+        tables = [[table.number if table.number in numbers else None for table in self._bundles[b]] for b in chosen]
         told = self._answer()
         parcel = Parcel(
             tables,
@@ -316,13 +277,13 @@ class Trip:
             [self._returned.lookups(b, told.requests[b]) for b in chosen],
         )
         if self._divided is None or self._later is None or self.following is None:
-            return self.way.background.submit(partial(parcel.push, self.way.axis, "rows")), None
+            return self._way.background.submit(partial(parcel.push, self._way.axis, "rows")), None
         found = self._divided.result()
         divisions = [found[b] for b in chosen]
-        prior = parcel.cut([one.in_both for one in divisions], [one.is_in_both for one in divisions])
-        delayed = parcel.cut([one.alone for one in divisions], [~one.is_in_both for one in divisions])
+        prior = parcel.cut([one.prior for one in divisions], [one.is_prior for one in divisions])
+        delayed = parcel.cut([one.delayed for one in divisions], [~one.is_prior for one in divisions])
         return (
-            self.way.background.submit(partial(prior.push, self.way.axis, "prior rows")),
+            self._way.background.submit(partial(prior.push, self._way.axis, "prior rows")),
             self._later.background.submit(partial(delayed.push_after, self.following.may_pass, self._later.axis)),
         )
 
@@ -330,14 +291,10 @@ class Trip:
         """One a bundle; waits until they are known."""
         return self._answer().routes
 
-    def routes_in_turn(self) -> Sequence[Route]:
-        """One a bundle, for a job of the thread that told them; who else wants them has to wait for its stream."""
-        return self.routes_alone()()
-
-    def routes_alone(self) -> Callable[[], Sequence[Route]]:
-        """What gives the same, and holds neither values nor gradients."""
+    def _routes_in_turn(self) -> Sequence[Route]:
+        """The same for a job of the thread that told them; who else wants them has still to wait for its stream."""
         assert self._told is not None, "trips are told as soon as they are made"
-        return partial(_routes_of, self._told, self._place)
+        return self._told.result()[self._place].routes
 
     def _told_of(self, bundle: int) -> Request:
         """What was told of a bundle; waits until it is known."""
@@ -356,8 +313,42 @@ class Trip:
             return [(p._version, writes_by_data(p), p.data_ptr()) for p in parameters]
 
 
-def _routes_of(told: Job[list[Told]], place: int) -> Sequence[Route]:
-    return told.result()[place].routes
+def tell_together(trips: Sequence[Trip]) -> None:
+    """Tell the owners the rows of some trips, in one exchange. Every rank must call it, alike.
+
+    Which rows these are is found out by the background thread, beside what this one computes. If they are none of the
+    tables', who asks for what was told hears of that; the other ranks do, too.
+
+    Args:
+        trips: Just made, in the order in which their values will be fetched, on one way.
+    """
+    way = trips[0]._way
+    told = way.background.submit(partial(_tell, trips, way.axis))
+    for place, trip in enumerate(trips):
+        trip._told, trip._place = told, place
+        trip._is_last, trip.may_pass = trip is trips[-1], trips[-1].may_pass
+
+
+def _tell(trips: Sequence[Trip], axis: Axis) -> list[Told]:
+    try:
+        requests = [trip.requests() for trip in trips]
+    except (IndexError, TypeError):
+        refuse([table.name for trip in trips for table in trip.tables.values()], axis)
+        raise
+    routes = iter(tell([one for of_trip in requests for one in of_trip], axis))
+    return [Told(of_trip, [next(routes) for _ in of_trip]) for of_trip in requests]
+
+
+def _is_bitwise(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same to the last bit, NaN too."""
+    kind = torch.int64 if _is_wide(one) and _is_wide(other) else torch.uint8
+    return torch.equal(one.view(kind), other.view(kind))
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    """Whether it lies as eight bytes after eight bytes, which are compared in a seventh of the time of single ones."""
+    stretches = tensor.shape[-1] * tensor.itemsize, tensor.storage_offset() * tensor.itemsize
+    return tensor.is_contiguous() and not any(stretch % 8 for stretch in stretches)
 
 
 class _Rows(torch.autograd.Function):

@@ -3,7 +3,6 @@
 from tulle.tables.bundle import Request, Route
 from tulle.tables.distinct import Ids
 from tulle.tables.division import Division, divide
-from tulle.tables.early import Early, fetch_early, fetch_rest, is_bitwise
 from tulle.tables.exchange import (
     Pushed,
     bundles,
@@ -27,7 +26,6 @@ __all__ = [
     "PLACEMENTS",
     "ColumnSplit",
     "Division",
-    "Early",
     "Ids",
     "Pushed",
     "Request",
@@ -39,11 +37,8 @@ __all__ = [
     "bundles",
     "divide",
     "fetch",
-    "fetch_early",
-    "fetch_rest",
     "gradient_of_table",
     "guard_table",
-    "is_bitwise",
     "placement_of",
     "plain_in_step",
     "push",
