@@ -110,8 +110,8 @@ class Program:
         self._held: dict[int, tuple[Any, Settled]] = {}
         """What objects were seen to hold in the call of the model at hand."""
         self._inside = Inside(values, self._need)
-        self._has_written = False
-        """Whether code between modules, or one in what it was given, wrote in a parameter or buffer."""
+        self._has_left = False
+        """Whether something was written in a parameter or buffer, or left in an attribute, be it there still or not."""
         self.is_over = False
         """Whether it has come to its end; what it made may be read still."""
         self._is_applying = False
@@ -253,8 +253,8 @@ class Program:
 
     @property
     def is_kept(self) -> bool:
-        """Whether anybody remembers, past the end, a value that it made: a model, a module, or a hook of the user's."""
-        return self._has_written or self._graphs.is_kept
+        """Whether anybody may read a value of it in another program: a model, a module, or a hook of the user's."""
+        return self._has_left or self._graphs.is_kept
 
     @property
     def graph(self) -> Graph:
@@ -349,6 +349,7 @@ class Program:
                 is_view = isinstance(base, Placeholder) and (base.stage - stage) % self._axis.size == 0
                 results.append(made := self._stand_for(result, stage, value, base if is_view else None))
                 made.family.lender = made.family.lender if is_view or not isinstance(base, Placeholder) else ref(base)
+        self._has_left |= bool(outcome.left)
         for left in outcome.left:
             assert call.unit is not None, "operations have no attributes"
             stand_for = lambda result, value: self._stand_for(result, stage, value, None)  # noqa: E731
@@ -360,7 +361,7 @@ class Program:
         if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
             leaf = call.leaves[number] = self._adopted.adopt(leaf, stage, self.values.tape.phase, is_trained=is_trained)
         wrote = note_written(call, number, stage, is_trained=is_trained, values=self.values, take=self._take)
-        self._has_written |= wrote
+        self._has_left |= wrote
         if isinstance(leaf, Placeholder) and leaf.own is not None:
             self.holdings.keep(leaf.own, leaf.stage, is_trained=leaf.needs_grad)
 
