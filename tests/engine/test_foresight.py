@@ -101,6 +101,34 @@ def test_every_scheme_takes_rows_that_are_told_ahead_and_rows_that_are_not():
         assert heard == [True, False, True], "told in forward, in vain, and from then on in backward"
 
 
+class FirstWord(nn.Module):
+    """Looks up the first column of its batch, of which one row keeps the stride."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(models.WORDS, models.WIDTH, sparse=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.words(ids[:, 0]).pow(2).sum()
+
+
+@on_ranks(2, 3)
+def test_a_column_of_one_sample_is_told_by_every_scheme():
+    mesh = tulle.init(data=-1)
+    ids = batches(1, mesh.size)[0]
+    alone = build(FirstWord, seed=0)
+    (alone(ids) / mesh.size).backward()
+    for scheme in SCHEMES:
+        model = build(FirstWord, seed=0)
+        model, _ = tulle.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh, plan=scheme)
+        with foretold():
+            for _ in range(2):  # looked up after the first is told in forward
+                model.zero_grad()
+                model(ids[mesh.rank : mesh.rank + 1]).backward()
+        gradient = model.words.weight.grad.to_dense()
+        assert torch.allclose(gradient, alone.words.weight.grad.to_dense(), rtol=1e-12), scheme
+
+
 @on_ranks(2)
 def test_the_comparison_can_fail_where_a_wrong_foresight_is_believed():
     mesh = tulle.init(data=-1)

@@ -48,6 +48,24 @@ def test_rows_that_were_not_told_are_named_with_the_mend():
         tulle.lookahead(3)
 
 
+class LastWord(Lookup):
+    """Looks up the last column of its batch alone."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids[:, -1])
+
+
+@on_ranks(2)
+def test_a_column_that_a_shorter_batch_has_not_is_named_with_the_mend():
+    mesh = tulle.init(data=-1)
+    model = LastWord(nn.Embedding(ROWS, WIDTH))
+    model, optimizer = tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan="rows")
+    for _ in range(3):  # in which the last column is the fourth
+        step(model, [optimizer], [model(torch.arange(8).view(2, 4))])
+    with pytest.raises(ModelError, match=r"'table.weight' on rank \d asks for rows that were not told ahead: until"):
+        model(torch.arange(6).view(2, 3))
+
+
 @on_ranks(2)
 def test_what_cannot_be_split_says_why():
     mesh = tulle.init(data=-1)

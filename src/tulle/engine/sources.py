@@ -46,6 +46,8 @@ class Source:
             size = found.shape[dimension]  # of a short batch nothing may be left, as in `ids[:, 2:]`
             found = found.narrow(dimension, min(begin, size), max(0, size - begin - end))
         for dimension, index in reversed(self.picks):
+            if index >= found.shape[dimension]:  # so are none of these; a lookup that has some says what to do
+                return found.new_zeros(0)
             found = found.select(dimension, index)
         return found
 

@@ -30,7 +30,8 @@ def numbers_bytes(count: float, places: int, index_bytes: int) -> float:
 def pack(numbers: Tensor, places: int, index_dtype: torch.dtype) -> Tensor:
     """A message, uint8, of ascending distinct numbers in `0..places-1`."""
     if len(numbers) * index_dtype.itemsize <= -(-places // 8):
-        return numbers.to(index_dtype).view(torch.uint8)
+        # One number, cut out of a batch of one sample, may have a stride still, which `contiguous` takes for none.
+        return numbers.to(index_dtype).contiguous().as_strided((len(numbers),), (1,)).view(torch.uint8)
     message = torch.zeros(-(-places // 8), dtype=torch.uint8, device=numbers.device)
     return message.index_add_(0, numbers >> 3, (1 << (numbers & 7)).to(torch.uint8))  # no bit is added twice
 
