@@ -17,6 +17,19 @@ def ones(*dims):
     return tn.from_torch(torch.ones([dim.size for dim in dims]), dims)
 
 
+@pytest.mark.parametrize("size", [0, -2, 2.5, True, "4", None])
+def test_a_dimension_of_a_size_that_nothing_has_is_refused(size):
+    text = f"dimension 'rows' was given size {size!r}, expected a positive integer"
+    refused(ModelError, text, lambda: tn.Dim("rows", size))
+    refused(ModelError, text, lambda: tn.dims(rows=size))
+    refused(ModelError, text, lambda: tn.Dim("rows", 4).resized(size))
+
+
+@pytest.mark.parametrize("name", ["", 3, None])
+def test_a_dimension_without_a_name_is_refused(name):
+    refused(ModelError, f"a dimension was given the name {name!r}, expected text", lambda: tn.Dim(name, 4))
+
+
 class Declared(tn.Module):
     def __init__(self):
         super().__init__()

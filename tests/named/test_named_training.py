@@ -12,6 +12,7 @@ from torch import nn
 import tulle
 from ranks import on_ranks
 from tulle import named as tn
+from tulle.comm import barrier
 from tulle.errors import CheckpointError, GradientError, ModelError
 from tulle.named.module import named_parameters
 
@@ -231,6 +232,21 @@ def test_a_model_is_saved_before_its_first_step_too_but_only_with_integers(tmp_p
     assert worst_difference(got, expected) < 1e-12
     with pytest.raises(CheckpointError, match=r"save was given loss=0.25 to save with a model, expected an integer"):
         tn.save(tmp_path / "saved", model, optimizer, loss=0.25)
+
+
+@on_ranks(2)
+def test_what_is_no_checkpoint_is_not_replaced_by_one(tmp_path):
+    (tmp_path / "work").mkdir(exist_ok=True)
+    (tmp_path / "work" / "thesis.tex").write_text("years of it")
+    with tn.use(mesh := tulle.init(data=2), LAYOUTS[0]):
+        model = LanguageModel().init(seed=0)
+        barrier(mesh["data"])
+        for path in (tmp_path / "work", tmp_path / "work" / "thesis.tex"):
+            with pytest.raises(CheckpointError, match="is there, and is no checkpoint: tn"):
+                tn.save(path, model, OPTIMIZERS["AdamW"](model))
+        with pytest.raises(CheckpointError, match="expected one with a name"):
+            tn.save(".", model, OPTIMIZERS["AdamW"](model))
+    assert (tmp_path / "work" / "thesis.tex").read_text() == "years of it"
 
 
 def test_half_precision_is_clipped_by_its_true_norm():

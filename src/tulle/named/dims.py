@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from tulle.errors import ModelError, PlanError
 
 _declared: set[str] = set()
@@ -27,12 +29,19 @@ class Dim(_NameAndSize):
         >>> d_ff = Dim("d_ff", 2048)
         >>> d_ff, d_ff.size
         (d_ff=2048, 2048)
+
+    Raises:
+        ModelError: If the name is no text, or the size not a positive integer.
     """
 
     __slots__ = ()
 
     def __new__(cls, name: str, size: int) -> Dim:
         """Make one, and remember its name."""
+        if not isinstance(name, str) or not name:
+            raise ModelError(f"a dimension was given the name {name!r}, expected text: tn.Dim('batch', 32)")
+        if not isinstance(size, int | torch.SymInt) or isinstance(size, bool) or size < 1:
+            raise ModelError(f"dimension {name!r} was given size {size!r}, expected a positive integer")
         _declared.add(name)
         return super().__new__(cls, name, size)
 
@@ -58,9 +67,6 @@ def dims(**sizes: int) -> Dims:
         >>> batch.name, length.size
         ('batch', 128)
     """
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ModelError(f"dimension {name!r} was given size {size!r}, expected a positive integer")
     return tuple(Dim(name, size) for name, size in sizes.items())
 
 

@@ -64,19 +64,20 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.opti
     It is complete or absent: written aside, then renamed. Every rank must call it.
 
     Args:
-        folder: Where; what is there is replaced.
+        folder: Where; a checkpoint that is there is replaced, nothing else.
         model: Its parameters by name, whole.
         optimizer: torch's, or `Adafactor`.
         **extra: Integers to save with it, such as the step.
 
     Raises:
-        CheckpointError: If one of the extra is no integer.
+        CheckpointError: If one of the extra is no integer, or something is there that is no checkpoint.
     """
     for name, value in extra.items():
         if not isinstance(value, int):
             raise CheckpointError(f"save was given {name}={value!r} to save with a model, expected an integer")
     check_initialized(model)
     path = Path(folder)
+    _check_free(path)
     aside = path.with_name(path.name + ".partial")
     state = {**_state(model, optimizer), **{f"extra.{name}": torch.tensor(value) for name, value in extra.items()}}
     if _is_first():
@@ -113,6 +114,18 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.opti
         load_parts(cast("dict[str, Any]", {**state, **extra}), checkpoint_id=path)
     _take_steps(model, optimizer, state)
     return {name.removeprefix("extra."): int(value) for name, value in extra.items()}
+
+
+def _check_free(path: Path) -> None:
+    """Refuse to replace what is no checkpoint; ranks see the same, for none writes before all have come here."""
+    if not path.name:
+        raise CheckpointError(f"{str(path)!r} was given for the checkpoint's folder, expected one with a name")
+    is_replaceable = path.is_dir() and ((path / ".metadata").is_file() or not any(path.iterdir()))
+    if path.exists() and not is_replaceable:
+        raise CheckpointError(
+            f"{str(path)!r} is there, and is no checkpoint: tn.save replaces nothing else. Give another name, or "
+            "remove it"
+        )
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
