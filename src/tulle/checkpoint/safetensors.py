@@ -157,6 +157,8 @@ def _drain(blocks: Iterator[Tensor]) -> None:
 
 
 def _write(aside: Path, path: Path, header: bytes, blocks: Iterator[Tensor]) -> None:
+    if path.exists() and not path.is_file():
+        raise ValueError("it is there, and is no file")  # a device or a pipe would be replaced
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with aside.open("wb") as file:
