@@ -184,10 +184,26 @@ def test_stages_of_a_plan_stay_and_replicas_grow(job, capsys):
         (["--sweep", "colour=1"], "expected NAME=A,B,... with a name of hosts, processes-per-host, bandwidth, latency"),
         (["--sweep", "hosts=1,many"], "--sweep hosts 'many' is no number of things"),
         (["--stragglers", "1.5"], "--stragglers '1.5': expected SHARE:FACTOR"),
+        (["--stragglers", "0.1:1e400"], "--stragglers '0.1:1e400': expected SHARE:FACTOR"),
+        (["--bandwidth", "1e400Gbit"], "--bandwidth '1e400Gbit' is no bandwidth"),
+        (["--latency", "1e400s"], "--latency '1e400s' is no time"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused(job, capsys, options, text):
     assert execute(["simulate", str(job / "plan.json"), *options]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--hosts", "100000000"], "100,000,000 hosts x 1 processes are 100,000,000 ranks, of which 1,000,000 at most"),
+        (["--sweep", "processes-per-host=1,9999999"], "4 hosts x 9,999,999 processes are 39,999,996 ranks"),
+        (["--noise", "1e308"], "noise of 1e+308: a coefficient of variation such as 0.05 is needed, at most 100"),
+    ],
+)
+def test_what_would_never_end_or_fit_is_refused(job, capsys, options, text):
+    assert execute(["simulate", str(job / "plan.json"), *options]) == 1
     assert text in capsys.readouterr().err
 
 

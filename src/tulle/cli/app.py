@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,8 +47,40 @@ app = typer.Typer(
 )
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""What a write ends in that finds no room."""
+
+
 def execute(arguments: Sequence[str]) -> int:
     """Run the command line and return its exit code."""
+    try:
+        code = _executed(arguments)
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()  # what is left for the end of Python fails with a traceback of Python's own
+    except BrokenPipeError:
+        _let_go_of_output()
+        return 1
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        _let_go_of_output()
+        with suppress(OSError):
+            print(f"tulle: what it says or saves cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _let_go_of_output() -> None:
+    """Send what stdout still holds nowhere: Python would try once more to write it when it ends."""
+    with suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def _executed(arguments: Sequence[str]) -> int:
+    """The command's exit code, its errors told in a line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a sign that its encoding lacks must not end a run
             stream.reconfigure(errors="replace")

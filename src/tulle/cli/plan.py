@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from tulle.cli.units import Bandwidth, Hosts, Latency, Lookahead, ProcessesPerHost, changed
+from tulle.cli.units import NUMBER, Bandwidth, Hosts, Latency, Lookahead, ProcessesPerHost, changed
 from tulle.cli.usage import UsageError
 from tulle.errors import PlanError
 from tulle.plan import Plan, Space, best_plan, explained
@@ -92,7 +93,7 @@ def plan(  # noqa: PLR0913 - typer makes each argument an option
     processes_per_host: ProcessesPerHost = None,
     bandwidth: Bandwidth = None,
     latency: Latency = None,
-    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="That a rank may use: 16GB.")] = None,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="That a rank may use: 16GB, 512MiB.")] = None,
     batch: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Samples of a step. Default: as many a rank as profiled.")
     ] = None,
@@ -137,10 +138,11 @@ def size(text: str, option: str = "--memory") -> int:
         >>> size("16GB"), size("1.5 GiB"), size("64 KB")
         (16000000000, 1610612736, 64000)
     """
-    found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([kKMGT]|[KMGT]i|)B", text.strip())
-    if not found or not float(found[1]):
+    found = re.fullmatch(NUMBER + r"([kKMGT]|[KMGT]i|)B", text.strip())
+    found_bytes = float(found[1]) * _PREFIXES[found[2]] if found else 0.0
+    if not 1 <= found_bytes < math.inf:
         raise UsageError(f"{option} {text!r} is no size, expected a number with its unit: 16GB, 512MiB")
-    return round(float(found[1]) * _PREFIXES[found[2]])
+    return round(found_bytes)
 
 
 def axes(text: str, option: str = "--mesh") -> tuple[tuple[str, int], ...]:

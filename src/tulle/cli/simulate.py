@@ -31,7 +31,9 @@ PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="As tulle plan or
 ProfileFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Default: the one that PLAN names, or profile.json beside it.")
 ]
-InsideBandwidth = Annotated[str | None, typer.Option(metavar="RATE", help="From one rank to others of its host.")]
+InsideBandwidth = Annotated[
+    str | None, typer.Option(metavar="RATE", help="From one rank to others of its host: 300GB/s.")
+]
 Sweep = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME=A,B", help="hosts=1,4,25, say, or of processes-per-host, bandwidth, latency."),

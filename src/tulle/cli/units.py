@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from tulle.cli.usage import UsageError
+from tulle.entries import finite
 from tulle.simulate import Change
 
 Hosts = Annotated[int | None, typer.Option(metavar="N", min=1, help="Default: as profiled.")]
@@ -28,7 +29,8 @@ Lookahead = Annotated[
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _BYTES = {"bit": 1 / 8, "bps": 1 / 8, "B": 1.0, "Byte": 1.0, "byte": 1.0}
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0}
-_NUMBER = r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*"
+NUMBER = r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*"
+"""A number, then perhaps blanks; what it stands for may still be nothing, or endless."""
 
 
 def bandwidth(text: str, option: str = "--bandwidth") -> float:
@@ -41,8 +43,8 @@ def bandwidth(text: str, option: str = "--bandwidth") -> float:
         >>> bandwidth("100Gbit"), bandwidth("25 Gbps"), bandwidth("1.5GB/s")
         (12500000000.0, 3125000000.0, 1500000000.0)
     """
-    found = re.fullmatch(_NUMBER + r"([kKMGT]?)(bit|bps|B|[Bb]yte)(?:/s)?", text.strip())
-    if not found or not float(found[1]):
+    found = re.fullmatch(NUMBER + r"([kKMGT]?)(bit|bps|B|[Bb]yte)(?:/s)?", text.strip())
+    if not found or not finite(float(found[1])):
         raise UsageError(
             f"{option} {text!r} is no bandwidth, expected a number with its unit: 100Gbit, 25Gbps, 12.5GB/s"
         )
@@ -59,8 +61,8 @@ def duration(text: str, option: str = "--latency") -> float:
         >>> duration("2us"), duration("0.5 ms")
         (2e-06, 0.0005)
     """
-    found = re.fullmatch(_NUMBER + r"(ns|us|µs|μs|ms|s)", text.strip())
-    if not found or not float(found[1]):
+    found = re.fullmatch(NUMBER + r"(ns|us|µs|μs|ms|s)", text.strip())
+    if not found or not finite(float(found[1])):
         raise UsageError(f"{option} {text!r} is no time, expected a number with its unit: 2us, 0.5ms, 500ns")
     return float(found[1]) * _SECONDS[found[2]]
 
@@ -107,7 +109,7 @@ def share_and_factor(text: str, option: str) -> tuple[float, float]:
         >>> share_and_factor("0.01:1.5", "--stragglers")
         (0.01, 1.5)
     """
-    found = re.fullmatch(_NUMBER + ":" + _NUMBER, text.strip())
-    if not found or float(found[1]) > 1 or not float(found[2]):
+    found = re.fullmatch(NUMBER + ":" + NUMBER, text.strip())
+    if not found or float(found[1]) > 1 or not finite(float(found[2])):
         raise UsageError(f"{option} {text!r}: expected SHARE:FACTOR, 0.01:1.5 say: 1% take 1.5 times as long")
     return float(found[1]), float(found[2])

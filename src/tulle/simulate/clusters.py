@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from tulle.errors import PlanError
 from tulle.workload import Cluster
 
+MOST_RANKS = 1_000_000
+"""Of a cluster that is simulated or planned for: times and rows are kept of each of them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -46,6 +49,9 @@ def another(cluster: Cluster, change: Change) -> Cluster:
     and Gropp, *Optimization of Collective Communication Operations in MPICH*, 2005). Measured latencies grow as those
     of gloo do, with the number of hosts (`Cluster.network`).
 
+    Raises:
+        PlanError: If it has more than `MOST_RANKS` ranks.
+
     Example:
         >>> from tulle.cost import Network
         >>> from tulle.workload import Machine
@@ -57,6 +63,11 @@ def another(cluster: Cluster, change: Change) -> Cluster:
     """
     hosts = change.hosts or cluster.hosts
     processes_per_host = change.processes_per_host or cluster.processes_per_host
+    if hosts * processes_per_host > MOST_RANKS:
+        raise PlanError(
+            f"{hosts:,} hosts x {processes_per_host:,} processes are {hosts * processes_per_host:,} ranks, of which "
+            f"{MOST_RANKS:,} at most are computed: ask for fewer hosts or processes a host"
+        )
     across, inside, probed = cluster.across, cluster.inside or cluster.across, cluster.probed_ranks
     if change.bandwidth_bytes_per_s is not None:
         across = replace(across, bandwidth_bytes_per_s=change.bandwidth_bytes_per_s, all_reduce_bytes_per_s=None)

@@ -12,6 +12,8 @@ import numpy.typing as npt
 from tulle.errors import PlanError
 
 Array = npt.NDArray[np.float64]
+MOST_NOISE = 100
+"""Coefficient of variation: of a larger one no number of steps tells anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +25,16 @@ class Noise:
             distribution is lognormal.
 
     Raises:
-        PlanError: If the coefficient is negative or no number.
+        PlanError: If the coefficient is negative, beyond `MOST_NOISE`, or no number.
     """
 
     coefficient: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.coefficient < math.inf:
-            raise PlanError(f"noise of {self.coefficient}: a coefficient of variation such as 0.05 is needed")
+        if not 0 <= self.coefficient <= MOST_NOISE:
+            raise PlanError(
+                f"noise of {self.coefficient}: a coefficient of variation such as 0.05 is needed, at most {MOST_NOISE}"
+            )
 
     def factors(self, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
         """Of each rank in one step; their expectation is 1."""
