@@ -66,6 +66,8 @@ def test_a_plan_that_was_made_is_taken_again(profile, tmp_path, capsys):
     ("options", "told"),
     [
         (["--memory", "16"], "--memory '16' is no size"),
+        (["--memory", "1e400GB"], "--memory '1e400GB' is no size"),
+        (["--memory", "0.001B"], "--memory '0.001B' is no size"),
         (["--mesh", "data=2,data=4"], "--mesh 'data=2,data=4' names an axis twice"),
         (["--mesh", ""], "--mesh '': expected AXIS=N"),
         (["--mesh", "expert=2"], "--mesh 'expert=2': expected AXIS=N"),

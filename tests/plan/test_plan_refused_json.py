@@ -21,7 +21,11 @@ def test_a_file_that_is_missing_is_named(tmp_path):
         Plan.load(tmp_path / "no.json")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"format": 1', b"\xff\xfe", b"not JSON"], ids=repr)
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b'{"format": 1', b"\xff\xfe", b"not JSON", b"[" * 10**5],
+    ids=lambda content: repr(content[:16]),
+)
 def test_a_file_that_is_no_json_is_named(content, tmp_path):
     (tmp_path / "plan.json").write_bytes(content)
     with pytest.raises(PlanError, match=r"cannot read a plan from '.*plan.json': "):

@@ -186,7 +186,7 @@ class Plan:
             raise PlanError(f"Plan.load was given a {type(path).__name__}, expected the path of a file")
         try:
             parsed = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise PlanError(f"cannot read a plan from {os.fspath(path)!r}: {error}") from error
         return Plan.read(parsed, repr(os.fspath(path)))
 

@@ -168,7 +168,7 @@ class Profile:
         """
         try:
             parsed = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise PlanError(f"cannot read a profile from {os.fspath(path)!r}: {error}") from error
         try:
             return Profile.from_json(parsed)
