@@ -84,7 +84,7 @@ def train(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def worst_gradient(model: nn.Module, reference: nn.Module) -> float:
     """The largest difference, relative to the largest entry of any gradient; infinite if one is there and one not."""
     expected = dict(reference.named_parameters())
-    scale = max(p.grad.abs().max().item() for p in expected.values() if p.grad is not None)
+    scale = max(p.grad.abs().max().item() for p in expected.values() if p.grad is not None and p.numel())
     worst = 0.0
     for name, parameter in model.named_parameters():
         ours, theirs = parameter.grad, expected[name].grad
@@ -92,7 +92,7 @@ def worst_gradient(model: nn.Module, reference: nn.Module) -> float:
             worst = worst if ours is None else float("inf")
         elif (ours is None) != (theirs is None):
             return float("inf")
-        elif ours is not None and theirs is not None:
+        elif ours is not None and theirs is not None and ours.numel():
             worst = max(worst, (ours - theirs).abs().max().item() / scale)
     return worst
 

@@ -21,6 +21,9 @@ from tulle.pipeline.tape import Graph
 class Operator(Protocol):
     """What runs operations on placeholders: a program."""
 
+    number: int
+    """Larger than those of programs before, of earlier micro-batches say."""
+
     @property
     def graph(self) -> Graph:
         """Which each placeholder that it makes keeps."""
