@@ -2,7 +2,6 @@
 
 import time
 
-import pytest
 import torch
 from beside_one_process import data, loss_of
 from pipeline_networks import WIDTH, make, worst_gradient
@@ -47,15 +46,6 @@ class TakesAttribute(nn.Module):
         return y + penalty
 
 
-class Chain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(WIDTH, WIDTH), Slow(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.last(self.middle(self.first(x)))
-
-
 def check(model, reference, function):
     """Of steps whose batches have other lengths, which micro-batches of a placed model meet at different times."""
     step = pipeline.step(micro_batches=4)(function)
@@ -70,25 +60,3 @@ def test_what_is_taken_from_an_attribute_is_the_own_micro_batchs():
     model, reference = make(TakesAttribute), make(TakesAttribute)
     pipeline.place(model, tulle.init(pipe=-1, timeout=8)["pipe"], BACKWARDS)
     check(model, reference, loss_of)
-
-
-@on_ranks(3)
-@pytest.mark.parametrize("is_taken", [True, False])
-def test_what_a_hook_keeps_outside_of_the_model_and_the_step_takes_away_is_refused_where_it_is_anothers(is_taken):
-    kept = {}
-    model, reference = make(Chain), make(Chain)
-    pipeline.place(model, tulle.init(pipe=-1, timeout=8)["pipe"], BACKWARDS)
-    for one in (model, reference):
-        one.first.register_forward_hook(lambda module, given, result: kept.update(features=result))
-
-    def function(model, x):
-        y = model(x)
-        loss = (y * (kept.pop("features") if is_taken else kept["features"])).pow(2).mean()
-        loss.backward()
-        return loss
-
-    if not is_taken:
-        check(model, reference, function)
-        return
-    with pytest.raises(tulle.TulleError, match="is of a later micro-batch, or call, than the one that reads it"):
-        check(model, reference, function)

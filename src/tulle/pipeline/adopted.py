@@ -23,20 +23,6 @@ from tulle.pipeline.tape import Graph
 _LENT_BY = (Tensor.data.__get__, Tensor.detach, torch.detach)  # type: ignore[attr-defined]
 
 
-def check_not_later(leaf: Placeholder, program: Operator) -> None:
-    """Refuse what only a micro-batch that has passed this one can have put where it is read: it differs between ranks.
-
-    Raises:
-        ModelError: If it is of a later program.
-    """
-    if leaf.program.number > program.number:
-        raise ModelError(
-            f"{leaf!r} is of a later micro-batch, or call, than the one that reads it: a hook or the step keeps it "
-            "where each micro-batch puts its own and takes it away again (a dictionary outside of the model, say), "
-            "while others pass. Pass it as an argument or result, or leave it there until the next one overwrites it"
-        )
-
-
 class Adopted:
     """The placeholders that stand for such tensors in one program.
 
@@ -54,8 +40,6 @@ class Adopted:
 
     def placed(self, leaf: Any) -> Any:
         """The placeholder that stands for a tensor with an owner; anything else as it is."""
-        if isinstance(leaf, Placeholder):
-            check_not_later(leaf, self._program)
         if not isinstance(leaf, Tensor) or isinstance(leaf, Placeholder):
             return leaf
         known = self._known.get(id(leaf))

@@ -21,9 +21,6 @@ from tulle.pipeline.tape import Graph
 class Operator(Protocol):
     """What runs operations on placeholders: a program."""
 
-    number: int
-    """Larger than those of programs before, of earlier micro-batches say."""
-
     @property
     def graph(self) -> Graph:
         """Which each placeholder that it makes keeps."""

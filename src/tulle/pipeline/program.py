@@ -94,7 +94,6 @@ class Program:
         fail: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.values, self.holdings, self.seed, self.scale = values, holdings, seed, scale
-        self.number = values.number
         self.stage = 0
         """The last that this rank was at."""
         self._stages: set[int] = set()
@@ -287,7 +286,8 @@ class Program:
         if known is None and (target := call.written(outcome)) is not None:
             check_family(call.leaves[target], self.values.tape.phase, by=call.name)  # now that what it reads has come
         natives = call.natives(self.values, None if self._read is None else stage)
-        versions, seed = versions_of(natives), seed_of(self.seed, call.name, number)
+        versions = versions_of(natives)
+        seed = seed_of(self.seed, call.name, number)
         if call.unit is None:
             seen, values = describe(self._execute(call, natives, seed, known), natives, versions)
         else:

@@ -55,7 +55,7 @@ class Values:
     """
 
     def __init__(self, number: int, holdings: Holdings, wait: Wait, name: str, later: Later | None = None) -> None:
-        self.number, self.holdings, self._wait, self._later = number, holdings, wait, later
+        self._number, self.holdings, self._wait, self._later = number, holdings, wait, later
         self._mailbox, self._rank, self._size = holdings.mailbox, holdings.mailbox.axis.rank, holdings.mailbox.axis.size
         self._count, self._backwards = 0, 0
         self.tape = Tape()
@@ -85,9 +85,9 @@ class Values:
             value = self.native(placeholder)
             if with_grad:
                 self.tape.send(number, rank, value)
-            self._mailbox.send((Kind.VALUE, self.number, number), value, to=(rank,))
+            self._mailbox.send((Kind.VALUE, self._number, number), value, to=(rank,))
         elif self._rank == rank:
-            value = self._await((Kind.VALUE, self.number, number), home, f"an input of {purpose!r}")
+            value = self._await((Kind.VALUE, self._number, number), home, f"an input of {purpose!r}")
             placeholder.local = self.tape.receive(number, home, value) if with_grad else value
             placeholder.phase = self.tape.phase
 
@@ -112,7 +112,7 @@ class Values:
     def give_back(self, placeholder: Placeholder, rank: int, purpose: str) -> None:
         """Have what a rank wrote in its copy of a value be written at home, too. Every rank comes here."""
         home, number = self.rank_of(placeholder.stage), self._next()
-        key = (Kind.VALUE, self.number, number)
+        key = (Kind.VALUE, self._number, number)
         if self._rank == rank:
             self._mailbox.send(key, placeholder.local, to=(home,))
         elif self._rank == home:
@@ -151,7 +151,7 @@ class Values:
         numbers = [self._next() if isinstance(leaf, Placeholder) else 0 for leaf in leaves]
         for leaf, number in zip(leaves, numbers, strict=True):
             if isinstance(leaf, Placeholder) and self._rank == self.rank_of(leaf.stage):
-                self._tell_all((Kind.VALUE, self.number, number), leaf.local)
+                self._tell_all((Kind.VALUE, self._number, number), leaf.local)
         return [self._shared(leaf, number) for leaf, number in zip(leaves, numbers, strict=True)]
 
     def hear(self, name: str, rank: int, outcome: Outcome | None, known: Known | None) -> Outcome:
@@ -171,7 +171,7 @@ class Values:
                 known.outcome = self._mailbox.look(message)
             outcome = known.outcome
         if outcome is None or outcome.varies:
-            return self._await((Kind.OUTCOME, self.number, self._next()), rank, f"the outcome of {name!r}")
+            return self._await((Kind.OUTCOME, self._number, self._next()), rank, f"the outcome of {name!r}")
         return outcome
 
     def tell(self, name: str, seen: Outcome, outcome: Outcome | None, known: Known | None) -> Outcome:
@@ -182,7 +182,7 @@ class Values:
                 known.outcome = seen
             outcome = known.outcome
         if outcome is None or outcome.varies:
-            self._tell_outcome(name, (Kind.OUTCOME, self.number, self._next()), seen)
+            self._tell_outcome(name, (Kind.OUTCOME, self._number, self._next()), seen)
             return seen
         if outcome is not seen and not seen.is_like(outcome):
             raise ModelError(
@@ -204,7 +204,7 @@ class Values:
 
     def _key_of_gradient(self, number: int) -> Key:
         """Another one for each backward: with `retain_graph` several gradients of one value may be under way."""
-        return Kind.GRADIENT, self.number, self._backwards << 32 | number
+        return Kind.GRADIENT, self._number, self._backwards << 32 | number
 
     def _tell_outcome(self, name: str, key: Key, outcome: Outcome) -> None:
         if self._size > 1 and any(isinstance(getattr(one, "value", None), nn.Module) for one in outcome.results):
@@ -237,7 +237,7 @@ class Values:
         if home == self._rank:
             assert leaf.local is not None, "the owner has the value"
             return leaf.local.detach()
-        return self._await((Kind.VALUE, self.number, number), home, "a result")
+        return self._await((Kind.VALUE, self._number, number), home, "a result")
 
     def _await(self, key: Key, rank: int, purpose: str) -> Any:
         self._wait(key, rank, f"{purpose} ({self.name})")
