@@ -166,33 +166,25 @@ def test_a_pipe_does_not_cut_numbers(monkeypatch):
     assert console().width == 70
 
 
+def told_version(stdout, **environment):
+    """Exit code and errors of `tulle --version`, whose output goes there."""
+    command, surroundings = [sys.executable, "-m", "tulle", "--version"], os.environ | environment
+    ended = subprocess.run(
+        command, check=False, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, env=surroundings
+    )
+    return ended.returncode, ended.stderr
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_output_that_finds_no_room_is_told_in_a_line(unbuffered):
-    with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            [sys.executable, "-m", "tulle", "--version"],
-            check=False,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=60,
-            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
-        )
     told = "tulle: what it says or saves cannot be written: No space left on device\n"
-    assert (ended.returncode, ended.stderr) == (1, told)
+    with open("/dev/full", "w") as full:
+        assert told_version(full, PYTHONUNBUFFERED=unbuffered) == (1, told)
 
 
 def test_output_that_nobody_reads_ends_in_silence():
     reading, writing = os.pipe()
     os.close(reading)
-    ended = subprocess.run(
-        [sys.executable, "-m", "tulle", "--version"],
-        check=False,
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-    )
+    assert told_version(writing) == (1, "")
     os.close(writing)
-    assert (ended.returncode, ended.stderr) == (1, "")
