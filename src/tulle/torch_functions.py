@@ -209,3 +209,8 @@ def taken_together(kind: type[T]) -> type[T]:
     """
     cast("list[type[Tensor]]", _foreach_supported_types).append(kind)
     return kind
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` runs: `vmap`, `grad`, `jacrev` or the like."""
+    return cast("Any", torch._C)._functorch.maybe_current_level() is not None

@@ -17,6 +17,7 @@ from tulle.derived import derived
 from tulle.engine.split_tables import SplitTables
 from tulle.errors import ModelError
 from tulle.tables import TableModule, split_of
+from tulle.torch_functions import is_transformed
 
 _RUN_TIME = "_tulle_split_tables"
 _autograd: Any = vars(torch._C)["_autograd"]
@@ -91,11 +92,10 @@ def _saved_as_it_is() -> AbstractContextManager[object]:
 
 def _refuse_transforms(module: SplitEmbedding | SplitEmbeddingBag, ids: Tensor) -> None:
     """Raise within `torch.func.vmap`, `grad`, `jacrev` and the like, from where no gradient comes to the owners."""
-    functorch = cast("Any", torch._C)._functorch
-    if functorch.maybe_current_level() is None:
+    if not is_transformed():
         return
     is_trained = torch.is_grad_enabled() and module.weight.requires_grad
-    if is_trained or functorch.is_functorch_wrapped_tensor(ids):
+    if is_trained or cast("Any", torch._C)._functorch.is_functorch_wrapped_tensor(ids):
         split = split_of(module.weight)
         if split is None:
             return  # a tensor in its place, which is refused as such

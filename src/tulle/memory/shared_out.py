@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from tulle.memory.shard import Shard
 from tulle.memory.unit import Unit
 from tulle.memory.whole_states import cut_in_place
 from tulle.mesh import Axis
+from tulle.torch_functions import is_transformed
 from tulle.traits import makes_weights
 
 logger = logging.getLogger("tulle")
@@ -240,7 +241,7 @@ class _SharedOut(nn.Module):
                 if not unit.is_apart:
                     _check_whole(given, unit.shards[number], name, unit)
                 return super().forward(*arguments, **keywords)
-        elif _is_transformed():  # a pass is of no use to what is gathered for nobody, and takes no transform
+        elif is_transformed():  # a pass is of no use to what is gathered for nobody, and takes no transform
             return super().forward(*arguments, **keywords)
         return _run(self, unit, partial(super().forward, *arguments, **keywords))
 
@@ -255,14 +256,9 @@ def _check_whole(given: Tensor, shard: Shard, name: str, unit: Unit) -> None:
         )
 
 
-def _is_transformed() -> bool:
-    """Whether `torch.func.vmap`, `grad`, `jacrev` or the like runs."""
-    return cast("Any", torch._C)._functorch.maybe_current_level() is not None
-
-
 def _refuse_transforms(module: nn.Module) -> None:
     """Raise within transforms of `torch.func`, which cannot gather."""
-    if _is_transformed():
+    if is_transformed():
         raise ModelError(
             f"a transform of torch.func (vmap, grad, jacrev, ...) was given a {type(module).__name__} whose parameters "
             f"full_shard has shared out over the ranks, which it cannot gather: {_WHOLES}"

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from tulle.pipeline.placeholder import is_about_shape
 from tulle.pipeline.recompute import intercept_functions, is_within_function
 from tulle.pipeline.trial import trial
 from tulle.pipeline.unfit import kinds_of, refuse_replaced
+from tulle.torch_functions import is_transformed
 from tulle.traits import is_compiled
 
 
@@ -117,7 +118,7 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
 
 def _is_called_otherwise(module: nn.Module) -> bool:
     """Whether a caller has put other tensors in the places of parameters, or transforms the call: on one rank, then."""
-    if cast("Any", torch._C)._functorch.maybe_current_level() is not None:
+    if is_transformed():
         return True
     given = (one for inner in module.modules() for one in inner._parameters.values())
     return any(one is not None and not isinstance(one, nn.Parameter) for one in given)
