@@ -1,5 +1,7 @@
 """What all tests share: the processes of the warm teams end with the session."""
 
+import gc
+import importlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -20,9 +22,14 @@ hypothesis.settings.load_profile("tulle")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Have processes of a long session import at once what many of its tests do."""
+    """Have processes of a long session import at once what many of its tests do.
+
+    What this process has imported stays, as on ranks: the collections of a profile or a placement need not look at it.
+    """
     if len(session.items) > 200:
         os.environ["TULLE_TESTS_MANY"] = "1"
+        importlib.import_module("torch._dynamo")  # with the first optimizer, otherwise
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
