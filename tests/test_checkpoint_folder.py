@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tulle
-import tulle.checkpoint.folder
+import tulle.whole_folder
 from checkpoints import contents, fails_halfway, good_checkpoint, trained
 from tulle.errors import CheckpointError
 
@@ -89,7 +89,7 @@ def test_where_folders_cannot_change_places_at_once_a_checkpoint_is_there_at_any
     instant, checkpoint, monkeypatch
 ):
     """As on a file system that cannot swap: the old one is put away, the new one put in its place."""
-    monkeypatch.setattr(tulle.checkpoint.folder, "_swap", lambda *_: False)
+    monkeypatch.setattr(tulle.whole_folder, "_swap", lambda *_: False)
     model, optimizers = trained(seed=1)
     tulle.save(checkpoint, model, optimizers, step=3)
     assert tulle.load(checkpoint, model, optimizers) == {"step": 3}

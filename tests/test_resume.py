@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import mortal
 import tulle
-import tulle.checkpoint.folder
+import tulle.whole_folder
 
 STEPS = 30
 ROWS, WIDTH = 2000, 32
@@ -89,13 +89,13 @@ def fall(instant: str) -> None:
         die()
 
     complete = torch.save
-    swap = tulle.checkpoint.folder._swap
+    swap = tulle.whole_folder._swap
     if instant.startswith("half"):
         torch.save = write_half
     elif instant == "all is written":
-        tulle.checkpoint.folder._swap = die
+        tulle.whole_folder._swap = die
     else:
-        tulle.checkpoint.folder._swap = lambda aside, path: die(swap(aside, path))
+        tulle.whole_folder._swap = lambda aside, path: die(swap(aside, path))
 
 
 def result(folder: Path) -> list:

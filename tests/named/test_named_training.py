@@ -15,6 +15,7 @@ from tulle import named as tn
 from tulle.comm import barrier
 from tulle.errors import CheckpointError, GradientError, ModelError
 from tulle.named.module import named_parameters
+from tulle.whole_folder import WholeFolder
 
 LAYOUTS = [
     "batch:data, heads:model, d_ff:model, vocab:model",
@@ -125,7 +126,7 @@ def test_a_checkpoint_loads_under_another_layout_and_mesh(optimizer, tmp_path):
             *_, got = train(fresh, 2, model)
             expected_parts = {name: expected[name] for name in whole(model)}
             assert worst_difference(got, expected_parts) < 1e-11
-    assert not (tmp_path / "saved.partial").exists()
+    assert not (tmp_path / ".saved.partial").exists()
 
 
 def test_one_process_saves_and_loads_too_and_what_is_not_there_is_refused(tmp_path):
@@ -247,6 +248,24 @@ def test_what_is_no_checkpoint_is_not_replaced_by_one(tmp_path):
         with pytest.raises(CheckpointError, match="expected one with a name"):
             tn.save(".", model, OPTIMIZERS["AdamW"](model))
     assert (tmp_path / "work" / "thesis.tex").read_text() == "years of it"
+
+
+@on_ranks(2)
+def test_a_checkpoint_that_cannot_be_written_is_said_on_every_rank_and_the_older_one_stays(tmp_path):
+    def full(_self):
+        raise OSError(28, "No space left on device")
+
+    with tn.use(tulle.init(data=2), LAYOUTS[0]):
+        model, optimizer, _ = train("AdamW", 1)
+        tn.save(tmp_path / "saved", model, optimizer, step=1)
+        for step in ("prepare", "commit"):
+            with pytest.MonkeyPatch.context() as patched:
+                patched.setattr(WholeFolder, step, full)
+                with pytest.raises(CheckpointError, match=r"saved'.*No space left on device.*older one is as it was"):
+                    tn.save(tmp_path / "saved", model, optimizer, step=2)
+            assert tn.load(tmp_path / "saved", model, optimizer) == {"step": 1}
+        tn.save(tmp_path / "saved", model, optimizer, step=3)
+        assert tn.load(tmp_path / "saved", model, optimizer) == {"step": 3}
 
 
 def test_half_precision_is_clipped_by_its_true_norm():

@@ -1,20 +1,17 @@
 """`Folder`: a checkpoint's folder, complete or absent whenever its writing is interrupted.
 
-| folder or file | |
+| file | |
 |---|---|
-| `checkpoint/` | what a reader sees: the old one, or the new one |
-| `checkpoint/run.pt` | all that is small: outline, random states, extra; sizes and checksums of the other files |
-| `checkpoint/.metadata` | `torch.distributed.checkpoint`'s: which block of which tensor lies where |
-| `checkpoint/__0_0.distcp` | blocks that rank 0 wrote |
-| `.checkpoint.partial/` | what is being written; at the end it changes places with the old one, in one instant |
-| `.checkpoint.previous/` | the old one, for an instant, on a file system that cannot do so |
+| `run.pt` | all that is small: outline, random states, extra; sizes and checksums of the other files |
+| `.metadata` | `torch.distributed.checkpoint`'s: which block of which tensor lies where |
+| `__0_0.distcp` | blocks that rank 0 wrote |
+
+It is written aside: see `WholeFolder`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import shutil
 import warnings
 import zipfile
 import zlib
@@ -25,12 +22,12 @@ from typing import Any
 import torch
 
 from tulle.errors import CheckpointError
+from tulle.whole_folder import WholeFolder
 
 FORMAT = 2
 RUN = "run.pt"
 _KEYS = {"format", "model", "optimizers", "kinds", "versions", "random", "extra", "files"}
 _BLOCK_BYTES = 1024 * 1024
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
 
 Stamps = dict[str, tuple[int, int]]
 """Bytes and checksum (CRC-32) of files, by name."""
@@ -57,8 +54,8 @@ class Folder:
             raise CheckpointError(
                 f"{os.fspath(path)!r} was given for the checkpoint's folder, expected one with a name"
             )
-        self.aside = self.path.with_name(f".{self.path.name}.partial")
-        self._previous = self.path.with_name(f".{self.path.name}.previous")
+        self._whole = WholeFolder(self.path, RUN)
+        self.aside = self._whole.aside
 
     def prepare(self) -> None:
         """Make an empty folder aside. One rank must call it, before any writes.
@@ -67,22 +64,18 @@ class Folder:
             CheckpointError: If it cannot be made, or something of this name is there that is no checkpoint.
         """
         try:
-            if self._previous.exists() and not self.path.exists():
-                self._previous.rename(self.path)
-            if self.path.exists() and not (self.path / RUN).is_file() and not _is_empty_folder(self.path):
+            if not self._whole.is_free:
                 raise CheckpointError(
                     f"{str(self.path)!r} is there, and is no checkpoint: tulle.save replaces nothing else. Give "
                     "another name, or remove it"
                 )
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.discard()
-            self.aside.mkdir()
+            self._whole.prepare()
         except OSError as problem:
             raise self.unwritten(problem) from problem
 
     def discard(self) -> None:
         """Remove what is aside, if anything is."""
-        shutil.rmtree(self.aside, ignore_errors=True)
+        self._whole.discard()
 
     def write_run(self, run: Mapping[str, Any]) -> None:
         """Write the small file, the last of those aside."""
@@ -103,16 +96,7 @@ class Folder:
                     f"another rank wrote {name!r} of the checkpoint {str(self.path)!r}, and rank 0 does not see it: "
                     "give a path on a file system that all ranks share"
                 )
-        _sync(self.aside)
-        if not self.path.exists():
-            self.aside.rename(self.path)
-        elif not _swap(self.aside, self.path):
-            shutil.rmtree(self._previous, ignore_errors=True)
-            self.path.rename(self._previous)
-            self.aside.rename(self.path)
-            shutil.rmtree(self._previous)
-        _sync(self.path.parent)
-        self.discard()
+        self._whole.commit()
 
     def unwritten(self, problem: BaseException) -> CheckpointError:
         """What to raise if the checkpoint cannot be written."""
@@ -126,8 +110,7 @@ class Folder:
         Raises:
             CheckpointError: If there is none, or it is damaged, or not a checkpoint's.
         """
-        if not self.path.exists() and self._previous.exists():
-            self.path = self._previous
+        self.path = self._whole.found
         if not (self.path / RUN).is_file():
             raise CheckpointError(
                 f"there is no checkpoint {str(self.path)!r}: give the folder that tulle.save wrote, on a file system "
@@ -187,23 +170,3 @@ def _checksum(path: Path) -> int:
 
 def _has_bytes(path: Path, size_bytes: int) -> bool:
     return path.is_file() and path.stat().st_size == size_bytes
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _swap(first: Path, second: Path) -> bool:
-    """Let two folders change names, in one instant: Linux can, on most file systems."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    if rename is None:
-        return False
-    return rename(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0

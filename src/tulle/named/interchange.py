@@ -7,9 +7,8 @@ nothing of layouts. Inside the library there are none.
 from __future__ import annotations
 
 import os
-import shutil
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +29,9 @@ from tulle.named.optimizer import largest_two
 from tulle.named.scope import Scope, current
 from tulle.named.tensor import Tensor
 from tulle.named.wire import ProcessWire
+from tulle.whole_folder import WholeFolder
+
+_METADATA = ".metadata"
 
 
 def to_dtensor(tensor: Tensor) -> DTensor:
@@ -70,26 +72,19 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.opti
         **extra: Integers to save with it, such as the step.
 
     Raises:
-        CheckpointError: If one of the extra is no integer, or something is there that is no checkpoint.
+        CheckpointError: On every rank, if one of the extra is no integer, something is there that is no checkpoint, or
+            it cannot be written; an older one is then as it was.
     """
     for name, value in extra.items():
         if not isinstance(value, int):
             raise CheckpointError(f"save was given {name}={value!r} to save with a model, expected an integer")
     check_initialized(model)
-    path = Path(folder)
-    _check_free(path)
-    aside = path.with_name(path.name + ".partial")
+    whole = _whole(folder)
     state = {**_state(model, optimizer), **{f"extra.{name}": torch.tensor(value) for name, value in extra.items()}}
-    if _is_first():
-        shutil.rmtree(aside, ignore_errors=True)
-    _meet()
+    _first_does(lambda: _prepare(whole), whole)
     with _quiet_if_alone():
-        save_parts(state, checkpoint_id=aside)
-    _meet()
-    if _is_first():
-        shutil.rmtree(path, ignore_errors=True)
-        aside.rename(path)
-    _meet()
+        save_parts(state, checkpoint_id=whole.aside)
+    _first_does(whole.commit, whole)
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
@@ -99,8 +94,8 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.opti
         CheckpointError: If there is none, or it is of another model.
     """
     check_initialized(model)
-    path = Path(folder)
-    if not (path / ".metadata").exists():
+    path = _whole(folder).found
+    if not (path / _METADATA).exists():
         raise CheckpointError(f"there is no checkpoint of a named model at {path}: save one with tn.save")
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     _begin_states(model, optimizer)
@@ -116,16 +111,37 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.opti
     return {name.removeprefix("extra."): int(value) for name, value in extra.items()}
 
 
-def _check_free(path: Path) -> None:
-    """Refuse to replace what is no checkpoint; ranks see the same, for none writes before all have come here."""
+def _whole(folder: str | os.PathLike[str]) -> WholeFolder:
+    path = Path(folder)
     if not path.name:
         raise CheckpointError(f"{str(path)!r} was given for the checkpoint's folder, expected one with a name")
-    is_replaceable = path.is_dir() and ((path / ".metadata").is_file() or not any(path.iterdir()))
-    if path.exists() and not is_replaceable:
+    return WholeFolder(path, _METADATA)
+
+
+def _prepare(whole: WholeFolder) -> None:
+    if not whole.is_free:
         raise CheckpointError(
-            f"{str(path)!r} is there, and is no checkpoint: tn.save replaces nothing else. Give another name, or "
+            f"{str(whole.path)!r} is there, and is no checkpoint: tn.save replaces nothing else. Give another name, or "
             "remove it"
         )
+    whole.prepare()
+
+
+def _first_does(work: Callable[[], None], whole: WholeFolder) -> None:
+    """Have rank 0 do what one rank must, once all have come here, and every rank raise what it raises."""
+    said: list[str | None] = [None]
+    _meet()
+    if _is_first():
+        try:
+            work()
+        except CheckpointError as problem:
+            said = [str(problem)]
+        except OSError as problem:
+            said = [f"cannot write the checkpoint {str(whole.path)!r}: {problem}; an older one is as it was"]
+    if dist.is_initialized():
+        dist.broadcast_object_list(said)
+    if said[0] is not None:
+        raise CheckpointError(said[0])
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
