@@ -14,41 +14,52 @@ import os
 import shutil
 from pathlib import Path
 
+from tulle.errors import CheckpointError
+
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux' renameat2
 
 
 class WholeFolder:
-    """A folder that is written aside.
+    """A checkpoint's folder, which is written aside.
 
     Args:
         path: Its name.
-        marker: A file that every such folder has.
+        marker: A file that every such checkpoint has.
+        saver: What writes it, as users know it.
+
+    Raises:
+        CheckpointError: If that is no name.
     """
 
-    def __init__(self, path: Path, marker: str) -> None:
-        self.path = path
-        self.aside = path.with_name(f".{path.name}.partial")
-        self._previous = path.with_name(f".{path.name}.previous")
-        self._marker = marker
+    def __init__(self, path: str | os.PathLike[str], marker: str, saver: str) -> None:
+        self.path = Path(path)
+        if not self.path.name:
+            raise CheckpointError(
+                f"{os.fspath(path)!r} was given for the checkpoint's folder, expected one with a name"
+            )
+        self.aside = self.path.with_name(f".{self.path.name}.partial")
+        self._previous = self.path.with_name(f".{self.path.name}.previous")
+        self._marker, self._saver = marker, saver
 
     @property
     def found(self) -> Path:
         """Where a reader finds it, if it is there."""
         return self._previous if not self.path.exists() and self._previous.exists() else self.path
 
-    @property
-    def is_free(self) -> bool:
-        """Whether nothing but an older one, or an empty folder, would be replaced."""
-        found = self.found
-        return not found.exists() or (found / self._marker).is_file() or _is_empty_folder(found)
-
     def prepare(self) -> None:
         """Make an empty folder aside.
 
         Raises:
+            CheckpointError: If something of this name is there that is no checkpoint.
             OSError: If it cannot be made.
         """
-        if self.found is self._previous:
+        found = self.found
+        if found.exists() and not (found / self._marker).is_file() and not _is_empty_folder(found):
+            raise CheckpointError(
+                f"{str(self.path)!r} is there, and is no checkpoint: {self._saver} replaces nothing else. Give another "
+                "name, or remove it"
+            )
+        if found is self._previous:
             self._previous.rename(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.discard()

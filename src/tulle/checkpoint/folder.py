@@ -49,13 +49,8 @@ class Folder:
                 f"a {type(path).__name__} was given for the checkpoint's folder, expected its name, before the model: "
                 "tulle.save(path, model, optimizer), tulle.load(path, model, optimizer)"
             )
-        self.path = Path(path)
-        if not self.path.name:
-            raise CheckpointError(
-                f"{os.fspath(path)!r} was given for the checkpoint's folder, expected one with a name"
-            )
-        self._whole = WholeFolder(self.path, RUN)
-        self.aside = self._whole.aside
+        self._whole = WholeFolder(path, RUN, "tulle.save")
+        self.path, self.aside = self._whole.path, self._whole.aside
 
     def prepare(self) -> None:
         """Make an empty folder aside. One rank must call it, before any writes.
@@ -64,11 +59,6 @@ class Folder:
             CheckpointError: If it cannot be made, or something of this name is there that is no checkpoint.
         """
         try:
-            if not self._whole.is_free:
-                raise CheckpointError(
-                    f"{str(self.path)!r} is there, and is no checkpoint: tulle.save replaces nothing else. Give "
-                    "another name, or remove it"
-                )
             self._whole.prepare()
         except OSError as problem:
             raise self.unwritten(problem) from problem

@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -81,7 +80,7 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.opti
     check_initialized(model)
     whole = _whole(folder)
     state = {**_state(model, optimizer), **{f"extra.{name}": torch.tensor(value) for name, value in extra.items()}}
-    _first_does(lambda: _prepare(whole), whole)
+    _first_does(whole.prepare, whole)
     with _quiet_if_alone():
         save_parts(state, checkpoint_id=whole.aside)
     _first_does(whole.commit, whole)
@@ -112,19 +111,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.opti
 
 
 def _whole(folder: str | os.PathLike[str]) -> WholeFolder:
-    path = Path(folder)
-    if not path.name:
-        raise CheckpointError(f"{str(path)!r} was given for the checkpoint's folder, expected one with a name")
-    return WholeFolder(path, _METADATA)
-
-
-def _prepare(whole: WholeFolder) -> None:
-    if not whole.is_free:
-        raise CheckpointError(
-            f"{str(whole.path)!r} is there, and is no checkpoint: tn.save replaces nothing else. Give another name, or "
-            "remove it"
-        )
-    whole.prepare()
+    return WholeFolder(folder, _METADATA, "tn.save")
 
 
 def _first_does(work: Callable[[], None], whole: WholeFolder) -> None:
