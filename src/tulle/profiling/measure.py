@@ -247,7 +247,7 @@ def _in_steps(
 def _prepare(
     model: nn.Module, optimizers: Sequence[Optimizer], samples: Sequence[object], loss: Loss, *, is_first: bool
 ) -> _Prepared:
-    twin = Twin.of(model, optimizers, samples, loss)
+    twin = Twin.of(model, optimizers, samples, loss, borrows=True)
     seen = looks(twin)
     with refuse_sending(model):
         twin.step(samples[0])
@@ -270,14 +270,11 @@ def _cut(twin: Twin) -> _Pieces:
 
 
 def _count(twin: Twin, names: Sequence[str]) -> Counts:
-    state = [entry for one in twin.optimizers for kept in one.state.values() for entry in kept.values()]
-    held = [*twin.model.parameters(), *twin.model.buffers(), *(one for one in state if isinstance(one, Tensor))]
-
     def rest(loss: Tensor) -> None:
         loss.backward()
         twin.update()
 
-    return count(twin.model, names, lambda: twin.forward(twin.samples[0]), rest, held)
+    return count(twin.model, names, lambda: twin.forward(twin.samples[0]), rest, twin.held())
 
 
 def _without_memory(

@@ -53,7 +53,7 @@ def optimizer_profile(twin: Twin, step_s: float) -> OptimizerProfile:
         twin: Takes a few more steps.
         step_s: Of all its optimizers, as it was seen in whole steps.
     """
-    twin.forward(twin.samples[0]).backward()
+    twin.backward(twin.samples[0])
     owners = [one for one in twin.optimizers if any(_is_sparse(p) for p in _parameters(one))] or twin.optimizers
     row_fixed_share = _row_fixed_share(twin)
     work = _measured(twin)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from tulle.comm import now_s
 from tulle.deferred import is_deferred, values_of
 from tulle.pipeline.profile import as_call
+from tulle.profiling.borrowed import Borrowed, borrowed, own_where_written
 
 Loss = Callable[[Any], Tensor]
 """From what the model gives to what backward starts from."""
@@ -35,6 +36,7 @@ class Twin:
         samples: Batches, each as the model is called with it.
         loss: From the model's result to the loss.
         device: Where it runs.
+        borrowed: Tables that it has not copied.
     """
 
     model: nn.Module
@@ -42,19 +44,41 @@ class Twin:
     samples: Sequence[object]
     loss: Loss
     device: torch.device
+    borrowed: Sequence[Borrowed] = ()
 
     @staticmethod
-    def of(model: nn.Module, optimizers: Sequence[Optimizer], samples: Sequence[object], loss: Loss) -> Twin:
-        """Copy a model and its optimizers, without hooks of these; what has no values gets random ones."""
+    def of(
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        samples: Sequence[object],
+        loss: Loss,
+        *,
+        borrows: bool = False,
+    ) -> Twin:
+        """Copy a model and its optimizers, without hooks of these; what has no values gets random ones.
+
+        Args:
+            model: The model.
+            optimizers: Over its parameters.
+            samples: Batches.
+            loss: From what it gives to the loss.
+            borrows: Whether tables may stay where they are, as the model does nothing while the twin is there.
+        """
         device = next((one.device for one in model.parameters() if not one.is_meta), torch.device("cpu"))
         memo = _given(model, device)
-        copied, stepping = copy.deepcopy((model, list(optimizers)), memo)
+        tables = borrowed(model, optimizers) if borrows else {}
+        memo.update((table, one.read) for table, one in tables.items())
+        copied = copy.deepcopy(model, memo)
+        for table, one in tables.items():
+            memo.update({table: one.written, **one.state})
+        stepping = copy.deepcopy(list(optimizers), memo)
         for one, optimizer in zip(stepping, optimizers, strict=True):
             _complete(one, optimizer, memo)
             for group in one.param_groups:
                 if "lr" in group:
                     group["lr"] = 0 * group["lr"]
-        twin = Twin(copied, stepping, samples, loss, device)
+        own_where_written(tables.values(), stepping)
+        twin = Twin(copied, stepping, samples, loss, device, [*tables.values()])
         twin.clear()
         return twin
 
@@ -63,8 +87,14 @@ class Twin:
         args, kwargs = as_call(sample, self.device)
         return self.loss(self.model(*args, **kwargs))
 
+    def backward(self, sample: object) -> None:
+        """Give the optimizers the gradients of a batch."""
+        self.forward(sample).backward()
+        self._hand_over()
+
     def update(self) -> None:
         """Step all optimizers, and forget the gradients."""
+        self._hand_over()
         for optimizer in self.optimizers:
             optimizer.step()
         self.clear()
@@ -73,11 +103,23 @@ class Twin:
         """Forget the gradients."""
         for parameter in self.model.parameters():
             parameter.grad = None
+        self._hand_over()
 
     def step(self, sample: object) -> None:
         """One whole step."""
         self.forward(sample).backward()
         self.update()
+
+    def held(self) -> list[Tensor]:
+        """All parameters, buffers and states of optimizers, each table once."""
+        written = {id(one.read): one.written for one in self.borrowed}
+        state = [entry for one in self.optimizers for kept in one.state.values() for entry in kept.values()]
+        parameters = [written.get(id(one), one) for one in self.model.parameters()]
+        return [*parameters, *self.model.buffers(), *(one for one in state if isinstance(one, Tensor))]
+
+    def _hand_over(self) -> None:
+        for one in self.borrowed:
+            one.hand_over()
 
     def now_s(self) -> float:
         """The time, when all that was begun has ended."""

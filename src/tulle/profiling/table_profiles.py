@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from tulle.comm import gather_values
 from tulle.mesh import Axis
 from tulle.placing import outputs_of, placements_of, tables_of
+from tulle.profiling.borrowed import own
 from tulle.profiling.steps import Twin
 from tulle.profiling.tables import Lookups, looked_up
 from tulle.tables import TableModule
@@ -29,6 +30,7 @@ def looks(twin: Twin) -> list[Looks]:
     found: list[Looks] = []
     for sample in twin.samples:
         seen = looked_up(twin.model, sample)
+        own(twin.borrowed, {id(twin.model.get_parameter(name)) for name, one in seen.items() if one.is_read})
         if any(module.sparse for module in twin.model.modules() if isinstance(module, TableModule)):
             twin.forward(sample).backward()
             seen = {name: _by_gradient(twin.model.get_parameter(name).grad, one) for name, one in seen.items()}

@@ -11,6 +11,9 @@ from torch import Tensor
 from tulle.mesh import Axis
 from tulle.partition import Hashed
 
+_BLOCK_BYTES = 8 * 1024 * 1024
+"""Of rows that are copied at once."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSplit:
@@ -68,8 +71,11 @@ class RowSplit:
             is_mine = owner == self.axis.rank
             return _by_rows(places[is_mine], values[is_mine], self.partition.places)
         rows, places = self.rows()
+        rows, places = rows.to(whole.device), places.to(whole.device)
         part = whole.new_zeros(self.partition.places, *whole.shape[1:])
-        part[places.to(whole.device)] = whole.detach()[rows.to(whole.device)]
+        block = max(1, _BLOCK_BYTES // max(1, whole[:1].nbytes))  # all at once would take the part's memory once more
+        for some_rows, some_places in zip(rows.split(block), places.split(block), strict=True):
+            part.index_copy_(0, some_places, whole.detach().index_select(0, some_rows))
         return part
 
     def put(self, part: Tensor, first_row: int, chunk: Tensor) -> None:
