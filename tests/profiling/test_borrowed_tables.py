@@ -123,7 +123,9 @@ def test_a_profile_changes_no_table(kind):
 
 
 @pytest.mark.parametrize(
-    "made", [lambda m: SGD(m.parameters()), lambda m: Adagrad(m.parameters())], ids=["sgd", "adagrad"]
+    "made",
+    [lambda m: SGD(m.parameters()), lambda m: Adagrad(m.parameters()), of_rows],
+    ids=["sgd", "adagrad", "sparse-adam"],
 )
 def test_a_profile_says_of_borrowed_tables_what_it_says_of_copies(made, monkeypatch):
     model = Bag()
@@ -137,11 +139,12 @@ def test_a_profile_says_of_borrowed_tables_what_it_says_of_copies(made, monkeypa
 
 
 @pytest.mark.parametrize("is_borrowing", [True, False])
-def test_a_profile_needs_no_second_table(is_borrowing, monkeypatch):
+@pytest.mark.parametrize("kind", [SGD, Adagrad, SparseAdam])
+def test_a_profile_needs_no_second_table(kind, is_borrowing, monkeypatch):
     model = nn.Sequential(nn.EmbeddingBag(2**18, 128, sparse=True), nn.Linear(128, 1))  # of 128 MiB
-    optimizer = SGD(model.parameters())
+    optimizers = [kind(model[0].parameters()), SGD(model[1].parameters())]
     tulle.profile(Bag(), SGD(Bag().parameters()), IDS)  # what a process needs once
     if not is_borrowing:
         monkeypatch.setattr("tulle.profiling.steps.borrowed", lambda *_: {})
-    grown_bytes = peak_over_now(lambda: tulle.profile(model, optimizer, IDS))
+    grown_bytes = peak_over_now(lambda: tulle.profile(model, optimizers, IDS))
     assert (grown_bytes < model[0].weight.nbytes) is is_borrowing, grown_bytes

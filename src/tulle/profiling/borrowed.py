@@ -31,11 +31,13 @@ class Borrowed:
         read: The parameter of the twin's model, in the table's own memory.
         written: What the twin's optimizer has for it; the same, if nothing is trained.
         state: What takes the place of the optimizer's state for it, by the identity of each tensor.
+        begun: What its first step would make, and write in all of: SparseAdam's means.
     """
 
     read: nn.Parameter
     written: nn.Parameter
     state: Mapping[int, Tensor]
+    begun: Mapping[str, object]
 
     def hand_over(self) -> None:
         """Give the optimizer the gradient that backward gave the model, or None."""
@@ -88,10 +90,12 @@ def _only_looks_up(module: nn.Module) -> bool:
 def _borrow(table: nn.Parameter, owner: Optimizer | None) -> Borrowed:
     read = nn.Parameter(table.data, table.requires_grad)
     if not table.requires_grad:
-        return Borrowed(read, read, {})
-    state = owner.state.get(table, {}).values() if owner is not None else ()
-    alike = [one for one in state if isinstance(one, Tensor) and one.shape == table.shape and _is_dense(one)]
-    return Borrowed(read, nn.Parameter(_zeros(table)), {id(one): _zeros(one) for one in alike})
+        return Borrowed(read, read, {}, {})
+    state = owner.state.get(table, {}) if owner is not None else {}
+    alike = [one for one in state.values() if isinstance(one, Tensor) and one.shape == table.shape and _is_dense(one)]
+    is_new = type(owner) is SparseAdam and not state
+    begun = {"step": 0, "exp_avg": _zeros(table), "exp_avg_sq": _zeros(table)} if is_new else {}
+    return Borrowed(read, nn.Parameter(_zeros(table)), {id(one): _zeros(one) for one in alike}, begun)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -106,6 +110,16 @@ def _zeros(like: Tensor) -> Tensor:
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         memory.madvise(mmap.MADV_NOHUGEPAGE)  # else a page has a thousand rows
     return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+
+
+def begin_states(tables: Sequence[Borrowed], optimizers: Iterable[Optimizer]) -> None:
+    """Have a twin's optimizers find what their first step would make."""
+    begun = {id(one.written): one.begun for one in tables if one.begun}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in begun:
+                    optimizer.state[parameter].update(begun[id(parameter)])
 
 
 def own_where_written(tables: Iterable[Borrowed], optimizers: Iterable[Optimizer]) -> None:

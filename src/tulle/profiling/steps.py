@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from tulle.comm import now_s
 from tulle.deferred import is_deferred, values_of
 from tulle.pipeline.profile import as_call
-from tulle.profiling.borrowed import Borrowed, borrowed, own_where_written
+from tulle.profiling.borrowed import Borrowed, begin_states, borrowed, own_where_written
 
 Loss = Callable[[Any], Tensor]
 """From what the model gives to what backward starts from."""
@@ -78,6 +78,7 @@ class Twin:
                 if "lr" in group:
                     group["lr"] = 0 * group["lr"]
         own_where_written(tables.values(), stepping)
+        begin_states([*tables.values()], stepping)
         twin = Twin(copied, stepping, samples, loss, device, [*tables.values()])
         twin.clear()
         return twin
