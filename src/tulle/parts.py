@@ -315,10 +315,15 @@ def guard_again(parts: Iterable[nn.Parameter], optimizer: Optimizer | None = Non
     for part in parts:
         if type(part) is nn.Parameter:
             object.__setattr__(part, "__class__", Part)
-        elif optimizer is not None:  # it was one in the step, too: what the state keeps of it is plain
-            kept = optimizer.state.get(part, {}).values()
-            for lifted in lift(value for value in kept if isinstance(value, Tensor)):
-                vars(lifted[0]).clear()
+        elif optimizer is not None:  # it was one in the step, too
+            keep_plainly(optimizer, part)
+
+
+def keep_plainly(optimizer: Optimizer, part: nn.Parameter) -> None:
+    """Have what an optimizer's state keeps of a part be plain, for good."""
+    kept = optimizer.state.get(part, {}).values()
+    for lifted in lift(value for value in kept if isinstance(value, Tensor)):
+        vars(lifted[0]).clear()
 
 
 def lift(tensors: Iterable[Tensor | None]) -> list[tuple[Tensor, type[Tensor]]]:

@@ -87,6 +87,20 @@ def test_tables_that_are_given_to_optimizers_after_distribute_are_those_of_one_p
     check_parts(model, reference)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("placement", ["rows", "columns"])
+def test_an_optimizer_that_keeps_sums_from_its_making_may_be_made_after_distribute(placement):
+    mesh = tulle.init(data=-1)
+    model, reference = (build(Words, seed=0) for _ in range(2))
+    unused = torch.optim.SGD(model.parameters(), lr=0.1)
+    tulle.distribute(model, unused, mesh, plan=dict.fromkeys(["words.weight", "tags.weight"], placement))
+    data = batches(STEPS, SAMPLES_A_RANK * mesh.size)
+    train(reference, [torch.optim.Adagrad(reference.parameters(), lr=0.1)], data)
+    mine = [ids.chunk(mesh.size)[mesh.rank] for ids in data]
+    train(model, [torch.optim.Adagrad(model.parameters(), lr=0.1)], mine)
+    check_parts(model, reference)
+
+
 @on_ranks(1)
 def test_one_rank_splits_nothing():
     check_against_one_process(Words, models.momentum, "rows", lookahead=True)

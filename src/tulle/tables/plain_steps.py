@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tulle.parts import Part, guard_again, lift, lower
+from tulle.parts import Part, guard_again, keep_plainly, lift, lower
 from tulle.step_hooks import hook_last
 from tulle.tables.gradient import ShardGradient
 
@@ -77,7 +77,9 @@ def step_plainly(optimizer: Optimizer, *, is_elementwise: bool) -> None:
     parts = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, Part)]
     known: list[nn.Parameter] = vars(optimizer).setdefault(_PARTS, [])
     is_new, ids = bool(parts) and not known, {*map(id, known)}
-    known += [part for part in parts if id(part) not in ids]
+    for part in (part for part in parts if id(part) not in ids):
+        known.append(part)
+        keep_plainly(optimizer, part)  # Adagrad's sums are made with it, not in its first step
     if not is_new:
         return
     optimizer.register_step_pre_hook(partial(_lift, known))
