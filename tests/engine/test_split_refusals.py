@@ -161,6 +161,19 @@ def test_a_key_that_the_batch_has_not_is_named():
         next(iter(tulle.lookahead([torch.tensor([1])], ids=lambda batch: [batch])))
 
 
+@on_ranks(1, 2)
+def test_ids_that_are_no_tensor_are_told_by_the_name_of_their_table():
+    mesh = tulle.init(data=-1)
+    model = Lookup(nn.Embedding(ROWS, WIDTH))
+    model, _ = tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan="rows")
+    loop = iter(tulle.lookahead([torch.arange(8)] * 2, ids=lambda batch: {"table": [batch, batch]}))
+    if mesh.size == 1:  # nothing is split, so nobody asks
+        next(loop)
+    else:
+        with pytest.raises(ModelError, match="ids of 'table' as a list, expected one tensor: of several lookups"):
+            next(loop)
+
+
 @on_ranks(2)
 def test_the_ids_of_the_only_table_need_no_name():
     mesh = tulle.init(data=-1)

@@ -133,8 +133,13 @@ class Feed:
                 f"the function that tulle.lookahead was given as ids gave a {type(given).__name__}, expected the "
                 f"ids of each table; {known}"
             )
-        for name in given:
+        for name, ids in given.items():
             if name not in numbers:
                 raise ModelError(f"tulle.lookahead was given ids of {name!r}, {known}")
+            if not isinstance(ids, Tensor):
+                raise ModelError(
+                    f"tulle.lookahead was given ids of {name!r} as a {type(ids).__name__}, expected one tensor: of "
+                    "several lookups, torch.cat of their ids flattened"
+                )
         self._given_tables = sorted(numbers[name] for name in given)
         return {numbers[name]: ids for name, ids in sorted(given.items(), key=lambda pair: numbers[pair[0]])}
