@@ -78,6 +78,17 @@ def test_a_gradient_of_another_kind_on_one_rank_only(wrong, text):
         tulle.sync.all_reduce(grad, axis)
 
 
+@on_ranks(3)
+def test_a_gradient_on_another_device_than_the_axis_on_one_rank_only():
+    axis = tulle.init(data=-1)["data"]
+    rows = tulle.RowSparse(torch.tensor([1]), torch.ones(1, 3), num_rows=3)
+    elsewhere = tulle.RowSparse.trusted(rows.indices.to("meta"), rows.values.to("meta"), 3)
+    for good, wrong in ((rows, elsewhere), (torch.eye(3), torch.eye(3, device="meta"))):
+        text = "given a gradient on device meta, but axis 'data' reduces on cpu: move it there, with tensor.to('cpu')"
+        with every_rank_raises(GradientError, text, found_by=last()):
+            tulle.sync.all_reduce(wrong if axis.rank == last() else good, axis)
+
+
 @on_ranks(2)
 def test_rows_of_a_dtype_that_is_not_reduced_on_one_rank_only():
     axis = tulle.init(data=-1)["data"]

@@ -16,6 +16,7 @@ from tulle.errors import GradientError
 from tulle.mesh import Axis
 
 V, WIDTH = 1000, 4
+OUT_OF_RANGE = torch.sparse_coo_tensor(torch.tensor([[2, V]]), torch.ones(2, WIDTH), (V, WIDTH), check_invariants=False)
 
 
 def rows_of(kind: str, rank: int, num_rows: int = V) -> list[int]:
@@ -143,6 +144,8 @@ def test_what_is_no_gradient_of_a_table_is_refused_on_all_ranks_alike():
     for bad, text in [
         ([1.0, 2.0], r"was given a float, expected a RowSparse, a sparse COO tensor or a dense tensor"),
         ([torch.ones(3)], r"was given a tensor of shape \(3,\), expected \[num_rows, width\]"),
+        ([OUT_OF_RANGE], r"sparse tensor with an index out of range: .* for dim 0, size is 1000 but found index 1000"),
+        ([torch.ones(V, WIDTH, device="meta")], r"on device meta, but axis 'data' reduces on cpu: move it there"),
         (iter([torch.ones(3)]), r"was given a tensor of shape \(3,\), expected \[num_rows, width\]"),
     ]:
         with pytest.raises(GradientError, match=text):

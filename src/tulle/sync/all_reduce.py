@@ -18,6 +18,7 @@ from tulle.mesh import Axis, check_axis
 from tulle.rows import RowSparse
 from tulle.sync.characteristics import gather_presence
 from tulle.sync.chooser import Chooser
+from tulle.sync.given import check_device, check_indices
 from tulle.sync.reduce import DENSE, Gradient, count, sum_gradients
 from tulle.sync.schemes import AUTO, FLAT, HIERARCHICAL, SCHEMES, check_scheme
 from tulle.sync.table import Table, WireDtype, as_wire_dtype
@@ -28,6 +29,7 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _PAIRS = [f"{HIERARCHICAL}:{inside}+{across}" for inside, across in product(FLAT, FLAT)]
 _Asked = tuple[str, str, torch.dtype | None]
 _OPTIONS: list[_Asked] = [*product((AUTO, *SCHEMES, *_PAIRS), _OPERATIONS, (None, *_DTYPES))]
+_BY = "tulle.sync.all_reduce"
 _DIMENSIONS = 8
 _REFUSED = -9
 _MOST_KINDS = 1024
@@ -63,7 +65,8 @@ def all_reduce(
     Raises:
         MeshError: If `axis` is none.
         PlanError: On every rank, if scheme, operation or dtype is unknown on any, or not the same on all.
-        GradientError: On every rank, if a gradient is of another kind, or shapes or dtypes differ between ranks.
+        GradientError: On every rank, if a gradient is of another kind or on another device than the axis, or shapes or
+            dtypes differ between ranks.
 
     Source: the schemes are those of Zen (OSDI'25, section 3) and *Densifying Assumed-sparse Tensors* (2019).
 
@@ -76,7 +79,7 @@ def all_reduce(
     """
     check_axis(axis, by="tulle.sync.all_reduce")
     asked, refused = _asked(scheme, op, wire_dtype)
-    local, refusal = read(grad)
+    local, refusal = read(grad, axis)
     counts, sparse_dim = announce(local, refused or refusal, asked, axis)
     assert local is not None, "a refused gradient was raised by all ranks"
     assert asked is not None, "and so was a refused scheme"
@@ -132,7 +135,7 @@ def _asked(scheme: str, op: str, wire_dtype: WireDtype) -> tuple[_Asked | None, 
         return None, refused
 
 
-def read(grad: RowSparse | Tensor) -> tuple[Local | None, GradientError | None]:
+def read(grad: RowSparse | Tensor, axis: Axis) -> tuple[Local | None, GradientError | None]:
     """The gradient as coalesced rows or a dense tensor, or why it is refused."""
     if not isinstance(grad, RowSparse | Tensor):
         return None, GradientError(
@@ -145,6 +148,10 @@ def read(grad: RowSparse | Tensor) -> tuple[Local | None, GradientError | None]:
             f"tulle.sync.all_reduce was given {dtype} of {len(grad.shape)} dimensions, "
             f"expected one of {', '.join(map(str, _DTYPES))} and at most {_DIMENSIONS} dimensions"
         )
+    try:
+        check_device(grad, axis, by=_BY)
+    except GradientError as refused:
+        return None, refused
     if isinstance(grad, RowSparse):
         return Local(grad.coalesce(), grad.shape, 1), None
     if grad.layout == torch.strided:
@@ -155,13 +162,11 @@ def read(grad: RowSparse | Tensor) -> tuple[Local | None, GradientError | None]:
             f"tulle.sync.all_reduce was given a {kind}, expected a dense one or sparse COO: "
             "convert it with tensor.to_sparse()"
         )
-    try:  # torch makes such tensors without a word; on another device looking for one would be waited for
-        if grad.device.type == "cpu":
-            torch.sparse_coo_tensor(grad._indices(), grad._values(), grad.shape, check_invariants=True)
-    except RuntimeError as error:
-        return None, GradientError(
-            f"tulle.sync.all_reduce was given a sparse tensor with an index out of range: {error}"
-        )
+    try:
+        if grad.device.type == "cpu":  # elsewhere looking for one would be waited for
+            check_indices(grad, by=_BY)
+    except GradientError as refused:
+        return None, refused
     return Local(_as_rows(grad.detach()), tuple(grad.shape), grad.sparse_dim()), None
 
 

@@ -16,6 +16,7 @@ from tulle.mesh import Axis, check_axis
 from tulle.partition import Hashed
 from tulle.presence import Presence
 from tulle.rows import RowSparse
+from tulle.sync.given import check_device, check_indices
 from tulle.sync.numbers import gather_numbers
 from tulle.sync.table import Table
 
@@ -56,7 +57,8 @@ def characteristics(
 
     Raises:
         MeshError: If `axis` is none.
-        GradientError: On every rank, if a gradient is of another kind or the tables differ between ranks.
+        GradientError: On every rank, if a gradient is of another kind or on another device than the axis, has an index
+            out of range, or the tables differ between ranks.
 
     Example:
         >>> import torch, tulle
@@ -107,7 +109,7 @@ def _measure(grads: Sequence[Grad], axis: Axis, names: Sequence[str] = ()) -> li
     refusal: GradientError | None = None
     rows: list[RowSparse] = []
     try:
-        rows = [_rows(grad) for grad in grads]
+        rows = [_rows(grad, axis) for grad in grads]
     except GradientError as found:
         refusal = found
     raise_together(refusal, axis, label=_LABEL)
@@ -127,15 +129,15 @@ def _measure(grads: Sequence[Grad], axis: Axis, names: Sequence[str] = ()) -> li
     return [table.characteristics([held[t] for held in counts], presences[t]) for t, table in enumerate(tables)]
 
 
-def _rows(grad: Grad) -> RowSparse:
-    if isinstance(grad, RowSparse):
-        return grad.coalesce()
-    if not isinstance(grad, Tensor):
+def _rows(grad: Grad, axis: Axis) -> RowSparse:
+    if not isinstance(grad, RowSparse | Tensor):
         raise GradientError(
             f"tulle.sync.characteristics was given a {type(grad).__name__}, "
             "expected a RowSparse, a sparse COO tensor or a dense tensor"
         )
-    return RowSparse.from_tensor(grad.detach()).coalesce()
+    check_device(grad, axis, by="tulle.sync.characteristics")
+    check_indices(grad, by="tulle.sync.characteristics")
+    return (grad if isinstance(grad, RowSparse) else RowSparse.from_tensor(grad.detach())).coalesce()
 
 
 def _thin(part: Tensor, table: Table, by: int) -> Tensor:

@@ -47,7 +47,7 @@ class PersistentAllReduce:
         """As `tulle.sync.all_reduce`, for sparse COO tensors. Every rank of the axis must call it."""
         if self.scheme != AUTO or gradient.sparse_dim() != 1:
             return all_reduce(gradient, self.axis, scheme=self.scheme, wire_dtype=self.wire_dtype)
-        local, refusal = read(gradient)
+        local, refusal = read(gradient, self.axis)
         counts, _ = announce(local, refusal, (AUTO, "mean", as_wire_dtype(self.wire_dtype)), self.axis)
         assert local is not None, "a refused gradient was raised by all ranks"
         table = self._table(local)
@@ -81,9 +81,9 @@ def means_in_packet(reductions: Sequence[PersistentAllReduce], gradients: Sequen
         reductions: Of each parameter, on one axis and with one `wire_dtype`; all of them are `is_in_packets`.
         gradients: This rank's.
     """
-    found = [local for local, _ in map(read, gradients) if local is not None]
-    assert len(found) == len(gradients), "gradients of a kind that is refused are never in packets"
     axis = reductions[0].axis
+    found = [local for local, _ in (read(gradient, axis) for gradient in gradients) if local is not None]
+    assert len(found) == len(gradients), "gradients of a kind that is refused are never in packets"
     tables = [one._table(local) for one, local in zip(reductions, found, strict=True)]
     mine = [local.scaled(1.0 / axis.size, table) for local, table in zip(found, tables, strict=True)]
     exchanged = _packet(reductions, tables).exchange([count(one) for one in mine], mine, axis).wait()
