@@ -1,5 +1,7 @@
 """Plain DDP with `tulle.sync.ddp_hook` gives the mean of the ranks' gradients, step after step."""
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -12,7 +14,7 @@ import tulle
 from gigabit import give_network
 from ranks import on_ranks
 from tulle.comm import gather_values
-from tulle.errors import PlanError
+from tulle.errors import MeshError, PlanError
 from tulle.sync import DDPState, Packet
 from tulle.sync.ddp_hook import _state_of
 from tulle.sync.persistent import PersistentAllReduce
@@ -94,6 +96,43 @@ def test_what_is_no_state_is_told():
         model.register_comm_hook(state, tulle.sync.ddp_hook)
         with pytest.raises(Exception, match=r"was given the state .*balanced.*, expected None, the axis or"):
             model(torch.arange(3)).backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["any graph", "static graph"])
+def test_an_error_reaches_the_user_as_itself_and_ddp_goes_on(options):
+    axis = tulle.init(data=-1)["data"]
+    model, state = DistributedDataParallel(Reader(), **options), DDPState(axis, ("balanced", "allgather")[axis.rank])
+    model.register_comm_hook(state, tulle.sync.ddp_hook)
+    for _ in range(2):
+        with pytest.raises(PlanError, match="scheme 'allgather', op 'mean' on rank 1 of axis 'data' and scheme"):
+            model(ids_of(axis.rank, 0)).backward()
+        model.zero_grad()
+    state.scheme = "balanced"
+    state._reductions.clear()
+    model(ids_of(axis.rank, 0)).backward()
+    for parameter, gradient in zip(model.parameters(), expected(axis.size, 0), strict=True):
+        torch.testing.assert_close(parameter.grad.to_dense(), gradient, rtol=1e-12, atol=1e-14)
+
+
+@on_ranks(2)
+def test_a_ddp_model_with_a_state_is_pickled_and_copied():
+    axis = tulle.init(data=-1)["data"]
+    model = DistributedDataParallel(Reader())
+    model.register_comm_hook(DDPState(axis, "balanced", "bf16"), tulle.sync.ddp_hook)
+    model(ids_of(axis.rank, 0)).backward()
+    for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        torch.testing.assert_close(again.state_dict(), model.state_dict())
+    state = pickle.loads(pickle.dumps(DDPState(axis, "balanced", "bf16")))
+    assert (state.scheme, state.wire_dtype, state._axis.size) == ("balanced", "bf16", 2)
+    assert copy.deepcopy(DDPState(axis)).axis is axis
+
+
+@on_ranks(2)
+def test_a_state_of_some_processes_is_not_pickled():
+    axis = tulle.init(data=1, model=2)["data"]
+    with pytest.raises(MeshError, match=r"of 1 of 2 processes cannot be pickled.*pickle the model within it"):
+        pickle.dumps(DDPState(axis))
 
 
 @on_ranks(2)

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.autograd import Variable
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tulle.comm import BackgroundThread, lane
-from tulle.errors import GradientError
+from tulle.errors import GradientError, MeshError
 from tulle.mesh import Axis, Mesh, axis_of
 from tulle.sync.persistent import PersistentAllReduce, means_in_packet
 from tulle.sync.schemes import AUTO, check_scheme
@@ -49,11 +50,34 @@ class DDPState:
     """What is known of each parameter's gradients."""
     _waiting: list[_Waiting] = field(init=False, repr=False, default_factory=list)
     """Gradients of few rows, which travel as one when the last bucket has come."""
+    _errors: list[Exception] = field(init=False, repr=False, default_factory=list)
+    """What went wrong in this backward."""
 
     def __post_init__(self) -> None:
         check_scheme(self.scheme)
         as_wire_dtype(self.wire_dtype)
         self._axis = self.axis if isinstance(self.axis, Axis) else axis_of(self.axis)
+
+    def __reduce__(self) -> tuple[type, tuple[None, str, WireDtype]]:
+        """DDP pickles models, and what was registered with them, if they are trained on all processes."""
+        if self._axis.size != dist.get_world_size():
+            raise MeshError(
+                f"a tulle.sync.DDPState of {self._axis.size} of {dist.get_world_size()} processes cannot be pickled, "
+                "nor can DDP of some: pickle the model within it, model.module, or its state_dict"
+            )
+        return DDPState, (None, self.scheme, self.wire_dtype)
+
+    def __deepcopy__(self, memo: object) -> "DDPState":
+        return DDPState(self.axis, self.scheme, self.wire_dtype)
+
+    def begin(self) -> None:
+        """The first bucket has come: what goes wrong from here on is raised when DDP is done with all of them.
+
+        DDP takes nothing but tensors from a future, so an error in one would reach the user as that of a cast.
+        """
+        self._errors = []
+        queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+        queue(partial(queue, partial(_raise_first, self._errors)))  # after DDP's own, which is queued by then
 
     def start(self, parameter: Tensor, gradient: Tensor) -> torch.futures.Future[Tensor]:
         """Begin to reduce a parameter's sparse gradient to its mean, beside backward or, of few rows, at its end."""
@@ -85,7 +109,7 @@ class DDPState:
         kept, device = self._lane.kept, self._lane.device
         if BackgroundThread not in kept:
             kept[BackgroundThread] = BackgroundThread("tulle ddp_hook", device)
-        kept[BackgroundThread].submit(partial(_reduce, gradients, means))
+        kept[BackgroundThread].submit(partial(_reduce, gradients, means, self._errors))
 
 
 def ddp_hook(
@@ -104,6 +128,7 @@ def ddp_hook(
 
     Raises:
         GradientError: In backward, if the state is none of these.
+        TulleError: At the end of backward, what reducing a sparse gradient raised; gradients are then this rank's own.
 
     Example:
         >>> import torch, tulle
@@ -116,6 +141,8 @@ def ddp_hook(
         [[1, 2]]
     """
     ready = _state_of(state)
+    if bucket.index() == 0:
+        ready.begin()
     gradient = bucket.buffer()
     is_sparse = gradient.layout != torch.strided
     started = ready.start(bucket.parameters()[0], gradient) if is_sparse else None
@@ -129,14 +156,20 @@ def ddp_hook(
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def _reduce(gradients: list[_Waiting], means: _Means) -> None:
+def _reduce(gradients: list[_Waiting], means: _Means, errors: list[Exception]) -> None:
     try:
         found = means([one.reduction for one in gradients], [one.gradient for one in gradients])
         for one, mean in zip(gradients, found, strict=True):
             one.future.set_result(mean)
     except Exception as error:
+        errors.append(error)
         for one in gradients:
-            one.future.set_exception(error)  # pyright: ignore[reportArgumentType] - torch's annotation is wrong
+            one.future.set_result(one.gradient)
+
+
+def _raise_first(errors: list[Exception]) -> None:
+    if errors:
+        raise errors[0]
 
 
 def _one_by_one(reductions: Sequence[PersistentAllReduce], gradients: Sequence[Tensor]) -> list[Tensor]:
