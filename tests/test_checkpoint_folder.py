@@ -12,6 +12,8 @@ import torch
 import tulle
 import tulle.whole_folder
 from checkpoints import contents, fails_halfway, good_checkpoint, trained
+from ranks import on_ranks
+from tulle.comm import barrier
 from tulle.errors import CheckpointError
 
 
@@ -25,6 +27,20 @@ def test_the_folders_above_a_checkpoint_are_made(tmp_path):
     tulle.save(tmp_path / "new" / "folder" / "a", *trained())
     assert os.listdir(tmp_path / "new" / "folder") == ["a"]
     assert sorted(contents(tmp_path / "new" / "folder" / "a")) == [".metadata", "__0_0.distcp", "run.pt"]
+
+
+@on_ranks(3)
+def test_a_plain_model_that_all_ranks_save_at_once_is_whole(tmp_path):
+    mesh = tulle.init(data=-1)
+    model, optimizer = trained()
+    for step in range(12):
+        barrier(mesh["data"])
+        tulle.save(tmp_path / "a", model, optimizer, step=step)
+    barrier(mesh["data"])
+    tulle.save(tmp_path / "a", model, optimizer, asynchronous=True, step=12).result()
+    barrier(mesh["data"])
+    assert tulle.load(tmp_path / "a", model, optimizer) == {"step": 12}
+    assert os.listdir(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos 64 vs 0")])

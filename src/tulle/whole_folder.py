@@ -10,8 +10,11 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tulle.errors import CheckpointError
@@ -45,6 +48,22 @@ class WholeFolder:
     def found(self) -> Path:
         """Where a reader finds it, if it is there."""
         return self._previous if not self.path.exists() and self._previous.exists() else self.path
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait until no other process of this machine is within its own turn at the folder above, and keep them out."""
+        descriptor: int | None = None
+        with suppress(OSError):  # what is wrong with the folder above is said when it is written to
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path.parent, os.O_RDONLY)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # which network file systems may lack
+        try:
+            yield
+        finally:
+            if descriptor is not None:
+                with suppress(OSError):
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor too
+                os.close(descriptor)
 
     def prepare(self) -> None:
         """Make an empty folder aside.

@@ -16,6 +16,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,10 @@ class Folder:
             )
         self._whole = WholeFolder(path, RUN, "tulle.save")
         self.path, self.aside = self._whole.path, self._whole.aside
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Keep others of this machine from writing to it, as those do that save a plain model on every rank."""
+        return self._whole.turn()
 
     def prepare(self) -> None:
         """Make an empty folder aside. One rank must call it, before any writes.

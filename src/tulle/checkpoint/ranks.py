@@ -44,6 +44,11 @@ class Ranks:
         """Whether this is the rank that does what one must do."""
         return self.rank == 0
 
+    @property
+    def are_one(self) -> bool:
+        """Whether this process saves, or loads, alone."""
+        return self.size == 1
+
     def apart(self) -> Ranks:
         """The same on a process group of their own, for a thread beside training. All must call it."""
         return Ranks(lane(self._axis, SAVING)) if self._axis else self

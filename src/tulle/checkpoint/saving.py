@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -60,7 +60,8 @@ def save(
     Args:
         path: The folder, on a file system that all ranks share (of rank 0 alone, if no table is split). An older
             checkpoint of this name is replaced.
-        model: Distributed or plain.
+        model: Distributed or plain. A plain one is saved by whoever calls it: by rank 0 alone, best; where several
+            give one folder, one writes after the other, and the last one's stays.
         optimizer: One, or the list that was distributed.
         asynchronous: Return as soon as a copy is made in main memory, and write while training goes on. The save after
             it waits for its end, and so does the end of the process.
@@ -98,7 +99,7 @@ def save(
     with _alike(folder, ranks):
         if ranks.is_first:
             check_readable({**extra, "model": state.outline["model"], "optimizer": state.outline["optimizers"]})
-            folder.prepare()
+            _prepare(folder, ranks)
     run = {**state.outline, "random": ranks.gather(random_state(standing)), "extra": extra}
     if not asynchronous:
         _write(folder, state.tensors, state.names, run, ranks)
@@ -121,14 +122,23 @@ def await_saves() -> None:
 def _write(folder: Folder, tensors: Sequence[Placed], names: Names, run: Mapping[str, Any], ranks: Ranks) -> None:
     from tulle.checkpoint.storage import write_blocks, write_metadata  # takes most of a second, once
 
-    with _alike(folder, ranks):
-        mine = write_blocks(folder.aside, tensors, ranks.rank)
-    written = ranks.gather(mine)
-    with _alike(folder, ranks):
-        if ranks.is_first:
-            stamps = write_metadata(folder.aside, written, names)
-            folder.write_run({**run, "files": stamps})
-            folder.commit(stamps)
+    with folder.turn() if ranks.are_one else nullcontext():
+        with _alike(folder, ranks):
+            if ranks.are_one:
+                folder.prepare()  # again: others may have had their turn meanwhile
+            mine = write_blocks(folder.aside, tensors, ranks.rank)
+        written = ranks.gather(mine)
+        with _alike(folder, ranks):
+            if ranks.is_first:
+                stamps = write_metadata(folder.aside, written, names)
+                folder.write_run({**run, "files": stamps})
+                folder.commit(stamps)
+
+
+def _prepare(folder: Folder, ranks: Ranks) -> None:
+    """Find out whether the folder can be written. Where a plain model is saved, other ranks may do so at once."""
+    with folder.turn() if ranks.are_one else nullcontext():
+        folder.prepare()
 
 
 def _behind(writing: Callable[[Ranks], None], ranks: Ranks) -> None:
