@@ -138,7 +138,9 @@ def test_the_model_its_optimizer_and_the_random_numbers_stay_as_they_were():
 def test_a_model_that_gives_nothing_trainable_is_refused():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ModelError, match="nothing that the model gives depends on its parameters"):
+    with pytest.raises(
+        ModelError, match="nothing that the model gives, a Tensor, depends on its parameters: give loss="
+    ):
         estimate(nn.Identity(), optimizer, torch.ones(2))
 
 

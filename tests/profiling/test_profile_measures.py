@@ -212,6 +212,23 @@ def test_a_rank_whose_sample_does_not_fit_stops_all():
         tulle.profile(model, optimizers, sample, mesh)
 
 
+@on_ranks(2)
+def test_what_has_no_step_to_measure_is_refused_on_all_ranks_by_what_it_lacks():
+    mesh = tulle.init(data=2)
+    (model, _), (frozen, _) = made(), made()
+    frozen.requires_grad_(mesh.rank == 0)
+    optimizer, lbfgs = torch.optim.SGD(frozen.parameters()), torch.optim.LBFGS(model.parameters())
+    with pytest.raises(ModelError, match=f"the parameters of this {type(frozen).__name__} are all frozen: let some"):
+        tulle.profile(frozen, optimizer, ids(1, 2), mesh)
+    with pytest.raises(
+        ModelError, match=r"LBFGS.step\(\) asks for a closure, .*: profile the model with torch.optim.SGD"
+    ):
+        tulle.profile(model, lbfgs, ids(1, 2), mesh)
+    with pytest.raises(ModelError, match=r"the parameters of this Identity are none"):
+        tulle.profile(nn.Identity(), optimizer, ids(1, 2), mesh)
+    assert isinstance(tulle.plan(model, lbfgs, mesh, sample=ids(1, 2)), tulle.Plan), "tables go by their lookups"
+
+
 class Sleepy(nn.Module):
     """Takes 8 ms, and 1 ms for each sample."""
 

@@ -182,7 +182,10 @@ def default_loss(output: Any) -> Tensor:
     plain = dict(output) if isinstance(output, Mapping) else output
     leaves = [leaf for leaf in tree_leaves(plain) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not leaves:
-        raise ModelError("memory.estimate: nothing that the model gives depends on its parameters: give loss=")
+        raise ModelError(
+            f"nothing that the model gives, a {type(output).__name__}, depends on its parameters: give loss=, a "
+            "function from what it gives to the loss, and parameters of which some are trained (requires_grad)"
+        )
     return torch.stack([leaf.sum() for leaf in leaves]).sum()
 
 

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -38,7 +39,7 @@ from tulle.profiling.counts import Counts, count
 from tulle.profiling.crowding import crowding
 from tulle.profiling.machine import NOMINAL, measure_cluster, memory_bytes
 from tulle.profiling.optimizer import optimizer_profile, tried
-from tulle.profiling.refusals import check_arguments, together
+from tulle.profiling.refusals import check_arguments, check_trains, together
 from tulle.profiling.samples import samples_in
 from tulle.profiling.splits import splits
 from tulle.profiling.steps import Loss, Twin
@@ -83,8 +84,9 @@ def profile(
         loss: From the model's result to the loss; None for its `loss`, or else the sum of what it gives.
 
     Raises:
-        ModelError: On every rank, if model, optimizer or loss is none, the model does not run on the samples, has a
-            ScriptModule, puts other modules in place of its own when it runs, or sends to other ranks then.
+        ModelError: On every rank, if model, optimizer or loss is none, nothing is trained, the optimizer steps by a
+            closure alone (LBFGS), the model does not run on the samples, has a ScriptModule, puts other modules in
+            place of its own when it runs, or sends to other ranks then.
         MeshError: If the mesh is none.
 
     Example:
@@ -99,6 +101,7 @@ def profile(
     keep_memory()  # as it will be in training
     axis = _alone() if mesh is None else _everyone(mesh)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+    together(partial(check_trains, model, optimizers), model, sample, axis)
     samples = [sample, *further]
     measure = _in_steps if _fits(model, axis) else _without_memory
     random_state = State.now()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
@@ -39,6 +40,28 @@ def check_arguments(model: object, optimizer: object, mesh: object, loss: object
         raise ModelError(f"tulle.profile was given a {type(further).__name__} as further, expected a list of samples")
     if not (loss is None or callable(loss)):
         raise ModelError(f"tulle.profile was given loss={loss!r}, expected a function from the model's result to it")
+
+
+def check_trains(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Check that there is a step to measure: parameters that are trained, by optimizers that step without a closure.
+
+    Raises:
+        ModelError: Saying which is not so.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        what = "are all frozen" if any(True for _ in model.parameters()) else "are none"
+        raise ModelError(
+            f"tulle.profile measures a training step, and the parameters of this {type(model).__name__} {what}: "
+            "let some have requires_grad=True, as they will have in training"
+        )
+    for optimizer in optimizers:
+        steps_with = [*inspect.signature(type(optimizer).step).parameters.values()][1:]
+        if any(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in steps_with):
+            raise ModelError(
+                f"tulle.profile measures optimizers that step by themselves, and {type(optimizer).__name__}.step() "
+                f"asks for a {steps_with[0].name}, which runs the model as often as it likes: profile the model with "
+                "torch.optim.SGD, or distribute it with a plan of your own, plan=tulle.Plan(...)"
+            )
 
 
 def together(work: Callable[[], T], model: nn.Module, sample: object, axis: Axis) -> T:
