@@ -1,5 +1,6 @@
 """What cannot be done with tables that are split is refused, on all ranks, with the mend."""
 
+import copy
 import re
 from unittest.mock import patch
 
@@ -48,6 +49,24 @@ def test_rows_that_were_not_told_are_named_with_the_mend():
         tulle.lookahead(3)
 
 
+class ThirdWord(Lookup):
+    """Looks up the third column of its batch alone, or the last of fewer."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids[:, min(2, ids.shape[1] - 1)])
+
+
+@on_ranks(2)
+def test_a_column_that_a_shorter_batch_has_not_is_named_with_the_mend():
+    mesh = tulle.init(data=-1)
+    model = ThirdWord(nn.Embedding(ROWS, WIDTH))
+    model, optimizer = tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan="rows")
+    for _ in range(3):
+        step(model, [optimizer], [model(torch.arange(8).view(2, 4))])
+    with pytest.raises(ModelError, match=r"'table.weight' on rank \d asks for rows that were not told ahead: until"):
+        model(torch.arange(4).view(2, 2))
+
+
 class LastWord(Lookup):
     """Looks up the last column of its batch alone."""
 
@@ -56,14 +75,17 @@ class LastWord(Lookup):
 
 
 @on_ranks(2)
-def test_a_column_that_a_shorter_batch_has_not_is_named_with_the_mend():
+@pytest.mark.parametrize("plan", ["rows", "columns"])
+def test_the_last_column_is_the_last_of_longer_and_shorter_batches_too(plan):
     mesh = tulle.init(data=-1)
     model = LastWord(nn.Embedding(ROWS, WIDTH))
-    model, optimizer = tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan="rows")
-    for _ in range(3):  # in which the last column is the fourth
-        step(model, [optimizer], [model(torch.arange(8).view(2, 4))])
-    with pytest.raises(ModelError, match=r"'table.weight' on rank \d asks for rows that were not told ahead: until"):
-        model(torch.arange(6).view(2, 3))
+    alone = copy.deepcopy(model)
+    model, optimizer = tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan=plan)
+    for columns in (4, 4, 4, 6, 1, 3):
+        ids = torch.arange(2 * columns).view(2, columns)
+        assert torch.allclose(model(ids), alone(ids))
+        step(model, [optimizer], [model(ids)])
+        step(alone, [SGD(alone.parameters(), lr=0.1)], [alone(ids)])
 
 
 @on_ranks(2)

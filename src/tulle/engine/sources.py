@@ -30,7 +30,7 @@ class Source:
         leaf: Of the tensor the place in the batch, as its keys and numbers say it: a mask that some batches have and
             others have not, on one rank alone too, moves no other tensor.
         cuts: Of each of its dimensions, how much the ids leave out at the beginning and at the end; None for all of it.
-        picks: The one index that they take in a dimension, by dimension.
+        picks: The one index that they take in a dimension, by dimension; -1 for the last of several.
     """
 
     leaf: str
@@ -46,7 +46,9 @@ class Source:
             size = found.shape[dimension]  # of a short batch nothing may be left, as in `ids[:, 2:]`
             found = found.narrow(dimension, min(begin, size), max(0, size - begin - end))
         for dimension, index in reversed(self.picks):
-            if index >= found.shape[dimension]:  # so are none of these; a lookup that has some says what to do
+            if (
+                not -found.shape[dimension] <= index < found.shape[dimension]
+            ):  # so are none of these; a lookup that has some says what to do
                 return found.new_zeros(0)
             found = found.select(dimension, index)
         return found
@@ -71,6 +73,8 @@ def locate(ids: Tensor, leaves: Mapping[str, Tensor]) -> Source | None:
         Source(leaf='[0]', cuts=((0, 0), (0, 1)), picks=())
         >>> locate(batch[:, 1], {"[0]": batch}).ids({"[0]": torch.arange(8).view(2, 4)}).tolist()
         [1, 5]
+        >>> locate(batch[:, -1], {"[0]": batch}).ids({"[0]": torch.arange(10).view(2, 5)}).tolist()
+        [4, 9]
         >>> locate(batch[:, 2:], {"[0]": batch}).ids({"[0]": torch.arange(3).view(3, 1)}).shape
         torch.Size([3, 0])
     """
@@ -106,7 +110,10 @@ def _cut(ids: Tensor, leaf: Tensor, place: str) -> Source | None:
             cuts.append((begins[stride], leaf.shape[dimension] - begins[stride] - sizes[stride]))
         else:
             cuts.append((0, 0))
-            picks.append((dimension, begins[stride]))
+            is_last = (
+                0 < begins[stride] == leaf.shape[dimension] - 1
+            )  # `ids[:, -1]`: batches may be of one length so far
+            picks.append((dimension, -1 if is_last else begins[stride]))
     return Source(place, tuple(cuts), tuple(picks))
 
 
