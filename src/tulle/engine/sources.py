@@ -46,9 +46,8 @@ class Source:
             size = found.shape[dimension]  # of a short batch nothing may be left, as in `ids[:, 2:]`
             found = found.narrow(dimension, min(begin, size), max(0, size - begin - end))
         for dimension, index in reversed(self.picks):
-            if (
-                not -found.shape[dimension] <= index < found.shape[dimension]
-            ):  # so are none of these; a lookup that has some says what to do
+            size = found.shape[dimension]
+            if not -size <= index < size:  # so are none of these; a lookup that has some says what to do
                 return found.new_zeros(0)
             found = found.select(dimension, index)
         return found
@@ -110,9 +109,8 @@ def _cut(ids: Tensor, leaf: Tensor, place: str) -> Source | None:
             cuts.append((begins[stride], leaf.shape[dimension] - begins[stride] - sizes[stride]))
         else:
             cuts.append((0, 0))
-            is_last = (
-                0 < begins[stride] == leaf.shape[dimension] - 1
-            )  # `ids[:, -1]`: batches may be of one length so far
+            # What is last is taken for `ids[:, -1]`: that batches were of one length so far says nothing of the next.
+            is_last = 0 < begins[stride] == leaf.shape[dimension] - 1
             picks.append((dimension, -1 if is_last else begins[stride]))
     return Source(place, tuple(cuts), tuple(picks))
 
