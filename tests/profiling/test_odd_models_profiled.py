@@ -163,6 +163,12 @@ def test_a_weight_that_is_no_parameter_is_no_table(made):
     assert splits(model, ["0", "1"], {}) == {}
 
 
+def test_a_layer_with_an_adapter_within_does_not_end_a_profile():
+    layer = nn.TransformerEncoderLayer(4, 2, 8)
+    layer.linear1 = nn.Sequential(layer.linear1)
+    assert "0" in splits(nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8), layer), ["0", "1"], {}, ranks=2)
+
+
 def test_a_batch_of_a_tokenizers_class_is_a_batch():
     sample = UserDict(ids=torch.zeros(8, 3), mask=torch.ones(8), scale=2.0)
     assert samples_in(sample) == 8

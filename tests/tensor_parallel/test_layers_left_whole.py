@@ -258,6 +258,46 @@ def test_a_layer_with_an_adapter_around_it_is_not_cut():
     assert model[0].weight.shape == (4, 4)
 
 
+class Around(nn.Module):
+    """An adapter around a layer, which shows nothing of it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.down = layer, nn.Linear(layer.in_features, 1, bias=False)
+
+    def forward(self, x):
+        return self.layer(x) + self.down(x)
+
+
+class Instead(nn.Linear):
+    """An adapter that is a layer, and adds something to what it gives."""
+
+    def __init__(self, layer):
+        super().__init__(layer.in_features, layer.out_features)
+        self.down = nn.Linear(layer.in_features, 1, bias=False)
+
+    def forward(self, x):
+        return super().forward(x) + self.down(x)
+
+
+def patched(layer):
+    layer.forward = lambda x: nn.functional.linear(x, layer.weight, layer.bias) * 2
+    return layer
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [("linear1", Around), ("linear1", patched), ("linear2", Around), ("linear2", Instead), ("linear2", patched)],
+    ids=lambda one: getattr(one, "__name__", one),
+)
+def test_a_layer_that_computes_something_of_its_own_is_not_cut_as_if_it_did_not(name, adapter):
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    setattr(layer, name, adapter(getattr(layer, name)))
+    with pytest.raises(ModelError, match=r"^0 has a (Around|Instead|Linear) with a forward of its own where an nn.Lin"):
+        tensor_parallel.apply(nn.Sequential(layer), model_axis())
+
+
 def by_parametrization(module):
     return nn.utils.parametrizations.weight_norm(module)
 

@@ -89,7 +89,7 @@ def split_t5_block(block: Any, to: Splitter) -> None:
     dense = feed_forward.DenseReluDense
     to.enter(dense, "hidden_states")
     ups = [dense.wi] if hasattr(dense, "wi") else [dense.wi_0, dense.wi_1]
-    to.hidden_dropout(dense.dropout, dense.wo.in_features)
+    to.hidden_dropout(dense.dropout, to.features(ups[0]))
     for linear in ups:
         to.column(linear)
     to.row(dense.wo)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
 
+from tulle.derived import is_derived
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.names import as_names
@@ -99,7 +100,7 @@ class Splitter:
             linear: An `nn.Linear`.
             gather: Whether every rank gets all features; else its own part, for a row layer.
         """
-        features = linear.out_features
+        features = self.features(linear)
         self._cut_columns(linear, None)
         if gather:
             linear.out_features = features  # that is what it gives
@@ -107,6 +108,7 @@ class Splitter:
 
     def row(self, linear: nn.Module) -> None:
         """Split a linear layer by input features: it takes what column layers give, and gives sums to every rank."""
+        self._check_linear(linear)
         if is_transposed(linear):
             self.cut(linear, "weight", dim=0)
             take_on(linear, RowTransposed, region=self.region)
@@ -119,6 +121,7 @@ class Splitter:
 
     def shared_rows(self, linear: nn.Module, rows: slice) -> None:
         """Have a linear layer, whole on every rank, give some of its output features."""
+        self._check_linear(linear)
         take_on(linear, SharedRows, rows=rows)
         summed_over(linear, [*linear._parameters], self.region)
 
@@ -171,6 +174,16 @@ class Splitter:
                 f"{self.axis.name!r}: use an axis whose size divides {count}, or leave the module out with select"
             )
         return count // self.axis.size
+
+    def features(self, linear: nn.Module) -> int:
+        """The number of output features that a linear layer gives, not split yet.
+
+        Raises:
+            ModelError: If it is none.
+        """
+        if isinstance(linear, nn.Linear):
+            return linear.out_features
+        raise self._is_no_linear(linear)
 
     def norm(self, module: nn.Module | None, *names: str) -> None:
         """Keep a module's parameters whole; along sequences, each rank has a part of their gradients to be summed.
@@ -253,7 +266,21 @@ class Splitter:
             )
         place(module, name, placement)
 
+    def _check_linear(self, linear: nn.Module) -> None:
+        """Refuse what computes something of its own, which the forward of a split layer would leave away."""
+        if "forward" in vars(linear) or not (is_transposed(linear) or _forward_of(linear) is nn.Linear.forward):
+            raise self._is_no_linear(linear)
+
+    def _is_no_linear(self, layer: nn.Module) -> ModelError:
+        return ModelError(
+            f"{self.name} has a {type(layer).__name__} with a forward of its own where an nn.Linear was expected, as "
+            "an adapter (LoRA) has, which a split would leave away: leave the module out with select, or of "
+            "Plan.tensor_parallel, or register a factory for its class"
+        )
+
     def _cut_columns(self, linear: nn.Module, sections: Sequence[int] | None) -> None:
+        if "forward" in vars(linear) or getattr(linear, "weight", None) is None:
+            raise self._is_no_linear(linear)
         self.cut(linear, "weight", dim=1 if is_transposed(linear) else 0, sections=sections)
         self.cut(linear, "bias", dim=0, sections=sections)
         own = linear.get_parameter("weight").shape[1 if is_transposed(linear) else 0]
@@ -267,6 +294,12 @@ class Splitter:
 
     def _own(self, length: int) -> int:
         return length_on(self.axis.rank, length, self.axis.size)
+
+
+def _forward_of(module: nn.Module) -> object:
+    """The forward of a module's own class, past what tulle has put before it."""
+    kinds = (kind for kind in type(module).__mro__ if not is_derived(kind) and not kind.__module__.startswith("tulle."))
+    return next(vars(kind)["forward"] for kind in kinds if "forward" in vars(kind))
 
 
 def has_plain_rows(embedding: nn.Embedding) -> bool:

@@ -41,7 +41,7 @@ def split_decoder_layer(layer: nn.TransformerDecoderLayer, to: Splitter) -> None
 
 
 def _split_feed_forward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, to: Splitter) -> None:
-    features = layer.linear1.out_features
+    features = to.features(layer.linear1)
     to.column_alone(layer.linear1, gather=False)
     to.hidden_dropout(layer.dropout, features)
     to.row(layer.linear2)
