@@ -163,6 +163,14 @@ def test_a_weight_that_is_no_parameter_is_no_table(made):
     assert splits(model, ["0", "1"], {}) == {}
 
 
+def test_what_a_hook_has_kept_in_a_dictionary_of_the_model_does_not_end_a_profile():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model.kept = {"features": [], "of": {}}
+    model[0].register_forward_hook(lambda module, given, result: model.kept["features"].append(result))
+    model(torch.ones(2, 4))
+    assert splits(model, ["0", "1"], {}, ranks=2).keys() == {"0"}
+
+
 def test_a_layer_with_an_adapter_within_does_not_end_a_profile():
     layer = nn.TransformerEncoderLayer(4, 2, 8)
     layer.linear1 = nn.Sequential(layer.linear1)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from tulle.comm import now_s
 from tulle.deferred import is_deferred, values_of
@@ -136,8 +137,8 @@ class Twin:
 
 
 def computed(model: nn.Module) -> list[Tensor]:
-    """Tensors that a forward has computed and modules have kept, which `copy.deepcopy` refuses."""
-    kept = (one for module in model.modules() for one in (*vars(module).values(), *module._buffers.values()))
+    """Tensors that a forward has computed and modules have kept, also in lists, which `copy.deepcopy` refuses."""
+    kept = (one for module in model.modules() for one in tree_leaves(vars(module)))
     return [one for one in kept if isinstance(one, Tensor) and not one.is_leaf]
 
 
