@@ -71,7 +71,7 @@ def test_without_a_mesh_a_sample_that_one_rank_lacks_counts_as_none():
 
 
 @on_ranks(2)
-def test_longer_samples_and_tables_that_cannot_be_split_have_plans_of_their_own():
+def test_longer_samples_hooked_modules_and_tables_that_cannot_be_split_have_plans_of_their_own():
     mesh, model = tulle.init(data=2), nn.Sequential(nn.Embedding(30, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
@@ -82,7 +82,9 @@ def test_longer_samples_and_tables_that_cannot_be_split_have_plans_of_their_own(
     first = key(16)
     assert key(17) == first
     model[0].weight.register_hook(lambda grad: grad)
-    assert len({first, key(16), key(64)}) == 3
+    unsplit = key(16)
+    model[1].register_forward_hook(lambda module, given, result: None)
+    assert len({first, unsplit, key(16), key(64)}) == 4
 
 
 @on_ranks(2)

@@ -26,6 +26,7 @@ from tulle.distribute.stages import uncut
 from tulle.errors import ModelError, PlanError, TulleError
 from tulle.mesh import Axis, Mesh
 from tulle.pipeline import pins_of
+from tulle.pipeline.hooks import is_hooked
 from tulle.placing import outputs_of, placements_of, tables_of
 from tulle.plan import AT_READ, AT_STEP, Memory, Plan, Shelf, Space, TablePlan, best_plan
 from tulle.plan.shelf import digest
@@ -115,6 +116,8 @@ def _key(wanted: Wanted, axes: Axes) -> str:
             for one in wanted.optimizers
         ],
         "pins": pins_of(model),
+        # What is around these is not placed as one module.
+        "hooked": [name for name, module in model.named_modules() if is_hooked(module)],
         "is_deferred": is_deferred(model),
         "batch": samples_in(wanted.sample),
         # In powers of two: samples of text are not of one length.
