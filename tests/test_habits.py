@@ -31,10 +31,10 @@ class Tagger(nn.Module):
         return self.out(self.words(ids).sum(1) + self.tags(ids)).pow(2).mean()
 
 
-def split_tagger(placement="rows"):
+def split_tagger(placement="rows", kind=Tagger):
     mesh = tulle.init(data=-1)
     torch.manual_seed(0)
-    model = Tagger().double()
+    model = kind().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plan = {"words.weight": placement, "tags.weight": placement}
     return (mesh, *tulle.distribute(model, optimizer, mesh, plan=plan))
@@ -171,6 +171,36 @@ def test_ranks_with_unequal_batches_are_told_where_rows_travel_ahead(is_given):
     text = f"rank {mesh.rank} of axis 'data' has no batch after the one of step 9, rank 1 has: give all ranks as many"
     with pytest.raises(DataError, match=text):
         train(model, optimizer, more)
+    torch.distributed.destroy_process_group()  # as at the end of a process that failed
+
+
+class OfEntries(Tagger):
+    """Takes a dictionary, of which one entry may be missing."""
+
+    def forward(self, batch):
+        tags = batch.get("tags", batch["words"])
+        return self.out(self.words(batch["words"]).sum(1) + self.tags(tags)).pow(2).mean()
+
+
+def entries(mesh, lacking):
+    """Batches, of which the last but one lacks an entry on some ranks."""
+    for number, ids in enumerate(batches(mesh, 5)):
+        yield {"words": ids} if number == 3 and mesh.rank in lacking else {"words": ids, "tags": ids.clone()}
+
+
+@on_ranks(3)
+def test_a_batch_of_another_form_on_one_rank_is_told_where_rows_travel_ahead():
+    mesh, model, optimizer = split_tagger(kind=OfEntries)
+    train(model, optimizer, tulle.lookahead(entries(mesh, lacking=())))
+    train(model, optimizer, tulle.lookahead(entries(mesh, lacking=(0, 1, 2))))
+    uneven = tulle.lookahead(entries(mesh, lacking=(1,)))
+    if mesh.rank != 1:  # which hear of it where they next wait
+        with pytest.raises((DataError, CommunicationError)):
+            train(model, optimizer, uneven)
+        return
+    text = "rank 1 of axis 'data' after the one of step 13 lacks an entry in which its lookups were found until now"
+    with pytest.raises(DataError, match=text):
+        train(model, optimizer, uneven)
     torch.distributed.destroy_process_group()  # as at the end of a process that failed
 
 

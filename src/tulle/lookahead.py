@@ -65,7 +65,7 @@ def _tell(feeds: Sequence[Feed], upcoming: object) -> None:
         if upcoming is _OVER:
             feed.tell_the_end()
         else:
-            feed.tell(upcoming)
+            feed.tell_ahead(upcoming)
 
 
 def lookahead(loader: Iterable[T], *, ids: Ids | None = None) -> Lookahead[T]:

@@ -17,6 +17,7 @@ from tulle.engine.split_table import SplitTable
 from tulle.engine.trips import Trip
 from tulle.errors import ModelError
 from tulle.mesh import Axis
+from tulle.tables import tell_the_end, tell_unlike
 
 Load = tuple[Sequence[SplitTable], Sequence[Tensor]]
 """Tables that share a trip, and the ids of each."""
@@ -30,7 +31,7 @@ class Feed:
     Args:
         tables: All split tables.
         make: Makes trips, each of some tables and the ids of each, and tells them together.
-        make_end: Tells in place of trips, which would have been of some tables, that there are none.
+        say_instead: Tells why there are no trips, which would have been of some tables.
         divide: Called with the trips under way and the next ones, when these are told.
         departures: Which tables share a trip.
         axis: Whose ranks must agree.
@@ -41,7 +42,7 @@ class Feed:
         self,
         tables: Sequence[SplitTable],
         make: Callable[[Sequence[Load]], list[Trip]],
-        make_end: Callable[[Sequence[str]], None],
+        say_instead: Callable[[Callable[[Sequence[str], Axis], None], Sequence[str]], None],
         divide: Callable[[Sequence[Trip], Sequence[Trip]], None],
         departures: Departures,
         axis: Axis,
@@ -49,7 +50,7 @@ class Feed:
     ) -> None:
         self._tables = {table.number: table for table in tables if table.is_foreseeable}
         self._make = make
-        self._make_end = make_end
+        self._say_instead = say_instead
         self._divide = divide
         self._departures = departures
         self._sources = Sources(axis)
@@ -71,12 +72,20 @@ class Feed:
         if self.trips and self.upcoming:
             self._divide(self.trips, self.upcoming)
 
+    def tell_ahead(self, batch: object) -> None:
+        """The same of a loop's next batch: if it is of another form than those until now, all ranks' must be."""
+        self.tell(batch)
+        if not self.upcoming and self._ids_of is None:
+            self._say(tell_unlike, self._sources.tables())
+
     def tell_the_end(self) -> None:
         """Tell that there is no next step. Every rank must call it; if one tells a step instead, all raise."""
-        numbers = self._sources.tables() if self._ids_of is None else self._given_tables
+        self._say(tell_the_end, self._sources.tables() if self._ids_of is None else self._given_tables)
+
+    def _say(self, word: Callable[[Sequence[str], Axis], None], numbers: Sequence[int]) -> None:
         names = [self._tables[number].name for number in numbers if number in self._tables]
         if names:
-            self._make_end(names)
+            self._say_instead(word, names)
 
     def begin(self, batch: object) -> None:
         """The step of a batch begins, with what was told of it. Every rank must call it."""

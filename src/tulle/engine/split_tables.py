@@ -40,7 +40,6 @@ from tulle.tables import (
     placement_of,
     table_of,
     tell_of_gradients,
-    tell_the_end,
 )
 
 _AGREED_AT_ONCE = 63
@@ -155,7 +154,7 @@ class SplitTables:
     def feed(self, ids_of: IdsOf | None = None) -> Feed:
         """Something that tells rows of steps ahead."""
         tables = [*self.tables.values()]
-        return Feed(tables, self._trips_of, self._no_trips, self._divide, self._departures, self._axis, ids_of)
+        return Feed(tables, self._trips_of, self._say_instead, self._divide, self._departures, self._axis, ids_of)
 
     @property
     def _ahead(self) -> Feed | None:
@@ -225,10 +224,10 @@ class SplitTables:
         tell_together(made)
         return made
 
-    def _no_trips(self, names: Sequence[str]) -> None:
-        """Tell the others that this rank has no further step, in place of trips of these tables."""
+    def _say_instead(self, word: Callable[[Sequence[str], Axis], None], names: Sequence[str]) -> None:
+        """Tell the others why there are no trips of these tables."""
         way = self._way_now()
-        way.background.submit(partial(tell_the_end, names, way.axis)).result()
+        way.background.submit(partial(word, names, way.axis)).result()
 
     def _way_now(self) -> Way:
         """On what lookups travel that are made here and now."""

@@ -13,6 +13,7 @@ from tulle.tables.exchange import (
     tell,
     tell_of_gradients,
     tell_the_end,
+    tell_unlike,
 )
 from tulle.tables.gradient import ShardGradient
 from tulle.tables.modules import TableModule, table_modules, table_of, unwrapped
@@ -52,5 +53,6 @@ __all__ = [
     "tell",
     "tell_of_gradients",
     "tell_the_end",
+    "tell_unlike",
     "unwrapped",
 ]

@@ -29,6 +29,8 @@ _OVER = -2
 """A count of rows of a rank that has no further batch."""
 _BEHIND = -3
 """A count of rows of a rank that goes on to the gradients of its lookups."""
+_UNLIKE = -4
+"""A count of rows of a rank whose next batch lacks what its lookups were found in until now."""
 _ALIKE = "whether all look up alike"
 _MEND = (
     ": all ranks must look up in the same split tables, in one order; one that has no ids for a table looks up none "
@@ -123,6 +125,17 @@ def tell_the_end(tables: Sequence[str], axis: Axis) -> None:
         raise _uneven(axis.rank, rank, axis)
 
 
+def tell_unlike(tables: Sequence[str], axis: Axis) -> None:
+    """What a rank does in place of `tell` if its next batch lacks what lookups were found in until now.
+
+    Raises:
+        DataError: If another rank's has it, or it has none.
+    """
+    came = _say_instead(_UNLIKE, dict.fromkeys(tables, 1), len(tables), axis)
+    for rank in came.ne(_UNLIKE).any(1).nonzero().flatten().tolist():
+        raise _uneven(rank, axis.rank, axis) if _OVER in came[rank].tolist() else _unlike(axis.rank, rank, axis)
+
+
 def tell_of_gradients(axis: Axis) -> None:
     """What a rank does before it pushes gradients, now and then: one that still looks up in a table is told.
 
@@ -150,6 +163,14 @@ def _uneven(first: int, other: int, axis: Axis) -> DataError:
     )
 
 
+def _unlike(first: int, other: int, axis: Axis) -> DataError:
+    return DataError(
+        f"the batch of rank {first} of axis {axis.name!r} after the one of step {traffic.step + 1} lacks an entry in "
+        f"which its lookups were found until now, that of rank {other} has it: give all ranks batches of one form, "
+        "with an empty tensor where one has nothing to look up"
+    )
+
+
 def _exchange_counts(parts: Sequence[Tensor], axis: Axis, label: str | Mapping[str, int]) -> Tensor:
     """`[ranks, 2 tables]`, on the CPU: of each rank what it wants here of each table, and what of that anywhere."""
     lengths = [len(parts[0])] * axis.size
@@ -171,6 +192,8 @@ def _counts_in(came: Tensor, marks: Tensor, axis: Axis, tables: Iterable[str]) -
         told = came[rank].tolist()
         if _OVER in told:
             raise _uneven(rank, axis.rank, axis)
+        if _UNLIKE in told:
+            raise _unlike(rank, axis.rank, axis)
         if _REFUSED in told:
             raise CommunicationError(
                 f"rank {rank} of axis {axis.name!r} looked up, in step {traffic.step}, what is no row of "
