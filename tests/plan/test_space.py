@@ -5,6 +5,7 @@ import pytest
 from profiles import cluster_of, profile_of
 from tulle.errors import PlanError
 from tulle.plan import Space, best_plan
+from tulle.sync import SCHEMES
 
 
 @pytest.mark.parametrize(
@@ -29,3 +30,15 @@ def test_a_scheme_for_a_table_that_the_profile_does_not_have_is_refused():
     assert fixed.schemes == {"embed.weight": "ring"}
     with pytest.raises(PlanError, match=r"for 'embed.wieght', the profile's tables are: embed.weight; was 'embed"):
         best_plan(profile, cluster, space=Space(schemes={"embed.wieght": "ring"}))
+
+
+@pytest.mark.parametrize("ranks", [2, 16])
+def test_a_table_fixed_to_auto_gets_a_scheme_and_no_placement(ranks):
+    profile, cluster = profile_of(), cluster_of(ranks)
+    plan = best_plan(profile, cluster, space=Space(mesh={"data": ranks}, schemes={"embed.weight": "auto"}))
+    assert plan.schemes["embed.weight"] in {"auto", *SCHEMES}
+    each = [
+        best_plan(profile, cluster, space=Space(mesh={"data": ranks}, schemes={"embed.weight": scheme}))
+        for scheme in ("ring", "densify", "allgather")
+    ]
+    assert all(plan.prediction.step_s <= one.prediction.step_s for one in each)

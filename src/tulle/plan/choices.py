@@ -106,10 +106,11 @@ class Tables:
 
     def _ways(self, names: Sequence[str], beside: Sequence[str], *, is_whole: bool) -> list[Exchange]:
         ranks, batches = self.share.data, self.share.batches
-        if names[0] in self.given:
-            scheme = self.given[names[0]]
+        scheme = self.given.get(names[0], "")
+        if scheme and scheme != AUTO:
             return [self.tariff.exchange(names, scheme, self.network, ranks=ranks, batches=batches)]
         found = self.tariff.options(names, self.network, ranks=ranks, batches=batches, beside=beside)
+        is_whole = is_whole or scheme == AUTO  # one of the schemes, whichever
         return [one for one in found if not (is_whole and one.is_split)]
 
     def _planned(self, schemes: Mapping[str, str]) -> tuple[TablePlan, ...]:

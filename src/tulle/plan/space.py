@@ -33,7 +33,7 @@ class Space:
 
     Args:
         mesh: Sizes of the axes that are fixed, by name.
-        schemes: Of tables that are fixed: a scheme or a placement by name.
+        schemes: Of tables that are fixed: a scheme or a placement by name, or `"auto"` for any scheme and no placement.
         memories: Ways of saving memory, without what is recomputed.
         recomputes: Whether modules may recompute their activations.
         schedules: When replicas are updated.
