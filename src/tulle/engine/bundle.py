@@ -38,8 +38,13 @@ class Bundle:
         choice = self.choices.get(name)
         if choice is None or self.chooser is None or choice.scheme != self.chooser.scheme:
             return None
-        in_packets = f"{choice.reason}; in one message with row numbers and counts {self.packet_s * 1e3:.3g} ms"
-        return replace(choice, scheme=self.scheme, reason=in_packets) if self.packet_s else choice
+        if not self.packet_s:
+            return choice
+        # What is gathered in packets is gathered at their price, not at that of three exchanges.
+        costs = {name: replace(cost, seconds=self.packet_s) for name, cost in choice.candidates if name == self.scheme}
+        candidates = tuple((name, costs.get(name, cost)) for name, cost in choice.candidates)
+        reason = f"{choice.reason}; in one message with row numbers and counts {self.packet_s * 1e3:.3g} ms"
+        return replace(choice, scheme=self.scheme, reason=reason, candidates=candidates)
 
     def is_due(self, held: Mapping[str, Sequence[int]]) -> bool:
         """Take note of the rows that each rank holds, by table; whether a scheme is to be chosen now."""
