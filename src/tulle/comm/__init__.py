@@ -13,6 +13,7 @@ from tulle.comm.pending import Deferred, Pending
 from tulle.comm.probe import probe
 from tulle.comm.scratch import release
 from tulle.comm.traffic import Count, Traffic, now_s, traffic
+from tulle.comm.weighed import Weights, weighed
 
 __all__ = [
     "BackgroundThread",
@@ -21,6 +22,7 @@ __all__ = [
     "Job",
     "Pending",
     "Traffic",
+    "Weights",
     "all_gather",
     "all_gather_parts",
     "all_reduce",
@@ -51,4 +53,5 @@ __all__ = [
     "send",
     "traffic",
     "used_here",
+    "weighed",
 ]

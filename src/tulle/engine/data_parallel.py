@@ -44,6 +44,7 @@ from tulle.engine.split_tables import SplitTables
 from tulle.engine.stepped import Stepped
 from tulle.engine.tables import Observation, TableSettings, compact
 from tulle.engine.ties import Tie
+from tulle.engine.weighing import check_weighed
 from tulle.errors import GradientError
 from tulle.mesh import Axis
 from tulle.sync import Choice
@@ -284,6 +285,7 @@ class DataParallel:
                 self.split_tables.end_backward()
             self.reducer.finish(self.steps, self.late)
             self.alike.check(self.steps, is_late=self.late is not None)
+            check_weighed(self.home, self.axis, self.steps)
         if self._non_finite is not None:  # after the sums, so that the next backward finds nothing under way
             self._non_finite.raise_if_any(self.steps)
 

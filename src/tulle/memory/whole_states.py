@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from tulle.comm import weighed
 from tulle.gathered import write_through
 from tulle.memory.ahead import ahead_of
 from tulle.memory.shard import Shard, mark, shard_of
@@ -73,7 +74,7 @@ class _SharedOut:
         ahead = None if parameter is None else ahead_of(parameter)
         assert ahead is not None, "whose numbers these are is there, and so is what gathers it"
         whole = ahead.number(number.detach(), op, self.name)
-        return _Made.apply(number, whole) if number.requires_grad else whole
+        return weighed(_Made.apply(number, whole), self.shard.axis) if number.requires_grad else whole
 
     def refusal_of_gradient(self) -> None:
         """That of the part is given."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from tulle.comm import number_of_all
+from tulle.comm import number_of_all, weighed
 from tulle.mesh import Axis
 from tulle.parts import guard
 from tulle.reductions import Reduction
@@ -64,7 +64,7 @@ class _Table:
 
     def over(self, number: Tensor, op: Reduction) -> Tensor:
         """Over the axis."""
-        return number_of_all(number, op, self.split.axis, self.split.name)
+        return weighed(number_of_all(number, op, self.split.axis, self.split.name), self.split.axis)
 
     def refusal(self, taker: str) -> str:
         """Names the table, how it is split, and the mend."""
