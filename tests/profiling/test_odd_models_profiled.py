@@ -171,12 +171,6 @@ def test_what_a_hook_has_kept_in_a_dictionary_of_the_model_does_not_end_a_profil
     assert splits(model, ["0", "1"], {}, ranks=2).keys() == {"0"}
 
 
-def test_a_layer_with_an_adapter_within_does_not_end_a_profile():
-    layer = nn.TransformerEncoderLayer(4, 2, 8)
-    layer.linear1 = nn.Sequential(layer.linear1)
-    assert "0" in splits(nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8), layer), ["0", "1"], {}, ranks=2)
-
-
 def test_a_batch_of_a_tokenizers_class_is_a_batch():
     sample = UserDict(ids=torch.zeros(8, 3), mask=torch.ones(8), scale=2.0)
     assert samples_in(sample) == 8

@@ -124,6 +124,12 @@ def test_what_would_be_split_goes_by_the_ranks_of_the_axis_where_there_is_one():
     assert splits(nn.Sequential(small), ["0"], {}, ranks=2).keys() == {"0"}, "there is nothing else"
 
 
+def test_a_layer_with_an_adapter_within_does_not_end_a_profile():
+    layer = nn.TransformerEncoderLayer(4, 2, 8)
+    layer.linear1 = nn.Sequential(layer.linear1)
+    assert "0" in splits(nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8), layer), ["0", "1"], {}, ranks=2)
+
+
 def test_nothing_is_left_behind():
     model, optimizers = made()
     model(ids(1, 2)).backward()

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -99,7 +99,8 @@ def save(
     with _alike(folder, ranks):
         if ranks.is_first:
             check_readable({**extra, "model": state.outline["model"], "optimizer": state.outline["optimizers"]})
-            _prepare(folder, ranks)
+            with _turn(folder, ranks):
+                folder.prepare()
     run = {**state.outline, "random": ranks.gather(random_state(standing)), "extra": extra}
     if not asynchronous:
         _write(folder, state.tensors, state.names, run, ranks)
@@ -122,7 +123,7 @@ def await_saves() -> None:
 def _write(folder: Folder, tensors: Sequence[Placed], names: Names, run: Mapping[str, Any], ranks: Ranks) -> None:
     from tulle.checkpoint.storage import write_blocks, write_metadata  # takes most of a second, once
 
-    with folder.turn() if ranks.are_one else nullcontext():
+    with _turn(folder, ranks):
         with _alike(folder, ranks):
             if ranks.are_one:
                 folder.prepare()  # again: others may have had their turn meanwhile
@@ -135,10 +136,9 @@ def _write(folder: Folder, tensors: Sequence[Placed], names: Names, run: Mapping
                 folder.commit(stamps)
 
 
-def _prepare(folder: Folder, ranks: Ranks) -> None:
-    """Find out whether the folder can be written. Where a plain model is saved, other ranks may do so at once."""
-    with folder.turn() if ranks.are_one else nullcontext():
-        folder.prepare()
+def _turn(folder: Folder, ranks: Ranks) -> AbstractContextManager[None]:
+    """Keep others out where a plain model is saved, which other ranks may do at once."""
+    return folder.turn() if ranks.are_one else nullcontext()
 
 
 def _behind(writing: Callable[[Ranks], None], ranks: Ranks) -> None:

@@ -41,8 +41,10 @@ class Bundle:
         if not self.packet_s:
             return choice
         # What is gathered in packets is gathered at their price, not at that of three exchanges.
-        costs = {name: replace(cost, seconds=self.packet_s) for name, cost in choice.candidates if name == self.scheme}
-        candidates = tuple((name, costs.get(name, cost)) for name, cost in choice.candidates)
+        candidates = tuple(
+            (name, replace(cost, seconds=self.packet_s) if name == self.scheme else cost)
+            for name, cost in choice.candidates
+        )
         reason = f"{choice.reason}; in one message with row numbers and counts {self.packet_s * 1e3:.3g} ms"
         return replace(choice, scheme=self.scheme, reason=reason, candidates=candidates)
 

@@ -112,20 +112,16 @@ def _zeros(like: Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
 
 
-def begin_states(tables: Sequence[Borrowed], optimizers: Iterable[Optimizer]) -> None:
-    """Have a twin's optimizers find what their first step would make."""
-    begun = {id(one.written): one.begun for one in tables if one.begun}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in begun:
-                    optimizer.state[parameter].update(begun[id(parameter)])
+def fit_optimizers(tables: Sequence[Borrowed], optimizers: Iterable[Optimizer]) -> None:
+    """Have a twin's optimizers find what their first step would make.
 
-
-def own_where_written(tables: Iterable[Borrowed], optimizers: Iterable[Optimizer]) -> None:
-    """Have a twin copy what its optimizers step after all, as those of a model that holds its optimizer do."""
-    stepped = {id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]}
-    own(tables, stepped)
+    Those of a model that holds its optimizer step what is read, after all: that is copied.
+    """
+    owners = {id(p): one for one in optimizers for group in one.param_groups for p in group["params"]}
+    own(tables, owners)
+    for one in tables:
+        if one.begun and id(one.written) in owners:
+            owners[id(one.written)].state[one.written] = {**one.begun}
 
 
 def own(tables: Iterable[Borrowed], parameters: Collection[int]) -> None:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from tulle.comm import now_s
 from tulle.deferred import is_deferred, values_of
 from tulle.pipeline.profile import as_call
-from tulle.profiling.borrowed import Borrowed, begin_states, borrowed, own_where_written
+from tulle.profiling.borrowed import Borrowed, borrowed, fit_optimizers
 
 Loss = Callable[[Any], Tensor]
 """From what the model gives to what backward starts from."""
@@ -78,8 +78,7 @@ class Twin:
             for group in one.param_groups:
                 if "lr" in group:
                     group["lr"] = 0 * group["lr"]
-        own_where_written(tables.values(), stepping)
-        begin_states([*tables.values()], stepping)
+        fit_optimizers([*tables.values()], stepping)
         twin = Twin(copied, stepping, samples, loss, device, [*tables.values()])
         twin.clear()
         return twin
