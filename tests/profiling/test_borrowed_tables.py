@@ -141,10 +141,10 @@ def test_a_profile_says_of_borrowed_tables_what_it_says_of_copies(made, monkeypa
 @pytest.mark.parametrize("is_borrowing", [True, False])
 @pytest.mark.parametrize("kind", [SGD, Adagrad, SparseAdam])
 def test_a_profile_needs_no_second_table(kind, is_borrowing, monkeypatch):
-    model = nn.Sequential(nn.EmbeddingBag(2**18, 128, sparse=True), nn.Linear(128, 1))  # of 128 MiB
+    model = nn.Sequential(nn.EmbeddingBag(2**19, 128, sparse=True), nn.Linear(128, 1))  # of 256 MiB
     optimizers = [kind(model[0].parameters()), SGD(model[1].parameters())]
     tulle.profile(Bag(), SGD(Bag().parameters()), IDS)  # what a process needs once
     if not is_borrowing:
         monkeypatch.setattr("tulle.profiling.steps.borrowed", lambda *_: {})
     grown_bytes = peak_over_now(lambda: tulle.profile(model, optimizers, IDS))
-    assert (grown_bytes < model[0].weight.nbytes) is is_borrowing, grown_bytes
+    assert (grown_bytes < model[0].weight.nbytes * 3 / 4) is is_borrowing, grown_bytes
