@@ -19,7 +19,15 @@ from tulle.gathered import refuse_to_checkpoint
 from tulle.mesh import Axis
 from tulle.parts import WHOSE
 from tulle.softmax import SoftmaxLayer
-from tulle.tables import PLACEMENTS, Split, TableModule, guard_table, split_as, table_modules
+from tulle.tables import (
+    PLACEMENTS,
+    Split,
+    TableModule,
+    guard_table,
+    has_own_forward,
+    split_as,
+    table_modules,
+)
 from tulle.traits import ELEMENTWISE, hold
 from tulle.wholes import load_part
 
@@ -82,9 +90,6 @@ class Readers:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return "a hook is registered on it, which would see no gradient: those of split tables go to their owners"
         for module in modules:
-            plain = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
-            if type(module).forward is not plain.forward:
-                return f"{type(module).__name__} has a forward of its own, which reads the whole of it"
             if module.max_norm is not None and placement == "columns":
                 return "max_norm needs the norms of whole rows: split it by rows"
         if placement == "columns" and parameter.shape[1] < ranks:
@@ -93,7 +98,7 @@ class Readers:
 
 
 def placements_of(
-    model: nn.Module, optimizers: Sequence[Optimizer], ranks: int, *, is_asked: bool = False
+    model: nn.Module, optimizers: Sequence[Optimizer], ranks: int, *, is_asked: bool = False, is_seen: bool = False
 ) -> dict[str, tuple[str, ...]]:
     """How each table of a model can be split over so many ranks, by the name of its parameter.
 
@@ -102,12 +107,18 @@ def placements_of(
         optimizers: Over its parameters.
         ranks: How many.
         is_asked: Also tables of optimizers of which nothing is known, which may look at whole ones (LAMB, Shampoo).
+        is_seen: Also tables of modules with a forward of their own, which may read all rows: a run tells if they do.
     """
     readers, doubted = Readers.of(model), [one for one in optimizers if type(one) not in ELEMENTWISE]
     unknown = {id(p) for one in doubted for group in one.param_groups for p in group["params"]}
+
+    def is_doubted(name: str) -> bool:
+        is_unseen = any(has_own_forward(module) for module in readers.tables[name]) and not is_seen
+        return is_unseen or (id(model.get_parameter(name)) in unknown and not is_asked)
+
     return {
         name: ()
-        if id(model.get_parameter(name)) in unknown and not is_asked
+        if is_doubted(name)
         else tuple(how for how in PLACEMENTS if readers.why_whole(name, optimizers, how, ranks) is None)
         for name in readers.tables
     }

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_map_only
 
@@ -76,6 +77,8 @@ _PLACES = {"argmax", "argmin", "max", "min", "median", "nanmedian", "mode", "kth
 """Names of those that also give where it lies."""
 LIKE = {"to", "type_as"}
 """Names of what asks a tensor that another is to be like for its dtype and device alone."""
+LOOKUPS = frozenset({functional.embedding, functional.embedding_bag})
+"""What looks rows up by their numbers: the first argument has these, the second is the table."""
 PLAIN = {"as_subclass", "_base", "grad"}
 """Names of what gives a plain tensor, or one that is another's."""
 _PLACED: Mapping[str, int] = {

@@ -52,6 +52,24 @@ class Whole(Protocol):
         ...
 
 
+class Reader(Protocol):
+    """Knows all of a table of which a rank has a part."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(rows, width)` of the whole."""
+        ...
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether the model's own code is running, which knows of no parts."""
+        ...
+
+    def look_up(self, function: Callable[..., Tensor], ids: Tensor, part: Tensor, **options: Any) -> Tensor:
+        """What a function of `LOOKUPS` gives of the whole."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Became:
     """The same of what became of a part in another shape."""

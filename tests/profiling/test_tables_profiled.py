@@ -217,9 +217,9 @@ def test_what_a_forward_writes_in_a_parameter_is_undone():
 class Output(nn.Module):
     """Reads its table for its output, too: all rows of it, or a row past the module."""
 
-    def __init__(self, output) -> None:
+    def __init__(self, output, *, is_sparse: bool) -> None:
         super().__init__()
-        self.table, self.other = nn.Embedding(10, 4), nn.Embedding(10, 4)
+        self.table, self.other = nn.Embedding(10, 4, sparse=is_sparse), nn.Embedding(10, 4)
         self.output = output
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -229,17 +229,18 @@ class Output(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("output", "is_read"),
+    ("output", "is_sparse", "is_read"),
     [
-        (lambda found, weight: found @ weight.T, True),
-        (nn.functional.linear, True),
-        (lambda found, weight: found + nn.functional.embedding(torch.tensor([3]), weight), True),
-        (lambda found, weight: found.to(weight.dtype), False),
+        (lambda found, weight: found @ weight.T, False, True),
+        (nn.functional.linear, False, True),
+        (lambda found, weight: found + nn.functional.embedding(torch.tensor([3]), weight), False, False),
+        (lambda found, weight: found + nn.functional.embedding(torch.tensor([3]), weight), True, True),
+        (lambda found, weight: found.to(weight.dtype), False, False),
     ],
-    ids=["product", "linear", "lookup", "dtype"],
+    ids=["product", "linear", "lookup", "dense-lookup", "dtype"],
 )
-def test_a_table_that_is_read_past_its_modules_is_known(output, is_read):
-    model = Output(output)
+def test_a_table_that_is_read_past_its_modules_is_known(output, is_sparse, is_read):
+    model = Output(output, is_sparse=is_sparse)
     found = looked_up(model, torch.tensor([1, 2]))
     assert [found[f"{name}.weight"].is_read for name in ("table", "other")] == [is_read, False]
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -154,8 +154,10 @@ def _refuse_hook(name: str, *_: object) -> NoReturn:
 @eager
 def _begin_call(model: nn.Module, arguments: tuple[object, ...], keywords: dict[str, object]) -> None:
     engine = engine_of(model)
-    if engine is not None and engine.split_tables is not None and model.training and torch.is_grad_enabled():
-        engine.split_tables.begin_call((arguments, keywords))
+    if engine is not None and engine.split_tables is not None:
+        engine.split_tables.forwards += 1
+        if model.training and torch.is_grad_enabled():
+            engine.split_tables.begin_call((arguments, keywords))
 
 
 @eager
@@ -163,6 +165,7 @@ def _end_call(model: nn.Module, *_: object) -> None:
     engine = engine_of(model)
     if engine is not None and engine.split_tables is not None:
         engine.split_tables.end_call()
+        engine.split_tables.forwards = max(0, engine.split_tables.forwards - 1)  # another's hook may have raised first
 
 
 def _empty(kind: type[nn.Module]) -> nn.Module:

@@ -257,7 +257,7 @@ def _measure(
     ]
     counts = [[rows[table.name] for table in tables] for rows in heard]
     presences = gather_presence([seen[table.name].rows for table in tables], tables, counts, axis)
-    placements = placements_of(model, optimizers, axis.size)
+    placements = placements_of(model, optimizers, axis.size, is_seen=True)
     return {
         table.name: Candidate(
             table.characteristics([rows[t] for rows in counts], presences[t]),

@@ -76,6 +76,8 @@ def locate(ids: Tensor, leaves: Mapping[str, Tensor]) -> Source | None:
         [4, 9]
         >>> locate(batch[:, 2:], {"[0]": batch}).ids({"[0]": torch.arange(3).view(3, 1)}).shape
         torch.Size([3, 0])
+        >>> locate(batch[:2], {"[0]": batch[:1]}) is None
+        True
     """
     for place, leaf in leaves.items():
         if leaf.untyped_storage().data_ptr() != ids.untyped_storage().data_ptr() or not leaf.numel():
@@ -106,7 +108,10 @@ def _cut(ids: Tensor, leaf: Tensor, place: str) -> Source | None:
     picks: list[tuple[int, int]] = []
     for dimension, stride in enumerate(strides):
         if stride in sizes:
-            cuts.append((begins[stride], leaf.shape[dimension] - begins[stride] - sizes[stride]))
+            left = leaf.shape[dimension] - begins[stride] - sizes[stride]
+            if left < 0:  # the batch has a part of what the ids are a part of
+                return None
+            cuts.append((begins[stride], left))
         else:
             cuts.append((0, 0))
             # What is last is taken for `ids[:, -1]`: that batches were of one length so far says nothing of the next.

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._guards import CompileContext
 from torch.autograd.graph import saved_tensors_hooks
 
 from tulle.comm import eager
 from tulle.derived import derived
 from tulle.engine.split_tables import SplitTables
 from tulle.errors import ModelError
-from tulle.tables import TableModule, split_of
+from tulle.parts import read_by
+from tulle.tables import ColumnSplit, Lookup, Split, TableModule, has_own_forward, split_of
 from tulle.torch_functions import is_transformed
 
 _RUN_TIME = "_tulle_split_tables"
@@ -38,7 +41,7 @@ class SplitEmbedding(_Parted, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up. Every rank must call it, each with its own ids."""
-        return _look_up(self, input, F.embedding)
+        return _look_up(self.__dict__[_RUN_TIME], Lookup.of(self), input, F.embedding)
 
 
 class SplitEmbeddingBag(_Parted, nn.EmbeddingBag):
@@ -53,28 +56,79 @@ class SplitEmbeddingBag(_Parted, nn.EmbeddingBag):
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
         )
-        return _look_up(self, input, pool)
+        return _look_up(self.__dict__[_RUN_TIME], Lookup.of(self), input, pool)
 
 
-_SPLIT_KINDS: Mapping[type, type] = {nn.Embedding: SplitEmbedding, nn.EmbeddingBag: SplitEmbeddingBag}
+class SplitByItself(_Parted, nn.Module):
+    """A class with a forward of its own that looks up, by `super().forward` say, in a table that is split."""
+
+    @eager
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Its own. Every rank must call it; what it asks of its table, `_Reader` answers."""
+        tables: SplitTables = self.__dict__[_RUN_TIME]
+        tables.forwards += 1
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            tables.forwards -= 1
 
 
 def adopt(module: TableModule, tables: SplitTables) -> None:
     """Have a module look up in a split table: its class becomes one that derives from its own."""
-    plain = type(module)
-    kind = _SPLIT_KINDS[nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag]
+    plain, table = type(module), cast("nn.Parameter", module.weight)
+    kind: type = SplitEmbedding if isinstance(module, nn.Embedding) else SplitEmbeddingBag
+    kind = SplitByItself if has_own_forward(module) else kind
     module.__dict__[_RUN_TIME] = tables
-    if plain not in _SPLIT_KINDS:
+    read_by(table, _Reader(tables, tables.table_of(Lookup(table)).split))
+    if kind is SplitByItself or plain not in (nn.Embedding, nn.EmbeddingBag):
         kind = derived(kind, plain, name=plain.__name__, module=plain.__module__)
     object.__setattr__(module, "__class__", kind)
 
 
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Answers what the model's own code asks of a split table as if all of it were here."""
+
+    tables: SplitTables
+    split: Split
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(rows, width)` of the whole."""
+        return self.split.shape
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether the model's own code is running, and not a compiler that looks at what it is to compile."""
+        return self.tables.forwards > 0 and CompileContext.try_get() is None
+
+    def look_up(
+        self, function: Callable[..., Tensor], ids: Tensor, part: Tensor, *, sparse: bool, **options: Any
+    ) -> Tensor:
+        """What `F.embedding` or `F.embedding_bag` gives. Every rank must call it, each with its own ids."""
+        how = Lookup(part, **{name: options.pop(name) for name in Lookup._fields if name in options})
+        found = self.tables.table_of(how)
+        if found.is_sparse and not sparse and part.requires_grad and torch.is_grad_enabled():
+            raise ModelError(
+                f"{function.__name__} was asked for rows of {found.name!r} with sparse=False, but its module has "
+                "sparse=True: the gradient would be sparse and dense at once. Pass sparse=True, or make the module "
+                "without"
+            )
+        if how.max_norm is not None and isinstance(self.split, ColumnSplit):
+            raise ModelError(
+                f"{function.__name__} was asked for rows of {found.name!r} with max_norm={how.max_norm}, which needs "
+                "norms of whole rows, and it is split by columns: split it by rows"
+            )
+        if how.padding_idx is not None and how.padding_idx < 0:
+            how = how._replace(padding_idx=how.padding_idx + self.shape[0])
+        return _look_up(self.tables, how, ids, partial(function, **options))
+
+
 @eager
-def _look_up(module: SplitEmbedding | SplitEmbeddingBag, ids: Tensor, take: Callable[..., Tensor]) -> Tensor:
+def _look_up(tables: SplitTables, how: Lookup, ids: Tensor, take: Callable[..., Tensor]) -> Tensor:
     """What is taken from the rows, at places, but for a padding: collectives, which no compiler is to trace."""
-    _refuse_transforms(module, ids)
-    tables: SplitTables = module.__dict__[_RUN_TIME]
-    rows, positions, padding = tables.look_up(module, ids)
+    _refuse_transforms(how.table, ids)
+    rows, positions, padding = tables.look_up(how, ids)
     with _saved_as_it_is():
         return take(positions, rows, padding_idx=padding)
 
@@ -90,13 +144,13 @@ def _saved_as_it_is() -> AbstractContextManager[object]:
     return saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
 
 
-def _refuse_transforms(module: SplitEmbedding | SplitEmbeddingBag, ids: Tensor) -> None:
+def _refuse_transforms(table: Tensor, ids: Tensor) -> None:
     """Raise within `torch.func.vmap`, `grad`, `jacrev` and the like, from where no gradient comes to the owners."""
     if not is_transformed():
         return
-    is_trained = torch.is_grad_enabled() and module.weight.requires_grad
+    is_trained = torch.is_grad_enabled() and table.requires_grad
     if is_trained or cast("Any", torch._C)._functorch.is_functorch_wrapped_tensor(ids):
-        split = split_of(module.weight)
+        split = split_of(table)
         if split is None:
             return  # a tensor in its place, which is refused as such
         raise ModelError(

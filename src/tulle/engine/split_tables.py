@@ -33,14 +33,7 @@ from tulle.engine.split_table import SplitTable
 from tulle.engine.trips import Pushes, Trip, Way, tell_together
 from tulle.errors import CommunicationError, ModelError
 from tulle.mesh import Axis
-from tulle.tables import (
-    ShardGradient,
-    TableModule,
-    gradient_of_table,
-    placement_of,
-    table_of,
-    tell_of_gradients,
-)
+from tulle.tables import Lookup, ShardGradient, gradient_of_table, placement_of, tell_of_gradients
 
 _AGREED_AT_ONCE = 63
 _LABEL = "gradients of split tables"
@@ -108,17 +101,19 @@ class SplitTables:
         """Begins a step earlier: `tulle.lookahead` without ids; what one loop has learned the next one knows."""
         self._loops: list[Feed] = []
         """Those of the loops under way, the innermost last."""
+        self.forwards = 0
+        """Under way, of the model or of modules of its: while there are any, tables have the shape of the whole."""
 
-    def look_up(self, module: TableModule, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
+    def look_up(self, how: Lookup, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Rows, where in them the ids lie, and where the padding does. Every rank must call it, with its own ids."""
-        table = self._table_of(module)
+        table = self.table_of(how)
         self._departures.comes(table.number)
-        told = self._told(table, ids)
-        trip = told or self._trips_of([([table], [ids])], module)[0]
+        told = None if how.goes_alone else self._told(table, ids)
+        trip = told or self._trips_of([([table], [ids])], how)[0]
         if torch.is_grad_enabled() and table.parameter.requires_grad:
             self._expect([trip] if told is None else (self._ahead or self._calls).trips)
         try:
-            found = trip.look_up(table, ids, module.padding_idx)
+            found = trip.look_up(table, ids, how.padding_idx)
             self._rows[table.number] = trip.rows(table)
             return found
         except KeyError:
@@ -195,11 +190,12 @@ class SplitTables:
         """Return when no exchange is under way: for those who time them."""
         self._way.background.submit(lambda: None).result()
 
-    def _table_of(self, module: TableModule) -> SplitTable:
-        found = self._by_parameter.get(id(table_of(module)))
+    def table_of(self, how: Lookup) -> SplitTable:
+        """The table of a lookup."""
+        found = self._by_parameter.get(id(how.table))
         if found is None:
             raise ModelError(
-                f"a lookup is to read a tensor of shape {list(module.weight.shape)} that was put in the place of a "
+                f"a lookup is to read a tensor of shape {list(how.table.shape)} that was put in the place of a "
                 "split table: torch.func.functional_call and the like cannot, as rows lie on all ranks; write into the "
                 "parameter, with p.copy_(...) within torch.no_grad(), or keep the table whole in the plan"
             )
@@ -210,12 +206,12 @@ class SplitTables:
             return None
         return (self._ahead or self._calls).find(table, ids)
 
-    def _trips_of(self, loads: Sequence[Load], module: TableModule | None = None) -> list[Trip]:
+    def _trips_of(self, loads: Sequence[Load], how: Lookup | None = None) -> list[Trip]:
         """Trips, each of some tables and the ids of each, told together. Every rank must call it, with its own ids."""
         way = self._way_now()
         first, self._trips = self._trips + 1, self._trips + len(loads)
         made = [
-            Trip(number, tables, ids, way, read=self._read, came=self._gradient_came, module=module)
+            Trip(number, tables, ids, way, read=self._read, came=self._gradient_came, how=how)
             for number, (tables, ids) in enumerate(loads, start=first)
         ]
         for trip in made:

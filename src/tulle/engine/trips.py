@@ -29,10 +29,10 @@ from tulle.rows import occurrences
 from tulle.tables import (
     Division,
     Ids,
+    Lookup,
     Pushed,
     Request,
     Route,
-    TableModule,
     bundles,
     divide,
     fetch,
@@ -77,7 +77,7 @@ class Trip:
         way: On what they travel.
         read: Called with the trip, a table and places of this rank's part: gives the rows that lie there.
         came: Called with the trip, a table and a gradient when that came.
-        module: The module that looks up, if it is one lookup: its `max_norm` and `scale_grad_by_freq` hold.
+        how: How rows are looked up, if it is one lookup: its `max_norm` and `scale_grad_by_freq` hold.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Trip:
         *,
         read: Callable[[Trip, SplitTable, Tensor], Tensor],
         came: Callable[[Trip, SplitTable, Tensor], None],
-        module: TableModule | None = None,
+        how: Lookup | None = None,
     ) -> None:
         self.number = number
         self.tables = {table.number: table for table in tables}
@@ -100,8 +100,8 @@ class Trip:
         self._way = way
         self._read = read
         self._came = came
-        self._bound = (module.max_norm, module.norm_type) if module is not None and module.max_norm else None
-        self.is_scaled = module is not None and module.scale_grad_by_freq
+        self._bound = (how.max_norm, how.norm_type) if how is not None and how.max_norm else None
+        self.is_scaled = how is not None and how.scale_grad_by_freq
         self._told: Job[list[Told]] | None = None
         """What is known of all trips that were told with this one."""
         self._place = 0

@@ -64,7 +64,7 @@ def table_profiles(
         axis: All ranks.
     """
     by_rank = gather_values([*seen], axis, label=_LABEL)
-    outputs, placements = outputs_of(model), placements_of(model, optimizers, _RANKS_TRIED)
+    outputs, placements = outputs_of(model), placements_of(model, optimizers, _RANKS_TRIED, is_seen=True)
     found: list[TableProfile] = []
     for name, modules in tables_of(model).items():
         parameter = model.get_parameter(name)

@@ -10,7 +10,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -22,7 +21,8 @@ from tulle.pipeline.trial import trial
 from tulle.pipeline.untouched import untouched
 from tulle.pipeline.written import written_back
 from tulle.softmax import SoftmaxLayer
-from tulle.tables import TableModule, table_modules
+from tulle.tables import TableModule, has_own_forward, table_modules
+from tulle.torch_functions import LOOKUPS
 
 
 def trained_tables(model: nn.Module) -> dict[str, TableModule]:
@@ -54,7 +54,8 @@ class Lookups:
     Args:
         rows: Distinct row numbers, ascending.
         tokens: Lookups, repeats counted.
-        is_read: Whether it was read past its modules too, by a product with all of its rows say: it must stay whole.
+        is_read: Whether something else than a lookup read it too, a product with all of its rows say, or may do so: it
+            must stay whole.
     """
 
     rows: Tensor
@@ -78,7 +79,7 @@ def looked_up(model: nn.Module, sample: object) -> dict[str, Lookups]:
         seen: dict[int, list[Tensor]] = {id(module.weight): [] for module in tables.values()}
         with _Watch(seen, model) as watch:
             call(model, sample)
-        return seen, watch.read
+        return seen, watch.read | watch.unknown
 
     with _traceless(model):
         seen, read = trial(look)
@@ -103,12 +104,20 @@ class _Watch(TorchFunctionMode):
     def __init__(self, seen: Mapping[int, list[Tensor]], model: nn.Module) -> None:
         super().__init__()
         self.read: set[int] = set()
-        """Tables, by identity, that something else reads than modules that can be split with them."""
+        """Tables, by identity, that something else reads than lookups and a softmax that can be split with them."""
         self._seen = seen
-        self._modules = [one for one in model.modules() if isinstance(one, TableModule | SoftmaxLayer)]
+        self._tables = list(table_modules(model))
+        self._is_sparse = {id(table): module.sparse for _, module, table in self._tables}
+        self._softmaxes = [one for one in model.modules() if isinstance(one, SoftmaxLayer)]
         self._depth = 0
         """How many of these are being called."""
+        self._called: set[nn.Module] = set()
         self._hooks: list[RemovableHandle] = []
+
+    @property
+    def unknown(self) -> set[int]:
+        """Tables, by identity, of modules with a forward of their own that was not called: it may read all rows."""
+        return {id(t) for _, module, t in self._tables if has_own_forward(module) and module not in self._called}
 
     def __enter__(self) -> Self:
         """Watch, and note which modules are being called."""
@@ -119,9 +128,11 @@ class _Watch(TorchFunctionMode):
 
             return note
 
-        for module in self._modules:
+        for module in self._softmaxes:
             self._hooks.append(module.register_forward_pre_hook(deeper(1)))
             self._hooks.append(module.register_forward_hook(deeper(-1), always_call=True))
+        for _, module, _ in self._tables:
+            self._hooks.append(module.register_forward_pre_hook(lambda module, _: self._called.add(module)))
         super().__enter__()
         return self
 
@@ -134,15 +145,22 @@ class _Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Look at lookups, and let everything through."""
-        if not self._depth and not is_about_shape(func):
+        if func in LOOKUPS:
+            self._note(inspect.signature(func).bind(*args, **(kwargs or {})).arguments)
+        elif not self._depth and not is_about_shape(func):
             self.read |= {id(leaf) for leaf in flatten((args, kwargs))[0] if isinstance(leaf, nn.Parameter)}
-        if func is functional.embedding or func is functional.embedding_bag:
-            given = inspect.signature(func).bind(*args, **(kwargs or {})).arguments
-            if (noted := self._seen.get(id(given["weight"]))) is not None:
-                ids = given["input"].reshape(-1).long()
-                padding = given.get("padding_idx")
-                noted.append(ids if padding is None else ids[ids != padding % len(given["weight"])])
         return func(*args, **(kwargs or {}))
+
+    def _note(self, given: Mapping[str, Any]) -> None:
+        """The ids of a lookup, if it is in one of the tables."""
+        becomes_dense = self._is_sparse.get(id(given["weight"]), False) and not given.get("sparse", False)
+        is_written = given.get("max_norm") is not None  # not by the modules' own, which is put aside meanwhile
+        if becomes_dense or is_written:
+            self.read.add(id(given["weight"]))
+        if (noted := self._seen.get(id(given["weight"]))) is not None:
+            ids = given["input"].reshape(-1).long()
+            padding = given.get("padding_idx")
+            noted.append(ids if padding is None else ids[ids != padding % len(given["weight"])])
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from tulle.tables.exchange import (
     tell_unlike,
 )
 from tulle.tables.gradient import ShardGradient
-from tulle.tables.modules import TableModule, table_modules, table_of, unwrapped
+from tulle.tables.modules import Lookup, TableModule, has_own_forward, table_modules, table_of, unwrapped
 from tulle.tables.part import gradient_of_table, guard_table
 from tulle.tables.placements import COLUMNS, PLACEMENTS, placement_of, split_as
 from tulle.tables.plain_steps import plain_in_step, step_plainly
@@ -28,6 +28,7 @@ __all__ = [
     "ColumnSplit",
     "Division",
     "Ids",
+    "Lookup",
     "Pushed",
     "Request",
     "Route",
@@ -40,6 +41,7 @@ __all__ = [
     "fetch",
     "gradient_of_table",
     "guard_table",
+    "has_own_forward",
     "placement_of",
     "plain_in_step",
     "push",
