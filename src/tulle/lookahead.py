@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Generic, TypeVar, cast
 
@@ -37,8 +36,6 @@ class Lookahead(Generic[T]):
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[T]:
-        if living_split_tables():
-            gc.collect()  # a model that was dropped, circles and all, is gone on all ranks now, not on some of them
         models = living_split_tables()
         feeds = [tables.begin_lookahead(self._ids) for tables in models]
         batches = iter(self._loader)

@@ -135,11 +135,19 @@ def test_an_evaluation_teaches_nothing_of_where_ids_lie():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("plan", ["rows", "allgather"])
-def test_a_loop_looks_for_models_that_were_dropped_where_tables_are_split_alone(plan, monkeypatch):
+@pytest.mark.parametrize("is_gone_on_one", [False, True])
+def test_a_loop_collects_dropped_models_only_where_they_are_gone_on_some_ranks(is_gone_on_one, monkeypatch):
+    mesh = tulle.init(data=-1)
+    gc.disable()
     model = build("padding", 0)
-    tulle.distribute(model, SGD(model.parameters(), lr=0.1), tulle.init(data=-1), plan={"table.weight": plan})
+    tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan="rows")
+    model.itself = [model]
+    del model
+    if is_gone_on_one and mesh.rank == 1:
+        gc.collect()
     looked: list[bool] = []
     monkeypatch.setattr(gc, "collect", lambda: looked.append(True))
     assert len(list(tulle.lookahead(batches(2, 4)))) == 2
-    assert looked == [True] * (plan == "rows"), "it takes a tenth of a second"
+    monkeypatch.undo()
+    gc.enable()
+    assert looked == [True] * is_gone_on_one, "it takes a tenth of a second"

@@ -25,7 +25,6 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -38,6 +37,7 @@ from tulle.engine.ends import NOT_RUNNING, end_with
 from tulle.engine.finite import NonFinite
 from tulle.engine.foresight import Foresight, is_ids
 from tulle.engine.late_updates import LateUpdates
+from tulle.engine.living import agree_on_living, is_joined, remember
 from tulle.engine.reducer import Reducer
 from tulle.engine.split_table import SplitTable
 from tulle.engine.split_tables import SplitTables
@@ -104,6 +104,8 @@ class DataParallel:
         came, network = partial(_split_came, ref(self)), partial(probe, axis)
         self.split_tables = SplitTables(splits, self.axis, came=came, network=network) if splits else None
         """The run-time of the tables of which each rank has a part."""
+        if splits:
+            remember(axis)
         self._by_parameter = {id(slot.parameter): slot for slot in self._slots.values()}
         self._is_syncing = True
         self._backward = NOT_RUNNING
@@ -295,20 +297,17 @@ _alive: WeakSet[DataParallel] = WeakSet()
 
 def living_engines() -> list[DataParallel]:
     """Those of all models whose ranks are joined, in the order that all ranks have."""
-    return sorted((one for one in _alive if _is_joined(one.home)), key=lambda one: one.number)
+    return sorted((one for one in _alive if is_joined(one.home)), key=lambda one: one.number)
 
 
 def living_split_tables() -> list[SplitTables]:
-    """The run-times of all models with split tables, in that order."""
-    return [one.split_tables for one in living_engines() if one.split_tables is not None]
+    """The run-times of all models with split tables, in that order. Every rank must call it, alike."""
+    agree_on_living(lambda home: [one.number for one in _with_split_tables() if one.home.group is home.group])
+    return [one.split_tables for one in _with_split_tables() if one.split_tables is not None]
 
 
-def _is_joined(axis: Axis) -> bool:
-    """Whether its process group is there: something may hold a model longer than that, a compiler's cache say."""
-    try:
-        return axis.size == 1 or bool(dist.get_backend(axis.group))
-    except ValueError:
-        return False
+def _with_split_tables() -> list[DataParallel]:
+    return [one for one in living_engines() if one.split_tables is not None]
 
 
 def engine_of(owner: nn.Module | Tensor) -> DataParallel | None:
