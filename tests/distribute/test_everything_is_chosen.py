@@ -103,6 +103,19 @@ def test_optimizer_state_is_not_shared_out_beside_tables_that_are_split_whatever
 
 
 @on_ranks(2)
+def test_optimizer_state_is_not_shared_out_where_an_optimizer_would_step_tables_that_are_split_and_others():
+    """As one does that steps nothing but tables, each of which may be split or not."""
+    model = nn.ModuleList([nn.Embedding(30, 4), nn.Embedding(30, 1)])
+    mesh, ids = tulle.init(data=2), torch.zeros(4, 3, dtype=torch.long)
+
+    def shares(*several):
+        return planned._space(planned.Wanted(model, several, mesh, ids), Axes.of(mesh)).shares_with_tables
+
+    assert not shares(torch.optim.Adam(model.parameters()))
+    assert shares(*[torch.optim.Adam(one.parameters()) for one in model])
+
+
+@on_ranks(2)
 def test_a_plan_brings_its_mesh():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     plan = tulle.Plan({"pipe": 2}, stages={"0": 0, "1": 1})

@@ -141,6 +141,7 @@ def _kept(key: str, wanted: Wanted) -> Plan | None:
     modules = dict(wanted.model.named_modules())
     try:
         found.check(found.mesh if wanted.is_free else wanted.mesh.shape, tables, modules)
+        check_savings(found, wanted.model, wanted.optimizers, Axes.of(wanted.mesh))
     except PlanError as error:
         logger.info("the plan that was kept is of no use, and another is made: %s", error)
         return None
@@ -188,7 +189,8 @@ def _space(wanted: Wanted, axes: Axes) -> Space:
         schemes=dict.fromkeys(split, "rows"),
         memories=tuple(one for one in Space().memories if _can_save(one, wanted, apart, axes)),
         schedules=(AT_STEP, AT_READ) if can_wait(whole, wanted.model, optimizers, axes) else (AT_STEP,),
-        shares_with_tables=_can_save(Memory(shard_optimizer=True), wanted, tables, axes),
+        # Some may be split and others not: an optimizer of several would step both.
+        shares_with_tables=all(_can_save(Memory(shard_optimizer=True), wanted, [name], axes) for name in tables),
     )
 
 
