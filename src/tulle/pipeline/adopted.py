@@ -6,7 +6,7 @@ made alike (`torch.zeros(...)`) until something was written in them that only on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,9 @@ class Adopted:
 
     def __init__(self, holdings: Holdings, program: Operator) -> None:
         self._holdings, self._axis, self._program = holdings, holdings.mailbox.axis, program
+        self.stale: dict[int, str] = {}
+        """Names of buffers that later micro-batches have written in, by identity."""
+        self._is_in_forward = False
         self._known: dict[int, Placeholder] = {}
         self._kept: list[Tensor] = []
         self._graph = Graph([])
@@ -40,6 +43,8 @@ class Adopted:
 
     def placed(self, leaf: Any) -> Any:
         """The placeholder that stands for a tensor with an owner; anything else as it is."""
+        if self.stale and not self._is_in_forward:
+            self._check_read(leaf)
         if not isinstance(leaf, Tensor) or isinstance(leaf, Placeholder):
             return leaf
         known = self._known.get(id(leaf))
@@ -93,6 +98,14 @@ class Adopted:
         self._holdings.settle(tensor, stage)
         return self._remember(tensor, made)
 
+    def in_forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a model, which may go on with what others have written."""
+        before, self._is_in_forward = self._is_in_forward, True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._is_in_forward = before
+
     def forget(self, tensor: Tensor) -> None:
         """Look at a tensor anew when it is read again."""
         self._known.pop(id(tensor), None)
@@ -105,6 +118,14 @@ class Adopted:
         """Forget them."""
         self._known.clear()
         self._kept.clear()
+
+    def _check_read(self, leaf: Any) -> None:
+        name = self.stale.get(id(leaf.own if isinstance(leaf, Placeholder) else leaf))
+        if name is not None:
+            raise ModelError(
+                f"{name!r} is read after a micro-batch's backward, but forwards of later micro-batches have written in "
+                "it since: read it before backward, or have the forward return it"
+            )
 
     def _base_of(self, tensor: Tensor) -> Placeholder | None:
         """What stands for the tensor whose memory this one shows, if something does."""

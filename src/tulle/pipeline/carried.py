@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tulle.pipeline.attributes import own_attributes
 from tulle.pipeline.homes import outward
+from tulle.pipeline.left_behind import LeftBehind
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.plain import is_plain, state_of
 
@@ -37,6 +38,7 @@ class Carried:
         within = {name: one for name, one in model.named_modules() if name not in between and one._buffers}
         self._buffered = [*between.items(), *within.items()]
         self._placed = [model.get_submodule(name) for name in placed]
+        self.left = LeftBehind(between, {name: model.get_submodule(name) for name in placed})
         self._tensors = [*model.parameters(), *model.buffers()]
         self._versions: list[int] = []
         self._attributes: list[object] = []

@@ -76,23 +76,25 @@ class Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._shown: dict[Place, _Shown] = {}
+        self.shown: dict[Place, _Shown] = {}
         self.shared: Mapping[int, Any] = {}
         """Lists, dictionaries and objects that hang on modules of other ranks too, or on such as are not placed."""
+        self.note: Callable[[str, nn.Module, str], None] = _nothing
+        """Told of the path of a module and it, and the name of an attribute, before that is set for all to see."""
 
     def of_its_own(self) -> AbstractContextManager[None]:
         """Within it, on its rank, the module sees what it left, and nothing that stands for it."""
-        return self._seeing_its_own() if self._shown else _AS_IT_IS
+        return self._seeing_its_own() if self.shown else _AS_IT_IS
 
     @contextmanager
     def _seeing_its_own(self) -> Iterator[None]:
-        for shown in self._shown.values():
+        for shown in self.shown.values():
             shown.follow()
-        self._put({place: (shown.own, shown.value) for place, shown in self._shown.items()})
+        self._put({place: (shown.own, shown.value) for place, shown in self.shown.items()})
         try:
             yield
         finally:
-            self._put({place: (shown.value, shown.own) for place, shown in self._shown.items()})
+            self._put({place: (shown.value, shown.own) for place, shown in self.shown.items()})
 
     def all(self) -> dict[Place, Content]:
         """What is there, but for what torch's hooks make of parameters; not in objects that hang at several places."""
@@ -148,8 +150,9 @@ class Attributes:
             stand_for: Makes a placeholder of a description, and of the tensor where it is.
             is_here: Whether the module lives on this rank.
         """
-        attributes = vars(self._module.get_submodule(left.path))
-        own, shown = attributes.get(left.attribute), self._shown.get((left.path, left.attribute))
+        self.note(left.path, module := self._module.get_submodule(left.path), left.attribute)
+        attributes = vars(module)
+        own, shown = attributes.get(left.attribute), self.shown.get((left.path, left.attribute))
         if shown is not None and own is shown.value:  # the call has not set it anew
             own = shown.own
         there = _as_told(own, left) if is_here else [None] * len(left.leaves)
@@ -166,7 +169,7 @@ class Attributes:
                 leaves.append(leaf.value)
         attributes[left.attribute] = value = with_content(left.spec, leaves)
         if is_here:
-            self._shown[left.path, left.attribute] = _Shown(value, own, leaves, left.spec, there)
+            self.shown[left.path, left.attribute] = _Shown(value, own, leaves, left.spec, there)
 
     def _put(self, pairs: Mapping[Place, tuple[object, object]]) -> None:
         """Put the first of each pair where the second is."""
@@ -174,6 +177,10 @@ class Attributes:
             attributes = vars(self._module.get_submodule(path))
             if attributes.get(name) is second:
                 attributes[name] = first
+
+
+def _nothing(*_: object) -> None:
+    pass
 
 
 def shared_in(model: nn.Module, ranks: Mapping[str, int]) -> dict[int, Any]:

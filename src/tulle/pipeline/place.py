@@ -26,7 +26,8 @@ from tulle.pipeline.homes import Assignment, homes, outermost, ranks_of, tensors
 from tulle.pipeline.kept import shared_in
 from tulle.pipeline.lent import is_lacking
 from tulle.pipeline.partition import Partition
-from tulle.pipeline.run import Resident, Runtime, runtime_of
+from tulle.pipeline.resident import Resident
+from tulle.pipeline.run import Runtime, runtime_of
 from tulle.pipeline.tied import Tied
 from tulle.pipeline.unfit import refuse_scripted
 from tulle.pipeline.weights import pass_over_others, read_weights
@@ -158,6 +159,7 @@ def place(
     shared = shared_in(model, {name: at % axis.size for name, at in placed.items()})
     for unit in units:
         unit.attributes.shared = shared
+        carried.left.follow(unit.name, unit.attributes)
     _follow_calls(model, units, Placement(runtime, placed, owners, resident, found))
     return model
 

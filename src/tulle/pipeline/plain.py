@@ -93,14 +93,14 @@ def state_of(value: Any, *, is_all: bool = False) -> State:
     state: State = {}
     if kind.has_attributes:
         own = object.__getattribute__(value, "__dict__")
-        state = {name: one for name, one in own.items() if is_all or not _is_bulk(one)}
+        state = {name: one for name, one in own.items() if is_all or not is_bulk(one)}
     for name in kind.slots:
         one = _slot(value, name)
-        if one is not _UNSET and (is_all or not _is_bulk(one)):
+        if one is not _UNSET and (is_all or not is_bulk(one)):
             state[name] = one
-    if issubclass(kind.base, dict) and (is_all or not _is_bulk(value)):
+    if issubclass(kind.base, dict) and (is_all or not is_bulk(value)):
         state[_ITEMS] = dict(kind.base.items(value))
-    if kind.base is list and (is_all or not _is_bulk(value)):
+    if kind.base is list and (is_all or not is_bulk(value)):
         state[_ITEMS] = list(list.__iter__(value))
     return state
 
@@ -124,7 +124,7 @@ def _slot(value: Any, name: str) -> Any:
         return _UNSET
 
 
-def _is_bulk(value: object) -> bool:
+def is_bulk(value: object) -> bool:
     """Whether it is much, and no tensors, as far as its first items tell."""
     if not isinstance(value, list | dict | tuple | set) or len(value) <= _MOST_ITEMS:
         return False
@@ -169,7 +169,7 @@ def held_in(value: object) -> list[Any]:
         >>> held_in(SimpleNamespace(a=1, b=[2], c={"d": (3,)}))
         [[2], {'d': (3,)}]
     """
-    if isinstance(value, _ATOMIC) or _is_bulk(value):
+    if isinstance(value, _ATOMIC) or is_bulk(value):
         return []
     held: Iterable[Any] = ()
     if isinstance(value, Mapping):

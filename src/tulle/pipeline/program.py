@@ -105,7 +105,7 @@ class Program:
         self._around_backward, self._read = around_backward, read
         self._calls: dict[str, int] = {}
         """How often each module and operation was called so far, by name; "" is the model."""
-        self._adopted, self._fail = Adopted(holdings, self), fail
+        self.adopted, self._fail = Adopted(holdings, self), fail
         self._graphs = Graphs(values.tape)
         self._held: dict[int, tuple[Any, Settled]] = {}
         """What objects were seen to hold in the call of the model at hand."""
@@ -125,7 +125,7 @@ class Program:
         if is_for_all(function, args):
             return self._set_on_all(function, args, kwargs)
         leaves, spec = flatten_call(args, kwargs)
-        leaves = [self._adopted.placed(leaf) for leaf in leaves]
+        leaves = [self.adopted.placed(leaf) for leaf in leaves]
         call = Call(function, leaves, spec, getattr(function, "__name__", str(function)))
         placeholders = call.placeholders
         if self._axis.size > 1:
@@ -173,7 +173,7 @@ class Program:
 
     def _call(self, unit: Unit, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with interception_aside():
-            call = UnitCall(unit, run, args, kwargs, self._adopted.placed, self._held)
+            call = UnitCall(unit, run, args, kwargs, self.adopted.placed, self._held)
             check_nested(unit.name, call.leaves)
             if self._axis.size > 1:
                 check_given(call)
@@ -226,18 +226,18 @@ class Program:
     def visible(self, value: Any) -> Any:
         """What the model gives, with placeholders for what has come to live on one rank."""
         self._held.clear()
-        return mapped(value, lambda leaves: list(map(self._adopted.placed, leaves))) if self._adopted else value
+        return mapped(value, lambda leaves: list(map(self.adopted.placed, leaves))) if self.adopted else value
 
     def share(self, value: object) -> Any:
         """A value with plain tensors instead of placeholders, on all ranks. Every rank comes here."""
-        return mapped(value, lambda leaves: self.values.share(list(map(self._adopted.placed, leaves))))
+        return mapped(value, lambda leaves: self.values.share(list(map(self.adopted.placed, leaves))))
 
     def end(self) -> None:
         """Forget the graph."""
         self.is_over = True
         self._held.clear()
         self.values.end()
-        self._adopted.clear()
+        self.adopted.clear()
         self._graphs.end()
 
     @property
@@ -359,7 +359,7 @@ class Program:
     def _note_written(self, call: Call, number: int, stage: int, *, is_trained: bool) -> None:
         leaf = call.leaves[number]  # it may be one that all ranks had alike until now
         if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
-            leaf = call.leaves[number] = self._adopted.adopt(leaf, stage, self.values.tape.phase, is_trained=is_trained)
+            leaf = call.leaves[number] = self.adopted.adopt(leaf, stage, self.values.tape.phase, is_trained=is_trained)
         wrote = note_written(call, number, stage, is_trained=is_trained, values=self.values, take=self._take)
         self._has_left |= wrote
         if isinstance(leaf, Placeholder) and leaf.own is not None:
@@ -381,7 +381,7 @@ class Program:
             self.holdings.modes.vary()
         result = function(*args, **kwargs)
         if function in SETS_TRAINED:
-            self._adopted.forget(args[0])
+            self.adopted.forget(args[0])
             self.holdings.note_frozen()
         return result
 
@@ -391,10 +391,10 @@ class Program:
         if (target := call.written(outcome)) is None:
             return stage
         if not isinstance(call.leaves[target], Placeholder):
-            call.leaves[target] = self._adopted.adopt(call.leaves[target], stage, self.values.tape.phase)
+            call.leaves[target] = self.adopted.adopt(call.leaves[target], stage, self.values.tape.phase)
         return call.leaves[target].stage
 
     def _home(self, tensor: Tensor) -> int | None:
         """The stage where a tensor lives, None if on all ranks."""
-        placed = self._adopted.placed(tensor)
+        placed = self.adopted.placed(tensor)
         return placed.stage if isinstance(placed, Placeholder) else None

@@ -24,35 +24,18 @@ from tulle.pipeline.outcome import versioned
 from tulle.pipeline.placeholder import running
 from tulle.pipeline.program import Program
 from tulle.pipeline.randomness import forked, seed_of
+from tulle.pipeline.resident import Resident
 from tulle.pipeline.schedule import Schedule, is_split
-from tulle.pipeline.tied import Aside, Tied
+from tulle.pipeline.tied import Aside
 from tulle.pipeline.turn import Turn
 from tulle.pipeline.turns import Turns
 from tulle.pipeline.values import Values
+from tulle.pipeline.views import Views
 
 _MOST_TIED_BITS = 24
 """Of the numbers of tied parameters in messages; above them stands which backward it is, outside of steps."""
 _SENDS_KEPT = 64
 """Sends to each rank that may be under way outside of steps before the oldest are waited for."""
-
-
-@dataclass(eq=False)
-class Resident:
-    """What the run-time wants of a model that is placed.
-
-    Args:
-        parameters: All of them.
-        tied: Those that several ranks hold.
-        stages: How many there are.
-        carried: What its forward may leave for the next.
-        modules: All of them.
-    """
-
-    parameters: Sequence[nn.Parameter]
-    tied: Sequence[Tied]
-    stages: int
-    carried: Carried
-    modules: Sequence[nn.Module]
 
 
 @dataclass(slots=True)
@@ -91,6 +74,7 @@ class Runtime:
         self.axis, self.seed = axis, seed
         self.holdings = Holdings(mailbox_of(axis))
         self.holdings.note_frozen = self._note_frozen
+        self.views = Views()
         self.models: WeakValueDictionary[int, Resident] = WeakValueDictionary()
         """By number; one that is gone is called by no program."""
         self.placed = 0
@@ -119,8 +103,9 @@ class Runtime:
     @eager
     def call_model(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A model was called: within a step as a part of its program, else as one of its own."""
-        if running.get() is not None:
-            return call(*args, **kwargs)
+        if (program := running.get()) is not None:
+            is_of_step = isinstance(program, Program)
+            return program.adopted.in_forward(call, args, kwargs) if is_of_step else call(*args, **kwargs)
         self._note_frozen()
         program = self._outside_of_steps()
         try:
@@ -154,9 +139,13 @@ class Runtime:
                 one.begin()
             in_order = self._is_any(any(one.is_likely for one in carried.values()))
             stages = max((resident.stages for resident in step.residents), default=self.stages)
-            with self.holdings.modes.step(module for model in self.models.values() for module in model.modules):
-                modes = self.holdings.modes
-                idle_s = Turns(turns, mailbox, step.schedule, stages, in_order=in_order, modes=modes).run()
+            modes, views = self.holdings.modes, self.views
+            left = [one.left for one in carried.values() if one.is_likely] if in_order else []
+            with (
+                modes.step(module for model in self.models.values() for module in model.modules),
+                views.step(step.function, left, self._is_any, asks_peers=mailbox.asks_peers),
+            ):
+                idle_s = Turns(turns, mailbox, step.schedule, stages, in_order=in_order, modes=modes, views=views).run()
             self._see_what_is_carried(carried, programs)
             self._add_up_tied(programs, number)
             self._even_out(number)

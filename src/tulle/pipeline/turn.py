@@ -25,6 +25,8 @@ class Turn:
         self.micro_batch = micro_batch
         self.give_way: Callable[[Turn], None] = _nothing
         self.draw: Callable[[Turn], None] = _nothing
+        self.pass_backward: Callable[[Turn], None] = _nothing
+        """Called when it goes on after a backward."""
         self.may_go_on: Callable[[Turn, Key], bool] = _never
         """Whether a message is there and lets it pass nobody."""
         self.owed = deque[tuple[Turn, Work]]()
@@ -110,6 +112,7 @@ class Turn:
         self.draw(self)
         self.in_backward = False
         self.direction = "forward"
+        self.pass_backward(self)
 
 
 def _all(works: Sequence[Work]) -> None:

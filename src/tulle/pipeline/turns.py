@@ -34,6 +34,7 @@ from tulle.pipeline.randomness import State, seed_all
 from tulle.pipeline.schedule import Schedule, held_at_once, in_idleness, kept_at_once, preference, stages_here
 from tulle.pipeline.split_backward import Work
 from tulle.pipeline.turn import Turn
+from tulle.pipeline.views import Views
 
 _autograd: Any = vars(torch._C)["_autograd"]
 
@@ -52,6 +53,7 @@ class Turns:
         stages: Of the whole pipeline.
         in_order: Whether each forward is to end, on this rank, before the next begins.
         modes: What programs set on modules for a while.
+        views: What their forwards leave on modules.
     """
 
     def __init__(
@@ -63,10 +65,11 @@ class Turns:
         *,
         in_order: bool = False,
         modes: Modes | None = None,
+        views: Views | None = None,
     ) -> None:
         self._mailbox, (rank, ranks) = mailbox, (mailbox.axis.rank, mailbox.axis.size)
         self._schedule: Schedule = schedule
-        self._in_order, self._modes = in_order, modes or Modes(_nothing)
+        self._in_order, self._modes, self._views = in_order, modes or Modes(_nothing), views or Views()
         self._most_held = held_at_once(schedule, rank, ranks, stages, len(turns))
         self._most_kept = kept_at_once(schedule, rank, ranks, stages, len(turns))
         self._stages_here = stages_here(rank, ranks, stages)
@@ -79,7 +82,7 @@ class Turns:
         self._idle_s, self._since_s = 0.0, now_s()
         for turn in turns:
             turn.give_way, turn.draw, turn.owed = self._give_way, self._draw, self._owed
-            turn.may_go_on = self._may_go_on
+            turn.may_go_on, turn.pass_backward = self._may_go_on, self._views.pass_backward
             turn.is_coarse = mailbox.asks_peers
 
     def run(self) -> float:
@@ -138,18 +141,22 @@ class Turns:
     def _run(self, turn: Turn, surroundings: Surroundings) -> None:
         seed_all(turn.program.seed)
         self._modes.put_back()
+        self._views.begin(turn)
         try:
             with surroundings:
                 turn.result = turn.body()
             self._modes.end(turn.micro_batch)
+            self._views.end(turn)
         except BaseException as error:
             self._error = self._error or error
 
     def _give_way(self, turn: Turn) -> None:
         self._draw(turn)
+        self._views.look(turn)
         following = self._choose()
         if following is not turn and following is not None:
             state, mode = State.now(), self._modes.now()
+            self._views.leave(turn)
             if following in self._starts:
                 _employ(self._work, following)
             else:
@@ -157,6 +164,7 @@ class Turns:
             turn.may_go.acquire()
             state.restore()
             self._modes.put_back(mode)
+            self._views.enter(turn)
         if self._error is not None:
             raise Abandoned
 
@@ -196,6 +204,8 @@ class Turns:
 
     def _may_begin(self, turn: Turn) -> bool:
         """Not before those of earlier groups have come to this rank's last stage, or they would have no room there."""
+        if self._views.is_alone and self._begun:
+            return False
         if self._in_order and not all(other.in_backward or other.is_at_backward for other in self._begun):
             return False
         ranks = self._mailbox.axis.size
@@ -208,8 +218,10 @@ class Turns:
         if turn.put_off_count and turn.key is None:
             return False
         if turn.is_at_backward:
-            return self._schedule != "gpipe" or not (
-                self._to_begin or any(other.backwards < turn.backwards for other in self._begun)
+            return (
+                self._schedule != "gpipe"
+                or self._views.is_alone
+                or not (self._to_begin or any(other.backwards < turn.backwards for other in self._begun))
             )
         if turn.key is None or turn not in arrived:
             return turn.key is None

@@ -1,0 +1,139 @@
+"""`LeftBehind`: the attributes and buffers of a model's modules in which forwards were seen to leave something."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from tulle.pipeline.attributes import own_attributes
+from tulle.pipeline.kept import Attributes
+from tulle.pipeline.placeholder import Placeholder
+from tulle.pipeline.remembered import ABSENT, Remembered
+from tulle.pipeline.stale import Buffers
+
+Key = tuple[int, Hashable]
+"""The identity of the dictionary that holds something, and its name there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where something may be left.
+
+    Args:
+        holder: The dictionary that holds it: a module's attributes, or its buffers.
+        name: It has there.
+        path: Of the module from the model, for errors.
+        is_common: Whether all ranks have it; a placed module may keep things that only its own rank has.
+    """
+
+    holder: dict[Any, Any]
+    name: Hashable
+    path: str
+    is_common: bool
+
+    @property
+    def label(self) -> str:
+        """How the user calls it."""
+        return f"{self.path}.{self.name}" if self.path else str(self.name)
+
+    def now(self) -> Remembered:
+        """What is there."""
+        return Remembered(self.holder.get(self.name, ABSENT))
+
+
+Walk = dict[Key, tuple[Spot, Remembered]]
+
+
+class LeftBehind:
+    """Where forwards of one model leave something.
+
+    Args:
+        between: Its modules that are not placed, nor within such, by name.
+        placed: Those that are, by name.
+    """
+
+    def __init__(self, between: Mapping[str, nn.Module], placed: Mapping[str, nn.Module]) -> None:
+        self._between, self._placed = between, placed
+        self.buffers = Buffers(between, placed)
+        self._before: Walk = {}
+        self._is_whole = False
+        self.spots: dict[Key, tuple[Spot, Remembered]] = {}
+        """With what was there before the step at hand left something for the first time."""
+        self.seen, self.tried = set[object](), set[object]()
+        """Step functions that have run once, and those whose first micro-batch has run alone."""
+        self.clashing = set[object]()
+        """Step functions that set some of it after their backward."""
+
+    def follow(self, unit: str, attributes: Attributes) -> None:
+        """Have a placed module tell what it leaves for all to see.
+
+        Args:
+            unit: Its name.
+            attributes: Its own.
+        """
+        attributes.note = partial(self._note, unit, attributes)
+
+    def begin(self, *, is_whole: bool) -> None:
+        """What is there now is what a forward begins with.
+
+        Args:
+            is_whole: Whether placed modules are looked at, too.
+        """
+        self._is_whole = is_whole
+        self._before = self._walk()
+        self.buffers.begin()
+
+    def look(self, *, is_of_forward: bool) -> None:
+        """Look at everything anew.
+
+        Args:
+            is_of_forward: Whether it was a forward that has run since the last look, or the beginning.
+        """
+        now = self._walk()
+        if is_of_forward:
+            self.buffers.look()
+        for key, (spot, there) in now.items() if is_of_forward else ():
+            if key not in self.spots:
+                before = self._before[key][1] if key in self._before else Remembered(ABSENT)
+                if not there.is_like(before):
+                    self.spots[key] = spot, before
+        self._before = now
+
+    def end(self) -> None:
+        """Let go of what was seen."""
+        self._before = {}
+        for key, (spot, _) in self.spots.items():
+            self.spots[key] = spot, Remembered(ABSENT)
+
+    def _note(self, unit: str, attributes: Attributes, path: str, module: nn.Module, name: str) -> None:
+        holder = vars(module)
+        known = self.spots.get((id(holder), name))
+        if known is None or not known[0].is_common:
+            whole = ".".join(filter(None, (unit, path)))
+            for spot in (Spot(holder, name, whole, True), Spot(attributes.shown, (path, name), whole, False)):
+                self.spots[id(spot.holder), spot.name] = spot, spot.now()
+
+    def _walk(self) -> Walk:
+        found: Walk = {}
+        for path, module in self._between.items():
+            for holder, names in ((vars(module), own_attributes(module)), (module._buffers, module._buffers)):
+                for name in names:
+                    spot = Spot(holder, name, path, True)
+                    found[id(holder), name] = spot, spot.now()
+        for unit, placed in self._placed.items() if self._is_whole else ():
+            for path, module in placed.named_modules(prefix=unit):
+                holder = vars(module)
+                for name, value in own_attributes(module).items():
+                    if _is_set_between(value):
+                        spot = Spot(holder, name, path, False)
+                        found[id(holder), name] = spot, spot.now()
+        return found
+
+
+def _is_set_between(value: object) -> bool:
+    """Whether code between modules may have put a value on a placed module, which has others of its own."""
+    return isinstance(value, Placeholder) or (isinstance(value, int | float | complex) and not isinstance(value, bool))

@@ -1,0 +1,106 @@
+"""`Remembered`: what a value is and holds at one time, by reference, to be compared later and put back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from tulle.pipeline.held import is_as_before
+from tulle.pipeline.plain import held_in, is_bulk, is_plain, set_state, state_of
+
+_HOLD_NOTHING = (int, float, complex, str, bytes, type(None), Tensor, nn.Module, type)
+_NO_CONTENTS: Sequence[tuple[Any, Any]] = ()
+ABSENT: Any = object()
+"""The value of an attribute that is not there."""
+
+
+class Remembered:
+    """A value, and what lists, dictionaries, sets and plain objects in it hold; of tensors not the numbers.
+
+    Args:
+        value: As it is now.
+    """
+
+    __slots__ = ("_contents", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._contents = _NO_CONTENTS if isinstance(value, _HOLD_NOTHING) or value is ABSENT else _contents(value)
+
+    def is_like(self, other: Remembered) -> bool:
+        """Whether nothing was set between the two."""
+        if not is_as_before(self.value, other.value):
+            return False
+        mine, theirs = self._contents, other._contents
+        return len(mine) == len(theirs) and all(
+            one is another and _is_same(content, changed)
+            for (one, content), (another, changed) in zip(mine, theirs, strict=True)
+        )
+
+    def put_back(self, holder: dict[Any, Any], name: Hashable) -> None:
+        """Have a dictionary hold the value by that name, and what is in it hold what it held."""
+        if holder.get(name, ABSENT) is not self.value:
+            if self.value is ABSENT:
+                del holder[name]
+            else:
+                holder[name] = self.value
+        for one, content in self._contents:
+            _refill(one, content)
+
+
+def _contents(value: Any) -> list[tuple[Any, Any]]:
+    """What can change in a value, and what each of it holds."""
+    found: list[tuple[Any, Any]] = []
+    ahead, seen = [value], set[int]()
+    while ahead:
+        one = ahead.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        content = _content(one)
+        if content is not None:
+            found.append((one, content))
+        ahead += held_in(one)
+    return found
+
+
+def _content(value: Any) -> Any:
+    """A copy of what a value holds, if that can change and is not much."""
+    if isinstance(value, _HOLD_NOTHING) or is_bulk(value):
+        return None
+    if is_plain(value):
+        return state_of(value, is_all=True)
+    if isinstance(value, list | dict | set | deque):
+        return dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
+    return None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, set):
+        return one == other
+    if len(one) != len(other):
+        return False
+    if isinstance(one, dict):
+        return all(map(_is_one, one, other)) and all(map(is_as_before, one.values(), other.values()))
+    return all(map(is_as_before, one, other))
+
+
+def _is_one(key: Any, other: Any) -> bool:
+    return key is other or key == other
+
+
+def _refill(value: Any, content: Any) -> None:
+    now = _content(value)
+    if now is None or _is_same(content, now):  # what has become much since is left alone
+        return
+    if is_plain(value):
+        set_state(value, content, now)
+        return
+    value.clear()
+    if isinstance(value, list | deque):
+        value.extend(content)
+    else:
+        value.update(content)
