@@ -206,19 +206,6 @@ def test_what_only_the_step_sets_all_micro_batches_share():
     assert model.steps == 8
 
 
-@on_ranks(2)
-def test_without_views_a_later_micro_batch_s_is_read(monkeypatch):
-    monkeypatch.setattr("tulle.pipeline.views.Views.enter", lambda self, turn: None)
-    axis = tulle.init(pipe=-1, timeout=8)["pipe"]
-    model, reference = make(Experts), make(Experts)
-    pipeline.place(model, axis, {name: number // 3 for name, number in STAGES.items()})
-    function = reading(READERS["a number"])
-    _, values = results_of(pipeline.step(micro_batches=4, schedule="gpipe")(function), model, data())
-    _, expected = results_of(pipeline.step(micro_batches=4)(function), reference, data())
-    assert expected == [1.0, 2.0, 3.0, 4.0]
-    assert any(value > own for value, own in zip(values, expected, strict=True))
-
-
 class Counting(nn.Module):
     """Writes in buffers in place: between layers, and within one."""
 
@@ -272,3 +259,36 @@ def test_reading_it_before_or_in_another_forward_is_not(schedule):
     step = pipeline.step(micro_batches=4, schedule=schedule)(reading_before)
     for _ in range(3):
         step(model, data())
+
+
+def numbers_beside(function, kind=Experts):
+    """Those of a first step, all of whose forwards run before the first backward, and those of one process."""
+    axis = tulle.init(pipe=-1, timeout=8)["pipe"]
+    model, reference = make(kind), make(kind)
+    pipeline.place(model, axis, {name: number // 3 for name, number in STAGES.items()})
+    _, values = results_of(pipeline.step(micro_batches=4, schedule="gpipe")(function), model, data())
+    _, expected = results_of(pipeline.step(micro_batches=4)(function), reference, data())
+    return values, expected
+
+
+@on_ranks(2)
+def test_without_views_a_later_micro_batch_s_is_read(monkeypatch):
+    monkeypatch.setattr("tulle.pipeline.views.Views.enter", lambda self, turn: None)
+    values, expected = numbers_beside(reading(READERS["a number"]))
+    assert expected == [1.0, 2.0, 3.0, 4.0]
+    assert values == [1.0, 4.0, 4.0, 4.0]
+
+
+@on_ranks(2)
+def test_without_a_trial_what_is_set_after_backward_is_refused(monkeypatch):
+    monkeypatch.setattr("tulle.pipeline.views.Views.is_alone", False)
+    with pytest.raises(TulleError, match="micro-batch 0 sets 'calls', 'sizes' after its backward"):
+        numbers_beside(reset)
+
+
+@on_ranks(2)
+def test_without_a_refusal_what_later_forwards_wrote_in_place_is_read(monkeypatch):
+    monkeypatch.setattr("tulle.pipeline.views.Views._written_since", lambda *_: None)
+    values, expected = numbers_beside(reading(IN_PLACE["steps"]), Counting)
+    assert expected == [1.0, 2.0, 3.0, 4.0]
+    assert values == [1.0, 4.0, 4.0, 4.0]

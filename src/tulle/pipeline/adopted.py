@@ -33,8 +33,8 @@ class Adopted:
 
     def __init__(self, holdings: Holdings, program: Operator) -> None:
         self._holdings, self._axis, self._program = holdings, holdings.mailbox.axis, program
-        self.stale: dict[int, str] = {}
-        """Names of buffers that later micro-batches have written in, by identity."""
+        self.written_since: Callable[[Any], str | None] | None = None
+        """Gives the name of a tensor if later micro-batches have written in it, to one that is past its backward."""
         self._is_in_forward = False
         self._known: dict[int, Placeholder] = {}
         self._kept: list[Tensor] = []
@@ -43,7 +43,7 @@ class Adopted:
 
     def placed(self, leaf: Any) -> Any:
         """The placeholder that stands for a tensor with an owner; anything else as it is."""
-        if self.stale and not self._is_in_forward:
+        if self.written_since is not None and not self._is_in_forward:
             self._check_read(leaf)
         if not isinstance(leaf, Tensor) or isinstance(leaf, Placeholder):
             return leaf
@@ -118,9 +118,11 @@ class Adopted:
         """Forget them."""
         self._known.clear()
         self._kept.clear()
+        self.written_since = None
 
     def _check_read(self, leaf: Any) -> None:
-        name = self.stale.get(id(leaf.own if isinstance(leaf, Placeholder) else leaf))
+        assert self.written_since is not None, "asked of such programs only"
+        name = self.written_since(leaf.own if isinstance(leaf, Placeholder) else leaf)
         if name is not None:
             raise ModelError(
                 f"{name!r} is read after a micro-batch's backward, but forwards of later micro-batches have written in "

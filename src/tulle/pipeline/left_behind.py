@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ Key = tuple[int, Hashable]
 """The identity of the dictionary that holds something, and its name there."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Spot:
     """Where something may be left.
 
@@ -68,6 +68,11 @@ class LeftBehind:
         self.clashing = set[object]()
         """Step functions that set some of it after their backward."""
 
+    @property
+    def is_left(self) -> bool:
+        """Whether anything was left that all ranks have."""
+        return any(spot.is_common for spot, _ in self.spots.values())
+
     def follow(self, unit: str, attributes: Attributes) -> None:
         """Have a placed module tell what it leaves for all to see.
 
@@ -87,25 +92,19 @@ class LeftBehind:
         self._before = self._walk()
         self.buffers.begin()
 
-    def look(self, *, is_of_forward: bool) -> None:
-        """Look at everything anew.
-
-        Args:
-            is_of_forward: Whether it was a forward that has run since the last look, or the beginning.
-        """
-        now = self._walk()
-        if is_of_forward:
-            self.buffers.look()
-        for key, (spot, there) in now.items() if is_of_forward else ():
+    def look(self) -> None:
+        """A forward is over, or waits: find what it has set."""
+        for key, (spot, there) in self._walk().items():
             if key not in self.spots:
                 before = self._before[key][1] if key in self._before else Remembered(ABSENT)
                 if not there.is_like(before):
                     self.spots[key] = spot, before
-        self._before = now
+        self.buffers.look()
 
     def end(self) -> None:
         """Let go of what was seen."""
         self._before = {}
+        self.buffers.end()
         for key, (spot, _) in self.spots.items():
             self.spots[key] = spot, Remembered(ABSENT)
 
@@ -119,21 +118,24 @@ class LeftBehind:
 
     def _walk(self) -> Walk:
         found: Walk = {}
+        known: dict[int, Remembered] = {}  # one configuration hangs on many modules
+
+        def see(holder: dict[Any, Any], names: Iterable[str], path: str, *, is_common: bool) -> None:
+            for name in names:
+                value = holder[name]
+                there = known.get(id(value)) or known.setdefault(id(value), Remembered(value))
+                found[id(holder), name] = Spot(holder, name, path, is_common), there
+
         for path, module in self._between.items():
-            for holder, names in ((vars(module), own_attributes(module)), (module._buffers, module._buffers)):
-                for name in names:
-                    spot = Spot(holder, name, path, True)
-                    found[id(holder), name] = spot, spot.now()
+            see(vars(module), own_attributes(module), path, is_common=True)
+            see(module._buffers, module._buffers, path, is_common=True)
         for unit, placed in self._placed.items() if self._is_whole else ():
             for path, module in placed.named_modules(prefix=unit):
-                holder = vars(module)
-                for name, value in own_attributes(module).items():
-                    if _is_set_between(value):
-                        spot = Spot(holder, name, path, False)
-                        found[id(holder), name] = spot, spot.now()
+                names = [name for name, value in own_attributes(module).items() if _is_set_between(value)]
+                see(vars(module), names, path, is_common=False)
         return found
 
 
 def _is_set_between(value: object) -> bool:
     """Whether code between modules may have put a value on a placed module, which has others of its own."""
-    return isinstance(value, Placeholder) or (isinstance(value, int | float | complex) and not isinstance(value, bool))
+    return isinstance(value, Placeholder | int | float | complex | str | type(None))

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tulle.pipeline.structure import is_atom
+from tulle.pipeline.structure import ATOMS, is_atom
 
 State = dict[str, Any]
 """What an object holds, by the names of attributes; as `_ITEMS` what is in it, if it is a list or dictionary too."""
@@ -84,6 +84,11 @@ def is_plain(value: object) -> bool:
         [True, True, False, False, False]
     """
     return not is_atom(value) and _kind(type(value)) is not None
+
+
+def is_plain_kind(kind: type) -> bool:
+    """Whether objects of a class are taken apart, if they are leaves."""
+    return not issubclass(kind, ATOMS) and _kind(kind) is not None
 
 
 def state_of(value: Any, *, is_all: bool = False) -> State:

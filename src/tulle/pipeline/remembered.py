@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
-from torch import Tensor, nn
-
 from tulle.pipeline.held import is_as_before
-from tulle.pipeline.plain import held_in, is_bulk, is_plain, set_state, state_of
+from tulle.pipeline.plain import held_in, is_bulk, is_plain, is_plain_kind, set_state, state_of
 
-_HOLD_NOTHING = (int, float, complex, str, bytes, type(None), Tensor, nn.Module, type)
+_HOLD_SOMETHING = (list, tuple, set, deque, Mapping)
 _NO_CONTENTS: Sequence[tuple[Any, Any]] = ()
 ABSENT: Any = object()
 """The value of an attribute that is not there."""
@@ -28,7 +27,7 @@ class Remembered:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self._contents = _NO_CONTENTS if isinstance(value, _HOLD_NOTHING) or value is ABSENT else _contents(value)
+        self._contents = _contents(value) if _can_hold(type(value)) else _NO_CONTENTS
 
     def is_like(self, other: Remembered) -> bool:
         """Whether nothing was set between the two."""
@@ -51,6 +50,12 @@ class Remembered:
             _refill(one, content)
 
 
+@lru_cache(maxsize=4096)
+def _can_hold(kind: type) -> bool:
+    """Whether there may be something in what is of a class."""
+    return issubclass(kind, _HOLD_SOMETHING) or is_plain_kind(kind)
+
+
 def _contents(value: Any) -> list[tuple[Any, Any]]:
     """What can change in a value, and what each of it holds."""
     found: list[tuple[Any, Any]] = []
@@ -69,7 +74,7 @@ def _contents(value: Any) -> list[tuple[Any, Any]]:
 
 def _content(value: Any) -> Any:
     """A copy of what a value holds, if that can change and is not much."""
-    if isinstance(value, _HOLD_NOTHING) or is_bulk(value):
+    if is_bulk(value):
         return None
     if is_plain(value):
         return state_of(value, is_all=True)

@@ -5,15 +5,14 @@ Copies for each would cost memory and time. So who reads one of these after its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from tulle.pipeline.attributes import own_attributes
 from tulle.pipeline.placeholder import Placeholder
 
-Written = list[dict[int, tuple[str, int]]]
-"""Of modules with buffers: by identity the name of each in its module, and how often it was written in so far."""
 _COUNTS = "num_batches_tracked"
 """Tells of writes in the buffers beside it, which batch norm makes past the count of writes."""
 
@@ -30,42 +29,46 @@ class Buffers:
         within = {path: one for unit, module in placed.items() for path, one in module.named_modules(prefix=unit)}
         self._all = [(path, one, True) for path, one in between.items()]
         self._all += [(path, one, False) for path, one in within.items() if one._buffers]
-        self._writing: list[tuple[str, nn.Module, bool]] = []
-        """The modules among these in whose tensors a forward was seen to write."""
-        self._before: Written = []
+        self._before: list[list[int]] = []
+        self._writing = set[str]()
+        """Names of modules in whose tensors a forward was seen to write."""
+        self._watched: list[Tensor] = []
+        self._names: dict[int, tuple[str, int]] = {}
+        """The name of each tensor of these, by identity, and the place of what tells of writes in it."""
 
     def begin(self) -> None:
-        """A forward begins."""
-        self._before = [_versions(module, is_between) for _, module, is_between in self._all]
+        """The first forward of a step begins."""
+        self._before = [[one._version for one in _tensors(module, own).values()] for _, module, own in self._all]
 
     def look(self) -> None:
-        """A forward is over, or waits."""
-        for one, before in zip(self._all, self._before, strict=True):
-            if one not in self._writing and _changed(before, _versions(*one[1:])):
-                self._writing.append(one)
+        """It is over."""
+        self._watched, self._names = [], {}
+        for (path, module, is_between), before in zip(self._all, self._before, strict=True):
+            tensors = _tensors(module, is_between)
+            if path in self._writing or before != [one._version for one in tensors.values()]:
+                self._writing.add(path)
+                for name, one in tensors.items():
+                    self._names[id(one)] = (f"{path}.{name}" if path else name), len(self._watched)
+                    if _COUNTS not in tensors:
+                        self._watched.append(one)
+                if _COUNTS in tensors:
+                    self._watched.append(tensors[_COUNTS])
 
-    def now(self) -> Written:
-        """How often tensors of these modules were written in."""
-        return [_versions(module, is_between) for _, module, is_between in self._writing]
+    def end(self) -> None:
+        """The step is over."""
+        self._before, self._watched, self._names = [], [], {}
 
-    def written_since(self, before: Written) -> dict[int, str]:
-        """The names of tensors in which something was written since, by identity."""
-        found: dict[int, str] = {}
-        for (path, module, is_between), then in zip(self._writing, before, strict=False):
-            now = _versions(module, is_between)
-            changed = _changed(then, now)
-            if any(name == _COUNTS for name in changed.values()):
-                changed = {identity: name for identity, (name, _) in now.items()}
-            found |= {identity: f"{path}.{name}" if path else name for identity, name in changed.items()}
-        return found
+    def now(self) -> list[int]:
+        """How often such tensors were written in."""
+        return [one._version for one in self._watched]
+
+    def written_since(self, tensor: Any, before: Sequence[int]) -> str | None:
+        """The name of a tensor, if it is one of these and something was written in it since."""
+        name, place = self._names.get(id(tensor), ("", 0))
+        return name if name and self._watched[place]._version != before[place] else None
 
 
-def _versions(module: nn.Module, is_between: bool) -> dict[int, tuple[str, int]]:  # noqa: FBT001 - of a tuple
+def _tensors(module: nn.Module, is_between: bool) -> dict[str, Tensor]:  # noqa: FBT001 - of a tuple
     tensors = {**module._buffers, **own_attributes(module)} if is_between else module._buffers
-    owns = ((name, one.own if isinstance(one, Placeholder) else one) for name, one in tensors.items())
-    return {id(one): (name, one._version) for name, one in owns if isinstance(one, Tensor) and not one.is_inference()}
-
-
-def _changed(before: Mapping[int, tuple[str, int]], now: Mapping[int, tuple[str, int]]) -> dict[int, str]:
-    """The names of tensors that are the same ones, and were written in."""
-    return {identity: one[0] for identity, one in now.items() if before.get(identity, one) != one}
+    owns = {name: one.own if isinstance(one, Placeholder) else one for name, one in tensors.items()}
+    return {name: one for name, one in owns.items() if isinstance(one, Tensor) and not one.is_inference()}

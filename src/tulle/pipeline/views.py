@@ -12,12 +12,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from tulle.errors import ModelError
 from tulle.pipeline.left_behind import Key, LeftBehind
 from tulle.pipeline.remembered import Remembered
-from tulle.pipeline.stale import Written
 from tulle.pipeline.turn import Turn
 
 logger = logging.getLogger("tulle")
@@ -34,8 +34,6 @@ class Views:
         self._function, self._models = function, models
         self._views: dict[int, View] = {}
         """Of micro-batches under way that do not run now."""
-        self._written: dict[int, list[Written]] = {}
-        """How often buffers were written in when they gave way."""
         self._last: View | None = None
         """What the one that began last has left at its end."""
         self._newest = -1
@@ -97,26 +95,27 @@ class Views:
             return
         if _is_past(turn):
             self._check(turn)
-        if self._is_first or (turn.is_at_backward and turn.micro_batch == 0 and not _is_past(turn)):
+            return
+        if turn.micro_batch == 0 and (turn.is_at_backward or self._is_first):
             for model in self._models:
-                model.look(is_of_forward=not _is_past(turn))
-        if turn.micro_batch == 0 and turn.is_at_backward:
-            self._is_trial |= any(model.spots and self._function not in model.tried for model in self._models)
+                model.look()
+        if turn.is_at_backward:
+            if turn.micro_batch == 0:
+                self._is_trial |= any(model.is_left and self._function not in model.tried for model in self._models)
+            counts = [model.buffers.now() for model in self._models]
+            turn.program.adopted.written_since = partial(self._written_since, turn, counts) if any(counts) else None
 
     def leave(self, turn: Turn) -> None:
         """A program gives way to another."""
         if self._models:
-            self._views[turn.micro_batch] = self._now()
-            self._written[turn.micro_batch] = [model.buffers.now() for model in self._models]
+            is_known = _is_past(turn) and not turn.in_backward  # by `look`, a moment ago
+            self._views[turn.micro_batch] = self._base if is_known else self._now()
 
     def enter(self, turn: Turn) -> None:
         """A program goes on."""
         if self._models:
-            self._put_back(self._views.pop(turn.micro_batch, self._last))
-            for model, before in zip(self._models, self._written.pop(turn.micro_batch), strict=True):
-                if turn.backwards:
-                    turn.program.adopted.stale |= model.buffers.written_since(before)
-            self.pass_backward(turn)
+            self._base = self._views.pop(turn.micro_batch)
+            self._put_back(self._base)
 
     def pass_backward(self, turn: Turn) -> None:
         """A program goes on after its backward."""
@@ -149,8 +148,8 @@ class Views:
         if turn.micro_batch < self._newest:
             raise ModelError(
                 f"micro-batch {turn.micro_batch} sets {_listed(changed)} after its backward, which forwards set, too, "
-                "and the step's first micro-batch did not when it was tried: forwards of later micro-batches, which "
-                "were to see that, have run; set it before the forward, in it, or between steps"
+                "and the first micro-batch that ran did not: forwards of later ones, which were to find that, have run "
+                "by now; set it before the forward, in it, or between steps"
             )
         self._is_clashing = True
         for model in self._models:
@@ -160,6 +159,13 @@ class Views:
             "begins, so that stages wait for each other; set it before the forward, or in it",
             _listed(changed),
         )
+
+    def _written_since(self, turn: Turn, counts: Sequence[Sequence[int]], tensor: object) -> str | None:
+        """The name of a tensor in which forwards of later micro-batches have written."""
+        if turn.micro_batch >= self._newest:
+            return None
+        names = (model.buffers.written_since(tensor, one) for model, one in zip(self._models, counts, strict=True))
+        return next(filter(None, names), None)
 
     def _now(self) -> View:
         return {key: spot.now() for model in self._models for key, (spot, _) in model.spots.items()}
