@@ -140,7 +140,7 @@ class Runtime:
             in_order = self._is_any(any(one.is_likely for one in carried.values()))
             stages = max((resident.stages for resident in step.residents), default=self.stages)
             modes, views = self.holdings.modes, self.views
-            left = [one.left for one in carried.values() if one.is_likely] if in_order else []
+            left = [one.left for one in carried.values()] if in_order else []
             with (
                 modes.step(module for model in self.models.values() for module in model.modules),
                 views.step(step.function, left, self._is_any, asks_peers=mailbox.asks_peers),

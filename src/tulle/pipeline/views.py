@@ -58,7 +58,7 @@ class Views:
 
         Args:
             function: The step's.
-            models: Those whose forwards are to end before others begin, because they keep something.
+            models: All, if forwards are to end before others begin, because they keep something; the same on all ranks.
             is_any: Whether something is so on any rank that is to come to the same order.
             asks_peers: Whether there are such ranks.
         """
