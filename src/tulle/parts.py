@@ -35,7 +35,6 @@ from tulle.torch_functions import (
     EACH_BY_ITSELF,
     LEAVES_TORCH,
     LIKE,
-    LOOKUPS,
     ONE_NUMBER_OF_EACH,
     PLAIN,
     PRODUCTS,
@@ -46,7 +45,7 @@ from tulle.torch_functions import (
     name_of,
     tensors_in,
 )
-from tulle.wholes import Became, Reader, Whole, extent_of_whole
+from tulle.wholes import OF_ROWS, Became, Whole, answer_of_whole, extent_of_whole
 
 T = TypeVar("T", bound=Tensor)
 Function = Callable[..., Any]
@@ -61,14 +60,10 @@ OF_NO_VALUES = frozenset(
 )
 """What may be asked of any tensor as it is: all that `zero_grad` asks, and that who fetches rows asks."""
 _AS_IT_IS = OF_NO_VALUES | {Tensor.detach}
-_SHAPES = {vars(torch._C.TensorBase)["shape"].__get__, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement}
-"""What tells how much there is."""
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
 _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _WHOLE = "_tulle_part_of"
 """The attribute by which a part knows what it is a part of."""
-_READER = "_tulle_reader"
-"""The attribute by which it knows who has the rest."""
 _OWNER, _WRITES = "_tulle_data_of", "_tulle_writes"
 """The attributes by which `parameter.data` knows its parameter, and that how often it was written in by way of it."""
 
@@ -95,10 +90,8 @@ class _Part(Tensor):
             ModelError: Naming the parameter, what it was given to, and the mend.
         """
         keywords = kwargs or {}
-        if func in LOOKUPS and (reader := getattr(args[1], _READER, None)) is not None:
-            return reader.look_up(func, *args, **keywords)
-        if func in _SHAPES and (reader := getattr(args[0], _READER, None)) is not None and reader.is_forward:
-            return func(torch.empty(reader.shape, device="meta"), *args[1:], **keywords)
+        if func in OF_ROWS and (answer := answer_of_whole(func, args, keywords)) is not NotImplemented:
+            return answer
         is_asked = name_of(func) in LIKE and not isinstance(args[0], _Part)
         if func in _AS_IT_IS or is_asked or torch._C._current_graph_task_id() != -1:
             with torch._C.DisableTorchFunctionSubclass():
@@ -306,11 +299,6 @@ def guard(parameter: nn.Parameter, whole: Whole) -> None:
     """
     setattr(parameter, _WHOLE, whole)
     guard_again([parameter])
-
-
-def read_by(part: nn.Parameter, reader: Reader) -> None:
-    """Have lookups in a guarded parameter by `torch.nn.functional`, and in forward its shape, be those of the whole."""
-    setattr(part, _READER, reader)
 
 
 def writes_by_data(parameter: Tensor) -> int:

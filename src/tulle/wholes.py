@@ -1,15 +1,24 @@
-"""`Whole`: what a part of a parameter, or what became of one, is a part of."""
+"""`Whole`: what a part of a parameter, or what became of one, is a part of; `Reader`: who knows all of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 from tulle.extents import Extent
 from tulle.reductions import Reduction
+from tulle.torch_functions import LOOKUPS, rows_by_number
+
+_SHAPES = {vars(torch._C.TensorBase)["shape"].__get__, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement}
+OF_ROWS = LOOKUPS | _SHAPES | {Tensor.__getitem__, Tensor.index_select, torch.index_select}
+"""What asks for rows by their numbers, or may do so, or for how many there are."""
+_READER = "_tulle_reader"
+"""The attribute by which a part knows who has the rest."""
 
 
 class Whole(Protocol):
@@ -68,6 +77,24 @@ class Reader(Protocol):
     def look_up(self, function: Callable[..., Tensor], ids: Tensor, part: Tensor, **options: Any) -> Tensor:
         """What a function of `LOOKUPS` gives of the whole."""
         ...
+
+
+def read_by(part: nn.Parameter, reader: Reader) -> None:
+    """Have lookups in a guarded parameter by `torch.nn.functional` be those of the whole, in forward its shape, too."""
+    setattr(part, _READER, reader)
+
+
+def answer_of_whole(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """What a function of `OF_ROWS` would give if all of a table were here; NotImplemented if nobody knows that."""
+    reader: Reader | None = getattr(args[1] if func in LOOKUPS else args[0], _READER, None)
+    if reader is None:
+        return NotImplemented
+    if func in LOOKUPS:
+        return reader.look_up(func, *args, **keywords)
+    if reader.is_forward and func in _SHAPES:
+        return func(torch.empty(reader.shape, device="meta"), *args[1:], **keywords)
+    ids = rows_by_number(func, args, keywords) if reader.is_forward else None
+    return NotImplemented if ids is None else reader.look_up(functional.embedding, ids, args[0], sparse=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,9 +18,9 @@ from tulle.comm import eager
 from tulle.derived import derived
 from tulle.engine.split_tables import SplitTables
 from tulle.errors import ModelError
-from tulle.parts import read_by
 from tulle.tables import ColumnSplit, Lookup, Split, TableModule, has_own_forward, split_of
 from tulle.torch_functions import is_transformed
+from tulle.wholes import read_by
 
 _RUN_TIME = "_tulle_split_tables"
 _autograd: Any = vars(torch._C)["_autograd"]

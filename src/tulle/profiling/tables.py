@@ -22,7 +22,7 @@ from tulle.pipeline.untouched import untouched
 from tulle.pipeline.written import written_back
 from tulle.softmax import SoftmaxLayer
 from tulle.tables import TableModule, has_own_forward, table_modules
-from tulle.torch_functions import LOOKUPS
+from tulle.torch_functions import LOOKUPS, rows_by_number
 
 
 def trained_tables(model: nn.Module) -> dict[str, TableModule]:
@@ -147,6 +147,8 @@ class _Watch(TorchFunctionMode):
         """Look at lookups, and let everything through."""
         if func in LOOKUPS:
             self._note(inspect.signature(func).bind(*args, **(kwargs or {})).arguments)
+        elif (ids := rows_by_number(func, args, kwargs or {})) is not None:
+            self._note({"input": ids, "weight": args[0]})
         elif not self._depth and not is_about_shape(func):
             self.read |= {id(leaf) for leaf in flatten((args, kwargs))[0] if isinstance(leaf, nn.Parameter)}
         return func(*args, **(kwargs or {}))
