@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -114,45 +116,55 @@ def distribute(
     if mesh is None:
         mesh, asked = mesh_for(model, optimizer, asked)
     axes = Axes.of(mesh)
+    decided = _decide(model, optimizer, mesh, axes, asked)
+    # Until here model and optimizers are as they were given, and what cannot be done was refused on every rank.
+    splits = _put_on_ranks(model, decided, axes)
+    engine = _make_engine(model, decided, axes, splits, check_finite=check_finite)
+    _attach_model(model, engine, decided, axes)
+    _attach_optimizers(model, engine, decided, axes)
+    refuse_hooks(engine)
+    _observe(model, engine, decided, mesh)
+    return model, optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """What is to be done with a model, the same on all ranks, before it is done.
+
+    Args:
+        plan: The plan that is put on it.
+        key: Under which the planner keeps that plan, if it made it.
+        optimizers: Those that were given, as a list.
+        placements: `"rows"` or `"columns"` by name of the table, for tables that are split; none on one rank.
+        replicated: Modules that look up in the other tables with sparse gradients, by name of the table.
+        is_left_to_gradients: Whether schemes of replicated tables are chosen when their first gradients are there.
+    """
+
+    plan: Plan
+    key: str
+    optimizers: list[Optimizer]
+    placements: dict[str, str]
+    replicated: dict[str, TableModule]
+    is_left_to_gradients: bool
+
+
+def _decide(
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], mesh: Mesh, axes: Axes, asked: Asked
+) -> _Decided:
+    """Choose what was left open, and refuse on every rank what cannot be done."""
     with alike(axes, "the model"):
         check_model(model, optimizer, mesh)
     optimizers = as_optimizers(optimizer)
     check_alike(model, axes.whole, optimizers)
     chosen = choose(model, optimizers, mesh, asked)
     profile_later(model, optimizers, mesh)  # behind the choice, which copies the model with its hooks
-    decided = with_schedule(chosen.plan, model, optimizers, axes)
-    placements = decided.placements if axes.data.size > 1 else {}
+    plan = with_schedule(chosen.plan, model, optimizers, axes)
+    placements = plan.placements if axes.data.size > 1 else {}
     with alike(axes, "the plan"):
-        _check(decided, placements, model, optimizers, axes)
-    tables = {name: module for name, module in sparse_tables(model).items() if name not in placements}
-    splits = _put_on_ranks(model, optimizers, decided, placements, axes)
-    engine = Replicas(
-        model,
-        axes,
-        optimizers,
-        decided.memory,
-        tables=[name for name in tables if not model.get_parameter(name).is_meta],
-        settings=_settings(tables, decided, is_chosen_later=asked.is_auto and not decided.prediction),
-        splits=splits,
-        bucket_bytes=decided.bucket_bytes,
-        check_finite=check_finite or bool(os.environ.get(CHECK_FINITE)),
-    )
-    adopt_model(model, engine, decided, axes)
-    make_usual(model, Usual(decided.micro_batches, checked(decided.pipeline_schedule)))
-    if axes.pipe is not None:
-        follow_stages(model, engine)
-    guard_parts(model)
-    _attach(optimizers, engine, decided, axes)
-    refuse_hooks(engine)
-    take_wholes(model, optimizers, axes)
-    shard_states(model, optimizers, decided, axes)
-    explain_lookups(model, axes.whole.rank)
-    if axes.whole.rank == 0:
-        watch(decided, model, optimizers[-1], key=chosen.key)
-    recorder = current_recorder()
-    if recorder is not None:
-        recorder.attach(model, optimizers, mesh, plan=lambda: in_force(decided, engine), engine=engine)
-    return model, optimizer
+        _check(plan, placements, model, optimizers, axes)
+    replicated = {name: module for name, module in sparse_tables(model).items() if name not in placements}
+    is_left = asked.is_auto and not plan.prediction
+    return _Decided(plan, chosen.key, optimizers, placements, replicated, is_left_to_gradients=is_left)
 
 
 def _check(
@@ -172,10 +184,9 @@ def _check(
     check_savings(plan, model, optimizers, axes)
 
 
-def _put_on_ranks(
-    model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, placements: dict[str, str], axes: Axes
-) -> list[SplitTable]:
+def _put_on_ranks(model: nn.Module, decided: _Decided, axes: Axes) -> list[SplitTable]:
     """Have each rank keep what is its own of a model and of its optimizers' states; give the tables that are split."""
+    plan, optimizers, placements = decided.plan, decided.optimizers, decided.placements
     parts = _give_values(model, plan, placements, axes)
     split_layers(model, optimizers, plan, axes)
     here = {name: how for name, how in placements.items() if name in parts or not model.get_parameter(name).is_meta}
@@ -208,20 +219,49 @@ def _give_values(model: nn.Module, plan: Plan, placements: dict[str, str], axes:
     return parts
 
 
-def _settings(tables: dict[str, TableModule], plan: Plan, *, is_chosen_later: bool) -> TableSettings:
+def _make_engine(
+    model: nn.Module, decided: _Decided, axes: Axes, splits: Sequence[SplitTable], *, check_finite: bool
+) -> Replicas:
+    """What keeps replicas in step, and the parts of split tables."""
+    return Replicas(
+        model,
+        axes,
+        decided.optimizers,
+        decided.plan.memory,
+        tables=[name for name in decided.replicated if not model.get_parameter(name).is_meta],  # others' stages
+        settings=_settings(decided),
+        splits=splits,
+        bucket_bytes=decided.plan.bucket_bytes,
+        check_finite=check_finite or bool(os.environ.get(CHECK_FINITE)),
+    )
+
+
+def _settings(decided: _Decided) -> TableSettings:
+    tables, schemes = decided.replicated, decided.plan.schemes
     bounded = {name: module for name, module in tables.items() if module.max_norm is not None}
     return TableSettings(
         # What auto chose from a sample is chosen anew from gradients, and again when they drift; so is what a plan
         # does not name.
-        schemes={} if is_chosen_later else {name: plan.schemes[name] for name in tables if name in plan.schemes},
+        schemes={} if decided.is_left_to_gradients else {name: schemes[name] for name in tables if name in schemes},
         renormalize={name: _renormalizer(module) for name, module in bounded.items()},
-        wire_dtype=as_wire_dtype(plan.wire_dtype),
+        wire_dtype=as_wire_dtype(decided.plan.wire_dtype),
         observe_every=int(os.environ.get(OBSERVE_EVERY, "0")),
     )
 
 
-def _attach(optimizers: Sequence[Optimizer], engine: DataParallel, plan: Plan, axes: Axes) -> None:
-    """Have optimizers step what is kept in step, when it is there."""
+def _attach_model(model: nn.Module, engine: DataParallel, decided: _Decided, axes: Axes) -> None:
+    """Have a model's own calls, steps of micro-batches and parameters know what keeps it in step."""
+    plan = decided.plan
+    adopt_model(model, engine, plan, axes)
+    make_usual(model, Usual(plan.micro_batches, checked(plan.pipeline_schedule)))
+    if axes.pipe is not None:
+        follow_stages(model, engine)
+    guard_parts(model)
+
+
+def _attach_optimizers(model: nn.Module, engine: DataParallel, decided: _Decided, axes: Axes) -> None:
+    """Have optimizers step what is kept in step, when it is there, and load and keep their part of states."""
+    plan, optimizers = decided.plan, decided.optimizers
     watch_kinds()
     if axes.data.size > 1:
         watch_steps()
@@ -237,6 +277,19 @@ def _attach(optimizers: Sequence[Optimizer], engine: DataParallel, plan: Plan, a
         late = engine.update_late()
         for one in optimizers:
             late.attach(one, is_elementwise=type(one) in ELEMENTWISE)
+    take_wholes(model, optimizers, axes)
+    shard_states(model, optimizers, plan, axes)
+
+
+def _observe(model: nn.Module, engine: DataParallel, decided: _Decided, mesh: Mesh) -> None:
+    """Have lookups explain what they raise, and the run be watched and recorded."""
+    explain_lookups(model, mesh.rank)
+    if mesh.rank == 0:
+        watch(decided.plan, model, decided.optimizers[-1], key=decided.key)
+    recorder = current_recorder()
+    if recorder is not None:
+        plan_now = partial(in_force, decided.plan, engine)
+        recorder.attach(model, decided.optimizers, mesh, plan=plan_now, engine=engine)
 
 
 def _renormalizer(module: TableModule) -> Callable[[Tensor], None]:
