@@ -25,7 +25,6 @@ from tulle.mesh import Axis, Mesh, init
 from tulle.pipeline.homes import by_first_names
 from tulle.placing import placements_of, tables_of
 from tulle.plan import Candidate, Plan, PlanLike, plan_as_given, plan_by_cost, plan_for_later
-from tulle.plan.choice import Shapes
 from tulle.profiling import sparse_tables, trained_tables
 from tulle.profiling.refusals import together
 from tulle.profiling.tables import looked_up
@@ -125,6 +124,53 @@ class Chosen:
     key: str = ""
 
 
+def in_force(plan: Plan, engine: DataParallel) -> Plan:
+    """The plan with the choices that the run has made since."""
+    chosen, measured = engine.choices(), engine.measured()
+    tables = [table.with_choice(chosen.get(table.name), measured.get(table.name)) for table in plan.tables]
+    return replace(plan, tables=tuple(tables), network=plan.network or engine.network)
+
+
+def choose(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, asked: Asked) -> Chosen:
+    """The plan that the arguments stand for, the same on all ranks, each of which must call it."""
+    axes = Axes.of(mesh)
+    with alike(axes, "the plan"):
+        given = _given(asked, model, mesh)
+        told = given.plan.to_json() if given else (ANEW if asked.is_anew else AUTO, _wire_name(asked.lossy))
+    heard = gather_values((told, asked.sample is not None), axes.whole, label="the plan")
+    for rank, (other, _) in enumerate(heard):
+        if other != heard[0][0]:
+            raise PlanError(f"{_apart(other, heard[0][0], rank)}: give all ranks the same")
+    sample = asked.sample if all(has_sample for _, has_sample in heard) else None
+    chosen = given or _choose_now(model, optimizers, mesh, replace(asked, sample=sample))
+    return replace(chosen, plan=dealt_stages(chosen.plan, model, axes, sample))
+
+
+def _given(asked: Asked, model: nn.Module, mesh: Mesh) -> Chosen | None:
+    """The plan that was given, or was chosen with its mesh; None if one is still to be chosen.
+
+    Raises:
+        PlanError: If it is for another model or mesh.
+    """
+    sparse = {name: (module.num_embeddings, module.embedding_dim) for name, module in sparse_tables(model).items()}
+    others = {name: _shape(model, name) for name in tables_of(model) if name not in sparse}
+    if isinstance(asked.plan, Chosen):
+        given = asked.plan
+    else:
+        plan = None if asked.is_auto else plan_as_given(asked.plan, mesh.shape, sparse, others)
+        given = Chosen(plan) if plan else None
+    if given is None:
+        return None
+    plan = replace(given.plan, stages=by_first_names(model, given.plan.stages))
+    plan.check(mesh.shape, {**sparse, **others}, dict(model.named_modules()))
+    return replace(given, plan=replace(plan, wire_dtype=_wire_name(asked.lossy or plan.wire_dtype)))
+
+
+def _wire_name(wire_dtype: WireDtype) -> str | None:
+    dtype = as_wire_dtype(wire_dtype)
+    return str(dtype).removeprefix("torch.") if dtype else None
+
+
 def _apart(given: Any, first: Any, rank: int) -> str:
     """How what a rank was given, a plan as JSON or a word with the dtype on the wire, differs from what rank 0 was."""
     if not (isinstance(given, dict) and isinstance(first, dict)):
@@ -140,52 +186,6 @@ def _apart(given: Any, first: Any, rank: int) -> str:
         if lines
         else f"rank {rank} was given the plan of rank 0 with another {measured}"
     )
-
-
-def in_force(plan: Plan, engine: DataParallel) -> Plan:
-    """The plan with the choices that the run has made since."""
-    chosen, measured = engine.choices(), engine.measured()
-    tables = [table.with_choice(chosen.get(table.name), measured.get(table.name)) for table in plan.tables]
-    return replace(plan, tables=tuple(tables), network=plan.network or engine.network)
-
-
-def choose(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, asked: Asked) -> Chosen:
-    """The plan that the arguments stand for, the same on all ranks, each of which must call it."""
-    axes = Axes.of(mesh)
-    tables = sparse_tables(model)
-    shapes = {name: (module.num_embeddings, module.embedding_dim) for name, module in tables.items()}
-    others = {name: _shape(model, name) for name in tables_of(model) if name not in tables}
-    with alike(axes, "the plan"):
-        given = _given(asked, mesh, shapes, others)
-        if given is not None:
-            given = replace(given, plan=replace(given.plan, stages=by_first_names(model, given.plan.stages)))
-            given.plan.check(mesh.shape, {**shapes, **others}, dict(model.named_modules()))
-        decided = given.plan if given else None
-        wire_dtype = as_wire_dtype(asked.lossy or (decided.wire_dtype if decided else None))
-    wire_name = str(wire_dtype).removeprefix("torch.") if wire_dtype else None
-    if decided is not None:
-        decided = replace(decided, wire_dtype=wire_name)
-    word = ANEW if asked.is_anew else AUTO
-    heard = gather_values(
-        (decided.to_json() if decided else (word, wire_name), asked.sample is not None), axes.whole, label="the plan"
-    )
-    for rank, (other, _) in enumerate(heard):
-        if other != heard[0][0]:
-            raise PlanError(f"{_apart(other, heard[0][0], rank)}: give all ranks the same")
-    sample = asked.sample if all(has_sample for _, has_sample in heard) else None
-    chosen = given or _chosen(model, optimizers, mesh, replace(asked, sample=sample))
-    plan = replace(chosen.plan, wire_dtype=wire_name)
-    if decided is None:
-        plan = gather_values(plan, axes.whole, label="the plan")[0]  # each line along axis data has measured
-    return replace(chosen, plan=dealt_stages(plan, model, axes, sample))
-
-
-def _given(asked: Asked, mesh: Mesh, shapes: Shapes, others: Shapes) -> Chosen | None:
-    """What needs not be chosen any more, or None."""
-    if isinstance(asked.plan, Chosen):
-        return asked.plan
-    plan = None if asked.is_auto else plan_as_given(asked.plan, mesh.shape, shapes, others)
-    return Chosen(plan) if plan else None
 
 
 def mesh_for(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], asked: Asked) -> tuple[Mesh, Asked]:
@@ -210,8 +210,8 @@ def mesh_for(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], asked
     return init(**sizes), asked
 
 
-def _chosen(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, asked: Asked) -> Chosen:
-    """By the planner if there is a sample, and others to share the work with; else tables only."""
+def _choose_now(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, asked: Asked) -> Chosen:
+    """By the planner if there is a sample, and others to share the work with; else tables only. Rank 0's counts."""
     axes = Axes.of(mesh)
     found = Planned(None)
     if asked.sample is not None and axes.whole.size > 1:
@@ -225,7 +225,9 @@ def _chosen(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, asked
     offered = [*decided.offers, *(offers(model, axes.data.size) if axes.data.size > 1 else [])]
     if axes.whole.size > 1 and found.plan is None:
         offered = [*offered, _OFFER if asked.sample is None else f"{_OFFER}; with this one {found.reason}"]
-    return Chosen(replace(decided, offers=tuple(offered)), found.key if found.plan else "")
+    mine = replace(decided, offers=tuple(offered), wire_dtype=_wire_name(asked.lossy))
+    plan = gather_values(mine, axes.whole, label="the plan")[0]  # each line along axis data has measured
+    return Chosen(plan, found.key if found.plan else "")
 
 
 def _by_tables(model: nn.Module, optimizers: Sequence[Optimizer], axis: Axis, mesh: Mesh, asked: Asked) -> Plan:
