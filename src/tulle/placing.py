@@ -189,20 +189,13 @@ def place(
         parameter, modules = model.get_parameter(name), tables[name]
         rows, width = parameter.shape
         split = split_as(placement, name, (rows, width), axis)
-        for optimizer in optimizers:
-            state = optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if isinstance(value, Tensor) and split.shape_of_part(value.shape) is not None:
-                    state[key] = split.take(value)
+        _keep_parts_of_states(optimizers, parameter, split)
         if name in parts:
             give(parameter, parts[name])
         else:
             hold(parameter, split.take(parameter))
         guard_table(parameter, split)
-        for owner in model.modules():
-            for key in [key for key, other in owner._parameters.items() if other is parameter]:
-                owner.register_load_state_dict_pre_hook(partial(_take_part, split, key))
-                owner.register_state_dict_post_hook(partial(_say_whose, split))
+        _hook_states(model, parameter, split)
         placed.append(
             SplitTable(
                 number,
@@ -213,6 +206,23 @@ def place(
             )
         )
     return placed
+
+
+def _keep_parts_of_states(optimizers: Sequence[Optimizer], parameter: Tensor, split: Split) -> None:
+    """Have optimizers that have stepped a table before keep this rank's part of its momenta; a count of steps stays."""
+    for optimizer in optimizers:
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and split.shape_of_part(value.shape) is not None:
+                state[key] = split.take(value)
+
+
+def _hook_states(model: nn.Module, parameter: Tensor, split: Split) -> None:
+    """Have the modules of a table load this rank's part of a whole one, and say whose part their own state has."""
+    for owner in model.modules():
+        for key in [key for key, other in owner._parameters.items() if other is parameter]:
+            owner.register_load_state_dict_pre_hook(partial(_take_part, split, key))
+            owner.register_state_dict_post_hook(partial(_say_whose, split))
 
 
 def _take_part(split: Split, key: str, owner: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
