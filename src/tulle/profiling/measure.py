@@ -8,10 +8,8 @@ rank of each step counts: a step with synchronization waits for it.
 from __future__ import annotations
 
 import gc
-import logging
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -25,11 +23,7 @@ from tulle.deferred import is_deferred
 from tulle.kept_memory import keep_memory
 from tulle.memory.estimate import default_loss
 from tulle.mesh import Axis, Mesh, axis_of
-from tulle.pipeline import Piece
-from tulle.pipeline.calls import Calls, around, pieces_of, watch
-from tulle.pipeline.homes import outward
 from tulle.pipeline.partition import COPIES
-from tulle.pipeline.profile import PIECES_PER_STAGE, as_call
 from tulle.pipeline.profile import profile as profile_pieces
 from tulle.pipeline.randomness import State
 from tulle.pipeline.unfit import kinds_of, refuse_replaced, refuse_scripted, refuse_sending
@@ -39,6 +33,7 @@ from tulle.profiling.counts import Counts, count
 from tulle.profiling.crowding import crowding
 from tulle.profiling.machine import NOMINAL, measure_cluster, memory_bytes
 from tulle.profiling.optimizer import optimizer_profile, tried
+from tulle.profiling.pieces import STAGES, Pieces, bytes_of, cut, owners_of
 from tulle.profiling.refusals import check_arguments, check_trains, together
 from tulle.profiling.samples import samples_in
 from tulle.profiling.splits import splits
@@ -48,14 +43,12 @@ from tulle.profiling.timing import fixed_share, timed
 from tulle.profiling.weights import timed_weights
 from tulle.workload import Cluster, Machine, ModuleProfile, Profile
 
-STAGES = 8
-"""Pieces are small enough for so many stages of a pipeline."""
 _SHARE_OF_MEMORY = 0.5
 _BACKWARD_SHARE = 2 / 3
 """Of forward and backward together, where only their sum is known: a matrix product has two in backward."""
 NOWHERE = Cluster(1, 1, Machine(1.0, 1.0), NOMINAL)
+"""Where a profile is of until the machine was measured, which is done behind the steps."""
 _LABEL = "the profile"
-logger = logging.getLogger("tulle")
 
 
 def profile(
@@ -116,7 +109,7 @@ def profile(
         random_state.restore()
         gc.collect()
     networks = {} if mesh is None else {one.name: probe(one) for one in mesh.axes if one.size > 1}
-    return replace(found, model=type(model).__name__, batch=samples_in(sample), cluster=cluster, networks=networks)
+    return replace(found, cluster=cluster, networks=networks)
 
 
 def _fits(model: nn.Module, axis: Axis) -> bool:
@@ -146,52 +139,6 @@ def _everyone(mesh: Mesh) -> Axis:
     return replace(world, device=mesh.device, hosts=tuple(gather_values(host, world, label=_LABEL)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Pieces:
-    """Modules that stay whole, in the order in which they run.
-
-    Args:
-        names: Of them.
-        reads: What each reads of the others.
-        around: Who calls each.
-        between: How many operations modules have that call them, by name.
-    """
-
-    names: Sequence[str]
-    reads: Sequence[Mapping[str, int]]
-    around: Mapping[str, tuple[str, ...]]
-    between: Mapping[str, int]
-
-    @staticmethod
-    def of(pieces: Sequence[Piece], calls: Calls) -> _Pieces:
-        names = [piece.name for piece in pieces]
-        reads = [{names[at]: size for at, size in (piece.incoming or {}).items()} for piece in pieces]
-        return _Pieces(names, reads, _around(names, calls), _between(names, calls))
-
-
-def _around(names: Sequence[str], calls: Calls) -> dict[str, tuple[str, ...]]:
-    """Of each piece the modules that could be placed in its stead; none that calls what by its name is elsewhere."""
-    callers = around(names, calls)
-    elsewhere = {one for name in names for one in callers[name] if one and not name.startswith(f"{one}.")}
-    return {name: tuple(one for one in callers[name] if one not in elsewhere) for name in names}
-
-
-def _between(names: Sequence[str], calls: Calls) -> dict[str, int]:
-    """Operations that run between pieces, by the module of whose forward they are."""
-    pieces = set(names)
-    return {name: count for name, count in calls.operations.items() if pieces.isdisjoint(outward(name))}
-
-
-@dataclass(slots=True)
-class _Prepared:
-    """What a rank needs before steps are timed."""
-
-    twin: Twin
-    looks: Sequence[Looks]
-    pieces: _Pieces | None
-    counts: Counts = field(default_factory=lambda: Counts([], []))
-
-
 def _in_steps(
     model: nn.Module,
     optimizers: Sequence[Optimizer],
@@ -200,6 +147,7 @@ def _in_steps(
     loss: Loss,
     splitting: int,
 ) -> tuple[Profile, Twin]:
+    """A copy of the whole model takes real steps."""
     prepared = together(
         lambda: _prepare(model, optimizers, samples, loss, is_first=axis.rank == 0), model, samples[0], axis
     )
@@ -211,40 +159,49 @@ def _in_steps(
     weights_s = timed_weights(twin, pieces.names, axis)
     fixed = fixed_share(twin, axis)
     optimizer = together(lambda: optimizer_profile(twin, times.update_s), model, samples[0], axis)
-    owners = _owners(model, pieces.names)
+    owners = owners_of(model, pieces.names)
     tables = table_profiles(model, optimizers, prepared.looks, owners, axis)
-    dense_bytes, frozen_bytes = _bytes_of_pieces(model, owners, {table.name for table in tables})
-    found = splits(model, pieces.names, counts.made_bytes, ranks=splitting)
+    trained_bytes, frozen_bytes = bytes_of(model, owners, leave={table.name for table in tables})
+    split_of = splits(model, pieces.names, counts.made_bytes, ranks=splitting)
     modules = tuple(
         ModuleProfile(
             name,
-            times.forward_s[number],
-            times.backward_s[number],
-            counts.flop[number],
-            dense_bytes[name],
-            counts.activations_bytes[number],
-            pieces.reads[number],
-            found.get(name),
-            pieces.around[name],
-            frozen_bytes[name],
-            weights_s[number],
+            forward_s=times.forward_s[number],
+            backward_s=times.backward_s[number],
+            flop=counts.flop[number],
+            parameters_bytes=trained_bytes[name],
+            activations_bytes=counts.activations_bytes[number],
+            reads=pieces.reads[number],
+            split=split_of.get(name),
+            around=pieces.around[name],
+            frozen_bytes=frozen_bytes[name],
+            weights_s=weights_s[number],
         )
         for number, name in enumerate(pieces.names)
     )
     found = Profile(
-        "",
-        0,
-        modules,
-        tables,
-        optimizer,
-        NOWHERE,
-        times.step_s,
-        counts.peak_bytes,
+        model=type(model).__name__,
+        batch=samples_in(samples[0]),
+        modules=modules,
+        tables=tables,
+        optimizer=optimizer,
+        cluster=NOWHERE,
+        step_s=times.step_s,
+        peak_bytes=counts.peak_bytes,
         fixed_share=fixed or 0.0,
         is_divisible=fixed is not None,
         between=pieces.between,
     )
     return found, twin
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """What a rank needs before steps are timed: the copy that takes them, what it looked up, on rank 0 its pieces."""
+
+    twin: Twin
+    looks: Sequence[Looks]
+    pieces: Pieces | None
 
 
 def _prepare(
@@ -255,21 +212,7 @@ def _prepare(
     with refuse_sending(model):
         twin.step(samples[0])
     refuse_replaced(kinds_of(model), twin.model)
-    return _Prepared(twin, seen, _cut(twin) if is_first else None)
-
-
-def _cut(twin: Twin) -> _Pieces:
-    """Cut a model into pieces, and see what each reads of the others, if the pipeline can tell."""
-    axis = replace(_alone(), device=twin.device)
-    try:
-        return _Pieces.of(*profile_pieces(twin.model, twin.samples[0], axis, STAGES))
-    except Exception as problem:  # whatever a model does with a placeholder
-        logger.info("what pieces read of each other is not known: %s", str(problem).split("\n", 1)[0])
-    args, kwargs = as_call(twin.samples[0], twin.device)
-    calls = watch(twin.model, args, kwargs)
-    largest = (calls.time_s.get("") or sum(calls.time_s.values())) / (STAGES * PIECES_PER_STAGE)
-    names = pieces_of(twin.model, calls, calls.time_s, largest)
-    return _Pieces(names, [{} for _ in names], _around(names, calls), _between(names, calls))
+    return _Prepared(twin, seen, cut(twin, replace(_alone(), device=twin.device)) if is_first else None)
 
 
 def _count(twin: Twin, names: Sequence[str]) -> Counts:
@@ -291,47 +234,35 @@ def _without_memory(
     """Each module alone, lent some memory while it runs; what is computed between modules is not seen."""
     del loss, splitting  # of no module
     measured = together(lambda: profile_pieces(model, samples[0], axis, STAGES), model, samples[0], axis)
-    pieces, calls = gather_values(measured, axis, label=_LABEL)[0]
-    cut = _Pieces.of(pieces, calls)
-    owners = _owners(model, cut.names)
+    timed_pieces, calls = gather_values(measured, axis, label=_LABEL)[0]
+    pieces = Pieces.of(timed_pieces, calls)
+    owners = owners_of(model, pieces.names)
     tables = table_profiles(model, optimizers, [{} for _ in samples], owners, axis)
-    dense_bytes, frozen_bytes = _bytes_of_pieces(model, owners, {table.name for table in tables})
+    trained_bytes, frozen_bytes = bytes_of(model, owners, leave={table.name for table in tables})
     modules = tuple(
         ModuleProfile(
             piece.name,
-            (1 - _BACKWARD_SHARE) * piece.time_s,
-            _BACKWARD_SHARE * piece.time_s,
-            parameters_bytes=dense_bytes[piece.name],
+            forward_s=(1 - _BACKWARD_SHARE) * piece.time_s,
+            backward_s=_BACKWARD_SHARE * piece.time_s,
+            parameters_bytes=trained_bytes[piece.name],
             activations_bytes=piece.activation_bytes,
             reads=reads,
-            around=cut.around[piece.name],
+            around=pieces.around[piece.name],
             frozen_bytes=frozen_bytes[piece.name],
         )
-        for piece, reads in zip(pieces, cut.reads, strict=True)
+        for piece, reads in zip(timed_pieces, pieces.reads, strict=True)
     )
     optimizer = together(lambda: tried(optimizers), model, samples[0], axis)
     parameters_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    step_s = sum(piece.time_s for piece in pieces) + optimizer.step_s_per_byte * parameters_bytes
-    return Profile("", 0, modules, tables, optimizer, NOWHERE, step_s, between=cut.between), None
-
-
-def _owners(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """The piece that each parameter belongs to: that which it is in, or else the first within the module it is of."""
-    first: dict[str, str] = {}
-    for piece in names:
-        for outer in outward(piece):
-            first.setdefault(outer, piece)
-    return {
-        name: next(first[outer] for outer in outward(name) if outer in first) for name, _ in model.named_parameters()
-    }
-
-
-def _bytes_of_pieces(
-    model: nn.Module, owners: Mapping[str, str], tables: Collection[str]
-) -> tuple[Counter[str], Counter[str]]:
-    """Bytes of each piece's parameters: of trained ones that are no tables, and of frozen ones; each counts once."""
-    trained, frozen = Counter[str](), Counter[str]()
-    for name, parameter in model.named_parameters():
-        if name not in tables:
-            (trained if parameter.requires_grad else frozen)[owners[name]] += parameter.nbytes
-    return trained, frozen
+    step_s = sum(piece.time_s for piece in timed_pieces) + optimizer.step_s_per_byte * parameters_bytes
+    found = Profile(
+        model=type(model).__name__,
+        batch=samples_in(samples[0]),
+        modules=modules,
+        tables=tables,
+        optimizer=optimizer,
+        cluster=NOWHERE,
+        step_s=step_s,
+        between=pieces.between,
+    )
+    return found, None
