@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from tulle.errors import MeshError
 
+RUN_DIR = "TULLE_RUN_DIR"
+"""Set by `tulle run`: the folder of the run, into which every rank writes."""
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Of Open MPI; of MPICH and what descends from it."""

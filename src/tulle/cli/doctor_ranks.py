@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tulle.cli.rank import write_json
 from tulle.comm import probe, receive, send
+from tulle.environment import RUN_DIR
 from tulle.mesh import Axis, init
 
 _TIMEOUT_S = 60.0
@@ -27,7 +28,7 @@ def main() -> None:
         "reached": [other for other in range(mesh.size) if other == mesh.rank or _reaches(mesh["data"], other)],
         "network": {axis.name: asdict(probe(axis)) for axis in mesh.axes if axis.size > 1},
     }
-    write_json(Path(os.environ["TULLE_RUN_DIR"], f"doctor-rank-{mesh.rank}.json"), found)
+    write_json(Path(os.environ[RUN_DIR], f"doctor-rank-{mesh.rank}.json"), found)
 
 
 def _reaches(axis: Axis, other: int) -> bool:

@@ -15,8 +15,9 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
 
 from tulle import __version__
 from tulle.cli.rank import write_json
+from tulle.environment import RUN_DIR
 from tulle.profiling import PROFILE
-from tulle.record import PREVIOUS, RUN_DIR
+from tulle.record import PREVIOUS
 
 
 @dataclass(frozen=True, slots=True)

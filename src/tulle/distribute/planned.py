@@ -23,6 +23,7 @@ from tulle.distribute.lateness import can_wait
 from tulle.distribute.layers import whole_modules
 from tulle.distribute.savings import check_savings
 from tulle.distribute.stages import uncut
+from tulle.environment import RUN_DIR
 from tulle.errors import ModelError, PlanError, TulleError
 from tulle.mesh import Axis, Mesh
 from tulle.pipeline import pins_of
@@ -38,7 +39,6 @@ from tulle.tensor_parallel import apply, known
 from tulle.workload import Profile
 
 _LABEL = "the plan"
-RUN_DIR = "TULLE_RUN_DIR"
 logger = logging.getLogger("tulle")
 
 

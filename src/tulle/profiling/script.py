@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tulle.engine import is_looking_ahead
+from tulle.environment import RUN_DIR
 from tulle.mesh import Mesh
 from tulle.pipeline.structure import flatten, rebuild
 from tulle.profiling.measure import profile
@@ -20,7 +21,6 @@ from tulle.profiling.steps import Twin
 
 PROFILE = "TULLE_PROFILE"
 """Set by `tulle profile`: the name of the file that rank 0 writes the profile to, in the run folder."""
-RUN_DIR = "TULLE_RUN_DIR"
 SAMPLES = 3
 """So many batches of the script are recorded, and then the profile is made."""
 
