@@ -1,4 +1,4 @@
-"""Records a run for `tulle run`: one JSON line a step and rank, the plan, and, on request, a timeline.
+"""`log`, and `Recorder`: writes what one rank does into the folder of a run, a JSON line a step.
 
 Nothing is recorded, and no hook is there, unless the launcher named a folder in `TULLE_RUN_DIR`.
 
@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -28,22 +27,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tulle.comm import now_s, traffic
-from tulle.engine import DataParallel, Observation
-from tulle.environment import detect
+from tulle.comm import traffic
+from tulle.engine import DataParallel
+from tulle.environment import RUN_DIR, detect
 from tulle.errors import DataError
 from tulle.mesh import Mesh
 from tulle.plan import Plan
 from tulle.profiling.samples import samples_in
+from tulle.record.clock import StepClock
+from tulle.record.observed import as_line
 from tulle.timeline import Timeline
 from tulle.whole_file import write_whole
 
-RUN_DIR = "TULLE_RUN_DIR"
 TIMELINE = "TULLE_TIMELINE"
 STOP_AFTER = "TULLE_STOP_AFTER"
 """Set by `tulle profile`: end the script, on all ranks alike, after so many steps."""
-WAITS: tuple[str, ...] = ("forward_wait_s", "backward_wait_s", "optimizer_wait_s")
-"""What of `wait_s` was in these parts of a step; the rest was between them."""
 PREVIOUS = "previous-"
 """Before the name of a record that was there when the run began anew in a folder."""
 _OPERATIONS = {
@@ -55,8 +53,6 @@ _OPERATIONS = {
     "characteristics": "all_gather",
     "barrier": "probe",
 }
-_RANKS_PAIRED = 64
-"""Overlap of each pair is recorded for so many ranks at most."""
 
 
 def log(
@@ -115,17 +111,15 @@ class Recorder:
         self._has_prediction = False
         self._step = 0
         self._open: dict[str, Any] = {}
+        """What the line of this step has so far; it is open until the next forward, after the step has ended, too."""
         self._texts: dict[str, str] = {}
-        self._forward_began_s = self._ended_s = now_s()
-        self._forward_s = self._optimizer_s = 0.0
-        self._waits_s = dict.fromkeys(WAITS, 0.0)
-        self._waited_before_s = self._waited_s = traffic.wait_s  # what was waited for before is no part of a step
-        self._backward_began_s = self._ended_s
-        self._bytes_before = self._messages_before = 0
-        self._depth = 0
-        self._last: Optimizer | None = None
-        self._models: WeakSet[nn.Module] = WeakSet()
         self._is_ended = False
+        self._clock = StepClock()
+        self._models: WeakSet[nn.Module] = WeakSet()
+        self._depth = 0
+        """Forwards under way, one within the other: of models that were attached and are parts of another."""
+        self._last: Optimizer | None = None
+        """Whose step ends that of the run; None where nobody has attached a model, and a logged loss does."""
         self._stop_after = int(os.environ.get(STOP_AFTER, "0"))
         traffic.is_tracing = is_tracing
         if rank == 0:
@@ -186,7 +180,7 @@ class Recorder:
             elif value is not None:
                 self._open.setdefault("values", {})[name] = _number(name, value)
         if ends:
-            self._end_step(now_s())
+            self._end_step()
 
     def resume(self, step: int) -> None:
         """Count on from a step, after a checkpoint was loaded, and take up the record of the steps before it."""
@@ -220,61 +214,32 @@ class Recorder:
         if module.training and self._has_prediction:
             self._open["samples"] = self._open.get("samples", 0) + samples_in(arguments)
         self._depth += 1
-        self._waited_s = traffic.wait_s
-        self._forward_began_s = now_s()
+        self._clock.begin_forward()
 
     def _after_forward(self, module: nn.Module, _: object, output: object) -> None:
         self._depth -= 1
         if self._depth or not module.training:
             return
-        ended_s = now_s()
-        traffic.span("computation", "forward", self._forward_began_s, ended_s)
-        self._forward_s += ended_s - self._forward_began_s
-        self._waited_in("forward_wait_s")
-        self._backward_began_s = ended_s
+        self._clock.end_forward()
         if isinstance(output, Tensor) and output.dim() == 0 and output.requires_grad:
             self._open.setdefault("loss", output.detach())
 
-    def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
-        self._optimizer_began_s = now_s()
-        if "backward_s" not in self._open and self._forward_s:
-            self._open["backward_s"] = self._optimizer_began_s - self._backward_began_s
-            traffic.span("computation", "backward", self._backward_began_s, self._optimizer_began_s)
-            self._waited_in("backward_wait_s")
-        self._waited_s = traffic.wait_s
+    def _before_optimizer(self, *_: object) -> None:
+        self._clock.begin_optimizer()
 
     def _after_optimizer(self, optimizer: Optimizer, *_: object) -> None:
-        ended_s = now_s()
-        traffic.span("computation", f"{type(optimizer).__name__}.step", self._optimizer_began_s, ended_s)
-        self._optimizer_s += ended_s - self._optimizer_began_s
-        self._waited_in("optimizer_wait_s")
+        self._clock.end_optimizer(type(optimizer).__name__)
         if optimizer is self._last:
-            self._end_step(ended_s)
+            self._end_step()
 
-    def _waited_in(self, part: str) -> None:
-        """What was waited for since the last look at it belongs to a part of the step."""
-        self._waits_s[part] += traffic.wait_s - self._waited_s
-        self._waited_s = traffic.wait_s
-
-    def _end_step(self, ended_s: float) -> None:
+    def _end_step(self) -> None:
         self._step += 1
-        total = traffic.total
         self._open |= {
             "at": time.time(),
-            "step_s": ended_s - self._ended_s,
-            "forward_s": self._forward_s,
-            "optimizer_s": self._optimizer_s,
-            "wait_s": traffic.wait_s - self._waited_before_s,
-            **self._waits_s,
-            "bytes_sent": total.bytes_sent - self._bytes_before,
-            "messages": total.messages - self._messages_before,
+            **self._clock.end_step(),
             "traffic": self._traffic(),
             "memory_peak_bytes": _memory_peak_bytes(),
         }
-        self._ended_s, self._forward_s, self._optimizer_s = ended_s, 0.0, 0.0
-        self._waits_s = dict.fromkeys(WAITS, 0.0)
-        self._waited_before_s = traffic.wait_s
-        self._bytes_before, self._messages_before = total.bytes_sent, total.messages
         self._is_ended = True
         if self._stop_after:
             self._open["total_steps"] = self._stop_after
@@ -299,7 +264,7 @@ class Recorder:
         elif "values" in self._open:  # logged without a step, by an evaluation alone, say
             lines.insert(0, {"kind": "values", "step": step, "values": _plain(self._open["values"])})
         observations = self._engine.take_observations() if self._engine else []
-        lines += [_seen(observation, step) for observation in observations if self._rank == 0]
+        lines += [as_line(observation, step) for observation in observations if self._rank == 0]
         for line in lines:
             self._lines.write(json.dumps(line) + "\n")
         self._lines.flush()
@@ -310,31 +275,6 @@ class Recorder:
             if plan != self._plan_written:
                 plan.save(self._folder / "plan.json")
                 self._plan_written = plan
-
-
-def _seen(observation: Observation, step: int) -> dict[str, Any]:
-    """What one table's gradients looked like in a step, as a line of the record; every rank knows the same."""
-    looks, measured = observation.characteristics, observation.measured
-    seen = {
-        "kind": "characteristics",
-        "step": step,
-        "table": observation.table,
-        "scheme": observation.scheme,
-        "num_rows": looks.num_rows,
-        "width": looks.width,
-        "value_bytes": looks.value_bytes,
-        "rows_per_rank": looks.rows_per_rank,
-        "density": looks.density,
-        "overlap_ratio": looks.overlap_ratio,
-        "densification_ratio": looks.densification_ratio,
-        "densification_curve": looks.densification_curve,
-        "skewness_ratio": looks.skewness_ratio,
-        "parts": looks.spread.parts(looks.num_rows),
-        "candidates": [{"scheme": name, **asdict(cost)} for name, cost in observation.candidates],
-        "measured_s": measured.seconds if measured else None,
-        "measured_bytes": measured.bytes if measured else None,
-    }
-    return seen | ({"overlap": looks.spread.overlaps().tolist()} if looks.spread.ranks <= _RANKS_PAIRED else {})
 
 
 def _show_reasons() -> None:
