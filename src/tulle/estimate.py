@@ -1,4 +1,4 @@
-"""`estimate`: what a training step needs of memory on each rank of a mesh under a plan, and how long it takes."""
+"""`estimate`: the memory that a step needs on each rank under a plan; `step_seconds`: its time on a pipeline."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Optimizers = Optimizer | Sequence[Optimizer] | OptimizerOf
 
 @dataclass(frozen=True, slots=True)
 class StepEstimate:
-    """What a step needs; ranks that differ only along axes `data` and `model` need the same.
+    """The memory that a step needs; ranks that differ only along axes `data` and `model` need the same.
 
     Args:
         mesh: Size of each axis by name.
-        ranks: Of each rank along axis `pipe`; one if there is no such axis.
+        ranks: An estimate for each rank along axis `pipe`; one if there is no such axis.
 
     Example:
         >>> print(StepEstimate({"pipe": 1}, (Estimate(2**20, 2**20, 2**21, 0, 2**22, 5 * 2**20),)))
@@ -64,7 +64,7 @@ class StepEstimate:
         return "\n".join(lines)
 
     def with_measured(self, peak_bytes: Sequence[int]) -> StepEstimate:
-        """The same with what allocators saw on each rank along axis `pipe` beside it.
+        """The same with a line more: the peak that was measured on each rank along axis `pipe`, in bytes.
 
         Raises:
             DataError: If it is not one number for each of them.
@@ -87,25 +87,26 @@ def estimate(
     optimizer: Optimizers | None = None,
     loss: Loss | None = None,
 ) -> StepEstimate:
-    """What a training step needs of memory on each rank. Nothing is sent, and the model stays as it is.
+    """How much memory a training step needs on each rank. Nothing is sent, and the model stays as it is.
 
     Args:
         model: Not distributed yet; on any device, `meta` included.
         sample: One rank's batch, as the model is called with it: a mapping is passed as keywords, a tuple as
             positional arguments, anything else as the one argument.
-        mesh: What `tulle.init` returns, or the sizes of its axes by name, which need not be there.
-        plan: A plan, its JSON or the path of one: its stages, micro-batches, split modules and memory options count;
-            None for none of these.
-        optimizer: One or several over the model's parameters, or what makes one of them. None for AdamW, and SparseAdam
-            for tables with sparse gradients.
-        loss: From the model's result to the loss; None for its `loss`, or else the sum of what it gives.
+        mesh: What `tulle.init` returns, or the sizes of axes by name, for processes that need not exist.
+        plan: A plan, its JSON, or the path of one. Its stages, micro-batches, split modules and memory options count.
+            None for replicas of the whole model.
+        optimizer: One or several over the model's parameters, or a function that makes one, given the parameters. None
+            for AdamW, and SparseAdam for tables with sparse gradients.
+        loss: A function from what the model returns to the loss. None takes its attribute `loss`, or else the sum of
+            what it returns.
 
     Raises:
-        PlanError: If the mesh has an axis `pipe` and the plan no stages, a stage names no module, or the plan is for
-            another mesh, has what none can have, is none, or is a word such as "auto", which stands for one only where
-            processes are.
-        MeshError: If the mesh is none.
-        ModelError: If the model or the optimizer is none, or nothing that it gives depends on its parameters.
+        PlanError: If the plan is not one of these (a word such as "auto" is not: only processes can choose), has an
+            impossible value, is for another mesh, or names modules that the model has not; or if the mesh has an axis
+            `pipe` and the plan no stages.
+        MeshError: If the mesh is not one of these.
+        ModelError: If model or optimizer are not ones of torch, or the loss does not depend on the parameters.
 
     Example:
         >>> import torch

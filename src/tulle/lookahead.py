@@ -66,26 +66,26 @@ def _tell(feeds: Sequence[Feed], upcoming: object) -> None:
 
 
 def lookahead(loader: Iterable[T], *, ids: Ids | None = None) -> Lookahead[T]:
-    """Go through a loader's batches, and let communication of the next batch's rows start early.
+    """Go through a loader's batches, and fetch the rows of split tables one step early.
 
-    While the model works on a batch, the rows that the next one looks up in split tables are told to their owners;
-    right after `optimizer.step()` their values are on the way. Without it everything works, and rows are told and
-    fetched in forward. Tables that are not split take no notice. Every rank must use it alike, with as many batches.
-    Loops may lie within one another: rows travel ahead in the innermost.
+    A rank holds only some rows of a table that is split. While the model works on one batch, its owners are told which
+    rows the next batch looks up, and right after `optimizer.step()` they send them. Without this loop everything works,
+    too, but forward asks for the rows and waits for them. Tables that are not split are not concerned. Every rank must
+    use it alike, with as many batches. Loops may lie within one another: rows are fetched early in the innermost.
 
     Args:
         loader: Any iterable of batches, a `DataLoader` say. One batch more than usual is held.
-        ids: What a batch looks up, if it is not as it lies in the batch: a function from the batch to the ids by table
-            (the name of the parameter, `"words.weight"`, or of the module, `"words"`; of the only table the ids alone),
-            or a mapping from table to the key of the batch. More ids than are looked up do no harm. Default: learned in
-            the first two steps from what the model's lookups are given, if these are tensors of the batch or parts of
-            them.
+        ids: Which ids a batch looks up, by table. Either a function that is given the batch and returns a mapping from
+            tables to ids, or only the ids if there is one table; or a mapping from tables to the keys of the batch
+            under which their ids lie. A table is named by its parameter, `"words.weight"`, or its module, `"words"`.
+            More ids than are looked up do no harm. With None the first two steps are watched, to learn which tensors
+            of the batch, or parts of them, the model looks up as they are.
 
     Raises:
-        DataError: If `loader` cannot be iterated over; before a rank's last batch, if another has more, and rows are
-            told ahead by then.
+        DataError: If `loader` cannot be iterated over; or, once rows are fetched early, before a rank's last batch if
+            another rank has more batches.
         ModelError: In the loop, if `ids` names no table, or no key of the batch, or a lookup asks for a row that was
-            not told.
+            not among its ids.
 
     Example:
         >>> import torch, tulle
@@ -93,7 +93,7 @@ def lookahead(loader: Iterable[T], *, ids: Ids | None = None) -> Lookahead[T]:
         >>> [batch.tolist() for batch in tulle.lookahead([torch.tensor([1, 2]), torch.tensor([3])])]
         [[1, 2], [3]]
 
-    Source: Li et al., *EmbRace* (ICPP'22): ids are known before values; DESIGN idea 4.
+    Source: Li et al., *EmbRace* (ICPP'22): a batch's ids are known long before gradients are.
     """
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise DataError(f"tulle.lookahead was given a {type(loader).__name__}, expected batches to iterate over")

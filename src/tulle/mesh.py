@@ -122,22 +122,24 @@ def init(*, timeout: float | timedelta | None = None, backend: str | None = None
     """Arrange the processes of this run along named axes. Every process must call it, with the same axes.
 
     Joins the processes first if `torch.distributed` is not initialized yet: under torchrun, `tulle run` or Slurm
-    by their environment variables; alone as a mesh of one process, where everything works too. Where tensors are to
-    live on CPUs the C library keeps from now on what steps give back, unless its variables in the environment
-    (`MALLOC_TRIM_THRESHOLD_`, say) say something else.
+    by their environment variables; alone as a mesh of one process, where everything works too.
 
-    Call it once a run: what is trained on a mesh gets process groups of its own (sockets and threads), which further
-    models on that mesh use again, and which stay until `torch.distributed.destroy_process_group()`.
+    Call it once a run: what is trained on a mesh makes process groups (sockets and threads), which further models on
+    the same mesh use again, and which stay until `torch.distributed.destroy_process_group()`.
+
+    On CPUs it has the C library keep memory that a step has freed for the next step, which is faster than to ask the
+    system for it again. A variable of that library in the environment, such as `MALLOC_TRIM_THRESHOLD_`, prevents it.
 
     Args:
         timeout: Seconds after which a collective gives up (default 600). A process group that the caller
             initialized before keeps its own.
         backend: `torch.distributed` backend; default nccl where there is a GPU for each process, else gloo. A process
             group that was initialized before keeps its own.
-        **axes: Size of each axis, the slowest-varying first; one may be -1 for "the rest". Default `data=-1`.
+        **axes: Size of each axis, `data=2, model=2` say; ranks next to each other differ in the last. One size may be
+            -1, for as many as are left. Default `data=-1`.
 
     Raises:
-        MeshError: If the sizes do not multiply to the number of processes, an axis is not a positive number,
+        MeshError: If the product of the sizes is not the number of processes, a size is not a positive number,
             processes name different axes, or the backend is not there.
 
     Example:

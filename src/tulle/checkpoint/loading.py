@@ -24,12 +24,14 @@ def load(
 ) -> dict[str, Any]:
     """Load what `save` wrote, into model and optimizers; return `extra`. Every rank of the model's mesh must call it.
 
-    Random states come back on a mesh of the same sizes as the one that saved; else they stay, and the log says so.
+    The states of the random number generators are restored, too, if the mesh has the sizes of the one that saved; if
+    not, they stay as they are, and the log says so.
 
     Args:
         path: The folder, which every rank must be able to read.
         model: Of the names, shapes and dtypes that were saved, distributed or plain, its tables split or not.
-        optimizer: As it was saved. None for the model alone, as an evaluation wants it; random states then stay.
+        optimizer: One, or a list of as many as were saved. None loads the model alone, for an evaluation say; random
+            states then stay as they are.
 
     Raises:
         CheckpointError: On every rank, and before anything was changed, if the folder is absent, damaged, or of another

@@ -53,21 +53,22 @@ def save(
 ) -> Future[None] | None:
     """Save model, optimizers, random states of all ranks, and `extra`. Every rank of the model's mesh must call it.
 
-    Ranks write aside, each what it owns in blocks of natural order, and rank 0 what all have; then the folder takes
-    its name: at any instant it is the old one or the new one, whole. Its tensors are a checkpoint of
-    `torch.distributed.checkpoint`, under plain names and shapes.
+    Each rank writes its own parts, and rank 0 what all ranks have, into another folder beside it, which takes the name
+    `path` at the very end. So at any instant `path` is a whole checkpoint, the old one or the new one. Its tensors are
+    a checkpoint of `torch.distributed.checkpoint`, under the names and shapes that plain PyTorch has.
 
     Args:
         path: The folder, on a file system that all ranks share (of rank 0 alone, if no table is split). An older
             checkpoint of this name is replaced.
-        model: Distributed or plain. A plain one is saved by whoever calls it: by rank 0 alone, best; where several
-            give one folder, one writes after the other, and the last one's stays.
+        model: Distributed or plain. Of a plain one every process that calls this saves its own: let only rank 0 do so.
+            If several save to one folder, one writes after the other, and the last one's stays.
         optimizer: One, or the list that was distributed.
-        asynchronous: Return as soon as a copy is made in main memory, and write while training goes on. The save after
-            it waits for its end, and so does the end of the process.
+        asynchronous: Whether to return as soon as all is copied to main memory, and to write while training goes on.
+            The next save waits for the end of this one, and so does the end of the process.
         **extra: Whatever else the run needs: numbers, texts, tensors, lists and dictionaries of them; rank 0's are
-            saved. `step=`, if given, is where the record of `tulle run` goes on counting. Parts of what the model's
-            ranks share, as a moving average has them, are refused: give `tulle.full_state_dict` of the average.
+            saved. With `step=`, the record of `tulle run` counts on from that step after a `load`. A tensor that is
+            this rank's part of one, as in a moving average of a model with split tables, is refused: give
+            `tulle.full_state_dict` of the average.
 
     Returns:
         None; if asynchronous a future, whose `result()` waits for the end and raises what went wrong.

@@ -25,15 +25,16 @@ from tulle.tensor_parallel import Placement
 def full_state_dict(model: nn.Module, *, everywhere: bool = False) -> dict[str, Any]:
     """A model's state as one process would have it, on rank 0. Every rank of the model's mesh must call it.
 
-    `torch.save` it, or give it to `load_state_dict` of the same model without tulle. Tables that are split come in
-    blocks, so that a rank that does not get them needs no memory for them.
+    It is for `torch.save`, or for `load_state_dict` of the same model without tulle. What is split is collected some
+    rows at a time, so that ranks which do not get the whole need no memory for it.
 
     Args:
         model: Distributed or plain.
         everywhere: Whether all ranks get it, not rank 0 alone.
 
     Returns:
-        Copies in main memory by plain name, in whole shapes; two names of one tensor share one. Elsewhere nothing.
+        A copy of each tensor, in main memory and in its whole shape, by the name that it has in plain PyTorch; tied
+        parameters share a copy. An empty dictionary on ranks that do not get it.
 
     Example:
         >>> import torch, tulle

@@ -31,10 +31,10 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale all gradients together so that their norm is at most `max_norm`, in place; return the norm before.
 
-    As `torch.nn.utils.clip_grad_norm_`, which refuses sparse gradients, and knows nothing of other ranks. Call it after
-    `loss.backward()`: gradients are the same on every rank of the data axis then, and so is the norm, without a
-    message; those that were set by hand are averaged first, for which every rank must call it. Of a model that is split
-    over axes `pipe` or `model` every rank must call it; one number travels.
+    Does what `torch.nn.utils.clip_grad_norm_` does, and knows two things more: sparse gradients, and gradients of which
+    other ranks have parts. Call it after `loss.backward()`, on every rank. Replicas have the same gradients by then,
+    and so the same norm, without a message. Of a model that is split over axis `pipe` or `model`, or has split tables,
+    a number travels. Gradients that the loop has set by hand are averaged over the ranks first.
 
     Args:
         parameters: A model, a parameter, or several.
@@ -43,9 +43,9 @@ def clip_grad_norm_(
         error_if_nonfinite: Whether to raise, rather than scale, when the norm is NaN or infinite.
 
     Raises:
-        GradientError: If something else is given than parameters, or numbers; if a parameter is a part of which only
-            named dimensions know how it is laid out; or, if asked for, if the norm is not finite, naming the first
-            parameter that is to blame.
+        GradientError: If something else is given than parameters, or numbers; if a parameter is part of a model of
+            `tulle.named`, which clips in a way of its own; or, with `error_if_nonfinite`, if the norm is not finite,
+            naming the first parameter that is to blame.
 
     Example:
         >>> import torch, tulle

@@ -24,15 +24,15 @@ from tulle.traits import attribute_of
 
 @contextmanager
 def deferred_init() -> Iterator[None]:
-    """Build a model within it without memory: its parameters are on device meta, and what would fill them is recorded.
+    """A context in which a model is built without memory: its parameters are on device `meta`, for the time being.
 
-    `materialize` (or `tulle.distribute` and `pipeline.place`, which call it) gives them the values that they would have
-    had, with the same random numbers, if no other were drawn in between. All ranks build the model alike, of one seed;
-    nothing is sent.
+    The operations that would fill them are recorded. `tulle.distribute` (or `materialize`, or `pipeline.place`) carries
+    them out later, on each rank for what that rank is to hold, and with the random numbers of a model that is built at
+    once: draw no others in between. All ranks must build the same model from the same seed; nothing is sent.
 
     Raises:
         ModelError: If the model reads a number of a tensor while it is built, if torch is seeded or draws for real
-            between two of its random numbers, or if a tensor of one such context is changed in another.
+            between two of its random numbers, or if a tensor of one such context is changed within another.
 
     Example:
         >>> import torch, tulle

@@ -32,7 +32,8 @@ class Distributed:
     def no_sync(self) -> Iterator[None]:
         """Let gradients add up on each rank within this context, without communication, as DDP's `no_sync`.
 
-        The first backward outside sends the sums. For gradient accumulation: all micro-batches but the last within.
+        The first backward outside of it averages the sums over the ranks. To accumulate gradients over several
+        micro-batches, run all but the last within.
         """
         with self.__dict__[ENGINE].no_sync():
             yield

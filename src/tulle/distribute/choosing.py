@@ -54,14 +54,14 @@ def make_plan(
     Every rank must call it, with its own sample.
 
     Args:
-        model: As for `distribute`. Of one that was distributed the plan in force is given, with what each choice was
-            seen to take.
+        model: As for `distribute`. For a model that is distributed already, the plan in force is returned, with what
+            each choice was measured to take.
         optimizer: Over parameters of the model, or a list of several.
-        mesh: From `tulle.init`. None chooses it too, for `tulle.init(**plan.mesh)`: a step is then taken to be of what
-            all ranks gave as samples.
-        sample: One batch as the model is called with it, as for `distribute`; None leaves schemes to the first
+        mesh: From `tulle.init`. None chooses the sizes of its axes, too, for `tulle.init(**plan.mesh)`; the batch of a
+            step is then what the samples of all ranks make up together.
+        sample: One batch, as for `distribute`. None chooses nothing but leaves the schemes of tables to the first
             backward.
-        wire_dtype: In which the values of sparse gradients are to travel; None loses nothing.
+        wire_dtype: The dtype in which values of sparse gradients are to be sent; None for their own.
 
     Returns:
         A `Plan`, the same on all ranks: for `distribute`, `plan.save(path)` or `print(plan.explain())`.

@@ -72,36 +72,43 @@ def distribute(
 ) -> tuple[M, O]:
     """Make a model train on all ranks of a mesh, with the numbers of one process. Every rank must call it, alike.
 
-    Afterwards every rank runs the same loop on its share of each batch; after `loss.backward()` gradients are the
-    mean over axis `data`, so a loss that is a mean over its batch, with shares of one size, gives what one process
-    would compute on the whole batch. Parameters and buffers start from rank 0's; buffers that were written since the
-    last backward (batch norm's statistics) follow rank 0's from its end on.
+    The training loop stays what it was: every rank runs it, on its own share of each batch. After `loss.backward()`
+    each gradient is the mean over the ranks of axis `data`. If the loss is a mean over its batch and all shares are of
+    one size, that is the gradient of the whole batch, as one process would compute it.
+
+    At first all ranks take rank 0's parameters and buffers. Buffers that forward writes, such as the statistics of
+    batch norm, are set to rank 0's at the end of every backward.
 
     Args:
-        model: On `mesh.device`, or built within `tulle.deferred_init`. The same object comes back: its class gains
-            `no_sync()`; names stay. Of a table that is split, parameter and `state_dict` hold this rank's part; where
-            the parameter would be taken for the whole, in a product say, it raises.
+        model: On `mesh.device`, or built within `tulle.deferred_init`. It is changed in place: its class gains
+            `no_sync()`, as DDP has it, and the names of modules and parameters stay. The parameter of a table that is
+            split, and its entry in `state_dict()`, hold only this rank's part; what would take that part for the whole
+            table, such as a matrix product with it, raises.
         optimizer: Over parameters of the model, or a list of several (`SparseAdam` for tables, `Adam` for the rest).
-        mesh: From `tulle.init`; None for the plan's own, which `"auto"` chooses by the sample (`mesh_of` tells it).
-        plan: `"auto"`, a scheme for all tables, a mapping from table to scheme, a `Plan`, or the path of a saved one.
-            `"anew"` is `"auto"` without what earlier runs have kept.
-        sample: One batch as the model is called with it: a mapping is passed as keywords, a tuple as positional
-            arguments, anything else as the one argument. With it `"auto"` profiles a copy of the model for some
-            seconds, or takes what an earlier run has kept, and chooses all that a plan has; without it schemes only,
-            after the first backward.
-        check_finite: Whether to raise on every rank, naming parameter, rank and step, when a gradient is not finite.
-            It reads every gradient back.
-        wire_dtype: In which the values of sparse gradients travel, `"bf16"` say, which loses what it does not hold.
-            None is what the plan says, and loses nothing unless that plan was asked to.
+        mesh: From `tulle.init`. None takes the mesh that the plan is for; with `plan="auto"` the sizes of its axes are
+            chosen by the sample, too. `mesh_of(model)`, imported from `tulle.distribute`, gives that mesh.
+        plan: How each tensor is kept in step, split or placed. `"auto"` chooses. The name of a scheme
+            (`tulle.sync.SCHEMES`), or `"rows"` or `"columns"` for a split, holds for all tables, and a mapping from
+            tables to such names for each of these. Else a `Plan`, or the path of one that was saved. `"anew"` is
+            `"auto"`, but takes no plan that an earlier run has kept.
+        sample: One batch, as the model is called with it: a mapping is passed as keywords, a tuple as positional
+            arguments, anything else as the one argument. With it `"auto"` chooses all that a plan has: it profiles a
+            copy of the model for some seconds, unless an earlier run has kept a plan for the same model and mesh.
+            Without it `"auto"` chooses only the schemes of tables, by the gradients of the first backward.
+        check_finite: Whether to look for NaN and infinity in every gradient, which costs reading it once more. The
+            error is raised on every rank and names parameter, rank and step.
+        wire_dtype: The dtype in which values of sparse gradients are sent. `"bf16"`, say, sends half of the bytes and
+            rounds the values. None takes the plan's, which rounds nothing unless it was made so.
 
     Returns:
         The model and the optimizer that were given.
 
     Raises:
-        MeshError: If `mesh` is none, or has an axis of several ranks besides `data`, `pipe` and `model`.
+        MeshError: If `mesh` is no `Mesh`, or has an axis of several ranks besides `data`, `pipe` and `model`.
         PlanError: If the plan is none of the above, or is for another model or mesh.
-        ModelError: If optimizer and model do not belong together, the ranks' models differ (naming the parameter), the
-            model is not on the mesh's device, or a table needs what is not there (`max_norm` with dense gradients).
+        ModelError: If the optimizer is not over parameters of the model, the ranks' models differ (naming the
+            parameter), the model is not on the mesh's device, or a table asks for what cannot be had on several ranks
+            (`max_norm` with dense gradients).
 
     Example:
         >>> import torch, tulle

@@ -19,12 +19,14 @@ class Memory:
     """What is done on each rank so that a step takes less memory; all but `precision` is exact.
 
     Args:
-        shard_optimizer: Whether each rank of axis `data` keeps and steps its share of the optimizer's state, masters of
-            narrow parameters included (ZeRO-1).
-        full_shard: Whether parameters and gradients are shared out too, and gathered module by module (ZeRO-3).
-        recompute: Names of modules whose forward runs again in backward, instead of keeping what it saved.
-        offload: Names of modules whose saved activations wait on the host.
-        precision: `"bf16"` to keep parameters and compute so, with masters in their own dtype; None to leave them.
+        shard_optimizer: Whether each rank of axis `data` keeps only its share of the optimizer's state, and updates
+            that share of the parameters (ZeRO-1).
+        full_shard: Whether each rank of axis `data` keeps only its share of parameters, gradients and optimizer state.
+            The parameters of one module after the other are gathered when it runs (ZeRO-3, FSDP).
+        recompute: Names of modules that keep no activations for backward: their forward runs again there.
+        offload: Names of modules whose activations lie in the host's memory from forward to backward.
+        precision: `"bf16"` or `"fp16"`: parameters, gradients and computation have that dtype, and the optimizer steps
+            copies of the parameters in their own dtype (masters). None leaves all in their own.
 
     Example:
         >>> print(*Memory(shard_optimizer=True, recompute=("h.0",)).explain(), sep="; ")
@@ -43,7 +45,7 @@ class Memory:
 
     @property
     def narrow(self) -> torch.dtype | None:
-        """The dtype of parameters, where it is not their own."""
+        """The dtype that `precision` names; None if it names none."""
         return None if self.precision is None else PRECISIONS[self.precision]
 
     @property
@@ -71,11 +73,11 @@ class Memory:
         return asdict(self) | {"recompute": list(self.recompute), "offload": list(self.offload)}
 
     def checked(self) -> Memory:
-        """The same, if it can be.
+        """The same object, after a check.
 
         Raises:
-            PlanError: If it names a precision that is not known, has a flag that is none, or options that exclude one
-                another.
+            PlanError: If it names a precision that is not known, has something else than a bool where one belongs, or
+                options that exclude one another.
         """
         for name in ("shard_optimizer", "full_shard"):
             if not isinstance(getattr(self, name), bool):

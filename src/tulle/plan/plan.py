@@ -58,22 +58,23 @@ class Plan:
 
     Args:
         mesh: Size of each axis by name.
-        tables: One entry for each table with sparse gradients.
-        bucket_bytes: Size of a bucket of dense gradients.
+        tables: One entry for each table with sparse gradients, and for others that are split.
+        bucket_bytes: Size of a bucket: dense gradients that one all-reduce averages.
         network: The measured network of axis `data`, None if nothing had to be chosen by cost.
-        wire_dtype: In which the values of sparse gradients travel, by name; None loses nothing.
-        offers: What would pay if the model were written otherwise, a sentence each. Nobody does it unasked.
-        schedule: `"step"`, or `"read"`: then the all-reduce of dense gradients, and the update that waits for it, may
-            take until a parameter is read, in the next forward say; in a loop through `tulle.lookahead` rows of split
-            tables that the next batch does not want travel behind it too. The numbers are the same. `"auto"` is the
-            one that `tulle.distribute` predicts to be faster.
-        stages: Of modules by name, on axis `pipe`: stage *s* lives on rank *s* modulo its size. Empty for a partition
-            by profile.
-        stages_per_rank: Into how many times the size of axis `pipe` a model is cut, if `stages` is empty.
-        pipeline_schedule: `"1f1b"`, `"eager-1f1b"`, `"zb-h1"` or `"gpipe"`.
-        micro_batches: Into how many a batch is cut, where the user's step does not say.
-        tensor_parallel: Names of modules that are split over axis `model` with all that is within. Empty, on a mesh
-            with such an axis, for all whose class is registered.
+        wire_dtype: Name of the dtype in which values of sparse gradients are sent; None for their own.
+        offers: Sentences that say what would pay if the model were written otherwise; tulle never does it by itself.
+        schedule: When gradients are averaged and parameters updated. `"step"`: in backward and `optimizer.step()`, as
+            everywhere. `"read"`: dense gradients travel on after the step, and a parameter is updated when it is read
+            next, in the following forward say, so that communication and forward overlap; in a loop through
+            `tulle.lookahead` so do gradients of rows of split tables that the next batch does not look up. The numbers
+            are the same. `"auto"`: the one that `tulle.distribute` predicts to be faster.
+        stages: The pipeline stage of each module, by the module's name. Stage *s* lives on rank *s* modulo the size of
+            axis `pipe`. Empty for stages that a profile leads to.
+        stages_per_rank: How many stages a rank of axis `pipe` has, if `stages` is empty.
+        pipeline_schedule: `"1f1b"`, `"eager-1f1b"`, `"zb-h1"` or `"gpipe"`, which `tulle.step` explains.
+        micro_batches: Into how many parts a batch is cut for a pipeline, unless `tulle.step` says it.
+        tensor_parallel: Names of modules whose layers are split over axis `model`, with all layers within them. Empty,
+            on a mesh with such an axis, for all modules of classes that tulle knows how to split.
         memory: What is done so that a step takes less memory.
         prediction: What a step was predicted to take, and what else was considered; None if nothing was.
 
@@ -109,16 +110,16 @@ class Plan:
 
     @property
     def schemes(self) -> dict[str, str]:
-        """The scheme of each table by name; of one that is split its placement."""
+        """The scheme of each table by name, or, for one that is split, its placement."""
         return {table.name: table.scheme for table in self.tables}
 
     @property
     def placements(self) -> dict[str, str]:
-        """How each table that is split is split, by name."""
+        """The placement, `"rows"` or `"columns"`, of each table that is split, by name."""
         return {table.name: table.scheme for table in self.tables if table.scheme in PLACEMENTS}
 
     def with_rows_split(self, tables: Mapping[str, tuple[int, int]], reason: str) -> Plan:
-        """The same with some tables, `(rows, width)` by name, split by rows for a reason."""
+        """The plan that splits some tables, given as `(rows, width)` by name, by rows, and says why."""
         others = tuple(table for table in self.tables if table.name not in tables)
         split = tuple(TablePlan(name, *shape, "rows", reason) for name, shape in tables.items())
         return replace(self, tables=others + split)

@@ -60,27 +60,30 @@ def profile(
     further: Sequence[object] = (),
     loss: Loss | None = None,
 ) -> Profile:
-    """Measure what a model's training step does: the ground of plans and forecasts.
+    """Measure a model's training step: how long its modules take, what memory they need, which rows its tables look up.
 
-    On a mesh every rank must call it, with samples of its own: tables are then seen by as many ranks, computation is
-    timed while all ranks compute, and the network is measured. Without one, nothing is sent, and the network is a
-    nominal one. The model, its optimizer, gradients, buffers and random states stay as they are.
+    Plans and forecasts are made from that. A copy of model and optimizer takes real steps for some seconds; the model,
+    its optimizer, gradients, buffers and random states stay as they are.
+
+    On a mesh every rank must call it, with samples of its own: computation is timed while all ranks compute, lookups of
+    all ranks are recorded, and the network is measured. On one process alone the profile has a nominal network.
 
     Args:
-        model: Not distributed yet, on its device; or built within `tulle.deferred_init`: if it does not fit, its
-            modules are lent memory one at a time.
+        model: Not distributed yet, on its device; or built within `tulle.deferred_init`: if it does not fit into
+            memory, its modules are run one at a time.
         optimizer: Over its parameters, or several.
         sample: One rank's batch (a micro-batch, of a pipeline), as the model is called with it: a mapping is passed as
             keywords, a tuple as positional arguments, anything else as the one argument.
         mesh: From `tulle.init`; None for this process alone.
-        further: More samples, for what tables look up in further steps.
-        loss: From the model's result to the loss; None for its `loss`, or else the sum of what it gives.
+        further: More samples, from which it is seen what tables look up from step to step.
+        loss: A function from what the model returns to the loss. None takes its attribute `loss`, or else the sum of
+            what it returns.
 
     Raises:
-        ModelError: On every rank, if model, optimizer or loss is none, nothing is trained, the optimizer steps by a
-            closure alone (LBFGS), the model does not run on the samples, has a ScriptModule, puts other modules in
-            place of its own when it runs, or sends to other ranks then.
-        MeshError: If the mesh is none.
+        ModelError: On every rank, if model, optimizer or loss are not what they should be; if no parameter is trained,
+            or the optimizer steps only with a closure (LBFGS); if the model does not run on the samples, has a
+            ScriptModule, or, when it runs, replaces modules of its own or sends to other ranks.
+        MeshError: If `mesh` is no `Mesh`.
 
     Example:
         >>> import torch, tulle

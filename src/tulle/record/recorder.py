@@ -66,16 +66,17 @@ def log(
 
     What is logged after `optimizer.step()` and before the next forward belongs to the step that ended.
 
-    Where no model was given to `tulle.distribute`, nobody knows of steps: a loss ends one.
+    A step ends with the `optimizer.step()` of a model that was given to `tulle.distribute`. In a script without such a
+    model each call with a loss ends one.
 
     Args:
-        loss: This rank's loss. A model that returns one scalar is recorded without it.
+        loss: This rank's loss. It need not be given if the model returns its loss, and nothing else.
         tokens: Tokens, or samples, that this rank processed in the step; several calls add up.
-        total_steps: How many steps the run will have: for the progress bar.
+        total_steps: How many steps the run will have, for the progress bar.
         **values: Numbers (`valid_loss=2.1`) for curves and the summary, or texts for the report.
 
     Raises:
-        DataError: If what should be a number is none.
+        DataError: If something else is given where a number belongs.
 
     Example:
         >>> import tulle

@@ -32,7 +32,8 @@ class SoftmaxLayer(nn.Module, ABC):
         reduction: `"mean"` over this rank's targets that count, `"sum"`, or `"none"`.
 
     Attributes:
-        logits_bytes: Memory for logits on this rank. Where all fit they are computed once, else again in backward.
+        logits_bytes: How much memory logits may take on this rank. They are computed for some tokens at a time; those
+            that fit are kept for backward, which computes the others once more.
     """
 
     trains_all_rows = True

@@ -12,24 +12,26 @@ from tulle.softmax.layer import Reduction, SoftmaxLayer
 
 
 class ShardedSoftmax(SoftmaxLayer):
-    """`nn.Linear(width, num_rows)` and `nn.CrossEntropyLoss` in one, exact, in bounded memory.
+    """`nn.Linear(width, num_rows)` and `nn.CrossEntropyLoss` in one module: the same loss, in bounded memory.
 
-    Once `tulle.distribute` has split its table by rows, each rank scores the tokens of all ranks with the rows that it
-    owns: hidden states travel, neither rows nor logits. Until then, and alone, it computes the same by itself.
+    `tulle.distribute` may split its weight, the table, by rows. Then each rank computes the logits of all ranks' tokens
+    for the rows that it owns: hidden states are sent, neither rows nor logits. Before that, and on one process, it
+    computes the same without sending anything.
 
     Args:
-        num_rows: Classes, words say.
+        num_rows: How many classes there are, words of a vocabulary say.
         width: Of hidden states.
         weight: A parameter that another module has too (`embedding.weight`), instead of `num_rows` and `width`.
         bias: Whether each class has a bias. It stays whole on all ranks.
         label_smoothing: Share of the target's probability that is spread over all classes.
-        ignore_index: A target that does not count.
-        reduction: `"mean"` over this rank's targets that count, `"sum"`, or `"none"`.
+        ignore_index: The target of tokens that do not count.
+        reduction: `"mean"` over this rank's tokens that count, `"sum"`, or `"none"`.
 
     Attributes:
         weight: `[num_rows, width]`, or what this rank has of it.
         bias: `[num_rows]` or None.
-        logits_bytes: Memory for logits on this rank. Where all fit they are computed once, else again in backward.
+        logits_bytes: How much memory logits may take on this rank. They are computed for some tokens at a time; those
+            that fit are kept for backward, which computes the others once more.
 
     Raises:
         ModelError: If the arguments contradict each other.
@@ -44,7 +46,7 @@ class ShardedSoftmax(SoftmaxLayer):
         >>> torch.allclose(loss, torch.nn.functional.cross_entropy(logits, target.flatten()))
         True
 
-    Source: Shoeybi et al., *Megatron-LM* (2019), section 3; DESIGN idea 6.
+    Source: Shoeybi et al., *Megatron-LM* (2019), section 3, which splits the output layer alike.
     """
 
     def __init__(

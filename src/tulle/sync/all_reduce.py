@@ -45,25 +45,27 @@ def all_reduce(
     op: Literal["mean", "sum"] = "mean",
     wire_dtype: WireDtype = None,
 ) -> G:
-    """Reduce a gradient over an axis. Every rank of the axis must call it.
+    """Average or sum a gradient over the ranks of an axis. Every rank of the axis must call it.
 
-    Ranks may hold different rows, any number of them, none too. If one rank gives a dense tensor and another rows
-    of the same table, the result is dense on all ranks. The argument is left as it is.
+    Each rank may hold other rows than the others, and any number of them, also none. If one rank gives a dense tensor
+    and another rows of the same table, the result is dense on all ranks. The argument is left as it is.
 
     Args:
         grad: `RowSparse`, a sparse COO tensor (of rows, as embeddings give, with `sparse_dim` 1; of elements, as top-k
             gives; or in between), or a dense tensor.
         axis: Whose ranks take part, `mesh["data"]` say.
-        scheme: For sparse gradients, one of `tulle.sync.SCHEMES`, or `"auto"`: the one of least predicted cost by the
-            rows that the ranks hold and the measured network, chosen anew when their number drifts.
+        scheme: How sparse gradients are sent, one of `tulle.sync.SCHEMES`. `"auto"` takes the one that is predicted to
+            be fastest, from the number of rows that the ranks hold and the measured network, and looks again when that
+            number has changed clearly.
         op: `"mean"` over the ranks, as DDP does, or `"sum"`.
-        wire_dtype: In which values travel, `"bf16"` say, which loses what it does not hold; None loses nothing.
+        wire_dtype: The dtype in which values are sent. `"bf16"`, say, sends fewer bytes and rounds the values. None
+            sends them in their own.
 
     Returns:
         The reduced gradient, of the kind that was given; rows are coalesced. Bitwise the same on all ranks.
 
     Raises:
-        MeshError: If `axis` is none.
+        MeshError: If `axis` is no `Axis`.
         PlanError: On every rank, if scheme, operation or dtype is unknown on any, or not the same on all.
         GradientError: On every rank, if a gradient is of another kind or on another device than the axis, or shapes or
             dtypes differ between ranks.

@@ -56,7 +56,7 @@ def characteristics(
         `Characteristics`, or as many in a list or under the same names.
 
     Raises:
-        MeshError: If `axis` is none.
+        MeshError: If `axis` is no `Axis`.
         GradientError: On every rank, if a gradient is of another kind or on another device than the axis, has an index
             out of range, or the tables differ between ranks.
 
