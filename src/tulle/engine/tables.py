@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from tulle.comm import BackgroundThread, Count, Deferred, all_gather, lane, traffic
+from tulle.comm import BackgroundThread, Deferred, all_gather, lane, traffic
 from tulle.cost import Characteristics, Cost, Network
 from tulle.engine.buckets import Slot
 from tulle.engine.bundle import Bundle
+from tulle.engine.meter import Meter
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
 from tulle.sync import (
@@ -42,8 +43,6 @@ from tulle.sync.packet import WORDS
 
 logger = logging.getLogger("tulle")
 
-_MEMORY = 0.9
-"""Weight of the past in the running mean of measured seconds."""
 _OBSERVED_EVERY = 500
 """Gradients are measured at steps 1, 2, 4, 8, ... and then in every one of so many: that is under 0.5% of the time."""
 
@@ -58,23 +57,6 @@ class Observation:
     characteristics: Characteristics
     candidates: tuple[tuple[str, Cost], ...]
     measured: Cost | None
-
-
-@dataclass(slots=True)
-class _State:
-    """What is known of one table's gradients."""
-
-    bundle: Bundle
-    took_us: int = 0
-    """This rank's last exchange, its waiting for slower ranks included."""
-    sent: Count = field(default_factory=Count)
-    """By this rank in the last step."""
-    sent_by: str = ""
-    """The scheme in force in it."""
-    before: Count = field(default_factory=Count)
-    measured: Cost | None = None
-    measured_of: str = ""
-    """The scheme that was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +94,9 @@ class TableSync:
         self.background = BackgroundThread("tulle tables", axis.device)
         self.network = network
         self.settings = settings
-        self._states: dict[str, _State] = {}
+        self._bundles: dict[str, Bundle] = {}
+        """That which each table is in."""
+        self._meters: dict[str, Meter] = {}
         self._step = 0
         self._is_observed = False
         self.rows: dict[str, int] = {}
@@ -127,12 +111,13 @@ class TableSync:
             parameter, given = slot.parameter, self.settings.schemes.get(slot.name, AUTO)
             chooser = Chooser(self.network, self.axis.size) if given == AUTO else None
             kind = given, parameter.shape[1], parameter.dtype
-            self._states[slot.name] = _State(bundles.setdefault(kind, Bundle(given, chooser)))
+            self._bundles[slot.name] = bundles.setdefault(kind, Bundle(given, chooser))
+            self._meters[slot.name] = Meter()
 
     @property
     def choices(self) -> dict[str, Choice]:
         """The choice in force for each table that was not given a scheme and has had a gradient."""
-        return {name: choice for name, state in self._states.items() if (choice := state.bundle.choice(name))}
+        return {name: choice for name, bundle in self._bundles.items() if (choice := bundle.choice(name))}
 
     @property
     def measured(self) -> dict[str, Cost]:
@@ -141,11 +126,11 @@ class TableSync:
         The seconds are a running mean of those of the rank that came last and so waited for nobody. Row numbers that
         were told ahead are not in them.
         """
-        return {name: state.measured for name, state in self._states.items() if state.measured is not None}
+        return {name: meter.measured for name, meter in self._meters.items() if meter.measured is not None}
 
     def scheme(self, name: str) -> str:
         """The scheme in force for a table: given, chosen, or `"auto"` before the first choice."""
-        return self._states[name].bundle.scheme
+        return self._bundles[name].scheme
 
     def begin_step(self, step: int) -> None:
         """Note that a backward begins."""
@@ -173,7 +158,7 @@ class TableSync:
         """
         members: dict[Bundle, list[int]] = {}
         for position, slot in enumerate(slots):
-            members.setdefault(self._states[slot.name].bundle, []).append(position)
+            members.setdefault(self._bundles[slot.name], []).append(position)
         predicted_s = [bundle.chooser.predicted_s if bundle.chooser else 0.0 for bundle in members]
         packet = next_packet(
             [self._table(slot) for slot in slots],
@@ -219,14 +204,12 @@ class TableSync:
     def note(self, slots: Sequence[Slot], seconds: float) -> None:
         """Keep what this rank sent for these tables in the step that ends, and how long their exchange took."""
         for slot in slots:
-            state, now = self._states[slot.name], traffic.sent_for(slot.name)
-            state.took_us = round(seconds * 1e6)
-            state.sent = Count(now.bytes_sent - state.before.bytes_sent, now.messages - state.before.messages)
-            state.sent_by, state.before = self.scheme(slot.name), now
+            self._meters[slot.name].note(self.scheme(slot.name), traffic.sent_for(slot.name), seconds)
 
     def _words(self, counts: Sequence[int], slots: Sequence[Slot]) -> list[int]:
-        states = [self._states[slot.name] for slot in slots]
-        return [*counts, *(state.sent.bytes_sent for state in states), *(state.took_us for state in states)]
+        """What this rank tells of each table: its count of rows, and what the last step sent and took."""
+        meters = [self._meters[slot.name] for slot in slots]
+        return [*counts, *(meter.bytes_sent for meter in meters), *(meter.took_us for meter in meters)]
 
     def _hear(
         self, told: Sequence[Sequence[int]], indices: Sequence[Tensor | None], slots: Sequence[Slot]
@@ -236,23 +219,13 @@ class TableSync:
         # By column: what all ranks sent for each table in the last step, and how long it took them.
         columns = [*zip(*(words[len(slots) :] for words in told), strict=True)]
         for slot, sent, took in zip(slots, columns[: len(slots)], columns[len(slots) :], strict=True):
-            self._note(self._states[slot.name], sent, took)
+            self._meters[slot.name].hear(sent, took)
         self._observe(indices, [self._table(slot) for slot in slots], heard)
         return heard
 
     def _route(self, indices: Sequence[Tensor | None], heard: Sequence[Sequence[int]], slots: Sequence[Slot]) -> Routes:
         schemes = [self.scheme(slot.name) for slot in slots]
         return route(indices, [self._table(slot) for slot in slots], heard, schemes, self._lane).wait()
-
-    @staticmethod
-    def _note(state: _State, sent_bytes: Sequence[int], took_us: Sequence[int]) -> None:
-        """Keep what all ranks told of their last step: who came last waited for nobody."""
-        seconds = min(took_us) / 1e6
-        if seconds:
-            before = state.measured if state.measured_of == state.sent_by else None
-            mean_s = _MEMORY * before.seconds + (1 - _MEMORY) * seconds if before else seconds
-            state.measured_of = state.sent_by
-            state.measured = Cost(max(sent_bytes), state.sent.messages, mean_s)
 
     def take_observations(self) -> list[Observation]:
         """What was measured since the last call."""
@@ -276,11 +249,11 @@ class TableSync:
         held = {t: [max(0, rows[t]) for rows in heard] for t in range(len(tables)) if _is_sparse(heard, t)}
         bundles: dict[Bundle, list[int]] = {}
         for t in held:
-            bundles.setdefault(self._states[tables[t].name].bundle, []).append(t)
+            bundles.setdefault(self._bundles[tables[t].name], []).append(t)
         for bundle, members in bundles.items():
             bundle.room.fill([sum(rows) for rows in zip(*(held[t] for t in members), strict=True)])
         for t in {*range(len(tables))} - held.keys():
-            self._states[tables[t].name].bundle.room.fullest_rows = 0.0
+            self._bundles[tables[t].name].room.fullest_rows = 0.0
         due = {
             bundle for bundle, members in bundles.items() if bundle.is_due({tables[t].name: held[t] for t in members})
         }
@@ -323,8 +296,8 @@ class TableSync:
 
     def _keep(self, looks: Mapping[str, Characteristics], choices: Sequence[Choice]) -> None:
         for (name, seen), choice in zip(looks.items(), choices, strict=True):
-            state, scheme = self._states[name], self.scheme(name)
-            measured = state.measured if state.measured_of == scheme else None
+            scheme = self.scheme(name)
+            measured = self._meters[name].measured_of(scheme)
             self._observations[name] = Observation(self._step, name, scheme, seen, choice.candidates, measured)
 
 
