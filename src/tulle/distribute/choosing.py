@@ -59,8 +59,8 @@ def make_plan(
         optimizer: Over parameters of the model, or a list of several.
         mesh: From `tulle.init`. None chooses the sizes of its axes, too, for `tulle.init(**plan.mesh)`; the batch of a
             step is then what the samples of all ranks make up together.
-        sample: One batch, as for `distribute`. None chooses nothing but leaves the schemes of tables to the first
-            backward.
+        sample: One batch, as for `distribute`. None leaves the schemes of tables to the first backward, and chooses
+            nothing else.
         wire_dtype: The dtype in which values of sparse gradients are to be sent; None for their own.
 
     Returns:
