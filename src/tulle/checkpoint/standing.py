@@ -29,32 +29,32 @@ class Standing:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        _check_savers(model)
+        _check_whole_is_known(model)
         self._model = model
         self.axes = axes_of(model)
-        placed = placement_of(model)
-        if placed is not None and self.axes is None and placed.runtime.axis.size > 1:
-            raise CheckpointError(
-                "the model was placed by pipeline.place alone, and each rank has its own stages of it: have "
-                "tulle.distribute place it (plan=tulle.Plan(stages=...), or sample=), which saves and loads the whole"
-            )
         self.ranks = Ranks.of(model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._names = {id(parameter): name for name, parameter in reversed([*parameters.items()])}
         self.parts: dict[str, Part] = {n: split for n, p in parameters.items() if (split := split_of(p)) is not None}
+        """This rank's part of each parameter that is split, by name."""
         if self.axes is not None:
             over_model = placements(model)
             self.parts |= over_model
             self.parts |= {name: Sharded(shard, over_model.get(name)) for name, shard in named_shards(model).items()}
-        self._names = {id(parameter): name for name, parameter in reversed([*parameters.items()])}
-        tensors = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
-        self._held = {name: tensor.dtype for name, tensor in tensors.items() if not tensor.is_meta}
+
         pipe = self.axes.pipe if self.axes else None
-        everywhere = Ranks(pipe).gather(self._held)
-        self.holders = {n: rank for rank in reversed(range(len(everywhere))) for n in everywhere[rank]}
-        self._dtypes = {n: everywhere[rank][n] for n, rank in self.holders.items() if n not in self._held}
-        self._place = pipe.rank if pipe else 0
         self.is_staged = pipe is not None
         """Whether other ranks have other tensors."""
+        self._stage_rank = pipe.rank if pipe else 0
+        tensors = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+        self._held = {name: tensor.dtype for name, tensor in tensors.items() if not tensor.is_meta}
+        """The dtype of each tensor that this rank has, all or a part."""
+        everywhere = Ranks(pipe).gather(self._held)
+        self.holders = {n: rank for rank in reversed(range(len(everywhere))) for n in everywhere[rank]}
+        """The first rank along axis `pipe` that has each tensor."""
+        self._dtypes = {n: everywhere[rank][n] for n, rank in self.holders.items() if n not in self._held}
+        """The dtype of each tensor that only others have."""
+
         axes = (self.axes.data, self.axes.pipe, self.axes.model) if self.axes else ()
         self.place = {axis.name: [axis.rank, axis.size] for axis in axes if axis is not None and axis.size > 1}
         """This rank's place and size along each axis of the mesh."""
@@ -89,7 +89,7 @@ class Standing:
         if self.axes is None:
             is_writer = self.ranks.is_first
             return Share(part, writes_whole=is_writer, writes_sections=is_writer)
-        is_here = holder == self._place
+        is_here = holder == self._stage_rank
         is_first_replica, is_first_part = self.axes.data.rank == 0, self.axes.model is None or self.axes.model.rank == 0
         return Share(
             part,
@@ -122,8 +122,8 @@ class Standing:
         return name in self.holders and name not in self._held
 
 
-def _check_savers(model: nn.Module) -> None:
-    """Refuse what is no module, and modules with parts that `distribute` did not make, as those of named dimensions."""
+def _check_whole_is_known(model: nn.Module) -> None:
+    """Refuse what is no module, and models with parts that `distribute` did not make, which nobody here can join."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"tulle was given a {type(model).__name__} as model, expected a torch.nn.Module")
     for name, module in model.named_modules():
@@ -133,3 +133,9 @@ def _check_savers(model: nn.Module) -> None:
                 f"the module {name!r} ({type(module).__name__}) has parts of its parameters on each rank, of which "
                 f"only {saver} knows: save and load the model with that"
             )
+    placed = placement_of(model)
+    if placed is not None and axes_of(model) is None and placed.runtime.axis.size > 1:
+        raise CheckpointError(
+            "the model was placed by pipeline.place alone, and each rank has its own stages of it: have "
+            "tulle.distribute place it (plan=tulle.Plan(stages=...), or sample=), which saves and loads the whole"
+        )
