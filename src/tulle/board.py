@@ -99,7 +99,7 @@ def places(key: str, rank: int, text: str, ranks: int) -> dict[int, str]:
 
 
 def forget_place(key: str, rank: int) -> None:
-    """This rank has gone on."""
+    """Take back where this rank was said to wait: it has gone on."""
     _delete(f"{_PLACE}/{key}/{rank}")
 
 

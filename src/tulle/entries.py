@@ -19,7 +19,7 @@ _SHOWN = 60
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """An object of JSON.
+    """An object of JSON, whose entries are checked as they are read.
 
     Args:
         values: Its entries by name.
@@ -59,7 +59,7 @@ class Entries:
         return Entries(parsed, path)
 
     def at(self, name: str) -> str:
-        """Where an entry stands."""
+        """Where an entry stands in the whole JSON, as errors name it: `"tables[0].rows"`."""
         return f"{self.path}.{name}" if self.path else name
 
     def get(self, name: str, kind: type | tuple[type, ...], expected: str) -> Any:

@@ -229,7 +229,7 @@ class Presence:
         return by_part, total.clamp(min=1e-30), total > 0
 
     def among(self, members: Sequence[int]) -> Presence:
-        """Of some of the ranks."""
+        """The presence on some of the ranks, without rows that none of these holds."""
         held = self.held[list(members)]
         kept = held.any(0)
         return Presence(self.rows[kept], held[:, kept], self.share)
@@ -243,7 +243,7 @@ class Presence:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Remembering(Presence):
-    """The same, which remembers what it was asked: a planner prices scheme after scheme on it, for several networks."""
+    """A presence that remembers what it was asked: a planner prices scheme after scheme on it, for several networks."""
 
     _kept: dict[object, Any] = field(init=False, repr=False, default_factory=dict)
 

@@ -99,7 +99,7 @@ def answer_of_whole(func: Callable[..., Any], args: Sequence[Any], keywords: Map
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Became:
-    """The same of what became of a part in another shape."""
+    """What a tensor is a part of that an operation has made of a part, in another shape say."""
 
     of: Whole
     extent: Extent
@@ -111,7 +111,7 @@ class Became:
 
     @property
     def axes(self) -> Sequence[Hashable]:
-        """Those of the part."""
+        """Over whose ranks the part it was made of is shared out."""
         return self.of.axes
 
     @property
@@ -120,7 +120,7 @@ class Became:
         return self.extent.count
 
     def held(self) -> Tensor | None:
-        """As of any."""
+        """Where in it, along the dimension that is cut, numbers of the whole lie; None for everywhere."""
         return self.extent.places
 
     @property
@@ -142,7 +142,7 @@ class Became:
 
 
 def extent_of_whole(whole: Whole) -> Extent:
-    """Which numbers of it lie here."""
+    """Which numbers of a whole lie in this rank's part."""
     return whole.extent if isinstance(whole, Became) else Extent(tuple(whole.dims), whole.count, whole.held())
 
 

@@ -136,7 +136,7 @@ class Placed:
         return ((box, self.values(number)) for number, box in enumerate(self.written))
 
     def values(self, number: int) -> Tensor:
-        """A block of what the ranks have."""
+        """The values of one block, for whoever writes it."""
         return self.room(number)
 
     def room(self, number: int) -> Tensor:

@@ -33,7 +33,7 @@ class Ranks:
 
     @staticmethod
     def of(model: nn.Module) -> Ranks:
-        """Those of a model."""
+        """The ranks that have a model together: those of its mesh, or this process alone with a plain one."""
         engine, axes = engine_of(model), axes_of(model)
         if axes is not None and axes.whole.size > axes.data.size:
             return Ranks(axes.whole)

@@ -215,7 +215,7 @@ class _Into(DefaultLoadPlanner):
         return self._room[tuple(slice(first, end) for first, end in zip(read_item.dest_offsets, ends, strict=True))]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """It lies where it belongs."""
+        """Do nothing: the values were read to where they belong."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):

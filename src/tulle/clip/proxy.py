@@ -119,7 +119,7 @@ class ProxyNorm(torch.Tensor):
 
     @classmethod
     def of(cls, norm: Tensor, proxied: Proxied) -> ProxyNorm:
-        """Turn a norm into one."""
+        """Mark a norm as that of a proxy."""
         found = norm.as_subclass(cls)
         found.proxied = proxied
         return found

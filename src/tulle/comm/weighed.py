@@ -15,7 +15,7 @@ from tulle.mesh import Axis
 
 @dataclass(slots=True)
 class Weights:
-    """Of numbers over an axis since the last backward.
+    """By what backward has multiplied gradients of numbers of all ranks' parts, since the last backward.
 
     Args:
         is_asked: Whether there was such a number, which all ranks ask for alike.
@@ -27,11 +27,11 @@ class Weights:
 
     @staticmethod
     def on(axis: Axis) -> Weights:
-        """Those of an axis."""
+        """The weights noted for numbers over an axis."""
         return axis.kept.setdefault(Weights, Weights())
 
     def take(self) -> list[Tensor]:
-        """Those until now, which are forgotten."""
+        """Give the weights noted until now, and forget them."""
         taken, self.given, self.is_asked = self.given, [], False
         return taken
 

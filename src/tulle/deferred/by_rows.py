@@ -100,7 +100,7 @@ class ByRows:
         return torch.Size(self.view.shape[1:]).numel()
 
     def begin_anew(self, change: Change | None = None, source: int | None = None) -> None:
-        """All values are overwritten."""
+        """Forget what the values were: an operation overwrites all of them."""
         self.source = source
         self.changes = [] if change is None else [change]
 

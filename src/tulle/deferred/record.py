@@ -63,7 +63,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operation.
+    """One operation that was recorded, to be done again.
 
     Args:
         function: To be called again.

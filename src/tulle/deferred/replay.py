@@ -52,7 +52,7 @@ class Replay:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Do it."""
+        """Do the operations, in the order in which they were recorded."""
         for number, call in enumerate(self._record.calls):
             if number not in self._needed:
                 if call.is_random and self._has_all_draws:

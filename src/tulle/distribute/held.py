@@ -26,7 +26,7 @@ class Held(nn.Module):
         self._only_replicas = only_replicas
 
     def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that this rank has."""
+        """The parameters that this rank has, by their names in the whole model."""
         named = self.__dict__["whole"].named_parameters(*arguments, **keywords)
         return (
             (name, parameter)
@@ -35,10 +35,10 @@ class Held(nn.Module):
         )
 
     def named_buffers(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, Tensor]]:
-        """Those that this rank has."""
+        """The buffers that this rank has, by their names in the whole model."""
         named = self.__dict__["whole"].named_buffers(*arguments, **keywords)
         return ((name, buffer) for name, buffer in named if not buffer.is_meta)
 
     def named_modules(self, *arguments: Any, **keywords: Any) -> Any:
-        """All of the model's."""
+        """All modules of the model, those of other stages too."""
         return self.__dict__["whole"].named_modules(*arguments, **keywords)

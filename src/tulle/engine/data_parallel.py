@@ -185,7 +185,7 @@ class DataParallel:
 
     @property
     def now(self) -> Stepped:
-        """How this stands."""
+        """How many averages there were so far, and how often gradients were written: to be compared later."""
         return Stepped(self.steps, self._averages, self._last_average, self.reducer.writes)
 
     def update_late(self) -> LateUpdates:

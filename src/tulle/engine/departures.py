@@ -73,12 +73,12 @@ class Departures:
         self._seen, self._over_s = {}, None
 
     def comes(self, table: int) -> None:
-        """A lookup begins."""
+        """Note that the lookup in a table begins, and how long after the one before."""
         if self._groups is None:
             self._seen.setdefault(table, 0.0 if self._over_s is None else now_s() - self._over_s)
 
     def over(self) -> None:
-        """A lookup has its rows."""
+        """Note that a lookup has its rows."""
         if self._groups is None:
             self._over_s = now_s()
 

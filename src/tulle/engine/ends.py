@@ -15,12 +15,12 @@ NOT_RUNNING = -1
 
 
 class Ending(Protocol):
-    """What ends with a backward."""
+    """What is to be told that a backward has ended: an engine."""
 
     number: int
 
     def end_backward(self) -> None:
-        """Every rank comes here."""
+        """Do what is left to be done with the gradients. It is called on every rank."""
         ...
 
 

@@ -96,7 +96,7 @@ class Feed:
         self._lookups.clear()
 
     def end(self) -> None:
-        """The step is over."""
+        """Forget the trips of the step, which is over."""
         self._sources.end()
         self.trips = []
 
@@ -105,7 +105,7 @@ class Feed:
         self.trips, self.upcoming = [], []
 
     def drop(self) -> None:
-        """There will be no next step."""
+        """Forget those of the next step, too: there will be none."""
         self.end()
         self.upcoming = []
 

@@ -97,7 +97,7 @@ class LateParameter(_Late, nn.Parameter):
 
 
 class LatePart(LateParameter, Part):
-    """The same of a rank's part."""
+    """A parameter of which this rank has a part, whose update waits until it is read."""
 
     plain = Part
 

@@ -28,5 +28,5 @@ def looking_ahead() -> Iterator[None]:
 
 
 def is_looking_ahead() -> bool:
-    """Whether one is."""
+    """Whether a loop through `tulle.lookahead` is under way."""
     return bool(_under_way)

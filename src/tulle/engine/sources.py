@@ -180,7 +180,7 @@ class Sources:
             self._seen.setdefault(table, []).append(source if is_same else None)
 
     def end(self) -> None:
-        """The step's lookups are over."""
+        """Keep what was seen of the step, whose lookups are over."""
         if self._leaves is not None and self._seen:  # else it was no step, but an evaluation say
             self._watched.append(self._seen)
         self._leaves, self._copies = None, {}

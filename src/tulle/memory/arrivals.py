@@ -34,7 +34,7 @@ class Arrival:
         self._jobs: list[Sent[list[Tensor | None]]] = []
 
     def expect(self, job: Sent[list[Tensor | None]]) -> None:
-        """More are under way."""
+        """Add gradients, of one more call, to those that are waited for."""
         self._jobs.append(job)
 
     def wait(self) -> list[Tensor | None]:

@@ -17,7 +17,7 @@ from tulle.names import as_names
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One option, against none.
+    """What one option alone saves and costs, against a step without any.
 
     Args:
         option: Its name in `Memory`.

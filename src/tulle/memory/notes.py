@@ -41,7 +41,7 @@ class Gathered:
 
     @torch.no_grad()
     def whole(self, number: int) -> Tensor:
-        """One of them.
+        """One of the wholes, gathered again if forward's are gone.
 
         Raises:
             GradientError: If parts are not what they were in forward.

@@ -154,7 +154,7 @@ class _Offloaded(nn.Module):
     """What a module's class gains: what its forward saves waits on the host."""
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """As before."""
+        """Compute what the module's own forward does, and park what that saves."""
         if not torch.is_grad_enabled():
             return super().forward(*arguments, **keywords)
         with self.__dict__[_OFFLOADING].saving(self):

@@ -47,7 +47,7 @@ class _Recomputed(nn.Module):
     """What a module's class gains: its forward saves its inputs only, and runs again in backward."""
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """As before."""
+        """Compute what the module's own forward does."""
         if not torch.is_grad_enabled():
             return super().forward(*arguments, **keywords)
         forward = as_given(self, super().forward, arguments, keywords)

@@ -49,17 +49,17 @@ class Shard:
         return Shard(axis, found.index(max(found)), parameter.shape)
 
     def length(self, rank: int) -> int:
-        """Of a rank's part, along the dimension that is cut."""
+        """How long a rank's part is along the dimension that is cut."""
         whole = self.shape[self.dim]
         return whole // self.axis.size + (rank < whole % self.axis.size)
 
     def shape_on(self, rank: int) -> tuple[int, ...]:
-        """Of a rank's part."""
+        """The shape of a rank's part."""
         return (*self.shape[: self.dim], self.length(rank), *self.shape[self.dim + 1 :])
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Of this rank's part."""
+        """The shape of this rank's part."""
         return self.shape_on(self.axis.rank)
 
     def size_on(self, rank: int) -> int:

@@ -28,7 +28,7 @@ _autograd: Any = vars(torch._C)["_autograd"]
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """How a model is dealt.
+    """How a model is cut: into stages of a pipeline, and layers that are split within them.
 
     Args:
         modules: Stage of each placed module, by name.

@@ -42,7 +42,7 @@ def contended(step: Step, machine: Machine) -> Step:
 
 
 class _Busy:
-    """When something is busy."""
+    """When a resource of a rank, its device or its link, is busy."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         kept = sorted((span.start_s, span.end_s) for span in spans if span.end_s > span.start_s)
@@ -51,7 +51,7 @@ class _Busy:
         self._before = [0.0, *accumulate(end - start for start, end in kept)]
 
     def within(self, start: float, end: float) -> float:
-        """Seconds of a time in which it is."""
+        """How many seconds it is busy between two moments."""
         return self._until(end) - self._until(start)
 
     def _until(self, moment: float) -> float:

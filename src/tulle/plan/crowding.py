@@ -98,7 +98,7 @@ class _Play:
         self._busy = [0] * len(self.crowding.machines)
 
     def seconds(self) -> list[float]:
-        """What each task takes."""
+        """How long each task takes beside the others that run at the same time."""
         followers, waits_for = _order(self.step)
         seconds = [0.0] * len(waits_for)
         ready = [number for number, count in enumerate(waits_for) if not count]

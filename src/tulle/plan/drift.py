@@ -17,7 +17,7 @@ TOLERANCE = 1.25
 
 @dataclass(slots=True)
 class Drift:
-    """Compares steps with a prediction.
+    """Compares the steps of a run with what its plan predicts.
 
     Args:
         predicted_s: Of a step.
@@ -41,7 +41,7 @@ class Drift:
 
     @staticmethod
     def of(plan: Plan) -> Drift | None:
-        """Of a plan that has a prediction."""
+        """For a plan, or None if it predicts nothing."""
         if plan.prediction is None:
             return None
         return Drift(plan.prediction.step_s, plan.prediction.batch // plan.mesh.get("data", 1))

@@ -54,7 +54,7 @@ class Exchange:
 
     @property
     def total(self) -> Cost:
-        """Of a step."""
+        """What the tables' exchanges of one step cost together."""
         return self.told + self.values + self.values if self.is_split else self.told + self.values
 
     def is_below(self, other: Exchange) -> bool:

@@ -83,7 +83,7 @@ class _Stage:
 
     @staticmethod
     def of(deal: Deal, number: int) -> _Stage:
-        """Add it up."""
+        """From the pieces and tables that a plan deals to a stage."""
         works, count = deal.pieces(number), deal.share.micro_batches
         bundles = [bundle for bundle in deal.bundles if bundle.stage == number]
         before_s, here_s, behind_s = deal.calls_s(number)

@@ -111,7 +111,7 @@ class Prediction:
 
 
 def ms(seconds: float) -> str:
-    """For people.
+    """A time as people read it, in milliseconds below a second.
 
     Example:
         >>> ms(0.01234), ms(2.5)
@@ -125,7 +125,7 @@ MOST_NAMED = 4
 
 
 def some(names: Sequence[str]) -> str:
-    """Names, for people.
+    """Names in a sentence: all, or the first ones and how many more there are.
 
     Example:
         >>> some(["a", "b"]), some([f"tables.{number}" for number in range(26)])

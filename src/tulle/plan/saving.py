@@ -21,13 +21,13 @@ Peaks = Callable[[Memory], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """Ways to fit.
+    """Ways to fit into memory by recomputing modules.
 
     Args:
         memories: Each with as little recomputed as fits.
         is_exact: Whether these are all of which none recomputes more than another.
         least_bytes: What a rank needs if everything is recomputed.
-        everything: So.
+        everything: The way that recomputes everything.
     """
 
     memories: tuple[Memory, ...]

@@ -40,7 +40,7 @@ class Shelf:
 
     @staticmethod
     def of(environment: Mapping[str, str] = os.environ) -> Shelf:
-        """The user's own."""
+        """The user's own shelf: in the folder that the environment names, or else in the user's cache."""
         named = environment.get(CACHE)
         if named:
             return Shelf(Path(named) / "plans")

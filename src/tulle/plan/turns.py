@@ -68,7 +68,7 @@ def turns(
 
 @dataclass(slots=True)
 class _Play:
-    """Ranks that are free take what is ready."""
+    """Plays a pipeline: every rank that is free takes the next turn that is ready."""
 
     schedule: Schedule
     seconds: tuple[Sequence[float], Sequence[float]]
@@ -97,7 +97,7 @@ class _Play:
         return len(self.seconds[0])
 
     def order(self) -> list[Turn]:
-        """Play it to the end."""
+        """The turns in the order in which they begin, played to the end."""
         self._add(Turn(0, 0, is_backward=False))
         ends: list[tuple[float, int, int, Turn | None]] = []
         """Seconds, a number that tells them apart, the rank, and its turn, or None to look at what it has put off."""
@@ -215,7 +215,7 @@ class _Place:
         return done
 
     def end(self, turn: Turn) -> None:
-        """A turn that was taken is over."""
+        """Note that a turn that was taken is over."""
         self._held[turn.micro_batch] += -1 if turn.is_backward else 1
         if turn.is_backward and turn.stage == self.rank:  # the first of its stages comes last
             del self._held[turn.micro_batch]

@@ -21,7 +21,7 @@ AHEAD_CALLS = 5
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What the optimizer takes.
+    """How long the optimizer takes, for dense parameters and for tables.
 
     Args:
         plan: What is shared out.

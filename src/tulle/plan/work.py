@@ -23,7 +23,7 @@ AXES = (PIPE, DATA, MODEL)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How a step is dealt to ranks.
+    """How many ranks share a step, and how many micro-batches each works on.
 
     Args:
         mesh: Size of each axis by name, the slowest-varying first.
@@ -57,12 +57,12 @@ class Share:
 
     @property
     def scale(self) -> float:
-        """A micro-batch by the one that was measured."""
+        """How many times the measured micro-batch one of these is."""
         return self.batches / self.micro_batches
 
     @property
     def ranks(self) -> int:
-        """Of all axes."""
+        """How many ranks there are."""
         return math.prod(self.mesh.values())
 
     def stride(self, axis: str) -> int:
@@ -194,7 +194,7 @@ def dense_tables(plan: Plan, profile: Profile) -> dict[str, int]:
 
 
 def bytes_of(table: TableProfile) -> int:
-    """Of the whole table."""
+    """Bytes of the whole table."""
     return table.rows * table.width * table.value_bytes
 
 

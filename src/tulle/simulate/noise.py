@@ -74,7 +74,7 @@ class Stragglers:
         return math.floor(self.share * ranks + 0.5)
 
     def factors(self, shape: tuple[int, ...], generator: np.random.Generator) -> Array:
-        """Of each rank in all steps."""
+        """By what factor each rank is slower, in all steps alike."""
         found = np.ones(math.prod(shape))
         slow = generator.choice(len(found), self.count(len(found)), replace=False)
         found[slow] = self.factor

@@ -33,14 +33,14 @@ class Weather:
     seed: int = 0
 
     def run(self, step: Step) -> Forecast:
-        """Simulate a step in it."""
+        """Simulate a step under these disturbances."""
         steps = self.steps if self.noise else 1
         return run(step, steps=steps, noise=self.noise, stragglers=self.stragglers, seed=self.seed)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A step on one cluster.
+    """A step as simulated on one cluster.
 
     Args:
         cluster: Where.
@@ -54,7 +54,7 @@ class Point:
 
     @property
     def samples_per_s(self) -> float:
-        """Of all ranks."""
+        """Samples that all ranks together process in a second."""
         return self.batch / self.forecast.step_s
 
     def efficiency(self, base: Point) -> float:

@@ -110,7 +110,7 @@ class Local:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its values."""
+        """The dtype of the gradient's values."""
         return self.gradient.dtype if isinstance(self.gradient, Tensor) else self.gradient.values.dtype
 
     def table(self, sparse_dim: int, wire_dtype: torch.dtype | None) -> Table:

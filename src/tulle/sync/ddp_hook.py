@@ -95,7 +95,7 @@ class DDPState:
         return future
 
     def finish(self) -> None:
-        """The last bucket has come."""
+        """Send what has waited for others to go together with: the last bucket has come."""
         if self._waiting:
             self._submit(self._waiting, means_in_packet)
             self._waiting = []

@@ -159,11 +159,11 @@ class _Levels:
         self.shares = _shares(looks, inside_ranks)
 
     def within(self, scheme: Scheme, network: Network) -> Cost:
-        """Of the host that is done last."""
+        """What a scheme costs inside the host that is done last."""
         return slowest([scheme.cost(host, network, len(host.rows_per_rank)) for host in self._of_hosts])
 
     def between(self, scheme: Scheme, network: Network) -> Cost:
-        """Of the share that is done last."""
+        """What a scheme costs between hosts, for the share of rows that is done last."""
         return slowest([scheme.cost(one, network, self._hosts) for one in self.shares])
 
 

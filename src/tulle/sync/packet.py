@@ -143,7 +143,7 @@ class Packet:
         return all(place.rows(counts) <= place.room for place in self._places)
 
     def words_of(self, message: Tensor) -> list[int]:
-        """The words in a message."""
+        """The numbers that a rank tells with its packet, from its message."""
         return message[self._words_at :].view(_WORD)[: self.words].tolist()
 
     def sum(self, received: Tensor, counts: Sequence[Sequence[int]]) -> list[RowSparse]:
@@ -186,7 +186,7 @@ class _Place:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row's values."""
+        """Bytes of one row's values in the message."""
         return self.whole.width * self.whole.wire.itemsize
 
     def rows(self, counts: Sequence[int]) -> int:
@@ -254,7 +254,7 @@ class Exchanged:
     axis: Axis
 
     def words(self) -> list[list[int]]:
-        """Of each rank."""
+        """The numbers that each rank has told."""
         return [self.packet.words_of(message) for message in self.received]
 
     def sum(self, counts: Sequence[Sequence[int]]) -> list[RowSparse] | None:

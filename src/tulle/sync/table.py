@@ -81,7 +81,7 @@ class Table:
 
     @property
     def wire(self) -> torch.dtype:
-        """Of values as they travel."""
+        """The dtype in which values travel."""
         return self.wire_dtype or self.dtype
 
 

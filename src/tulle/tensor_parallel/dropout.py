@@ -66,7 +66,7 @@ class OwnRandomness:
             self._leave_shared()
 
     def end(self, *_: object) -> None:
-        """Go on with the shared stream."""
+        """After forward: go on with the stream of random numbers that all ranks share."""
         if self._shared:
             stream_of(self._region).set_state(self._shared.pop())
 

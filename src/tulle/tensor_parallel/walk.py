@@ -59,7 +59,7 @@ class Walk:
         self.to = Splitter(self.axis)
 
     def visit(self, module: nn.Module, name: str, inherited: str) -> None:
-        """Split a module, or what is in it."""
+        """Split a module, if a factory or a pattern knows how to, or else the modules within it."""
         move = self._move(name, inherited)
         if id(module) in self.seen or move == WHOLE or name in self.leave:
             return
