@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tulle
 from ranks import on_ranks
 from tulle.comm import traffic
-from tulle.engine.buckets import FIRST_BUCKET_BYTES, Bucket, Slot, lay_out
+from tulle.engine.buckets import FIRST_BUCKET_BYTES, Bucket, lay_out
 from tulle.engine.buffers import Buffers
+from tulle.engine.slots import Slot
 from tulle.errors import GradientError
 
 

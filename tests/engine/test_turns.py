@@ -9,7 +9,8 @@ from torch import nn
 import tulle
 from ranks import on_ranks
 from tulle.cost import Network
-from tulle.engine.buckets import Bucket, Slot
+from tulle.engine.buckets import Bucket
+from tulle.engine.slots import Slot
 from tulle.engine.turns import Turns, order_of_pieces
 
 WIRE = Network(latency_s=1e-3, bandwidth_bytes_per_s=1e6)

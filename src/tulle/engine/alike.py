@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tulle.comm import Deferred, all_gather
-from tulle.engine.buckets import Slot
 from tulle.engine.late_tensors import is_late
+from tulle.engine.slots import Slot
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 

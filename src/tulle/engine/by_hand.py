@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 
 from tulle.board import tell
 from tulle.comm import BackgroundThread, all_gather, eager, gather_values, lane, now_s, traffic
-from tulle.engine.buckets import Slot
 from tulle.engine.data_parallel import DataParallel
 from tulle.engine.means import MEAN, is_mean
+from tulle.engine.slots import Slot
 from tulle.engine.stepped import Stepped
 from tulle.errors import CommunicationError, GradientError
 from tulle.mesh import Axis

@@ -31,7 +31,6 @@ from torch.optim import Optimizer
 from tulle.comm import gather_values, lane, probe, traffic
 from tulle.cost import Cost, Network
 from tulle.engine.alike import Alike
-from tulle.engine.buckets import Slot
 from tulle.engine.buffers import Buffers
 from tulle.engine.ends import NOT_RUNNING, end_with
 from tulle.engine.finite import NonFinite
@@ -39,6 +38,7 @@ from tulle.engine.foresight import Foresight, is_ids
 from tulle.engine.late_updates import LateUpdates
 from tulle.engine.living import agree_on_living, is_joined, remember
 from tulle.engine.reducer import Reducer
+from tulle.engine.slots import Slot
 from tulle.engine.split_table import SplitTable
 from tulle.engine.split_tables import SplitTables
 from tulle.engine.stepped import Stepped

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from tulle.comm import Job, now_s
-from tulle.engine.buckets import Slot
 from tulle.engine.foresight import Foreseen, Foresight
 from tulle.engine.means import as_mean
+from tulle.engine.slots import Slot
 from tulle.engine.tables import TableSync
 from tulle.rows import RowSparse
 from tulle.sync import ABSENT, Gradient, Packet, Routes, count, indices_of

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tulle.comm import gather_values, lane, probe
-from tulle.engine.buckets import FIRST_BUCKET_BYTES, Bucket, Slot, Traveller, lay_out
+from tulle.engine.buckets import FIRST_BUCKET_BYTES, Bucket, lay_out
 from tulle.engine.buffers import Buffers
 from tulle.engine.foresight import Foresight
 from tulle.engine.groups import TableGroup
 from tulle.engine.late_updates import LateUpdates
+from tulle.engine.slots import Slot, Traveller
 from tulle.engine.tables import TableSettings, TableSync, comes_by_rows
 from tulle.engine.turns import Turns, best_piece_bytes
 from tulle.mesh import Axis

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from tulle.comm import BackgroundThread, Deferred, all_gather, lane, traffic
 from tulle.cost import Characteristics, Cost, Network
-from tulle.engine.buckets import Slot
 from tulle.engine.bundle import Bundle
 from tulle.engine.meter import Meter
+from tulle.engine.slots import Slot
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
 from tulle.sync import (

@@ -17,7 +17,8 @@ from functools import partial
 
 from tulle.comm import gather_values, now_s
 from tulle.cost import Network, all_reduce_cost
-from tulle.engine.buckets import Bucket, Traveller
+from tulle.engine.buckets import Bucket
+from tulle.engine.slots import Traveller
 from tulle.mesh import Axis
 
 _LATENCY_SHARE = 0.2
