@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -143,21 +144,16 @@ def _exchange(
     label: Label,
     arrived: Arrived | None = None,
 ) -> Pending[Tensor]:
+    """Exchange by sends and receives in rounds; the first are posted now, the others as those before them end."""
     own = sends[axis.rank]
     leaving = [part for r, part in enumerate(sends) if r != axis.rank and part.numel()]
     exchange = Exchange(operation, axis, label, sum(part.nbytes for part in leaving), len(leaving))
     received = scratch((sum(lengths), *own.shape[1:]), own, axis) if axis.size > 1 else own
     receives = received.split(list(lengths))
-    tags = _tags(axis)
-    rounds = [_round(k, sends, receives, tags, axis) for k in range(1, axis.size)]
-    sources = [[(axis.rank - k) % axis.size] for k in range(1, axis.size)]
-    if dist.get_backend(axis.group) == "nccl":  # nccl wants them as one group, and paces them itself
-        rounds, sources = [[message for messages in rounds for message in messages]], [_others(axis)]
-    busy = [(messages, came) for messages, came in zip(rounds, sources, strict=True) if messages]
-    is_small = exchange.bytes_sent <= AT_ONCE_BYTES
-    ahead = len(busy) if is_small else ROUNDS_UNDER_WAY
+    rounds = _rounds(sends, receives, axis)
+    ahead = len(rounds) if exchange.bytes_sent <= AT_ONCE_BYTES else ROUNDS_UNDER_WAY
     with translated(exchange):
-        under_way = [_post(messages) for messages, _ in busy[:ahead]]
+        under_way = [_post(one.messages) for one in rounds[:ahead]]
 
     def take(came: Iterable[int]) -> None:
         if arrived is None:
@@ -172,11 +168,11 @@ def _exchange(
         if received is not own:
             receives[axis.rank].copy_(own)
         take([axis.rank])
-        for k, (_, came) in enumerate(busy):
+        for k, one in enumerate(rounds):
             _wait(under_way.pop(0))
-            if k + ahead < len(busy):
-                under_way.append(_post(busy[k + ahead][0]))
-            take(came)
+            if k + ahead < len(rounds):
+                under_way.append(_post(rounds[k + ahead].messages))
+            take(one.sources)
         return received
 
     return Pending(exchange, (), finish)
@@ -192,10 +188,6 @@ def _end_to_end(parts: Sequence[Tensor]) -> Tensor:
     return full[0].as_strided((sum(map(len, full)),), (1,))
 
 
-def _others(axis: Axis) -> list[int]:
-    return [rank for rank in range(axis.size) if rank != axis.rank]
-
-
 def _tags(axis: Axis) -> dict[int, int]:
     """A number for each peer's messages of this exchange.
 
@@ -208,12 +200,34 @@ def _tags(axis: Axis) -> dict[int, int]:
     return {peer: counts[peer] % 2**30 for peer in axis.ranks}
 
 
-def _round(
-    k: int, sends: Sequence[Tensor], receives: Sequence[Tensor], tags: Mapping[int, int], axis: Axis
-) -> list[dist.P2POp]:
-    to, source = (axis.rank + k) % axis.size, (axis.rank - k) % axis.size
-    messages = [(dist.irecv, receives[source], axis.ranks[source]), (dist.isend, sends[to], axis.ranks[to])]
-    return [dist.P2POp(call, tensor, peer, axis.group, tags[peer]) for call, tensor, peer in messages if tensor.numel()]
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Messages that are posted together, and the ranks whose parts have come when they are done."""
+
+    messages: list[dist.P2POp]
+    sources: list[int]
+
+
+def _rounds(sends: Sequence[Tensor], receives: Sequence[Tensor], axis: Axis) -> list[_Round]:
+    """The messages of an exchange: in round k each rank sends to that k after it, and receives from that k before.
+
+    So in a round a rank receives from one other only. What is empty is not sent; rounds without messages are left out.
+    """
+    tags = _tags(axis)
+    rounds: list[_Round] = []
+    for k in range(1, axis.size):
+        to, source = (axis.rank + k) % axis.size, (axis.rank - k) % axis.size
+        pair = [(dist.irecv, receives[source], source), (dist.isend, sends[to], to)]
+        messages = [
+            dist.P2POp(call, tensor, axis.ranks[peer], axis.group, tags[axis.ranks[peer]])
+            for call, tensor, peer in pair
+            if tensor.numel()
+        ]
+        rounds.append(_Round(messages, [source]))
+    if dist.get_backend(axis.group) == "nccl":  # nccl wants them as one group, and paces them itself
+        others = [rank for rank in range(axis.size) if rank != axis.rank]
+        rounds = [_Round([message for one in rounds for message in one.messages], others)]
+    return [one for one in rounds if one.messages]
 
 
 def _post(messages: list[dist.P2POp]) -> list[dist.Work]:
