@@ -230,22 +230,11 @@ class Splitter:
             sections: Lengths of the sections along it, each of which is cut; one if None.
 
         Raises:
-            ModelError: If it is tied to one that is cut another way, or another module's, or ranks are more than there
-                is to cut.
+            ModelError: If it is tied to one that is cut another way, of another module, or too short for the ranks.
         """
-        parameter = getattr(module, name, None)
+        parameter = self._own_parameter(module, name)
         if parameter is None:
             return
-        if not isinstance(parameter, nn.Parameter):
-            raise ModelError(
-                f"{self.name} has no parameter {name}: it is made of others, as by weight_norm, and cannot be cut: "
-                "leave the module out with select"
-            )
-        if parameter is not module._parameters.get(name):
-            raise ModelError(
-                f"{self.name} has the {name} of another module, as an adapter around a layer does (peft), whose own "
-                "parameters would not be cut with it: leave the module out with select, or of Plan.tensor_parallel"
-            )
         known = self.cuts.get(id(parameter))
         shape = known[1].shape if known else parameter.shape
         placement = Placement(self.axis, dim, shape, tuple(sections or [shape[dim]]))
@@ -265,6 +254,23 @@ class Splitter:
                 f"{list(known[1].sections)}: untie them, or leave one of the modules out with select"
             )
         place(module, name, placement)
+
+    def _own_parameter(self, module: nn.Module, name: str) -> nn.Parameter | None:
+        """The parameter of a name that a module itself has, and nobody makes or lends; None if there is none."""
+        parameter = getattr(module, name, None)
+        if parameter is None:
+            return None
+        if not isinstance(parameter, nn.Parameter):
+            raise ModelError(
+                f"{self.name} has no parameter {name}: it is made of others, as by weight_norm, and cannot be cut: "
+                "leave the module out with select"
+            )
+        if parameter is not module._parameters.get(name):
+            raise ModelError(
+                f"{self.name} has the {name} of another module, as an adapter around a layer does (peft), whose own "
+                "parameters would not be cut with it: leave the module out with select, or of Plan.tensor_parallel"
+            )
+        return parameter
 
     def _check_linear(self, linear: nn.Module) -> None:
         """Refuse what computes something of its own, which the forward of a split layer would leave away."""
