@@ -96,31 +96,45 @@ class Trip:
         found = bundles([(table.split, table.parameter.dtype) for table in tables])
         self._bundles = [[tables[t] for t in of_bundle] for of_bundle in found]
         self._places = {table.number: (b, t) for b, some in enumerate(self._bundles) for t, table in enumerate(some)}
+        """The bundle of each table, and its place there, by the table's number."""
         self._ids = [[Ids.of(ids[t]) for t in of_bundle] for of_bundle in found]
         self._way = way
         self._read = read
         self._came = came
         self._bound = (how.max_norm, how.norm_type) if how is not None and how.max_norm else None
+        """The largest norm of a row, and its order, if lookups renormalize."""
         self.is_scaled = how is not None and how.scale_grad_by_freq
+
+        # What is told:
         self._told: Job[list[Told]] | None = None
         """What is known of all trips that were told with this one."""
         self._place = 0
         """Its own among these."""
         self._known: Told | None = None
-        self._divided: Job[list[Division]] | None = None
-        self._later: Way | None = None
-        self.following: Trip | None = None
-        """The trip that begins before the delayed rows of this one go, if these are known."""
-        self.may_pass = threading.Event()
-        """Set when others need not wait for the values of this trip, and of those told with it, any more."""
-        self._is_last = True
+        """What is known of this one, once it was waited for."""
+
+        # What is fetched:
         self._values: Job[list[Tensor]] | None = None
+        """The rows, one tensor a bundle, as they were when the fetch began."""
         self._versions: list[tuple[int, int, int]] = []
+        """Counts of writes and addresses of the tables then: if they are others now, rows are fetched anew."""
         self.is_checked = False
         """Whether rows that were served before their lookup are looked at again then."""
         self._served: Sequence[Sequence[Tensor]] | None = None
         """What was given to each rank, a list a bundle, if it is to be looked at again."""
+        self.may_pass = threading.Event()
+        """Set when others need not wait for the values of this trip, and of those told with it, any more."""
+        self._is_last = True
+        """Whether it is the last of those told with it, so that others may pass when its values are here."""
+
+        # What is pushed:
         self._returned = Returned(self._bundles, is_scaled=self.is_scaled)
+        self.following: Trip | None = None
+        """The trip that begins before the delayed rows of this one go, if these are known."""
+        self._divided: Job[list[Division]] | None = None
+        """Which rows are prior and which delayed, one a bundle."""
+        self._later: Way | None = None
+        """On what gradients of delayed rows travel."""
 
     def rows(self, table: SplitTable) -> int:
         """How many distinct rows of a table this rank wants; waits until they are known."""
