@@ -43,6 +43,12 @@ def tables_of(model: nn.Module) -> dict[str, list[TableModule]]:
     return found
 
 
+def shape_of(model: nn.Module, name: str) -> tuple[int, int]:
+    """Rows and width of a table, by the name of its parameter."""
+    rows, width = model.get_parameter(name).shape
+    return rows, width
+
+
 def outputs_of(model: nn.Module) -> list[str]:
     """Names of the tables over which a softmax is trained where their rows lie."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -157,8 +163,7 @@ def materialize_parts(model: nn.Module, placements: Mapping[str, str], axis: Axi
     takers: dict[str, Callable[[int, Tensor], None]] = {}
     for name, placement in placements.items():
         parameter = model.get_parameter(name)
-        rows, width = parameter.shape
-        split = split_as(placement, name, (rows, width), axis)
+        split = split_as(placement, name, shape_of(model, name), axis)
         parts[name] = torch.zeros(split.local_shape, dtype=parameter.dtype, device=axis.device)
         takers[name] = partial(split.put, parts[name])
     materialize(model, device=axis.device, keep=takers, axis=everyone)
@@ -187,8 +192,7 @@ def place(
     placed: list[SplitTable] = []
     for number, (name, placement) in enumerate(sorted(placements.items())):
         parameter, modules = model.get_parameter(name), tables[name]
-        rows, width = parameter.shape
-        split = split_as(placement, name, (rows, width), axis)
+        split = split_as(placement, name, shape_of(model, name), axis)
         _keep_parts_of_states(optimizers, parameter, split)
         if name in parts:
             give(parameter, parts[name])

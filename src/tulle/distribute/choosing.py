@@ -23,7 +23,7 @@ from tulle.engine import DataParallel, engine_of
 from tulle.errors import PlanError
 from tulle.mesh import Axis, Mesh, init
 from tulle.pipeline.homes import by_first_names
-from tulle.placing import placements_of, tables_of
+from tulle.placing import placements_of, shape_of, tables_of
 from tulle.plan import Candidate, Plan, PlanLike, plan_as_given, plan_by_cost, plan_for_later
 from tulle.profiling import sparse_tables, trained_tables
 from tulle.profiling.refusals import together
@@ -153,7 +153,7 @@ def _given(asked: Asked, model: nn.Module, mesh: Mesh) -> Chosen | None:
         PlanError: If it is for another model or mesh.
     """
     sparse = {name: (module.num_embeddings, module.embedding_dim) for name, module in sparse_tables(model).items()}
-    others = {name: _shape(model, name) for name in tables_of(model) if name not in sparse}
+    others = {name: shape_of(model, name) for name in tables_of(model) if name not in sparse}
     if isinstance(asked.plan, Chosen):
         given = asked.plan
     else:
@@ -221,7 +221,7 @@ def _choose_now(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, a
     decided = found.plan or _by_tables(model, optimizers, axes.data, mesh, asked)
     split = split_anyway(model, optimizers, axes)
     for name in (name for name in split if decided.placements.get(name) != "rows"):
-        decided = decided.with_rows_split({name: _shape(model, name)}, split[name])
+        decided = decided.with_rows_split({name: shape_of(model, name)}, split[name])
     offered = [*decided.offers, *(offers(model, axes.data.size) if axes.data.size > 1 else [])]
     if axes.whole.size > 1 and found.plan is None:
         offered = [*offered, _OFFER if asked.sample is None else f"{_OFFER}; with this one {found.reason}"]
@@ -237,11 +237,6 @@ def _by_tables(model: nn.Module, optimizers: Sequence[Optimizer], axis: Axis, me
         return plan_by_cost(mesh.shape, candidates, probe(axis), axis.size)
     shapes = {name: (one.num_embeddings, one.embedding_dim) for name, one in sparse_tables(model).items()}
     return plan_for_later(mesh.shape, shapes)
-
-
-def _shape(model: nn.Module, name: str) -> tuple[int, int]:
-    rows, width = model.get_parameter(name).shape
-    return rows, width
 
 
 def _measure(

@@ -28,7 +28,7 @@ from tulle.errors import ModelError, PlanError, TulleError
 from tulle.mesh import Axis, Mesh
 from tulle.pipeline import pins_of
 from tulle.pipeline.hooks import is_hooked
-from tulle.placing import outputs_of, placements_of, tables_of
+from tulle.placing import outputs_of, placements_of, shape_of, tables_of
 from tulle.plan import AT_READ, AT_STEP, Memory, Plan, Shelf, Space, TablePlan, best_plan
 from tulle.plan.shelf import digest
 from tulle.profiling import profile, sparse_tables
@@ -137,7 +137,7 @@ def _kept(key: str, wanted: Wanted) -> Plan | None:
     found = shelf.find(key)
     if found is None:
         return None
-    tables = {name: _shape(wanted.model, name) for name in tables_of(wanted.model)}
+    tables = {name: shape_of(wanted.model, name) for name in tables_of(wanted.model)}
     modules = dict(wanted.model.named_modules())
     try:
         found.check(found.mesh if wanted.is_free else wanted.mesh.shape, tables, modules)
@@ -206,7 +206,7 @@ def split_anyway(model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) 
 
 def _can_save(memory: Memory, wanted: Wanted, names: Sequence[str], axes: Axes) -> bool:
     """Whether memory can be saved so, if these tables are kept in step in a way of their own."""
-    tables = tuple(TablePlan(name, *_shape(wanted.model, name), AUTO) for name in names)
+    tables = tuple(TablePlan(name, *shape_of(wanted.model, name), AUTO) for name in names)
     try:
         check_savings(Plan(wanted.mesh.shape, tables, memory=memory), wanted.model, wanted.optimizers, axes)
     except TulleError:
@@ -247,8 +247,3 @@ def _can_split(model: nn.Module, plan: Plan, names: Sequence[str]) -> bool:
     except ModelError:
         return False
     return True
-
-
-def _shape(model: nn.Module, name: str) -> tuple[int, int]:
-    rows, width = model.get_parameter(name).shape
-    return rows, width
