@@ -196,6 +196,31 @@ def test_a_mask_that_one_rank_has_in_some_steps_moves_no_ids(is_ahead):
     assert worst(model, reference) < TOLERANCE
 
 
+class PooledStart(nn.Module):
+    """Bags of all words but those of the last samples, which are laid flat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        start = ids[: len(ids) // 2]
+        return self.table(start.flatten(), torch.arange(0, start.numel(), start.shape[1])).pow(2).mean()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_ahead", [True, False])
+def test_a_part_of_the_batch_that_is_laid_flat_is_looked_up_as_in_one_process(is_ahead):
+    mesh = tulle.init(data=-1)
+    model, reference, [ours, theirs] = two_of(PooledStart, mesh, plan="rows")
+    data = [whole.chunk(mesh.size) for whole in batches(5, 4 * mesh.size)]
+    mine = [shares[mesh.rank] for shares in data]
+    for ids, shares in zip(tulle.lookahead(mine) if is_ahead else mine, data, strict=True):
+        step(model, [ours], [model(ids)])
+        step(reference, [theirs], [sum(map(reference, shares)) / mesh.size])
+    assert worst(model, reference) < TOLERANCE
+
+
 @on_ranks(2)
 def test_a_rank_may_have_gradients_of_a_split_table_alone():
     mesh = tulle.init(data=-1)

@@ -124,8 +124,9 @@ class Feed:
         if self._ids_of is not None:
             return "let the ids= of tulle.lookahead give all ids that the model looks up in a table, or none of it"
         return (
-            "until now its ids were a part of the batch as it was; for ids that are computed, give tulle.lookahead "
-            "ids=..., a function from the batch to the ids of each table"
+            "until now its ids were one part of the batch as it was; for ids that are computed, or another part of "
+            "it (`ids[:, :length]` with lengths that grow), loop through tulle.lookahead(batches, ids=...), a function "
+            "from the batch to all ids that the model may look up in each table"
         )
 
     def _given(self, ids_of: IdsOf, batch: object) -> dict[int, Tensor]:

@@ -78,6 +78,8 @@ def locate(ids: Tensor, leaves: Mapping[str, Tensor]) -> Source | None:
         torch.Size([3, 0])
         >>> locate(batch[:2], {"[0]": batch[:1]}) is None
         True
+        >>> locate(batch[:2].flatten(), {"[0]": batch}) is None
+        True
     """
     for place, leaf in leaves.items():
         if leaf.untyped_storage().data_ptr() != ids.untyped_storage().data_ptr() or not leaf.numel():
@@ -109,7 +111,7 @@ def _cut(ids: Tensor, leaf: Tensor, place: str) -> Source | None:
     for dimension, stride in enumerate(strides):
         if stride in sizes:
             left = leaf.shape[dimension] - begins[stride] - sizes[stride]
-            if left < 0:  # the batch has a part of what the ids are a part of
+            if left < 0:  # they reach past the batch, or are rows of it that were laid flat
                 return None
             cuts.append((begins[stride], left))
         else:
