@@ -137,12 +137,14 @@ def as_launched() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize(("is_sparse", "plan"), [(True, "auto"), (True, "rows"), (False, "full_shard")])
+@pytest.mark.parametrize(
+    ("is_sparse", "plan"), [(True, "auto"), (True, "rows"), (False, "full_shard"), (False, "shard_optimizer")]
+)
 @on_ranks(2)
 def test_lightning_gives_the_numbers_of_a_plain_loop_and_goes_on_from_what_it_saved(is_sparse, plan, tmp_path):
     as_launched()
-    if plan == "full_shard":
-        plan = tulle.Plan({"data": 2}, memory=tulle.Memory(full_shard=True))
+    if plan in ("full_shard", "shard_optimizer"):
+        plan = tulle.Plan({"data": 2}, memory=tulle.Memory(**{plan: True}))
     losses, expected, saved = plain(is_sparse=is_sparse)
     module = module_of(built(0, is_sparse=is_sparse), is_sparse=is_sparse)
     trainer = trainer_of(tmp_path, plan)

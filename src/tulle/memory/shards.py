@@ -19,6 +19,7 @@ from torch.optim import Optimizer, SparseAdam
 
 from tulle.comm import all_gather_parts, eager, follow_steps, gather_values, monitored_barrier
 from tulle.errors import GradientError, ModelError
+from tulle.memory.closures import Arguments, called_first
 from tulle.memory.piece_states import PieceStates
 from tulle.memory.pieces import Bucket, Piece, deal, flat, laid_out_like, lay_out
 from tulle.mesh import Axis
@@ -106,16 +107,17 @@ class OptimizerShards:
         self._deal_out(added)
 
     @eager
-    def before_step(self, _optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        """Have the optimizer see this rank's pieces and their gradients instead of the parameters."""
-        closures = [*arguments[1:], keywords.get("closure")]  # the first argument is the optimizer
-        if any(closure is not None for closure in closures):
-            raise ModelError(
-                "an optimizer whose state is sharded was given a closure, which would compute gradients within its "
-                "step: call loss.backward() before optimizer.step()"
-            )
+    def before_step(
+        self, _optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Arguments | None:
+        """Have the optimizer see this rank's pieces and their gradients instead of the parameters.
+
+        A hook of torch's: gets the arguments of `step`, the optimizer among them, and gives others if they hold a
+        closure, which is called here.
+        """
         if self._whole is not None:
             self._mend()
+        called = called_first(arguments, keywords)
         self._deal_out_added()
         self._guard_state()
         self._follow_parameters()
@@ -125,6 +127,7 @@ class OptimizerShards:
         for group, pieces in zip(groups, stepped, strict=True):
             group["params"] = pieces
         self._versions = self._versions_now()
+        return called
 
     @eager
     @torch.no_grad()
