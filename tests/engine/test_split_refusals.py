@@ -253,3 +253,16 @@ def test_a_transform_of_torch_func_cannot_look_up_in_a_split_table_and_says_so()
         torch.func.vmap(model)(ids)
     with refused:
         torch.func.grad(lambda scale: (scale * model(ids)).sum())(torch.ones(()))
+
+
+@on_ranks(2)
+def test_what_is_looked_up_and_is_no_tensor_is_refused_by_the_name_of_the_table():
+    mesh = tulle.init(data=-1)
+    model = Lookup(nn.Embedding(ROWS, WIDTH))
+    model, optimizer = tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan="rows")
+    for _ in range(4):  # before and after it is known where ids come from
+        with pytest.raises(TypeError, match=r"the table 'table.weight' was given a NoneType, expected ids as a tensor"):
+            model(None)
+        with torch.no_grad(), pytest.raises(TypeError, match=r"the table 'table.weight' was given a list, expected"):
+            model([1, 2])
+        step(model, [optimizer], [model(torch.arange(8).view(2, 4))])
