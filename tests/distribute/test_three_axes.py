@@ -11,7 +11,7 @@ import tulle
 from ranks import on_ranks
 from tulle.distribute import layers
 from tulle.errors import PlanError
-from tulle.plan import Memory
+from tulle.plan import Memory, TablePlan
 
 CUBE = {"data": 2, "pipe": 2, "model": 2}
 
@@ -102,6 +102,16 @@ def test_three_axes_are_one_process(kind):
 )
 def test_a_table_is_split_over_the_replicas_of_its_stage(how, shape):
     compare("words", shape, clip, plan={"words.weight": how})
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "stages", [{"layers.2": 1, "layers.3": 1}, {"layers.0": 0, "layers.2": 1, "tags": 1, "out": 1}], ids=["one", "both"]
+)
+def test_a_split_table_of_which_no_stage_is_said_is_at_the_first(stages):
+    shape = {"data": 2, "pipe": 2}
+    tables = (TablePlan("words.weight", 40, 8, "rows"),)
+    compare("words", shape, clip, plan=tulle.Plan(shape, stages=stages, tables=tables))
 
 
 @on_ranks(8, deadline_s=240.0)

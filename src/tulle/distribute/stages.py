@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -108,7 +108,19 @@ def dealt_stages(plan: Plan, model: nn.Module, axes: Axes, sample: object) -> Pl
                 f"the plan cuts {name!r} into stages {sorted(at)}, but it is split over axis {axes.model!r} as one: "
                 "place it as a whole"
             )
-    return replace(plan, stages=stages)
+    return replace(plan, stages=stages | _beside(stages, plan.placements, model))
+
+
+def _beside(stages: Mapping[str, int], tables: Collection[str], model: nn.Module) -> dict[str, int]:
+    """Stages of the modules of split tables of which nobody has said any: the first.
+
+    What is at no stage runs between modules, operation by operation, and a lookup in a split table is none of those.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    split = {id(parameters[name]) for name in tables if name in parameters}
+    holders = [name.rpartition(".")[0] for name, parameter in parameters.items() if id(parameter) in split]
+    unplaced = [one for one in holders if not any(not name or f"{one}.".startswith(f"{name}.") for name in stages)]
+    return dict.fromkeys(unplaced, min(stages.values()))
 
 
 def put_on_stages(model: nn.Module, plan: Plan, axes: Axes, *, in_order_of: Sequence[Axis]) -> None:
