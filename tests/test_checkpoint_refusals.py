@@ -7,8 +7,11 @@ import os
 import pickle
 import random
 import re
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -289,3 +292,19 @@ def test_all_ranks_raise_alike(ranks, tmp_path, checkpoint):
         assert extra.startswith(on_first + "tulle.save was given schedule= a function")
         assert disk.startswith(on_first + "cannot write the checkpoint ")
     assert os.listdir(tmp_path) == [checkpoint.name]
+
+
+def saves_late_on_rank_1(folder: str) -> list[str]:
+    mesh = tulle.init(data=-1)
+    model, optimizer = tulle.distribute(*trained(), mesh)
+    barrier = sys.modules["tulle.comm.monitored_barrier"]
+    with patch.object(barrier, "_LONG_S", 0.5), patch.object(barrier, "logger") as logger:
+        if mesh.rank == 1:
+            time.sleep(2.0)
+        tulle.save(f"{folder}/checkpoint", model, optimizer)
+    return [call.args[0] % call.args[1:] for call in logger.warning.call_args_list]
+
+
+def test_a_rank_that_saves_alone_says_whom_it_waits_for(tmp_path):
+    told = "tulle.save on rank 0 waits for rank 1: every rank must call it, not within `if rank == 0:`"
+    assert run_on_ranks(2, saves_late_on_rank_1, folder=str(tmp_path)) == [[told], []]

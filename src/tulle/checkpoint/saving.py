@@ -90,6 +90,7 @@ def save(
     await_saves()
     folder, standing = Folder(path), Standing(model)
     ranks = standing.ranks
+    ranks.meet("tulle.save")
     with _alike(folder, ranks):
         optimizers = as_optimizers(optimizer)
         state = State.of(standing, optimizers)
