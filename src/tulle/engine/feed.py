@@ -14,7 +14,7 @@ from torch import Tensor
 from tulle.engine.departures import Departures
 from tulle.engine.sources import Sources
 from tulle.engine.split_table import SplitTable
-from tulle.engine.trips import Trip, check_ids
+from tulle.engine.trips import Trip
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.tables import tell_the_end, tell_unlike
@@ -115,7 +115,7 @@ class Feed:
         Raises:
             TypeError: If the ids are no tensor.
         """
-        check_ids(table, ids)
+        table.check_ids(ids)
         self._sources.note(table.number, ids)
         lookup = self._lookups.get(table.number, 0)
         self._lookups[table.number] = lookup + 1

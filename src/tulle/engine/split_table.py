@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
 from tulle.tables import Split
 
@@ -32,3 +32,15 @@ class SplitTable:
     def name(self) -> str:
         """The parameter's name in the model."""
         return self.split.name
+
+    def check_ids(self, ids: object) -> None:
+        """Check that what is to be looked up is a tensor.
+
+        Raises:
+            TypeError: If it is not; as an embedding raises that is not split.
+        """
+        if not isinstance(ids, Tensor):
+            raise TypeError(
+                f"a lookup in the table {self.name!r} was given a {type(ids).__name__}, expected ids as a tensor of "
+                "int32 or int64"
+            )

@@ -98,7 +98,7 @@ class Trip:
         self._places = {table.number: (b, t) for b, some in enumerate(self._bundles) for t, table in enumerate(some)}
         """The bundle of each table, and its place there, by the table's number."""
         for table, given in zip(tables, ids, strict=True):
-            check_ids(table, given)
+            table.check_ids(given)
         self._ids = [[Ids.of(ids[t]) for t in of_bundle] for of_bundle in found]
         self._way = way
         self._read = read
@@ -327,19 +327,6 @@ class Trip:
         with torch._C.DisableTorchFunctionSubclass():  # asked often
             parameters = [table.parameter for table in self.tables.values()]
             return [(p._version, writes_by_data(p), p.data_ptr()) for p in parameters]
-
-
-def check_ids(table: SplitTable, ids: object) -> None:
-    """Check that what is to be looked up is a tensor.
-
-    Raises:
-        TypeError: If it is none; as an embedding raises that is not split.
-    """
-    if not isinstance(ids, Tensor):
-        raise TypeError(
-            f"a lookup in the table {table.name!r} was given a {type(ids).__name__}, expected ids as a tensor of int32 "
-            "or int64"
-        )
 
 
 def tell_together(trips: Sequence[Trip]) -> None:
