@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, TypeVar
 
-from tulle.cost import NOTHING, Characteristics, Cost, Network, all_reduce_cost
+from tulle.cost import NOTHING, Characteristics, Cost, Network, all_reduce_cost, work_cost
 from tulle.errors import PlanError
 from tulle.presence import Remembering
 from tulle.simulate import law_of, looks
@@ -230,6 +230,8 @@ class Tariff:
         self.worked += PRICING_WORK
         way = PLACEMENTS[scheme] if scheme in PLACEMENTS else scheme_named(scheme)
         whole = way.cost(together, network, ranks)
+        if scheme in PLACEMENTS:
+            whole = whole + self._gathered(names, network, batches)
         numbers = way.cost(replace(together, value_bytes=0), network, ranks)
         # Exchanges of row numbers and of values have as many rounds.
         told = Cost(numbers.bytes, numbers.messages // 2, min(numbers.seconds / 2, whole.seconds))
@@ -237,6 +239,16 @@ class Tariff:
         values_s = (whole.seconds - told.seconds) / ways
         values = Cost((whole.bytes - told.bytes) // ways, (whole.messages - told.messages) // ways, values_s)
         return Exchange(scheme, told, values)
+
+    def _gathered(self, names: Sequence[str], network: Network, batches: float) -> Cost:
+        """What a rank takes to add up gradients of rows that it looked up several times, before they go to the owners.
+
+        A gradient that is dense as the model is written was added up when the profile was taken.
+        """
+        tables = [self.table(name) for name in names]
+        looked_up = [(table, batches * table.tokens) for table in tables if table.is_sparse]
+        summed_bytes = sum(tokens * table.width * table.value_bytes for table, tokens in looked_up)
+        return work_cost(network, summed_bytes=summed_bytes, numbers=sum(tokens for _, tokens in looked_up))
 
     def _together(self, names: Sequence[str], ranks: int, batches: float) -> Characteristics:
         key = ("together", tuple(names), ranks, batches)
