@@ -87,8 +87,8 @@ def together(work: Callable[[], T], model: nn.Module, sample: object, axis: Axis
         shown = "" if has_tensors else f", a {type(sample).__name__} without a tensor"
         error = ModelError(
             f"a {type(model).__name__} could not be profiled on the sample{shown}, because {type(found).__name__}: "
-            f"{found}{raised_in(found)}. Give a sample as the model is called with it, and loss= if it does not return "
-            "a loss"
+            f"{found}{raised_in(found)}. Give a sample as the model is called with it (of a pair of inputs and targets "
+            "the inputs, if forward takes these alone); tulle.profile takes loss= for a model that gives no tensors"
         )
         error.__cause__ = found
     raise_together(error, axis, label=LABEL)
