@@ -108,6 +108,8 @@ def adopt_model(model: nn.Module, engine: DataParallel, plan: Plan, axes: Axes) 
         for _, module, table in table_modules(model):
             if split_of(table) is not None:
                 adopt(module, engine.split_tables)
+        model.register_forward_pre_hook(cast("Any", _begin_forward))
+        model.register_forward_hook(cast("Any", _end_forward), always_call=True)
         if axes.pipe is None:  # calls of several micro-batches are under way at once
             model.register_forward_pre_hook(cast("Any", _begin_call), with_kwargs=True)
             model.register_forward_hook(cast("Any", _end_call), always_call=True)
@@ -153,12 +155,24 @@ def _refuse_hook(name: str, *_: object) -> NoReturn:
 
 # Functions of the model, not bound methods: a model that is copied takes its hooks along, but not its engine.
 @eager
-def _begin_call(model: nn.Module, arguments: tuple[object, ...], keywords: dict[str, object]) -> None:
+def _begin_forward(model: nn.Module, *_: object) -> None:
     engine = engine_of(model)
     if engine is not None and engine.split_tables is not None:
         engine.split_tables.forwards += 1
-        if model.training and torch.is_grad_enabled():
-            engine.split_tables.begin_call((arguments, keywords))
+
+
+@eager
+def _end_forward(model: nn.Module, *_: object) -> None:
+    engine = engine_of(model)
+    if engine is not None and engine.split_tables is not None:
+        engine.split_tables.forwards = max(0, engine.split_tables.forwards - 1)  # another's hook may have raised first
+
+
+@eager
+def _begin_call(model: nn.Module, arguments: tuple[object, ...], keywords: dict[str, object]) -> None:
+    engine = engine_of(model)
+    if engine is not None and engine.split_tables is not None and model.training and torch.is_grad_enabled():
+        engine.split_tables.begin_call((arguments, keywords))
 
 
 @eager
@@ -166,7 +180,6 @@ def _end_call(model: nn.Module, *_: object) -> None:
     engine = engine_of(model)
     if engine is not None and engine.split_tables is not None:
         engine.split_tables.end_call()
-        engine.split_tables.forwards = max(0, engine.split_tables.forwards - 1)  # another's hook may have raised first
 
 
 def _empty(kind: type[nn.Module]) -> nn.Module:
