@@ -15,6 +15,7 @@ from tulle.plan.deal import Deal
 from tulle.plan.exchange import Tariff
 from tulle.plan.found import handicap
 from tulle.plan.lateness import WORTH_S, put_off_s
+from tulle.plan.problem import Problem
 from tulle.plan.search import MOST_WORK, Search
 from tulle.plan.space import BUCKETS_BYTES
 from tulle.plan.work import share_of
@@ -151,7 +152,7 @@ def test_a_bound_that_is_too_high_is_found_out(monkeypatch):
 @pytest.mark.parametrize("seed", [4, 5])
 def test_no_plan_is_faster_than_its_bound(seed):
     profile, cluster = profile_of(seed), cluster_of(4)
-    search = Search(profile, cluster, 32, Space(), None, Tariff(profile))
+    search = Search(Problem(profile, cluster, 32, Space(), None, Tariff(profile)))
     search.run()
     for found in search.found():
         assert found.score_s >= search.least_s(found.plan) * (1 - 1e-12)
@@ -245,12 +246,12 @@ def test_sizes_that_do_not_divide_the_ranks_are_refused_as_such():
 def test_a_cut_that_is_too_slow_in_any_case_is_not_asked_for_its_tables(monkeypatch):
     """Of many tables it takes seconds to tell what they send along a mesh; the plan is the same."""
     profile, cluster = profile_of(tables=2, layers=4), cluster_of(8)
-    search = Search(profile, cluster, 64, Space(), None, Tariff(profile))
+    search = Search(Problem(profile, cluster, 64, Space(), None, Tariff(profile)))
     plan = search.run()
     monkeypatch.setattr(Search, "_is_hopeless", lambda self, dealt: False)
-    other = Search(profile, cluster, 64, Space(), None, Tariff(profile))
+    other = Search(Problem(profile, cluster, 64, Space(), None, Tariff(profile)))
     assert other.run() == plan
-    assert search.tariff.worked < other.tariff.worked
+    assert search.problem.tariff.worked < other.problem.tariff.worked
 
 
 def test_the_plan_survives_json(tmp_path):

@@ -16,7 +16,7 @@ Source: Land and Doig, *An automatic method of solving discrete programming prob
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -24,31 +24,29 @@ from tulle.errors import PlanError
 from tulle.memory import Memory
 from tulle.pipeline.calls import placed_as_one
 from tulle.pipeline.schedule import checked, is_split
+from tulle.plan.answer import refusal, told
 from tulle.plan.bound import Bound
-from tulle.plan.choices import Tables, splits
+from tulle.plan.choices import splits
 from tulle.plan.crowding import Crowding
 from tulle.plan.cutting import fast_cuts
 from tulle.plan.deal import Deal
 from tulle.plan.exchange import Tariff
-from tulle.plan.explanation import MemoryLackedError, binding, differences, links_of, parts_of
-from tulle.plan.footprint import footprints_of
+from tulle.plan.explanation import MemoryLackedError
 from tulle.plan.found import Found, decided, handicap
 from tulle.plan.lateness import WORTH_S, put_off_s
 from tulle.plan.limit import least_seconds
 from tulle.plan.lower import lowered
 from tulle.plan.moving import on_machine
 from tulle.plan.plan import AT_READ, AT_STEP, MODEL, PIPE, Plan
-from tulle.plan.prediction import Prediction, ms
+from tulle.plan.problem import Problem
 from tulle.plan.saving import with_recomputed
 from tulle.plan.space import MOST_CUTS, Space, cuts
-from tulle.plan.work import DATA, Share, dense_tables, share_of, total_s, work_of
+from tulle.plan.work import DATA, Share, dense_tables, total_s, work_of
 from tulle.simulate import run
 from tulle.workload import Cluster, Profile
 
 MOST_WORK = 60_000
 """After so many tasks and pieces, some seconds, the search ends with the best so far, on all ranks alike."""
-WORTH_OFFERING = 0.01
-"""Of a step that must be gained for another way to write the loop to be offered."""
 STEP_WORK = 40
 """What lowering and simulating a step takes besides its tasks."""
 
@@ -97,7 +95,7 @@ def best_plan(
     samples = profile.batch * cluster.ranks if batch is None else batch
     moved = on_machine(profile, cluster.machine)
     moved = moved if lookahead is None else replace(moved, lookahead=lookahead)
-    return Search(moved, cluster, samples, space, limit_bytes, tariff or Tariff(profile)).run()
+    return Search(Problem(moved, cluster, samples, space, limit_bytes, tariff or Tariff(profile))).run()
 
 
 @dataclass(slots=True)
@@ -105,20 +103,10 @@ class Search:
     """Branch and bound.
 
     Args:
-        profile: What the model does.
-        cluster: What it runs on.
-        batch: Samples of a step, of all replicas.
-        space: What may be chosen.
-        memory_bytes: What a rank may use, None for any.
-        tariff: What exchanges cost.
+        problem: What the best plan is sought for.
     """
 
-    profile: Profile
-    cluster: Cluster
-    batch: int
-    space: Space
-    memory_bytes: int | None
-    tariff: Tariff
+    problem: Problem
     worked: int = field(init=False, default=0)
     """Tasks that were lowered, and pieces whose memory was weighed."""
     _bound: Bound = field(init=False)
@@ -128,20 +116,22 @@ class Search:
     _left_out_s: float = field(init=False, default=math.inf)
     """What no plan that was not looked at takes less than."""
     _least_bytes: float = field(init=False, default=math.inf)
+    """What the fullest rank needs of the least plan that did not fit."""
     _least: Plan | None = field(init=False, default=None)
-    """That which needs so little."""
+    """That plan."""
 
     def __post_init__(self) -> None:
-        puts_off = any(is_split(checked(schedule)) for schedule in self.space.pipeline_schedules)
-        self._bound = Bound(self.profile, self.cluster, puts_off)
-        self._around = {piece.name: piece.around for piece in self.profile.modules}
+        problem = self.problem
+        puts_off = any(is_split(checked(schedule)) for schedule in problem.space.pipeline_schedules)
+        self._bound = Bound(problem.profile, problem.cluster, puts_off)
+        self._around = {piece.name: piece.around for piece in problem.profile.modules}
 
     def run(self) -> Plan:
         """The best plan, with its prediction."""
-        meshes = self.space.meshes(self.cluster.ranks, self.profile)
-        plain = [Plan(mesh) for mesh in meshes if set(mesh) == {DATA} and Memory() in self.space.memories]
+        meshes = self.problem.meshes()
+        plain = [Plan(mesh) for mesh in meshes if set(mesh) == {DATA} and Memory() in self.problem.space.memories]
         for frame in plain:  # what needs no stages is looked at in any case: other plans must be faster
-            if self.batch >= frame.mesh[DATA]:
+            if self.problem.batch >= frame.mesh[DATA]:
                 self._branch(frame)
         for bound_s, plan in self._frames():
             if bound_s >= self.cutoff_s or self.is_spent:
@@ -149,12 +139,12 @@ class Search:
                 break
             if plan not in plain:
                 self._branch(plan)
-        if self._least_bytes == math.inf and not self._best:
-            raise PlanError(self.space.emptiness(self.cluster.ranks, self.profile, self.batch))
-        if not self._best:
-            raise MemoryLackedError(self._refusal())
         ordered = self.found()
-        return self._told(ordered, min(self._left_out_s, ordered[0].score_s))
+        if ordered:
+            return told(self.problem, ordered, min(self._left_out_s, ordered[0].score_s))
+        if self._least is not None:
+            raise MemoryLackedError(refusal(self.problem, self._least))
+        raise PlanError(self.problem.emptiness())
 
     def found(self) -> list[Found]:
         """The best of each kind of plan that was evaluated, the best first."""
@@ -163,7 +153,7 @@ class Search:
     @property
     def is_spent(self) -> bool:
         """Whether it has looked at as much as it may."""
-        return self.worked + self.tariff.worked >= MOST_WORK
+        return self.worked + self.problem.tariff.worked >= MOST_WORK
 
     @property
     def cutoff_s(self) -> float:
@@ -172,17 +162,9 @@ class Search:
         return scores[1] if len(scores) > 1 else math.inf
 
     def _frames(self) -> Iterator[tuple[float, Plan]]:
-        """Meshes with ways of saving memory and micro-batches, each with its lower bound, the least first."""
-        rough: list[tuple[float, int, Plan]] = []
-        for mesh in self.space.meshes(self.cluster.ranks, self.profile):
-            samples = self.batch / mesh[DATA]
-            is_tight = self.memory_bytes is not None
-            memories = self.space.memories_for(self.profile, mesh[DATA], is_tight=is_tight)
-            for memory in memories if samples >= 1 else ():
-                for micro_batches in self.space.micro_batches(self.profile, mesh, samples, is_tight=is_tight):
-                    plan = Plan(mesh, memory=memory, micro_batches=micro_batches)
-                    rough.append((self.least_s(plan, is_sharp=False), len(rough), plan))
-        rough.sort()
+        """What plans begin with, each with its lower bound, the least first."""
+        frames = self.problem.frames()
+        rough = sorted((self.least_s(frame, is_sharp=False), number, frame) for number, frame in enumerate(frames))
         pending: list[tuple[float, int, Plan]] = []
         for least_s, number, plan in rough:  # sharper bounds only for those whose turn comes
             while pending and pending[0][0] <= least_s:
@@ -194,16 +176,16 @@ class Search:
 
     def least_s(self, plan: Plan, *, is_sharp: bool = True) -> float:
         """What no plan on the same mesh, with the same micro-batches and way of saving memory, takes less than."""
-        share = share_of(plan, self.profile, self.batch)
+        share = self.problem.share(plan)
         return min(
             handicap(schedule, plan.memory) * self._bound.seconds(share, plan.memory, schedule, is_sharp=is_sharp)
-            for schedule in self.space.schedules_for(plan.mesh, plan.memory)
+            for schedule in self.problem.schedules(plan)
         )
 
     def _branch(self, frame: Plan) -> None:
-        share = share_of(frame, self.profile, self.batch)
+        share = self.problem.share(frame)
         frame_s = self.least_s(frame)
-        tables = Tables(self.profile, self.cluster, share, self.tariff, self.space.schemes)
+        tables = self.problem.tables(share)
         for least_s, dealt in self._dealt(frame, share):
             if least_s >= self.cutoff_s:
                 break
@@ -227,34 +209,36 @@ class Search:
         Of tables with dense gradients it is not told: they are parameters if they are not split, and may be faster
         if they are.
         """
-        is_bound = bool(self.profile.tables) and all(table.is_sparse for table in self.profile.tables)
+        tables = self.problem.profile.tables
+        is_bound = bool(tables) and all(table.is_sparse for table in tables)
         return is_bound and self._least_of(self._deal(dealt)) >= self.cutoff_s
 
     def _dealt(self, frame: Plan, share: Share) -> list[tuple[float, Plan]]:
         """Ways to cut and to split, each with the seconds that its slowest stage takes at least, the least first."""
-        network = share.network(MODEL, self.cluster, self.profile)
-        crowding = Crowding.of(self.cluster.machine, share.mesh)
+        profile, cluster = self.problem.profile, self.problem.cluster
+        network = share.network(MODEL, cluster, profile)
+        crowding = Crowding.of(cluster.machine, share.mesh)
         ease = crowding.least if crowding else 1.0
         found: list[tuple[float, Plan]] = []
-        for cut, split in product(self._cuts(frame, share), splits(self.profile, self.cluster, share)):
+        for cut, split in product(self._cuts(frame, share), splits(profile, cluster, share)):
             dealt = replace(cut, tensor_parallel=split)
             by_stage = [0.0] * share.pipe
-            for work in work_of(dealt, self.profile, share, network):
+            for work in work_of(dealt, profile, share, network):
                 by_stage[work.stage] += share.micro_batches * total_s(work)
             found.append((ease * max(by_stage), dealt))
         return sorted(found, key=lambda one: one[0])
 
     def _deal(self, plan: Plan, like: Deal | None = None) -> Deal:
         """What a plan deals out; of one that differs from a plan in its tables only, with what that computes."""
-        self.worked += len(self.profile.modules)
-        if like is not None and dense_tables(plan, self.profile) == dense_tables(like.plan, self.profile):
+        profile = self.problem.profile
+        self.worked += len(profile.modules)
+        if like is not None and dense_tables(plan, profile) == dense_tables(like.plan, profile):
             return like.with_tables(plan)
-        return Deal.of(plan, self.profile, self.cluster, batch=self.batch, tariff=self.tariff)
+        return self.problem.deal(plan)
 
     def _least_of(self, deal: Deal) -> float:
         """What no plan takes less than that differs in its schedule and buckets, or recomputes more."""
-        schedules = self.space.schedules_for(deal.plan.mesh, deal.plan.memory)
-        return min(self._scored(deal, schedule) for schedule in schedules)
+        return min(self._scored(deal, schedule) for schedule in self.problem.schedules(deal.plan))
 
     def _scored(self, deal: Deal, schedule: str) -> float:
         return handicap(schedule, deal.plan.memory) * least_seconds(deal.under(replace(deal.plan, schedule=schedule)))
@@ -262,20 +246,20 @@ class Search:
     def _may_split(self, frame: Plan) -> bool:
         """Whether tables may be split beside what is saved on memory."""
         memory = frame.memory
-        return not memory.full_shard and (self.space.shares_with_tables or not memory.shard_optimizer)
+        return not memory.full_shard and (self.problem.space.shares_with_tables or not memory.shard_optimizer)
 
     def _cuts(self, frame: Plan, share: Share) -> Iterator[Plan]:
         """With the stage of each piece."""
-        names = [piece.name for piece in self.profile.modules]
+        names = [piece.name for piece in self.problem.profile.modules]
         if share.pipe == 1:
             yield frame
             return
-        for schedule in self.space.pipeline_schedules:
+        for schedule in self.problem.space.pipeline_schedules:
             if math.comb(len(names) - 1, share.pipe - 1) <= MOST_CUTS:
                 found = [*cuts(len(names), share.pipe)]
             else:
                 self._left_out_s = min(self._left_out_s, self.least_s(frame))
-                network = share.network(PIPE, self.cluster, self.profile)
+                network = share.network(PIPE, self.problem.cluster, self.problem.profile)
                 found = fast_cuts(self._bound.pieces(share), share.pipe, network)
             for stages in found:
                 placed = placed_as_one(dict(zip(names, stages, strict=True)), self._around)
@@ -283,9 +267,9 @@ class Search:
 
     def _fit(self, deal: Deal, frame_s: float) -> None:
         """Evaluate a plan, with as much recomputed as it takes to fit."""
-        plan = deal.plan
+        plan, problem, limit_bytes = deal.plan, self.problem, self.problem.memory_bytes
         whole = self._peaks(deal)
-        if self.memory_bytes is None or max(whole) <= self.memory_bytes:
+        if limit_bytes is None or max(whole) <= limit_bytes:
             self._evaluate(deal, whole)
             return
         self._note_least(max(whole), plan)
@@ -293,7 +277,7 @@ class Search:
         def peaks(memory: Memory) -> tuple[int, ...]:
             return self._peaks(self._deal(replace(plan, memory=memory)))
 
-        found = with_recomputed(plan, self.profile, peaks, self.memory_bytes) if self.space.recomputes else None
+        found = with_recomputed(plan, problem.profile, peaks, limit_bytes) if problem.space.recomputes else None
         for memory in found.memories if found else ():
             recomputing = self._deal(replace(plan, memory=memory))
             self._evaluate(recomputing, self._peaks(recomputing))
@@ -306,31 +290,16 @@ class Search:
         if needed_bytes < self._least_bytes:
             self._least_bytes, self._least = needed_bytes, plan
 
-    def _refusal(self) -> str:
-        """That no plan fits: what the one that needs least needs it for, and how much is missing."""
-        assert self._least is not None, "nothing was looked at"
-        deal = self._deal(self._least)
-        needed = footprints_of(deal.plan, self.profile, deal.share, deal.works, self.tariff)
-        parts = max(needed, key=lambda one: one.peak_bytes).parts_bytes()
-        limit_bytes = self.memory_bytes or 0
-        return (
-            f"no plan fits in {limit_bytes:,} bytes a rank on {self.cluster.ranks} ranks, the least needs "
-            f"{self._least_bytes:,.0f}, {self._least_bytes - limit_bytes:,.0f} more ("
-            + ", ".join(f"{name} {size:,}" for name, size in parts.items())
-            + "): use more ranks, a smaller batch, or free what the space fixes"
-        )
-
     def _peaks(self, deal: Deal) -> tuple[int, ...]:
         """Bytes that each rank of axis `pipe` needs."""
-        needed = footprints_of(deal.plan, self.profile, deal.share, deal.works, self.tariff)
-        return tuple(one.peak_bytes for one in needed)
+        return tuple(one.peak_bytes for one in self.problem.footprints(deal))
 
     def _evaluate(self, deal: Deal, memory_bytes: tuple[int, ...]) -> None:
-        for schedule in self.space.schedules_for(deal.plan.mesh, deal.plan.memory):
+        for schedule in self.problem.schedules(deal.plan):
             if self._scored(deal, schedule) >= self.cutoff_s:
                 continue
             layouts: set[object] = set()
-            for bucket_bytes in self.space.buckets_bytes:
+            for bucket_bytes in self.problem.space.buckets_bytes:
                 tried = deal.under(replace(deal.plan, schedule=schedule, bucket_bytes=bucket_bytes))
                 layout = tuple((bucket.number, bucket.is_carried) for bucket in tried.buckets())
                 if layout not in layouts:
@@ -342,7 +311,7 @@ class Search:
         step = lowered(deal)
         forecast = run(step)
         self.worked += STEP_WORK + len(step.tasks)
-        others = self.space.schedules_for(deal.plan.mesh, deal.plan.memory)
+        others = self.problem.schedules(deal.plan)
         if (
             deal.plan.schedule == AT_READ
             and AT_STEP in others
@@ -360,39 +329,3 @@ class Search:
         key = decided(deal.plan)
         if key not in self._best or found.score_s < self._best[key].score_s:
             self._best[key] = found
-
-    def _told(self, ordered: Sequence[Found], bound_s: float) -> Plan:
-        """The best with all that is known of it."""
-        best = ordered[0]
-        share = share_of(best.plan, self.profile, self.batch)
-        network = share.network(DATA, self.cluster, self.profile)
-        tables = Tables(self.profile, self.cluster, share, self.tariff, self.space.schemes)
-        plan = tables.told(best.plan)
-        second = ordered[1] if len(ordered) > 1 else None
-        prediction = Prediction(
-            batch=self.batch,
-            ranks=self.cluster.ranks,
-            step_s=best.forecast.step_s,
-            parts_s=parts_of(best.forecast),
-            links_s=links_of(best.forecast),
-            memory_bytes=best.memory_bytes,
-            bound_s=bound_s / handicap(best.plan.schedule, best.plan.memory),
-            runner_up=tuple(differences(best.plan, second.plan)) if second else (),
-            runner_up_s=second.forecast.step_s + second.unhidden_s if second else None,
-            binding=binding(best.forecast),
-            lookahead=self.profile.lookahead,
-        )
-        network = network if share.data > 1 else None
-        return replace(plan, network=network, offers=self._offers(best), prediction=prediction)
-
-    def _offers(self, best: Found) -> tuple[str, ...]:
-        """What a loop through `tulle.lookahead` would gain."""
-        if self.profile.lookahead or not best.plan.placements or best.plan.mesh.get(DATA, 1) == 1:
-            return ()
-        ahead_s = run(lowered(replace(self._deal(best.plan), lookahead=True))).step_s
-        if ahead_s > (1 - WORTH_OFFERING) * best.forecast.step_s:
-            return ()
-        return (
-            f"for batch in tulle.lookahead(loader): rows of split tables are then told a step ahead, and a step takes "
-            f"{ms(ahead_s)} instead of {ms(best.forecast.step_s)}",
-        )
