@@ -11,22 +11,21 @@ one thing after the other, where the run-time's process groups share it: what an
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tulle.cost import Cost, all_reduce_cost
 from tulle.pipeline.schedule import checked, is_split
-from tulle.plan.bucket import Bucket
-from tulle.plan.bundle import Bundle
 from tulle.plan.contention import contended
 from tulle.plan.crowding import Crowding, crowded
-from tulle.plan.deal import Deal, half
+from tulle.plan.deal import Deal
+from tulle.plan.dense_tasks import DenseTasks
 from tulle.plan.exchange import Tariff
 from tulle.plan.plan import PIPE, Plan
+from tulle.plan.table_tasks import TableTasks
 from tulle.plan.tasks import Run, Tasks
 from tulle.plan.turns import Turn, turns
 from tulle.plan.update import rest_s
-from tulle.plan.work import DATA, Share, Work
+from tulle.plan.work import Share, Work
 from tulle.simulate import Step
 from tulle.workload import Cluster, Profile
 
@@ -78,22 +77,16 @@ class _Lowering:
 
     deal: Deal
     tasks: Tasks = field(init=False)
-    buckets: dict[int, Bucket] = field(init=False)
-    """By the number of the piece with which they are full; in the order in which they are sent."""
+    dense: DenseTasks = field(init=False)
+    tables: TableTasks = field(init=False)
     calls_s: list[tuple[float, float, float]] = field(init=False)
     """What the run-time takes of a micro-batch before, in and behind each stage."""
-    reduced: dict[int, int] = field(default_factory=dict)
-    """By the same, the all-reduce of one that is carried over."""
-    updated: dict[int, int] = field(default_factory=dict)
-    """By the same, the update that waits for it, where updates wait for reads."""
     sent: dict[tuple[int, int, int, bool], int] = field(default_factory=dict)
     """The transfer from a stage to another of a micro-batch, forward or backward."""
     ends: dict[Turn, int] = field(default_factory=dict)
     """The last task of each turn."""
     over: dict[int, int] = field(default_factory=dict)
     """By rank of axis `pipe`, the last task of its last turn."""
-    fetched: list[int] = field(default_factory=list)
-    """What travels from the begin of the step's forward on."""
     synchronized: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     """By stage, what the optimizer waits for."""
 
@@ -106,11 +99,11 @@ class _Lowering:
 
     def __post_init__(self) -> None:
         self.tasks = Tasks(self.share.pipe)
+        self.dense, self.tables = DenseTasks(self.deal, self.tasks), TableTasks(self.deal, self.tasks)
         self.put_off_s = [0.0] * self.deal.stages
         for work in self.deal.works:
             self.put_off_s[work.stage] += _COLD * self._put_off(work)
         self.owed = [float(self.share.micro_batches)] * self.deal.stages
-        self.buckets = {bucket.number: bucket for bucket in self.deal.buckets()}
         self.calls_s = [self.deal.calls_s(stage) for stage in range(self.deal.stages)]
 
     @property
@@ -175,17 +168,15 @@ class _Lowering:
         self._pass_by(turn, before_s)
         run = self._run(turn)
         is_first = turn.micro_batch == 0
-        bundles = [one for one in self.deal.bundles if one.stage == turn.stage and (is_first or one.exchange.is_split)]
-        fetched = self._fetch(run, bundles)
-        for bucket in self.buckets.values() if is_first else ():
-            if bucket.is_carried and bucket.stage == turn.stage:
-                self.reduced[bucket.number] = self._all_reduce(bucket, ())
+        fetched = self.tables.begin(run, is_first=is_first)
+        if is_first:
+            self.dense.begin(turn.stage)
         for work in self.deal.pieces(turn.stage):
-            if is_first and self.deal.is_late and work.number in self.buckets:
-                self._update_late(run, self.buckets[work.number])
-            self._gather(run, work)
-            self._look_up(run, [one for one in bundles if one.first == work.number])
-            run.add(work.name, work.forward_s + here_s, fetched[work.number])
+            if is_first:
+                self.dense.update_late(run, work)
+            self.dense.gather(run, work)
+            self.tables.look_up(run, work)
+            run.add(work.name, work.forward_s + here_s, fetched.get(work.number, ()))
             here_s = 0.0
             run.sum_up(f"all-reduce {work.name}", work.all_reduced)
         self._over(turn, run)
@@ -197,7 +188,7 @@ class _Lowering:
         is_awaited = any(self._is_sent(turn, *flow) for flow in self.deal.flows) or self.put_off_s[turn.stage] > 0
         waiting: list[tuple[Work, list[int]]] = []
         for work in reversed(self.deal.pieces(turn.stage)):
-            self._gather(run, work)
+            self.dense.gather(run, work)
             run.add(work.name, work.backward_s - self._put_off(work))
             run.sum_up(f"all-reduce gradient of {work.name}", work.all_reduced_again)
             if self._is_complete(work, is_last=is_last):
@@ -236,103 +227,14 @@ class _Lowering:
         here = target if turn.is_backward else source
         return here == turn.stage and source % self.share.pipe != target % self.share.pipe
 
-    def _fetch(self, run: Run, bundles: Sequence[Bundle]) -> defaultdict[int, list[int]]:
-        """What travels from the begin of a forward on; what each piece waits for, by its number.
-
-        Rows of split tables come before their first lookup. With lookahead the row numbers of the next step are told
-        beside; without it those of this one first, and the call of the model begins when they are.
-        """
-        found: defaultdict[int, list[int]] = defaultdict(list)
-        split = [one for one in bundles if one.exchange.is_split and not self._is_told_at_lookups]
-        told = [] if self.deal.lookahead else [self._tell(one, (), "rows") for one in split]
-        run.waits += told
-        for bundle in split:
-            found[bundle.first].append(self._fetch_rows(bundle, told))
-        beside = [
-            self._tell(bundle, (), "sparse")
-            for bundle in bundles
-            if bundle.exchange.told.seconds and (self.deal.lookahead or not bundle.exchange.is_split)
-        ]
-        self.fetched += [*told, *(index for of_piece in found.values() for index in of_piece), *beside]
-        return found
-
-    def _look_up(self, run: Run, bundles: Iterable[Bundle]) -> None:
-        """Stages without lookahead tell rows when they come to the lookup, and wait for them there."""
-        for bundle in bundles if self._is_told_at_lookups else ():
-            if bundle.exchange.is_split:
-                told = self._tell(bundle, run.reached(), "rows")
-                run.waits.append(self._fetch_rows(bundle, [told]))
-
-    @property
-    def _is_told_at_lookups(self) -> bool:
-        return self.share.pipe > 1 and not self.deal.lookahead
-
-    def _tell(self, bundle: Bundle, after: Iterable[int], kind: str) -> int:
-        name = f"tell rows of {', '.join(bundle.names)}"
-        return self._sent_along_data(name, bundle.exchange.told, after, bundle.stage, kind)
-
-    def _fetch_rows(self, bundle: Bundle, after: Iterable[int]) -> int:
-        name = f"fetch {', '.join(bundle.names)}"
-        return self._sent_along_data(name, bundle.exchange.values, after, bundle.stage, "rows")
-
     def _is_complete(self, work: Work, *, is_last: bool) -> bool:
         """Whether something can be sent when this piece's backward is over."""
-        tables = (bundle.exchange.is_split or is_last for bundle in self.deal.bundles if bundle.first == work.number)
-        return any(tables) or self._is_scattered(work) or (is_last and work.number in self.buckets)
+        return self.dense.is_complete(work, is_last=is_last) or self.tables.is_complete(work, is_last=is_last)
 
     def _synchronize(self, work: Work, after: list[int], *, is_last: bool) -> None:
         """Send the gradients that are complete with a piece's backward."""
-        stage = work.stage
-        if self._is_scattered(work):
-            cost = half(all_reduce_cost(work.parameters_bytes, self.deal.network, self.share.data))
-            name = f"reduce-scatter {work.name}"
-            self.synchronized[stage].append(self._sent_along_data(name, cost, after, stage, "dense"))
-        if is_last and work.number in self.buckets:
-            self._fill(self.buckets[work.number], after)
-        for bundle in self.deal.bundles:
-            if bundle.first == work.number and (is_last or bundle.exchange.is_split):
-                is_split = bundle.exchange.is_split
-                name = f"{'push' if is_split else bundle.exchange.scheme} {', '.join(bundle.names)}"
-                kind = "rows" if is_split else "sparse"
-                index = self._sent_along_data(name, bundle.exchange.values, after, stage, kind)
-                self.synchronized[stage].append(index)
-
-    def _gather(self, run: Run, work: Work) -> None:
-        """Parameters that are shared out are whole while a piece runs."""
-        whole_bytes = work.parameters_bytes + work.frozen_bytes
-        if self._is_shared_out and whole_bytes:
-            cost = half(all_reduce_cost(whole_bytes, self.deal.network, self.share.data))
-            run.interrupt(f"gather {work.name}", cost, axis=DATA, kind="dense")
-
-    def _is_scattered(self, work: Work) -> bool:
-        """Whether the sum of its gradients is shared out."""
-        return self._is_shared_out and work.parameters_bytes > 0
-
-    @property
-    def _is_shared_out(self) -> bool:
-        return self.plan.memory.full_shard and self.share.data > 1
-
-    def _all_reduce(self, bucket: Bucket, after: Iterable[int]) -> int:
-        return self._sent_along_data(f"all-reduce {bucket.name}", bucket.cost, after, bucket.stage, "dense")
-
-    def _update_late(self, run: Run, bucket: Bucket) -> None:
-        """The update of what the next piece reads first; a bucket that is carried over is waited for here."""
-        run.write()
-        after = [self.reduced[bucket.number]] if bucket.is_carried else []
-        self.updated[bucket.number] = self.tasks.compute(
-            f"update {bucket.name}", self.deal.update.dense_s(bucket.pieces), after, stage=run.stage, kind="update"
-        )
-
-    def _fill(self, bucket: Bucket, after: list[int]) -> None:
-        """A bucket is full: it is sent now, or in the next step, after the rows that this one waits for."""
-        if bucket.is_carried:
-            self.tasks.wait_for_last(self.reduced[bucket.number], after)
-            return
-        index = self._all_reduce(bucket, after)
-        if self.deal.is_late:
-            self.tasks.wait_for_last(self.updated[bucket.number], [index])
-        else:
-            self.synchronized[bucket.stage].append(index)
+        self.synchronized[work.stage] += self.dense.synchronize(work, after, is_last=is_last)
+        self.synchronized[work.stage] += self.tables.synchronize(work, after, is_last=is_last)
 
     def _end(self, stage: int) -> None:
         """The optimizer's step, and what follows it."""
@@ -342,13 +244,9 @@ class _Lowering:
         after = [*self.synchronized[stage], self.over[stage % self.share.pipe]]
         index = self.tasks.compute("update", seconds, after, stage=stage, kind="update")
         if self.plan.memory.shard_optimizer:
-            cost = half(all_reduce_cost(sum(w.parameters_bytes for w in pieces), self.deal.network, self.share.data))
-            index = self._sent_along_data("gather stepped", cost, [index], stage, "dense")
+            index = self.dense.gather_stepped(stage, index)
         if stage < self.share.pipe:
             index = self.tasks.compute("rest of the step", rest_s(self.deal.profile, self.share), [index], stage=stage)
         if self.deal.is_late and self.deal.waits_for_update:
-            for begun in self.fetched:
+            for begun in self.tables.begun:
                 self.tasks.wait_for_last(begun, [index])
-
-    def _sent_along_data(self, name: str, cost: Cost, after: Iterable[int], stage: int, kind: str) -> int:
-        return self.tasks.send(name, cost, after, stage=stage, axis=DATA, kind=kind)
