@@ -100,7 +100,7 @@ class Observed:
         traffic.is_tracing = False
         steps = self._steps - self.SETTLED
         placements = self._engine.split_tables.placements() if self._engine.split_tables is not None else {}
-        kept = {name: choice.scheme for name, choice in self._engine.choices().items()}
+        kept = {name: choice.scheme for name, choice in self._engine.ledger.choices.items()}
         return {
             "schemes": kept | {name: placement for name, (placement, _) in placements.items()},
             "payload_bytes_per_step": mean(self._sent_bytes[self.SETTLED :]),

@@ -65,7 +65,7 @@ class _CountingStep:
 def _schemes(model: nn.Module) -> dict[str, str]:
     engine = vars(model)[ENGINE]
     assert isinstance(engine, DataParallel)
-    return {name: choice.scheme for name, choice in engine.choices().items()}
+    return {name: choice.scheme for name, choice in engine.ledger.choices.items()}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def test_the_scheme_of_a_table_follows_its_density():
     model, _ = tulle.distribute(model, dummy(model), mesh)
     engine = engine_of(model)
     model(torch.tensor([1])).sum().backward()
-    choice = engine.choices()["weight"]
+    choice = engine.ledger.choices["weight"]
     predicted = {name: cost.seconds for name, cost in choice.candidates}
     assert engine.schemes()["weight"] == (choice.scheme, 1)
     assert choice.scheme != "densify"
@@ -32,7 +32,7 @@ def test_the_scheme_of_a_table_follows_its_density():
     for _ in range(30):
         model.zero_grad()
         model(torch.arange(2000)).sum().backward()
-    assert engine.choices()["weight"].density > 100 * few
+    assert engine.ledger.choices["weight"].density > 100 * few
 
 
 @on_ranks(2)

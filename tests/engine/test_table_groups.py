@@ -203,7 +203,7 @@ def test_tables_that_travel_as_one_get_one_scheme_and_each_tells_its_own_rows():
     mesh = tulle.init(data=-1)
     model, optimizer = distributed(features_of_two_widths, mesh, "auto")
     step_together(model, optimizer, mesh, 0)
-    choices = engine_of(model).choices()
+    choices = engine_of(model).ledger.choices
     assert len(choices) == 26
     for width in (0, 1):
         of_width = [choices[f"features.{k}.weight"] for k in range(width, 26, 2)]
@@ -212,7 +212,7 @@ def test_tables_that_travel_as_one_get_one_scheme_and_each_tells_its_own_rows():
         assert [choice.characteristics.num_rows for choice in of_width] == [*range(ROWS + width, ROWS + 26, 2)]
         [seconds] = {cost.seconds for choice in of_width for name, cost in choice.candidates if name == "allgather"}
         assert seconds > 0
-    observed = {seen.table: bytes_of(seen.candidates) for seen in engine_of(model).take_observations()}
+    observed = {seen.table: bytes_of(seen.candidates) for seen in engine_of(model).ledger.take_observations()}
     assert observed == {name: bytes_of(choice.candidates) for name, choice in choices.items()}
 
 
@@ -244,6 +244,6 @@ def test_a_table_that_comes_later_joins_those_that_have_a_scheme():
     for step, (is_whole, chosen) in enumerate([(False, 2), (True, 3), (False, 3), (True, 3)]):
         model.is_whole = is_whole
         step_together(model, optimizer, mesh, step)
-        choices = engine_of(model).choices()
+        choices = engine_of(model).ledger.choices
         assert len(choices) == chosen, step
         assert {name for name, _ in engine_of(model).schemes().values()} == {choices["features.0.weight"].scheme}

@@ -126,9 +126,9 @@ class Chosen:
 
 def in_force(plan: Plan, engine: DataParallel) -> Plan:
     """The plan with the choices that the run has made since."""
-    chosen, measured = engine.choices(), engine.measured()
+    chosen, measured = engine.ledger.choices, engine.ledger.measured
     tables = [table.with_choice(chosen.get(table.name), measured.get(table.name)) for table in plan.tables]
-    return replace(plan, tables=tuple(tables), network=plan.network or engine.network)
+    return replace(plan, tables=tuple(tables), network=plan.network or engine.ledger.network)
 
 
 def choose(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, asked: Asked) -> Chosen:

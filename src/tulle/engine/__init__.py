@@ -5,11 +5,12 @@ from tulle.engine.covered import watch_steps
 from tulle.engine.data_parallel import ENGINE, DataParallel, engine_of, living_split_tables
 from tulle.engine.feed import Feed
 from tulle.engine.late_updates import check_reads
+from tulle.engine.ledger import Observation
 from tulle.engine.loops import is_looking_ahead, looking_ahead
 from tulle.engine.replicas import broadcast_tensors, check_alike
 from tulle.engine.split_modules import adopt
 from tulle.engine.split_table import SplitTable
-from tulle.engine.tables import Observation, TableSettings
+from tulle.engine.tables import TableSettings
 
 __all__ = [
     "ENGINE",

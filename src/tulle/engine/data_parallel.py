@@ -29,25 +29,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tulle.comm import gather_values, lane, probe, traffic
-from tulle.cost import Cost, Network
 from tulle.engine.alike import Alike
 from tulle.engine.buffers import Buffers
 from tulle.engine.ends import NOT_RUNNING, end_with
 from tulle.engine.finite import NonFinite
 from tulle.engine.foresight import Foresight, is_ids
 from tulle.engine.late_updates import LateUpdates
+from tulle.engine.ledger import Ledger
 from tulle.engine.living import agree_on_living, is_joined, remember
 from tulle.engine.reducer import Reducer
 from tulle.engine.slots import Slot
 from tulle.engine.split_table import SplitTable
 from tulle.engine.split_tables import SplitTables
 from tulle.engine.stepped import Stepped
-from tulle.engine.tables import Observation, TableSettings, compact
+from tulle.engine.tables import TableSettings, compact
 from tulle.engine.ties import Tie
 from tulle.engine.weighing import check_weighed
 from tulle.errors import GradientError
 from tulle.mesh import Axis
-from tulle.sync import Choice
 from tulle.tables import TableModule, table_modules, table_of, unwrapped
 from tulle.traits import attribute_of
 
@@ -201,33 +200,13 @@ class DataParallel:
         return self.late
 
     @property
-    def network(self) -> Network | None:
-        """The network by which schemes were chosen, None before the first backward or without tables."""
-        sync = self.reducer.table_sync
-        return sync.network if sync else None
-
-    def choices(self) -> dict[str, Choice]:
-        """The choice in force for each table that was not given a scheme, from the first backward on."""
-        sync = self.reducer.table_sync
-        return sync.choices if sync else {}
-
-    def measured(self) -> dict[str, Cost]:
-        """What each table's exchange was seen to take."""
-        sync = self.reducer.table_sync
-        return sync.measured if sync else {}
-
-    def take_observations(self) -> list[Observation]:
-        """What was measured of the tables' gradients since the last call."""
-        sync = self.reducer.table_sync
-        return sync.take_observations() if sync else []
+    def ledger(self) -> Ledger:
+        """What is known of the tables that are replicas, from the first backward on."""
+        return self.reducer.ledger
 
     def schemes(self) -> dict[str, tuple[str, int]]:
         """The scheme or placement in force, and the rows of this rank's last gradient or lookups, by table."""
-        sync, split = self.reducer.table_sync, self.split_tables
-        found = (
-            {slot.name: (sync.scheme(slot.name), sync.rows.get(slot.name, 0)) for slot in sync.slots} if sync else {}
-        )
-        return found | (split.placements() if split else {})
+        return self.ledger.schemes | (self.split_tables.placements() if self.split_tables is not None else {})
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         """A copied or pickled module carries no engine along."""

@@ -93,7 +93,7 @@ class TableGroup:
                 self._gradients[position] = self._take(position)
         for slot, gradient in zip(self.slots, self._gradients, strict=True):
             if isinstance(gradient, RowSparse):
-                self._sync.rows[slot.name] = len(gradient.indices)
+                self._sync.ledger.rows[slot.name] = len(gradient.indices)
         self._summed = self._sync.background.submit(partial(self._sum, list(self._gradients)))
 
     def finish(self) -> None:

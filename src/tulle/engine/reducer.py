@@ -18,6 +18,7 @@ from tulle.engine.buffers import Buffers
 from tulle.engine.foresight import Foresight
 from tulle.engine.groups import TableGroup
 from tulle.engine.late_updates import LateUpdates
+from tulle.engine.ledger import Ledger
 from tulle.engine.slots import Slot, Traveller
 from tulle.engine.tables import TableSettings, TableSync, comes_by_rows
 from tulle.engine.turns import Turns, best_piece_bytes
@@ -52,6 +53,8 @@ class Reducer:
     bucket_bytes: int
     buffers: Buffers
     foresights: Mapping[int, Foresight]
+    ledger: Ledger = field(init=False, default_factory=Ledger)
+    """What is known of the tables."""
     table_sync: TableSync | None = field(init=False, default=None)
     """The run-time of the tables, from the first backward on."""
     groups: list[TableGroup] = field(init=False, default_factory=list)
@@ -186,8 +189,7 @@ class Reducer:
         return [Bucket(part, own, piece_bytes=piece_bytes) for part in lay_out(slots, piece_bytes)] + marks
 
     def _sync_tables(self, order: Sequence[str], step: int) -> tuple[TableSync, list[TableGroup]]:
-        slots = [self.slots[name] for name in order if name in self.tables]
-        sync = TableSync(slots, self.axis, probe(self.home), self.settings)
+        sync = TableSync(self.axis, probe(self.home), self.settings, self.ledger)
         sync.begin_step(step)
         groups: list[list[Slot]] = []
         dense_bytes = GROUPED_BYTES

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from tulle.comm import BackgroundThread, Deferred, all_gather, lane, traffic
-from tulle.cost import Characteristics, Cost, Network
+from tulle.cost import Characteristics, Network
 from tulle.engine.bundle import Bundle
+from tulle.engine.ledger import Ledger
 from tulle.engine.meter import Meter
 from tulle.engine.slots import Slot
 from tulle.mesh import Axis
@@ -48,18 +49,6 @@ _OBSERVED_EVERY = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
-    """What one table's gradient looked like in one step, and what its exchange was predicted and seen to take."""
-
-    step: int
-    table: str
-    scheme: str
-    characteristics: Characteristics
-    candidates: tuple[tuple[str, Cost], ...]
-    measured: Cost | None
-
-
-@dataclass(frozen=True, slots=True)
 class TableSettings:
     """How a model's tables are kept in step.
 
@@ -80,29 +69,24 @@ class TableSync:
     """What the tables of one model on one axis share.
 
     Args:
-        slots: Their parameters, in the order in which their gradients come, the same on all ranks.
         axis: Whose ranks hold replicas.
         network: What the axis gives, the same numbers on all ranks.
         settings: How they are kept in step.
+        ledger: Takes up what is known of them.
     """
 
-    def __init__(self, slots: Sequence[Slot], axis: Axis, network: Network, settings: TableSettings) -> None:
-        self.slots = slots
+    def __init__(self, axis: Axis, network: Network, settings: TableSettings, ledger: Ledger) -> None:
         self.axis = axis
         # On a group of their own, so that a few rows do not wait behind the buckets that are under way.
         self._lane = lane(axis, "tables")
         self.background = BackgroundThread("tulle tables", axis.device)
         self.network = network
         self.settings = settings
-        self._bundles: dict[str, Bundle] = {}
-        """That which each table is in."""
-        self._meters: dict[str, Meter] = {}
+        self.ledger = ledger
+        self._bundles, self._meters = ledger.bundles, ledger.meters
+        ledger.network = network
         self._step = 0
         self._is_observed = False
-        self.rows: dict[str, int] = {}
-        """Distinct rows of this rank's last gradient by table."""
-        self._observations: dict[str, Observation] = {}
-        """The last of each table since somebody took them: nobody need take them."""
 
     def form_bundles(self, slots: Sequence[Slot]) -> None:
         """Have tables that are summed together travel as one, where width, dtype and what was given allow it."""
@@ -113,20 +97,6 @@ class TableSync:
             kind = given, parameter.shape[1], parameter.dtype
             self._bundles[slot.name] = bundles.setdefault(kind, Bundle(given, chooser))
             self._meters[slot.name] = Meter()
-
-    @property
-    def choices(self) -> dict[str, Choice]:
-        """The choice in force for each table that was not given a scheme and has had a gradient."""
-        return {name: choice for name, bundle in self._bundles.items() if (choice := bundle.choice(name))}
-
-    @property
-    def measured(self) -> dict[str, Cost]:
-        """By table, of the step before: what the rank that sent most sent, and how long its group's exchange took.
-
-        The seconds are a running mean of those of the rank that came last and so waited for nobody. Row numbers that
-        were told ahead are not in them.
-        """
-        return {name: meter.measured for name, meter in self._meters.items() if meter.measured is not None}
 
     def scheme(self, name: str) -> str:
         """The scheme in force for a table: given, chosen, or `"auto"` before the first choice."""
@@ -227,11 +197,6 @@ class TableSync:
         schemes = [self.scheme(slot.name) for slot in slots]
         return route(indices, [self._table(slot) for slot in slots], heard, schemes, self._lane).wait()
 
-    def take_observations(self) -> list[Observation]:
-        """What was measured since the last call."""
-        taken, self._observations = self._observations, {}
-        return [*taken.values()]
-
     def _table(self, slot: Slot) -> Table:
         parameter = slot.parameter
         return Table(
@@ -296,9 +261,7 @@ class TableSync:
 
     def _keep(self, looks: Mapping[str, Characteristics], choices: Sequence[Choice]) -> None:
         for (name, seen), choice in zip(looks.items(), choices, strict=True):
-            scheme = self.scheme(name)
-            measured = self._meters[name].measured_of(scheme)
-            self._observations[name] = Observation(self._step, name, scheme, seen, choice.candidates, measured)
+            self.ledger.observe(self._step, name, seen, choice.candidates)
 
 
 def _is_sparse(heard: Sequence[Sequence[int]], position: int) -> bool:

@@ -264,7 +264,7 @@ class Recorder:
             lines.insert(0, {"kind": "step", "step": step} | _plain(self._open))
         elif "values" in self._open:  # logged without a step, by an evaluation alone, say
             lines.insert(0, {"kind": "values", "step": step, "values": _plain(self._open["values"])})
-        observations = self._engine.take_observations() if self._engine else []
+        observations = self._engine.ledger.take_observations() if self._engine else []
         lines += [as_line(observation, step) for observation in observations if self._rank == 0]
         for line in lines:
             self._lines.write(json.dumps(line) + "\n")
