@@ -15,12 +15,10 @@ Source: Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parall
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -28,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tulle.comm import gather_values, lane, probe, traffic
+from tulle.comm import lane, probe, traffic
 from tulle.engine.alike import Alike
 from tulle.engine.buffers import Buffers
 from tulle.engine.ends import NOT_RUNNING, end_with
@@ -36,7 +34,7 @@ from tulle.engine.finite import NonFinite
 from tulle.engine.foresight import Foresight, is_ids
 from tulle.engine.late_updates import LateUpdates
 from tulle.engine.ledger import Ledger
-from tulle.engine.living import agree_on_living, is_joined, remember
+from tulle.engine.living import agree_on_living, free_number, is_joined, remember
 from tulle.engine.reducer import Reducer
 from tulle.engine.slots import Slot
 from tulle.engine.split_table import SplitTable
@@ -85,7 +83,7 @@ class DataParallel:
     ) -> None:
         self.model = model
         self.home = axis
-        self.number = _free_number(axis)
+        self.number = free_number(axis, _alive)
         # A group of its own for every further model: two in one backward interleave as each rank's graph has it.
         self.axis = lane(axis, f"model {self.number}") if self.number else axis
         self.steps = 0
@@ -367,12 +365,3 @@ def _check_followed(*, is_syncing: bool) -> None:
             "gradients were asked for with create_graph=True, but the means over the ranks have no graph: leave it "
             "out, and take torch.autograd.grad(loss, parameters, create_graph=True) for a penalty of gradients"
         )
-
-
-def _free_number(axis: Axis) -> int:
-    """The smallest number that no living engine has on any rank. Every rank of the axis must call it."""
-    if any(engine.home.group is axis.group for engine in _alive):
-        gc.collect()  # a model that was dropped, circles and all, would keep its number, and its memory, for long
-    mine = {engine.number for engine in _alive if engine.home.group is axis.group}
-    taken = set().union(*gather_values(mine, axis, label="the model's number"))
-    return next(number for number in count() if number not in taken)

@@ -7,16 +7,39 @@ others. To collect first takes a tenth of a second, more than some loops; to ask
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import count
+from typing import Protocol
 
 import torch.distributed as dist
 
 from tulle.comm import gather_values, lane
+from tulle.engine.ties import Engine
 from tulle.mesh import Axis
 
 _LABEL = "models with split tables"
 _homes: list[Axis] = []
 """Over whose ranks tables were ever split, in an order that all ranks have."""
+
+
+class Numbered(Engine, Protocol):
+    """What keeps the parameters of one model in step, and the number that all ranks know it by."""
+
+    number: int
+
+
+def free_number(axis: Axis, living: Collection[Numbered]) -> int:
+    """The smallest number that no living model has on any rank. Every rank of the axis must call it.
+
+    Args:
+        axis: Of which the numbers are.
+        living: All that live here, over whatever ranks; what is dropped goes from it by itself.
+    """
+    if any(one.home.group is axis.group for one in living):
+        gc.collect()  # a model that was dropped, circles and all, would keep its number, and its memory, for long
+    mine = {one.number for one in living if one.home.group is axis.group}
+    taken = set().union(*gather_values(mine, axis, label="the model's number"))
+    return next(number for number in count() if number not in taken)
 
 
 def remember(home: Axis) -> None:
