@@ -45,7 +45,7 @@ class Entries:
             besides: Names of other entries that may be there.
 
         Raises:
-            PlanError: If it is no object, or has an entry that is none of the dataclass.
+            PlanError: If it is not an object, or has an entry that the dataclass has not.
         """
         if not isinstance(parsed, Mapping):
             raise PlanError(f"{path or 'it'} is {_shown(parsed)}, expected an object of a {kind.__name__}")

@@ -41,7 +41,7 @@ class GradientError(TulleError, ValueError):
 
 
 class DataError(TulleError, ValueError):
-    """A file is missing, empty, misaligned or oddly encoded, a logged number is none, or ranks' batches are unequal."""
+    """A file is missing, empty, misaligned or oddly encoded, what was logged is no number, or batches are unequal."""
 
 
 class CheckpointError(TulleError, RuntimeError):

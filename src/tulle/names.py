@@ -10,7 +10,7 @@ def as_names(given: str | Iterable[str]) -> tuple[str, ...]:
     """Names as a tuple.
 
     Raises:
-        TypeError: If they are none.
+        TypeError: If neither one nor several were given.
 
     Example:
         >>> as_names("encoder"), as_names(["encoder", "head"])

@@ -132,7 +132,7 @@ def size(text: str, option: str = "--memory") -> int:
     """Bytes.
 
     Raises:
-        UsageError: If there is no unit, or it is none of a size.
+        UsageError: If there is no unit, or it is not one of a size.
 
     Example:
         >>> size("16GB"), size("1.5 GiB"), size("64 KB")
@@ -149,7 +149,7 @@ def axes(text: str, option: str = "--mesh") -> tuple[tuple[str, int], ...]:
     """Sizes of axes by name.
 
     Raises:
-        UsageError: If they are none.
+        UsageError: If they are not, or an axis is named twice.
 
     Example:
         >>> axes("data=2,pipe=4")

@@ -37,7 +37,7 @@ def bandwidth(text: str, option: str = "--bandwidth") -> float:
     """Bytes per second.
 
     Raises:
-        UsageError: If there is no unit, or it is none of a bandwidth.
+        UsageError: If there is no unit, or it is not one of a bandwidth.
 
     Example:
         >>> bandwidth("100Gbit"), bandwidth("25 Gbps"), bandwidth("1.5GB/s")
@@ -55,7 +55,7 @@ def duration(text: str, option: str = "--latency") -> float:
     """Seconds.
 
     Raises:
-        UsageError: If there is no unit, or it is none of a time.
+        UsageError: If there is no unit, or it is not one of a time.
 
     Example:
         >>> duration("2us"), duration("0.5 ms")
@@ -92,7 +92,7 @@ def whole(text: str, option: str) -> int:
     """A number of things, 1 or more.
 
     Raises:
-        UsageError: If it is none.
+        UsageError: If it is not one.
     """
     if not re.fullmatch(r"\d+", text.strip()) or int(text) < 1:
         raise UsageError(f"{option} {text!r} is no number of things, expected 1 or more")

@@ -47,7 +47,7 @@ class Source:
             found = found.narrow(dimension, min(begin, size), max(0, size - begin - end))
         for dimension, index in reversed(self.picks):
             size = found.shape[dimension]
-            if not -size <= index < size:  # so are none of these; a lookup that has some says what to do
+            if not -size <= index < size:  # so there are no ids; a lookup that has some says what to do
                 return found.new_zeros(0)
             found = found.select(dimension, index)
         return found

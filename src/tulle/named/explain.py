@@ -132,7 +132,7 @@ def explain(
     Raises:
         PlanError: If the layout is not legal for the model.
         ModelError: If the model does not give a named tensor.
-        MeshError: If the mesh is none, or a size is not positive.
+        MeshError: If the mesh is not one, or a size is not positive.
     """
     wire = PlannedWire(sizes_of(mesh, "explain"))
     scope = Scope(wire, Layout.of(layout))

@@ -44,7 +44,7 @@ class Tensor(Placed):
         """Apply an elementwise function of plain tensors.
 
         Raises:
-            ModelError: If it gives another shape, and so is none.
+            ModelError: If it gives another shape, and so is not elementwise.
         """
         local = self.local
         result = function(local)

@@ -88,7 +88,7 @@ class Deal:
         """The same under a plan that differs in its schedule and the size of its buckets only.
 
         Raises:
-            PlanError: If its schedule is none for stages.
+            PlanError: If it has stages, and its schedule is not one for them.
         """
         if plan.schedule == AT_READ and self.share.pipe > 1:
             raise PlanError("the plan has updates wait for reads, and stages: in a pipeline give schedule='step'")

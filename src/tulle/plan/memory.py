@@ -13,7 +13,7 @@ def memory_from_json(parsed: Mapping[str, Any]) -> Memory:
     """From what `Memory.to_json` gave; what is not there is not done.
 
     Raises:
-        PlanError: If an entry is none of a `Memory`, or not what it can be.
+        PlanError: If a `Memory` has no such entry, or an entry is not what it can be.
 
     Example:
         >>> memory_from_json({"recompute": ["h.0"]}).recompute

@@ -43,7 +43,7 @@ class Space:
             optimizer of their own.
 
     Raises:
-        PlanError: If an axis, a scheme or a schedule is none.
+        PlanError: If there is no such axis, scheme or schedule, or a size is not positive.
     """
 
     mesh: Mapping[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What cannot be profiled, told on every rank alike: arguments that are none, a model that does not run on a sample."""
+"""What cannot be profiled, told on every rank alike: what is no model or sample, a model that does not run on one."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class _Columns(Generic[Key]):
             del column[place:]
 
     def whole(self, length: int) -> dict[Key, FloatArray]:
-        """Arrays of one length; a column of which all was forgotten is none."""
+        """Arrays of one length; a column of which all was forgotten is left out."""
         for column in self.by_key.values():
             column.extend(repeat(self.missing, length - len(column) if column else 0))
         return {key: np.array(column) for key, column in self.by_key.items() if column}

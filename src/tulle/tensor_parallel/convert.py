@@ -60,7 +60,7 @@ def apply(  # noqa: PLR0913 - what is split, how, and its check
         The model that was given. After an error it is of no use.
 
     Raises:
-        MeshError: If `axis` is none.
+        MeshError: If `axis` is not an axis.
         ModelError: If a pattern matches nothing that can be split, heads do not divide among the ranks, a parameter
             is tied to one that stays whole, or the check finds a difference, naming it.
 

@@ -179,7 +179,7 @@ class Splitter:
         """The number of output features that a linear layer gives, not split yet.
 
         Raises:
-            ModelError: If it is none.
+            ModelError: If it is not a linear layer.
         """
         if isinstance(linear, nn.Linear):
             return linear.out_features
