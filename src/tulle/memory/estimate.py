@@ -10,7 +10,7 @@ import copy
 import gc
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -125,23 +125,53 @@ def on_a_rank(phases: Phases, ranks: int, options: Memory, gathered_bytes: int) 
         options: How.
         gathered_bytes: Of parameters that are whole at a time under full sharding.
     """
-    parameters, gradients, transient = phases.parameters_bytes, phases.gradients_bytes, phases.backward_bytes
     widening = torch.float32.itemsize // options.narrow.itemsize if options.narrow else 1
-    state, step, masters = phases.optimizer_bytes * widening, phases.step_bytes * widening, 0
     if options.full_shard:
-        if ranks > 1:  # the gathered modules' parameters and gradients are whole, those of the others are not
-            gathered = min(gathered_bytes, parameters)
-            transient += gathered - gradients + gradients * widening // ranks + min(gathered, gradients)
-        parameters, gradients = parameters * widening // ranks, gradients * widening // ranks
-        state, step = state // ranks, step // ranks
+        dealt = _shared_out(phases, ranks, widening, gathered_bytes)
     elif options.shard_optimizer or options.narrow:
-        sharing = ranks if options.shard_optimizer else 1
-        masters = parameters * widening // sharing if options.narrow else 0
-        stepped = min(parameters, BUCKET_BYTES)
-        travelling = stepped + stepped // sharing if sharing > 1 or masters else 0
-        state, step = state // sharing, max(step // sharing + masters, travelling)  # masters have gradients too
-    peak = parameters + masters + state + max(transient, gradients + step)
-    return Estimate(parameters + masters, gradients, state, phases.activations_bytes, peak)
+        dealt = _stepped_in_shares(phases, ranks if options.shard_optimizer else 1, widening)
+    else:
+        dealt = phases
+    passing_bytes = max(dealt.backward_bytes, dealt.gradients_bytes + dealt.step_bytes)
+    return Estimate(
+        dealt.parameters_bytes,
+        dealt.gradients_bytes,
+        dealt.optimizer_bytes,
+        dealt.activations_bytes,
+        dealt.parameters_bytes + dealt.optimizer_bytes + passing_bytes,
+    )
+
+
+def _shared_out(phases: Phases, ranks: int, widening: int, gathered_bytes: int) -> Phases:
+    """Of what every rank has a share, as wide as the optimizer steps it; wholes are made while their modules run."""
+    gradients_bytes = phases.gradients_bytes * widening // ranks
+    backward_bytes = phases.backward_bytes
+    if ranks > 1:  # the gathered modules' parameters and gradients are whole, those of the others are not
+        whole_bytes = min(gathered_bytes, phases.parameters_bytes)
+        whole_gradients_bytes = min(whole_bytes, phases.gradients_bytes)
+        backward_bytes += whole_bytes + whole_gradients_bytes + gradients_bytes - phases.gradients_bytes
+    return replace(
+        phases,
+        parameters_bytes=phases.parameters_bytes * widening // ranks,
+        gradients_bytes=gradients_bytes,
+        optimizer_bytes=phases.optimizer_bytes * widening // ranks,
+        backward_bytes=backward_bytes,
+        step_bytes=phases.step_bytes * widening // ranks,
+    )
+
+
+def _stepped_in_shares(phases: Phases, sharing: int, widening: int) -> Phases:
+    """Parameters and gradients whole; of the optimizer's state and of masters, if they are narrow, a rank's share."""
+    masters_bytes = phases.parameters_bytes * widening // sharing if widening > 1 else 0
+    stepped_bytes = min(phases.parameters_bytes, BUCKET_BYTES)
+    travelling_bytes = stepped_bytes + stepped_bytes // sharing if sharing > 1 or masters_bytes else 0
+    step_bytes = phases.step_bytes * widening // sharing + masters_bytes  # masters have gradients too
+    return replace(
+        phases,
+        parameters_bytes=phases.parameters_bytes + masters_bytes,
+        optimizer_bytes=phases.optimizer_bytes * widening // sharing,
+        step_bytes=max(step_bytes, travelling_bytes),
+    )
 
 
 def count_phases(model: nn.Module, optimizer: Optimizer, sample: object, options: Memory, loss: Loss) -> Phases:
