@@ -5,7 +5,7 @@
 
 Per rank and step that is twice its distinct rows, whatever the number of ranks.
 
-Source: DESIGN idea 3; EmbRace (ICPP'22) for the all-to-all in place of an all-gather; Zen (OSDI'25, section 3.2) for
+Source: EmbRace (ICPP'22) for the all-to-all in place of an all-gather; Zen (OSDI'25, section 3.2) for
 owners that do not depend on the data.
 """
 
