@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import tulle
 from models import batches
 from ranks import on_ranks
+from tulle.engine import lookup_gradients
 from tulle.tables import ShardGradient
 
 TOLERANCE = 1e-12
@@ -44,6 +45,21 @@ def test_every_kind_of_lookup_gives_the_numbers_of_one_process(kind, placement):
             if kind != "weighted":
                 reference(ids)  # renormalizes the rows of all ranks
             assert torch.allclose(model(part), reference(part), rtol=1e-12, atol=1e-14)
+    assert worst(model, reference) < TOLERANCE
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["padding", "scale_grad_by_freq", "sum", "mean"])
+def test_gradients_that_are_added_up_by_runs_do_too(kind, monkeypatch):
+    """As those of thousands of lookups are."""
+    monkeypatch.setattr(lookup_gradients, "_MANY", 0)
+    mesh = tulle.init(data=-1)
+    reference, model = build(kind, 0), build(kind, 0)
+    theirs, ours = SGD(reference.parameters(), lr=0.5), SGD(model.parameters(), lr=0.5)
+    tulle.distribute(model, ours, mesh, plan="rows")
+    for ids in batches(5, 4 * mesh.size):
+        step(reference, [theirs], [reference(ids)])
+        step(model, [ours], [model(ids.chunk(mesh.size)[mesh.rank])])
     assert worst(model, reference) < TOLERANCE
 
 

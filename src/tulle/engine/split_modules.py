@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tulle.comm import eager
 from tulle.derived import derived
+from tulle.engine.lookup_gradients import pooled, taken
 from tulle.engine.split_tables import SplitTables
 from tulle.errors import ModelError
 from tulle.tables import ColumnSplit, Lookup, Split, TableModule, has_own_forward, split_of
@@ -41,7 +42,7 @@ class SplitEmbedding(_Parted, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up. Every rank must call it, each with its own ids."""
-        return _look_up(self.__dict__[_RUN_TIME], Lookup.of(self), input, F.embedding)
+        return _look_up(self.__dict__[_RUN_TIME], Lookup.of(self), input, taken)
 
 
 class SplitEmbeddingBag(_Parted, nn.EmbeddingBag):
@@ -50,7 +51,7 @@ class SplitEmbeddingBag(_Parted, nn.EmbeddingBag):
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Look up and pool. Every rank must call it, each with its own ids."""
         pool = partial(
-            F.embedding_bag,
+            pooled,
             offsets=offsets,
             mode=self.mode,
             per_sample_weights=per_sample_weights,
@@ -121,7 +122,8 @@ class _Reader:
             )
         if how.padding_idx is not None and how.padding_idx < 0:
             how = how._replace(padding_idx=how.padding_idx + self.shape[0])
-        return _look_up(self.tables, how, ids, partial(function, **options))
+        take = taken if function is F.embedding else pooled
+        return _look_up(self.tables, how, ids, partial(take, **options))
 
 
 @eager
