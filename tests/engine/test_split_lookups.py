@@ -49,9 +49,9 @@ def test_every_kind_of_lookup_gives_the_numbers_of_one_process(kind, placement):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["padding", "scale_grad_by_freq", "sum", "mean"])
+@pytest.mark.parametrize("kind", ["sum", "mean"])
 def test_gradients_that_are_added_up_by_runs_do_too(kind, monkeypatch):
-    """As those of thousands of lookups are."""
+    """As those of thousands of lookups in bags are."""
     monkeypatch.setattr(lookup_gradients, "_MANY", 0)
     mesh = tulle.init(data=-1)
     reference, model = build(kind, 0), build(kind, 0)

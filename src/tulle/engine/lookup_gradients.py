@@ -1,4 +1,4 @@
-"""`taken`, `pooled`: what lookups take of rows that were fetched; their gradients are added up by runs of equal rows.
+"""`pooled`: what bags take of rows that were fetched; the gradients of many are added up by runs of equal rows.
 
 torch adds the gradient of each lookup to its row, one after the other. To sort the lookups by their rows, and to sum
 what then lies side by side, takes half of that, or less; the sums are in the order of the lookups, as torch's are.
@@ -16,13 +16,6 @@ from tulle.rows import Merge
 
 _MANY = 4096
 """Of fewer lookups torch's own way is as fast."""
-
-
-def taken(positions: Tensor, rows: Tensor, *, padding_idx: int | None) -> Tensor:
-    """`F.embedding(positions, rows)`."""
-    if not _is_worth(positions, rows):
-        return F.embedding(positions, rows, padding_idx=padding_idx)
-    return cast("Tensor", _Taken.apply(rows, positions, padding_idx))
 
 
 def pooled(
@@ -53,20 +46,6 @@ def _is_worth(positions: Tensor, rows: Tensor) -> bool:
     """On a GPU the host would wait for how many rows are different."""
     is_trained = rows.requires_grad and torch.is_grad_enabled()
     return is_trained and positions.numel() >= _MANY and rows.device.type == "cpu"
-
-
-class _Taken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, positions: Tensor, padding: int | None) -> Tensor:
-        ctx.positions, ctx.padding, ctx.count = positions.reshape(-1), padding, len(rows)
-        return F.embedding(positions, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        [gradient] = gradients
-        merge = Merge.of(ctx.positions)
-        summed = merge.sum(gradient.reshape(len(ctx.positions), -1))
-        return _in_place(summed, merge.rows, ctx.count, ctx.padding), None, None
 
 
 class _Pooled(torch.autograd.Function):
@@ -100,7 +79,7 @@ class _Pooled(torch.autograd.Function):
             wide = wide / torch.bincount(bag_of, minlength=len(gradient)).clamp_(min=1).unsqueeze(1)
         merge = Merge.of(positions)
         summed = F.embedding_bag(bag_of[merge.order], wide.contiguous(), merge.starts, mode="sum").to(gradient.dtype)
-        return _in_place(summed, merge.rows, ctx.count, None), *[None] * 5
+        return _in_place(summed, merge.rows, ctx.count), *[None] * 5
 
 
 def _bag_of(positions: Tensor, offsets: Tensor | None, bags: int) -> Tensor:
@@ -111,9 +90,8 @@ def _bag_of(positions: Tensor, offsets: Tensor | None, bags: int) -> Tensor:
     return torch.arange(bags).repeat_interleave(ends - offsets[:bags].long())
 
 
-def _in_place(summed: Tensor, places: Tensor, count: int, padding: int | None) -> Tensor:
-    """`[count, width]`: sums at ascending places, zeros elsewhere and for a padding."""
-    whole = summed if len(summed) == count else summed.new_zeros(count, summed.shape[1]).index_copy_(0, places, summed)
-    if padding is not None:
-        whole[padding] = 0
-    return whole
+def _in_place(summed: Tensor, places: Tensor, count: int) -> Tensor:
+    """`[count, width]`: sums at ascending places, and zeros elsewhere."""
+    if len(summed) == count:
+        return summed
+    return summed.new_zeros(count, summed.shape[1]).index_copy_(0, places, summed)

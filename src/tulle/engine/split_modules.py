@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tulle.comm import eager
 from tulle.derived import derived
-from tulle.engine.lookup_gradients import pooled, taken
+from tulle.engine.lookup_gradients import pooled
 from tulle.engine.split_tables import SplitTables
 from tulle.errors import ModelError
 from tulle.tables import ColumnSplit, Lookup, Split, TableModule, has_own_forward, split_of
@@ -42,7 +42,7 @@ class SplitEmbedding(_Parted, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up. Every rank must call it, each with its own ids."""
-        return _look_up(self.__dict__[_RUN_TIME], Lookup.of(self), input, taken)
+        return _look_up(self.__dict__[_RUN_TIME], Lookup.of(self), input, F.embedding)
 
 
 class SplitEmbeddingBag(_Parted, nn.EmbeddingBag):
@@ -122,7 +122,7 @@ class _Reader:
             )
         if how.padding_idx is not None and how.padding_idx < 0:
             how = how._replace(padding_idx=how.padding_idx + self.shape[0])
-        take = taken if function is F.embedding else pooled
+        take = pooled if function is F.embedding_bag else function
         return _look_up(self.tables, how, ids, partial(take, **options))
 
 
