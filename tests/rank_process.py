@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gigabit import GIGABIT
+from tulle.engine import living
 from tulle.mesh import Axis
 
 COLLECTIVE_TIMEOUT_S = 20.0
@@ -91,6 +92,7 @@ def _settle() -> None:
     Else each takes longer than the one before, in the end half of the suite's time. What bodies made is passed over
     only if it outlives two of them: it would never be collected on this rank, and ranks count by what others let go.
     """
+    living._homes.clear()  # axes of process groups that are gone, kept for models on others
     gc.collect()  # the process group went after the last collection
     alive = {id(thing) for thing in gc.get_objects() if isinstance(thing, _MADE_BY_BODIES)}
     if alive <= _outlived:
