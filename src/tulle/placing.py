@@ -21,6 +21,7 @@ from tulle.parts import WHOSE
 from tulle.softmax import SoftmaxLayer
 from tulle.tables import (
     PLACEMENTS,
+    Lookup,
     Split,
     TableModule,
     guard_table,
@@ -206,7 +207,7 @@ def place(
                 parameter,
                 split,
                 is_sparse=name not in outputs and all(module.sparse for module in modules),
-                is_foreseeable=not any(module.max_norm or module.scale_grad_by_freq for module in modules),
+                is_foreseeable=not any(Lookup.of(module).goes_alone for module in modules),
             )
         )
     return placed

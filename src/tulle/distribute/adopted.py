@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from tulle.comm import eager
 from tulle.derived import Copied, derived, is_derived
 from tulle.distribute.axes import Axes
-from tulle.engine import ENGINE, DataParallel, adopt, engine_of
+from tulle.engine import ENGINE, DataParallel, SplitTables, adopt, engine_of
 from tulle.errors import MeshError, ModelError
 from tulle.mesh import Mesh
 from tulle.plan import Plan
@@ -156,30 +156,31 @@ def _refuse_hook(name: str, *_: object) -> NoReturn:
 # Functions of the model, not bound methods: a model that is copied takes its hooks along, but not its engine.
 @eager
 def _begin_forward(model: nn.Module, *_: object) -> None:
-    engine = engine_of(model)
-    if engine is not None and engine.split_tables is not None:
-        engine.split_tables.forwards += 1
+    if (tables := _split_tables_of(model)) is not None:
+        tables.forwards += 1
 
 
 @eager
 def _end_forward(model: nn.Module, *_: object) -> None:
-    engine = engine_of(model)
-    if engine is not None and engine.split_tables is not None:
-        engine.split_tables.forwards = max(0, engine.split_tables.forwards - 1)  # another's hook may have raised first
+    if (tables := _split_tables_of(model)) is not None:
+        tables.forwards = max(0, tables.forwards - 1)  # another's hook may have raised first
 
 
 @eager
 def _begin_call(model: nn.Module, arguments: tuple[object, ...], keywords: dict[str, object]) -> None:
-    engine = engine_of(model)
-    if engine is not None and engine.split_tables is not None and model.training and torch.is_grad_enabled():
-        engine.split_tables.begin_call((arguments, keywords))
+    if (tables := _split_tables_of(model)) is not None and model.training and torch.is_grad_enabled():
+        tables.begin_call((arguments, keywords))
 
 
 @eager
 def _end_call(model: nn.Module, *_: object) -> None:
+    if (tables := _split_tables_of(model)) is not None:
+        tables.end_call()
+
+
+def _split_tables_of(model: nn.Module) -> SplitTables | None:
     engine = engine_of(model)
-    if engine is not None and engine.split_tables is not None:
-        engine.split_tables.end_call()
+    return None if engine is None else engine.split_tables
 
 
 def _empty(kind: type[nn.Module]) -> nn.Module:

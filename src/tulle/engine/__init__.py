@@ -10,6 +10,7 @@ from tulle.engine.loops import is_looking_ahead, looking_ahead
 from tulle.engine.replicas import broadcast_tensors, check_alike
 from tulle.engine.split_modules import adopt
 from tulle.engine.split_table import SplitTable
+from tulle.engine.split_tables import SplitTables
 from tulle.engine.tables import TableSettings
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Feed",
     "Observation",
     "SplitTable",
+    "SplitTables",
     "TableSettings",
     "adopt",
     "average_by_hand",

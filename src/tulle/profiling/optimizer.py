@@ -92,9 +92,9 @@ def _measured(twin: Twin) -> _Work:
         sparse = {p: grad.coalesce() for p, grad in gradients.items() if grad.is_sparse}
         dense = {p: grad for p, grad in gradients.items() if p not in sparse}
         few = {p: _few_rows(grad) for p, grad in sparse.items()}
-        whole_s, as_given_s, few_s, dense_s = _seconds(
-            twin, optimizer, [dense | sparse, gradients, dense | few, dense] if sparse else [gradients] * 4
-        )
+        cases = [dense | sparse, gradients, dense | few, dense] if sparse else [gradients]
+        seconds = _seconds(twin, optimizer, cases)
+        whole_s, as_given_s, few_s, dense_s = seconds if sparse else seconds * 4
         work.whole_s += whole_s
         work.as_given_s += max(as_given_s, whole_s)  # which has rows to add up besides
         rows_bytes, kept_bytes = (sum(grad.values().nbytes for grad in some.values()) for some in (sparse, few))

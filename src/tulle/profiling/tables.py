@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -106,18 +106,18 @@ class _Watch(TorchFunctionMode):
         self.read: set[int] = set()
         """Tables, by identity, that something else reads than lookups and a softmax that can be split with them."""
         self._seen = seen
-        self._tables = list(table_modules(model))
-        self._is_sparse = {id(table): module.sparse for _, module, table in self._tables}
+        tables = list(table_modules(model))
+        self._is_sparse = {id(table): module.sparse for _, module, table in tables}
         self._softmaxes = [one for one in model.modules() if isinstance(one, SoftmaxLayer)]
         self._depth = 0
         """How many of these are being called."""
-        self._called: set[nn.Module] = set()
+        self._uncalled = {module: id(table) for _, module, table in tables if has_own_forward(module)}
         self._hooks: list[RemovableHandle] = []
 
     @property
     def unknown(self) -> set[int]:
         """Tables, by identity, of modules with a forward of their own that was not called: it may read all rows."""
-        return {id(t) for _, module, t in self._tables if has_own_forward(module) and module not in self._called}
+        return set(self._uncalled.values())
 
     def __enter__(self) -> Self:
         """Watch, and note which modules are being called."""
@@ -128,11 +128,14 @@ class _Watch(TorchFunctionMode):
 
             return note
 
+        def called(module: nn.Module, _: object) -> None:
+            self._uncalled.pop(cast("TableModule", module), None)
+
         for module in self._softmaxes:
             self._hooks.append(module.register_forward_pre_hook(deeper(1)))
             self._hooks.append(module.register_forward_hook(deeper(-1), always_call=True))
-        for _, module, _ in self._tables:
-            self._hooks.append(module.register_forward_pre_hook(lambda module, _: self._called.add(module)))
+        for module in self._uncalled:
+            self._hooks.append(module.register_forward_pre_hook(called))
         super().__enter__()
         return self
 

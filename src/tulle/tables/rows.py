@@ -5,8 +5,8 @@
 
 Per rank and step that is twice its distinct rows, whatever the number of ranks.
 
-Source: EmbRace (ICPP'22) for the all-to-all in place of an all-gather; Zen (OSDI'25, section 3.2) for
-owners that do not depend on the data.
+Source: EmbRace (ICPP'22) for the all-to-all in place of an all-gather; Zen (OSDI'25, section 3.2) for owners that do
+not depend on the data.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ class RowSplit:
         width: Its columns.
         axis: Whose ranks hold it.
 
-    Source: Zen (OSDI'25, section 3.2) for the data-independent partition; that it is a bijection, so
-    that owner and place are arithmetic, is our own (docs/design.md, 2026-11-21).
+    Source: Zen (OSDI'25, section 3.2) for the data-independent partition; that it is a bijection,
+    so that owner and place are arithmetic, is our own (docs/design.md, 2026-11-21).
     """
 
     name: str
