@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import on_device
 from gigabit import GIGABIT
 from tulle.engine import living
 from tulle.mesh import Axis
@@ -70,6 +71,8 @@ def stack_path(folder: Path, rank: int) -> Path:
 def serve(connection: Connection) -> None:
     """Run one assignment after the other, until the test session ends."""
     torch.set_num_threads(1)
+    if on_device.DEVICE:
+        on_device.begin()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the session, which then ends this process
     threading.Thread(target=_end_with_the_session, daemon=True).start()
     gc.freeze()  # what was imported stays, and the collection after each body need not look at it: see `_settle`
@@ -163,7 +166,7 @@ class _NoGroupError(Exception):
 def _join(assignment: Assignment) -> None:
     try:
         dist.init_process_group(
-            "gloo",
+            "nccl" if on_device.DEVICE else "gloo",
             store=dist.FileStore(f"{assignment.folder}/rendezvous", assignment.size),
             rank=assignment.rank,
             world_size=assignment.size,

@@ -7,6 +7,9 @@ time, most of it among the objects of these modules. They cost 3 s, so that a sh
 import importlib
 import os
 
+if os.environ.get("TULLE_EMULATED_GUARD"):
+    import emulated_cuda  # before torch
+
 import pytest
 from _pytest.assertion import install_importhook
 

@@ -1,12 +1,14 @@
 """One measurement on the ranks that torchrun started: two ways to train one model, in turn, as ratios of pairs.
 
-Ways: `plain` (no library), `ddp` (torch's DistributedDataParallel), `tulle`. With `--memory WAY` only that way is
+Ways: `plain` (no library), `ddp` (torch's DistributedDataParallel), `ddp-hook` (with `tulle.sync.ddp_hook`, as nccl sends no
+sparse gradients), `tulle`. On GPUs if there is one for each rank. With `--memory WAY` only that way is
 trained, and the peak memory of each rank is what is reported.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import resource
 import time
@@ -48,16 +50,19 @@ def main() -> None:
 def trainer(workload: Workload, way: str, mesh: tulle.Mesh) -> Callable[[], None]:
     """A function that trains one step in the given way."""
     torch.manual_seed(0)
-    model = workload.model()
+    model = workload.model().to(mesh.device)
     optimizer = SGD(model.parameters(), lr=1e-3)
     if way == "tulle":
         model, optimizer = tulle.distribute(model, optimizer, mesh)
-    elif way == "ddp":
+    elif way in ("ddp", "ddp-hook"):
         model = nn.parallel.DistributedDataParallel(model)
+        if way == "ddp-hook":
+            model.register_comm_hook(None, tulle.sync.ddp_hook)
     generator = torch.Generator().manual_seed(mesh.rank)
+    batches = itertools.cycle([workload.batch(generator).to(mesh.device) for _ in range(16)])
 
     def step() -> None:
-        model(workload.batch(generator)).backward()
+        model(next(batches)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -73,11 +78,11 @@ def paired(workload: Workload, ways: tuple[str, str], mesh: tulle.Mesh, rounds: 
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds):
         for way in ways if number % 2 else reversed(ways):
-            dist.barrier()
+            _wait_for_all(mesh)
             begin_s = time.perf_counter()
             for _ in range(steps):
                 step_of[way]()
-            dist.barrier()
+            _wait_for_all(mesh)
             seconds[way].append((time.perf_counter() - begin_s) / steps)
     first, second = (seconds[way] for way in ways)
     ratios = [one / other for one, other in zip(first, second, strict=True)]
@@ -85,12 +90,19 @@ def paired(workload: Workload, ways: tuple[str, str], mesh: tulle.Mesh, rounds: 
     return {
         "ways": list(ways),
         "ranks": mesh.size,
+        "device": torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
         "rounds": rounds,
         "steps_a_round": steps,
         "median_step_s": {way: median(times) for way, times in seconds.items()},
         "ratio": {"median": median(ratios), "lower_quartile": low, "upper_quartile": high},
         "ratios": ratios,
     }
+
+
+def _wait_for_all(mesh: tulle.Mesh) -> None:
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
 
 
 def memory(workload: Workload, way: str, mesh: tulle.Mesh) -> dict[str, object]:

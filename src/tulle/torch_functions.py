@@ -190,7 +190,11 @@ def at_places(places: Tensor, dim: int, given: Any, shape: Sequence[int]) -> Any
         >>> at_places(torch.tensor([1]), 0, (torch.tensor([5, 6]), 2), (2,))
         (tensor([6]), 2)
     """
-    return tree_map_only(Tensor, lambda one: one.index_select(dim, places) if one.shape == shape else one, given)
+
+    def held(one: Tensor) -> Tensor:
+        return one.index_select(dim, places.to(one.device)) if one.shape == shape else one
+
+    return tree_map_only(Tensor, held, given)
 
 
 def fits(tensor: Tensor, part: Tensor) -> bool:
