@@ -45,6 +45,8 @@ _ALL = {"parameters", "named_parameters", "state_dict"}
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 _NOTHING = {"PUSH_NULL", "PRECALL", "NOP", "CACHE", "EXTENDED_ARG", "COPY_FREE_VARS", "FOR_ITER"}
 """Names of instructions that leave what is known of the stack as it is."""
+_OF_COMPREHENSIONS = {"LOAD_FAST_AND_CLEAR", "SWAP", "BUILD_LIST", "BUILD_SET", "BUILD_MAP"}
+"""Between what one goes through and its variable, from Python 3.12 on, which has them in the method itself."""
 
 
 def read_past(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -153,7 +155,7 @@ def _chains_in(code: CodeType, aliases: dict[str, set[Chain]]) -> Iterator[Chain
     chains: set[Chain] = set()  # what is on top of the stack may be
     given_to = ""  # the function that is: getattr, or next, which takes the first only of all that there are
     is_named = False  # whether a constant has named a chain
-    instructions = (one for one in dis.get_instructions(code) if one.opname not in _NOTHING)
+    instructions = (one for one in dis.get_instructions(code) if not _does_nothing(one))
     for instruction, following in pairwise(instructions):  # the last one returns
         does, value = instruction.opname, instruction.argval
         was_named, is_named = is_named, does in ("LOAD_CONST", "LOAD_SMALL_INT")
@@ -177,6 +179,11 @@ def _chains_in(code: CodeType, aliases: dict[str, set[Chain]]) -> Iterator[Chain
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _chains_in(constant, aliases)
+
+
+def _does_nothing(instruction: dis.Instruction) -> bool:
+    does = instruction.opname
+    return does in _NOTHING or (does in _OF_COMPREHENSIONS and not (does.startswith("BUILD") and instruction.arg))
 
 
 def _extended(chains: set[Chain], name: str) -> set[Chain]:
