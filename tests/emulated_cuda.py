@@ -8,7 +8,7 @@ compiled; then call `install`. As on a GPU:
 - `emulated_streams` notes what kernels of each stream read and write: `races` lists what is not waited for, and memory
   that is given back while another stream still uses it; `syncs` lists what makes the host wait for the device.
 - A collective must be one that nccl can do, and runs on a stream of its own. It travels by gloo; `calls` lists those of
-  each communicator, which must be the same on all its ranks.
+  each communicator, which must be the same on all its ranks, and `order` the communicators in the order of all.
 
 It cannot show: kernels (which exist, how they round, how fast they are), nccl itself (deadlocks between communicators,
 failures), waits that C++ does (DistributedDataParallel, the autograd of several streams), CUDA graphs, compiled code,
@@ -32,9 +32,11 @@ from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["calls", "install", "races", "syncs"]
+__all__ = ["calls", "install", "order", "races", "syncs"]
 
 calls: dict[str, list[tuple[str, ...]]] = {}
+order: list[str] = []
+"""The communicators of all those, in the order in which they were begun."""
 _works: dict[Work, tuple[object, int]] = {}
 _nccl: set[str] = set()
 _random = torch.Generator().manual_seed(1)
@@ -234,6 +236,7 @@ def _collective(func: Any, args: Any, kwargs: dict[str, Any], flat: Any) -> Any:
     if not is_message:
         sizes = [] if "alltoall" in name else [f"{leaf.dtype} {leaf.numel()}" for leaf in ours]
         calls.setdefault(group.group_name, []).append((name, *sizes))
+        order.append(group.group_name)
     device, insides = _memory(ours[0]).device, {id(leaf): _inner(leaf) for leaf in ours}
     stream, outsides = (device.index, f"nccl {group.group_name}"), {id(insides[id(leaf)]): leaf for leaf in ours}
     schemas = zip(func._schema.arguments, args, strict=False)

@@ -125,7 +125,7 @@ if __name__ == "__main__":
     told["columns"] = train(mesh, "columns")
     told["late"] = train(mesh, tulle.Plan(mesh.shape, schedule="read"))
     told["memory"] = save_memory(mesh)
-    told["races"], told["calls"] = emulated.races, emulated.calls
+    told["races"], told["calls"], told["order"] = emulated.races, emulated.calls, emulated.order
     print(json.dumps(told))
     sys.stdout.flush()
     dist.barrier()

@@ -74,6 +74,12 @@ def test_ranks_call_the_collectives_of_a_communicator_in_one_order(told):
     assert first == other
 
 
+def test_ranks_begin_the_collectives_of_all_communicators_in_one_order(told):
+    """Else a kernel of one could wait for another rank, which waits for one of another communicator."""
+    first, other = (one["order"] for one in told)
+    assert first == other
+
+
 @pytest.mark.parametrize(("plan", "in_front", "beside"), [("replicas", 2, 14), ("rows", 6, 11), ("columns", 7, 9)])
 def test_the_host_waits_for_the_device_no_more_than_it_must(told, plan, in_front, beside):
     """In front of what is computed: see docs/design.md, 2026-11-23; beside it, in the background thread, for sizes."""

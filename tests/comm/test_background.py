@@ -11,7 +11,8 @@ import torch
 import tulle
 from ranks import on_ranks
 from tulle import comm
-from tulle.comm import BackgroundThread, Job, traffic
+from tulle.comm import BackgroundThread, Job, pause, traffic
+from tulle.comm import background as background_module
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
 from tulle.tables.split import RowSplit
@@ -155,6 +156,88 @@ def test_on_a_gpu_what_a_job_gives_is_waited_for_and_outlives_its_last_reader(mo
     assert job.result() is given
     assert ours.waited_for == [theirs]
     assert sorted(one.item() for one, stream in kept if stream is ours) == [0, 1, 2, 3]
+
+
+@pytest.fixture
+def in_turns(background):
+    """As on a GPU."""
+    background._turns = background_module._Turns()
+    return background
+
+
+def test_in_turns_work_is_done_when_it_is_submitted(in_turns):
+    seen: list[int] = []
+    for k in range(50):
+        job = in_turns.submit(lambda k=k: seen.append(k))
+        assert job._future.done()
+        assert seen[-1] == k
+    assert threading.get_ident() != in_turns.submit(threading.get_ident).result()
+
+
+def test_in_turns_a_job_that_takes_a_pause_goes_on_at_the_next_or_at_its_result(in_turns):
+    seen: list[str] = []
+
+    def work(name: str) -> str:
+        seen.append(f"{name} begins")
+        pause()
+        seen.append(f"{name} goes on")
+        pause()
+        seen.append(f"{name} ends")
+        return name
+
+    first = in_turns.submit(lambda: work("first"))
+    assert seen == ["first begins"]
+    second = in_turns.submit(lambda: work("second"))
+    assert seen == ["first begins", "first goes on", "first ends", "second begins"]
+    assert first.result() == "first"
+    assert seen[-1] == "second begins", "what is done need not go on"
+    assert second.result() == "second"
+    assert seen[-1] == "second ends"
+
+
+def test_in_turns_what_a_job_raises_after_a_pause_comes_out_at_its_result(in_turns):
+    def fall() -> None:
+        pause()
+        raise ValueError("fell")
+
+    fallen, next_one = in_turns.submit(fall), in_turns.submit(lambda: 7)
+    assert next_one.result() == 7
+    with pytest.raises(ValueError, match="fell"):
+        fallen.result()
+
+
+def test_in_turns_whoever_waits_is_told_of_time_that_passes(in_turns):
+    told: list[bool] = []
+    enough = threading.Event()
+
+    def meanwhile() -> None:
+        told.append(True)
+        if len(told) == 3:
+            enough.set()
+
+    def work() -> bool:
+        pause()
+        return enough.wait(SOON_S)
+
+    assert in_turns.submit(work).result(meanwhile=meanwhile, after_s=0.01)
+    assert len(told) >= 3
+
+
+def test_in_turns_a_thread_that_is_closed_in_a_pause_ends_its_job_and_may_be_given_new_ones(in_turns):
+    def work() -> int:
+        pause()
+        return 5
+
+    job, thread = in_turns.submit(work), in_turns._thread
+    in_turns.close()
+    assert not thread.is_alive()
+    assert job._future.result(0) == 5
+    assert in_turns.submit(lambda: 8).result() == 8
+
+
+def test_elsewhere_a_pause_does_nothing(background):
+    pause()
+    assert background.submit(lambda: pause() or 3).result() == 3
 
 
 def test_one_background_thread_does_not_wait_for_another():

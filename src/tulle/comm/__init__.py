@@ -1,11 +1,11 @@
 """Typed collectives that count bytes and messages, some with gradients; the network probe; the background thread."""
 
 from tulle.comm.agree import gather_values, raise_together
-from tulle.comm.background import BackgroundThread, Job, beside, used_here
+from tulle.comm.background import BackgroundThread, Job, beside, pause, used_here
 from tulle.comm.collectives import all_gather, all_reduce, barrier, broadcast
 from tulle.comm.differentiable import enter, exchange, gather, halo, leave, reduce_scatter, scatter
 from tulle.comm.eager import eager
-from tulle.comm.lane import alone, hosts_of, lane
+from tulle.comm.lane import alone, hosts_of, lane, on_host
 from tulle.comm.monitored_barrier import follow_steps, monitored_barrier
 from tulle.comm.number_of_all import number_of_all
 from tulle.comm.parts import all_gather_parts, all_to_all_parts, receive, send
@@ -44,6 +44,8 @@ __all__ = [
     "monitored_barrier",
     "now_s",
     "number_of_all",
+    "on_host",
+    "pause",
     "probe",
     "raise_together",
     "receive",

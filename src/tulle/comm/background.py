@@ -21,6 +21,8 @@ from tulle.mesh import Axis, will_wait
 T = TypeVar("T")
 _LEAVING_S = 1.0
 _threads: WeakSet[BackgroundThread] = WeakSet()
+_own = threading.local()
+"""On a thread of jobs that takes turns: these."""
 
 
 class BackgroundThread:
@@ -29,10 +31,14 @@ class BackgroundThread:
     Each job's collectives must be on process groups that nobody else uses, and all ranks must submit the same jobs
     in the same order.
 
-    On CUDA jobs run on a stream of their own. A job waits for what the submitting stream had been given before, and the
+    On CUDA nccl's kernels wait for the other ranks on the GPU, so that all ranks must begin those of all their process
+    groups in one order, and what two threads do beside each other has none. So they take turns there: `submit` returns
+    when the thread has done the job or is to `pause` in it, and it goes on at the next `submit` or `result`.
+
+    Jobs run on a stream of their own there. A job waits for what the submitting stream had been given before, and the
     stream that calls `result` waits for the job; the host waits for neither. A result may be dropped while a stream has
-    still to read it. Tensors that a job is given, and that nobody holds until its result is there, the job must pass
-    to `used_here`.
+    still to read it. Tensors that a job is given, and that nobody holds until its result is there, the job must pass to
+    `used_here`.
 
     Args:
         name: What its thread is called in a debugger.
@@ -43,31 +49,72 @@ class BackgroundThread:
         self._name = name
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        is_on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if is_on_gpu else None
+        self._turns = _Turns() if is_on_gpu else None
         _threads.add(self)
 
     def submit(self, work: Callable[[], T]) -> Job[T]:
         """Have some work done after all that was submitted before; call it from one thread at a time."""
         if self._thread is None:
             self._thread = will_wait(
-                threading.Thread(target=_deliver, args=(self._jobs,), name=self._name, daemon=True)
+                threading.Thread(target=_deliver, args=(self._jobs, self._turns), name=self._name, daemon=True)
             )
             self._thread.start()
             atexit.unregister(_close_all)
             atexit.register(_close_all)  # runs before what ends the process groups, which was registered earlier
-        job = Job(work, self._stream)
+        job = Job(work, self._stream, self._turns)
         self._jobs.put(job.run)
+        while self._turns is not None and not job.is_begun:  # those before it are done first
+            self._turns.give()
         return job
 
     def close(self) -> None:
         """Let the thread end once it has done what it was given; wait a moment for that."""
         if self._thread is not None:
-            self._jobs.put(None)
+            self._end()
             self._thread.join(_LEAVING_S)
             self._thread = None
 
     def __del__(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self._jobs.put(None)
+        if self._turns is not None:
+            self._turns.give_up()
+
+
+class _Turns:
+    """Those of two threads of which one runs at a time: the one that does jobs, and whoever has them done."""
+
+    def __init__(self) -> None:
+        self._of_jobs, self._of_others = threading.Semaphore(0), threading.Semaphore(0)
+
+    def give(self, meanwhile: Callable[[], None] | None = None, after_s: float | None = None) -> None:
+        """Have the thread of jobs go on until it takes a pause or has nothing to do.
+
+        Args:
+            meanwhile: Called each time so many seconds have passed.
+            after_s: These.
+        """
+        self._of_jobs.release()
+        while not self._of_others.acquire(timeout=after_s if meanwhile else None):
+            assert meanwhile is not None, "else it is waited for without end"
+            meanwhile()
+
+    def give_up(self) -> None:
+        """Have the thread of jobs go on, and do not come back."""
+        self._of_jobs.release()
+
+    def take(self) -> None:
+        """What the thread of jobs begins with."""
+        self._of_jobs.acquire()
+
+    def give_back(self) -> None:
+        """What the thread of jobs does at a pause, and when there is nothing to do."""
+        self._of_others.release()
+        self._of_jobs.acquire()
 
 
 class Job(Generic[T]):
@@ -76,7 +123,11 @@ class Job(Generic[T]):
     Whoever submits work must call `result`: what the work raises is raised there, and nowhere else.
     """
 
-    def __init__(self, work: Callable[[], T], stream: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self, work: Callable[[], T], stream: torch.cuda.Stream | None = None, turns: _Turns | None = None
+    ) -> None:
+        self.is_begun = False
+        self._turns = turns
         self._work: Callable[[], T] | None = work
         self._future: Future[T] = Future()
         self._stream = stream
@@ -85,7 +136,7 @@ class Job(Generic[T]):
     def run(self) -> None:
         """Do the work; what it raises is raised by `result`."""
         assert self._work is not None, "a job is run once"
-        traffic.is_background.flag = True
+        self.is_begun = True
         try:
             if self._stream is None or self._given is None:
                 result = self._work()
@@ -109,6 +160,8 @@ class Job(Generic[T]):
         """
         begin_s = now_s()
         try:
+            while self._turns is not None and not self._future.done():
+                self._turns.give(meanwhile, after_s)
             while meanwhile is not None and not self._is_done(after_s):
                 meanwhile()
             result = self._future.result()
@@ -126,6 +179,16 @@ class Job(Generic[T]):
         except TimeoutError:
             return False
         return True
+
+
+def pause() -> None:
+    """In a job, before the host reads what other ranks send: on CUDA whoever submitted it goes on meanwhile.
+
+    All ranks must call it at the same places. Elsewhere it does nothing.
+    """
+    turns: _Turns | None = getattr(_own, "turns", None)
+    if turns is not None:
+        turns.give_back()
 
 
 @contextmanager
@@ -168,11 +231,21 @@ def _tensors_in(value: object) -> Iterator[Tensor]:
         yield from _tensors_in([getattr(value, field.name) for field in fields(value)])
 
 
-def _deliver(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+def _deliver(jobs: SimpleQueue[Callable[[], None] | None], turns: _Turns | None) -> None:
     # A function and not a method, so that the thread does not keep its `BackgroundThread` alive.
-    while (run := jobs.get()) is not None:
+    traffic.is_background.flag = True
+    if turns is not None:
+        _own.turns = turns
+        turns.take()
+    while (run := _next(jobs, turns)) is not None:
         run()
         del run
+
+
+def _next(jobs: SimpleQueue[Callable[[], None] | None], turns: _Turns | None) -> Callable[[], None] | None:
+    while turns is not None and jobs.empty():
+        turns.give_back()
+    return jobs.get()
 
 
 def _close_all() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 
 from tulle.comm.pending import Exchange, translated
@@ -27,6 +28,20 @@ def lane(axis: Axis, purpose: str) -> Axis:
     return axis.lanes[purpose]
 
 
+def on_host(axis: Axis, purpose: str) -> Axis:
+    """As `lane`, for numbers that are on the host, whatever the axis computes on: by gloo. Every rank must call it.
+
+    For a thread beside training: what two threads begin on a GPU has no order that all ranks share, as nccl wants it.
+    """
+    if axis.size == 1 or axis.device.type == "cpu":
+        return lane(axis, purpose)
+    key = f"{purpose}, on hosts"
+    if key not in axis.lanes:
+        group = _group(axis, key, axis.ranks, backend="gloo")
+        axis.lanes[key] = replace(axis, group=group, device=torch.device("cpu"), lanes={}, measured=[], kept={})
+    return axis.lanes[key]
+
+
 def _part(axis: Axis, purpose: str, members: Sequence[int]) -> Axis:
     """Some ranks of an axis as an axis of their own, made once. Every one of them must call it, with the same members.
 
@@ -46,9 +61,9 @@ def _part(axis: Axis, purpose: str, members: Sequence[int]) -> Axis:
     return axis.lanes[key]
 
 
-def _group(axis: Axis, purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+def _group(axis: Axis, purpose: str, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
     with translated(Exchange("connecting", axis, purpose, 0, 0)):
-        return new_group(ranks, axis.timeout_s, purpose=f"{axis.name}, {purpose}")
+        return new_group(ranks, axis.timeout_s, purpose=f"{axis.name}, {purpose}", backend=backend)
 
 
 def alone(axis: Axis) -> Axis:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tulle.comm import Deferred, all_gather, all_gather_parts
+from tulle.comm import Deferred, all_gather, all_gather_parts, pause
 from tulle.cost import Characteristics, Cost, Network, exchange_cost
 from tulle.mesh import Axis
 from tulle.sync.table import Table
@@ -65,6 +65,7 @@ def gather_numbers(
 
     def finish() -> list[Tensor]:
         messages = gathered.wait().split(lengths)
+        pause()  # of what they are made next the host asks how many it is
         return [
             unpack(message, count, places, table.index_dtype) for message, count in zip(messages, counts, strict=True)
         ]

@@ -18,7 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from tulle.comm import Deferred, all_gather
+from tulle.comm import Deferred, all_gather, pause
 from tulle.comm import all_reduce as reduce_dense
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
@@ -62,7 +62,13 @@ def announce_counts(counts: Sequence[int], axis: Axis) -> Deferred[list[list[int
     """
     mine = torch.tensor(counts, dtype=torch.int64)
     gathered = all_gather(mine.to(axis.device, non_blocking=True), axis, label=COUNTS)
-    return Deferred(lambda: gathered.wait().tolist())
+
+    def finish() -> list[list[int]]:
+        came = gathered.wait()
+        pause()
+        return came.tolist()
+
+    return Deferred(finish)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

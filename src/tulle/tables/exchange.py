@@ -15,7 +15,7 @@ from torch import Tensor
 
 import tulle.tables.columns as columns
 import tulle.tables.rows as rows
-from tulle.comm import all_to_all_parts, traffic, used_here
+from tulle.comm import all_to_all_parts, pause, traffic, used_here
 from tulle.errors import CommunicationError, DataError, ModelError
 from tulle.mesh import Axis
 from tulle.tables.blocks import exchange_blocks
@@ -98,7 +98,7 @@ def tell(requests: Sequence[Request], axis: Axis) -> list[Route]:
     served, wanted = (heard.split(tables, dim=1) for heard in told.chunk(2, dim=1))
     most_rows = [int(by_rank.sum(1).max()) for by_rank in wanted]
     numbers = [[part.to(axis.device).view(-1, 1) for part in one.told] for one in requests]
-    shapes = [[(rows, 1) for rows in of_bundle.sum(1).tolist()] for of_bundle in served]
+    shapes = [[(count, 1) for count in of_bundle.sum(1).tolist()] for of_bundle in served]
     number_bytes = [most * parts[0].itemsize for most, parts in zip(most_rows, numbers, strict=True)]
     heard = exchange_blocks(numbers, shapes, axis, rows=rows_told, most_bytes=number_bytes).wait()
     return [
@@ -176,6 +176,7 @@ def _exchange_counts(parts: Sequence[Tensor], axis: Axis, label: str | Mapping[s
     lengths = [len(parts[0])] * axis.size
     most_bytes = axis.size * parts[0].nbytes
     came = all_to_all_parts(parts, lengths, axis, label=label, most_bytes=most_bytes).wait()
+    pause()
     return came.view(axis.size, -1).cpu()  # the host reads it more than once: a GPU is waited for once
 
 
