@@ -1,5 +1,6 @@
 """The promise that rows are dealt evenly, whatever the ids look like: Zen's theorem 2 (OSDI'25, section 3.2)."""
 
+import itertools
 import math
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tulle import partition
 from tulle.partition import Contiguous, Hashed, Partition, share
 from tulle.presence import presence_like
 
@@ -90,6 +92,20 @@ def test_rows_of_tables_of_any_size_are_found_where_they_were_placed(kind, num_r
     assert place.max() < partition.places
     found = torch.stack([partition.rows(int(rank), one) for rank, one in zip(owner, place, strict=True)])
     assert torch.equal(found, rows)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_what_a_gpu_keeps_of_all_rows_deals_them_as_arithmetic_does(ranks, monkeypatch):
+    partitions = [Hashed(num_rows, ranks) for num_rows in (50, 1000, 1)]
+    tables = torch.randint(3, (200,), generator=torch.Generator().manual_seed(0))
+    rows = torch.tensor([one.num_rows for one in partitions])[tables] - 1 - tables
+    rows.clamp_(min=0)
+    expected = [Hashed.place_in(rows, tables, partitions), partitions[1].place(rows)]
+    monkeypatch.setattr(partition, "_is_kept", lambda rows, num_rows: True)
+    kept = [Hashed.place_in(rows, tables, partitions), partitions[1].place(rows)]
+    for ours, theirs in zip(itertools.chain(*kept), itertools.chain(*expected), strict=True):
+        assert torch.equal(ours, theirs)
+        assert ours.dtype == theirs.dtype
 
 
 @pytest.mark.parametrize("ranks", RANKS)

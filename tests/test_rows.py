@@ -8,6 +8,7 @@ from torch import nn
 
 import tulle
 from tulle.errors import GradientError
+from tulle.rows import Merge
 
 NUM_ROWS = 7
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -46,6 +47,18 @@ def test_coalesced_rows_are_sorted_and_distinct_and_stand_for_the_same_matrix(
     torch.testing.assert_close(rows.to_dense(), reference, rtol=0, atol=0)
     torch.testing.assert_close(rows.to_sparse_coo().to_dense(), reference, rtol=0, atol=0)
     assert rows.density == coalesced.density == len(set(indices)) / NUM_ROWS
+
+
+@given(
+    indices=st.lists(st.integers(0, NUM_ROWS - 1), min_size=1, max_size=60),
+    length=st.integers(1, 9),
+    strided=st.booleans(),
+)
+def test_runs_that_are_summed_in_pieces_as_on_a_gpu_have_the_same_sums(indices, length, strided):
+    rows = make(indices, 3, strided=strided)
+    merge = Merge.of(rows.indices)
+    expected = merge.sum(rows.values.double())
+    torch.testing.assert_close(merge._sum_of_pieces(rows.values.double(), length), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def _kernels(size: Size, device: torch.device) -> list[Kernel]:
     row_bytes, number_bytes = size.width * 4, 8
     return [
         ("sort row numbers (coalesce)", 2 * size.tokens * number_bytes, lambda: Merge.of(ids[0])),
-        ("sum rows (coalesce)", (size.tokens + len(merge.rows)) * row_bytes, lambda: merge.sum(values)),
+        ("sum rows (coalesce)", (size.tokens + len(merge.rows)) * row_bytes, lambda: merge.sum(values, are_long=True)),
         ("deal rows to owners (partition)", 3 * len(held[0]) * number_bytes, lambda: partition.place(held[0])),
         ("settle what all ranks hold", 6 * len(together.order) * number_bytes, lambda: Holdings.of(held)),
         (
@@ -100,7 +100,7 @@ def _busy_seconds(work: Callable[[], object]) -> float:
         for _ in range(REPEATS):
             work()
         torch.cuda.synchronize()
-    on_gpu = [event for event in profile.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    on_gpu = [event for event in profile.key_averages() if event.device_type.name == "CUDA"]
     return sum(event.self_device_time_total for event in on_gpu) / REPEATS / 1e6
 
 

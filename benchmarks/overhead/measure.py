@@ -1,8 +1,8 @@
 """One measurement on the ranks that torchrun started: two ways to train one model, in turn, as ratios of pairs.
 
-Ways: `plain` (no library), `ddp` (torch's DistributedDataParallel), `ddp-hook` (with `tulle.sync.ddp_hook`, as nccl sends no
-sparse gradients), `tulle`. On GPUs if there is one for each rank. With `--memory WAY` only that way is
-trained, and the peak memory of each rank is what is reported.
+Ways: `plain` (no library), `ddp` (torch's DistributedDataParallel), `ddp-hook` (with `tulle.sync.ddp_hook`: nccl sends
+no sparse gradients), `tulle`. On GPUs if there is one for each rank. With `--memory WAY` only that way is trained, and
+the peak memory of each rank is what is reported.
 """
 
 from __future__ import annotations

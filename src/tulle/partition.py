@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
@@ -19,6 +20,8 @@ _MULTIPLIERS = (0x2C1B3C6D, 0x297A2D39)
 _HALF = 0x7FFFFFFF
 _ROUND_KEYS = (0x1B873593, 0x3C6EF372, 0x5BE0CD19, 0x1F83D9AB)
 _SHARING_KEY = 0x2545F491
+_KEPT_ROWS = 1 << 24
+"""On a GPU what all rows of a table are mixed to is kept up to so many: 64 MiB."""
 
 
 def order_by_owner(owner: Tensor) -> Tensor:
@@ -102,9 +105,12 @@ class Hashed:
         """As `place`, for rows of several tables at once: row i by `partitions[tables[i]]`, all of as many ranks."""
         if len(partitions) == 1:
             return partitions[0].place(rows)
+        sizes = tuple(one.num_rows for one in partitions)
+        if _is_kept(rows, sum(sizes)):
+            mixed, firsts = _mixed_rows(sizes, rows.device)
+            return _dealt(mixed[firsts[tables] + rows], partitions[0].ranks)
         firsts, seconds = torch.tensor([one.sides for one in partitions], device=rows.device)[tables].unbind(1)
-        mixed = _mix(rows.long(), (firsts, seconds))
-        return mixed % partitions[0].ranks, mixed // partitions[0].ranks
+        return _dealt(_mix(rows.long(), (firsts, seconds)), partitions[0].ranks)
 
     @property
     def places(self) -> int:
@@ -113,8 +119,9 @@ class Hashed:
 
     def place(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Owner, and place at that owner, of each row: two int64 tensors of the shape of `rows`."""
-        mixed = _mix(rows.long(), self.sides)
-        return mixed % self.ranks, mixed // self.ranks
+        is_kept = _is_kept(rows, self.num_rows)
+        mixed = _mixed_rows((self.num_rows,), rows.device)[0][rows] if is_kept else _mix(rows.long(), self.sides)
+        return _dealt(mixed, self.ranks)
 
     def rows(self, owner: int, places: Tensor) -> Tensor:
         """The rows that lie at these places of an owner, int64; of an empty place some number that says nothing."""
@@ -136,6 +143,30 @@ class Hashed:
 
 
 Partition = Contiguous | Hashed
+
+
+def _dealt(mixed: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+    """Owner, and place at that owner, of rows that are mixed: int64."""
+    mixed = mixed.long()
+    return mixed % ranks, mixed // ranks
+
+
+def _is_kept(rows: Tensor, num_rows: int) -> bool:
+    return rows.is_cuda and num_rows <= _KEPT_ROWS
+
+
+@cache
+def _mixed_rows(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """All rows of some tables, mixed, table after table, and where each table begins there, on a device.
+
+    A GPU spends longer on beginning the sixty operations of `_mix` than on doing them. Kept until the process ends, by
+    whatever stream they are used.
+    """
+    mixed = torch.cat([_mix(torch.arange(size, device=device), Hashed(size, 1).sides).int() for size in sizes])
+    firsts = torch.tensor([sum(sizes[:table]) for table in range(len(sizes))], device=device)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return mixed, firsts
 
 
 def _mix(rows: Tensor, sides: tuple[int, int] | tuple[Tensor, Tensor]) -> Tensor:

@@ -120,7 +120,7 @@ class RowSparse:
         if self.is_coalesced:
             return self
         merge = Merge.of(self.indices)
-        return RowSparse.trusted(merge.rows, merge.sum(self.values), self.num_rows, is_coalesced=True)
+        return RowSparse.trusted(merge.rows, merge.sum(self.values, are_long=True), self.num_rows, is_coalesced=True)
 
     def scaled(self, factor: float) -> RowSparse:
         """The same rows with values times `factor`."""
@@ -154,6 +154,10 @@ class RowSparse:
         )
 
 
+_PIECE = 128
+"""Rows that one thread of a GPU adds up; from its square on they are summed in pieces."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Merge:
     """How rows of equal numbers add up: found from the numbers alone, used once their values are there.
@@ -181,18 +185,35 @@ class Merge:
         run.index_fill_(0, self.starts, 1)
         return run.cumsum(0) - 1
 
-    def sum(self, values: Tensor) -> Tensor:
+    def sum(self, values: Tensor, *, are_long: bool = False) -> Tensor:
         """`[stored, width]` values to `[rows, width]` sums, each in the order in which its rows were given.
 
         Half-precision values are summed in float32.
+
+        Args:
+            values: Of the stored rows.
+            are_long: Whether a row may be stored very often, as words are looked up: a GPU sums such runs in pieces.
         """
         if len(self.rows) == len(self.order):
             return values.index_select(0, self.order)
         is_half = values.dtype in (torch.float16, torch.bfloat16)
-        summed = F.embedding_bag(
-            self.order, values.float() if is_half else values.contiguous(), self.starts, mode="sum"
-        )
-        return summed.to(values.dtype)
+        wide = values.float() if is_half else values.contiguous()
+        if are_long and values.is_cuda and len(self.order) >= _PIECE * _PIECE:
+            return self._sum_of_pieces(wide, _PIECE).to(values.dtype)
+        return F.embedding_bag(self.order, wide, self.starts, mode="sum").to(values.dtype)
+
+    def _sum_of_pieces(self, values: Tensor, length: int) -> Tensor:
+        """As `sum`, in two passes: a GPU adds up a run in one thread a column, and all wait for the longest.
+
+        Pieces begin with each run and at each multiple of `length`; where both are at one place, one piece is empty.
+        """
+        cuts = torch.arange(0, len(self.order), length, device=self.order.device)
+        firsts = torch.arange(len(self.starts), device=self.order.device) + (self.starts + (length - 1)) // length
+        others = torch.arange(len(cuts), device=self.order.device) + torch.searchsorted(self.starts, cuts, right=True)
+        pieces = torch.empty(len(self.starts) + len(cuts), dtype=torch.int64, device=self.order.device)
+        pieces.scatter_(0, firsts, self.starts).scatter_(0, others, cuts)
+        sums = F.embedding_bag(self.order, values, pieces, mode="sum")
+        return F.embedding_bag(torch.arange(len(pieces), device=pieces.device), sums, firsts, mode="sum")
 
 
 def occurrences(numbers: Tensor, size: int) -> Tensor:

@@ -53,7 +53,7 @@ class Foreseen:
         """Coalesce a gradient, without another sort where it comes as the ids were looked up."""
         if gradient.is_coalesced or not self._stores_ids_of(gradient):
             return gradient.coalesce()
-        values = self.merge.sum(gradient.values)
+        values = self.merge.sum(gradient.values, are_long=True)
         return RowSparse.trusted(self.rows, values, gradient.num_rows, is_coalesced=True)
 
     def is_of(self, gradient: RowSparse) -> bool:

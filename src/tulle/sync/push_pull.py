@@ -30,7 +30,7 @@ from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, w
 from tulle.mesh import Axis
 from tulle.partition import Contiguous, Partition, order_by_owner
 from tulle.presence import Dealt
-from tulle.rows import Merge, inverse
+from tulle.rows import Merge, inverse, occurrences
 from tulle.sync.numbers import gather_numbers, numbers_bytes, numbers_cost, tell_count, told_bytes
 from tulle.sync.table import Table
 
@@ -72,7 +72,7 @@ class Holdings:
         rows, runs, holders = torch.unique_consecutive(in_order, return_inverse=True, return_counts=True)
         places = torch.empty_like(runs)
         places.scatter_(0, order, runs)
-        lengths = torch.tensor([len(part) for part in held], device=rows.device)
+        lengths = torch.tensor([len(part) for part in held]).to(rows.device, non_blocking=True)
         ranks = torch.repeat_interleave(torch.arange(len(held), device=rows.device), lengths, output_size=len(order))
         return Holdings(rows, order, holders.cumsum(0) - holders, holders, places, ranks)
 
@@ -176,15 +176,17 @@ def settle(held: Sequence[Tensor], table: Table, axis: Axis, owners: Owners, *, 
     owner_of_held = owner.index_select(0, all_held.places)
     mine = owner_of_held.split([len(part) for part in held])[axis.rank]
     to_me = owner_of_held == axis.rank
+    counted = [occurrences(of_rows, axis.size) for of_rows in (mine, all_held.ranks[to_me], owner)]
+    leaving, coming, owned = torch.stack(counted).tolist()  # one wait for a GPU in place of three
     return Route(
         table,
         axis,
         order=None if is_ordered else order_by_owner(mine),
-        leaving=torch.bincount(mine, minlength=axis.size).tolist(),
-        coming=torch.bincount(all_held.ranks[to_me], minlength=axis.size).tolist(),
+        leaving=leaving,
+        coming=coming,
         most_rows=max(map(len, held)),
         merge=Merge.of(all_held.places[to_me]),
-        owned=torch.bincount(owner, minlength=axis.size).tolist(),
+        owned=owned,
         rows=all_held.rows,
         places=None if is_ordered else order_by_owner(owner),
     )
@@ -206,7 +208,7 @@ def _route_by_owners(indices: Tensor, table: Table, axis: Axis, partition: Parti
     owner, place = partition.place(indices)
     is_ordered = _is_ordered(partition)
     order = None if is_ordered else order_by_owner(owner)
-    matrix = all_gather(torch.bincount(owner, minlength=axis.size), axis, label=table.label)
+    matrix = all_gather(occurrences(owner, axis.size), axis, label=table.label)
 
     def finish() -> Route:
         sizes: list[list[int]] = matrix.wait().tolist()
