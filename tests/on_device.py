@@ -1,13 +1,16 @@
-"""Bodies of warm teams on GPUs over nccl, in place of CPUs over gloo: `TULLE_TEST_DEVICE=cuda pytest`, where one has some.
+"""Bodies of warm teams on a GPU over nccl, in place of CPUs over gloo: `TULLE_TEST_DEVICE=cuda pytest tests/engine`.
 
-Ranks share GPUs if there are fewer of them: each says that it is on a host of its own, and nccl, which refuses two ranks of
-a host on one GPU, goes by sockets. What a body makes is on the GPU if it does not say where; what the library makes is not,
-so that a device that it forgot is found. `TULLE_TEST_DEVICE=emulated` goes by `emulated_cuda`.
+Ranks share the GPU: each says that it is on a host of its own, so that nccl, which refuses two ranks of a host on one
+GPU, goes by sockets. What a body makes is on the GPU if it does not say where; what the library makes is not, so that a
+device that it forgot is found. Bodies that say that they are on the CPU, or count what only a CPU does, fail.
+
+`TULLE_TEST_DEVICE=emulated`, with `TULLE_EMULATED_GUARD`, goes by `emulated_cuda`.
 """
 
 import os
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -38,9 +41,15 @@ class _Generator(torch.Generator):
 
 def _called_by_a_test(depth: int) -> bool:
     frame = sys._getframe(depth)
-    while frame is not None and frame.f_code.co_filename.startswith((TORCH, "<")):
+    while frame is not None and (frame.f_code.co_filename.startswith((TORCH, "<")) or _is_passed_by(frame)):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(HERE)
+
+
+def _is_passed_by(frame: FrameType) -> bool:
+    """Who moves a model to the GPU moves the library's layers in it, too; and what watches a call does not make it."""
+    name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+    return name == "__torch_function__" or (name == "__init__" and isinstance(owner, torch.nn.Module))
 
 
 def begin() -> None:

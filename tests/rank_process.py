@@ -171,6 +171,7 @@ def _join(assignment: Assignment) -> None:
             rank=assignment.rank,
             world_size=assignment.size,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+            device_id=torch.device("cuda", torch.cuda.current_device()) if on_device.DEVICE else None,
         )
     except Exception as error:
         raise _NoGroupError(f"rank {assignment.rank} could not join the others") from error

@@ -8,7 +8,7 @@ import importlib
 import os
 
 if os.environ.get("TULLE_EMULATED_GUARD"):
-    import emulated_cuda  # before torch
+    importlib.import_module("emulated_cuda")  # before torch
 
 import pytest
 from _pytest.assertion import install_importhook

@@ -126,7 +126,7 @@ class _Part(Tensor):
         """What a function gave, if nobody need look at it; one number of all is that of the whole."""
         whole: Whole = getattr(self, _WHOLE)
         if isinstance(result, bool) and name_of(func) in ALIKE:
-            return bool(whole.over(torch.tensor(float(result)), "min"))
+            return bool(whole.over(torch.tensor(float(result), device=self.device), "min"))
         for one in result if isinstance(result, tuple | list) else ():
             self._checked(func, one, args, keywords)
         if not isinstance(result, Tensor) or type(result) in _KINDS or name_of(func) in PLAIN:

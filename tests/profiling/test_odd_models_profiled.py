@@ -234,7 +234,7 @@ def test_a_sparse_optimizer_of_a_model_without_memory_is_tried_with_sparse_gradi
     with tulle.deferred_init():
         model = nn.Sequential(nn.EmbeddingBag(20, 4, sparse=True), nn.Linear(4, 1))
     optimizers = [torch.optim.SparseAdam([model[0].weight]), torch.optim.Adam(model[1].parameters())]
-    assert tried(optimizers).state_share == pytest.approx(2.0)
+    assert tried(optimizers, torch.device("cpu")).state_share == pytest.approx(2.0)
 
 
 class Switches(nn.Module):

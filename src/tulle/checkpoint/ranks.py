@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from tulle.comm import gather_values, lane, monitored_barrier, raise_together
+from tulle.comm import gather_values, monitored_barrier, on_host, raise_together
 from tulle.distribute.adopted import axes_of
 from tulle.distribute.axes import SAVING
 from tulle.engine import engine_of
@@ -51,7 +51,7 @@ class Ranks:
 
     def apart(self) -> Ranks:
         """The same on a process group of their own, for a thread beside training. All must call it."""
-        return Ranks(lane(self._axis, SAVING)) if self._axis else self
+        return Ranks(on_host(self._axis, SAVING)) if self._axis else self
 
     def meet(self, what: str) -> None:
         """Wait until all are here, and say whom this one waits for. All must call it.

@@ -110,7 +110,7 @@ def save(
     staged = [Staged(placed) for placed in state.tensors]
     copied = copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.detach, run))  # what has a graph has no deep copy
     writing = partial(_write, folder, staged, state.names, copied)
-    future = _background.submit(_behind, writing, ranks.apart())
+    future = _background.submit(_behind, writing, ranks.apart(), ranks.device)
     future.add_done_callback(_log_failure)
     _under_way.append(future)
     return future
@@ -143,10 +143,10 @@ def _turn(folder: Folder, ranks: Ranks) -> AbstractContextManager[None]:
     return folder.turn() if ranks.are_one else nullcontext()
 
 
-def _behind(writing: Callable[[Ranks], None], ranks: Ranks) -> None:
+def _behind(writing: Callable[[Ranks], None], ranks: Ranks, device: torch.device) -> None:
     traffic.is_background.flag = True
-    if ranks.device.type == "cuda":
-        torch.cuda.set_device(ranks.device)  # a thread begins with the first
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a thread begins with the first
     writing(ranks)
 
 

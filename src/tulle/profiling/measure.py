@@ -255,7 +255,7 @@ def _without_memory(
         )
         for piece, reads in zip(timed_pieces, pieces.reads, strict=True)
     )
-    optimizer = together(lambda: tried(optimizers), model, samples[0], axis)
+    optimizer = together(lambda: tried(optimizers, axis.device), model, samples[0], axis)
     parameters_bytes = sum(parameter.nbytes for parameter in model.parameters())
     step_s = sum(piece.time_s for piece in timed_pieces) + optimizer.step_s_per_byte * parameters_bytes
     found = Profile(

@@ -70,18 +70,25 @@ def optimizer_profile(twin: Twin, step_s: float) -> OptimizerProfile:
     )
 
 
-def tried(optimizers: Sequence[Optimizer]) -> OptimizerProfile:
-    """The same of optimizers whose parameters have no memory: others of their classes step a small parameter."""
-    parameter = nn.Parameter(torch.zeros(_TRIAL_ROWS, _TRIAL_WIDTH))
+def tried(optimizers: Sequence[Optimizer], device: torch.device) -> OptimizerProfile:
+    """The same of optimizers whose parameters have no memory: others of their classes step a small one on a device."""
+    parameter = nn.Parameter(torch.zeros(_TRIAL_ROWS, _TRIAL_WIDTH, device=device))
     optimizer, ones = _another(optimizers[0], parameter), torch.ones_like(parameter)
     seconds: list[float] = []
     for _ in range(_REPEATS + 1):
         parameter.grad = ones.to_sparse(1) if isinstance(optimizer, torch.optim.SparseAdam) else ones
+        _wait_for(device)
         begin_s = now_s()
         optimizer.step()
+        _wait_for(device)
         seconds.append(now_s() - begin_s)
     share = _state_share([optimizer])
     return OptimizerProfile(share, min(seconds) / parameter.nbytes, _moves_untouched_rows(optimizers[0]))
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _measured(twin: Twin) -> _Work:

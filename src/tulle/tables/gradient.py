@@ -183,7 +183,8 @@ def _made(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, 
     if not parts or name in PLAIN or (name in LIKE and not isinstance(args[0], ShardGradient)):
         return result
     if isinstance(result, bool) and name in ALIKE:
-        return bool(_together(parts[0].axes, None).over(torch.tensor(float(result)), "min"))
+        mine = torch.tensor(float(result), device=parts[0].device)
+        return bool(_together(parts[0].axes, None).over(mine, "min"))
     if isinstance(result, tuple) and name in REDUCED and not result[0].dim():  # aminmax, var_mean
         _refuse_to(name, parts[0])
     if isinstance(result, tuple | list):
