@@ -3,6 +3,7 @@
 One process will do for most: what a rank finds all ranks raise, as the last test shows.
 """
 
+import io
 import os
 import pickle
 import random
@@ -25,6 +26,7 @@ import tulle.checkpoint.folder
 from checkpoints import Noisy, contents, fails_halfway, good_checkpoint, optimizers_of, saved, state_of, trained
 from models import build
 from ranks import run_on_ranks
+from tulle.checkpoint.storage import _MetadataUnpickler
 from tulle.errors import CheckpointError, ModelError
 
 
@@ -32,6 +34,11 @@ from tulle.errors import CheckpointError, ModelError
 def checkpoint(tmp_path: Path) -> Iterator[Path]:
     with good_checkpoint(tmp_path) as path:
         yield path
+
+
+def test_paths_are_read_whichever_python_wrote_them():
+    written = b"cpathlib._local\nPosixPath\n(S'a'\ntR."  # by 3.13, whose module no other Python has
+    assert _MetadataUnpickler(io.BytesIO(written)).load() == Path("a")
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

@@ -222,6 +222,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """PyTorch's format is a pickle; this reads the few classes that it is made of, and runs nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13, and no other, calls it
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and f"{module}.{name}" not in _KNOWN_CLASSES:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
