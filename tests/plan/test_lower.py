@@ -10,7 +10,7 @@ from tulle.cost import Cost, all_reduce_cost
 from tulle.errors import PlanError
 from tulle.pipeline.schedule import held_at_once
 from tulle.plan import Memory, Plan, Prediction, Space, TablePlan, best_plan, footprints, lower
-from tulle.plan.deal import LOOKUP_CALLS, SPLIT_LOOKUP_CALLS
+from tulle.plan.deal import LOOKUP_CALLS, SPLIT_LOOKUP_CALLS, TRIPS
 from tulle.plan.exchange import Tariff
 from tulle.plan.turns import turns
 from tulle.plan.update import AHEAD_CALLS
@@ -333,11 +333,23 @@ def test_computation_and_exchange_disturb_each_other():
 
 def test_a_faster_machine_computes_faster():
     profile = profile_of()
-    fast = replace(CLUSTER, machine=Machine(2e11, 2e10, call_s=CLUSTER.machine.call_s / 2))
+    of_run_time = {"call_s": CLUSTER.machine.call_s / 2, "micro_batch_s": CLUSTER.machine.micro_batch_s / 2}
+    fast = replace(CLUSTER, machine=Machine(2e11, 2e10, **of_run_time))
     plan = plan_of(profile)
     assert seconds_of(lower(plan, profile, fast), "compute") == pytest.approx(
         seconds_of(lower(plan, profile, CLUSTER), "compute") / 2
     )
+
+
+def test_split_tables_take_of_the_processor_what_their_trips_do():
+    profile = profile_of()
+    free = replace(CLUSTER, machine=replace(CLUSTER.machine, micro_batch_s=0.0))
+    split, whole = (
+        [seconds_of(lower(plan_of(profile, scheme), profile, cluster), "compute") for cluster in (CLUSTER, free)]
+        for scheme in ("rows", "allgather")
+    )
+    assert split[0] - split[1] == pytest.approx(TRIPS * CLUSTER.machine.micro_batch_s)
+    assert whole[0] == whole[1]
 
 
 def test_an_axis_that_no_plan_speaks_of_is_refused():

@@ -25,6 +25,10 @@ LOOKUP_CALLS, SPLIT_LOOKUP_CALLS = 1.5, 2.0
 """What a lookup takes there and back, in calls of a placed module, where gradients of its table travel as rows, however
 few, and where the table is split: measured, processor time of 26 tables."""
 
+TRIPS = 5.0
+"""What the trips of a stage's split tables take in a step besides, in what a micro-batch takes besides its modules: row
+numbers, rows and gradients go by a thread for which this one waits, and by gloo's. Measured on ranks of a core each."""
+
 MESSAGES = 1.0
 """What sending or hearing a value of another stage takes of the processor, in what a micro-batch takes besides its
 modules: of GPT-2 on a CPU."""
@@ -115,12 +119,12 @@ class Deal:
         it is the rank's last. Operations between modules are taken to be spread evenly.
         """
         pipe, machine = self.share.pipe, self.machine
-        calls = sum(
-            len(bundle.names) * (SPLIT_LOOKUP_CALLS if bundle.exchange.is_split else LOOKUP_CALLS)
-            for bundle in self.bundles
-            if bundle.stage == stage and self.share.data > 1
+        bundles = [bundle for bundle in self.bundles if bundle.stage == stage and self.share.data > 1]
+        split, whole = (
+            sum(len(one.names) for one in bundles if one.exchange.is_split is is_split) for is_split in (True, False)
         )
-        lookups_s = machine.call_s * calls
+        lookups_s = machine.call_s * (split * SPLIT_LOOKUP_CALLS + whole * LOOKUP_CALLS)
+        lookups_s += TRIPS * machine.micro_batch_s if split else 0.0
         if pipe == 1:
             return 0.0, lookups_s, 0.0
         placed = self.plan.stages
