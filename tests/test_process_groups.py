@@ -1,5 +1,8 @@
 """Groups that their members alone make."""
 
+from typing import cast
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -7,7 +10,7 @@ from torch import nn
 import tulle
 from ranks import on_ranks
 from tulle.plan import Plan
-from tulle.process_groups import new_group
+from tulle.process_groups import backend_of, new_group
 
 
 @on_ranks(3)
@@ -47,3 +50,18 @@ def test_a_group_that_its_members_alone_make_is_not_split_off_that_of_all(monkey
         assert world.bound_device_id == torch.device("cpu", 0)
     finally:
         world.bound_device_id = None
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"], ids=repr)
+def test_a_group_is_of_its_backend_however_it_was_named(backend):
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    assert backend_of(dist.group.WORLD, "cpu") == "gloo"
+    assert tulle.init(data=-1).device.type == "cpu"
+
+
+def test_a_group_of_several_backends_has_one_for_each_type_of_device(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend", lambda _: dist.Backend.UNDEFINED)
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: "cpu:gloo,cuda:nccl")
+    group = cast("dist.ProcessGroup", object())
+    assert [backend_of(group, kind) for kind in ("cpu", "cuda")] == ["gloo", "nccl"]

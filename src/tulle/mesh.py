@@ -23,6 +23,7 @@ from tulle.cost import Network
 from tulle.environment import Launch, check_alone, detect
 from tulle.errors import MeshError
 from tulle.kept_memory import keep_memory
+from tulle.process_groups import backend_of
 
 DEFAULT_TIMEOUT_S = 600.0
 _SETTLING_S = 0.05
@@ -216,18 +217,19 @@ def axis_of(group: dist.ProcessGroup | None = None, *, name: str = "data") -> Ax
         raise MeshError("torch.distributed is not initialized: call tulle.init or torch.distributed.init_process_group")
     ranks = tuple(dist.get_process_group_ranks(group))
     device = torch.device("cpu")
-    if dist.get_backend(group) == "nccl":
+    if torch.cuda.is_available() and backend_of(group, "cuda") == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
     timeout_s = _in_force(group, device, DEFAULT_TIMEOUT_S)
     return Axis(name, dist.get_rank(group), len(ranks), ranks, group, device, timeout_s)
 
 
 def _device(launch: Launch, backend: str | None) -> torch.device:
-    current = dist.get_backend() if dist.is_initialized() else backend
-    if current == "nccl" and dist.is_initialized():
-        return torch.device("cuda", torch.cuda.current_device())  # the caller has set it
+    if (world := dist.group.WORLD) is not None:
+        is_on_gpu = torch.cuda.is_available() and backend_of(world, "cuda") == "nccl"
+        # Which of them, the caller has set.
+        return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
     one_each = torch.cuda.is_available() and torch.cuda.device_count() >= launch.local_size
-    if current != "nccl" and not (current is None and one_each):
+    if backend != "nccl" and not (backend is None and one_each):
         return torch.device("cpu")
     device = torch.device("cuda", launch.local_rank % max(1, torch.cuda.device_count()))
     torch.cuda.set_device(device)
@@ -304,7 +306,7 @@ def _wake() -> None:
     """
     message = torch.empty(1)
     for group in [*dist.distributed_c10d._world.pg_names]:
-        is_gloo = dist.get_backend(group) == "gloo"
+        is_gloo = backend_of(group, "cpu") == "gloo"
         for rank in dist.get_process_group_ranks(group) if is_gloo else ():
             with suppress(RuntimeError, ValueError):  # of a rank that is gone nothing is waited for; nor of this one
                 work = dist.irecv(message, rank, group, tag=_NEVER_SENT)

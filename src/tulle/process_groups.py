@@ -48,6 +48,18 @@ def new_group(ranks: Sequence[int], timeout_s: float, *, purpose: str, backend: 
     return group
 
 
+def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
+    """What does a group's collectives on tensors of a type of device: "gloo", "nccl" or another.
+
+    Torch says "undefined" of a group that was made without naming one, or with one for each type of device.
+    """
+    name = dist.get_backend(group)
+    if name != dist.Backend.UNDEFINED and ":" not in name:
+        return name
+    by_device = dict(one.split(":") for one in dist.get_backend_config(group).split(","))
+    return by_device.get(device_type, name)
+
+
 @contextmanager
 def _named(name: str) -> Iterator[None]:
     """Have the group that this thread makes be called so."""

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from tulle.cli.rank import write_json
 from tulle.comm import probe, receive, send
 from tulle.environment import RUN_DIR
 from tulle.mesh import Axis, init
+from tulle.process_groups import backend_of
 
 _TIMEOUT_S = 60.0
 _PATTERN = 1_000_003
@@ -23,7 +23,7 @@ def main() -> None:
     mesh = init(data=-1, timeout=_TIMEOUT_S)
     found = {
         "device": str(mesh.device),
-        "backend": dist.get_backend(mesh["data"].group),
+        "backend": backend_of(mesh["data"].group, mesh.device.type),
         "axes": mesh.shape,
         "reached": [other for other in range(mesh.size) if other == mesh.rank or _reaches(mesh["data"], other)],
         "network": {axis.name: asdict(probe(axis)) for axis in mesh.axes if axis.size > 1},

@@ -30,6 +30,7 @@ from tulle.comm.pending import Exchange, Label, Pending, translated
 from tulle.comm.scratch import scratch
 from tulle.comm.traffic import now_s, traffic
 from tulle.mesh import Axis
+from tulle.process_groups import backend_of
 
 AT_ONCE_BYTES = 512 * 1024
 """An exchange in which this rank sends at most this much is started in all rounds at once."""
@@ -97,7 +98,7 @@ def is_for_backend(most_bytes: int, axis: Axis) -> bool:
     if most_bytes > limit or axis.size == 1 or axis.device.type != "cpu":
         return False
     # Two partners of a larger axis share its group: others of it do not call.
-    return dist.get_backend(axis.group) == "gloo" and dist.get_world_size(axis.group) == axis.size
+    return backend_of(axis.group, "cpu") == "gloo" and dist.get_world_size(axis.group) == axis.size
 
 
 def exchange_by_backend(
@@ -224,7 +225,7 @@ def _rounds(sends: Sequence[Tensor], receives: Sequence[Tensor], axis: Axis) -> 
             if tensor.numel()
         ]
         rounds.append(_Round(messages, [source]))
-    if dist.get_backend(axis.group) == "nccl":  # nccl wants them as one group, and paces them itself
+    if backend_of(axis.group, axis.device.type) == "nccl":  # nccl wants them as one group, and paces them itself
         others = [rank for rank in range(axis.size) if rank != axis.rank]
         rounds = [_Round([message for one in rounds for message in one.messages], others)]
     return [one for one in rounds if one.messages]

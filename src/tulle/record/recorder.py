@@ -33,6 +33,7 @@ from tulle.environment import RUN_DIR, detect
 from tulle.errors import DataError
 from tulle.mesh import Mesh
 from tulle.plan import Plan
+from tulle.process_groups import backend_of
 from tulle.profiling.samples import samples_in
 from tulle.record.clock import StepClock
 from tulle.record.observed import as_line
@@ -155,7 +156,8 @@ class Recorder:
             optimizer.register_step_post_hook(self._after_optimizer)
         self._last = optimizers[-1]
         if self._rank == 0:
-            axes = {"axes": mesh.shape, "backend": dist.get_backend(), "device": str(mesh.device)}
+            backend = backend_of(mesh.axes[0].group, mesh.device.type)
+            axes = {"axes": mesh.shape, "backend": backend, "device": str(mesh.device)}
             write_whole(self._folder / "mesh.json", json.dumps(axes) + "\n")
 
     def log(
