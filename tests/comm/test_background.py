@@ -223,6 +223,24 @@ def test_in_turns_whoever_waits_is_told_of_time_that_passes(in_turns):
     assert len(told) >= 3
 
 
+def test_in_turns_a_wait_that_somebody_ends_can_be_begun_again(in_turns):
+    enough = threading.Event()
+
+    def give_up() -> None:
+        raise ValueError("enough of it")
+
+    def work() -> bool:
+        pause()
+        return enough.wait(SOON_S)
+
+    job = in_turns.submit(work)
+    with pytest.raises(ValueError, match="enough of it"):
+        job.result(meanwhile=give_up, after_s=0.01)
+    enough.set()
+    assert job.result() is True
+    assert in_turns.submit(lambda: 4)._future.done()
+
+
 def test_in_turns_a_thread_that_is_closed_in_a_pause_ends_its_job_and_may_be_given_new_ones(in_turns):
     def work() -> int:
         pause()

@@ -90,18 +90,22 @@ class _Turns:
 
     def __init__(self) -> None:
         self._of_jobs, self._of_others = threading.Semaphore(0), threading.Semaphore(0)
+        self._is_given = False
 
     def give(self, meanwhile: Callable[[], None] | None = None, after_s: float | None = None) -> None:
         """Have the thread of jobs go on until it takes a pause or has nothing to do.
 
         Args:
-            meanwhile: Called each time so many seconds have passed.
+            meanwhile: Called each time so many seconds have passed; what it raises ends the wait, not the turn.
             after_s: These.
         """
-        self._of_jobs.release()
+        if not self._is_given:
+            self._is_given = True
+            self._of_jobs.release()
         while not self._of_others.acquire(timeout=after_s if meanwhile else None):
             assert meanwhile is not None, "else it is waited for without end"
             meanwhile()
+        self._is_given = False
 
     def give_up(self) -> None:
         """Have the thread of jobs go on, and do not come back."""
