@@ -96,7 +96,7 @@ def _kernels(size: Size, device: torch.device) -> list[Kernel]:
 def _busy_seconds(work: Callable[[], object]) -> float:
     """Of all kernels and copies of one call."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for _ in range(REPEATS):
             work()
         torch.cuda.synchronize()

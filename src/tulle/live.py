@@ -103,7 +103,9 @@ def measure_peak_bytes(step: Callable[[], object], device: torch.device) -> int:
         before = torch.cuda.memory_allocated(device)
         step()
         return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    # One cycle, of which torch 2.11 warns that others would be forgotten.
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         step()
     profiler = profile.profiler
     assert profiler is not None, "the profiler has run"
