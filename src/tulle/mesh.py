@@ -216,24 +216,26 @@ def axis_of(group: dist.ProcessGroup | None = None, *, name: str = "data") -> Ax
     if group is None:
         raise MeshError("torch.distributed is not initialized: call tulle.init or torch.distributed.init_process_group")
     ranks = tuple(dist.get_process_group_ranks(group))
-    device = torch.device("cpu")
-    if torch.cuda.is_available() and backend_of(group, "cuda") == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = _device_of(group)
     timeout_s = _in_force(group, device, DEFAULT_TIMEOUT_S)
     return Axis(name, dist.get_rank(group), len(ranks), ranks, group, device, timeout_s)
 
 
 def _device(launch: Launch, backend: str | None) -> torch.device:
     if (world := dist.group.WORLD) is not None:
-        is_on_gpu = torch.cuda.is_available() and backend_of(world, "cuda") == "nccl"
-        # Which of them, the caller has set.
-        return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
+        return _device_of(world)
     one_each = torch.cuda.is_available() and torch.cuda.device_count() >= launch.local_size
     if backend != "nccl" and not (backend is None and one_each):
         return torch.device("cpu")
     device = torch.device("cuda", launch.local_rank % max(1, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """What a group that the caller made computes on; which GPU, the caller has set."""
+    is_on_gpu = torch.cuda.is_available() and backend_of(group, "cuda") == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
 
 
 def _check_backend(backend: str) -> None:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -163,7 +164,7 @@ def _mixed_rows(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, T
     whatever stream they are used.
     """
     mixed = torch.cat([_mix(torch.arange(size, device=device), Hashed(size, 1).sides).int() for size in sizes])
-    firsts = torch.tensor([sum(sizes[:table]) for table in range(len(sizes))], device=device)
+    firsts = torch.tensor([0, *accumulate(sizes[:-1])], device=device)
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return mixed, firsts

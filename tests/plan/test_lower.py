@@ -197,6 +197,13 @@ def test_lookups_in_tables_whose_rows_travel_take_the_processor(scheme, calls):
     assert seconds_of(dear, "compute") - seconds_of(free, "compute") == pytest.approx(3 * calls * 1e-3)
 
 
+@pytest.mark.parametrize(("scheme", "trips"), [("rows", TRIPS), ("allgather", 0.0)])
+def test_trips_of_split_tables_take_the_processor(scheme, trips):
+    profile, free = profile_of(), replace(CLUSTER, machine=replace(CLUSTER.machine, micro_batch_s=0.0))
+    dear_s, free_s = (seconds_of(lower(plan_of(profile, scheme), profile, one), "compute") for one in (CLUSTER, free))
+    assert dear_s - free_s == pytest.approx(trips * CLUSTER.machine.micro_batch_s)
+
+
 def test_rows_are_found_ahead_only_where_some_go_later():
     profile = profile_of()
     slow = cluster_of(4, bandwidth_bytes_per_s=1e5)
@@ -339,17 +346,6 @@ def test_a_faster_machine_computes_faster():
     assert seconds_of(lower(plan, profile, fast), "compute") == pytest.approx(
         seconds_of(lower(plan, profile, CLUSTER), "compute") / 2
     )
-
-
-def test_split_tables_take_of_the_processor_what_their_trips_do():
-    profile = profile_of()
-    free = replace(CLUSTER, machine=replace(CLUSTER.machine, micro_batch_s=0.0))
-    split, whole = (
-        [seconds_of(lower(plan_of(profile, scheme), profile, cluster), "compute") for cluster in (CLUSTER, free)]
-        for scheme in ("rows", "allgather")
-    )
-    assert split[0] - split[1] == pytest.approx(TRIPS * CLUSTER.machine.micro_batch_s)
-    assert whole[0] == whole[1]
 
 
 def test_an_axis_that_no_plan_speaks_of_is_refused():

@@ -225,7 +225,7 @@ def _rounds(sends: Sequence[Tensor], receives: Sequence[Tensor], axis: Axis) -> 
             if tensor.numel()
         ]
         rounds.append(_Round(messages, [source]))
-    if backend_of(axis.group, axis.device.type) == "nccl":  # nccl wants them as one group, and paces them itself
+    if axis.device.type == "cuda":  # nccl wants them as one group, and paces them itself
         others = [rank for rank in range(axis.size) if rank != axis.rank]
         rounds = [_Round([message for one in rounds for message in one.messages], others)]
     return [one for one in rounds if one.messages]

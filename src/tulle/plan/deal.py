@@ -26,7 +26,7 @@ LOOKUP_CALLS, SPLIT_LOOKUP_CALLS = 1.5, 2.0
 few, and where the table is split: measured, processor time of 26 tables."""
 
 TRIPS = 5.0
-"""What the trips of a stage's split tables take in a step besides, in what a micro-batch takes besides its modules: row
+"""What the trips of a stage's split tables take of a micro-batch besides, in what it takes besides its modules: row
 numbers, rows and gradients go by a thread for which this one waits, and by gloo's. Measured on ranks of a core each."""
 
 MESSAGES = 1.0
@@ -120,11 +120,9 @@ class Deal:
         """
         pipe, machine = self.share.pipe, self.machine
         bundles = [bundle for bundle in self.bundles if bundle.stage == stage and self.share.data > 1]
-        split, whole = (
-            sum(len(one.names) for one in bundles if one.exchange.is_split is is_split) for is_split in (True, False)
-        )
-        lookups_s = machine.call_s * (split * SPLIT_LOOKUP_CALLS + whole * LOOKUP_CALLS)
-        lookups_s += TRIPS * machine.micro_batch_s if split else 0.0
+        calls = sum(len(one.names) * (SPLIT_LOOKUP_CALLS if one.exchange.is_split else LOOKUP_CALLS) for one in bundles)
+        trips = TRIPS if any(one.exchange.is_split for one in bundles) else 0.0
+        lookups_s = calls * machine.call_s + trips * machine.micro_batch_s
         if pipe == 1:
             return 0.0, lookups_s, 0.0
         placed = self.plan.stages

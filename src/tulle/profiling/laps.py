@@ -68,16 +68,16 @@ class Laps:
         self.forward_s, self.backward_s = [0.0] * len(self.names), [0.0] * len(self.names)
         self._ends = []
         self._is_forward = True
-        self._last_s = self._now_s()
+        self._last_s = now_on(self.device)
 
     def end_forward(self, loss: Tensor) -> None:
         """The loss is there; its backward begins next."""
-        tail_s = self._now_s() - self._last_s
+        tail_s = now_on(self.device) - self._last_s
         self._is_forward = False
         last = self._ends[-1][1] if self._ends else 0
         self.forward_s[last] += tail_s
         self._mark_backward(loss, last)
-        self._last_s, self._running = self._now_s(), last
+        self._last_s, self._running = now_on(self.device), last
 
     def end_backward(self) -> None:
         """All gradients are there."""
@@ -91,7 +91,7 @@ class Laps:
     def _cutter(self, number: int) -> Any:
         def cut(*_: object) -> None:
             if self._is_forward:  # else a module that recomputes its activations
-                now_s = self._now_s()
+                now_s = now_on(self.device)
                 self.forward_s[number] += now_s - self._last_s
                 self._last_s = now_s
                 self._ends.append((torch.autograd._get_sequence_nr(), number))  # pyright: ignore[reportPrivateImportUsage]
@@ -115,14 +115,16 @@ class Laps:
         return begin
 
     def _lap(self, piece: int) -> None:
-        now_s = self._now_s()
+        now_s = now_on(self.device)
         self.backward_s[piece] += now_s - self._last_s
         self._last_s = now_s
 
-    def _now_s(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return now_s()
+
+def now_on(device: torch.device) -> float:
+    """The time, when all that a device was given has ended."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return now_s()
 
 
 def _nodes(loss: Tensor) -> set[Node]:

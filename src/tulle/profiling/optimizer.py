@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tulle.comm import now_s
+from tulle.profiling.laps import now_on
 from tulle.profiling.steps import Twin
 from tulle.workload import OptimizerProfile
 
@@ -77,18 +77,11 @@ def tried(optimizers: Sequence[Optimizer], device: torch.device) -> OptimizerPro
     seconds: list[float] = []
     for _ in range(_REPEATS + 1):
         parameter.grad = ones.to_sparse(1) if isinstance(optimizer, torch.optim.SparseAdam) else ones
-        _wait_for(device)
-        begin_s = now_s()
+        begin_s = now_on(device)
         optimizer.step()
-        _wait_for(device)
-        seconds.append(now_s() - begin_s)
+        seconds.append(now_on(device) - begin_s)
     share = _state_share([optimizer])
     return OptimizerProfile(share, min(seconds) / parameter.nbytes, _moves_untouched_rows(optimizers[0]))
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _measured(twin: Twin) -> _Work:

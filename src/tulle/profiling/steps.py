@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from tulle.comm import now_s
 from tulle.deferred import is_deferred, values_of
 from tulle.pipeline.profile import as_call
 from tulle.profiling.borrowed import Borrowed, borrowed, fit_optimizers
+from tulle.profiling.laps import now_on
 
 Loss = Callable[[Any], Tensor]
 """From what the model gives to what backward starts from."""
@@ -122,17 +122,11 @@ class Twin:
         for one in self.borrowed:
             one.hand_over()
 
-    def now_s(self) -> float:
-        """The time, when all that was begun has ended."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return now_s()
-
     def seconds(self, work: Callable[[], object]) -> float:
         """What some work takes."""
-        begin_s = self.now_s()
+        begin_s = now_on(self.device)
         work()
-        return self.now_s() - begin_s
+        return now_on(self.device) - begin_s
 
 
 def computed(model: nn.Module) -> list[Tensor]:
