@@ -52,6 +52,18 @@ def expected(ranks: int, step: int) -> list[Tensor]:
     return [parameter.grad.to_dense() for parameter in model.parameters()]
 
 
+@on_ranks(1)
+def test_alone_a_process_takes_its_gradients_as_they_are_and_starts_no_thread():
+    tulle.init(data=-1)
+    before = threading.active_count()
+    model = DistributedDataParallel(Reader())
+    model.register_comm_hook(state := DDPState(), tulle.sync.ddp_hook)
+    model(ids_of(0, step=1)).backward()
+    for found, wanted in zip(model.parameters(), expected(1, step=1), strict=True):
+        torch.testing.assert_close(found.grad.to_dense(), wanted, rtol=1e-14, atol=0)
+    assert threading.active_count() == before and not state._reductions
+
+
 @on_ranks(2, 3)
 def test_gradients_are_those_of_one_process_with_and_without_packets(monkeypatch):
     axis = tulle.init(data=-1)["data"]

@@ -84,9 +84,7 @@ class DDPState:
         if parameter not in self._reductions:
             self._reductions[parameter] = PersistentAllReduce(self._lane, self.scheme, self.wire_dtype)
         reduction: PersistentAllReduce = self._reductions[parameter]
-        future: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[gradient.device] if gradient.is_cuda else None
-        )
+        future = _future_on(gradient.device)
         waiting = _Waiting(gradient, reduction, future)
         if reduction.is_in_packets:
             self._waiting.append(waiting)
@@ -144,6 +142,8 @@ def ddp_hook(
     if bucket.index() == 0:
         ready.begin()
     gradient = bucket.buffer()
+    if ready._axis.size == 1:
+        return _done(gradient)  # which is the mean, and nobody is there to send it to
     is_sparse = gradient.layout != torch.strided
     started = ready.start(bucket.parameters()[0], gradient) if is_sparse else None
     if bucket.is_last():
@@ -154,6 +154,16 @@ def ddp_hook(
     work = dist.all_reduce(mean, group=ready._axis.group, async_op=True)
     assert work is not None, "an asynchronous collective returns its work on every rank of its group"
     return work.get_future().then(lambda future: future.value()[0])
+
+
+def _done(gradient: Tensor) -> torch.futures.Future[Tensor]:
+    future = _future_on(gradient.device)
+    future.set_result(gradient)
+    return future
+
+
+def _future_on(device: torch.device) -> torch.futures.Future[Tensor]:
+    return torch.futures.Future(devices=[device] if device.type == "cuda" else None)
 
 
 def _reduce(gradients: list[_Waiting], means: _Means, errors: list[Exception]) -> None:
