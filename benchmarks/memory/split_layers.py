@@ -1,26 +1,35 @@
 """Split layers against DTensor's `parallelize_module`: `python benchmarks/memory/split_layers.py --ranks 2`.
 
-Both train the same feed-forward networks, step by step in turn; ratios are of steps that stand beside each other.
+Both train the same model, some steps of each in turn and in changing order; ratios are of turns that stand beside each
+other. Writes `split_layers.json` beside this file and prints the table of the README.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
+import os
+import platform
 import tempfile
 import time
-from statistics import quantiles
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.optim import AdamW
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import tulle
 from tulle import tensor_parallel
 
-STEPS, WARM = 40, 5
+HERE = Path(__file__).parent
+STEPS, WARM_TURNS = 5, 1
 
 
 class Block(nn.Module):
@@ -35,55 +44,123 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def make() -> nn.Sequential:
-    """The same weights whenever it is called."""
-    torch.manual_seed(0)
-    return nn.Sequential(*[Block() for _ in range(4)])
+class FeedForward:
+    """Four blocks of a norm and a feed-forward network, width 256, batches of 8 x 64."""
+
+    columns, rows = ("up",), ("down",)
+
+    def model(self) -> nn.Module:
+        """The same weights whenever it is called."""
+        torch.manual_seed(0)
+        return nn.Sequential(*[Block() for _ in range(4)])
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """Of one batch."""
+        return model(torch.randn(8, 64, 256, generator=torch.Generator().manual_seed(1))).pow(2).mean()
 
 
-def run(rank: int, ranks: int, folder: str) -> None:
-    """Train both in turn; rank 0 prints."""
+class Llama:
+    """Four layers as transformers wrote them, width 256, 8 heads, batches of 8 x 64, 2,000 words."""
+
+    columns, rows = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+
+    def model(self) -> nn.Module:
+        """The same weights whenever it is called."""
+        torch.manual_seed(0)
+        config = LlamaConfig(vocab_size=2000, hidden_size=256, intermediate_size=688, num_hidden_layers=4)
+        config.num_attention_heads = config.num_key_value_heads = 8
+        config.head_dim, config.use_cache = 32, False
+        return LlamaForCausalLM(config)
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """Of one batch."""
+        ids = torch.randint(2000, (8, 64), generator=torch.Generator().manual_seed(1))
+        return model(input_ids=ids, labels=ids).loss
+
+
+MODELS = {"feed_forward": FeedForward(), "llama": Llama()}
+
+
+def run(rank: int, ranks: int, name: str, turns: int, folder: str) -> None:
+    """Train both ways in turn; rank 0 writes what it took."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     mesh = tulle.init(model=ranks)
-    ours, theirs = make(), make()
-    tensor_parallel.apply(ours, mesh["model"], select={"*.up": "column", "*.down": "row"})
-    for block in theirs:
-        parallelize_module(block, mesh.device_mesh(), {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    x = torch.randn(8, 64, 256)
-    pairs = [(model, torch.optim.AdamW(model.parameters(), lr=1e-3)) for model in (ours, theirs)]
-    ratios = []
-    for _ in range(STEPS):
-        taken = []
-        for model, optimizer in pairs:
+    what = MODELS[name]
+    ours, theirs = what.model(), what.model()
+    choice = {f"*.{layer}": "column" for layer in what.columns} | {f"*.{layer}": "row" for layer in what.rows}
+    tensor_parallel.apply(ours, mesh["model"], select=choice)
+    styles: dict[str, ParallelStyle] = dict.fromkeys(what.columns, ColwiseParallel())
+    styles.update(dict.fromkeys(what.rows, RowwiseParallel()))
+    for module in list(theirs.modules()):
+        if mine := {layer: style for layer, style in styles.items() if hasattr(module, layer)}:
+            parallelize_module(module, mesh.device_mesh(), mine)
+    steps = {"ours": stepper(what.loss, ours), "dtensor": stepper(what.loss, theirs)}
+    seconds: dict[str, list[float]] = {way: [] for way in steps}
+    for turn in range(turns + WARM_TURNS):
+        for way in sorted(steps, reverse=turn % 2 == 1):
             dist.barrier()
             begin_s = time.perf_counter()
-            model(x).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            taken.append(time.perf_counter() - begin_s)
-        ratios.append(taken[1] / taken[0])
-    mine = ours.state_dict()
+            for _ in range(STEPS):
+                steps[way]()
+            dist.barrier()
+            seconds[way].append((time.perf_counter() - begin_s) / STEPS)
+    found = ours.state_dict()
     other = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in theirs.state_dict().items()}
-    worst = max((mine[name] - other[name]).abs().max().item() for name in mine)
+    worst = max((found[name] - other[name]).abs().max().item() for name in found)
     if rank == 0:
-        low, middle, high = quantiles(ratios[WARM:], n=4)
-        print(f"{ranks} ranks: DTensor / ours {middle:.2f} (quartiles {low:.2f} to {high:.2f}), apart by {worst:.1e}")
+        row = {"model": name, "ranks": ranks, "apart": worst} | {w: t[WARM_TURNS:] for w, t in seconds.items()}
+        Path(folder, "row.json").write_text(json.dumps(row))
     dist.barrier()
 
 
+def stepper(loss: Callable[[nn.Module], Tensor], model: nn.Module) -> Callable[[], None]:
+    """What trains the model for a step, tensor by tensor: AdamW with `foreach` refuses plain ones beside DTensors."""
+    optimizer = AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+    def step() -> None:
+        loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def show(row: dict) -> None:
+    """A line of the table: ratios are of turns that stand beside each other."""
+    low, middle, high = quantiles(
+        [ours / theirs for ours, theirs in zip(row["ours"], row["dtensor"], strict=True)], n=4
+    )
+    print(
+        f"| {row['model']} | {row['ranks']} | {1e3 * median(row['ours']):.1f} | {1e3 * median(row['dtensor']):.1f} "
+        f"| {middle:.2f} ({low:.2f} to {high:.2f}) | {row['apart']:.0e} |"
+    )
+
+
 def main() -> None:
-    """Start the ranks."""
+    """Start the ranks for each model, save, print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    ranks = parser.parse_args().ranks
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--turns", type=int, default=20, help=f"of {STEPS} steps each way")
+    options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [context.Process(target=run, args=(rank, ranks, folder), daemon=True) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
+    rows = []
+    print(
+        "| model | ranks | ours, ms a step | DTensor, ms | ours / DTensor | weights apart |\n|---|---|---|---|---|---|"
+    )
+    for ranks in options.ranks:
+        for name in MODELS:
+            with tempfile.TemporaryDirectory() as folder:
+                arguments = ranks, name, options.turns, folder
+                processes = [context.Process(target=run, args=(rank, *arguments), daemon=True) for rank in range(ranks)]
+                for process in processes:
+                    process.start()
+                for process in processes:
+                    process.join()
+                rows.append(json.loads(Path(folder, "row.json").read_text()))
+            show(rows[-1])
+    machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
+    (HERE / "split_layers.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,17 @@ def test_a_plan_is_made_explained_and_saved(profile, tmp_path, capsys):
     assert capsys.readouterr().out.split() == told.split()
 
 
+def test_a_terminal_shows_that_a_plan_is_looked_for_and_a_pipe_has_nothing_of_it(profile, monkeypatch, capsys):
+    command = ["plan", str(profile), "--mesh", "data=2", "--json", "--anew"]
+    assert execute(command) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # by which rich takes it for a terminal
+    assert execute(command) == 0
+    told = capsys.readouterr()
+    assert "looking for the fastest plan" in told.err
+    assert Plan.from_json(json.loads(told.out)).mesh == {"data": 2}
+
+
 def test_a_plan_that_cannot_be_kept_is_told_all_the_same(profile, monkeypatch, capsys):
     monkeypatch.setenv("TULLE_CACHE", str(profile))  # a file
     assert execute(["plan", str(profile), "--mesh", "data=2", "--json"]) == 0

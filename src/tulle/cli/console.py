@@ -1,4 +1,4 @@
-"""`console`: where commands print, of which nothing is cut where no terminal asks for it."""
+"""`console`: where commands print, of which nothing is cut where no terminal asks for it, and where they wait."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
+from rich.status import Status
 from rich.table import Table
 
 _WIDE = 240
@@ -18,6 +19,11 @@ def console(*, stderr: bool = False) -> Console:
     if not made.is_terminal and "COLUMNS" not in os.environ:
         made.width = _WIDE
     return made
+
+
+def waiting(for_what: str) -> Status:
+    """What a terminal shows while something takes its time, `with` it; a file or a pipe has nothing of it."""
+    return console(stderr=True).status(for_what)
 
 
 def show(screen: Console, table: Table) -> None:

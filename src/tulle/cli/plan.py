@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from tulle.cli.console import waiting
 from tulle.cli.units import NUMBER, Bandwidth, Hosts, Latency, Lookahead, ProcessesPerHost, changed
 from tulle.cli.usage import UsageError
 from tulle.errors import PlanError
@@ -119,7 +120,9 @@ def plan(  # noqa: PLR0913 - typer makes each argument an option
     change = changed(hosts, processes_per_host, bandwidth, latency)
     limit_bytes = None if memory is None else size(memory)
     request = PlanRequest(change, limit_bytes, batch, () if mesh is None else axes(mesh), lookahead)
-    found = request.plan(Profile.load(profile), is_anew=anew)
+    measured = Profile.load(profile)
+    with waiting("looking for the fastest plan"):
+        found = request.plan(measured, is_anew=anew)
     if output is not None:
         try:
             found.save(output, profile=profile)

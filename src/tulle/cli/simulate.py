@@ -10,12 +10,13 @@ from typing import Annotated, Any
 import typer
 
 import tulle.cli.units as units
-from tulle.cli.console import console, show
+from tulle.cli.console import console, show, waiting
 from tulle.cli.rank import write_json
 from tulle.cli.scaling import Job, describe, describe_tables, load, points_table, tables_table
 from tulle.cli.units import Bandwidth, Hosts, Latency, Lookahead, ProcessesPerHost, changed
 from tulle.cli.usage import UsageError
 from tulle.report.forecast import write_forecast
+from tulle.report.quantity import plural
 from tulle.simulate import Change, Noise, Point, Stragglers, Weather, changes, telling_ranks, trace
 
 _SWEPT: dict[str, tuple[str, Callable[[str], float]]] = {
@@ -89,7 +90,9 @@ def simulate(  # noqa: PLR0913 - typer makes each argument an option
     job = Job(*load(plan, profile), strong, batch, replan, lookahead)
     change = changed(hosts, processes_per_host, bandwidth, latency, inside_bandwidth)
     weather = _weather(noise, stragglers, steps, seed)
-    points = job.over(_clusters(change, sweep or ()), weather)
+    clusters = _clusters(change, sweep or ())
+    with waiting(f"simulating {plural(len(clusters), 'cluster')}"):
+        points = job.over(clusters, weather)
     found = _found(plan, job, points, weather)
     if out is not None:
         _write(out, found, trace(points[-1].forecast, telling_ranks(points[-1].forecast)))
