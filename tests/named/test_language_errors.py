@@ -63,6 +63,7 @@ def test_two_dimensions_of_an_operation_on_one_axis_are_refused():
     with tn.use(tulle.init(model=2), "d_model:model, heads:model"):
         x, y = ones(batch, d), ones(batch, heads)
         refused(PlanError, "einsum over (batch=4, d_model=8, heads=4)", lambda: tn.einsum(x, y, out=batch))
+        refused(PlanError, "dot over (batch=4, d_model=8, heads=4)", lambda: x.dot(y, batch))
         refused(PlanError, "mul of (batch=4, d_model=8, heads=4)", lambda: x * y)
 
 
@@ -235,6 +236,14 @@ def test_a_parameter_must_be_initialized_where_it_is_used():
         (
             lambda: tn.convolution(ones(length, d), ones(d_kv, d, heads), [(length, d_kv)], (d, heads), stride=0),
             "convolution was given stride=0 and dilation=1, expected 1 or more",
+        ),
+        (
+            lambda: tn.convolution(ones(length, d), ones(d_kv, d, heads), (length, d_kv), (d, heads)),
+            "convolution was given (length=6, d_kv=2) to move along, expected a list such as [(width, kernel)]",
+        ),
+        (
+            lambda: tn.transposed_convolution(ones(length, d), ones(d_kv, d, heads), [(length, 2)], (d, heads)),
+            "2 was given as a dimension, expected the dimension itself",
         ),
     ],
 )
