@@ -1,5 +1,6 @@
 """What is wrong is refused by name, on every rank alike, before anything is sent."""
 
+import numpy
 import pytest
 import torch
 
@@ -245,12 +246,23 @@ def test_a_parameter_must_be_initialized_where_it_is_used():
             lambda: tn.transposed_convolution(ones(length, d), ones(d_kv, d, heads), [(length, 2)], (d, heads)),
             "2 was given as a dimension, expected the dimension itself",
         ),
+        (lambda: tn.manual_seed("a"), "manual_seed was given the seed 'a', expected an integer"),
+        (lambda: Declared().init(0.5), "init was given the seed 0.5, expected an integer"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(action, text):
     with pytest.raises((MeshError, ModelError, PlanError)) as caught:
         action()
     assert text in str(caught.value)
+
+
+def test_a_seed_of_numpy_is_an_integer_too():
+    seed, x = numpy.int64(3), ones(batch, d)
+    torch.testing.assert_close(Declared().init(seed).weight.part, Declared().init(3).weight.part)
+    tn.manual_seed(seed)
+    dropped = tn.dropout(x, 0.5).local
+    tn.manual_seed(3)
+    torch.testing.assert_close(tn.dropout(x, 0.5).local, dropped)
 
 
 @on_ranks(2)
