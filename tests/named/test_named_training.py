@@ -225,6 +225,23 @@ def test_tulle_save_refuses_parts_of_which_it_does_not_know(layout, tmp_path):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("layout", ["", "batch:data", "d_ff:data"])
+def test_tulle_distribute_refuses_what_is_laid_out_already(layout):
+    mesh, model = tulle.init(data=2), nn.Sequential(LanguageModel())
+    with tn.use(mesh, layout):
+        model[0].init()
+        optimizer = torch.optim.SGD(model.parameters())
+        with pytest.raises(
+            ModelError, match=r"module '0' \(LanguageModel\) was laid out .*: leave tulle.distribute out"
+        ):
+            tulle.distribute(model, optimizer, mesh)
+        with pytest.raises(ModelError, match=r"the model \(LanguageModel\) was laid out over a mesh by tn.use"):
+            tulle.distribute(model[0], optimizer, mesh)
+    model[0].init()  # on one process by itself: replicas of it, each with a share of the batch
+    tulle.distribute(model, optimizer, mesh)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("sizes", "shape"), [({"vocab": 24, "d_model": 4}, (24, 4)), ({"d_model": 4, "vocab": 12}, (4, 12))]
 )
