@@ -57,8 +57,20 @@ def check_model(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], me
             f"{type(model).__name__} has a no_sync of its own, which tulle.distribute would hide: rename it, or give "
             "the plain model within"
         )
+    _check_not_laid_out(model)
     _check_parameters(model, mesh)
     _check_optimizers(model, as_optimizers(optimizer))
+
+
+def _check_not_laid_out(model: nn.Module) -> None:
+    """Refuse named dimensions on a mesh: rank 0's parts would be given to all, and means taken of what is summed."""
+    for name, module in model.named_modules():
+        if isinstance(attribute_of(module, "saved_with"), str):
+            shown = f"the module {name!r}" if name else "the model"
+            raise ModelError(
+                f"{shown} ({type(module).__name__}) was laid out over a mesh by tn.use, which keeps its parts and "
+                "their gradients in step by itself: leave tulle.distribute out, or call init of it outside of tn.use"
+            )
 
 
 def _check_parameters(model: nn.Module, mesh: Mesh) -> None:

@@ -75,7 +75,16 @@ def test_the_version_is_that_of_the_package(capsys):
         (["run", "--nnodes", "some", "SCRIPT"], "--nnodes is 'some', expected a number or a range such as 1:4"),
         (["run", "--run-dir", "SCRIPT", "SCRIPT"], "is a file, expected a folder"),
         (["run", "--compare", "no-such-run", "SCRIPT"], "--compare no-such-run is not there"),
+        (
+            ["run", "-m", "./train.py"],
+            "-m ./train.py is a path, expected a module's name, package.module: leave -m out",
+        ),
+        (["run", "--hosts", "", "SCRIPT"], "--hosts '' has an empty name"),
+        (["run", "--processes", "", "SCRIPT"], "--processes is '', expected a number from 1 up, or auto"),
+        (["run", "--run-dir"], "argument --run-dir: expected one argument"),
         (["doctor", "train.py"], "'train.py' is too much: the command takes options only"),
+        (["doctor", "--hosts", ""], "--hosts '' has an empty name"),
+        (["doctor", "--hosts"], "argument --hosts: expected one argument: tulle doctor --help"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_code_2_and_leaves_nothing(words, message, capsys, tmp_path, monkeypatch):
@@ -84,6 +93,7 @@ def test_what_cannot_be_done_is_refused_with_code_2_and_leaves_nothing(words, me
     assert main([word.replace("SCRIPT", "train") for word in words]) == 2
     output = capsys.readouterr()
     assert message in output.err
+    assert output.err.endswith(f"See tulle {words[0]} --help.\n")
     assert output.out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["train"]
 

@@ -1,5 +1,6 @@
 """What is wrong is refused by name, on every rank alike, before anything is sent."""
 
+import numpy
 import pytest
 import torch
 
@@ -63,6 +64,7 @@ def test_two_dimensions_of_an_operation_on_one_axis_are_refused():
     with tn.use(tulle.init(model=2), "d_model:model, heads:model"):
         x, y = ones(batch, d), ones(batch, heads)
         refused(PlanError, "einsum over (batch=4, d_model=8, heads=4)", lambda: tn.einsum(x, y, out=batch))
+        refused(PlanError, "dot over (batch=4, d_model=8, heads=4)", lambda: x.dot(y, batch))
         refused(PlanError, "mul of (batch=4, d_model=8, heads=4)", lambda: x * y)
 
 
@@ -236,12 +238,31 @@ def test_a_parameter_must_be_initialized_where_it_is_used():
             lambda: tn.convolution(ones(length, d), ones(d_kv, d, heads), [(length, d_kv)], (d, heads), stride=0),
             "convolution was given stride=0 and dilation=1, expected 1 or more",
         ),
+        (
+            lambda: tn.convolution(ones(length, d), ones(d_kv, d, heads), (length, d_kv), (d, heads)),
+            "convolution was given (length=6, d_kv=2) to move along, expected a list such as [(width, kernel)]",
+        ),
+        (
+            lambda: tn.transposed_convolution(ones(length, d), ones(d_kv, d, heads), [(length, 2)], (d, heads)),
+            "2 was given as a dimension, expected the dimension itself",
+        ),
+        (lambda: tn.manual_seed("a"), "manual_seed was given the seed 'a', expected an integer"),
+        (lambda: Declared().init(0.5), "init was given the seed 0.5, expected an integer"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(action, text):
     with pytest.raises((MeshError, ModelError, PlanError)) as caught:
         action()
     assert text in str(caught.value)
+
+
+def test_a_seed_of_numpy_is_an_integer_too():
+    seed, x = numpy.int64(3), ones(batch, d)
+    torch.testing.assert_close(Declared().init(seed).weight.part, Declared().init(3).weight.part)
+    tn.manual_seed(seed)
+    dropped = tn.dropout(x, 0.5).local
+    tn.manual_seed(3)
+    torch.testing.assert_close(tn.dropout(x, 0.5).local, dropped)
 
 
 @on_ranks(2)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import re
 from weakref import ref
 
 import pytest
@@ -221,6 +222,54 @@ def test_tulle_save_refuses_parts_of_which_it_does_not_know(layout, tmp_path):
         ):
             with pytest.raises(CheckpointError, match=r"module '0' \(LanguageModel\) .* only tulle.named.save knows"):
                 action()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("layout", ["", "batch:data", "d_ff:data"])
+def test_tulle_distribute_refuses_what_is_laid_out_already(layout):
+    mesh, model = tulle.init(data=2), nn.Sequential(LanguageModel())
+    with tn.use(mesh, layout):
+        model[0].init()
+        optimizer = torch.optim.SGD(model.parameters())
+        with pytest.raises(
+            ModelError, match=r"module '0' \(LanguageModel\) was laid out .*: leave tulle.distribute out"
+        ):
+            tulle.distribute(model, optimizer, mesh)
+        with pytest.raises(ModelError, match=r"the model \(LanguageModel\) was laid out over a mesh by tn.use"):
+            tulle.distribute(model[0], optimizer, mesh)
+    model[0].init()  # on one process by itself: replicas of it, each with a share of the batch
+    tulle.distribute(model, optimizer, mesh)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("sizes", "shape"), [({"vocab": 24, "d_model": 4}, (24, 4)), ({"d_model": 4, "vocab": 12}, (4, 12))]
+)
+def test_a_checkpoint_of_other_sizes_is_refused_by_name(sizes, shape, tmp_path):
+    def model(**sizes):
+        made = tn.Module()
+        made.table = tn.param(*tn.dims(**sizes))
+        made = made.init()
+        return made, torch.optim.Adam(made.parameters())
+
+    with tn.use(tulle.init(data=2), "vocab:data"):
+        tn.save(tmp_path / "saved", *model(vocab=12, d_model=4))
+        text = f"has 'model.table' of shape (12, 4), the model of {shape}: it is of another model; build this one"
+        with pytest.raises(CheckpointError, match=re.escape(text)):
+            tn.load(tmp_path / "saved", *model(**sizes))
+
+
+@on_ranks(2)
+def test_a_model_is_loaded_alone_too(tmp_path):
+    mesh = tulle.init(model=2)
+    with tn.use(mesh, "d_ff:model"):
+        model, optimizer, _ = train("AdamW", 1)
+        expected = whole(model)
+        tn.save(tmp_path / "saved", model, optimizer, step=1)
+    with tn.use(mesh, "vocab:model"):
+        model = LanguageModel().init(seed=5)
+        assert tn.load(tmp_path / "saved", model) == {"step": 1}
+        assert worst_difference(whole(model), expected) == 0
 
 
 def test_a_model_is_saved_before_its_first_step_too_but_only_with_integers(tmp_path):

@@ -37,6 +37,11 @@ def test_a_folder_is_no_plan(tmp_path):
         Plan.load(tmp_path)
 
 
+def test_a_run_folder_is_no_profile_but_has_one(tmp_path):
+    with pytest.raises(PlanError, match=r"cannot read a profile from .*[Dd]irectory.*: give the profile.json that"):
+        Profile.load(tmp_path)
+
+
 NETWORK = {"latency_s": 3e-4, "bandwidth_bytes_per_s": 1.2e9}
 TABLE = {"name": "words.weight", "rows": 8000, "width": 256, "scheme": "allgather", "density": 0.1, "candidates": []}
 GOOD = {"format": 1, "mesh": {"data": 4}, "bucket_bytes": 1024, "network": NETWORK, "tables": [TABLE]}

@@ -89,7 +89,8 @@ def _executed(arguments: Sequence[str]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except UsageError as error:
-        print(f"tulle: {error}\nSee tulle --help.", file=sys.stderr)
+        command = next((f" {word}" for word in arguments if not word.startswith("-")), "")
+        print(f"tulle: {error}\nSee tulle{command} --help.", file=sys.stderr)
         return 2
     except _Mistake as error:
         said = error.format_message()
@@ -116,12 +117,13 @@ class LauncherCommand(TyperCommand):
             if isinstance(option, TyperOption)
             for name in option.opts
         }
-        script = [] if self.script_of_its_own is None else [self.script_of_its_own]
+        # Behind two dashes it is no value of an option that lacks its own.
+        script = [] if self.script_of_its_own is None else ["--", self.script_of_its_own]
         try:
             ctx.obj = split([*args, *script], own, command=ctx.command_path)
         except HelpAsked:
             return super().parse_args(ctx, ["--help"])
-        if script and ctx.obj.torchrun.training_script != script[0]:
+        if script and ctx.obj.torchrun.training_script != script[-1]:
             raise UsageError(f"{ctx.obj.torchrun.training_script!r} is too much: the command takes options only")
         return super().parse_args(ctx, ctx.obj.ours)
 

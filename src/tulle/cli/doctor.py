@@ -46,7 +46,7 @@ def doctor(split: Split, *, processes: str | None, hosts: str | None, as_json: b
         UsageError: Before anything is started, if the options do not fit.
         CommunicationError: If the machines did not find each other.
     """
-    names = parse_hosts(hosts) if hosts else []
+    names = [] if hosts is None else parse_hosts(hosts)
     if processes is None and "nproc_per_node" not in split.given:
         processes = str(max(_FEWEST_PROCESSES, default_processes()))
     place_on_hosts(split, names, processes)

@@ -71,7 +71,7 @@ def run(
     _check_target(torchrun)
     if options.compare is not None and not options.compare.is_dir():
         raise UsageError(f"--compare {options.compare} is not there, expected the folder of another run")
-    hosts = parse_hosts(options.hosts) if options.hosts else []
+    hosts = [] if options.hosts is None else parse_hosts(options.hosts)
     place_on_hosts(split, hosts, options.processes)
     path = _choose_path(torchrun, options)
     command = [*(["-m"] if torchrun.module else []), torchrun.training_script, *torchrun.training_script_args]
@@ -124,6 +124,8 @@ def start(torchrun: Namespace, folder: RunFolder, view: Callable[[], View], *, n
 def _check_target(torchrun: Namespace) -> None:
     """Refuse a script that does not exist before anything is started."""
     target = torchrun.training_script
+    if torchrun.module and (os.sep in target or target.endswith(".py")):
+        raise UsageError(f"-m {target} is a path, expected a module's name, package.module: leave -m out, or name that")
     if torchrun.module:
         package = target.split(".")[0]
         if PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:

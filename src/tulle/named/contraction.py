@@ -17,16 +17,19 @@ Product = tuple[Local, Dims, Axes]
 
 
 class Plan:
-    """An einsum on this rank's parts: its equation, over which axes inputs enter, over which the result is a sum."""
+    """An einsum on this rank's parts: its equation, over which axes inputs enter, over which the result is a sum.
+
+    `what` is the operation as it was written, for errors.
+    """
 
     __slots__ = ("dims", "enters", "equation", "label", "matrix_dims", "out", "reduced")
 
-    def __init__(self, scope: Scope, inputs: Sequence[Dims], out: Dims) -> None:
+    def __init__(self, scope: Scope, inputs: Sequence[Dims], out: Dims, what: str) -> None:
         self.dims, self.out = united(*inputs), out
         for dim in united(self.dims, out)[len(self.dims) :]:
-            raise ModelError(f"einsum is to give dimension {dim!r}, which no input has: they have {spelled(self.dims)}")
-        check_once(out, "einsum to")
-        split = scope.axes(self.dims, "einsum over")
+            raise ModelError(f"{what} is to give dimension {dim!r}, which no input has: they have {spelled(self.dims)}")
+        check_once(out, f"{what} to")
+        split = scope.axes(self.dims, f"{what} over")
         letters = dict(zip(self.dims, string.ascii_letters, strict=False))
         self.equation = ",".join(_word(dims, letters) for dims in inputs) + "->" + _word(out, letters)
         self.enters = [tuple(sorted(axis for axis in split if split[axis] not in dims)) for dims in inputs]
@@ -57,7 +60,7 @@ def contract(inputs: Sequence[Placed], out: Dims) -> Product:
     key = (contract, out, *[one.dims for one in inputs])
     plan: Plan | None = scope.plans.get(key)
     if plan is None:
-        plan = scope.plans[key] = Plan(scope, key[2:], out)
+        plan = scope.plans[key] = Plan(scope, key[2:], out, "einsum")
     return plan.product(scope, inputs)
 
 
@@ -78,7 +81,7 @@ def multiply(left: Placed, right: Placed, over: Dim | Sequence[Dim]) -> Product:
             left.place(dim, "dot")
             right.place(dim, "dot")
         out = tuple(dim for dim in united(left.dims, right.dims) if dim not in lost)
-        plan = scope.plans[key] = Plan(scope, (left.dims, right.dims), out)
+        plan = scope.plans[key] = Plan(scope, (left.dims, right.dims), out, "dot")
     return plan.product(scope, (left, right))
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 import torch.nn.functional as F
 
 from tulle.errors import ModelError, PlanError
-from tulle.named.dims import Dim, united
+from tulle.named.dims import Dim, as_dims, united
 from tulle.named.neighbours import bordered
 from tulle.named.placed import Local, aligned, label_of, record, shared_scope
 from tulle.named.relayout import Mover
@@ -99,7 +99,7 @@ def convolution(
     """
     _check_steps("convolution", stride, dilation)
     windows: list[Window] = []
-    for dim, kernel, *out in over:
+    for dim, kernel, *out in _alongs("convolution", over):
         span = (kernel.size - 1) * dilation + 1
         size = -(-dim.size // stride) if padding == "same" else (dim.size - span) // stride + 1
         made = _made("convolution", dim, out, size, size)
@@ -134,7 +134,7 @@ def transposed_convolution(
     """
     _check_steps("transposed_convolution", stride, dilation)
     windows: list[Window] = []
-    for dim, kernel, *out in over:
+    for dim, kernel, *out in _alongs("transposed_convolution", over):
         span = (kernel.size - 1) * dilation + 1
         most = dim.size * stride if padding == "same" else (dim.size - 1) * stride + span + stride - 1
         usual = most if padding == "same" else most - stride + 1
@@ -147,6 +147,19 @@ def transposed_convolution(
 def _check_steps(what: str, stride: int, dilation: int) -> None:
     if stride < 1 or dilation < 1:
         raise ModelError(f"{what} was given stride={stride} and dilation={dilation}, expected 1 or more")
+
+
+def _alongs(what: str, over: Sequence[Along]) -> Sequence[Along]:
+    """What is moved along; one pair without its list looks like two names with sizes, as a dimension is a tuple too.
+
+    Raises:
+        ModelError: If it is no list of pairs or triples of dimensions.
+    """
+    if any(isinstance(one, Dim) or not isinstance(one, tuple | list) or len(one) not in (2, 3) for one in over):
+        raise ModelError(f"{what} was given {over!r} to move along, expected a list such as [(width, kernel)]")
+    for one in over:
+        as_dims(one)
+    return over
 
 
 def _made(what: str, over: Dim, out: Sequence[Dim], usual: int, most: int, *, least: int | None = None) -> Dim:

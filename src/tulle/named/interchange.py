@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -62,7 +63,8 @@ def from_dtensor(tensor: DTensor, dims: Dim | tuple[Dim, ...]) -> Tensor:
 def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer, **extra: int) -> None:
     """Save a named model and its optimizer as a folder that any other layout and mesh can load.
 
-    It is complete or absent: written aside, then renamed. Every rank must call it.
+    It is complete or absent: written aside, then renamed. Every rank must call it. Of the optimizer it keeps the
+    states; learning rates and the like are those of the one that is made for `load`.
 
     Args:
         folder: Where; a checkpoint that is there is replaced, nothing else.
@@ -86,27 +88,31 @@ def save(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.opti
     _first_does(whole.commit, whole)
 
 
-def load(folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def load(
+    folder: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, int]:
     """Load what `save` saved, whatever layout the model has now; gives the extra numbers. Every rank must call it.
 
+    Without an optimizer the model alone is loaded, as to evaluate it.
+
     Raises:
-        CheckpointError: If there is none, or it is of another model.
+        CheckpointError: On every rank, if there is none, or it is of another model.
     """
     check_initialized(model)
     path = _whole(folder).found
     if not (path / _METADATA).exists():
         raise CheckpointError(f"there is no checkpoint of a named model at {path}: save one with tn.save")
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
-    _begin_states(model, optimizer)
-    _forget_states(model, optimizer, stored)
+    if optimizer is not None:
+        _begin_states(model, optimizer)
+        _forget_states(model, optimizer, stored)
     state = _state(model, optimizer)
-    missing = sorted(set(state) - set(stored))
-    if missing:
-        raise CheckpointError(f"the checkpoint at {path} has no {missing[0]!r}: it is of another model or optimizer")
+    _check_alike(path, state, stored)
     extra = {name: torch.tensor(0) for name in stored if name.startswith("extra.")}
     with _quiet_if_alone():
         load_parts(cast("dict[str, Any]", {**state, **extra}), checkpoint_id=path)
-    _take_steps(model, optimizer, state)
+    if optimizer is not None:
+        _take_steps(model, optimizer, state)
     return {name.removeprefix("extra."): int(value) for name, value in extra.items()}
 
 
@@ -131,14 +137,32 @@ def _first_does(work: Callable[[], None], whole: WholeFolder) -> None:
         raise CheckpointError(said[0])
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _check_alike(path: Path, state: Mapping[str, torch.Tensor], stored: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that lacks something, or has it in another shape, of which torch tells by a traceback.
+
+    Raises:
+        CheckpointError: Naming the first such thing.
+    """
+    for name in sorted(state):
+        if name not in stored:
+            raise CheckpointError(f"the checkpoint at {path} has no {name!r}: it is of another model or optimizer")
+        there, here = tuple(stored[name].size), tuple(state[name].shape)
+        if there != here:
+            raise CheckpointError(
+                f"the checkpoint at {path} has {name!r} of shape {there}, the model of {here}: it is of another model; "
+                "build this one with the sizes, and the order of dimensions, of that one"
+            )
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Every parameter, plain tensor and optimizer state by name, as DTensors that share their memory."""
     state: dict[str, Any] = {}
     named = {id(one.parameter): one for _, one in named_parameters(model)}
+    kept = {} if optimizer is None else optimizer.state
     for name, parameter in model.named_parameters():
         one = named.get(id(parameter))
         state[f"model.{name}"] = parameter.detach() if one is None else _stored(parameter.detach(), one.dims, one.scope)
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in kept.get(parameter, {}).items():
             dims = None if one is None else _dims_of_state(key, value, one.dims, one.scope)
             whole = value if isinstance(value, torch.Tensor) else torch.tensor(value)
             state[f"optimizer.{name}.{key}"] = whole if one is None or dims is None else _stored(whole, dims, one.scope)

@@ -12,7 +12,7 @@ from tulle.errors import ModelError
 from tulle.named.dims import Dim, Dims, Layout, as_dims, check_once, spelled, volume
 from tulle.named.gradients import Leaf
 from tulle.named.placed import Axes, Local
-from tulle.named.randomness import key_of, normal
+from tulle.named.randomness import as_seed, key_of, normal
 from tulle.named.scope import Scope, current
 from tulle.named.tensor import Tensor
 
@@ -222,8 +222,9 @@ class Module(nn.Module):
 
         Raises:
             PlanError: If a parameter is not legal in the layout.
+            ModelError: If the seed is no integer.
         """
-        scope = current()
+        scope, seed = current(), as_seed(seed, "init")
         for name, parameter in named_parameters(self):
             parameter.name = name
             scope.axes(parameter.dims, f"parameter {name}")

@@ -8,12 +8,14 @@ wrapping 64-bit arithmetic of torch.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
+from tulle.errors import ModelError
 from tulle.named.dims import Dims
 from tulle.named.placed import Local
 from tulle.named.scope import Scope
@@ -41,8 +43,24 @@ _stream = Stream()
 
 
 def manual_seed(seed: int) -> None:
-    """Begin the draws of dropout and sampling anew. Every rank must call it, with the same seed."""
-    _stream.seed, _stream.draw = seed, 0
+    """Begin the draws of dropout and sampling anew. Every rank must call it, with the same seed.
+
+    Raises:
+        ModelError: If it is no integer.
+    """
+    _stream.seed, _stream.draw = as_seed(seed, "manual_seed"), 0
+
+
+def as_seed(given: int, what: str) -> int:
+    """A seed as Python's own integer, which does not overflow as numpy's do.
+
+    Raises:
+        ModelError: If it is none.
+    """
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise ModelError(f"{what} was given the seed {given!r}, expected an integer") from None
 
 
 def next_key() -> int:

@@ -169,7 +169,10 @@ class Profile:
         try:
             parsed = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise PlanError(f"cannot read a profile from {os.fspath(path)!r}: {error}") from error
+            raise PlanError(
+                f"cannot read a profile from {os.fspath(path)!r}: {error}: give the profile.json that tulle "
+                "profile SCRIPT leaves in its run folder"
+            ) from error
         try:
             return Profile.from_json(parsed)
         except PlanError as error:
