@@ -33,6 +33,7 @@ _LEFT = "tulle/left"
 _COME = "tulle/come"
 _BEGUN = "tulle/begun"
 _MEND = "every rank must take as many steps (give all as many batches, as a loader with drop_last=True does)"
+_EARLY = "every rank must come to the same calls of tulle, and take as many steps"
 _kept: list[tuple[Store, int]] = []
 """The way to the board, and this rank, for the end of the process, by which the process group may be gone."""
 _step: list[Callable[[], int]] = []
@@ -159,6 +160,8 @@ def departed(ranks: Sequence[int]) -> str | None:
     steps = {rank: step for rank in ranks if (step := _read(f"{_LEFT}/{rank}"))}
     if not steps:
         return None
+    if {*steps.values()} == {"0"}:
+        return f"{' and '.join(f'rank {rank}' for rank in steps)} left before any step: {_EARLY}"
     return f"{' and '.join(f'rank {rank} left after step {step}' for rank, step in steps.items())}: {_MEND}"
 
 

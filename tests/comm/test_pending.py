@@ -93,6 +93,18 @@ def test_when_ranks_have_left_without_an_error_the_others_say_after_which_step()
 
 
 @on_ranks(2)
+def test_a_rank_that_left_before_any_step_is_not_said_to_lack_batches():
+    comm.traffic.step = 0
+    if dist.get_rank() == 1:
+        tulle.init(data=-1)
+        board.leave_in_peace()
+        leave_the_team()
+        return
+    text = failure_of(all_reduce)
+    assert ": rank 1 left before any step: every rank must come to the same calls of tulle, and take as many" in text
+
+
+@on_ranks(2)
 def test_a_number_of_all_that_one_rank_asks_for_alone_meets_no_other_exchange():
     axis = impatient(tulle.init(data=-1)["data"], 0.5)
     number = torch.tensor(3.0 + axis.rank)

@@ -332,3 +332,13 @@ def test_attributes_stay_wherever_the_constructor_of_the_base_is_called_if_at_al
     for model, names in [(Bare().init(), {"weight"}), (Early().init(), {"first", "weight"})]:
         assert {name for name, _ in model.named_parameters()} == names | {"plain.weight", "plain.bias"}
         assert str(model.weight) == "Parameter weight(d_model=8, heads=4; float32)"
+
+
+def test_what_plain_tensors_have_and_named_ones_do_not_is_told_where_it_is():
+    x, w = ones(batch, d), ones(d, heads)
+    for action in (lambda: x @ w, lambda: x @ 2.0, lambda: 2.0 @ x):
+        refused(ModelError, "say over which, x.dot(w, d), or what remains, tn.einsum(x, w, out=(", action)
+    for name in ("shape", "softmax", "max", "view"):
+        with pytest.raises(AttributeError, match=rf"a named tensor has no attribute '{name}': .*, tn.softmax\(x, d\)"):
+            getattr(x, name)
+    assert not hasattr(x, "numpy")

@@ -61,7 +61,8 @@ def test_alone_a_process_takes_its_gradients_as_they_are_and_starts_no_thread():
     model(ids_of(0, step=1)).backward()
     for found, wanted in zip(model.parameters(), expected(1, step=1), strict=True):
         torch.testing.assert_close(found.grad.to_dense(), wanted, rtol=1e-14, atol=0)
-    assert threading.active_count() == before and not state._reductions
+    assert threading.active_count() == before
+    assert not state._reductions
 
 
 @on_ranks(2, 3)

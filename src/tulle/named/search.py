@@ -74,7 +74,7 @@ class Ranking(list[Explanation]):
 
     def _row(self, one: Explanation) -> str:
         mesh = ", ".join(f"{name}={size}" for name, size in one.sizes.items())
-        cells = f"{1e3 * one.seconds(self.rates):>10.3f} {one.memory_bytes / 1e6:>13.1f} {one.bytes_sent / 1e6:>9.3f}"
+        cells = f"{1e3 * one.seconds(self.rates):>10.3f} {one.memory_bytes / 1e6:>13.3f} {one.bytes_sent / 1e6:>9.3f}"
         return f"{cells} {one.messages:>8}  ({mesh}) '{one.layout}'"
 
 

@@ -75,6 +75,17 @@ class Tensor(Placed):
     def __float__(self) -> float:
         return float(self.item())
 
+    def __getattr__(self, name: str) -> Any:
+        """What plain tensors have and named ones do not is told where it is.
+
+        Raises:
+            AttributeError: Always.
+        """
+        raise AttributeError(
+            f"a named tensor has no attribute {name!r}: functions of it are in tulle.named, tn.softmax(x, d) say, its "
+            "dimensions are x.dims, and tn.to_torch(x) is a plain tensor"
+        )
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse to be taken for a plain tensor.
@@ -174,6 +185,19 @@ class Tensor(Placed):
 
     def __rtruediv__(self, other: Scalar) -> Tensor:
         return self.map(lambda local: other / local)
+
+    def __matmul__(self, other: object) -> Tensor:
+        """Refuse: by position nobody could tell over what to sum.
+
+        Raises:
+            ModelError: Always.
+        """
+        raise ModelError(
+            f"@ was asked of {self!r} and {other!r}, and sums over the dimensions that happen to be last: say over "
+            "which, x.dot(w, d), or what remains, tn.einsum(x, w, out=(batch, length))"
+        )
+
+    __rmatmul__ = __matmul__
 
     def __mod__(self, other: Tensor | Scalar) -> Tensor:
         return _beside(torch.remainder, self, other)
