@@ -68,6 +68,14 @@ class Folder:
         except OSError as problem:
             raise self.unwritten(problem) from problem
 
+    def seen(self) -> tuple[int, int] | None:
+        """What tells the empty folder aside from all others, alike for all who see it; None for who sees none."""
+        try:
+            status = self.aside.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
     def discard(self) -> None:
         """Remove what is aside, if anything is."""
         self._whole.discard()

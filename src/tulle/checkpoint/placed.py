@@ -66,6 +66,9 @@ class Share:
         writes_sections: Whether this rank writes its part of what is split over axis `model`.
         writes_rows: Whether it does of what is split over axis `data`.
         writes_both: Whether it does of what is split over both.
+        is_alike: Whether what is whole is the same, to the bit, on other ranks.
+        copies: This rank's number among those that could write such a whole, and how many these are; None if it could
+            not.
     """
 
     part: Part | None = None
@@ -74,6 +77,8 @@ class Share:
     writes_sections: bool = True
     writes_rows: bool = True
     writes_both: bool = True
+    is_alike: bool = False
+    copies: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +116,15 @@ class Placed:
         self, path: Path, tensor: Tensor, shape: Sequence[int], boxes: Sequence[Box], *, is_writer: bool = True
     ) -> None:
         self.path = path
-        self._is_writer = is_writer
         self.tensor = tensor.detach()
         self.shape = tuple(shape)
         self.boxes = boxes
+        self.writes: Sequence[int] = range(len(boxes)) if is_writer else ()
+        """Numbers of the blocks that this rank writes: together those of all ranks are the whole tensor, once."""
+        self.is_alike = False
+        """Whether other ranks have the same, and are asked who writes what of it."""
+        self.copies: tuple[int, int] | None = None
+        """Of such a tensor this rank's number among those that could write it, and how many these are."""
 
     @property
     def name(self) -> str:
@@ -128,12 +138,12 @@ class Placed:
 
     @property
     def written(self) -> Sequence[Box]:
-        """Of the blocks that this rank writes: together those of all ranks are the whole tensor, once."""
-        return self.boxes if self._is_writer else ()
+        """The blocks that this rank writes."""
+        return [self.boxes[number] for number in self.writes]
 
     def blocks(self) -> Iterator[tuple[Box, Tensor]]:
         """What this rank writes, block by block."""
-        return ((box, self.values(number)) for number, box in enumerate(self.written))
+        return ((self.boxes[number], self.values(number)) for number in self.writes)
 
     def values(self, number: int) -> Tensor:
         """The values of one block, for whoever writes it."""
@@ -153,11 +163,13 @@ class Replicated(Placed):
     Args:
         path: See `Placed`.
         tensor: The whole.
-        is_writer: Whether this rank writes it.
+        share: What this rank has of it.
     """
 
-    def __init__(self, path: Path, tensor: Tensor, *, is_writer: bool) -> None:
-        super().__init__(path, tensor, tensor.shape, _row_blocks(tensor, (0,) * tensor.ndim), is_writer=is_writer)
+    def __init__(self, path: Path, tensor: Tensor, share: Share) -> None:
+        boxes = _row_blocks(tensor, (0,) * tensor.ndim)
+        super().__init__(path, tensor, tensor.shape, boxes, is_writer=share.writes_whole)
+        self.is_alike, self.copies = share.is_alike, share.copies
 
 
 class ByColumns(Placed):
@@ -260,7 +272,7 @@ class Places:
         """
         part = share.part
         if part is None or not is_dealt(tensor, part):
-            return Replicated(path, tensor, is_writer=share.writes_whole)
+            return Replicated(path, tensor, share)
         if isinstance(part, Placement):
             return BySections(path, tensor, part, is_writer=share.writes_sections)
         if isinstance(part, Sharded):

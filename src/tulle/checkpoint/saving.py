@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from tulle.admission import as_optimizers
 from tulle.checkpoint.checks import check_keywords, check_readable, check_states
+from tulle.checkpoint.dealing import Sight, can_deal, deal
 from tulle.checkpoint.folder import Folder
 from tulle.checkpoint.placed import Placed, Staged
 from tulle.checkpoint.random_states import random_state
@@ -53,9 +54,10 @@ def save(
 ) -> Future[None] | None:
     """Save model, optimizers, random states of all ranks, and `extra`. Every rank of the model's mesh must call it.
 
-    Each rank writes its own parts, and rank 0 what all ranks have, into another folder beside it, which takes the name
-    `path` at the very end. So at any instant `path` is a whole checkpoint, the old one or the new one. Its tensors are
-    a checkpoint of `torch.distributed.checkpoint`, under the names and shapes that plain PyTorch has.
+    Each rank writes its own parts, and a share of what all ranks have (rank 0 all of that, where others do not see its
+    folder), into another folder beside it, which takes the name `path` at the very end. So at any instant `path` is a
+    whole checkpoint, the old one or the new one. Its tensors are a checkpoint of `torch.distributed.checkpoint`, under
+    the names and shapes that plain PyTorch has.
 
     Args:
         path: The folder, on a file system that all ranks share (of rank 0 alone, if no table is split). An older
@@ -103,7 +105,10 @@ def save(
             check_readable({**extra, "model": state.outline["model"], "optimizer": state.outline["optimizers"]})
             with _turn(folder, ranks):
                 folder.prepare()
-    run = {**state.outline, "random": ranks.gather(random_state(standing)), "extra": extra}
+    told = ranks.gather((random_state(standing), Sight.of(folder, standing, state.tensors)))
+    if can_deal([sight for _, sight in told]):
+        deal(state.tensors)
+    run = {**state.outline, "random": [random for random, _ in told], "extra": extra}
     if not asynchronous:
         _write(folder, state.tensors, state.names, run, ranks)
         return None

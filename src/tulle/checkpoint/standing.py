@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tulle.checkpoint.placed import Part, Sharded, Share, memory_of
 from tulle.checkpoint.ranks import Ranks
 from tulle.distribute.adopted import axes_of
+from tulle.engine import engine_of
 from tulle.errors import CheckpointError, ModelError
 from tulle.memory import named_shards, state_of_shards
 from tulle.pipeline import placement_of
@@ -37,6 +38,9 @@ class Standing:
         self._names = {id(parameter): name for name, parameter in reversed([*parameters.items()])}
         self.parts: dict[str, Part] = {n: split for n, p in parameters.items() if (split := split_of(p)) is not None}
         """This rank's part of each parameter that is split, by name."""
+        engine = engine_of(model)
+        self._in_step = {n for n, p in parameters.items() if engine is not None and engine.slot_of(p) is not None}
+        """Names of the parameters that are the same on all ranks of axis `data`, and so is their optimizer's state."""
         if self.axes is not None:
             over_model = placements(model)
             self.parts |= over_model
@@ -45,7 +49,8 @@ class Standing:
         pipe = self.axes.pipe if self.axes else None
         self.is_staged = pipe is not None
         """Whether other ranks have other tensors."""
-        self._stage_rank = pipe.rank if pipe else 0
+        self.stage_rank = pipe.rank if pipe else 0
+        """Along axis `pipe`."""
         tensors = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
         self._held = {name: tensor.dtype for name, tensor in tensors.items() if not tensor.is_meta}
         """The dtype of each tensor that this rank has, all or a part."""
@@ -85,12 +90,18 @@ class Standing:
 
     def share(self, name: str) -> Share:
         """What this rank has of a tensor of the model's state."""
-        part, holder = self.parts.get(name), self.holders.get(name, 0)
+        part, holder, is_alike = self.parts.get(name), self.holders.get(name, 0), name in self._in_step
         if self.axes is None:
-            is_writer = self.ranks.is_first
-            return Share(part, writes_whole=is_writer, writes_sections=is_writer)
-        is_here = holder == self._stage_rank
-        is_first_replica, is_first_part = self.axes.data.rank == 0, self.axes.model is None or self.axes.model.rank == 0
+            is_writer, copies = self.ranks.is_first, (self.ranks.rank, self.ranks.size)
+            return Share(
+                part,
+                writes_whole=is_writer,
+                writes_sections=is_writer,
+                is_alike=is_alike,
+                copies=copies if is_alike else None,
+            )
+        is_here, data = holder == self.stage_rank, self.axes.data
+        is_first_replica, is_first_part = data.rank == 0, self.axes.model is None or self.axes.model.rank == 0
         return Share(
             part,
             holder,
@@ -98,6 +109,8 @@ class Standing:
             writes_sections=is_here and is_first_replica,
             writes_rows=is_here and is_first_part,
             writes_both=is_here,
+            is_alike=is_alike,
+            copies=(data.rank, data.size) if is_alike and is_here and is_first_part else None,
         )
 
     def share_of(self, parameter: Tensor) -> Share:
