@@ -258,6 +258,39 @@ class Configured(nn.Module):
         return x
 
 
+class Jacobian(nn.Module):
+    """Differentiates within, where torch lets nobody look at what autograd saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def energy(self, one: Tensor) -> Tensor:
+        return (one @ self.weight).tanh().sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.func.vmap(torch.func.grad(self.energy))(x)
+
+
+class Spreading(nn.Module):
+    """Spreads over the edges of a graph, which are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("edges", torch.eye(WIDTH).roll(1, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + torch.sparse.mm(self.edges.to_sparse(), x.T).T
+
+
+class Forces(nn.Sequential):
+    """Layers that differentiate within, and look up in what is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), Jacobian(), Spreading(), Jacobian(), nn.Linear(WIDTH, WIDTH))
+
+
 PROFILED = [
     Follower,
     Lender,
@@ -271,4 +304,5 @@ PROFILED = [
     Filling,
     Choices,
     Configured,
+    Forces,
 ]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tulle.derived import derived
 from tulle.errors import ModelError
-from tulle.memory.notes import Saved
+from tulle.memory.notes import Saved, naming
 from tulle.names import as_names
 
 HORIZON = 4
@@ -158,7 +158,7 @@ class _Offloaded(nn.Module):
         """Compute what the module's own forward does, and park what that saves."""
         if not torch.is_grad_enabled():
             return super().forward(*arguments, **keywords)
-        with self.__dict__[_OFFLOADING].saving(self):
+        with naming("offload", self), self.__dict__[_OFFLOADING].saving(self):
             return super().forward(*arguments, **keywords)
 
 

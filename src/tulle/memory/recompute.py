@@ -24,6 +24,7 @@ from tulle.comm import gather_values
 from tulle.derived import derived
 from tulle.errors import ModelError
 from tulle.memory.again import as_given
+from tulle.memory.notes import naming
 from tulle.mesh import Axis
 from tulle.names import as_names
 
@@ -51,7 +52,8 @@ class _Recomputed(nn.Module):
         if not torch.is_grad_enabled():
             return super().forward(*arguments, **keywords)
         forward = as_given(self, super().forward, arguments, keywords)
-        return checkpoint(forward, *arguments, use_reentrant=False, **keywords)
+        with naming("recompute", self):
+            return checkpoint(forward, *arguments, use_reentrant=False, **keywords)
 
 
 def recompute(model: nn.Module, names: Sequence[str]) -> None:
