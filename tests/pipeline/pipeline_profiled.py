@@ -147,6 +147,21 @@ class Collecting(nn.Module):
         return y * layers[1].mean() + layers[2].tanh()
 
 
+class Glancing(nn.Module):
+    """Hooks a layer for as long as its teacher runs, and reads what it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.student = (nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        handle = self.teacher[0].register_forward_hook(lambda _, args, out: seen.append(out))
+        y = self.teacher(x)
+        handle.remove()
+        return self.student(x * seen[0].tanh()) + y
+
+
 class Called(nn.Module):
     """Calls a layer with weights that it is given, and layers within a transform."""
 
@@ -298,6 +313,7 @@ PROFILED = [
     Watched,
     Equilibrium,
     Collecting,
+    Glancing,
     Seeing,
     Hyper,
     Leaving,
