@@ -240,3 +240,11 @@ def taken_together(kind: type[T]) -> type[T]:
 def is_transformed() -> bool:
     """Whether a transform of `torch.func` runs: `vmap`, `grad`, `jacrev` or the like."""
     return cast("Any", torch._C)._functorch.maybe_current_level() is not None
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """A tensor as it is beneath the transforms of `torch.func` that run: all of a batch, within `vmap`."""
+    functorch = cast("Any", torch._C)._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import tulle
 from ranks import on_ranks
 from tulle.errors import ModelError
-from tulle.memory import share_out, shared_out
+from tulle.memory import offload, recompute, share_out, shared_out
 
 
 class Recomputing(nn.Module):
@@ -127,6 +127,27 @@ def test_transforms_take_wholes_and_say_so(units):
     assert torch.allclose(
         jacobian["2.weight"], jacrev(lambda one: functional_call(plain, one, (x,)))(wholes)["2.weight"]
     )
+
+
+class Force(nn.Module):
+    """Differentiates within."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        return vmap(grad(lambda one: (one @ self.weight).tanh().sum()))(x)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("option", ["full_shard", "recompute", "offload"])
+def test_a_module_that_differentiates_by_transforms_is_refused_by_name(option):
+    axis, model = tulle.init(data=-1)["data"], nn.Sequential(Force())
+    saving = {"full_shard": lambda: share_out(model, axis, [""]), "recompute": lambda: recompute(model, ["0"])}
+    saving.get(option, lambda: offload(model, ["0"]))()
+    with pytest.raises(ModelError, match=rf"the forward of a \w+ runs torch.func.grad.*where {option} looks.*leave"):
+        model(torch.randn(3, 6))
 
 
 class Counts(nn.Module):

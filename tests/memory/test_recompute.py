@@ -119,6 +119,28 @@ def test_buffers_are_written_once_and_read_as_they_were():
     assert alike(*found)
 
 
+class Spreading(nn.Module):
+    """Spreads over the edges of a graph, which are sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("edges", torch.eye(4).roll(1, 0).to_sparse())
+
+    def forward(self, x):
+        return torch.sparse.mm(self.edges, self.linear(x)).tanh()
+
+
+def test_modules_with_sparse_buffers_recompute_and_offload_to_the_same_numbers():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Spreading(), Spreading()), torch.randn(4, 4)
+    grads = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    assert all(cost.saved_bytes for cost in profile_activations(model, x))
+    recompute(model, ["0"])
+    offload(model, ["1"], smallest_bytes=0)
+    assert all(map(torch.equal, torch.autograd.grad(model(x).sum(), list(model.parameters())), grads))
+
+
 def test_a_module_still_says_what_it_takes():
     """`transformers` looks there: without `attention_mask` it generates from padded words as from others."""
     model = nn.Sequential(Attending(0))

@@ -147,6 +147,21 @@ class Collecting(nn.Module):
         return y * layers[1].mean() + layers[2].tanh()
 
 
+class Glancing(nn.Module):
+    """Hooks a layer for as long as its teacher runs, and reads what it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.student = (nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        handle = self.teacher[0].register_forward_hook(lambda _, args, out: seen.append(out))
+        y = self.teacher(x)
+        handle.remove()
+        return self.student(x * seen[0].tanh()) + y
+
+
 class Called(nn.Module):
     """Calls a layer with weights that it is given, and layers within a transform."""
 
@@ -258,6 +273,39 @@ class Configured(nn.Module):
         return x
 
 
+class Jacobian(nn.Module):
+    """Differentiates within, where torch lets nobody look at what autograd saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def energy(self, one: Tensor) -> Tensor:
+        return (one @ self.weight).tanh().sum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.func.vmap(torch.func.grad(self.energy))(x)
+
+
+class Spreading(nn.Module):
+    """Spreads over the edges of a graph, which are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("edges", torch.eye(WIDTH).roll(1, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + torch.sparse.mm(self.edges.to_sparse(), x.T).T
+
+
+class Forces(nn.Sequential):
+    """Layers that differentiate within, and look up in what is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), Jacobian(), Spreading(), Jacobian(), nn.Linear(WIDTH, WIDTH))
+
+
 PROFILED = [
     Follower,
     Lender,
@@ -265,10 +313,12 @@ PROFILED = [
     Watched,
     Equilibrium,
     Collecting,
+    Glancing,
     Seeing,
     Hyper,
     Leaving,
     Filling,
     Choices,
     Configured,
+    Forces,
 ]

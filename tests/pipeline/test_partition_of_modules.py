@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_networks import WIDTH, Chain, TiedEnds, Translator, compare, make
-from pipeline_profiled import Reversible
+from pipeline_profiled import Forces, Glancing, Reversible
 
 import tulle
 from ranks import on_ranks
@@ -197,6 +197,20 @@ def test_what_has_no_state_and_is_called_twice_has_no_stage():
 def test_what_calls_modules_in_a_function_of_autograd_stays_whole():
     pieces, _ = profile(make(Reversible), torch.ones(2, WIDTH, dtype=torch.float64), tulle.init(pipe=1)["pipe"], 8)
     assert [piece.name for piece in pieces] == ["first", "body", "last"]
+
+
+@on_ranks(1)
+def test_what_a_forward_hooks_for_a_while_is_cut():
+    x, axis = torch.ones(2, WIDTH, dtype=torch.float64), tulle.init(pipe=1)["pipe"]
+    dealt = pipeline.deal(make(Glancing), x, axis, stages=2, pins={"teacher": 0, "student": 1})
+    assert dealt.assignment == {"teacher.0": 0, "teacher.1": 0, "student": 1}
+
+
+@on_ranks(1)
+def test_what_differentiates_by_transforms_is_weighed_by_what_it_leaves():
+    pieces, _ = profile(make(Forces), torch.ones(8, WIDTH, dtype=torch.float64), tulle.init(pipe=1)["pipe"], 8)
+    bytes_of = {piece.name: piece.activation_bytes for piece in pieces}
+    assert 8 * WIDTH * 8 <= bytes_of["1"] == bytes_of["3"] <= 40 * WIDTH * WIDTH * 8
 
 
 @on_ranks(2)

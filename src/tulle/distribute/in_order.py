@@ -1,7 +1,8 @@
 """`MailboxInOrder`: ranks that hold parts of one stage work on micro-batches in one order, that of the first of them.
 
 A pipeline takes the next micro-batch by what has come, which differs in time from rank to rank. Ranks whose layers send
-to one another while they run (split over axis `model`, or with tables split over axis `data`) must not differ:
+to one another while they run (split over axis `model`, or with tables split or parameters shared out over axis `data`)
+must not differ:
 
     rank 0, model 0   F0  F1  B0      what has come is what the first rank says that has;
     rank 0, model 1   F0  F1  B0      the others wait until it has come to them too
@@ -79,8 +80,9 @@ class MailboxInOrder(Mailbox):
         if theirs != asked:
             raise CommunicationError(
                 f"rank {self._peers.rank} of axis {self._peers.name!r} waits for another value than rank 0, so that "
-                "their layers would exchange what does not belong together: where layers or tables are split over "
-                "ranks, these must be given batches of the same shapes and take the same branches"
+                "their layers would exchange what does not belong together: in a pipeline, ranks over which layers or "
+                "tables are split, or parameters shared out (full_shard), must be given batches of the same shapes, "
+                "padded to one length say, and take the same branches"
             )
         if told == _FAILED:
             raise CommunicationError(f"rank 0 of axis {self._peers.name!r} waited in vain: see its log")

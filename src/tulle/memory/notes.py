@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tulle.errors import GradientError
+from tulle.errors import GradientError, ModelError
 from tulle.memory.ahead import BACKWARD, Ahead
 from tulle.memory.unit import Unit
 
 _autograd: Any = vars(torch._C)["_autograd"]
+_NO_HOOKS = "saved tensor hooks"
+"""In what torch says then."""
 
 
 class Gathered:
@@ -77,6 +79,21 @@ def noting(gathered: Gathered, wholes: Sequence[Tensor]) -> Iterator[None]:
 
     with saved_tensors_hooks(note, read):
         yield
+
+
+@contextmanager
+def naming(option: str, module: nn.Module) -> Iterator[None]:
+    """Have torch's refusal to differentiate by `torch.func` where saved tensors have hooks name whose they are."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _NO_HOOKS not in str(error):
+            raise
+        raise ModelError(
+            f"the forward of a {type(module).__name__} runs torch.func.grad, vjp, jacrev or hessian, which torch does "
+            f"not do where {option} looks after what autograd saves: use torch.autograd.grad(..., create_graph=True), "
+            f"or leave {option} out of the plan"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tulle.derived import derived
 from tulle.errors import ModelError
-from tulle.memory.notes import Saved
+from tulle.memory.notes import Saved, naming
 from tulle.names import as_names
 
 HORIZON = 4
@@ -69,11 +69,15 @@ class Offloading:
         """The context in which one call of a module saves."""
         call = _Call(self._last)
         self._last = ref(call)
-        own = (*module.parameters(), *module.buffers())  # now: their memory may have been another one before
+        own = [
+            one for one in (*module.parameters(), *module.buffers()) if one.layout == torch.strided
+        ]  # now: their memory may have been another one before
         inputs = _Inputs(call, {tensor.untyped_storage()._cdata for tensor in own})
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(tensor, inputs), self._unpack)
 
     def _pack(self, tensor: Tensor, inputs: _Inputs) -> Any:
+        if tensor.layout != torch.strided:  # a graph's edges say
+            return Saved.of(tensor)
         storage = tensor.untyped_storage()
         is_small = tensor.nbytes < self._smallest_bytes or storage.nbytes() > 2 * tensor.nbytes
         is_there = self._stream is not None and tensor.device.type == "cpu"  # torch's checkpoint saves an empty one
@@ -158,7 +162,7 @@ class _Offloaded(nn.Module):
         """Compute what the module's own forward does, and park what that saves."""
         if not torch.is_grad_enabled():
             return super().forward(*arguments, **keywords)
-        with self.__dict__[_OFFLOADING].saving(self):
+        with naming("offload", self), self.__dict__[_OFFLOADING].saving(self):
             return super().forward(*arguments, **keywords)
 
 

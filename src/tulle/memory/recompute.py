@@ -24,6 +24,7 @@ from tulle.comm import gather_values
 from tulle.derived import derived
 from tulle.errors import ModelError
 from tulle.memory.again import as_given
+from tulle.memory.notes import naming
 from tulle.mesh import Axis
 from tulle.names import as_names
 
@@ -51,7 +52,8 @@ class _Recomputed(nn.Module):
         if not torch.is_grad_enabled():
             return super().forward(*arguments, **keywords)
         forward = as_given(self, super().forward, arguments, keywords)
-        return checkpoint(forward, *arguments, use_reentrant=False, **keywords)
+        with naming("recompute", self):
+            return checkpoint(forward, *arguments, use_reentrant=False, **keywords)
 
 
 def recompute(model: nn.Module, names: Sequence[str]) -> None:
@@ -129,7 +131,8 @@ def profile_activations(model: nn.Module, sample: object, names: Sequence[str] |
     """
     chosen = list(repeated(model)) if names is None else list(names)
     modules = dict(model.named_modules())
-    known = {p.untyped_storage()._cdata for p in (*model.parameters(), *model.buffers())}
+    held = (*model.parameters(), *model.buffers())
+    known = {one.untyped_storage()._cdata for one in held if one.layout == torch.strided}
     meters = {name: _Meter(modules[name], known) for name in chosen}
     running: list[_Meter] = []
     handles = [handle for meter in meters.values() for handle in meter.watch(running)]
@@ -209,7 +212,8 @@ class _Meter:
     def watch(self, running: list[_Meter]) -> list[Any]:
         def begin(_: nn.Module, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
             inputs = [leaf for leaf in tree_leaves((arguments, dict(keywords))) if isinstance(leaf, Tensor)]
-            self.seen |= {leaf.untyped_storage()._cdata: leaf.untyped_storage() for leaf in inputs}
+            dense = [leaf.untyped_storage() for leaf in inputs if leaf.layout == torch.strided]
+            self.seen |= {storage._cdata: storage for storage in dense}
             running.append(self)
             self.begin_s = _now_s(inputs)
 
@@ -223,6 +227,8 @@ class _Meter:
         ]
 
     def note(self, tensor: Tensor) -> None:
+        if tensor.layout != torch.strided:
+            return
         storage = tensor.untyped_storage()
         if storage._cdata not in self.seen and storage._cdata not in self.known:
             self.seen[storage._cdata] = storage

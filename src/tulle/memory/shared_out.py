@@ -31,7 +31,7 @@ from tulle.derived import derived
 from tulle.errors import ModelError
 from tulle.memory.ahead import EVALUATING, FORWARD, Ahead
 from tulle.memory.arrivals import Arrival, in_pass
-from tulle.memory.notes import Gathered, noting
+from tulle.memory.notes import Gathered, naming, noting
 from tulle.memory.shard import Shard
 from tulle.memory.unit import Unit
 from tulle.memory.whole_states import cut_in_place
@@ -282,7 +282,8 @@ def _run(module: nn.Module, unit: Unit, forward: Callable[[], Any]) -> Any:
             for part, one in zip(parts, wholes, strict=True):
                 one.requires_grad_(part.requires_grad)  # as a forward that looks finds its parameters
         gathered = Gathered(unit, parts, call.ahead, call.number, [w.detach() for w in wholes] if unit.stays else [])
-        with _in_place_of(owners, wholes), nullcontext() if unit.is_apart else noting(gathered, wholes):
+        notes = nullcontext() if unit.is_apart else noting(gathered, wholes)
+        with _in_place_of(owners, wholes), naming("full_shard", module), notes:
             before = [_written(whole) for whole in wholes]
             result = forward()
         _write_back(call, wholes, before)

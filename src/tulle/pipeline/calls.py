@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tulle.pipeline.hooks import hears_gradients
+from tulle.pipeline.hooks import hears_gradients, is_hooked
 from tulle.pipeline.placeholder import is_about_shape
 from tulle.pipeline.recompute import intercept_functions, is_within_function
 from tulle.pipeline.trial import trial
@@ -35,7 +35,8 @@ class Calls:
     operations: Counter[str] = field(default_factory=Counter)
     """Of a module's own forward, without what it calls: operations on what modules with parameters have made."""
     borrowers: set[str] = field(default_factory=set)
-    """Modules in whose calls parameters were read that are none of theirs, such as a table that a decoder is handed."""
+    """Modules in whose calls parameters were read that are none of theirs, such as a table that a decoder is handed, or
+    that were called while the user's hooks were on modules within them, for as long as a forward wants features say."""
     asking: set[str] = field(default_factory=set)
     """Modules whose own forward runs a backward, such as one that gives forces, the gradients of an energy, puts a hook
     on a tensor's gradient, or calls another module with other tensors for its parameters, within a transform
@@ -77,6 +78,7 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
             return
         calls.chains.setdefault(names[module], []).append(tuple([names[outer] for outer in stack]))
         calls.asking.update(names[outer] for outer in stack[-1:] if _is_called_otherwise(module))
+        calls.borrowers |= _looked_into(module, names[module])
         stack.append(module)
         begins_s.append(time.perf_counter())
 
@@ -114,6 +116,11 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
         for hook in hooks:
             hook.remove()
     return calls
+
+
+def _looked_into(module: nn.Module, name: str) -> set[str]:
+    """The module's name, if the user's hooks are on modules within it."""
+    return {name} if any(is_hooked(inner) for inner in module.modules() if inner is not module) else set()
 
 
 def _is_called_otherwise(module: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tulle.comm import alone
-from tulle.live import looking_at_saved
+from tulle.live import LiveBytes, looking_at_saved
 from tulle.mesh import Axis
 from tulle.pipeline.attributes import own_attributes
 from tulle.pipeline.calls import Calls, pieces_of, watch
@@ -46,6 +46,8 @@ from tulle.pipeline.written import written_back
 PIECES_PER_STAGE = 8
 """A module that takes more than this part of a stage's share is cut further, if it can be."""
 _REPEATS = 2
+_NO_HOOKS = "saved tensor hooks"
+"""What torch says where `torch.func.grad` and its kin are to run while somebody looks at saved tensors."""
 
 
 def profile(model: nn.Module, sample: object, axis: Axis, stages: int) -> tuple[list[Piece], Calls]:
@@ -208,7 +210,7 @@ class _Weighed:
         """Call the module, timed apart first."""
         leaves = flatten((args, kwargs))[0]
         with users_aside(self._module.modules()):
-            weighed = [self._weigh(*copied((args, kwargs), _apart)) for _ in range(_REPEATS)]
+            weighed = self._weighed(args, kwargs)
         self.time_s += fmean(time_s for time_s, _ in weighed)
         self.activation_bytes += weighed[0][1]
         given = objects_in((args, kwargs))
@@ -225,25 +227,37 @@ class _Weighed:
             mapped(given.objects, made)
         return mapped(result, made)
 
-    def _weigh(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, int]:
-        """Seconds of forward and backward, and bytes kept between."""
+    def _weighed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[float, int]]:
+        try:
+            return [self._weigh(*copied((args, kwargs), _apart)) for _ in range(_REPEATS)]
+        except RuntimeError as error:
+            if _NO_HOOKS not in str(error):
+                raise
+        return [self._weigh(*copied((args, kwargs), _apart), looks=False) for _ in range(_REPEATS)]
+
+    def _weigh(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, looks: bool = True) -> tuple[float, int]:
+        """Seconds of forward and backward, and bytes kept between: what autograd saves, or else all that is there."""
         module = self._module
         here = [parameter for parameter in module.parameters() if not parameter.is_meta]
         parameters = {parameter.untyped_storage()._cdata for parameter in here}
         kept: dict[int, int] = {}
 
         def note(tensor: Tensor) -> None:
+            if tensor.layout != torch.strided or tensor.is_nested:
+                return
             storage = tensor.untyped_storage()
             if storage._cdata not in parameters and storage._cdata not in self._loans:
                 kept[storage._cdata] = storage.nbytes()
 
+        live = LiveBytes(here[0].device.type if here else "cpu")
         begin_s = time.perf_counter()
-        with torch.enable_grad(), looking_at_saved(note):
+        with torch.enable_grad(), looking_at_saved(note) if looks else live:
             results = flatten(module._call_impl(*args, **kwargs))[0]
+        kept_bytes = sum(kept.values()) if looks else live.now_bytes
         ends = [result for result in results if isinstance(result, Tensor) and result.requires_grad]
         if ends:
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-        return time.perf_counter() - begin_s, sum(kept.values())
+        return time.perf_counter() - begin_s, kept_bytes
 
 
 def _apart(leaf: Any) -> Any:

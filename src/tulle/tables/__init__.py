@@ -16,7 +16,7 @@ from tulle.tables.exchange import (
     tell_unlike,
 )
 from tulle.tables.gradient import ShardGradient
-from tulle.tables.modules import Lookup, TableModule, has_own_forward, table_modules, table_of, unwrapped
+from tulle.tables.modules import Lookup, TableModule, has_own_forward, table_modules, table_of
 from tulle.tables.part import gradient_of_table, guard_table
 from tulle.tables.placements import COLUMNS, PLACEMENTS, placement_of, split_as
 from tulle.tables.plain_steps import plain_in_step, step_plainly
@@ -56,5 +56,4 @@ __all__ = [
     "tell_of_gradients",
     "tell_the_end",
     "tell_unlike",
-    "unwrapped",
 ]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 TableModule = nn.Embedding | nn.EmbeddingBag
@@ -67,11 +66,3 @@ def table_modules(model: nn.Module) -> Iterator[tuple[str, TableModule, nn.Param
     for name, module in model.named_modules():
         if isinstance(module, TableModule) and (table := table_of(module)) is not None:
             yield name, module, table
-
-
-def unwrapped(ids: Tensor) -> Tensor:
-    """Ids as they are beneath the transforms of `torch.func` that a lookup is in: all of a batch, within `vmap`."""
-    functorch = cast("Any", torch._C)._functorch
-    while functorch.is_functorch_wrapped_tensor(ids):
-        ids = functorch.get_unwrapped(ids)
-    return ids
