@@ -18,10 +18,15 @@ class Machine:
         self.shares = backward_share, exchange_share
         self.is_exchanging, self.has_computed = False, False
         self.backwards = 0
-        self.model = SimpleNamespace(samples=[None], clear=lambda: None, forward=lambda _: self)
+        self.has_gradients = False
+        self.model = SimpleNamespace(samples=[None], clear=self.clear, forward=lambda _: self)
+
+    def clear(self) -> None:
+        self.has_gradients = False
 
     def backward(self) -> None:
         self.backwards += 1
+        self.has_gradients = True
         time.sleep(BACKWARD_S * (1 + self.shares[0] * self.is_exchanging))
         self.has_computed = True
 
@@ -44,6 +49,7 @@ def test_what_either_takes_longer_is_told_by_what_they_share(backward_share, exc
     monkeypatch.setattr(overlap, "all_reduce", machine.all_reduce)
     found = overlap.overlap(measure._alone(), Network(1e-4, 1e6), machine.model)
     assert found == pytest.approx((1 + backward_share, 1 + exchange_share), abs=0.2)
+    assert not machine.has_gradients, "to rows of fp16, say, torch cannot add those of the next backward"
 
 
 def test_a_backward_that_takes_too_long_is_no_measure(monkeypatch):

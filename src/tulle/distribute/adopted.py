@@ -127,6 +127,7 @@ def fetch_after_steps(optimizers: Sequence[Optimizer], engine: DataParallel) -> 
     stepping = [one for one in optimizers if parted & {id(p) for group in one.param_groups for p in group["params"]}]
     waiting = {id(one) for one in stepping}
 
+    @eager
     def stepped(optimizer: Optimizer, *_: object) -> None:
         waiting.discard(id(optimizer))
         if not waiting:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tulle.comm import Deferred, all_gather
+from tulle.comm import Deferred, all_gather, eager
 from tulle.engine.late_tensors import is_late
 from tulle.engine.slots import Slot
 from tulle.errors import ModelError
@@ -54,6 +54,7 @@ class Alike:
         self._told_of = 0
         """After which backward it was so."""
 
+    @eager
     def look(self, optimizer: Optimizer, parameters: Iterable[Tensor], step: int) -> None:
         """An optimizer is to step. Sends nothing.
 

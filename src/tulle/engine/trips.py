@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tulle.comm import BackgroundThread, Job
+from tulle.comm import BackgroundThread, Job, eager
 from tulle.engine.returned import Parcel, Returned
 from tulle.engine.split_table import SplitTable
 from tulle.errors import CommunicationError, ModelError
@@ -378,6 +378,7 @@ class _Rows(torch.autograd.Function):
         return trip.take(values.view_as(values), table)
 
     @staticmethod
+    @eager
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
         ctx.trip.gradient_came(ctx.table, gradients[0].detach(), ctx.lookups)
         return (None,) * 5

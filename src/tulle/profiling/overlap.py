@@ -60,6 +60,8 @@ def overlap(axis: Axis, network: Network, twin: Twin | None) -> tuple[float, flo
     alone_s, _ = slowest_s(prepare, axis, repeats)
     exchanged_s, _ = slowest_s(lambda: lambda: exchange().wait(), axis, repeats)
     computed_s, both_s = slowest_s(prepare, axis, repeats, beside=exchange)
+    if twin is not None:
+        twin.clear()  # or the next backward adds to these gradients, which torch cannot do with rows of fp16 on CPUs
     shared_s = min(alone_s, exchanged_s)
     slowdown = 1 + max(0.0, computed_s - alone_s) / shared_s
     # An exchange that ended first has taken no longer than what was computed beside it.
