@@ -8,9 +8,9 @@ numbers drawn anew would be others than one process has, without a word:
     hidden @ words.weight.T,  F.linear(hidden, words.weight),  words.weight[3],  nn.init.normal_(words.weight)
 
 These raise, and so does what mixes numbers along the dimension that is cut: of a table of which a rank has whole rows
-`F.normalize(words.weight, dim=1)` is right, and with `dim=0` it is not. Of `parameter.data` only this, rows read or
-written by number, numbers drawn and what leaves torch (`numpy()`, `tolist()`) are refused, of `parameter.detach()`
-nothing: it is for who knows that only a part lies here.
+`F.normalize(weight, dim=1)` and `weight.norm(dim=1)` are right, and with `dim=0` they are not. Of `parameter.data` only
+this, rows read or written by number, numbers drawn and what leaves torch (`numpy()`, `tolist()`) are refused, of
+`parameter.detach()` nothing: it is for who knows that only a part lies here.
 
 One number of all (`weight.norm()`, `weight.pow(2).sum()`, `weight.data.abs().max()`) is that of the whole, for which
 every rank must ask; sums, means and norms have gradients. What cannot be made of the ranks' numbers raises.
@@ -107,7 +107,8 @@ class _Part(Tensor):
             if name.startswith(EACH_BY_ITSELF):
                 return _each_checked(func, args, func(*args, **keywords))
             given = [*tensors_in(args), *tensors_in(keywords.values())]
-            part = min((one for one in given if isinstance(one, _Part)), key=lambda one: not isinstance(one, _Guarded))
+            parts = [one for one in given if isinstance(one, _Part)]
+            part = min(parts, key=lambda one: (not isinstance(one, _Guarded), -one.numel()))
             if func is torch.autograd.grad:
                 _check_gradients(given)
                 return _of_parts(keywords.get("inputs", args[1] if len(args) > 1 else ()), func(*args, **keywords))
@@ -190,10 +191,11 @@ class _Guarded(_Part):
 
     def _check_given(self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Keywords) -> None:
         super()._check_given(name, given, args, keywords)
-        if name in PRODUCTS or not all(fits(one, self) or _is_number(one) for one in given):
+        others = [one for one in given if not _is_of_each_row(one, self)]
+        if name in PRODUCTS or not all(fits(one, self) or _is_number(one) for one in others):
             _refuse(self, name)
         layout = getattr(self, _WHOLE).layout
-        if any(isinstance(one, _Part) and getattr(one, _WHOLE).layout != layout for one in given):
+        if any(isinstance(one, _Part) and getattr(one, _WHOLE).layout != layout for one in others):
             _refuse(self, name)
 
     def _checked(self, func: Function, result: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
@@ -202,7 +204,7 @@ class _Guarded(_Part):
             setattr(self, _WRITES, writes_by_data(cast("Tensor", self)) + 1)
         if not isinstance(result, Tensor):
             return super()._checked(func, result, args, keywords)
-        if not fits(result, self):
+        if not fits(result, self) and name not in REDUCED:  # along what is not cut: else it was refused
             _refuse(self, name)
         if name == "data" or (name == "cpu" and result is not self and not result.requires_grad):
             setattr(result, _OWNER, self if name == "data" else None)
@@ -346,6 +348,13 @@ def _become(kind: type[_Part], result: Tensor, whole: Whole) -> Tensor:
     object.__setattr__(result, "__class__", kind)
     setattr(result, _WHOLE, whole)
     return result
+
+
+def _is_of_each_row(tensor: Tensor, part: Tensor) -> bool:
+    """Whether a tensor is what became of a part's rows, a number of each: their norms, with `keepdim=True`."""
+    whole, became = getattr(part, _WHOLE), getattr(tensor, _WHOLE, None)
+    shape = [length if dim in whole.dims else 1 for dim, length in enumerate(part.shape)]
+    return became is not None and became.layout == (whole.layout, tuple(whole.dims)) and [*tensor.shape] == shape
 
 
 def _is_number(tensor: Tensor) -> bool:
