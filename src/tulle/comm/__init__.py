@@ -4,7 +4,7 @@ from tulle.comm.agree import gather_values, raise_together
 from tulle.comm.background import BackgroundThread, Job, beside, pause, used_here
 from tulle.comm.collectives import all_gather, all_reduce, barrier, broadcast
 from tulle.comm.differentiable import enter, exchange, gather, halo, leave, reduce_scatter, scatter
-from tulle.comm.eager import eager
+from tulle.comm.eager import eager, untraced
 from tulle.comm.lane import alone, hosts_of, lane, on_host
 from tulle.comm.monitored_barrier import follow_steps, monitored_barrier
 from tulle.comm.number_of_all import number_of_all
@@ -54,6 +54,7 @@ __all__ = [
     "scatter",
     "send",
     "traffic",
+    "untraced",
     "used_here",
     "weighed",
 ]

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tulle.comm import eager, lane, probe, traffic
+from tulle.comm import lane, probe, traffic, untraced
 from tulle.engine.alike import Alike
 from tulle.engine.buffers import Buffers
 from tulle.engine.ends import NOT_RUNNING, end_with
@@ -336,7 +336,7 @@ def _part_gradient_comes(late: ref[LateUpdates], gradient: Tensor | None) -> Non
 
 
 # Hooks of a backward that may lie within a function that is compiled: the compiler traces what these call.
-@eager
+@untraced
 def _arrived(engine: ref[DataParallel], name: str, parameter: Tensor) -> None:
     alive = engine()
     if alive is not None:
@@ -349,7 +349,7 @@ def _split_came(engine: ref[DataParallel], name: str, gradient: Tensor) -> None:
         alive._split_came(name, gradient)
 
 
-@eager
+@untraced
 def _split_arrived(engine: ref[DataParallel], name: str, parameter: Tensor) -> None:
     alive = engine()
     if alive is not None and parameter.grad is not None:

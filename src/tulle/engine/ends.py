@@ -8,7 +8,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 from torch.autograd import Variable
 
-from tulle.comm import eager
+from tulle.comm import untraced
 from tulle.errors import GradientError, ModelError
 
 NOT_RUNNING = -1
@@ -41,7 +41,7 @@ def end_with(backward: int, engine: Ending) -> None:
     engines.add(engine)
 
 
-@eager  # a function that is compiled may have the backward in it
+@untraced  # a function that is compiled may have the backward in it
 def _end(engines: WeakSet[Ending]) -> None:
     """Raises after all have ended: of what is wrong with one model the others are to hear nothing."""
     found: GradientError | ModelError | None = None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from tulle.comm import eager
+from tulle.comm import untraced
 from tulle.errors import GradientError, ModelError
 from tulle.memory.ahead import BACKWARD, Ahead
 from tulle.memory.unit import Unit
@@ -75,7 +75,7 @@ def noting(gathered: Gathered, wholes: Sequence[Tensor]) -> Iterator[None]:
             return _Note(gathered, number, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
         return outer[0](tensor) if outer is not None else Saved.of(tensor)
 
-    @eager  # by a backward within a function that is compiled, too
+    @untraced  # by a backward within a function that is compiled, too
     def read(packed: Any) -> Tensor:
         return packed.read() if isinstance(packed, _Note | Saved) or outer is None else outer[1](packed)
 
