@@ -81,7 +81,8 @@ def _place_processes(split: Split, processes: str | None) -> None:
     given = "nproc_per_node" in split.given
     if processes is not None and given:
         raise UsageError("--processes and --nproc-per-node say the same: leave one out")
-    asked = split.torchrun.nproc_per_node if given else "auto" if processes is None else processes
+    wanted = "auto" if processes is None else processes
+    asked = split.torchrun.nproc_per_node if given else wanted
     if not given and asked != "auto" and not (asked.isdecimal() and int(asked) > 0):
         raise UsageError(f"--processes is {asked!r}, expected a number from 1 up, or auto")
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -75,16 +75,18 @@ class Tensor(Placed):
     def __float__(self) -> float:
         return float(self.item())
 
-    def __getattr__(self, name: str) -> Any:
-        """What plain tensors have and named ones do not is told where it is.
+    if not TYPE_CHECKING:  # which would take any attribute to be there
 
-        Raises:
-            AttributeError: Always.
-        """
-        raise AttributeError(
-            f"a named tensor has no attribute {name!r}: functions of it are in tulle.named, tn.softmax(x, d) say, its "
-            "dimensions are x.dims, and tn.to_torch(x) is a plain tensor"
-        )
+        def __getattr__(self, name: str) -> Any:
+            """What plain tensors have and named ones do not is told where it is.
+
+            Raises:
+                AttributeError: Always.
+            """
+            raise AttributeError(
+                f"a named tensor has no attribute {name!r}: functions of it are in tulle.named, tn.softmax(x, d) say, "
+                "its dimensions are x.dims, and tn.to_torch(x) is a plain tensor"
+            )
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
