@@ -13,7 +13,7 @@ from tulle.engine import engine_of
 from tulle.errors import ModelError
 from tulle.mesh import Mesh
 from tulle.tables import table_modules
-from tulle.traits import attribute_of, has_hooks
+from tulle.traits import attribute_of, has_hooks, saved_otherwise
 
 O = TypeVar("O", bound=Optimizer | Sequence[Optimizer])  # noqa: E741
 
@@ -64,13 +64,13 @@ def check_model(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], me
 
 def _check_not_laid_out(model: nn.Module) -> None:
     """Refuse named dimensions on a mesh: rank 0's parts would be given to all, and means taken of what is summed."""
-    for name, module in model.named_modules():
-        if isinstance(attribute_of(module, "saved_with"), str):
-            shown = f"the module {name!r}" if name else "the model"
-            raise ModelError(
-                f"{shown} ({type(module).__name__}) was laid out over a mesh by tn.use, which keeps its parts and "
-                "their gradients in step by itself: leave tulle.distribute out, or call init of it outside of tn.use"
-            )
+    if (found := saved_otherwise(model)) is not None:
+        name, module, _ = found
+        shown = f"the module {name!r}" if name else "the model"
+        raise ModelError(
+            f"{shown} ({type(module).__name__}) was laid out over a mesh by tn.use, which keeps its parts and "
+            "their gradients in step by itself: leave tulle.distribute out, or call init of it outside of tn.use"
+        )
 
 
 def _check_parameters(model: nn.Module, mesh: Mesh) -> None:

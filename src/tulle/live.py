@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def looking_at_saved(look: Callable[[Tensor], object]) -> torch.autograd.graph.saved_tensors_hooks:
-    """A context in which `look` is called with each tensor that autograd keeps for backward.
+    """A context in which `look` is called with each tensor that autograd keeps, but sparse and nested ones.
 
     Example:
         >>> weight = torch.ones(2, requires_grad=True)
@@ -28,7 +28,8 @@ def looking_at_saved(look: Callable[[Tensor], object]) -> torch.autograd.graph.s
     """
 
     def pack(tensor: Tensor) -> Tensor:
-        look(tensor)
+        if tensor.layout == torch.strided and not tensor.is_nested:
+            look(tensor)
         return tensor.detach()  # an operation that keeps its own result would be kept by it, for good
 
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)

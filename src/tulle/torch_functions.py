@@ -242,6 +242,11 @@ def is_transformed() -> bool:
     return cast("Any", torch._C)._functorch.maybe_current_level() is not None
 
 
+def refuses_saved_hooks(error: RuntimeError) -> bool:
+    """Whether torch will not run `torch.func.grad` or its kin, as somebody looks after what autograd saves."""
+    return "saved tensor hooks" in str(error)
+
+
 def unwrapped(tensor: Tensor) -> Tensor:
     """A tensor as it is beneath the transforms of `torch.func` that run: all of a batch, within `vmap`."""
     functorch = cast("Any", torch._C)._functorch

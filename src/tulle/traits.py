@@ -28,6 +28,14 @@ def attribute_of(owner: object, name: str) -> Any:
         return None
 
 
+def saved_otherwise(model: nn.Module) -> tuple[str, nn.Module, str] | None:
+    """The first module that has parts of a layout of its own, its name, and what saves it; None if there is none."""
+    for name, module in model.named_modules():
+        if isinstance(saver := attribute_of(module, "saved_with"), str):
+            return name, module, saver
+    return None
+
+
 def is_compiled(module: nn.Module) -> bool:
     """By `module.compile()` or `torch.compile(module)`.
 

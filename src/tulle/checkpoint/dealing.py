@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from zlib import crc32
 
 from tulle.checkpoint.folder import Folder
-from tulle.checkpoint.placed import Placed
+from tulle.checkpoint.placed import Box, Placed, Replicated
 from tulle.checkpoint.standing import Standing
 
 LEAST_BYTES = 4 * 1024 * 1024
@@ -37,7 +37,8 @@ class Sight:
     @staticmethod
     def of(folder: Folder, standing: Standing, tensors: Sequence[Placed]) -> Sight:
         """Of this rank, once the folder has been prepared."""
-        alike = [(placed.name, placed.shape, str(placed.tensor.dtype)) for placed in tensors if placed.is_alike]
+        same = [one for one in tensors if isinstance(one, Replicated) and one.share.is_alike]
+        alike = [(one.name, one.shape, str(one.tensor.dtype)) for one in same]
         return Sight(folder.seen(), standing.stage_rank, crc32(repr(alike).encode()))
 
 
@@ -49,21 +50,19 @@ def can_deal(sights: Sequence[Sight]) -> bool:
 
 def deal(tensors: Sequence[Placed]) -> None:
     """Have this rank write its share of what it has alike with others, block by block. Every rank must call it."""
-    dealt = [placed for placed in tensors if placed.copies is not None]
-    total = sum(_bytes(placed, number) for placed in dealt for number in range(len(placed.boxes)))
+    dealt = [(one, copies) for one in tensors if isinstance(one, Replicated) and (copies := one.share.copies)]
+    total = sum(_bytes(placed, box) for placed, _ in dealt for box in placed.boxes)
     before = 0
-    for placed in dealt:
-        assert placed.copies is not None, "chosen for having them"
-        rank, size = placed.copies
+    for placed, (rank, size) in dealt:
         writers = max(1, min(size, total // LEAST_BYTES))
         mine: list[int] = []
-        for number in range(len(placed.boxes)):
-            middle = before + _bytes(placed, number) / 2
+        for number, box in enumerate(placed.boxes):
+            middle = before + _bytes(placed, box) / 2
             if int(middle * writers / max(1, total)) == rank:
                 mine.append(number)
-            before += _bytes(placed, number)
+            before += _bytes(placed, box)
         placed.writes = mine
 
 
-def _bytes(placed: Placed, number: int) -> int:
-    return math.prod(placed.boxes[number].sizes) * placed.tensor.element_size()
+def _bytes(placed: Placed, box: Box) -> int:
+    return math.prod(box.sizes) * placed.tensor.element_size()

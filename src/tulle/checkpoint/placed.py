@@ -121,10 +121,6 @@ class Placed:
         self.boxes = boxes
         self.writes: Sequence[int] = range(len(boxes)) if is_writer else ()
         """Numbers of the blocks that this rank writes: together those of all ranks are the whole tensor, once."""
-        self.is_alike = False
-        """Whether other ranks have the same, and are asked who writes what of it."""
-        self.copies: tuple[int, int] | None = None
-        """Of such a tensor this rank's number among those that could write it, and how many these are."""
 
     @property
     def name(self) -> str:
@@ -169,7 +165,7 @@ class Replicated(Placed):
     def __init__(self, path: Path, tensor: Tensor, share: Share) -> None:
         boxes = _row_blocks(tensor, (0,) * tensor.ndim)
         super().__init__(path, tensor, tensor.shape, boxes, is_writer=share.writes_whole)
-        self.is_alike, self.copies = share.is_alike, share.copies
+        self.share = share
 
 
 class ByColumns(Placed):

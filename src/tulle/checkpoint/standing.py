@@ -16,7 +16,7 @@ from tulle.memory import named_shards, state_of_shards
 from tulle.pipeline import placement_of
 from tulle.tables.split import split_of
 from tulle.tensor_parallel import placements, state_of_parts
-from tulle.traits import attribute_of
+from tulle.traits import saved_otherwise
 
 
 class Standing:
@@ -139,13 +139,12 @@ def _check_whole_is_known(model: nn.Module) -> None:
     """Refuse what is no module, and models with parts that `distribute` did not make, which nobody here can join."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"tulle was given a {type(model).__name__} as model, expected a torch.nn.Module")
-    for name, module in model.named_modules():
-        saver = attribute_of(module, "saved_with")
-        if isinstance(saver, str):
-            raise CheckpointError(
-                f"the module {name!r} ({type(module).__name__}) has parts of its parameters on each rank, of which "
-                f"only {saver} knows: save and load the model with that"
-            )
+    if (found := saved_otherwise(model)) is not None:
+        name, module, saver = found
+        raise CheckpointError(
+            f"the module {name!r} ({type(module).__name__}) has parts of its parameters on each rank, of which "
+            f"only {saver} knows: save and load the model with that"
+        )
     placed = placement_of(model)
     if placed is not None and axes_of(model) is None and placed.runtime.axis.size > 1:
         raise CheckpointError(

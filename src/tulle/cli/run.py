@@ -124,9 +124,11 @@ def start(torchrun: Namespace, folder: RunFolder, view: Callable[[], View], *, n
 def _check_target(torchrun: Namespace) -> None:
     """Refuse a script that does not exist before anything is started."""
     target = torchrun.training_script
-    if torchrun.module and (os.sep in target or target.endswith(".py")):
-        raise UsageError(f"-m {target} is a path, expected a module's name, package.module: leave -m out, or name that")
     if torchrun.module:
+        if os.sep in target or target.endswith(".py"):
+            raise UsageError(
+                f"-m {target} is a path, expected a module's name, package.module: leave -m out, or name that"
+            )
         package = target.split(".")[0]
         if PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
             raise UsageError(f"-m {target}: there is no module {package!r} here or among the installed packages")

@@ -18,10 +18,9 @@ from tulle.comm import untraced
 from tulle.errors import GradientError, ModelError
 from tulle.memory.ahead import BACKWARD, Ahead
 from tulle.memory.unit import Unit
+from tulle.torch_functions import refuses_saved_hooks
 
 _autograd: Any = vars(torch._C)["_autograd"]
-_NO_HOOKS = "saved tensor hooks"
-"""In what torch says then."""
 
 
 class Gathered:
@@ -89,7 +88,7 @@ def naming(option: str, module: nn.Module) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if _NO_HOOKS not in str(error):
+        if not refuses_saved_hooks(error):
             raise
         raise ModelError(
             f"the forward of a {type(module).__name__} runs torch.func.grad, vjp, jacrev or hessian, which torch does "

@@ -42,12 +42,11 @@ from tulle.pipeline.unfit import refuse_scripted, refuse_sending
 from tulle.pipeline.untouched import untouched
 from tulle.pipeline.values import Values
 from tulle.pipeline.written import written_back
+from tulle.torch_functions import refuses_saved_hooks
 
 PIECES_PER_STAGE = 8
 """A module that takes more than this part of a stage's share is cut further, if it can be."""
 _REPEATS = 2
-_NO_HOOKS = "saved tensor hooks"
-"""What torch says where `torch.func.grad` and its kin are to run while somebody looks at saved tensors."""
 
 
 def profile(model: nn.Module, sample: object, axis: Axis, stages: int) -> tuple[list[Piece], Calls]:
@@ -231,7 +230,7 @@ class _Weighed:
         try:
             return [self._weigh(*copied((args, kwargs), _apart)) for _ in range(_REPEATS)]
         except RuntimeError as error:
-            if _NO_HOOKS not in str(error):
+            if not refuses_saved_hooks(error):
                 raise
         return [self._weigh(*copied((args, kwargs), _apart), looks=False) for _ in range(_REPEATS)]
 
@@ -243,8 +242,6 @@ class _Weighed:
         kept: dict[int, int] = {}
 
         def note(tensor: Tensor) -> None:
-            if tensor.layout != torch.strided or tensor.is_nested:
-                return
             storage = tensor.untyped_storage()
             if storage._cdata not in parameters and storage._cdata not in self._loans:
                 kept[storage._cdata] = storage.nbytes()

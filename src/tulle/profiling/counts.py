@@ -61,7 +61,7 @@ def count(
 
     def note(tensor: Tensor) -> None:
         nonlocal left_bytes
-        if tensor.layout == torch.strided and tensor.untyped_storage()._cdata not in parameters:
+        if tensor.untyped_storage()._cdata not in parameters:
             memory = tensor.untyped_storage()
             left_bytes += memory.nbytes() - left.get(memory._cdata, 0)
             left[memory._cdata] = memory.nbytes()

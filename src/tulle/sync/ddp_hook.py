@@ -139,11 +139,11 @@ def ddp_hook(
         [[1, 2]]
     """
     ready = _state_of(state)
-    if bucket.index() == 0:
-        ready.begin()
     gradient = bucket.buffer()
     if ready._axis.size == 1:
         return _done(gradient)  # which is the mean, and nobody is there to send it to
+    if bucket.index() == 0:
+        ready.begin()
     is_sparse = gradient.layout != torch.strided
     started = ready.start(bucket.parameters()[0], gradient) if is_sparse else None
     if bucket.is_last():
