@@ -5,8 +5,10 @@ import time
 from weakref import ref
 
 import pytest
+import torch.distributed as dist
 from axes_models import batch_of, distributed, train, train_step
 
+import tulle
 from ranks import on_ranks
 from tulle.plan import Memory, Plan, TablePlan
 
@@ -63,3 +65,15 @@ def test_a_model_that_keeps_its_last_output_is_gone(way):
     held = {name: ref(parameter) for name, parameter in model.named_parameters()}
     del model
     assert left_of(held) == []
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_process_groups_that_were_destroyed_are_gone(way):
+    model, place = trained(way)
+    for batch in tulle.lookahead([batch_of(turn, *place) for turn in range(3)]):
+        train_step(model, batch)
+    groups = {name: ref(group) for group, name in dist.distributed_c10d._world.pg_names.items()}
+    del model, place
+    dist.destroy_process_group()
+    assert left_of(groups) == []

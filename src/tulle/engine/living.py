@@ -10,16 +10,19 @@ import gc
 from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from tulle.comm import gather_values, lane
 from tulle.engine.ties import Engine
-from tulle.mesh import Axis
+from tulle.mesh import Axis, axis_of
 
 _LABEL = "models with split tables"
-_homes: list[Axis] = []
-"""Over whose ranks tables were ever split, in an order that all ranks have."""
+_homes: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+"""Over whose ranks tables were ever split, in an order that all ranks have, and the name of their axis."""
+_lanes: WeakKeyDictionary[dist.ProcessGroup, Axis] = WeakKeyDictionary()
+"""On what the ranks of each ask each other. It holds no home: the sockets of one that was destroyed close."""
 
 
 class Numbered(Engine, Protocol):
@@ -44,26 +47,31 @@ def free_number(axis: Axis, living: Collection[Numbered]) -> int:
 
 def remember(home: Axis) -> None:
     """Tables are split over the ranks of an axis."""
-    if home.size > 1 and all(other.group is not home.group for other in _homes):
-        _homes.append(home)
+    if home.size > 1:
+        _homes.setdefault(home.group, home.name)
 
 
-def agree_on_living(numbers: Callable[[Axis], Sequence[int]]) -> None:
+def agree_on_living(numbers: Callable[[dist.ProcessGroup], Sequence[int]]) -> None:
     """Collect what was dropped, if it is gone on some ranks and not on others. Every rank must call it.
 
     Args:
-        numbers: Gives those of the models that live here, of an axis.
+        numbers: Gives those of the models that live here, of a process group.
     """
-    _homes[:] = [home for home in _homes if is_joined(home)]
-    for home in _homes:
-        heard = gather_values([*numbers(home)], lane(home, _LABEL), label=_LABEL)
+    for home, name in [(home, name) for home, name in _homes.items() if _is_there(home)]:
+        if home not in _lanes:
+            _lanes[home] = lane(axis_of(home, name=name), _LABEL)
+        heard = gather_values([*numbers(home)], _lanes[home], label=_LABEL)
         if any(other != heard[0] for other in heard):
             gc.collect()
 
 
-def is_joined(axis: Axis) -> bool:
+def is_joined(home: Axis) -> bool:
     """Whether its process group is there: something may hold a model longer than that, a compiler's cache say."""
+    return home.size == 1 or _is_there(home.group)
+
+
+def _is_there(group: dist.ProcessGroup) -> bool:
     try:
-        return axis.size == 1 or bool(dist.get_backend(axis.group))
+        return bool(dist.get_backend(group))
     except ValueError:
         return False
