@@ -190,6 +190,16 @@ def test_a_distributed_model_and_a_plain_one_read_each_others_checkpoints(tmp_pa
         }
 
 
+def test_a_model_is_saved_alone_and_gives_no_optimizer_a_state(tmp_path):
+    model, optimizers = trained()
+    tulle.save(tmp_path / "a", model, step=3)
+    other = build(Noisy, 4)
+    assert tulle.load(tmp_path / "a", other) == {"step": 3}
+    assert worst_difference(other, model)[0] == 0.0
+    with pytest.raises(CheckpointError, match=r"has optimizers with groups of \[\] parameters"):
+        tulle.load(tmp_path / "a", model, optimizers)
+
+
 def test_extra_comes_back_as_it_was(tmp_path):
     extra = {
         "step": 3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
@@ -65,7 +66,7 @@ def _tell(feeds: Sequence[Feed], upcoming: object) -> None:
             feed.tell_ahead(upcoming)
 
 
-def lookahead(loader: Iterable[T], *, ids: Ids | None = None) -> Lookahead[T]:
+def lookahead(loader: Iterable[T], ids: Ids | None = None) -> Lookahead[T]:
     """Go through a loader's batches, and fetch the rows of split tables one step early.
 
     A rank holds only some rows of a table that is split. While the model works on one batch, its owners are told which
@@ -76,14 +77,14 @@ def lookahead(loader: Iterable[T], *, ids: Ids | None = None) -> Lookahead[T]:
     Args:
         loader: Any iterable of batches, a `DataLoader` say. One batch more than usual is held.
         ids: Which ids a batch looks up, by table. Either a function that is given the batch and returns a mapping from
-            tables to ids, or only the ids if there is one table; or a mapping from tables to the keys of the batch
-            under which their ids lie. A table is named by its parameter, `"words.weight"`, or its module, `"words"`.
+            tables to ids, or only the ids if there is one table; or a mapping from tables to the keys or attributes of
+            the batch that hold their ids. A table is named by its parameter, `"words.weight"`, or module, `"words"`.
             More ids than are looked up do no harm. With None the first two steps are watched, to learn which tensors
             of the batch, or parts of them, the model looks up as they are.
 
     Raises:
-        DataError: If `loader` cannot be iterated over; or, once rows are fetched early, before a rank's last batch if
-            another rank has more batches.
+        DataError: If `loader` cannot be iterated over, or `ids` is neither; or, once rows are fetched early, before a
+            rank's last batch if another rank has more batches.
         ModelError: In the loop, if `ids` names no table, or no key of the batch, or a lookup asks for a row that was
             not among its ids.
 
@@ -97,6 +98,11 @@ def lookahead(loader: Iterable[T], *, ids: Ids | None = None) -> Lookahead[T]:
     """
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise DataError(f"tulle.lookahead was given a {type(loader).__name__}, expected batches to iterate over")
+    if not (ids is None or callable(ids) or isinstance(ids, Mapping)):
+        raise DataError(
+            f"tulle.lookahead was given a {type(ids).__name__} as ids, expected a function from the batch to the ids "
+            "of each table, or a mapping from tables to keys of the batch"
+        )
     return Lookahead(loader, ids)
 
 
@@ -105,11 +111,12 @@ def _by_key(keys: Mapping[str, Any]) -> Callable[[Any], Mapping[str, Tensor]]:
 
 
 def _under(key: Any, batch: Any, table: str) -> Tensor:
-    try:
+    with suppress(LookupError, TypeError):
         return batch[key]
-    except (LookupError, TypeError) as error:
-        found = f"has {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"is a {type(batch).__name__}"
-        raise ModelError(
-            f"tulle.lookahead was given {key!r} as the key of the ids of {table!r}, and the batch {found}: give its "
-            "key, or a function from the batch to the ids of each table"
-        ) from error
+    if isinstance(key, str) and not isinstance(batch, Mapping) and hasattr(batch, key):
+        return getattr(batch, key)
+    found = f"has {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"is a {type(batch).__name__}"
+    raise ModelError(
+        f"tulle.lookahead was given {key!r} as the key of the ids of {table!r}, and the batch {found}: give its "
+        "key, or a function from the batch to the ids of each table"
+    )

@@ -2,12 +2,13 @@
 
 import copy
 import re
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import pytest
 import torch
 from split_networks import ROWS, WIDTH, Lookup, Pair, build, step
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD
 
 import tulle
@@ -179,6 +180,8 @@ def test_a_key_that_the_batch_has_not_is_named():
         ModelError, match="given 'user' as the key of the ids of 'table', and the batch has users, items"
     ):
         next(iter(tulle.lookahead([{"users": torch.tensor([1]), "items": torch.tensor([2])}], ids={"table": "user"})))
+    with pytest.raises(DataError, match="given a str as ids, expected a function from the batch to the ids of each"):
+        tulle.lookahead([torch.tensor([1])], ids="table")
     with pytest.raises(ModelError, match="as ids gave a list, expected the ids of each table; the tables"):
         next(iter(tulle.lookahead([torch.tensor([1])], ids=lambda batch: [batch])))
 
@@ -204,6 +207,26 @@ def test_the_ids_of_the_only_table_need_no_name():
     batches = iter(tulle.lookahead([torch.arange(8).view(2, 4)] * 2, ids=lambda batch: batch[:1]))
     with pytest.raises(ModelError, match="asks for rows that were not told ahead"):  # so it is what was told
         model(next(batches))
+
+
+@dataclass
+class Sentences:
+    """A batch as an object."""
+
+    words: Tensor
+
+
+@on_ranks(2)
+def test_ids_may_be_an_attribute_of_the_batch():
+    mesh = tulle.init(data=-1)
+    model = Lookup(nn.Embedding(ROWS, WIDTH))
+    model, _ = tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan={"table": "rows"})
+    loop = iter(tulle.lookahead([Sentences(torch.arange(4))] * 2, {"table": "words"}))
+    batch = next(loop)
+    with pytest.raises(ModelError, match="asks for rows that were not told ahead"):  # so it is what was told
+        model(torch.arange(8))
+    with pytest.raises(ModelError, match="given 'ids' as the key of the ids of 'table', and the batch is a Sentences"):
+        next(iter(tulle.lookahead([batch], {"table": "ids"})))
 
 
 class Scaled(SGD):

@@ -38,6 +38,13 @@ def test_a_mapping_is_by_table_and_leaves_the_others_to_auto():
     assert plan.schemes == {"words.weight": "auto", "tags.weight": "allgather"}
 
 
+def test_a_mapping_may_name_a_table_by_its_module():
+    plan = plan_as_given({"tags": "allgather"}, MESH, SHAPES)
+    assert plan.schemes == {"words.weight": "auto", "tags.weight": "allgather"}
+    with pytest.raises(PlanError, match="the plan names 'tags'"):  # nothing is dropped of what was said twice
+        plan_as_given({"tags": "allgather", "tags.weight": "densify"}, MESH, SHAPES)
+
+
 def test_a_plan_stays_as_it_is_also_as_json():
     assert plan_as_given(GIVEN, MESH, SHAPES) is GIVEN
     assert plan_as_given(GIVEN.to_json(), MESH, SHAPES) == GIVEN

@@ -11,6 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tulle
+from ranks import on_ranks
 from tulle import Plan
 from tulle.cost import Cost, Network
 from tulle.errors import PlanError
@@ -233,6 +235,13 @@ def test_what_is_no_plan_is_not_written(wrong, text, tmp_path):
     with pytest.raises(PlanError, match=text):
         Plan(**{"mesh": {"data": 2}, **wrong}).save(tmp_path / "plan.json")
     assert not list(tmp_path.iterdir())
+
+
+@on_ranks(2)
+def test_a_mesh_stands_for_the_sizes_of_its_axes():
+    mesh = tulle.init(data=-1)
+    assert Plan(mesh) == Plan({"data": mesh.size})
+    assert Plan(mesh).explain() == Plan({"data": mesh.size}).explain()
 
 
 def test_a_dtype_of_torch_stands_for_its_name():

@@ -1,5 +1,6 @@
 """The sharded softmax is `nn.Linear` and `nn.CrossEntropyLoss` on the batch of all ranks: loss and all gradients."""
 
+import copy
 import re
 
 import pytest
@@ -252,6 +253,17 @@ def test_alone_no_process_group_is_needed_and_shapes_are_free():
     close(losses.flatten(), reference(softmax, hidden.flatten(0, 1), target.flatten()))
 
 
+def test_parameters_of_a_linear_layer_are_taken_as_they_are():
+    layer = nn.Linear(WIDTH, ROWS)
+    values = copy.deepcopy(layer.state_dict())
+    softmax = ShardedSoftmax(weight=layer.weight, bias=layer.bias)
+    assert (softmax.weight, softmax.bias) == (layer.weight, layer.bias)
+    softmax.reset_parameters()
+    assert all(torch.equal(values[name], kept) for name, kept in softmax.state_dict().items())
+    hidden, target = torch.randn(3, WIDTH), torch.randint(ROWS, (3,))
+    torch.testing.assert_close(softmax(hidden, target), nn.functional.cross_entropy(layer(hidden), target))
+
+
 def test_ignored_targets_have_no_loss_and_no_gradient():
     softmax = ShardedSoftmax(ROWS, WIDTH, reduction="none", ignore_index=IGNORED).double()
     hidden = torch.randn(4, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -366,6 +378,12 @@ def test_a_table_that_is_split_by_columns_is_refused():
             "either both numbers, or a parameter as weight",
         ),
         ({"weight": torch.zeros(4, 2)}, "weight=Tensor: give it either both numbers, or a parameter as weight"),
+        ({"num_rows": nn.Parameter(torch.zeros(4, 2))}, "given num_rows=Parameter, width=None and weight=None: give"),
+        ({"num_rows": 4, "width": 2, "bias": torch.zeros(4)}, "a Tensor of shape [4] as bias, expected a parameter"),
+        (
+            {"num_rows": 4, "width": 2, "bias": nn.Parameter(torch.zeros(2))},
+            "as bias, expected a parameter of shape [4]",
+        ),
         ({"num_rows": -4, "width": 2}, "a table of shape [-4, 2], expected [num_rows, width]"),
         ({"num_rows": 4, "width": 2.0}, "a table of shape [4, 2.0], expected [num_rows, width]"),
         ({"weight": nn.Parameter(torch.zeros(4))}, "a table of shape [4], expected [num_rows, width]"),

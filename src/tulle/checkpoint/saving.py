@@ -39,18 +39,33 @@ PathLike = str | os.PathLike[str]
 
 @overload
 def save(
-    path: PathLike, model: nn.Module, optimizer: Optimizers, *, asynchronous: Literal[False] = False, **extra: object
+    path: PathLike,
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    asynchronous: Literal[False] = False,
+    **extra: object,
 ) -> None: ...
 
 
 @overload
 def save(
-    path: PathLike, model: nn.Module, optimizer: Optimizers, *, asynchronous: Literal[True], **extra: object
+    path: PathLike,
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    asynchronous: Literal[True],
+    **extra: object,
 ) -> Future[None]: ...
 
 
 def save(
-    path: PathLike, model: nn.Module, optimizer: Optimizers, *, asynchronous: bool = False, **extra: object
+    path: PathLike,
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    *,
+    asynchronous: bool = False,
+    **extra: object,
 ) -> Future[None] | None:
     """Save model, optimizers, random states of all ranks, and `extra`. Every rank of the model's mesh must call it.
 
@@ -64,7 +79,7 @@ def save(
             checkpoint of this name is replaced.
         model: Distributed or plain. Of a plain one every process that calls this saves its own: let only rank 0 do so.
             If several save to one folder, one writes after the other, and the last one's stays.
-        optimizer: One, or the list that was distributed.
+        optimizer: One, or the list that was distributed. None saves the model alone.
         asynchronous: Whether to return as soon as all is copied to main memory, and to write while training goes on.
             The next save waits for the end of this one, and so does the end of the process.
         **extra: Whatever else the run needs: numbers, texts, tensors, lists and dictionaries of them; rank 0's are
@@ -94,7 +109,7 @@ def save(
     ranks = standing.ranks
     ranks.meet("tulle.save")
     with _alike(folder, ranks):
-        optimizers = as_optimizers(optimizer)
+        optimizers = [] if optimizer is None else as_optimizers(optimizer)
         state = State.of(standing, optimizers)
     if standing.is_staged:
         state = state.together(ranks.gather(state.told()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -55,7 +55,7 @@ def plan_as_given(
     elif isinstance(given, Mapping) and isinstance(given.get("format"), int):
         plan = Plan.read(given)
     elif isinstance(given, Mapping):
-        plan = _with_schemes(given, mesh, shapes, dense)
+        plan = _with_schemes(_by_parameter(given, [*shapes, *dense]), mesh, shapes, dense)
     else:
         raise PlanError(
             f"plan was given a {type(given).__name__}, expected 'auto', a scheme, a mapping, a Plan or a path"
@@ -92,6 +92,17 @@ def plan_by_cost(mesh: Mapping[str, int], tables: Mapping[str, Candidate], netwo
 def plan_for_later(mesh: Mapping[str, int], shapes: Shapes) -> Plan:
     """The plan that leaves each table's scheme to its first gradients."""
     return _with_schemes({}, mesh, shapes, {}, reason="to be chosen by the first gradients")
+
+
+def _by_parameter(schemes: Mapping[str, str], tables: Sequence[str]) -> dict[str, str]:
+    """The same by parameter: a table may be named by its module too, as in `tulle.lookahead`.
+
+    Example:
+        >>> _by_parameter({"words": "rows"}, ["words.weight"]), _by_parameter({"word": "rows"}, ["words.weight"])
+        ({'words.weight': 'rows'}, {'word': 'rows'})
+    """
+    modules = {name.removesuffix(".weight"): name for name in tables if name not in schemes}
+    return {modules.get(name, name): scheme for name, scheme in schemes.items()}
 
 
 def _with_schemes(

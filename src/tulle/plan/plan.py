@@ -16,6 +16,7 @@ from tulle.cost import Network
 from tulle.entries import Entries
 from tulle.errors import PlanError
 from tulle.memory import Memory
+from tulle.mesh import Mesh
 from tulle.names import as_names
 from tulle.plan.memory import memory_from_json
 from tulle.plan.prediction import MOST_NAMED, Prediction, some
@@ -57,7 +58,7 @@ class Plan:
     """What was decided for a model on a mesh. Made by `tulle.plan`, read by `tulle.distribute`.
 
     Args:
-        mesh: Size of each axis by name.
+        mesh: Size of each axis by name; of a `Mesh` its sizes are taken.
         tables: One entry for each table with sparse gradients, and for others that are split.
         bucket_bytes: Size of a bucket: dense gradients that one all-reduce averages.
         network: The measured network of axis `data`, None if nothing had to be chosen by cost.
@@ -102,6 +103,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensor_parallel", as_names(self.tensor_parallel))
+        if isinstance(self.mesh, Mesh):
+            object.__setattr__(self, "mesh", self.mesh.shape)
         if isinstance(self.wire_dtype, torch.dtype):  # JSON knows names only
             object.__setattr__(self, "wire_dtype", str(self.wire_dtype).removeprefix("torch."))
         for name in ("tables", "offers"):
@@ -377,10 +380,9 @@ def _ends(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= MOST_NAMED else f"{names[0]} .. {names[-1]} ({len(names)} modules)"
 
 
-def _one_of(known: tuple[str, ...], given: str, name: str) -> str:
+def _one_of(known: tuple[str, ...], given: str, name: str) -> None:
     if given not in known:
         raise PlanError(f"the plan has the {name} {given!r}, expected one of {', '.join(known)}")
-    return given
 
 
 def _wire_name(given: str | None) -> str | None:
@@ -388,13 +390,11 @@ def _wire_name(given: str | None) -> str | None:
     return given
 
 
-def _positive(number: int, name: str) -> int:
+def _positive(number: int, name: str) -> None:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise PlanError(f"the plan has {name}={number!r}, expected a positive number")
-    return number
 
 
-def _stage(number: int, name: str) -> int:
+def _stage(number: int, name: str) -> None:
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise PlanError(f"the plan has {name!r} at stage {number!r}, expected a number from 0")
-    return number

@@ -22,7 +22,7 @@ class ShardedSoftmax(SoftmaxLayer):
         num_rows: How many classes there are, words of a vocabulary say.
         width: Of hidden states.
         weight: A parameter that another module has too (`embedding.weight`), instead of `num_rows` and `width`.
-        bias: Whether each class has a bias. It stays whole on all ranks.
+        bias: Whether each class has a bias, or the parameter (`linear.bias`) that it is. It stays whole on all ranks.
         label_smoothing: Share of the target's probability that is spread over all classes.
         ignore_index: The target of tokens that do not count.
         reduction: `"mean"` over this rank's tokens that count, `"sum"`, or `"none"`.
@@ -55,7 +55,7 @@ class ShardedSoftmax(SoftmaxLayer):
         width: int | None = None,
         *,
         weight: Tensor | None = None,
-        bias: bool = False,
+        bias: bool | Tensor | None = False,
         label_smoothing: float = 0.0,
         ignore_index: int = -100,
         reduction: Reduction = "mean",
@@ -63,24 +63,29 @@ class ShardedSoftmax(SoftmaxLayer):
         super().__init__(label_smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction)
         is_tied = isinstance(weight, nn.Parameter)
         if {num_rows is None, width is None} != {is_tied} or (weight is not None) != is_tied:
-            given = None if weight is None else type(weight).__name__
+            named = {"num_rows": num_rows, "width": width, "weight": weight}
+            shown = [
+                f"{name}={type(given).__name__ if isinstance(given, Tensor) else given}"
+                for name, given in named.items()
+            ]
             raise ModelError(
-                f"ShardedSoftmax was given num_rows={num_rows!r}, width={width!r} and weight={given}: give it either "
-                "both numbers, or a parameter as weight"
+                f"ShardedSoftmax was given {', '.join(shown[:2])} and {shown[2]}: give it either both numbers, or a "
+                "parameter as weight"
             )
         shape = list(weight.shape) if isinstance(weight, nn.Parameter) else [num_rows, width]
         if len(shape) != 2 or not all(isinstance(size, int) and size >= 0 for size in shape):
             raise ModelError(f"ShardedSoftmax was given a table of shape {shape}, expected [num_rows, width]")
-        self._is_tied = is_tied
+        named = {"weight": weight, "bias": bias}
+        self._drawn = [name for name, given in named.items() if not isinstance(given, nn.Parameter)]
         self.weight = weight if is_tied else nn.Parameter(torch.empty(num_rows or 0, width or 0))
-        self.bias = nn.Parameter(torch.empty(len(self.weight))) if bias else None
+        self.bias = _bias_of(len(self.weight), given=bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the parameters as `nn.Linear` does; a tied table stays as it is."""
+        """Draw the parameters as `nn.Linear` does; those that were given stay as they are."""
         bound = 1 / math.sqrt(max(1, self.weight.shape[1]))
-        for parameter in (None if self._is_tied else self.weight, self.bias):
-            if parameter is not None:
+        for name in self._drawn:
+            if (parameter := getattr(self, name)) is not None:
                 nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
@@ -94,3 +99,13 @@ class ShardedSoftmax(SoftmaxLayer):
     def extra_repr(self) -> str:
         """What `print` shows."""
         return f"{list(self.weight.shape)}, bias={self.bias is not None}, reduction={self.reduction!r}"
+
+
+def _bias_of(num_rows: int, *, given: bool | Tensor | None) -> nn.Parameter | None:
+    """The parameter that was given, a new one, or none."""
+    if isinstance(given, Tensor):
+        if not isinstance(given, nn.Parameter) or given.shape != (num_rows,):
+            kind = f"{type(given).__name__} of shape {list(given.shape)}"
+            raise ModelError(f"ShardedSoftmax was given a {kind} as bias, expected a parameter of shape [{num_rows}]")
+        return given
+    return nn.Parameter(torch.empty(num_rows)) if given else None
