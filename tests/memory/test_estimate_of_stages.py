@@ -95,6 +95,9 @@ def test_tables_with_sparse_gradients_are_stepped_by_an_optimizer_of_their_own()
     assert found.gradients_bytes < dense + ids.numel() * (64 * 4 + 8) + 1
     several = [torch.optim.SparseAdam(model[0].parameters()), torch.optim.SGD(model[1].parameters())]
     assert math.isclose(estimate(model, ids, {}, optimizer=several).ranks[0].optimizer_bytes, 2 * table, rel_tol=0.01)
+    momentum = torch.optim.SGD(model.parameters(), momentum=0.9)  # that of a sparse gradient is sparse
+    found = estimate(model, ids, {"pipe": 2}, Plan({"pipe": 2}, stages={"0": 0, "1": 1}), optimizer=momentum)
+    assert found.ranks[0].optimizer_bytes > 0
 
 
 def test_columns_are_ranks_along_pipe_and_measured_peaks_are_one_for_each():

@@ -184,10 +184,10 @@ class Convolution(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.inner, self.graph, self.outer = nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 1)
 
     def forward(self, features, graph):
-        return self.outer(torch.sparse.mm(graph, self.inner(features).relu())).mean()
+        return self.outer(torch.sparse.mm(self.graph(graph), self.inner(features).relu())).mean()
 
 
 def test_a_graph_as_a_sparse_tensor_is_profiled_whole():

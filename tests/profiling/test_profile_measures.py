@@ -97,6 +97,12 @@ def test_what_adds_up_the_rows_of_a_gradient_is_not_taken_for_the_optimizers():
     assert rows_s[1] < 4 * rows_s[0]  # nine times, were it so
 
 
+def test_the_momentum_of_sparse_gradients_is_state_like_any_other():
+    model = nn.Sequential(nn.EmbeddingBag(20, 4, sparse=True), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    assert tulle.profile(model, optimizer, torch.arange(20).view(5, 4)).optimizer.state_share >= 1
+
+
 def test_pieces_and_update_are_most_of_the_step():
     model = nn.Sequential(nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 400))
     found = tulle.profile(model, torch.optim.SGD(model.parameters()), torch.randn(256, 400))

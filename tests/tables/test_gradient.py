@@ -45,3 +45,40 @@ def test_what_would_take_a_part_for_all_of_it_is_refused(how):
         turned = gradient @ torch.eye(WIDTH, dtype=torch.float64).flip(0)
         assert torch.equal(turned, gradient.flip(1))
         assert torch.cosine_similarity(gradient, gradient).shape == gradient.shape[:1]
+
+
+class Rows(torch.optim.Optimizer):
+    """Momentum for the rows that have a gradient, by their numbers."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            gradient = parameter.grad.coalesce()
+            rows, values = gradient.indices()[0], gradient.values()
+            momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
+            moved = momentum[rows] * 0.9 + values
+            momentum.index_copy_(0, rows, moved)
+            parameter.index_add_(0, rows, moved, alpha=-0.1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["rows", "columns"])
+def test_an_optimizer_that_goes_by_the_numbers_of_rows_steps_this_ranks(how):
+    mesh = tulle.init(data=-1)
+    model, reference = (nn.Embedding.from_pretrained(torch.eye(ROWS, WIDTH), freeze=False, sparse=True) for _ in "ab")
+    model, optimizer = tulle.distribute(model, Rows(model.parameters()), mesh, plan=how)
+    plain = Rows(reference.parameters())
+    for ids in (torch.tensor([1, 1, 5, 6]), torch.tensor([6, 0, 2, 1])):
+        model.zero_grad()
+        reference.zero_grad()
+        (mesh.size * model(ids.chunk(mesh.size)[mesh.rank]).pow(2).sum()).backward()
+        reference(ids).pow(2).sum().backward()
+        optimizer.step()
+        plain.step()
+        with pytest.raises(GradientError, match=r"__getitem__ was asked of a gradient along dimension 0"):
+            model.weight.grad.coalesce().indices()[0]  # elsewhere they would be taken for those of the whole
+    found = tulle.full_state_dict(model, everywhere=True)["weight"]
+    assert torch.allclose(found, reference.weight)

@@ -194,7 +194,7 @@ def state_of(optimizer: Optimizer) -> tuple[float, float]:
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     stepped_bytes = tensor_bytes(parameters) or 1
     entries = [entry for state in optimizer.state.values() for entry in state.values() if isinstance(entry, Tensor)]
-    state_bytes = sum(entry.nbytes for entry in entries)
+    state_bytes = tensor_bytes(entries)
     live = StageBytes(parameters[0].device.type if parameters else "cpu", 1)
     gradients = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
     live.add([*parameters, *gradients, *entries], _Place(0, 1.0))

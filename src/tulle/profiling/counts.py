@@ -25,7 +25,7 @@ class Counts:
         activations_bytes: What each piece's forward, and what is computed before it, leaves for backward; memory that
             several leave counts for the first.
         flop: Floating-point operations of each piece's forward.
-        made_bytes: Of what each module that was called returns, by name; the last call's.
+        made_bytes: Of what each module that was called returns, without sparse tensors, by name; the last call's.
         peak_bytes: The most that was alive at any moment of the step, with parameters, gradients and optimizer state.
     """
 
@@ -102,7 +102,8 @@ def _hooked(
 
     def hook(name: str) -> Any:
         def ended(_: nn.Module, __: object, output: object) -> None:
-            made_bytes[name] = sum(leaf.nbytes for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+            made = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+            made_bytes[name] = sum(leaf.nbytes for leaf in made if leaf.layout == torch.strided)
             if name in numbers:
                 cut(numbers[name])
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tulle.memory.estimate import tensor_bytes
 from tulle.profiling.laps import now_on
 from tulle.profiling.steps import Twin
 from tulle.workload import OptimizerProfile
@@ -185,7 +186,7 @@ def _state_share(optimizers: Sequence[Optimizer]) -> float:
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             kept = [entry for entry in state.values() if isinstance(entry, Tensor) and entry.dim()]
-            state_bytes += sum(entry.nbytes for entry in kept)
+            state_bytes += tensor_bytes(kept)  # the momentum of a sparse gradient is sparse
             parameters_bytes += parameter.nbytes
         stateless = [p for p in _parameters(optimizer) if p not in optimizer.state and p.requires_grad]
         parameters_bytes += sum(parameter.nbytes for parameter in stateless)

@@ -45,6 +45,8 @@ UNSCALE = vars(torch)["_amp_foreach_non_finite_check_and_unscale_"]
 _LABEL = "gradient norm"
 _OF_ALL = {*REDUCED, "dot", "vdot"}
 """Names of what may give one number of all."""
+_NUMBERS = {"indices", "_indices"}
+"""Names of what gives the numbers of the rows that a sparse gradient stores."""
 _MEND = ".detach().as_subclass(torch.Tensor) gives this rank's part"
 
 
@@ -68,6 +70,8 @@ class ShardGradient(torch.Tensor):
     """Where along the first of them numbers of the whole lie; None for everywhere."""
     is_known: bool = True
     """Whether one number of all can be told."""
+    is_stepped: bool = False
+    """Whether an optimizer steps by it just now, to which the parameter is this rank's part: so are numbers of rows."""
     is_mixed: bool = False
     """Whether whole gradients were put together with it, of which no number over all ranks is right."""
 
@@ -182,6 +186,8 @@ def _made(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, 
     parts = [one for one in (*tensors_in(args), *tensors_in(keywords.values())) if isinstance(one, ShardGradient)]
     if not parts or name in PLAIN or (name in LIKE and not isinstance(args[0], ShardGradient)):
         return result
+    if name in _NUMBERS and parts[0].is_stepped:
+        return result
     if isinstance(result, bool) and name in ALIKE:
         mine = torch.tensor(float(result), device=parts[0].device)
         return bool(_together(parts[0].axes, None).over(mine, "min"))
@@ -291,7 +297,7 @@ def _together(axes: Sequence[Axis], count: int | None) -> Together:
 def _like(gradient: ShardGradient, result: Tensor, extent: Extent | None) -> ShardGradient:
     """What became of a gradient of a part; without an extent of its own it has the gradient's."""
     made = ShardGradient.of(result, gradient.axes, gradient.count, cuts=gradient.cuts, held=gradient.held)
-    made.is_known, made.is_mixed = gradient.is_known, gradient.is_mixed
+    made.is_known, made.is_mixed, made.is_stepped = gradient.is_known, gradient.is_mixed, gradient.is_stepped
     if extent is not None:
         made.cuts, made.count, made.is_known, made.held = (
             extent.cuts,

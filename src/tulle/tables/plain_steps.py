@@ -71,8 +71,9 @@ def plain_in_step(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def step_plainly(optimizer: Optimizer, *, is_elementwise: bool) -> None:
     """Have parts be plain parameters while an optimizer steps, as torch has fused kernels for these alone.
 
-    If it treats every number by itself their gradients are plain tensors, too; what the state of any other keeps of
-    them, a moving average say, is plain after each step. To be called again when the optimizer was given parameters.
+    If it treats every number by itself their gradients are plain tensors, too. To any other the numbers of rows that
+    these store are plain; what its state keeps of them, a moving average say, is plain after each step. To be called
+    again when the optimizer was given parameters.
     """
     parts = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, Part)]
     known: list[nn.Parameter] = vars(optimizer).setdefault(_PARTS, [])
@@ -87,17 +88,25 @@ def step_plainly(optimizer: Optimizer, *, is_elementwise: bool) -> None:
     if is_elementwise:
         _Plainly(optimizer)
     else:
-        optimizer.register_step_post_hook(_make_states_plain)
+        optimizer.register_step_post_hook(partial(_end_step, known))
 
 
 def _lift(parts: Sequence[nn.Parameter], _: Optimizer, arguments: tuple[object, ...], keywords: object) -> None:
     if len(arguments) == 1 and not keywords:  # else a closure may call the model
         lift(parts)
+        _mark(parts, is_stepped=True)
 
 
-def _make_states_plain(optimizer: Optimizer, *_: object) -> None:
+def _end_step(parts: Sequence[nn.Parameter], optimizer: Optimizer, *_: object) -> None:
+    _mark(parts, is_stepped=False)
     for state in optimizer.state.values():
         _make_plain(state)
+
+
+def _mark(parts: Sequence[nn.Parameter], *, is_stepped: bool) -> None:
+    for gradient in (part.grad for part in parts):
+        if isinstance(gradient, ShardGradient):
+            gradient.is_stepped = is_stepped
 
 
 def _make_plain(state: Mapping[str, Any]) -> None:
