@@ -1,5 +1,7 @@
 """What cannot be built without memory, or given values later, is refused by name."""
 
+from functools import partial
+
 import pytest
 import torch
 from deferred_networks import Bare, Taker, built
@@ -49,9 +51,18 @@ class Reading(nn.Module):
         assert self.weight.sum().item() != 0
 
 
-def test_a_model_that_reads_values_while_it_is_built_is_told():
+def comparing(compare):
+    return compare(torch.randn(3), torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Reading, partial(comparing, torch.allclose), partial(comparing, torch.equal)],
+    ids=["item", "allclose", "equal"],
+)
+def test_a_model_that_reads_values_while_it_is_built_is_told(make):
     with pytest.raises(ModelError, match="the model reads a number of a tensor while it is built"):
-        built(Reading)
+        built(make)
 
 
 @pytest.mark.parametrize("make", [torch.Tensor.nonzero, torch.Tensor.to_sparse], ids=["size", "sparse"])

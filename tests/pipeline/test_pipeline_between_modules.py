@@ -1,5 +1,6 @@
 """Operations between the modules of a pipeline: in place, detached, by functions of one's own, of any shape."""
 
+import logging
 from inspect import getattr_static
 
 import torch
@@ -136,6 +137,21 @@ def test_shapes_of_pools_follow_from_fractions_too():
         leaves, spec = flatten(((torch.zeros(1, 1, 20, 20), 2), {"output_ratio": (ratio, ratio)}))
         outcome = shapes.outcome(F.fractional_max_pool2d, leaves, spec)
         assert outcome.results[0].shape == (1, 1, length, length)
+
+
+@on_ranks(1)
+def test_torch_is_not_heard_on_shapes_that_do_not_fit():
+    records = []
+    heard = logging.Handler()
+    heard.emit = records.append
+    told = logging.getLogger("torch._subclasses.fake_tensor")
+    told.addHandler(heard)
+    try:
+        leaves, spec = flatten(((torch.zeros(4, 8), torch.zeros(8, 8)), {}))
+        assert Shapes().outcome(torch.Tensor.add_, leaves, spec) is None
+    finally:
+        told.removeHandler(heard)
+    assert not records
 
 
 class Complex(nn.Module):

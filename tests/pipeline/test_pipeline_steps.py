@@ -14,7 +14,7 @@ from torch import nn
 import tulle
 from ranks import on_ranks
 from tulle import pipeline
-from tulle.errors import CommunicationError, ModelError
+from tulle.errors import CommunicationError, DataError, ModelError
 from tulle.pipeline import holdings, placement_of
 from tulle.pipeline.turns import Surroundings
 
@@ -43,6 +43,33 @@ def test_what_a_tokenizer_gives_is_cut():
     step(model, batch, (Encoding({"x": data()}), data()))
     step = pipeline.step(micro_batches=4, split={"batch.n": None})(on_encoding)
     step(model, batch, (Encoding({"x": data()}), data()))
+
+
+def of_pictures(model, pictures, boxes):
+    assert [len(of_one["where"]) for of_one in boxes] == [int(x[0]) for x in pictures]
+    loss = torch.stack(
+        [model(x).sum() * of_one["where"].sum() for x, of_one in zip(pictures, boxes, strict=True)]
+    ).mean()
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_with_one_item_a_sample_is_cut_between_its_items(kind):
+    pictures = kind(torch.full((WIDTH,), float(n), dtype=DTYPE) for n in range(1, 6))
+    boxes = kind({"where": torch.ones(n, dtype=DTYPE)} for n in range(1, 6))
+    model, whole = make(Chain), make(Chain)
+    step = pipeline.step(micro_batches=2, split={"pictures": "items", "boxes": "items"})(of_pictures)
+    torch.testing.assert_close(step(model, pictures, boxes).mean(), of_pictures(whole, pictures, boxes).detach())
+    assert worst_gradient(model, whole) < 1e-14
+
+
+def test_what_is_no_list_of_samples_is_not_cut_between_items():
+    step = pipeline.step(micro_batches=2, split={"pictures": "items"})(of_pictures)
+    with pytest.raises(DataError, match="'pictures' is to be cut between its items, but is of type Tensor: expected a"):
+        step(make(Chain), data(4), [{}] * 4)
+    with pytest.raises(DataError, match=r"items of pictures: 3.*'items' for a list with one item a sample"):
+        step(make(Chain), [data(1)] * 3, data(4))
 
 
 class Trainer:

@@ -31,6 +31,12 @@ _TAG = "_tulle_record"
 """The attribute of a storage that says which memory of which record it is."""
 _CPU = torch.device("cpu")
 _IS_META = vars(torch._C.TensorBase)["is_meta"].__get__
+_READ_NUMBERS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.allclose.default,
+    torch.ops.aten.equal.default,
+}
+"""Operations whose result is a number of Python's, which hangs on values."""
 _numbers = count()
 
 Function = Callable[..., Any]
@@ -160,7 +166,7 @@ class Record(TorchDispatchMode):
             and (tensors or _is_known_and_small(func, args, keywords))
         ):
             return func(*args, **keywords) if tensors else func(*args, **{**keywords, "device": _CPU})
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func in _READ_NUMBERS:
             raise ModelError(
                 "the model reads a number of a tensor while it is built, and within tulle.deferred_init there is none "
                 "yet: build that part outside, or leave out the check"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,8 +14,12 @@ from tulle.errors import DataError
 from tulle.pipeline.objects import Lent, objects_in
 from tulle.pipeline.structure import Spec, can_flatten, flatten, rebuild
 
-Split = Mapping[str, int | None]
-"""The dimension along which an argument is cut by its name, or None to give it whole to each micro-batch."""
+ITEMS: Literal["items"] = "items"
+Split = Mapping[str, int | Literal["items"] | None]
+"""By an argument's name the dimension along which it is cut, or None to give it whole to each micro-batch.
+
+`"items"` is for a list with one item a sample, which is cut between its items: boxes of each picture, say.
+"""
 
 
 def cut(
@@ -24,14 +28,15 @@ def cut(
     """Cut a call's arguments into those of `count` calls.
 
     Every tensor in them is cut along dimension 0, or as `split` says by the argument's name, or by `"name.key"` for
-    what an argument holds under a key; tensors without dimensions and everything else go whole to each. One call gets
-    what was given.
+    what an argument holds under a key, a list between its items if `split` says `"items"`; tensors without dimensions
+    and everything else go whole to each. One call gets what was given.
 
     Returns:
         Arguments and keywords of each call, and each one's share of the samples.
 
     Raises:
-        DataError: If tensors to be cut differ in length or have fewer than `count` samples, or a name is not there.
+        DataError: If tensors to be cut differ in length or have fewer than `count` samples, a name is not there, or
+            what is to be cut between items has none.
     """
     bound = inspect.signature(function).bind(*args, **kwargs)
     pieces: dict[str, list[Any]] = {}
@@ -63,6 +68,8 @@ def _cut_argument(
     dimension = split.get(name, split.get(name.rpartition(".")[0], 0))
     if dimension is None or isinstance(value, torch.nn.Module):
         return [value] * count
+    if dimension == ITEMS:
+        return _cut_items(name, value, count, lengths)
     leaves, spec = flatten(value)
     columns = [
         _cut_argument(name, leaf, count, {**split, name: dimension}, lengths, found)
@@ -73,6 +80,17 @@ def _cut_argument(
         for leaf in leaves
     ]
     return [_row(spec, columns, index) for index in range(count)]
+
+
+def _cut_items(name: str, value: Any, count: int, lengths: dict[str, int]) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        raise DataError(
+            f"{name!r} is to be cut between its items, but is of type {type(value).__name__}: expected a list with one "
+            "item a sample"
+        )
+    lengths[f"items of {name}"] = len(value)
+    parts = torch.arange(len(value)).tensor_split(count)
+    return [[value[index] for index in part.tolist()] for part in parts]
 
 
 def _cut_object(name: str, given: Lent, dimension: int, count: int, lengths: dict[str, int]) -> Sequence[Any]:
@@ -117,7 +135,8 @@ def _check(lengths: Mapping[str, int], count: int, unknown: set[str]) -> None:
         raise DataError(
             "the tensors of a step have different numbers of samples: "
             + ", ".join(f"{name}: {length}" for name, length in lengths.items())
-            + "; say split={name: dimension}, or None for what is not to be cut"
+            + "; say split={name: dimension}, 'items' for a list with one item a sample, or None for what is not to be "
+            "cut"
         )
     if lengths and next(iter(lengths.values())) < count:
         raise DataError(

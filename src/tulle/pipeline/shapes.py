@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -22,6 +24,7 @@ _UNKNOWN: Any = object()
 GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
 _OF_VALUES = (Tensor.__format__, GRADIENT)
 """Which a fake tensor answers too, but not with its own number or gradient."""
+_LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 _RESIZING = (F.interpolate, F.upsample, F.fractional_max_pool2d, F.fractional_max_pool3d)
 """Whose shapes follow from a fraction."""
 T = TypeVar("T")
@@ -102,7 +105,7 @@ def _infer(function: Callable[..., Any], leaves: Sequence[Any], spec: Spec) -> O
         return None
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with versioned(), fake_mode:
+        with versioned(), _unheard(), fake_mode:
             stand_ins = [_stand_in(leaf) for leaf in leaves]
             args, kwargs = rebuild(spec, stand_ins)
             versions = versions_of(stand_ins)
@@ -110,6 +113,16 @@ def _infer(function: Callable[..., Any], leaves: Sequence[Any], spec: Spec) -> O
             return replace(outcome, varies=False)  # a number that came from shapes alone
     except Exception:  # depends on values, or is wrong: the rank that has the values will tell
         return None
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """Without torch's own word, at level error, of shapes that do not fit: whoever has the values will tell."""
+    was_disabled, _LOG_OF_FAKES.disabled = _LOG_OF_FAKES.disabled, True
+    try:
+        yield
+    finally:
+        _LOG_OF_FAKES.disabled = was_disabled
 
 
 def _stand_in(leaf: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, overload
 
 from tulle.errors import PlanError
 from tulle.pipeline.found import models_of
-from tulle.pipeline.micro_batch import Split, cut
+from tulle.pipeline.micro_batch import ITEMS, Split, cut
 from tulle.pipeline.outputs import collected
 from tulle.pipeline.place import placement_of
 from tulle.pipeline.run import Step
@@ -47,8 +47,9 @@ def step(
             `"eager-1f1b"` (one more, begun while it would wait), `"zb-h1"` (as 1F1B, with gradients of weights computed
             where a rank would wait; each keeps something of as many micro-batches as there are stages), or `"gpipe"`
             (all forward, then all backward). None for what the plan says, or `"1f1b"`.
-        split: Dimension along which an argument is cut, by its name or `"name.key"`, or None for one that is not cut.
-            All others are cut along dimension 0.
+        split: Dimension along which an argument is cut, by its name or `"name.key"`, `"items"` for a list with one item
+            a sample (`{"batch.labels": "items"}` for boxes of each picture), or None for one that is not cut. All
+            others are cut along dimension 0.
 
     Returns:
         A decorator, or what it makes of `function`: a function that returns what `function` did, with a `StepOutput`
@@ -108,7 +109,7 @@ def _check_split(split: object) -> None:
         )
     for name, dimension in (split or {}).items():
         is_dimension = isinstance(dimension, int) and not isinstance(dimension, bool)
-        if not (isinstance(name, str) and (dimension is None or is_dimension)):
+        if not (isinstance(name, str) and (dimension is None or dimension == ITEMS or is_dimension)):
             raise PlanError(
-                f"step was given split={{{name!r}: {dimension!r}}}, expected a dimension, or None, by a name"
+                f"step was given split={{{name!r}: {dimension!r}}}, expected a dimension, 'items' or None, by a name"
             )
