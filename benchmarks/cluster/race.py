@@ -38,6 +38,7 @@ def race(
     """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--ranks-per-host", type=int, default=1)
     parser.add_argument("--rate", default="1gbit")
     for name, default in defaults.items():
         parser.add_argument(option(name), type=JOB[name], default=default, help=ABOUT.get(name))
@@ -46,12 +47,12 @@ def race(
     options = [text for name, value in job.items() for text in (option(name), str(value))]
     machine: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     machine |= {"cores": os.cpu_count(), "load": os.getloadavg()[0]}
-    with Cluster(hosts=arguments.hosts, rate=arguments.rate) as cluster:
+    with Cluster(arguments.hosts, arguments.rate, arguments.ranks_per_host) as cluster:
         achieved = cluster.measured_rate()
         printed = cluster.run([sys.executable, str(script), *options], timeout_s=1200)
     found = json.loads(printed[0].splitlines()[-1])
     kept = json.loads(results.read_text()) if results.exists() else []
-    given = {"hosts": arguments.hosts, "rate": arguments.rate, **job}
+    given = {"hosts": arguments.hosts, "ranks_per_host": arguments.ranks_per_host, "rate": arguments.rate, **job}
     kept.append(given | {"machine": machine | {"achieved": achieved.as_dict()}} | found)
     results.write_text(json.dumps(kept, indent=1) + "\n")
     return found["ways"], arguments

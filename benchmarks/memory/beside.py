@@ -26,13 +26,19 @@ def main() -> None:
 
 def report(ways: dict[str, list[dict[str, float]]], arguments: argparse.Namespace) -> None:
     """Print a row for each way: medians, and of what stands beside it in a turn how often faster than the first way."""
-    print("| hosts | rate | sleep of a layer, ms | way | step, ms | of a core, ms | sent, MB | times faster |")
+    print("| hosts x ranks | rate | sleep of a layer, ms | way | step, ms | of a core, ms | sent, MB | times faster |")
     print("|---|---|---|---|---|---|---|---|")
     base = [turn["step_s"] for turn in next(iter(ways.values()))]
     for way, turns in ways.items():
         step_s, cores_s, sent_bytes = (median(turn[name] for turn in turns) for name in turns[0])
         ratios = [theirs / turn["step_s"] for theirs, turn in zip(base, turns, strict=True)]
-        cells = [arguments.hosts, arguments.rate, f"{arguments.layer_ms:g}", way, f"{step_s * 1e3:.0f}"]
+        cells = [
+            f"{arguments.hosts} x {arguments.ranks_per_host}",
+            arguments.rate,
+            f"{arguments.layer_ms:g}",
+            way,
+            f"{step_s * 1e3:.0f}",
+        ]
         cells += [f"{cores_s * 1e3:.0f}", f"{sent_bytes / 1e6:.1f}" if sent_bytes else ""]
         cells += [f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"]
         print("| " + " | ".join(str(cell) for cell in cells) + " |")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
 import tulle
@@ -27,6 +30,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
 from turns import Sleep, take_turns  # pyright: ignore[reportMissingImports]
 
 WAYS = ("one after the other", "beside", "replicas", "torch fully_shard")
+WITHIN_HOSTS, TORCH_WITHIN_HOSTS = "within hosts", "torch within hosts"
+"""Further ways, where hosts have several ranks."""
+RANKS_PER_HOST = int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 class Layer(nn.Module):
@@ -73,17 +79,28 @@ class Waiting(Ahead):
         return job
 
 
+def shard_within_hosts(model: nn.Module, mesh: tulle.Mesh) -> None:
+    """Put torch's hybrid sharding on the modules that repeat, and on what is left."""
+    shape = mesh.size // RANKS_PER_HOST, RANKS_PER_HOST
+    hosts = init_device_mesh(mesh.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    for name in memory.repeated(model):
+        fully_shard(model.get_submodule(name), mesh=hosts)
+    fully_shard(model, mesh=hosts)
+
+
 class Run:
     """The model shared out in one way."""
 
     def __init__(self, way: str, arguments: argparse.Namespace, mesh: tulle.Mesh) -> None:
         torch.manual_seed(0)
         self.model = Layers(arguments.layers, arguments.width, arguments.layer_ms / 1e3)
-        if way.startswith("torch"):
+        if way == TORCH_WITHIN_HOSTS:
+            shard_within_hosts(self.model, mesh)
+        elif way.startswith("torch"):
             memory.shard_fully(self.model, mesh)
         self.optimizer = AdamW(self.model.parameters(), lr=1e-4)
         if not way.startswith("torch"):
-            plan = Plan(mesh.shape, memory=Memory(full_shard=way != "replicas"))
+            plan = Plan(mesh.shape, memory=Memory(full_shard="host" if way == WITHIN_HOSTS else way != "replicas"))
             tulle.distribute(self.model, self.optimizer, mesh, plan=plan)
         if way == WAYS[0]:
             for module in self.model.modules():
@@ -114,4 +131,4 @@ class Run:
 
 
 if __name__ == "__main__":
-    take_turns(WAYS, Run)
+    take_turns([*WAYS, *([WITHIN_HOSTS, TORCH_WITHIN_HOSTS] if RANKS_PER_HOST > 1 else [])], Run)

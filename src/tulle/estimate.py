@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer, SparseAdam
 from torch.utils._pytree import tree_map_only
 
+from tulle.comm import ranks_by_host
 from tulle.errors import DataError, MeshError, ModelError, PlanError
 from tulle.memory.estimate import Estimate, Loss, count_on_a_copy, default_loss, on_a_rank
+from tulle.memory.options import HOST, Memory
 from tulle.memory.recompute import repeated
 from tulle.memory.stages import Stages, count_stages
 from tulle.mesh import Mesh
@@ -133,16 +135,26 @@ def estimate(
     whole = count_on_a_copy(
         model, stepped, _micro_batch(sample, chosen.micro_batches), options, loss or default_loss, count_stages(stages)
     )
-    found = []
+    sharers, found = _sharers(mesh, sizes, options), []
     for rank in range(ranks):
         here = range(rank, stages.count, ranks)
         held = _held(chosen, rank, ranks, stages.count)
-        parts = [
-            on_a_rank(whole[stage], sizes.get(DATA, 1), options, _gathered(model, stages, stage)) for stage in here
-        ]
+        parts = [on_a_rank(whole[stage], sharers, options, _gathered(model, stages, stage)) for stage in here]
         together = _together(parts, [whole[stage].activations_bytes for stage in here], held)
         found.append(replace(together, peak_bytes=together.peak_bytes + _buckets(chosen, sizes, together)))
     return StepEstimate(sizes, tuple(found))
+
+
+def _sharers(mesh: Mesh | Mapping[str, int], sizes: Mapping[str, int], options: Memory) -> int:
+    """Ranks of axis `data` among which the plan shares something out."""
+    if options.full_shard != HOST or sizes.get(DATA, 1) == 1:
+        return sizes.get(DATA, 1)
+    if not isinstance(mesh, Mesh):
+        raise PlanError(
+            f"the plan has full_shard={HOST!r}, and estimate was given sizes of axes, which do not tell how many ranks "
+            "a host has: give the mesh of tulle.init, or full_shard=True and an axis 'data' of one host's ranks"
+        )
+    return max(len(ranks) for ranks in ranks_by_host(mesh[DATA]))
 
 
 class _Several:

@@ -1,6 +1,7 @@
 """What is estimated for each rank of a pipeline is what its tensors take."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -126,3 +127,17 @@ def test_what_is_no_model_is_refused():
 def test_a_mesh_with_stages_needs_a_plan_that_says_which():
     with pytest.raises(PlanError, match="pipe=2 and a plan without stages"):
         estimate(Layers(1), torch.randn(2, 4, WIDTH), {"pipe": 2})
+
+
+def test_what_hosts_share_out_is_dealt_among_the_ranks_of_one():
+    mesh = tulle.init(data=1)
+    [axis] = mesh.axes
+    four = replace(mesh, size=4, axes=(replace(axis, size=4, ranks=(0, 1, 2, 3), hosts=(0, 0, 2, 2)),))
+    model, batch = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))), torch.randn(8, 64)
+    of_host, of_two = (
+        tulle.estimate(model, batch, on, Plan({"data": size}, memory=Memory(full_shard=shared)))
+        for on, size, shared in ((four, 4, "host"), ({"data": 2}, 2, True))
+    )
+    assert of_host.ranks == of_two.ranks
+    with pytest.raises(PlanError, match="sizes of axes, which do not tell how many ranks a host has"):
+        tulle.estimate(model, batch, {"data": 4}, Plan({"data": 4}, memory=Memory(full_shard="host")))

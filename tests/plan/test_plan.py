@@ -285,7 +285,7 @@ def test_plans_say_what_differs():
         (replace(AXES, tables=("words",)), "the plan has 'words' among its tables, expected a TablePlan"),
         (replace(AXES, tables=(replace(TAGS, scheme="zen"),)), "unknown scheme 'zen', expected one of auto, rows, "),
         (replace(AXES, memory={"full_shard": True}), "memory={'full_shard': True}, expected a tulle.Memory"),
-        (replace(AXES, memory=Memory(full_shard="no")), "the plan has full_shard='no', expected True or False"),
+        (replace(AXES, memory=Memory(full_shard="no")), "the plan has full_shard='no', expected True, False or 'host'"),
     ],
 )
 def test_a_plan_that_does_not_fit_the_axes_is_refused(plan, text):

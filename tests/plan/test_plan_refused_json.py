@@ -117,7 +117,7 @@ def test_the_json_that_the_next_tests_break_is_good():
         (GOOD | {"memory": "small"}, "memory: it is 'small', expected an object of a Memory"),
         (GOOD | {"memory": {"precision": "int3"}}, "memory: .*the precision 'int3', expected None or bf16 or fp16"),
         (GOOD | {"memory": {"full_shard": True, "shard_optimizer": True}}, "full_shard and shard_optimizer"),
-        (GOOD | {"memory": {"full_shard": "false"}}, "full_shard='false', expected True or False"),
+        (GOOD | {"memory": {"full_shard": "false"}}, "full_shard='false', expected True, False or 'host'"),
         (GOOD | {"memory": {"recompute": [1]}}, r"memory: recompute is \[1\], expected a list of strings"),
         (GOOD | {"memory": {"recomputed": ["h.0"]}}, "'recomputed' is no entry of a Memory"),
         (GOOD | {"prediction": 3}, "prediction is 3, expected an object of a Prediction"),

@@ -102,13 +102,15 @@ class Standing:
             )
         is_here, data = holder == self.stage_rank, self.axes.data
         is_first_replica, is_first_part = data.rank == 0, self.axes.model is None or self.axes.model.rank == 0
+        # Of what the ranks of each host share out there are as many replicas as hosts.
+        is_first_host = not isinstance(part, Sharded) or data.ranks[0] in part.shard.axis.ranks
         return Share(
             part,
             holder,
             writes_whole=is_here and is_first_replica and is_first_part,
             writes_sections=is_here and is_first_replica,
-            writes_rows=is_here and is_first_part,
-            writes_both=is_here,
+            writes_rows=is_here and is_first_part and is_first_host,
+            writes_both=is_here and is_first_host,
             is_alike=is_alike,
             copies=(data.rank, data.size) if is_alike and is_here and is_first_part else None,
         )

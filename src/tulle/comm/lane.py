@@ -78,13 +78,20 @@ def hosts_of(axis: Axis) -> tuple[Axis | None, Axis | None]:
         The two, or None twice if hosts have different numbers of ranks. An axis whose hosts are not known has one
         rank a host.
     """
-    hosts = axis.hosts or axis.ranks
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[axis.rank]]
-    by_host = [[rank for rank, host in enumerate(hosts) if host == one] for one in dict.fromkeys(hosts)]
+    by_host = ranks_by_host(axis)
+    here = next(ranks for ranks in by_host if axis.rank in ranks)
     if len({len(ranks) for ranks in by_host}) > 1:
         return None, None
     there = [ranks[here.index(axis.rank)] for ranks in by_host]
     return _among(axis, "inside", here), _among(axis, "across", there)
+
+
+def ranks_by_host(axis: Axis) -> list[list[int]]:
+    """Of each host its ranks on the axis, ascending. Costs no communication."""
+    by_host: dict[int, list[int]] = {}
+    for rank, host in enumerate(axis.hosts or axis.ranks):
+        by_host.setdefault(host, []).append(rank)
+    return [*by_host.values()]
 
 
 def _among(axis: Axis, purpose: str, members: Sequence[int]) -> Axis:

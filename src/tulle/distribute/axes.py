@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from tulle.comm import lane, raise_together
 from tulle.errors import MeshError, TulleError
+from tulle.memory.ahead import sharing_within_hosts
+from tulle.memory.options import HOST
 from tulle.mesh import Axis, Mesh, axis_of
 from tulle.plan import Memory
 from tulle.plan.plan import DATA, MODEL, PIPE
@@ -67,8 +69,15 @@ class Axes:
                 lane(axis, SAVING)
 
     def spreading(self, memory: Memory) -> list[Axis]:
-        """Along which ranks have different gradients, or parts of one."""
-        return [*([self.data] if memory.full_shard and self.data.size > 1 else []), *self.splitting]
+        """Along which ranks have different gradients, or parts of one. Every rank must call it."""
+        sharing = self.sharing(memory)
+        return [*([] if sharing is None else [sharing]), *self.splitting]
+
+    def sharing(self, memory: Memory) -> Axis | None:
+        """Over which ranks of axis `data` parameters are shared out, if they are. Every rank must call it."""
+        if not memory.full_shard or self.data.size == 1:
+            return None
+        return sharing_within_hosts(self.data) if memory.full_shard == HOST else self.data
 
     @property
     def splitting(self) -> list[Axis]:

@@ -7,10 +7,13 @@ from collections.abc import Collection, Sequence
 from torch import nn
 from torch.optim import Optimizer, SparseAdam
 
+from tulle.comm import ranks_by_host
 from tulle.distribute.axes import Axes
 from tulle.errors import PlanError
 from tulle.memory import compute_in, offload, recompute, repeated, shard_optimizer, share_out
+from tulle.memory.options import HOST
 from tulle.memory.shards import SHARDABLE
+from tulle.mesh import Axis
 from tulle.pipeline import placement_of
 from tulle.plan import Plan
 from tulle.profiling import sparse_tables
@@ -33,6 +36,8 @@ def check_savings(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer],
     what = what or (f"precision={memory.precision!r}" if memory.precision else None)
     if what is None:
         return
+    if memory.full_shard == HOST:
+        _check_hosts(axes.data)
     of_tables = tables_beside(model, plan)
     for optimizer in optimizers:
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -58,11 +63,26 @@ def check_savings(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer],
         raise PlanError("the plan has precision='fp16', which the CPU computes hardly anything in: use 'bf16'")
 
 
-def share_parameters(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, axes: Axes) -> None:
-    """Share parameters out over axis `data`, if the plan says so. Every rank of it must call it.
+def _check_hosts(axis: Axis) -> None:
+    """Refuse hosts whose ranks cannot share parameters out alike."""
+    counts = sorted({len(ranks) for ranks in ranks_by_host(axis)})
+    if counts == [1] and axis.size > 1:
+        raise PlanError(
+            f"the plan has full_shard={HOST!r}, but each of {axis.size} hosts has one rank of axis {axis.name!r}, "
+            "which would keep all: give full_shard=True, or start several processes on each host"
+        )
+    if len(counts) > 1:
+        raise PlanError(
+            f"the plan has full_shard={HOST!r}, but hosts have {counts[0]} to {counts[-1]} ranks of axis "
+            f"{axis.name!r}, expected as many on each: give full_shard=True, or start as many processes on each host"
+        )
 
-    What repeats is gathered one by one, and the rest of a model, or of a placed module, when that runs. Tables stay
-    replicas, or split in their own way.
+
+def share_parameters(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, axes: Axes) -> None:
+    """Share parameters out over axis `data`, or over each host's ranks of it. Every rank of it must call it.
+
+    Nothing is done if the plan does not say so. What repeats is gathered one by one, and the rest of a model, or of a
+    placed module, when that runs. Tables stay replicas, or split in their own way.
 
     Args:
         model: On its stages, its layers split.
@@ -78,7 +98,8 @@ def share_parameters(model: nn.Module, optimizers: Sequence[Optimizer], plan: Pl
     units = placed | {name for name in within if any(not other or name.startswith(f"{other}.") for other in placed)}
     tables = tables_beside(model, plan)
     stay = [""] if stages is None else []  # of stages several micro-batches are between forward and backward
-    share_out(model, axes.data, units, leave=tables, stay=stay, optimizers=optimizers)
+    within_hosts = plan.memory.full_shard == HOST
+    share_out(model, axes.data, units, leave=tables, stay=stay, optimizers=optimizers, within_hosts=within_hosts)
 
 
 def tables_beside(model: nn.Module, plan: Plan) -> set[int]:

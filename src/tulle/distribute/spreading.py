@@ -21,14 +21,16 @@ def note_spread(model: nn.Module, memory: Memory, axes: Axes) -> None:
         memory: Says whether they are.
         axes: Of the mesh.
     """
-    spreading = axes.spreading(memory)
+    spreading, sharing = axes.spreading(memory), axes.sharing(memory)
     stages = placement_of(model)
     split = {id(model.get_parameter(name)) for name in placements(model)}
     for name, parameter in model.named_parameters() if spreading else ():
         is_first = stages is None or axes.pipe is None or axes.pipe.rank == min(stages.owners[name])
         is_first_part = id(parameter) in split or axes.model is None or axes.model.rank == 0
-        has_part = shard_of(parameter) is not None or split_of(parameter) is not None
-        is_first_replica = has_part or axes.data not in spreading or axes.data.rank == 0
+        table = split_of(parameter)
+        has_part = shard_of(parameter) is not None or table is not None
+        is_summed = has_part and (table is None or sharing is axes.data)
+        is_first_replica = is_summed or sharing is None or sharing.rank == 0
         counts = is_first and is_first_part and is_first_replica
         is_part = has_part or id(parameter) in split
         spread_over(parameter, Spread(tuple(spreading), counts=counts, is_part=is_part))

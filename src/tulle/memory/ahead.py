@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from tulle.comm import all_reduce, lane
+from tulle.comm import Weights, all_reduce, hosts_of, lane
 from tulle.memory.execution_order import ExecutionOrder, Sent
 from tulle.memory.shard import Shard
 from tulle.memory.unit import Unit
@@ -73,13 +73,16 @@ class Ahead:
 
     Args:
         axis: Over which they are shared out; every rank of it must make one. Or the lane of another `Ahead`.
+        within_hosts: Whether the ranks of each host share them out, and hosts are replicas.
     """
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis if Ahead in axis.kept else lane(axis, "shared out")
-        if Ahead not in self.axis.kept:
-            self.axis.kept[Ahead] = ExecutionOrder(self.axis)
-        self._order: ExecutionOrder = self.axis.kept[Ahead]
+    def __init__(self, axis: Axis, *, within_hosts: bool = False) -> None:
+        self._lane = axis if Ahead in axis.kept else lane(axis, "shared out")
+        self._within_hosts = within_hosts
+        self.axis, self.across = _sharing(self._lane, within_hosts=within_hosts)
+        if Ahead not in self._lane.kept:
+            self._lane.kept[Ahead] = ExecutionOrder(self._lane)
+        self._order: ExecutionOrder = self._lane.kept[Ahead]
         self._parts: dict[Unit, Sequence[nn.Parameter]] = {}
         self._uses: Counter[tuple[Unit, str]] = Counter()
         self._followed: dict[_Use, tuple[_Use | None, _Use | None]] = {}
@@ -199,7 +202,24 @@ class Ahead:
 
     def __deepcopy__(self, memo: object) -> Ahead:
         """A copied model's parts lie where the model's do. One rank may make a copy alone."""
-        return Ahead(self.axis)
+        return Ahead(self._lane, within_hosts=self._within_hosts)
+
+
+def sharing_within_hosts(axis: Axis) -> Axis:
+    """The ranks of an axis on this host, over which they share parameters out. Every rank of the axis must call it."""
+    inside, _ = _sharing(axis, within_hosts=True)
+    inside.kept.setdefault(Weights, Weights.on(axis))  # which all ranks compare
+    return inside
+
+
+def _sharing(axis: Axis, *, within_hosts: bool) -> tuple[Axis, Axis | None]:
+    """Over which ranks parameters are shared out, and along which there are replicas of the parts, if there are any."""
+    if not within_hosts:
+        return axis, None
+    inside, across = hosts_of(axis)
+    assert inside is not None, "hosts have as many ranks each: it was checked"
+    assert across is not None, "as above"
+    return inside, across if across.size > 1 else None
 
 
 def ahead_of(part: Tensor | None) -> Ahead | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 
@@ -12,6 +12,8 @@ from tulle.names import as_names
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """In which parameters can be kept, beside masters in their own dtype."""
+HOST: Final = "host"
+"""Of `full_shard`: over the ranks of each host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,9 @@ class Memory:
         shard_optimizer: Whether each rank of axis `data` keeps only its share of the optimizer's state, and updates
             that share of the parameters (ZeRO-1).
         full_shard: Whether each rank of axis `data` keeps only its share of parameters, gradients and optimizer state.
-            The parameters of one module after the other are gathered when it runs (ZeRO-3, FSDP).
+            The parameters of one module after the other are gathered when it runs (ZeRO-3, FSDP). With `"host"` the
+            ranks of each host share them out, and hosts are replicas (FSDP's hybrid sharding): parameters are gathered
+            within a host, and only the sums of its gradients travel between hosts.
         recompute: Names of modules that keep no activations for backward: their forward runs again there.
         offload: Names of modules whose activations lie in the host's memory from forward to backward.
         precision: `"bf16"` or `"fp16"`: parameters, gradients and computation have that dtype, and the optimizer steps
@@ -34,7 +38,7 @@ class Memory:
     """
 
     shard_optimizer: bool = False
-    full_shard: bool = False
+    full_shard: bool | Literal["host"] = False
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     precision: str | None = None
@@ -57,7 +61,8 @@ class Memory:
         """What is done, a line each."""
         lines: list[str] = []
         if self.full_shard:
-            lines.append("parameters, gradients and optimizer state shared out over axis data")
+            over = "the ranks of each host along axis data" if self.full_shard == HOST else "axis data"
+            lines.append(f"parameters, gradients and optimizer state shared out over {over}")
         elif self.shard_optimizer:
             lines.append("optimizer state shared out over axis data")
         if self.recompute:
@@ -79,9 +84,10 @@ class Memory:
             PlanError: If it names a precision that is not known, has something else than a bool where one belongs, or
                 options that exclude one another.
         """
-        for name in ("shard_optimizer", "full_shard"):
-            if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"the plan has {name}={getattr(self, name)!r}, expected True or False")
+        if not isinstance(self.shard_optimizer, bool):
+            raise PlanError(f"the plan has shard_optimizer={self.shard_optimizer!r}, expected True or False")
+        if self.full_shard != HOST and not isinstance(self.full_shard, bool):
+            raise PlanError(f"the plan has full_shard={self.full_shard!r}, expected True, False or {HOST!r}")
         if self.precision not in (None, *PRECISIONS):
             raise PlanError(
                 f"the plan has the precision {self.precision!r}, expected None or {' or '.join(PRECISIONS)}"

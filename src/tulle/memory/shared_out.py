@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from tulle.comm import eager
 from tulle.derived import derived
 from tulle.errors import ModelError
-from tulle.memory.ahead import EVALUATING, FORWARD, Ahead
+from tulle.memory.ahead import EVALUATING, FORWARD, Ahead, sharing_within_hosts
 from tulle.memory.arrivals import Arrival, in_pass
 from tulle.memory.notes import Gathered, naming, noting
 from tulle.memory.shard import Shard
@@ -57,6 +57,7 @@ def share_out(
     leave: Collection[int] = (),
     stay: Collection[str] = (),
     optimizers: Sequence[Optimizer] = (),
+    within_hosts: bool = False,
 ) -> dict[str, Shard]:
     """Share the parameters of some modules out over an axis, in place. Every rank of it must call it, alike.
 
@@ -72,6 +73,8 @@ def share_out(
         leave: Identities of parameters that stay as they are.
         stay: Of the units those whose wholes stay from forward to backward: the model, which runs from end to end.
         optimizers: Over the parameters. Of state that they have, each rank keeps its part.
+        within_hosts: Whether only the ranks of each host, as many on each, share them out among themselves, and hosts
+            are replicas (FSDP's hybrid sharding).
 
     Returns:
         How each parameter that is shared out is cut, by its names in the model.
@@ -86,11 +89,12 @@ def share_out(
         ['bias', 'weight']
     """
     stays_whole = {*leave, *_read_unseen(model, axis)}
-    cuts = {id(p): cut for p in model.parameters() if id(p) not in stays_whole and (cut := _cut(p, axis)) is not None}
+    over = sharing_within_hosts(axis) if within_hosts else axis
+    cuts = {id(p): cut for p in model.parameters() if id(p) not in stays_whole and (cut := _cut(p, over)) is not None}
     units = [unit for unit in units if not makes_weights(model.get_submodule(unit))]
     members = _members(model, units, cuts)
     _refuse_forwards_of_objects(model, members)
-    ahead = Ahead(axis)
+    ahead = Ahead(axis, within_hosts=within_hosts)
     gathered = {id(model.get_submodule(unit).get_parameter(name)) for unit, names in members.items() for name in names}
     named = model.named_parameters(remove_duplicate=False)
     found = {name: cuts[id(p)] for name, p in named if id(p) in gathered}
@@ -98,7 +102,7 @@ def share_out(
         cut_in_place(model, name, shard)
     for name, within in members.items():
         module = model.get_submodule(name)
-        _share(module, _unit(module, name or type(model).__name__, within, cuts, ahead.axis, stays=name in stay), ahead)
+        _share(module, _unit(module, name or type(model).__name__, within, cuts, ahead, stays=name in stay), ahead)
     for name, within in members.items():
         _share_inside(model.get_submodule(name), name, within, cuts, ahead)
     for name in found:
@@ -146,7 +150,7 @@ def _members(model: nn.Module, units: Collection[str], cuts: Mapping[int, Shard]
 
 
 def _unit(
-    module: nn.Module, name: str, members: Sequence[str], cuts: Mapping[int, Shard], axis: Axis, **options: bool
+    module: nn.Module, name: str, members: Sequence[str], cuts: Mapping[int, Shard], ahead: Ahead, **options: bool
 ) -> Unit:
     """Some of a module's parameters, by their names in it."""
     numbers: dict[int, int] = {}
@@ -155,7 +159,7 @@ def _unit(
         for member in members
         for path, _, own in [member.rpartition(".")]
     )
-    return Unit(name, axis, tuple(cuts[identity] for identity in numbers), places, **options)
+    return Unit(name, ahead.axis, tuple(cuts[identity] for identity in numbers), places, ahead.across, **options)
 
 
 def _share_inside(
@@ -165,7 +169,7 @@ def _share_inside(
     for path, inner in module.named_modules():
         below = [member[len(path) + 1 :] for member in members if member.startswith(f"{path}.")]
         if below and _UNIT not in inner.__dict__ and _is_called(inner):
-            _share(inner, _unit(inner, f"{name}.{path}", below, cuts, ahead.axis, is_apart=True), ahead)
+            _share(inner, _unit(inner, f"{name}.{path}", below, cuts, ahead, is_apart=True), ahead)
 
 
 def _is_called(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from tulle.comm import all_gather_parts, all_to_all_parts, used_here
+from tulle.comm import all_gather_parts, all_reduce, all_to_all_parts, used_here
 from tulle.memory.execution_order import other_branch
 from tulle.memory.shard import Shard
 from tulle.mesh import Axis
@@ -27,6 +27,7 @@ class Unit:
     Args:
         name: Of the module.
         axis: Over which they are shared out.
+        across: Along which there are replicas of that; None if there are none.
         shards: How each is cut.
         places: Where each is: the path of a module from the unit's, the name in it, and the number of the shard. A tied
             parameter has several.
@@ -39,6 +40,7 @@ class Unit:
     axis: Axis
     shards: Sequence[Shard]
     places: Sequence[tuple[str, str, int]]
+    across: Axis | None = None
     stays: bool = False
     is_apart: bool = False
 
@@ -81,7 +83,7 @@ class Unit:
             self._check(marks, parts[numbers[0]].dtype)
             for number, mean, used in zip(numbers, means, any_used, strict=True):
                 if used:
-                    reduced[number] = mean.view(self.shards[number].local_shape) / self.axis.size
+                    reduced[number] = mean.view(self.shards[number].local_shape) / self._replicas
         return reduced
 
     def __deepcopy__(self, memo: object) -> Unit:
@@ -95,12 +97,20 @@ class Unit:
             torch.cat([*(_for_rank(gradients[number], self.shards[number], rank, like) for number in numbers), flags])
             for rank in range(self.axis.size)
         ]
-        sizes = [*(self.shards[number].size_on(self.axis.rank) for number in numbers), len(numbers), 1]
-        lengths = [sum(sizes)] * self.axis.size
+        sizes = [*(self.shards[number].size_on(self.axis.rank) for number in numbers), len(numbers)]
+        lengths = [sum(sizes) + 1] * self.axis.size
         incoming = all_to_all_parts(outgoing, lengths, self.axis, label="sharded gradients").wait()
         of_ranks = incoming.view(self.axis.size, -1)
-        *means, any_used, _ = of_ranks.sum(0).split(sizes)
-        return [*means, torch.cat([any_used, of_ranks[:, -1]])]
+        summed, marks = of_ranks[:, :-1].sum(0), of_ranks[:, -1]
+        if self.across is not None:
+            summed = all_reduce(summed, self.across, label="sharded gradients").wait()
+        *means, any_used = summed.split(sizes)
+        return [*means, torch.cat([any_used, marks])]
+
+    @property
+    def _replicas(self) -> int:
+        """Of how many ranks' gradients the means are."""
+        return self.axis.size * (1 if self.across is None else self.across.size)
 
     def _mark(self, dtype: torch.dtype) -> int:
         """What every message bears, so that one of another unit is known; a number that its dtype can hold."""

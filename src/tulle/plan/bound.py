@@ -13,9 +13,11 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from tulle.memory import Memory
+from tulle.memory.options import HOST
 from tulle.plan.crowding import Crowding
 from tulle.plan.deal import LOOKUP_CALLS, MESSAGES
 from tulle.plan.plan import AT_READ, MODEL, Plan
+from tulle.plan.sharing import sharers
 from tulle.plan.table_plan import TablePlan
 from tulle.plan.update import dense_s_per_byte, rest_s
 from tulle.plan.work import DATA, NARROW, Share, Work, total_s, work_of
@@ -107,12 +109,16 @@ class Bound:
 
     def _updates(self, share: Share, memory: Memory) -> list[float]:
         """Seconds of the optimizer for each piece."""
-        step_s = dense_s_per_byte(self.profile, memory, share.data)
+        network = share.network(DATA, self.cluster, self.profile)
+        step_s = dense_s_per_byte(self.profile, sharers(memory, network, share.data))
         return [piece.parameters_bytes * step_s for piece in self.pieces(share)]
 
     def _reduced(self, share: Share, memory: Memory) -> list[float]:
-        """Seconds of the link for the dense gradients of each piece, without latency."""
-        if share.data == 1:
+        """Seconds of the link for the dense gradients of each piece, without latency.
+
+        Of those that hosts share out only parts travel between hosts, beside what goes within them: nothing, at least.
+        """
+        if share.data == 1 or memory.full_shard == HOST:
             return [0.0] * len(self.profile.modules)
         network = share.network(DATA, self.cluster, self.profile)
         narrow = NARROW if memory.precision else 1.0

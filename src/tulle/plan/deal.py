@@ -213,8 +213,3 @@ def flows_of(works: Sequence[Work], share: Share, network: Network) -> dict[tupl
     pair_s = network.latency_s if network.pair_latency_s is None else network.pair_latency_s
     network = replace(network, latency_s=pair_s)
     return {pair: exchange_cost(sum(sizes.values()), 1, network) for pair, sizes in largest.items()}
-
-
-def half(cost: Cost) -> Cost:
-    """A gather, or a reduce-scatter: one of the two phases of a ring all-reduce."""
-    return Cost(cost.bytes // 2, cost.messages // 2, cost.seconds / 2)

@@ -2,7 +2,7 @@
 
 replicas                     backward .. -> all-reduce of each bucket -> update
 the same, updated late       all-reduce of what is carried over -> update of a bucket -> the piece that reads it
-shared out                   gather -> forward;  gather -> backward -> reduce-scatter
+shared out                   gather -> forward;  gather -> backward -> reduce-scatter, with replicas of parts their sums
 their optimizer shared out   backward .. -> all-reduce of each bucket -> update -> gather stepped
 """
 
@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from tulle.cost import Cost, all_reduce_cost
+from tulle.cost import Cost, Network
+from tulle.memory import Memory
 from tulle.plan.bucket import Bucket
-from tulle.plan.deal import Deal, half
+from tulle.plan.deal import Deal
+from tulle.plan.sharing import gather_cost, scatter_cost
 from tulle.plan.tasks import Run, Tasks
 from tulle.plan.work import DATA, Work
 
@@ -49,7 +51,8 @@ class DenseTasks:
         """Parameters that are shared out are whole while a piece runs."""
         whole_bytes = work.parameters_bytes + work.frozen_bytes
         if self._is_shared_out and whole_bytes:
-            run.interrupt(f"gather {work.name}", self._half_cost(whole_bytes), axis=DATA, kind="dense")
+            cost = gather_cost(whole_bytes, *self._sharing)
+            run.interrupt(f"gather {work.name}", cost, axis=DATA, kind="dense")
 
     def update_late(self, run: Run, work: Work) -> None:
         """The update of what a piece reads first; a bucket that is carried over is waited for here."""
@@ -69,14 +72,14 @@ class DenseTasks:
     def synchronize(self, work: Work, after: Sequence[int], *, is_last: bool) -> list[int]:
         """Send the gradients that are complete with a piece's backward; what the optimizer waits for."""
         if self._is_scattered(work):  # and then in no bucket
-            cost = self._half_cost(work.parameters_bytes)
+            cost = scatter_cost(work.parameters_bytes, *self._sharing)
             return [self._send(f"reduce-scatter {work.name}", cost, after, work.stage)]
         return self._fill(self._buckets[work.number], after) if is_last and work.number in self._buckets else []
 
     def gather_stepped(self, stage: int, update: int) -> int:
         """Send what a rank has updated of a stage; what ends then."""
-        cost = self._half_cost(sum(work.parameters_bytes for work in self.deal.pieces(stage)))
-        return self._send("gather stepped", cost, [update], stage)
+        stepped_bytes = sum(work.parameters_bytes for work in self.deal.pieces(stage))
+        return self._send("gather stepped", gather_cost(stepped_bytes, *self._sharing), [update], stage)
 
     def _fill(self, bucket: Bucket, after: Sequence[int]) -> list[int]:
         """A bucket is full: it is sent now, or in the next step, after the rows that this one waits for."""
@@ -95,13 +98,14 @@ class DenseTasks:
 
     @property
     def _is_shared_out(self) -> bool:
-        return self.deal.plan.memory.full_shard and self.deal.share.data > 1
+        return bool(self.deal.plan.memory.full_shard) and self.deal.share.data > 1
 
     def _all_reduce(self, bucket: Bucket, after: Iterable[int]) -> int:
         return self._send(f"all-reduce {bucket.name}", bucket.cost, after, bucket.stage)
 
-    def _half_cost(self, size_bytes: int) -> Cost:
-        return half(all_reduce_cost(size_bytes, self.deal.network, self.deal.share.data))
+    @property
+    def _sharing(self) -> tuple[Memory, Network, int]:
+        return self.deal.plan.memory, self.deal.network, self.deal.share.data
 
     def _send(self, name: str, cost: Cost, after: Iterable[int], stage: int) -> int:
         return self.tasks.send(name, cost, after, stage=stage, axis=DATA, kind="dense")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from tulle.cost import Network
 from tulle.errors import PlanError
+from tulle.memory.options import HOST
 from tulle.plan.plan import AT_READ, Plan
 from tulle.plan.prediction import ms, some
 from tulle.plan.work import DATA
@@ -118,7 +119,8 @@ def differences(before: Plan, after: Plan, *, has_other_ranks: bool = False) -> 
     if before.memory.shard_optimizer != after.memory.shard_optimizer:
         found.append(f"optimizer state {'shared out' if after.memory.shard_optimizer else 'whole on every rank'}")
     if before.memory.full_shard != after.memory.full_shard:
-        found.append(f"parameters {'shared out' if after.memory.full_shard else 'whole on every rank'}")
+        where = "shared out within each host" if after.memory.full_shard == HOST else "shared out"
+        found.append(f"parameters {where if after.memory.full_shard else 'whole on every rank'}")
     if bool(before.memory.recompute) != bool(after.memory.recompute):
         found.append("activations recomputed" if after.memory.recompute else "activations kept")
     return found + _rerouted(before, after)

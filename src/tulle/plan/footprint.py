@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tulle.cost import Network
 from tulle.memory import Memory
 from tulle.pipeline.schedule import activations_at_once, checked
 from tulle.plan.exchange import Tariff
 from tulle.plan.plan import MODEL, Plan
+from tulle.plan.sharing import sharers
 from tulle.plan.work import DATA, NARROW, Share, Work, bytes_of, share_of, work_of
 from tulle.workload import Cluster, Profile, TableProfile
 
@@ -77,19 +79,23 @@ def footprints(
     """
     share = share_of(plan, profile, batch)
     works = work_of(plan, profile, share, share.network(MODEL, cluster, profile))
-    return footprints_of(plan, profile, share, works, tariff or Tariff(profile))
+    network = share.network(DATA, cluster, profile)
+    return footprints_of(plan, profile, share, works, tariff or Tariff(profile), network)
 
 
-def footprints_of(plan: Plan, profile: Profile, share: Share, works: Sequence[Work], tariff: Tariff) -> list[Footprint]:
-    """The same, of pieces that are dealt already."""
+def footprints_of(
+    plan: Plan, profile: Profile, share: Share, works: Sequence[Work], tariff: Tariff, network: Network
+) -> list[Footprint]:
+    """The same, of pieces that are dealt already, on such a network of axis `data`."""
     state_share = profile.optimizer.state_share
     found = [replace(Footprint(), transient_bytes=_transient_bytes(profile, share, tariff))] * share.pipe
     held = [_held(plan, share, works, rank) for rank in range(share.pipe)]
+    ranks = sharers(plan.memory, network, share.data)
     largest_bytes = max((2 * work.parameters_bytes + work.frozen_bytes for work in works), default=0)
     for work in works:
         rank = work.stage % share.pipe
-        found[rank] += dense(work.parameters_bytes, plan.memory, share.data, state_share)
-        found[rank] += Footprint(work.frozen_bytes // (share.data if plan.memory.full_shard else 1))
+        found[rank] += dense(work.parameters_bytes, plan.memory, ranks, state_share)
+        found[rank] += Footprint(work.frozen_bytes // (ranks if plan.memory.full_shard else 1))
         found[rank] += Footprint(activations_bytes=round(held[rank] * work.activations_bytes))
     if plan.memory.full_shard and share.data > 1:  # one piece is whole at a time, and its gradient
         found = [one + Footprint(transient_bytes=largest_bytes) for one in found]

@@ -18,7 +18,8 @@ from tulle.cost import all_reduce_cost
 from tulle.pipeline.schedule import checked, is_split
 from tulle.plan.bundle import Bundle
 from tulle.plan.crowding import Crowding
-from tulle.plan.deal import Deal, half
+from tulle.plan.deal import Deal
+from tulle.plan.sharing import gather_cost
 from tulle.plan.update import rest_s
 from tulle.plan.work import Work, total_s
 
@@ -146,7 +147,7 @@ def _gathered_s(deal: Deal, works: Sequence[Work]) -> float:
     if not deal.plan.memory.shard_optimizer:
         return 0.0
     parameters_bytes = sum(work.parameters_bytes for work in works)
-    return half(all_reduce_cost(parameters_bytes, deal.network, deal.share.data)).seconds
+    return gather_cost(parameters_bytes, deal.plan.memory, deal.network, deal.share.data).seconds
 
 
 def _passed_s(deal: Deal, number: int) -> float:

@@ -48,7 +48,8 @@ class Problem:
         is_tight = self.memory_bytes is not None
         for mesh in self.meshes():
             samples = self.batch / mesh[DATA]
-            memories = self.space.memories_for(self.profile, mesh[DATA], is_tight=is_tight)
+            local_ranks = Share(mesh, samples).network(DATA, self.cluster, self.profile).local_ranks
+            memories = self.space.memories_for(self.profile, mesh[DATA], local_ranks=local_ranks, is_tight=is_tight)
             for memory in memories if samples >= 1 else ():
                 for micro_batches in self.space.micro_batches(self.profile, mesh, samples, is_tight=is_tight):
                     yield Plan(mesh, memory=memory, micro_batches=micro_batches)
@@ -75,4 +76,4 @@ class Problem:
 
     def footprints(self, deal: Deal) -> list[Footprint]:
         """What each rank of axis `pipe` needs."""
-        return footprints_of(deal.plan, self.profile, deal.share, deal.works, self.tariff)
+        return footprints_of(deal.plan, self.profile, deal.share, deal.works, self.tariff, deal.network)

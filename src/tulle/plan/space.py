@@ -9,6 +9,7 @@ from itertools import combinations, pairwise
 
 from tulle.errors import PlanError
 from tulle.memory import Memory
+from tulle.memory.options import HOST
 from tulle.names import as_names, was_meant
 from tulle.plan.plan import AT_READ, AT_STEP, BUCKET_BYTES, MODEL, PIPE, PIPELINE_SCHEDULES
 from tulle.plan.work import AXES, DATA
@@ -48,7 +49,12 @@ class Space:
 
     mesh: Mapping[str, int] = field(default_factory=dict)
     schemes: Mapping[str, str] = field(default_factory=dict)
-    memories: tuple[Memory, ...] = (Memory(), Memory(shard_optimizer=True), Memory(full_shard=True))
+    memories: tuple[Memory, ...] = (
+        Memory(),
+        Memory(shard_optimizer=True),
+        Memory(full_shard=True),
+        Memory(full_shard=HOST),
+    )
     recomputes: bool = True
     schedules: tuple[str, ...] = (AT_STEP, AT_READ)
     pipeline_schedules: tuple[str, ...] = ("1f1b",)
@@ -129,11 +135,14 @@ class Space:
         most = max(1, min(math.floor(samples), FILLED * max(pipe, 2)))
         return [2**power for power in range(most.bit_length())]
 
-    def memories_for(self, profile: Profile, data: int, *, is_tight: bool = False) -> list[Memory]:
+    def memories_for(
+        self, profile: Profile, data: int, *, local_ranks: int = 1, is_tight: bool = False
+    ) -> list[Memory]:
         """Ways of saving memory that an axis `data` of such a size can use.
 
         Parameters are shared out beside no sparse table and none whose placement is given. Tables with dense gradients
-        are then parameters like others: as they could be split instead, only where memory is limited.
+        are then parameters like others: as they could be split instead, only where memory is limited. Each host's ranks
+        share them out among themselves where it has several of the axis, `local_ranks`, and not all.
         """
         has_tables = any(table.is_sparse for table in profile.tables)
         may_share_out = not profile.tables or (is_tight and not has_tables and not self.schemes)
@@ -143,6 +152,7 @@ class Space:
             if (data > 1 or not (memory.shard_optimizer or memory.full_shard))
             and (not memory.shard_optimizer or self.shares_with_tables or not has_tables)
             and (may_share_out or not memory.full_shard)
+            and (memory.full_shard != HOST or 1 < local_ranks < data)
         ]
 
     def emptiness(self, ranks: int, profile: Profile, batch: int) -> str:

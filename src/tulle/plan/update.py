@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from tulle.cost import Network
 from tulle.engine.split_tables import delays_rows
-from tulle.memory import Memory
 from tulle.plan.bundle import Bundle
 from tulle.plan.exchange import Tariff
 from tulle.plan.plan import AT_READ, Plan
+from tulle.plan.sharing import sharers
 from tulle.plan.work import NARROW, Share, Work, bytes_of
 from tulle.tables import COLUMNS, PLACEMENTS
 from tulle.workload import Profile, TableProfile
@@ -43,7 +43,7 @@ class Update:
         """Seconds for the dense parameters of some pieces; a rank that shares them out with others does its part."""
         memory = self.plan.memory
         stepped_bytes = sum(work.parameters_bytes for work in pieces) / (NARROW if memory.precision else 1)
-        return stepped_bytes * dense_s_per_byte(self.profile, memory, self.share.data)
+        return stepped_bytes * dense_s_per_byte(self.profile, sharers(memory, self.network, self.share.data))
 
     def tables_s(self, bundles: Sequence[Bundle]) -> float:
         """Seconds for the tables of some bundles: the rows that gradients touch, of split tables this rank's."""
@@ -70,10 +70,9 @@ class Update:
         return delays_rows(gradients_bytes, self.network)
 
 
-def dense_s_per_byte(profile: Profile, memory: Memory, replicas: int) -> float:
-    """Seconds of the optimizer for a byte of dense parameters, which ways of saving memory share out among replicas."""
+def dense_s_per_byte(profile: Profile, ranks: int) -> float:
+    """Seconds of the optimizer for a byte of dense parameters, of which each of so many ranks steps its share."""
     optimizer = profile.optimizer
-    ranks = replicas if memory.shard_optimizer or memory.full_shard else 1
     return optimizer.step_s_per_byte * (optimizer.fixed_share + (1 - optimizer.fixed_share) / ranks)
 
 
