@@ -8,7 +8,7 @@ from ranks import on_ranks
 from tulle.cost import Characteristics, Network
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
-from tulle.sync import ABSENT, DENSE, Gradient, Packet, Table, count, sum_gradients
+from tulle.sync import ABSENT, DENSE, Gradient, Packet, Room, Table, count, next_packet, sum_gradients
 from tulle.sync.packet import WORDS, Section, packet_cost, room_for
 
 ROOM = 9
@@ -111,3 +111,22 @@ def test_predicted_bytes_are_those_of_the_message():
     priced = packet_cost(looks, 2, network, 2)
     sent = packet_of([narrow, wide], 2 * WORDS, room_for(7))
     assert (priced.bytes, priced.seconds) == (sent.bytes, sent.seconds(network, 2)), "by the planner and the run-time"
+
+
+def next_of(rows: float, last: Packet | None = None, dtype: torch.dtype = torch.float32) -> Packet | None:
+    slow = Network(latency_s=1e-3, bandwidth_bytes_per_s=1e8)
+    rooms = [([0], Room(fullest_rows=rows))]
+    return next_packet([table(0, 4, dtype, None)], rooms, slow, 2, words=WORDS, scheme_s=1.0, last=last)
+
+
+def test_a_packet_stays_while_it_has_about_the_room_that_is_needed():
+    first = next_of(1000.0)
+    assert first is not None
+    assert next_of(996.0, first) is first
+    fewer, more = next_of(900.0, first), next_of(1001.0, first)
+    assert fewer is not None
+    assert more is not None
+    assert fewer.bytes < first.bytes < more.bytes
+    other = next_of(1000.0, first, torch.float64)
+    assert other is not None
+    assert other.bytes > first.bytes

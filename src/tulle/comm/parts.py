@@ -4,7 +4,8 @@ What they give may be handed back (`tulle.comm.release`) once it was read, for t
 Lengths are known on every rank's CPU before (a fixed-size all-gather told them), so nothing here waits for a size.
 
 What all ranks know to be small is left to the backend's own all-to-all, which takes half to two thirds of the time and
-of the processor's; a gathered part goes into it once for each rank.
+of the processor's; a gathered part goes into it once for each rank. Two ranks alone swap their parts by it, and copy
+none but what stays.
 All else is made of sends and receives in rounds: in round k, rank r sends to r + k and receives from r - k. Started all
 at once, large messages collide at the receivers and lose a seventh to a third of the link; with two rounds under way
 they do not. Small ones go at once, because a round costs a latency (`docs/design.md`, 2026-11-21).
@@ -66,10 +67,10 @@ def all_gather_parts(
         All parts end to end, in the order of ranks: `[sum(lengths), ...]`.
     """
     most_bytes = (axis.size - 1) * max(lengths) * math.prod(part.shape[1:]) * part.element_size()
-    is_small = most_bytes <= BACKEND_GATHER_BYTES and is_for_backend(most_bytes, axis)
-    if arrived is None and is_small:
+    is_small = is_for_backend(most_bytes, axis)
+    if arrived is None and is_small and axis.size > 2 and most_bytes <= BACKEND_GATHER_BYTES:
         return exchange_by_backend("all-gather", [part] * axis.size, lengths, axis, label)
-    return _exchange("all-gather", [part] * axis.size, lengths, axis, label, arrived)
+    return _exchange("all-gather", [part] * axis.size, lengths, axis, label, arrived, is_swap=is_small)
 
 
 def all_to_all_parts(
@@ -87,9 +88,10 @@ def all_to_all_parts(
     Returns:
         What came from each rank and this rank's own part, end to end in the order of ranks: `[sum(lengths), ...]`.
     """
-    if most_bytes is not None and is_for_backend(most_bytes, axis):
+    is_small = most_bytes is not None and is_for_backend(most_bytes, axis)
+    if is_small and axis.size > 2:
         return exchange_by_backend("all-to-all", parts, lengths, axis, label)
-    return _exchange("all-to-all", parts, lengths, axis, label)
+    return _exchange("all-to-all", parts, lengths, axis, label, is_swap=is_small)
 
 
 def is_for_backend(most_bytes: int, axis: Axis) -> bool:
@@ -110,8 +112,7 @@ def exchange_by_backend(
     exchange = Exchange(operation, axis, label, sum(part.nbytes for part in leaving), len(leaving))
     received = scratch((sum(lengths), *own.shape[1:]), own, axis)
     row_bytes = math.prod(own.shape[1:]) * own.element_size()
-    # The stride of a single number may be anything, but to view it as bytes.
-    flat = [part.reshape(-1).as_strided((part.numel(),), (1,)).view(torch.uint8) for part in parts]
+    flat = [_bytes_of(part) for part in parts]
     sizes = [length * row_bytes for length in lengths], [len(part) for part in flat]
     with translated(exchange):
         work = dist.all_to_all_single(
@@ -144,17 +145,22 @@ def _exchange(
     axis: Axis,
     label: Label,
     arrived: Arrived | None = None,
+    *,
+    is_swap: bool = False,
 ) -> Pending[Tensor]:
-    """Exchange by sends and receives in rounds; the first are posted now, the others as those before them end."""
+    """Exchange by sends and receives in rounds; the first are posted now, the others as those before them end.
+
+    Of two ranks the backend's all-to-all may be the only one, if `is_swap`.
+    """
     own = sends[axis.rank]
     leaving = [part for r, part in enumerate(sends) if r != axis.rank and part.numel()]
     exchange = Exchange(operation, axis, label, sum(part.nbytes for part in leaving), len(leaving))
     received = scratch((sum(lengths), *own.shape[1:]), own, axis) if axis.size > 1 else own
     receives = received.split(list(lengths))
-    rounds = _rounds(sends, receives, axis)
+    rounds = [_Swap(sends, receives, axis)] if is_swap and axis.size == 2 else _rounds(sends, receives, axis)
     ahead = len(rounds) if exchange.bytes_sent <= AT_ONCE_BYTES else ROUNDS_UNDER_WAY
     with translated(exchange):
-        under_way = [_post(one.messages) for one in rounds[:ahead]]
+        under_way = [one.post() for one in rounds[:ahead]]
 
     def take(came: Iterable[int]) -> None:
         if arrived is None:
@@ -172,11 +178,16 @@ def _exchange(
         for k, one in enumerate(rounds):
             _wait(under_way.pop(0))
             if k + ahead < len(rounds):
-                under_way.append(_post(rounds[k + ahead].messages))
+                under_way.append(rounds[k + ahead].post())
             take(one.sources)
         return received
 
     return Pending(exchange, (), finish)
+
+
+def _bytes_of(part: Tensor) -> Tensor:
+    """A contiguous tensor as bytes; the stride of a single number may be anything, but to view it so."""
+    return part.reshape(-1).as_strided((part.numel(),), (1,)).view(torch.uint8)
 
 
 def _end_to_end(parts: Sequence[Tensor]) -> Tensor:
@@ -207,6 +218,35 @@ class _Round:
 
     messages: list[dist.P2POp]
     sources: list[int]
+
+    def post(self) -> list[dist.Work]:
+        """Begin them."""
+        return _post(self.messages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Swap:
+    """The only round of two ranks, by the backend's all-to-all, to which neither gives what it keeps."""
+
+    sends: Sequence[Tensor]
+    receives: Sequence[Tensor]
+    axis: Axis
+
+    @property
+    def sources(self) -> list[int]:
+        """The other rank."""
+        return [1 - self.axis.rank]
+
+    def post(self) -> list[dist.Work]:
+        """Begin it, if either has something for the other."""
+        [other] = self.sources
+        leaving, coming = _bytes_of(self.sends[other]), _bytes_of(self.receives[other])
+        if not len(leaving) and not len(coming):
+            return []
+        sizes = [[len(flat) * (rank == other) for rank in range(2)] for flat in (coming, leaving)]
+        work = dist.all_to_all_single(coming, leaving, *sizes, group=self.axis.group, async_op=True)
+        assert work is not None, "an asynchronous collective returns its work on every rank of its group"
+        return [work]
 
 
 def _rounds(sends: Sequence[Tensor], receives: Sequence[Tensor], axis: Axis) -> list[_Round]:

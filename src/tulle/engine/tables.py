@@ -87,6 +87,8 @@ class TableSync:
         ledger.network = network
         self._step = 0
         self._is_observed = False
+        self._packets: dict[tuple[str, ...], Packet] = {}
+        """By the names of tables, the packet in which they last travelled."""
 
     def form_bundles(self, slots: Sequence[Slot]) -> None:
         """Have tables that are summed together travel as one, where width, dtype and what was given allow it."""
@@ -126,9 +128,10 @@ class TableSync:
         Returns:
             None where they go the way of their scheme: it was given, or is no slower by prediction.
         """
+        names = tuple(slot.name for slot in slots)
         members: dict[Bundle, list[int]] = {}
-        for position, slot in enumerate(slots):
-            members.setdefault(self._bundles[slot.name], []).append(position)
+        for position, name in enumerate(names):
+            members.setdefault(self._bundles[name], []).append(position)
         predicted_s = [bundle.chooser.predicted_s if bundle.chooser else 0.0 for bundle in members]
         packet = next_packet(
             [self._table(slot) for slot in slots],
@@ -137,7 +140,10 @@ class TableSync:
             self.axis.size,
             words=WORDS * len(slots),
             scheme_s=sum(predicted_s) if all(predicted_s) else 0.0,
+            last=self._packets.get(names),
         )
+        if packet is not None:
+            self._packets[names] = packet
         for bundle in members:
             bundle.packet_s = packet.seconds(self.network, self.axis.size) if packet else 0.0
         return packet

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tulle.comm import Weights, all_reduce, hosts_of, lane
+from tulle.errors import ModelError
 from tulle.memory.execution_order import ExecutionOrder, Sent
 from tulle.memory.shard import Shard
 from tulle.memory.unit import Unit
@@ -217,8 +218,8 @@ def _sharing(axis: Axis, *, within_hosts: bool) -> tuple[Axis, Axis | None]:
     if not within_hosts:
         return axis, None
     inside, across = hosts_of(axis)
-    assert inside is not None, "hosts have as many ranks each: it was checked"
-    assert across is not None, "as above"
+    if inside is None or across is None:
+        raise ModelError(f"hosts have different numbers of ranks of axis {axis.name!r}: share out over all of them")
     return inside, across if across.size > 1 else None
 
 
