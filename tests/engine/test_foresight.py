@@ -36,7 +36,7 @@ SOON_S = 20.0  # a wait that ends at once where all is well
 def foretold() -> Iterator[None]:
     """Rows are told ahead, where so few would travel with their values in one message."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TableSync, "packet", lambda sync, slots: None)
+        patch.setattr(TableSync, "packet", lambda sync, slots, last: None)
         yield
 
 

@@ -148,7 +148,7 @@ def test_a_lookup_that_is_done_again_in_backward_tells_nothing_where_packets_hav
 
     model.before_source.append(look_up_again)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TableSync, "packet", lambda sync, slots: None)
+        patch.setattr(TableSync, "packet", lambda sync, slots, last: None)
         step_together(model, optimizer, mesh, 2)
     assert seen == [True]
     assert first._packet is None

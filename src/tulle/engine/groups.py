@@ -121,7 +121,7 @@ class TableGroup:
         begin_s = now_s()
         sums = self._summed_now(gradients)
         self._sync.note(self.slots, now_s() - begin_s)
-        return sums, self._sync.packet(self.slots)
+        return sums, self._sync.packet(self.slots, self._packet)
 
     def _summed_now(self, gradients: Sequence[Gradient]) -> Sequence[Gradient]:
         """Sum what was foreseen, or, if nothing was or any rank was wrong, tell what is and sum that."""

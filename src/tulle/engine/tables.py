@@ -87,8 +87,6 @@ class TableSync:
         ledger.network = network
         self._step = 0
         self._is_observed = False
-        self._packets: dict[tuple[str, ...], Packet] = {}
-        """By the names of tables, the packet in which they last travelled."""
 
     def form_bundles(self, slots: Sequence[Slot]) -> None:
         """Have tables that are summed together travel as one, where width, dtype and what was given allow it."""
@@ -122,16 +120,19 @@ class TableSync:
         told = announce_counts(self._words(counts, slots), self._lane).wait()
         return self._route(indices, self._hear(told, indices, slots), slots)
 
-    def packet(self, slots: Sequence[Slot]) -> Packet | None:
+    def packet(self, slots: Sequence[Slot], last: Packet | None) -> Packet | None:
         """In which some tables' gradients should travel next, the same on all ranks.
+
+        Args:
+            slots: The tables.
+            last: That in which they travelled in this step, if they did.
 
         Returns:
             None where they go the way of their scheme: it was given, or is no slower by prediction.
         """
-        names = tuple(slot.name for slot in slots)
         members: dict[Bundle, list[int]] = {}
-        for position, name in enumerate(names):
-            members.setdefault(self._bundles[name], []).append(position)
+        for position, slot in enumerate(slots):
+            members.setdefault(self._bundles[slot.name], []).append(position)
         predicted_s = [bundle.chooser.predicted_s if bundle.chooser else 0.0 for bundle in members]
         packet = next_packet(
             [self._table(slot) for slot in slots],
@@ -140,10 +141,8 @@ class TableSync:
             self.axis.size,
             words=WORDS * len(slots),
             scheme_s=sum(predicted_s) if all(predicted_s) else 0.0,
-            last=self._packets.get(names),
+            last=last,
         )
-        if packet is not None:
-            self._packets[names] = packet
         for bundle in members:
             bundle.packet_s = packet.seconds(self.network, self.axis.size) if packet else 0.0
         return packet
