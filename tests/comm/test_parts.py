@@ -1,6 +1,7 @@
 """Exchanges of unequal parts: what was sent arrives whole, whatever the lengths, at once or in staged rounds."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -147,3 +148,19 @@ def test_a_fast_network_leaves_more_to_the_backend_alike_on_lanes_made_since():
     leaving = [torch.full((300_000,), float(10 * axis.rank + to)) for to in range(2)]
     came = comm.all_to_all_parts(leaving, [300_000] * 2, axis, label="large", most_bytes=3_000_000).wait()
     assert came.view(2, -1)[:, 0].tolist() == [axis.rank, 10 + axis.rank]
+
+
+@on_ranks(2)
+def test_the_timeline_shows_what_two_ranks_swap():
+    axis = tulle.init(data=-1)["data"]
+    traffic.is_tracing = True
+    try:
+        with patch.object(parts, "trace") as drawn:
+            swapped = comm.all_gather_parts(torch.full((4,), float(axis.rank)), [4, 4], axis, label="swapped").wait()
+    finally:
+        traffic.is_tracing = False
+        traffic.take_spans()
+    assert swapped.tolist() == [0.0] * 4 + [1.0] * 4
+    [(works, exchange, _)] = [call.args for call in drawn.call_args_list]
+    assert works[-1].get_future() is not None
+    assert (exchange.operation, exchange.bytes_sent) == ("all-gather", 16)

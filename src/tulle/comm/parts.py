@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tulle.comm.pending import Exchange, Label, Pending, translated
+from tulle.comm.pending import Exchange, Label, Pending, trace, translated
 from tulle.comm.scratch import scratch
 from tulle.comm.traffic import now_s, traffic
 from tulle.mesh import Axis
@@ -68,9 +68,10 @@ def all_gather_parts(
     """
     most_bytes = (axis.size - 1) * max(lengths) * math.prod(part.shape[1:]) * part.element_size()
     is_small = is_for_backend(most_bytes, axis)
-    if arrived is None and is_small and axis.size > 2 and most_bytes <= BACKEND_GATHER_BYTES:
+    is_swap = is_small and axis.size == 2
+    if arrived is None and is_small and not is_swap and most_bytes <= BACKEND_GATHER_BYTES:
         return exchange_by_backend("all-gather", [part] * axis.size, lengths, axis, label)
-    return _exchange("all-gather", [part] * axis.size, lengths, axis, label, arrived, is_swap=is_small)
+    return _exchange("all-gather", [part] * axis.size, lengths, axis, label, arrived, is_swap=is_swap)
 
 
 def all_to_all_parts(
@@ -89,9 +90,10 @@ def all_to_all_parts(
         What came from each rank and this rank's own part, end to end in the order of ranks: `[sum(lengths), ...]`.
     """
     is_small = most_bytes is not None and is_for_backend(most_bytes, axis)
-    if is_small and axis.size > 2:
+    is_swap = is_small and axis.size == 2
+    if is_small and not is_swap:
         return exchange_by_backend("all-to-all", parts, lengths, axis, label)
-    return _exchange("all-to-all", parts, lengths, axis, label, is_swap=is_small)
+    return _exchange("all-to-all", parts, lengths, axis, label, is_swap=is_swap)
 
 
 def is_for_backend(most_bytes: int, axis: Axis) -> bool:
@@ -150,17 +152,19 @@ def _exchange(
 ) -> Pending[Tensor]:
     """Exchange by sends and receives in rounds; the first are posted now, the others as those before them end.
 
-    Of two ranks the backend's all-to-all may be the only one, if `is_swap`.
+    Of two ranks the backend's all-to-all is the only one, if `is_swap`.
     """
     own = sends[axis.rank]
     leaving = [part for r, part in enumerate(sends) if r != axis.rank and part.numel()]
     exchange = Exchange(operation, axis, label, sum(part.nbytes for part in leaving), len(leaving))
     received = scratch((sum(lengths), *own.shape[1:]), own, axis) if axis.size > 1 else own
     receives = received.split(list(lengths))
-    rounds = [_Swap(sends, receives, axis)] if is_swap and axis.size == 2 else _rounds(sends, receives, axis)
+    rounds = [_Swap(sends, receives, axis)] if is_swap else _rounds(sends, receives, axis)
     ahead = len(rounds) if exchange.bytes_sent <= AT_ONCE_BYTES else ROUNDS_UNDER_WAY
     with translated(exchange):
         under_way = [one.post() for one in rounds[:ahead]]
+    if is_swap and traffic.is_tracing:
+        trace(under_way[0], exchange, now_s())
 
     def take(came: Iterable[int]) -> None:
         if arrived is None:

@@ -69,7 +69,7 @@ class Pending(Deferred[T]):
         self._works = list(works)
         traffic.sent(exchange.label, exchange.bytes_sent, exchange.messages)
         if traffic.is_tracing:
-            _trace(self._works, exchange, now_s())
+            trace(self._works, exchange, now_s())
 
     def wait(self) -> T:
         """Wait for the end, and give the result."""
@@ -123,7 +123,9 @@ def done(exchange: Exchange, result: T) -> Pending[T]:
     return Pending(exchange, (), lambda: result)
 
 
-def _trace(works: Sequence[dist.Work], exchange: Exchange, begin_s: float) -> None:
+def trace(works: Sequence[dist.Work], exchange: Exchange, begin_s: float) -> None:
+    """Have the timeline show an exchange from its begin to the end of its last work, where that tells."""
+
     def ended(_: object) -> None:
         traffic.span(exchange.operation, exchange.name, begin_s, now_s(), exchange.bytes_sent)
 
