@@ -77,7 +77,7 @@ class Hashed:
     `sqrt(num_rows) + ranks` places stay empty.
 
     With `m` distinct touched rows the fullest owner has at most `m / n * (1 + Theta(sqrt(n log n / m)))` of them
-    (Zen, theorem 2); with few rows and many ranks that is no small number (`docs/design.md`).
+    (Zen, theorem 2); with few rows and many ranks that is no small number (`docs/design/sparse-gradients.md`).
 
     Args:
         num_rows: Rows of the table.

@@ -8,7 +8,7 @@ of the processor's; a gathered part goes into it once for each rank. Two ranks a
 none but what stays.
 All else is made of sends and receives in rounds: in round k, rank r sends to r + k and receives from r - k. Started all
 at once, large messages collide at the receivers and lose a seventh to a third of the link; with two rounds under way
-they do not. Small ones go at once, because a round costs a latency (`docs/design.md`, 2026-11-21).
+they do not. Small ones go at once, because a round costs a latency (`docs/design/sparse-gradients.md`).
 
     ranks 4         round 1      round 2      round 3
     rank 0 sends    to 1         to 2         to 3

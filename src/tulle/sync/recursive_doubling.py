@@ -17,7 +17,7 @@ SparCML's SSAR_Recursive_double (SC'19, section 5.3.1), which is Zen's Hierarchi
 Row numbers go ahead, so that no round waits for a size. SparCML becomes dense on the way where row numbers would cost
 more than zeros; here they are not in the rounds, and no message is ever longer than the table. Where both partners hold
 the same rows (the whole table at the latest) their sum is a plain addition; to fill up rows that are nearly the whole
-table with zeros, only to get there sooner, takes longer than one addition by index (`docs/design.md`, 2026-11-21).
+table with zeros, only to get there sooner, takes longer than one addition by index (`docs/design/sparse-gradients.md`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class RowSplit:
         axis: Whose ranks hold it.
 
     Source: Zen (OSDI'25, section 3.2) for the data-independent partition; that it is a bijection,
-    so that owner and place are arithmetic, is our own (docs/design.md, 2026-11-21).
+    so that owner and place are arithmetic, is our own (docs/design/split-tables.md).
     """
 
     name: str
