@@ -82,7 +82,7 @@ def test_ranks_begin_the_collectives_of_all_communicators_in_one_order(told):
 
 @pytest.mark.parametrize(("plan", "in_front", "beside"), [("replicas", 2, 14), ("rows", 6, 11), ("columns", 7, 9)])
 def test_the_host_waits_for_the_device_no_more_than_it_must(told, plan, in_front, beside):
-    """In front of what is computed: see docs/design/overlap.md, 2026-11-23; beside it, in the background thread, for sizes."""
+    """In front of what is computed: see docs/design/overlap.md; beside it, in the background thread, for sizes."""
     for one in told:
         assert one[plan]["waits"].get("in front", 0) <= in_front, one[plan]
         assert one[plan]["waits"].get("beside", 0) <= beside, one[plan]
