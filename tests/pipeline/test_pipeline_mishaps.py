@@ -1,6 +1,7 @@
 """Training goes on after an error, wherever it came: within a step, in its last backward, or outside of steps."""
 
 import gc
+import time
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor, nn
 import tulle
 from ranks import on_ranks
 from tulle import pipeline
+from tulle.errors import CommunicationError
+from tulle.pipeline.mailbox import mailbox_of
+from tulle.pipeline.messages import Kind
 
 
 class Fragile(nn.Linear):
@@ -132,3 +136,21 @@ def test_what_a_rank_sent_last_does_not_go_with_its_mesh():
         back(int)
         gc.collect()
         dist.barrier()
+
+
+@on_ranks(2)
+def test_what_came_before_the_word_of_a_failure_is_read_and_nothing_is_waited_for_after_it():
+    mailbox = mailbox_of(tulle.init(pipe=-1, timeout=5)["pipe"])
+    keys = [(Kind.VALUE, 1, number) for number in range(2)]
+    mailbox.open(1)
+    if dist.get_rank() == 1:
+        mailbox.send(keys[0], "a value", to=[0])
+        mailbox.close(ValueError("too large"))
+        return
+    while mailbox.failure is None:  # the value, which came before it, is there
+        time.sleep(0.01)
+    mailbox.await_any({1: keys}, lambda: "a value or another")
+    assert mailbox.take(keys[0]) == "a value"
+    with pytest.raises(CommunicationError, match="rank 1 failed with ValueError: too large"):
+        mailbox.await_any({1: keys[1:]}, lambda: "another")
+    mailbox.close(ValueError("and so does this rank"))

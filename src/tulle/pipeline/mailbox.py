@@ -95,7 +95,7 @@ class Mailbox:
             what: Says what the messages are for, for the error.
 
         Raises:
-            CommunicationError: If a rank failed, or none came within the axis' time-out.
+            CommunicationError: If none is there, and a rank failed or none came within the axis' time-out.
         """
         begin_s = now_s()
         deadline_s = begin_s + self.axis.timeout_s
@@ -105,10 +105,11 @@ class Mailbox:
             while self.failure is None and not self._is_any_there():
                 if not self._arrival.wait(timeout=max(0.0, deadline_s - now_s())):
                     self.failure = f"nothing came within {self.axis.timeout_s:g} s. {self._first_word()}"
-            self._wanted = {}
+            # What came before the word of a failure still counts: a program that every rank runs fails on all alike.
+            is_there, self._wanted = self._is_any_there(), {}
         traffic.waited(now_s() - begin_s)
         traffic.span("waiting", f"wait: {what()}", begin_s, now_s())
-        if self.failure is not None:
+        if self.failure is not None and not is_there:
             raise CommunicationError(
                 f"rank {self.axis.rank} of axis {self.axis.name!r} waits for {what()} from rank "
                 f"{', '.join(map(str, wanted))}: {self.failure}"
