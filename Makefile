@@ -3,6 +3,8 @@
 PYTHON ?= python3
 # For example https://download.pytorch.org/whl/cpu, which has torch without CUDA: 0.2 GB instead of 3 GB.
 TORCH_INDEX ?=
+# Each of these has ranks of its own, and while those of one wait for one another, those of the other compute.
+TESTS_AT_ONCE ?= 2
 
 BIN := .venv/bin
 # pip reads constraints for what it installs from the first variable, and, from 25.3 on, for builds from the second.
@@ -27,7 +29,7 @@ demo: .venv/installed-demo  ## Train a translator on four processes, and see run
 	$(BIN)/tulle report runs/demo --compare runs/demo/one-process
 
 test: .venv/installed-dev  ## Run the tests that need no GPU and are quick.
-	$(BIN)/python -m pytest -m "not gpu and not slow"
+	$(BIN)/python -m pytest -m "not gpu and not slow" --numprocesses $(TESTS_AT_ONCE) --dist worksteal
 
 check: .venv/installed-dev  ## Check format, lint, types, floors and the examples in docstrings.
 	$(BIN)/ruff format --check $(FILES)

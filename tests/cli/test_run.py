@@ -33,6 +33,8 @@ if os.environ.get("TULLE_TIMELINE"):
 RANK_1_RAISES = """
 record(1)
 print(f"rank {rank} begins")
+if rank == 0: open(f"{run}/rank-0-has-begun", "w").close()
+while not os.path.exists(f"{run}/rank-0-has-begun"): time.sleep(0.01)
 if rank == 1: raise ValueError("bad batch")
 time.sleep(60)
 """
