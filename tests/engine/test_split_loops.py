@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from split_networks import ROWS, build, step, worst
-from torch.optim import SGD
+from torch.optim import SGD, SparseAdam
 
 import tulle
 from models import batches
@@ -13,6 +13,7 @@ from ranks import on_ranks
 from tulle.engine import engine_of
 from tulle.errors import ModelError
 from tulle.plan import Plan, TablePlan
+from tulle.tables import split_of
 
 TOLERANCE = 1e-12
 
@@ -116,6 +117,23 @@ def test_loops_within_loops_and_batches_that_change_in_them_give_the_numbers_of_
     tulle.distribute(model, ours, mesh, plan="rows")
     loop(model, ours, lambda whole: whole.chunk(mesh.size)[mesh.rank])
     loop(reference, theirs, lambda whole: whole)
+    assert worst(model, reference) < TOLERANCE
+
+
+@on_ranks(2)
+def test_all_ranks_fetch_anew_after_a_second_step_that_writes_nothing_on_some():
+    mesh = tulle.init(data=-1)
+    reference, model = build("sum", 0), build("sum", 0)
+    theirs, ours = (SparseAdam([one.table.weight], lr=0.1) for one in (reference, model))
+    tulle.distribute(model, ours, mesh, plan="rows")
+    held = split_of(model.table.weight).rows(0)[0]  # rank 1 has none of the rows that get gradients
+    data = [held[ids % len(held)] for ids in batches(4, 4)]
+    for one, optimizer, loop in ((reference, theirs, data), (model, ours, tulle.lookahead(data, ids=lambda ids: ids))):
+        for ids in loop:
+            one(ids).backward()
+            optimizer.step()
+            optimizer.step()
+            optimizer.zero_grad()
     assert worst(model, reference) < TOLERANCE
 
 
