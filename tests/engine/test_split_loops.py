@@ -169,3 +169,17 @@ def test_a_loop_collects_dropped_models_only_where_they_are_gone_on_some_ranks(i
     monkeypatch.undo()
     gc.enable()
     assert looked == [True] * is_gone_on_one, "it takes a tenth of a second"
+
+
+@on_ranks(2)
+def test_a_model_that_one_rank_alone_holds_takes_no_part_in_loops():
+    mesh = tulle.init(data=-1)
+    kept: list[torch.nn.Module] = []
+    for _ in range(2):
+        model = build("embedding", 0)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        tulle.distribute(model, optimizer, mesh, plan="rows")
+        for ids in tulle.lookahead(batches(4, 4), ids=lambda ids: ids):
+            step(model, [optimizer], [model(ids)])
+        kept += [model] * (mesh.rank == 0)
+        del model, optimizer

@@ -279,9 +279,10 @@ def living_engines() -> list[DataParallel]:
 
 
 def living_split_tables() -> list[SplitTables]:
-    """The run-times of all models with split tables, in that order. Every rank must call it, alike."""
-    agree_on_living(lambda home: [one.number for one in _with_split_tables() if one.home.group is home])
-    return [one.split_tables for one in _with_split_tables() if one.split_tables is not None]
+    """The run-times of all models with split tables that all ranks have, in that order. Every rank must call it."""
+    agreed = agree_on_living(lambda home: [one.number for one in _with_split_tables() if one.home.group is home])
+    everywhere = [one for one in _with_split_tables() if one.number in agreed.get(one.home.group, {one.number})]
+    return [one.split_tables for one in everywhere if one.split_tables is not None]
 
 
 def _with_split_tables() -> list[DataParallel]:
