@@ -121,19 +121,22 @@ def test_loops_within_loops_and_batches_that_change_in_them_give_the_numbers_of_
 
 
 @on_ranks(2)
-def test_all_ranks_fetch_anew_after_a_second_step_that_writes_nothing_on_some():
+@pytest.mark.parametrize("is_made_later", [False, True])
+def test_all_ranks_fetch_anew_after_a_second_step_that_writes_nothing_on_some(is_made_later):
     mesh = tulle.init(data=-1)
     reference, model = build("sum", 0), build("sum", 0)
     theirs, ours = (SparseAdam([one.table.weight], lr=0.1) for one in (reference, model))
     tulle.distribute(model, ours, mesh, plan="rows")
+    others = [SparseAdam([one.table.weight], lr=0.1) for one in (reference, model)] if is_made_later else [theirs, ours]
     held = split_of(model.table.weight).rows(0)[0]  # rank 1 has none of the rows that get gradients
     data = [held[ids % len(held)] for ids in batches(4, 4)]
-    for one, optimizer, loop in ((reference, theirs, data), (model, ours, tulle.lookahead(data, ids=lambda ids: ids))):
+    loops = data, tulle.lookahead(data, ids=lambda ids: ids)
+    for one, first, second, loop in zip((reference, model), (theirs, ours), others, loops, strict=True):
         for ids in loop:
             one(ids).backward()
-            optimizer.step()
-            optimizer.step()
-            optimizer.zero_grad()
+            first.step()
+            second.step()
+            first.zero_grad()
     assert worst(model, reference) < TOLERANCE
 
 

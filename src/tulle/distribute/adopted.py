@@ -9,7 +9,6 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from tulle.comm import eager
@@ -121,21 +120,15 @@ def adopt_model(model: nn.Module, engine: DataParallel, plan: Plan, axes: Axes) 
 
 
 def fetch_after_steps(optimizers: Sequence[Optimizer], engine: DataParallel) -> None:
-    """Have the rows of the next step fetched when the last optimizer of split tables has stepped.
-
-    Each step counts as a write on every rank: some optimizers (SparseAdam) write nothing where no rows have a gradient,
-    and rows that were fetched before are fetched anew by all ranks, or by none.
-    """
+    """Have the rows of the next step fetched when the last optimizer of split tables has stepped."""
     tables = engine.split_tables
     assert tables is not None, "called for models with split tables"
-    parameters = [table.parameter for table in tables.tables.values()]
-    parted = {*map(id, parameters)}
+    parted = {id(table.parameter) for table in tables.tables.values()}
     stepping = [one for one in optimizers if parted & {id(p) for group in one.param_groups for p in group["params"]}]
     waiting = {id(one) for one in stepping}
 
     @eager
     def stepped(optimizer: Optimizer, *_: object) -> None:
-        increment_version(parameters)
         waiting.discard(id(optimizer))
         if not waiting:
             waiting.update(id(one) for one in stepping)
