@@ -186,3 +186,15 @@ def test_a_model_that_one_rank_alone_holds_takes_no_part_in_loops():
             step(model, [optimizer], [model(ids)])
         kept += [model] * (mesh.rank == 0)
         del model, optimizer
+
+
+@on_ranks(2)
+def test_ids_may_be_those_of_tables_of_one_of_several_models():
+    mesh = tulle.init(data=-1)
+    models = build("embedding", 0), torch.nn.ModuleDict({"users": torch.nn.Embedding(ROWS, 4)})
+    optimizers = [SGD(model.parameters(), lr=0.1) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        tulle.distribute(model, optimizer, mesh, plan="rows")
+    for ids in tulle.lookahead(batches(3, 4), ids=lambda ids: {"table": ids, "users.weight": ids[:2]}):
+        step(models[0], optimizers, [models[0](ids), models[1]["users"](ids[:2]).sum()])
+        assert all(engine_of(model).split_tables._ahead.trips for model in models), "each model's rows were told"
