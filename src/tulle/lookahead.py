@@ -39,6 +39,8 @@ class Lookahead(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         models = living_split_tables()
         feeds = [tables.begin_lookahead(self._ids) for tables in models]
+        for feed in feeds:
+            feed.others = {name for other in feeds for name in other.numbers}
         batches = iter(self._loader)
         try:
             upcoming = next(batches, _OVER)
@@ -78,7 +80,8 @@ def lookahead(loader: Iterable[T], ids: Ids | None = None) -> Lookahead[T]:
         loader: Any iterable of batches, a `DataLoader` say. One batch more than usual is held.
         ids: Which ids a batch looks up, by table. Either a function that is given the batch and returns a mapping from
             tables to ids, or only the ids if there is one table; or a mapping from tables to the keys or attributes of
-            the batch that hold their ids. A table is named by its parameter, `"words.weight"`, or module, `"words"`.
+            the batch that hold their ids. A table is named by its parameter, `"words.weight"`, or module, `"words"`, of
+            any model.
             More ids than are looked up do no harm. With None the first two steps are watched, to learn which tensors
             of the batch, or parts of them, the model looks up as they are.
 

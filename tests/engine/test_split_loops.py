@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 from split_networks import ROWS, build, step, worst
-from torch.optim import SGD
+from torch.optim import SGD, SparseAdam
 
 import tulle
 from models import batches
@@ -13,6 +13,7 @@ from ranks import on_ranks
 from tulle.engine import engine_of
 from tulle.errors import ModelError
 from tulle.plan import Plan, TablePlan
+from tulle.tables import split_of
 
 TOLERANCE = 1e-12
 
@@ -120,6 +121,26 @@ def test_loops_within_loops_and_batches_that_change_in_them_give_the_numbers_of_
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("is_made_later", [False, True])
+def test_all_ranks_fetch_anew_after_a_second_step_that_writes_nothing_on_some(is_made_later):
+    mesh = tulle.init(data=-1)
+    reference, model = build("sum", 0), build("sum", 0)
+    theirs, ours = (SparseAdam([one.table.weight], lr=0.1) for one in (reference, model))
+    tulle.distribute(model, ours, mesh, plan="rows")
+    others = [SparseAdam([one.table.weight], lr=0.1) for one in (reference, model)] if is_made_later else [theirs, ours]
+    held = split_of(model.table.weight).rows(0)[0]  # rank 1 has none of the rows that get gradients
+    data = [held[ids % len(held)] for ids in batches(4, 4)]
+    loops = data, tulle.lookahead(data, ids=lambda ids: ids)
+    for one, first, second, loop in zip((reference, model), (theirs, ours), others, loops, strict=True):
+        for ids in loop:
+            one(ids).backward()
+            first.step()
+            second.step()
+            first.zero_grad()
+    assert worst(model, reference) < TOLERANCE
+
+
+@on_ranks(2)
 def test_an_evaluation_teaches_nothing_of_where_ids_lie():
     mesh = tulle.init(data=-1)
     model = build("embedding", 0)
@@ -151,3 +172,29 @@ def test_a_loop_collects_dropped_models_only_where_they_are_gone_on_some_ranks(i
     monkeypatch.undo()
     gc.enable()
     assert looked == [True] * is_gone_on_one, "it takes a tenth of a second"
+
+
+@on_ranks(2)
+def test_a_model_that_one_rank_alone_holds_takes_no_part_in_loops():
+    mesh = tulle.init(data=-1)
+    kept: list[torch.nn.Module] = []
+    for _ in range(2):
+        model = build("embedding", 0)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        tulle.distribute(model, optimizer, mesh, plan="rows")
+        for ids in tulle.lookahead(batches(4, 4), ids=lambda ids: ids):
+            step(model, [optimizer], [model(ids)])
+        kept += [model] * (mesh.rank == 0)
+        del model, optimizer
+
+
+@on_ranks(2)
+def test_ids_may_be_those_of_tables_of_one_of_several_models():
+    mesh = tulle.init(data=-1)
+    models = build("embedding", 0), torch.nn.ModuleDict({"users": torch.nn.Embedding(ROWS, 4)})
+    optimizers = [SGD(model.parameters(), lr=0.1) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        tulle.distribute(model, optimizer, mesh, plan="rows")
+    for ids in tulle.lookahead(batches(3, 4), ids=lambda ids: {"table": ids, "users.weight": ids[:2]}):
+        step(models[0], optimizers, [models[0](ids), models[1]["users"](ids[:2]).sum()])
+        assert all(engine_of(model).split_tables._ahead.trips for model in models), "each model's rows were told"

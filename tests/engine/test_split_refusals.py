@@ -15,7 +15,7 @@ import tulle
 from models import batches
 from ranks import on_ranks
 from tulle import placing
-from tulle.errors import CommunicationError, DataError, ModelError, PlanError
+from tulle.errors import CommunicationError, DataError, GradientError, ModelError, PlanError
 
 
 @pytest.mark.slow  # a time-out
@@ -48,6 +48,32 @@ def test_rows_that_were_not_told_are_named_with_the_mend():
         next(iter(tulle.lookahead([ids], ids={"third": 0})))
     with pytest.raises(DataError, match=r"tulle\.lookahead was given a int, expected batches to iterate over"):
         tulle.lookahead(3)
+
+
+class Fails(torch.autograd.Function):
+    """Has no gradient."""
+
+    @staticmethod
+    def forward(ctx, given):
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("no gradient")
+
+
+@on_ranks(2)
+def test_a_backward_after_one_that_failed_when_gradients_of_rows_had_gone_is_refused():
+    mesh = tulle.init(data=-1)
+    pair = Pair(nn.Embedding(ROWS, WIDTH), nn.Embedding(ROWS, WIDTH))
+    tulle.distribute(pair, SGD(pair.parameters(), lr=0.1), mesh, plan="rows")
+    ids = torch.arange(4)
+    with pytest.raises(ValueError, match="no gradient"):
+        (Fails.apply(pair.first(ids)) * pair.second(ids)).sum().backward()
+    with pytest.raises(
+        GradientError, match=r"failed after gradients of first\.weight, second\.weight had gone to their"
+    ):
+        pair.first(ids).sum().backward()
 
 
 class ThirdWord(Lookup):

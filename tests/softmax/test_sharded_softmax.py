@@ -208,8 +208,8 @@ def test_rows_and_logits_do_not_travel():
     traffic.take_labels()
     split(hidden, target).backward()
     sent = traffic.take_labels()["words"]
-    # A head of two numbers, targets, hidden states and back, and four numbers a token.
-    assert sent.bytes_sent == (axis.size - 1) * (16 + tokens * 8 * (1 + 2 * WIDTH + 4))
+    # A head of three numbers, targets, hidden states and back, and four numbers a token.
+    assert sent.bytes_sent == (axis.size - 1) * (24 + tokens * 8 * (1 + 2 * WIDTH + 4))
 
 
 @on_ranks(1, 2)

@@ -157,3 +157,19 @@ class OwnTable(Plain):
 @on_ranks(2, 3)
 def test_a_softmax_with_a_table_of_its_own_is_split_too():
     check_against_one_process(OwnTable, models.adam, {"softmax.weight": "rows"})
+
+
+@on_ranks(2)
+def test_a_rank_without_tokens_may_have_hidden_states_without_a_graph():
+    mesh = tulle.init(data=-1)
+    reference, model = build(Tied, 0), build(Tied, 0)
+    tulle.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh, plan="rows")
+    hidden, target = torch.randn(4, WIDTH, dtype=torch.float64, requires_grad=True), torch.arange(4)
+    reference.softmax(hidden, target).backward()
+    expected, hidden.grad = hidden.grad, None
+    model.softmax.reduction = "sum"
+    if mesh.rank == 0:
+        model.softmax(hidden, target).backward()
+        assert torch.allclose(hidden.grad / 4, expected, rtol=TOLERANCE)
+    else:
+        model.softmax(hidden.new_zeros(0, WIDTH), target[:0]).backward()

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
 
 from tulle.board import arrive, begun, first_failure, has_left, have_come, take_back
 from tulle.comm.agree import gather_values
@@ -21,7 +24,8 @@ _LOOKING_S = 0.2
 """Each time after so many seconds it is looked what the others do."""
 _LONG_S = 3.0
 """After so many it is told who is waited for."""
-_PASSED = "monitored barriers"
+_passed: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""How many this process has passed, by group: several meshes have that of all processes."""
 
 
 def monitored_barrier(axis: Axis, what: str, mend: str) -> None:
@@ -36,7 +40,7 @@ def monitored_barrier(axis: Axis, what: str, mend: str) -> None:
         CommunicationError: If a rank has begun another step (after `follow_steps`), has left, or failed, or does
             not come within the axis' time-out.
     """
-    passed = axis.kept.get(_PASSED, 0)
+    passed = _passed.get(axis.group, 0)
     keys = [f"{axis.group.group_name}/{passed}/{rank}" for rank in range(axis.size)]
     begin_s, is_told = now_s(), False
     arrive(keys[axis.rank])
@@ -53,7 +57,7 @@ def monitored_barrier(axis: Axis, what: str, mend: str) -> None:
             logger.warning("%s on rank %d waits for %s: %s", what, axis.rank, _named(missing), mend)
             is_told = True
     traffic.waited(now_s() - begin_s)
-    axis.kept[_PASSED] = passed + 1
+    _passed[axis.group] = passed + 1
     if passed:  # all are here, so that nobody looks for the last time any more
         take_back(f"{axis.group.group_name}/{passed - 1}/{axis.rank}")
 

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from tulle.comm import lane, probe, traffic, untraced
 from tulle.engine.alike import Alike
 from tulle.engine.buffers import Buffers
-from tulle.engine.ends import NOT_RUNNING, end_with
+from tulle.engine.ends import NOT_RUNNING, end_with, is_under_way
 from tulle.engine.finite import NonFinite
 from tulle.engine.foresight import Foresight, is_ids
 from tulle.engine.late_updates import LateUpdates
@@ -236,6 +236,8 @@ class DataParallel:
             return
         if self.axis.size > 1:
             _check_followed(is_syncing=self._is_syncing)
+        if self.split_tables is not None and not is_under_way(self._backward):
+            self.split_tables.check_ended()
         self._backward = backward
         self.reducer.begin_backward()
         traffic.begin(self.steps + 1)
@@ -279,9 +281,10 @@ def living_engines() -> list[DataParallel]:
 
 
 def living_split_tables() -> list[SplitTables]:
-    """The run-times of all models with split tables, in that order. Every rank must call it, alike."""
-    agree_on_living(lambda home: [one.number for one in _with_split_tables() if one.home.group is home])
-    return [one.split_tables for one in _with_split_tables() if one.split_tables is not None]
+    """The run-times of all models with split tables that all ranks have, in that order. Every rank must call it."""
+    agreed = agree_on_living(lambda home: [one.number for one in _with_split_tables() if one.home.group is home])
+    everywhere = [one for one in _with_split_tables() if one.number in agreed.get(one.home.group, {one.number})]
+    return [one.split_tables for one in everywhere if one.split_tables is not None]
 
 
 def _with_split_tables() -> list[DataParallel]:

@@ -41,6 +41,11 @@ def end_with(backward: int, engine: Ending) -> None:
     engines.add(engine)
 
 
+def is_under_way(backward: int) -> bool:
+    """Whether engines are to end with this backward: it has neither ended nor failed, as around one within it."""
+    return backward in _joined
+
+
 @untraced  # a function that is compiled may have the backward in it
 def _end(engines: WeakSet[Ending]) -> None:
     """Raises after all have ended: of what is wrong with one model the others are to hear nothing."""

@@ -62,6 +62,14 @@ class Feed:
         self._lookups: dict[int, int] = {}
         self._given_tables: list[int] = []
         """Of which the user's function gave ids of the last batch."""
+        self.others: set[str] = set()
+        """What tables of other models are called, of which that may give ids, too."""
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Of tables whose rows can travel ahead, by the names of their parameters and of their modules."""
+        numbers = {table.name: table.number for table in self._tables.values()}
+        return numbers | {name.removesuffix(".weight"): number for name, number in numbers.items()}
 
     def tell(self, batch: object) -> None:
         """Tell the rows of the next step, as far as they are known. Every rank must call it, with its own batch."""
@@ -136,9 +144,7 @@ class Feed:
 
     def _given(self, ids_of: IdsOf, batch: object) -> dict[int, Tensor]:
         """What the user says that the step will look up, by number of the table."""
-        numbers = {table.name: table.number for table in self._tables.values()}
-        numbers |= {name.removesuffix(".weight"): number for name, number in numbers.items()}
-        given = ids_of(batch)
+        numbers, given = self.numbers, ids_of(batch)
         if isinstance(given, Tensor) and len(self._tables) == 1:
             given = {table.name: given for table in self._tables.values()}
         names = [table.name for table in self._tables.values()]
@@ -148,6 +154,7 @@ class Feed:
                 f"the function that tulle.lookahead was given as ids gave a {type(given).__name__}, expected the "
                 f"ids of each table; {known}"
             )
+        given = {name: ids for name, ids in given.items() if name in numbers or name not in self.others}
         for name, ids in given.items():
             if name not in numbers:
                 raise ModelError(f"tulle.lookahead was given ids of {name!r}, {known}")

@@ -51,18 +51,25 @@ def remember(home: Axis) -> None:
         _homes.setdefault(home.group, home.name)
 
 
-def agree_on_living(numbers: Callable[[dist.ProcessGroup], Sequence[int]]) -> None:
-    """Collect what was dropped, if it is gone on some ranks and not on others. Every rank must call it.
+def agree_on_living(numbers: Callable[[dist.ProcessGroup], Sequence[int]]) -> dict[dist.ProcessGroup, set[int]]:
+    """Numbers of the models that live on all ranks, by process group. Every rank must call it.
+
+    What was dropped is collected if it is gone on some ranks and not on others; what one rank holds alone, as the best
+    so far say, is none of them.
 
     Args:
         numbers: Gives those of the models that live here, of a process group.
     """
+    agreed: dict[dist.ProcessGroup, set[int]] = {}
     for home, name in [(home, name) for home, name in _homes.items() if _is_there(home)]:
         if home not in _lanes:
             _lanes[home] = lane(axis_of(home, name=name), _LABEL)
         heard = gather_values([*numbers(home)], _lanes[home], label=_LABEL)
         if any(other != heard[0] for other in heard):
             gc.collect()
+            heard = gather_values([*numbers(home)], _lanes[home], label=_LABEL)
+        agreed[home] = set[int].intersection(*map(set, heard))
+    return agreed
 
 
 def is_joined(home: Axis) -> bool:

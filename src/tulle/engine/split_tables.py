@@ -31,7 +31,7 @@ from tulle.engine.late_tables import Kind, LateTable, MeanRows
 from tulle.engine.late_updates import LateUpdates
 from tulle.engine.split_table import SplitTable
 from tulle.engine.trips import Pushes, Trip, Way, tell_together
-from tulle.errors import CommunicationError, ModelError
+from tulle.errors import CommunicationError, GradientError, ModelError
 from tulle.mesh import Axis
 from tulle.tables import Lookup, ShardGradient, gradient_of_table, placement_of, tell_of_gradients
 
@@ -251,6 +251,18 @@ class SplitTables:
         if self._late is not None and late is not None and late.following is trip:
             return self._late.ahead(late, places)
         return table.parameter.detach().index_select(0, places)
+
+    def check_ended(self) -> None:
+        """Raise if gradients of a backward before are on the way still, to be added to those of the one that begins.
+
+        Raises:
+            GradientError: That it has failed.
+        """
+        if self._came:
+            raise GradientError(
+                f"a backward has failed after gradients of {', '.join(self.tables)[:80]} had gone to their owners, "
+                "which would add them to those of this one: start anew from a checkpoint after a backward that failed"
+            )
 
     def end_backward(self) -> None:
         """Push what was not, wait for what the next step needs, and set the gradients of what this rank owns."""

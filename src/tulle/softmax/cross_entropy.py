@@ -63,7 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
             )
         weight, bias, every, *kept = ctx.saved_tensors
         peak, log_sum, targets, starts, terms = ctx.about
-        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        _, of_weight, of_bias = ctx.needs_input_grad[:3]
         with torch.autocast(weight.device.type, enabled=False):
             candidates = Candidates(weight, bias, terms.shard, terms.dtype)
             part = candidates.part(terms.logits_bytes, dict(zip(starts, kept, strict=True)))
@@ -71,7 +71,7 @@ class _CrossEntropy(torch.autograd.Function):
             told = terms.tokens.gather(torch.stack([upstream[0], log_sum], 1)).wait()
             gradients = Gradients(found, *told.unbind(1), of_weight=of_weight, of_bias=of_bias)
             given = (
-                gradients.hidden() if of_hidden else gradients.visit_all(),
+                gradients.hidden() if terms.tokens.are_trained else gradients.visit_all(),
                 gradients.weight() if of_weight else None,
                 gradients.bias() if of_bias else None,
             )

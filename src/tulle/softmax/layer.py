@@ -71,7 +71,7 @@ class SoftmaxLayer(nn.Module, ABC):
         weight, bias, shard = self._here("exact_loss")
         is_counted, rows = self._counted(target)
         error = self._check_hidden(hidden) or self._check_target(hidden, target, rows)
-        tokens = Tokens.agree(len(rows), error, shard.axis(), label=shard.label)
+        tokens = Tokens.agree(len(rows), error, shard.axis(), label=shard.label, are_trained=hidden.requires_grad)
         terms = Terms(
             shard,
             tokens,

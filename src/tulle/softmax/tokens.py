@@ -29,14 +29,18 @@ class Tokens:
         counts: Of each rank.
         axis: Whose ranks; None if there is one only.
         label: What counters and errors call the exchanges.
+        are_trained: Whether some rank's are to have gradients: one without tokens may have no graph.
     """
 
     counts: tuple[int, ...]
     axis: Axis | None
     label: str
+    are_trained: bool = False
 
     @staticmethod
-    def agree(count: int, error: TulleError | None, axis: Axis | None, *, label: str) -> Tokens:
+    def agree(
+        count: int, error: TulleError | None, axis: Axis | None, *, label: str, are_trained: bool = False
+    ) -> Tokens:
         """Tell all ranks how many tokens this one has. Every rank must call it.
 
         Args:
@@ -44,16 +48,17 @@ class Tokens:
             error: What is wrong with them: then every rank raises it.
             axis: Whose ranks take part.
             label: What it is for.
+            are_trained: Whether those here are to have gradients.
         """
         if axis is None:
             if error is not None:
                 raise error
-            return Tokens((count,), None, label)
-        head = torch.tensor([count, error is not None], device=axis.device)
+            return Tokens((count,), None, label, are_trained)
+        head = torch.tensor([count, error is not None, are_trained], device=axis.device)
         heard = all_gather(head, axis, label=label).wait().tolist()
-        if any(is_wrong for _, is_wrong in heard):
+        if any(is_wrong for _, is_wrong, _ in heard):
             raise_together(error, axis, label=label)
-        return Tokens(tuple(count for count, _ in heard), axis, label)
+        return Tokens(tuple(count for count, *_ in heard), axis, label, any(trained for *_, trained in heard))
 
     @property
     def rank(self) -> int:

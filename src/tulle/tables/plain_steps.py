@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from tulle.parts import Part, guard_again, keep_plainly, lift, lower
@@ -72,8 +74,8 @@ def step_plainly(optimizer: Optimizer, *, is_elementwise: bool) -> None:
     """Have parts be plain parameters while an optimizer steps, as torch has fused kernels for these alone.
 
     If it treats every number by itself their gradients are plain tensors, too. To any other the numbers of rows that
-    these store are plain; what its state keeps of them, a moving average say, is plain after each step. To be called
-    again when the optimizer was given parameters.
+    these store are plain; what its state keeps of them, a moving average say, is plain after each step. Each step
+    counts as a write. To be called again when the optimizer was given parameters.
     """
     parts = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, Part)]
     known: list[nn.Parameter] = vars(optimizer).setdefault(_PARTS, [])
@@ -85,6 +87,7 @@ def step_plainly(optimizer: Optimizer, *, is_elementwise: bool) -> None:
         return
     optimizer.register_step_pre_hook(partial(_lift, known))
     optimizer.register_step_post_hook(partial(guard_again, known))
+    optimizer.register_step_post_hook(partial(_count_as_written, known))
     if is_elementwise:
         _Plainly(optimizer)
     else:
@@ -95,6 +98,12 @@ def _lift(parts: Sequence[nn.Parameter], _: Optimizer, arguments: tuple[object, 
     if len(arguments) == 1 and not keywords:  # else a closure may call the model
         lift(parts)
         _mark(parts, is_stepped=True)
+
+
+def _count_as_written(parts: Sequence[nn.Parameter], *_: object) -> None:
+    """Have what was fetched of a table be old on all ranks: SparseAdam writes nothing where no row has a gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        increment_version([part for part in parts if part.grad is not None])
 
 
 def _end_step(parts: Sequence[nn.Parameter], optimizer: Optimizer, *_: object) -> None:
