@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_networks import WIDTH, Chain, TiedEnds, Translator, compare, make
 from pipeline_profiled import Forces, Glancing, Reversible
+from torch.utils.checkpoint import checkpoint
 
 import tulle
 from ranks import on_ranks
@@ -277,7 +278,7 @@ class Checkpointed(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+            x = checkpoint(layer, x, use_reentrant=False)
         return x
 
 
