@@ -8,10 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from beside_one_process import data, loss_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_networks import WIDTH, Chain, TiedEnds, Translator, compare, make
 from pipeline_profiled import Forces, Glancing, Reversible
+from torch.utils.checkpoint import checkpoint
 
 import tulle
 from ranks import on_ranks
@@ -139,6 +141,14 @@ def test_a_profile_deals_all_modules(is_deferred):
     assert pinned.partition.assignment["layers.0"] == mesh.size - 1
 
 
+@on_ranks(1, 2)
+def test_a_pin_on_a_later_stage_says_how_many_there_are():
+    mesh = tulle.init(pipe=-1)
+    dealt = pipeline.deal(Chain(6), torch.randn(4, WIDTH), mesh["pipe"], pins={"layers.3": 2, "layers.5": 3})
+    assert dealt.partition.count == 4
+    assert (dealt.assignment["layers.3"], dealt.assignment["layers.5"]) == (2, 3)
+
+
 class Tied(torch.nn.Module):
     """A module that reads its child's weight, as attention does, and one that reads another's."""
 
@@ -245,3 +255,37 @@ def test_the_picture_has_a_box_for_each_piece_and_a_frame_for_each_pin():
     assert [box[0].text.split(":")[0] for box in boxes if box.get("stroke-width") == "3"] == ["block2"]
     assert float(boxes[1].get("width")) == pytest.approx(2 * float(boxes[0].get("width")), abs=0.2)
     assert "block2*" in found.table()
+
+
+class Stretched(torch.nn.Module):
+    """A layer to be cut, which computes of a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(WIDTH, 8 * WIDTH), torch.nn.Linear(8 * WIDTH, WIDTH)
+        self.scale = torch.nn.Parameter(torch.zeros(8 * WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).tanh() * self.scale.exp())
+
+
+class Checkpointed(torch.nn.Module):
+    """Runs such layers again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Stretched() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@on_ranks(2)
+def test_a_profile_lets_go_of_what_is_checkpointed_around_modules():
+    mesh = tulle.init(pipe=-1)
+    model = pipeline.place(make(Checkpointed), mesh["pipe"], sample=data(4), stages=8)
+    step = pipeline.step(micro_batches=2)(loss_of)
+    expected = step(make(Checkpointed), data()).stack()
+    torch.testing.assert_close(step(model, data()).stack(), expected, rtol=1e-12, atol=0)

@@ -59,6 +59,7 @@ def deal(
             arguments, anything else as the one argument. Rank 0's is what counts.
         axis: Whose ranks will hold the stages.
         stages: How many; default one a rank. A multiple of the ranks gives each rank several, which are interleaved.
+            Where pins name later ones there are as many as they say.
         memory_bytes: What parameters, gradients, two optimizer states and activations of a stage may take.
         pins: Stage of modules by name; those pinned by `stage` need not be named.
 
@@ -108,6 +109,7 @@ def _deal(
     if tensors and not any(tensor.numel() for tensor in tensors):
         shapes = ", ".join(f"{list(tensor.shape)}" for tensor in tensors)
         raise PlanError(f"sample= holds no samples (of shape {shapes}): give a micro-batch of one or more")
+    stages = max(stages, 1 + max(pins.values(), default=0))
     pieces, calls = profile(model, sample, axis, stages)
     names = [piece.name for piece in pieces]
     limits = Limits(memory_bytes, NOMINAL_BYTES_PER_S, _pins_of_pieces(pins, names, calls))

@@ -28,7 +28,7 @@ from tulle.pipeline.hooks import with_hooks
 from tulle.pipeline.in_place import MARKS, check_written, mark, note_marked, note_written, put_back, unseen_refused
 from tulle.pipeline.inside import Inside, at_work
 from tulle.pipeline.interception import interception_aside
-from tulle.pipeline.losses import is_backward, scaled
+from tulle.pipeline.losses import scaled
 from tulle.pipeline.messages import is_dense
 from tulle.pipeline.objects import Wanted, mapped
 from tulle.pipeline.operation import (
@@ -131,7 +131,8 @@ class Program:
         if self._axis.size > 1:
             check_asks(function, args, placeholders)
         if not placeholders:
-            result = scaled(function, args, kwargs, self.scale) if is_backward(function) else function(*args, **kwargs)
+            with outside_of_checkpoint():
+                result = scaled(function, args, kwargs, self.scale)
             return with_lender(function, args, result)
         if self._axis.size > 1:
             if function == SETS_DATA:
@@ -396,5 +397,4 @@ class Program:
 
     def _home(self, tensor: Tensor) -> int | None:
         """The stage where a tensor lives, None if on all ranks."""
-        placed = self.adopted.placed(tensor)
-        return placed.stage if isinstance(placed, Placeholder) else None
+        return placed.stage if isinstance(placed := self.adopted.placed(tensor), Placeholder) else None

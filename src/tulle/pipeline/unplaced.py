@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tulle.pipeline.losses import is_backward, scaled
+from tulle.pipeline.losses import scaled
 from tulle.pipeline.run import Step
 from tulle.pipeline.structure import flatten, rebuild
 from tulle.traits import attribute_of
@@ -42,6 +42,4 @@ class _Scaled(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if is_backward(func):
-            return scaled(func, args, kwargs or {}, self._scale)
-        return func(*args, **(kwargs or {}))
+        return scaled(func, args, kwargs or {}, self._scale)
