@@ -69,6 +69,11 @@ class Adopted:
             check_no_stray(leaf)
         return leaf
 
+    def stage_of(self, tensor: Tensor) -> int | None:
+        """The stage where a tensor lives, None if on all ranks."""
+        placed = self.placed(tensor)
+        return placed.stage if isinstance(placed, Placeholder) else None
+
     def adopt(self, tensor: Tensor, stage: int, phase: object, *, is_trained: bool | None = None) -> Placeholder:
         """From now on, a tensor that all ranks have alike lives at a stage.
 

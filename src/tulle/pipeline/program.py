@@ -138,7 +138,7 @@ class Program:
             if function == SETS_DATA:
                 return set_data(self.operate, *args, is_placed=isinstance(leaves[0], Placeholder))
             check_given(call)
-            if writes_in_many(function) and len(dealt := dealt_out(args, kwargs, self._home)) > 1:
+            if writes_in_many(function) and len(dealt := dealt_out(args, kwargs, self.adopted.stage_of)) > 1:
                 for part, named in dealt:
                     self.operate(function, part, named)
                 return args[0]
@@ -394,7 +394,3 @@ class Program:
         if not isinstance(call.leaves[target], Placeholder):
             call.leaves[target] = self.adopted.adopt(call.leaves[target], stage, self.values.tape.phase)
         return call.leaves[target].stage
-
-    def _home(self, tensor: Tensor) -> int | None:
-        """The stage where a tensor lives, None if on all ranks."""
-        return placed.stage if isinstance(placed := self.adopted.placed(tensor), Placeholder) else None
