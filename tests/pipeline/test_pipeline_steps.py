@@ -1,6 +1,6 @@
 """What a step of a pipeline takes, finds and is called with: tokenizers' results, trainers, other models, hooks."""
 
-import collections
+import collections.abc
 import copy
 from contextlib import contextmanager
 
@@ -43,6 +43,35 @@ def test_what_a_tokenizer_gives_is_cut():
     step(model, batch, (Encoding({"x": data()}), data()))
     step = pipeline.step(micro_batches=4, split={"batch.n": None})(on_encoding)
     step(model, batch, (Encoding({"x": data()}), data()))
+
+
+class Batch(collections.abc.MutableMapping):
+    """A mapping that keeps its items in a dictionary of its own."""
+
+    def __init__(self, **items):
+        self.items_of = items
+
+    def __getitem__(self, name):
+        return self.items_of[name]
+
+    def __setitem__(self, name, value):
+        self.items_of[name] = value
+
+    def __delitem__(self, name):
+        del self.items_of[name]
+
+    def __iter__(self):
+        return iter(self.items_of)
+
+    def __len__(self):
+        return len(self.items_of)
+
+
+def test_a_mapping_of_ones_own_is_cut_and_left_as_it_is():
+    batch = Batch(x=torch.arange(4.0), n=3)
+    taken = pipeline.step(micro_batches=2)(lambda one: one["x"].clone())(batch)
+    assert taken.concat().tolist() == [0, 1, 2, 3]
+    assert len(batch["x"]) == 4
 
 
 def of_pictures(model, pictures, boxes):
