@@ -14,7 +14,7 @@ from torch import nn
 import tulle
 from ranks import on_ranks
 from tulle import pipeline
-from tulle.errors import CommunicationError, DataError, ModelError
+from tulle.errors import CommunicationError, DataError, GradientError, ModelError
 from tulle.pipeline import holdings, placement_of
 from tulle.pipeline.turns import Surroundings
 
@@ -144,6 +144,27 @@ def with_plain_parameters(model, criterion, x):
     loss = criterion(model(x)).pow(2).mean()
     loss.backward()
     return loss
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_replicas_of_which_the_last_micro_batch_has_no_backward_are_refused(skipped):
+    mesh, model, whole = tulle.init(data=-1), make(Chain), make(Chain)
+    tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh)
+    came = []
+
+    @pipeline.step(micro_batches=2)
+    def skipping(model, x):
+        came.append(len(x))
+        return loss_of(model, x) if len(came) - 1 != skipped else model(x).mean()
+
+    if skipped:
+        with pytest.raises(GradientError, match="the last of 2 micro-batches of a step ran no backward, and earlier"):
+            skipping(model, data())
+    else:
+        skipping(model, data())
+        (whole(data()[4:]).pow(2).mean() / 2).backward()
+        assert worst_gradient(model, whole) < 1e-14
 
 
 @on_ranks(2)
