@@ -162,3 +162,35 @@ def test_a_weight_that_its_module_has_made_another_dtype_is_known_to_all():
         model[1].double()  # as a forward does
     state = tulle.full_state_dict(model, everywhere=True)
     torch.testing.assert_close(state["1.weight"], wanted, rtol=0, atol=0)
+
+
+class Masked(nn.Linear):
+    """Makes its mask when it is first called, and what its state leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("mask", None)
+        self.register_buffer("left_out", None, persistent=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            self.mask = torch.linspace(0, 1, input.shape[1])
+            self.left_out = torch.ones(input.shape[1])
+        return super().forward(input) * self.mask + self.left_out
+
+
+@on_ranks(2)
+def test_buffers_that_a_stage_makes_in_its_forward_are_saved_and_loaded(tmp_path):
+    def called() -> nn.Sequential:
+        model, plan = nn.Sequential(Masked(), Masked()), Plan(dict(mesh.shape), stages={"0": 0, "1": 1})
+        tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh, plan=plan)
+        model(torch.zeros(1, 2))
+        return model
+
+    mesh = tulle.init(pipe=2)
+    model, other = called(), called()
+    state = tulle.full_state_dict(model, everywhere=True)
+    assert sorted(state) == ["0.bias", "0.mask", "0.weight", "1.bias", "1.mask", "1.weight"]
+    tulle.save(tmp_path / "checkpoint", model)
+    tulle.load(tmp_path / "checkpoint", other)
+    assert worst_difference(tulle.full_state_dict(other, everywhere=True), state) == 0.0

@@ -166,3 +166,21 @@ def test_lightning_gives_the_numbers_of_a_plain_loop_and_goes_on_from_what_it_sa
     check_weights(torch.load(tmp_path / "resumed" / "epoch=1.ckpt")["state_dict"], expected)
     with pytest.raises(tulle.errors.ModelError, match="this Module was fitted before"):
         trainer_of(tmp_path / "again", plan).fit(resumed, loader())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("plan", ["auto", "full_shard"])
+@on_ranks(2)
+def test_an_average_of_wholes_is_refused_where_processes_have_parts(plan, tmp_path):
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    as_launched()
+    memory = tulle.Plan({"data": 2}, memory=tulle.Memory(full_shard=True))
+    trainer = trainer_of(tmp_path, "auto" if plan == "auto" else memory)
+    trainer.callbacks.append(StochasticWeightAveraging(0.1, swa_epoch_start=1))
+    module = module_of(built(0, is_sparse=False), is_sparse=False)
+    if plan == "auto":
+        trainer.fit(module, loader())
+        return
+    with pytest.raises(tulle.errors.ModelError, match=r"StochasticWeightAveraging averages whole .* a part of 'model"):
+        trainer.fit(module, loader())

@@ -213,6 +213,25 @@ def test_what_cannot_work_is_refused_by_module_and_operation():
             refused(y)
 
 
+HOOKED = {
+    "parameter": lambda model, _: next(model.parameters()).register_hook(print),
+    "gradient": lambda model, _: next(model.parameters()).register_post_accumulate_grad_hook(print),
+    "own": lambda _, x: x.clone().requires_grad_().register_hook(print),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", HOOKED)
+def test_hooks_of_gradients_that_a_step_puts_on_are_refused_on_all_ranks(what):
+    def hooking(model, x):
+        HOOKED[what](model, x)
+        return train(model, x)
+
+    _, model = two(Chain)
+    with pytest.raises(ModelError, match=r"_hook\(\) was called between modules .* Put hooks on parameters before"):
+        pipeline.step(micro_batches=2)(hooking)(model, batches(1, 4)[0])
+
+
 @on_ranks(2)
 def test_a_value_asked_for_on_some_ranks_only_runs_into_the_time_out():
     mesh = tulle.init(pipe=-1, timeout=3.0)

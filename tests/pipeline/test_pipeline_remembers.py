@@ -105,6 +105,26 @@ def test_buffers_that_are_set_anew_and_lists_are_as_before_a_profile(by_profile)
     assert worst < 1e-12
 
 
+class Registered(nn.Module):
+    """Registers its buffer when it is first called."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.first(x)
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", x.detach().mean(0))
+        return self.second(x - self.mean)
+
+
+@on_ranks(2)
+def test_a_buffer_that_a_forward_registers_is_not_there_after_a_profile():
+    worst, _, _ = both(Registered, {}, by_profile=True)
+    assert worst < 1e-12
+
+
 class ReassignedWithin(nn.Module):
     """The buffer is one of a placed module, and is set by the code around it."""
 

@@ -1,6 +1,6 @@
 """What a step of a pipeline takes, finds and is called with: tokenizers' results, trainers, other models, hooks."""
 
-import collections
+import collections.abc
 import copy
 from contextlib import contextmanager
 
@@ -14,7 +14,7 @@ from torch import nn
 import tulle
 from ranks import on_ranks
 from tulle import pipeline
-from tulle.errors import CommunicationError, DataError, ModelError
+from tulle.errors import CommunicationError, DataError, GradientError, ModelError
 from tulle.pipeline import holdings, placement_of
 from tulle.pipeline.turns import Surroundings
 
@@ -43,6 +43,35 @@ def test_what_a_tokenizer_gives_is_cut():
     step(model, batch, (Encoding({"x": data()}), data()))
     step = pipeline.step(micro_batches=4, split={"batch.n": None})(on_encoding)
     step(model, batch, (Encoding({"x": data()}), data()))
+
+
+class Batch(collections.abc.MutableMapping):
+    """A mapping that keeps its items in a dictionary of its own."""
+
+    def __init__(self, **items):
+        self.items_of = items
+
+    def __getitem__(self, name):
+        return self.items_of[name]
+
+    def __setitem__(self, name, value):
+        self.items_of[name] = value
+
+    def __delitem__(self, name):
+        del self.items_of[name]
+
+    def __iter__(self):
+        return iter(self.items_of)
+
+    def __len__(self):
+        return len(self.items_of)
+
+
+def test_a_mapping_of_ones_own_is_cut_and_left_as_it_is():
+    batch = Batch(x=torch.arange(4.0), n=3)
+    taken = pipeline.step(micro_batches=2)(lambda one: one["x"].clone())(batch)
+    assert taken.concat().tolist() == [0, 1, 2, 3]
+    assert len(batch["x"]) == 4
 
 
 def of_pictures(model, pictures, boxes):
@@ -115,6 +144,27 @@ def with_plain_parameters(model, criterion, x):
     loss = criterion(model(x)).pow(2).mean()
     loss.backward()
     return loss
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_replicas_of_which_the_last_micro_batch_has_no_backward_are_refused(skipped):
+    mesh, model, whole = tulle.init(data=-1), make(Chain), make(Chain)
+    tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh)
+    came = []
+
+    @pipeline.step(micro_batches=2)
+    def skipping(model, x):
+        came.append(len(x))
+        return loss_of(model, x) if len(came) - 1 != skipped else model(x).mean()
+
+    if skipped:
+        with pytest.raises(GradientError, match="the last of 2 micro-batches of a step ran no backward, and earlier"):
+            skipping(model, data())
+    else:
+        skipping(model, data())
+        (whole(data()[4:]).pow(2).mean() / 2).backward()
+        assert worst_gradient(model, whole) < 1e-14
 
 
 @on_ranks(2)

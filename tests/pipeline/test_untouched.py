@@ -28,3 +28,30 @@ def test_a_buffer_that_was_not_written_in_can_still_be_read_in_backward():
     y.sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == [2.0, 3.0]
+
+
+class Registering(nn.Module):
+    """Registers a buffer and a parameter when it is first called, and sets a parameter anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.late = nn.Parameter(torch.ones(2)), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("mean", x.mean(0), persistent=False)
+        self.scale, self.late = nn.Parameter(x.mean(0)), nn.Parameter(x.mean(0))
+        return x
+
+
+def test_what_a_forward_registers_goes_with_the_trial():
+    model = Registering()
+    scale = model.scale
+    with untouched(model):
+        model(torch.randn(3, 2))
+        assert model.late is not None
+        assert hasattr(model, "mean")
+    assert list(model.state_dict()) == ["scale"]
+    assert model.scale is scale
+    assert model.late is None
+    model.register_buffer("mean", torch.zeros(2))
+    assert list(model.state_dict()) == ["scale", "mean"]

@@ -65,7 +65,8 @@ def load(
         tensors += fresh
     with ranks.alike():
         reader.read_into(tensors)
-    model.load_state_dict(with_versions(of_model, run["versions"]))
+    known = {name: value for name, value in of_model.items() if name not in standing.unknown}
+    model.load_state_dict(with_versions(known, run["versions"]))
     for one, state in zip(optimizers, of_optimizers, strict=True):
         one.load_state_dict(state)
     if optimizer is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tulle.checkpoint.placed import Part, Sharded, Share, memory_of
@@ -51,14 +52,19 @@ class Standing:
         """Whether other ranks have other tensors."""
         self.stage_rank = pipe.rank if pipe else 0
         """Along axis `pipe`."""
-        tensors = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
-        self._held = {name: tensor.dtype for name, tensor in tensors.items() if not tensor.is_meta}
-        """The dtype of each tensor that this rank has, all or a part."""
-        everywhere = Ranks(pipe).gather(self._held)
+        tensors = {**parameters, **_saved_buffers(model)}
+        self._held = {n: (tensor.dtype, tuple(tensor.shape)) for n, tensor in tensors.items() if not tensor.is_meta}
+        """Dtype and shape of each tensor that this rank has, all or a part."""
+        told = Ranks(pipe).gather((self._held, frozenset(tensors)))
+        everywhere, names = [held for held, _ in told], [known for _, known in told]
         self.holders = {n: rank for rank in reversed(range(len(everywhere))) for n in everywhere[rank]}
         """The first rank along axis `pipe` that has each tensor."""
-        self._dtypes = {n: everywhere[rank][n] for n, rank in self.holders.items() if n not in self._held}
-        """The dtype of each tensor that only others have."""
+        self._others = {n: everywhere[rank][n] for n, rank in self.holders.items() if n not in self._held}
+        """Dtype and shape of each tensor that only others have."""
+        self._made_late = sorted(frozenset.union(*names) - frozenset.intersection(*names))
+        """Names of buffers that a forward has made: on the ranks of its stage, and nowhere else."""
+        self.unknown = frozenset(self._made_late) - tensors.keys()
+        """Names of those among them that this rank's modules have not."""
 
         axes = (self.axes.data, self.axes.pipe, self.axes.model) if self.axes else ()
         self.place = {axis.name: [axis.rank, axis.size] for axis in axes if axis is not None and axis.size > 1}
@@ -73,8 +79,10 @@ class Standing:
             return self._model.state_dict()
         with state_of_parts(), state_of_shards():
             state = self._model.state_dict()
-        for name in self._dtypes.keys() & state.keys():  # a forward may have made it another
-            state[name] = state[name].to(self._dtypes[name])
+        for name in self._others.keys() & state.keys():  # a forward may have made it another
+            state[name] = state[name].to(self._others[name][0])
+        for name in self._made_late:  # in one order on all ranks
+            state[name] = state.pop(name) if name in self._held else _empty(*self._others[name])
         return state
 
     def first_names(self, state: Mapping[str, Any]) -> dict[str, str]:
@@ -135,6 +143,21 @@ class Standing:
     def is_elsewhere(self, name: str) -> bool:
         """Whether a tensor lives at other stages only."""
         return name in self.holders and name not in self._held
+
+
+def _empty(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """A model's buffers, but for those that its state leaves out."""
+    left_out = {(module, name) for module in model.modules() for name in module._non_persistent_buffers_set}
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and (module, name) not in left_out
+    }
 
 
 def _check_whole_is_known(model: nn.Module) -> None:

@@ -18,16 +18,21 @@ from tulle.distribute import distribute, is_distributed
 from tulle.engine import broadcast_tensors
 from tulle.errors import ModelError
 from tulle.mesh import DEFAULT_TIMEOUT_S, Mesh, init
+from tulle.parts import whole_of
 from tulle.plan import PlanLike
 from tulle.sync import AUTO, WireDtype
 
 try:
     import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
     raise ImportError("tulle.integrations.lightning needs lightning: pip install 'tulle[lightning]'") from error
+
+_AVERAGES = (StochasticWeightAveraging, WeightAveraging)
+"""Callbacks that copy the module before it is distributed."""
 
 
 class TulleStrategy(DDPStrategy):
@@ -45,7 +50,8 @@ class TulleStrategy(DDPStrategy):
         timeout: After which a collective gives up.
 
     Raises:
-        ModelError: In `fit`, if the LightningModule was fitted before.
+        ModelError: In `fit`, if the LightningModule was fitted before, or is averaged by a callback of Lightning's
+            though processes have parts of it.
     """
 
     strategy_name = "tulle"
@@ -92,6 +98,7 @@ class TulleStrategy(DDPStrategy):
             )
         super().setup_optimizers(trainer)
         self._distribute(self._module, self.optimizers, self.mesh)
+        self._check_averages(trainer)
 
     def setup_precision_plugin(self) -> None:
         """Have gradients clipped by the norm of all, sparse ones too."""
@@ -112,6 +119,17 @@ class TulleStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """An optimizer's state as one process would have it, on rank 0. Every process must call it."""
         return full_optimizer_state_dict(self._module, getattr(optimizer, "_optimizer", optimizer))
+
+    def _check_averages(self, trainer: pl.Trainer) -> None:
+        """Refuse an average that has been made of the whole module, where a process has parts."""
+        parts = [name for name, parameter in self._module.named_parameters() if whole_of(parameter) is not None]
+        averages = [type(one).__name__ for one in trainer.callbacks if isinstance(one, _AVERAGES)]  # pyright: ignore[reportAttributeAccessIssue]
+        if parts and averages:
+            raise ModelError(
+                f"{averages[0]} averages whole parameters, and by this plan each process has a part of {parts[0]!r}: "
+                "average the parts by a callback of your own, made after setup (average.lerp_(parameter, 0.1) for each "
+                "of module.parameters()), or give a plan that leaves parameters whole"
+            )
 
     @contextmanager
     def _told(self) -> Iterator[None]:

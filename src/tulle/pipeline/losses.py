@@ -9,9 +9,14 @@ import torch
 from torch import Tensor
 
 
+def is_backward(function: Callable[..., Any]) -> bool:
+    """Whether a function of torch runs backward from losses."""
+    return function is Tensor.backward or function is torch.autograd.backward
+
+
 def scaled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], scale: float) -> Any:
     """Run what a mode of torch functions sees called; a backward, which has the losses first, from scaled ones."""
-    if function is not Tensor.backward and function is not torch.autograd.backward:
+    if not is_backward(function):
         return function(*args, **kwargs)
     losses, *rest = args
     begin = losses * scale if isinstance(losses, Tensor) else [loss * scale for loss in losses]

@@ -117,6 +117,8 @@ def _with(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, An
     if not isinstance(mapping, MutableMapping):
         return values
     made = copy.copy(mapping)
+    kept = getattr(made, "__dict__", {})  # one may keep its items in a dictionary, which its copy has, too
+    kept.update({name: copy.copy(one) for name, one in kept.items() if isinstance(one, dict)})
     for key, value in values.items():
         made[key] = value
     return made

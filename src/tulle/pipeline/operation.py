@@ -22,6 +22,7 @@ SETS_TRAINED = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ig
 """Operations that set whether a parameter is trained."""
 SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SETS_GRADIENT = Tensor.grad.__set__  # type: ignore[attr-defined]
+_HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
 @dataclass(slots=True)
@@ -123,7 +124,16 @@ def dealt_out(
 
 
 def check_asks(function: Callable[..., Any], args: Sequence[Any], placeholders: Sequence[Placeholder]) -> None:
-    """Refuse to ask for gradients that may lie on several ranks; those of a parameter are at its own."""
+    """Refuse to ask for gradients that may lie on several ranks; those of a parameter are at its own.
+
+    Hooks, too: those of a parameter would see other micro-batches, which run meanwhile.
+    """
+    if function in _HOOKS and args[0].requires_grad:
+        raise ModelError(
+            f"{function.__name__}() was called between modules of a pipeline, on a tensor of shape "
+            f"{list(args[0].shape)}: each rank has only a part of such gradients, and micro-batches share a "
+            "parameter's. Put hooks on parameters before the step, and on other tensors inside one module"
+        )
     is_refused = not placeholders and function == GRADIENT and args[0].is_leaf and args[0].requires_grad
     if is_refused or (function is torch.autograd.grad and placeholders):
         raise ModelError(

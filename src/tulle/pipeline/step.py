@@ -59,6 +59,7 @@ def step(
         PlanError: If there is no such schedule, no positive number of micro-batches, no dimension in `split`, or
             something else than a function.
         DataError: From the call, if the batch cannot be cut so.
+        GradientError: From the call, if replicas ran a backward in earlier micro-batches, but not in the last.
         CommunicationError: From the call, if another rank failed, or nothing came from it in time.
 
     Example:

@@ -26,7 +26,9 @@ from tulle.pipeline.plain import State, held_in, is_plain, set_state, state_of
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Give gradients, buffers, hooks and attributes of modules back as they were, and what is in these; not parameters.
+    """Give gradients, buffers, hooks and attributes of modules back as they were, and what is in these.
+
+    The same parameters are registered as before; what was written in them stays.
 
     Args:
         model: Whose gradients are None within.
@@ -45,9 +47,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def undoing(model: nn.Module) -> Callable[[], None]:
-    """What gives buffers and attributes of modules back as they are now."""
+    """What gives what is registered in modules, buffers' numbers, and attributes back as they are now."""
     buffers = [give for buffer in model.buffers() if (give := _numbers(buffer)) is not None]
-    attributes = [(module, _kept(module), dict(module._buffers)) for module in model.modules()]
+    attributes = [(module, _kept(module), _registered(module)) for module in model.modules()]
     contents: list[Callable[[], object]] = []
     seen = set[int]()
     for _, kept, _ in attributes:
@@ -55,11 +57,13 @@ def undoing(model: nn.Module) -> Callable[[], None]:
             _note_contents(value, contents, seen)
 
     def undo() -> None:
-        for module, kept, own in attributes:
+        for module, kept, registered in attributes:
             for name in own_attributes(module).keys() - kept.keys():
                 del vars(module)[name]
             vars(module).update(kept)
-            module._buffers.update(own)
+            for names, before in registered:
+                names.clear()
+                names.update(before)
         for give in contents:
             give()
         for give in buffers:
@@ -71,6 +75,11 @@ def undoing(model: nn.Module) -> Callable[[], None]:
 def _kept(module: nn.Module) -> dict[str, Any]:
     """A module's own attributes; of iterators copies, for these cannot be put back."""
     return {name: _unmoved(value) for name, value in own_attributes(module).items()}
+
+
+def _registered(module: nn.Module) -> list[tuple[Any, Any]]:
+    """What a module has registered, and copies of that."""
+    return [(one, one.copy()) for one in (module._parameters, module._buffers, module._non_persistent_buffers_set)]
 
 
 def _unmoved(value: Any) -> Any:
