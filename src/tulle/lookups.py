@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tulle.parts import unwrapped
 from tulle.tables import TableModule, split_of, table_of
-from tulle.torch_functions import unwrapped
 
 
 def explain_lookups(model: nn.Module, rank: int) -> None:

@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 from tulle.deferred import give, materialize
 from tulle.engine import SplitTable
 from tulle.errors import PlanError
-from tulle.gathered import refuse_to_checkpoint
 from tulle.mesh import Axis
-from tulle.parts import WHOSE
+from tulle.parts import WHOSE, load_part, refuse_to_checkpoint
 from tulle.softmax import SoftmaxLayer
 from tulle.tables import (
     PLACEMENTS,
@@ -30,7 +29,6 @@ from tulle.tables import (
     table_modules,
 )
 from tulle.traits import ELEMENTWISE, hold
-from tulle.wholes import load_part
 
 logger = logging.getLogger("tulle")
 

@@ -22,6 +22,7 @@ from torch.nn.utils import get_total_norm
 from tulle.clip.total import norm_over_ranks
 from tulle.comm import all_reduce
 from tulle.errors import GradientError
+from tulle.parts import taken_together
 from tulle.spread import Spread, spread_of
 from tulle.tables import ShardGradient
 from tulle.tables.gradient import (
@@ -33,7 +34,6 @@ from tulle.tables.gradient import (
     order_of_norms,
     over_ranks,
 )
-from tulle.torch_functions import taken_together
 
 
 @dataclass(frozen=True, slots=True, eq=False)

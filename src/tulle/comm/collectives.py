@@ -9,7 +9,7 @@ from torch import Tensor
 from tulle.comm.parts import AT_ONCE_BYTES, all_gather_parts
 from tulle.comm.pending import Deferred, Exchange, Label, Pending, done, translated
 from tulle.mesh import Axis
-from tulle.reductions import Reduction
+from tulle.parts import Reduction
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

@@ -8,7 +8,7 @@ from tulle.comm.collectives import all_reduce
 from tulle.comm.differentiable import leave
 from tulle.comm.monitored_barrier import monitored_barrier
 from tulle.mesh import Axis
-from tulle.reductions import Reduction
+from tulle.parts import Reduction
 
 
 def number_of_all(number: Tensor, op: Reduction, axis: Axis, name: str) -> Tensor:

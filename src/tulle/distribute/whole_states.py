@@ -16,10 +16,9 @@ from tulle.distribute.axes import Axes
 from tulle.distribute.held import Held
 from tulle.engine import engine_of
 from tulle.errors import CheckpointError
-from tulle.gathered import refuse_to_checkpoint
 from tulle.memory import named_shards
 from tulle.mesh import Axis
-from tulle.parts import WHOSE
+from tulle.parts import WHOSE, refuse_to_checkpoint
 from tulle.tables import split_of
 from tulle.tensor_parallel import placements
 from tulle.traits import has_hooks

@@ -45,8 +45,8 @@ from tulle.engine.ties import Tie
 from tulle.engine.weighing import check_weighed
 from tulle.errors import GradientError
 from tulle.mesh import Axis
+from tulle.parts import unwrapped
 from tulle.tables import TableModule, table_modules, table_of
-from tulle.torch_functions import unwrapped
 from tulle.traits import attribute_of
 
 ENGINE = "_tulle_engine"

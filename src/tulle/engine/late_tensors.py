@@ -17,9 +17,8 @@ from torch._guards import CompileContext
 from torch.utils._pytree import tree_leaves
 
 from tulle.errors import PlanError
-from tulle.parts import OF_NO_VALUES, Part
+from tulle.parts import OF_NO_VALUES, Part, taken_together
 from tulle.tables import ShardGradient
-from tulle.torch_functions import taken_together
 
 COMPILED = (
     "torch.compile was given a model, or an optimizer, whose plan has updates wait until parameters are read, which "

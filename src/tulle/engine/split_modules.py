@@ -19,9 +19,8 @@ from tulle.derived import derived
 from tulle.engine.lookup_gradients import pooled
 from tulle.engine.split_tables import SplitTables
 from tulle.errors import ModelError
+from tulle.parts import is_transformed, read_by
 from tulle.tables import ColumnSplit, Lookup, Split, TableModule, has_own_forward, split_of
-from tulle.torch_functions import is_transformed
-from tulle.wholes import read_by
 
 _RUN_TIME = "_tulle_split_tables"
 _autograd: Any = vars(torch._C)["_autograd"]

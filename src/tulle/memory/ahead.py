@@ -34,7 +34,7 @@ from tulle.memory.execution_order import ExecutionOrder, Sent
 from tulle.memory.shard import Shard
 from tulle.memory.unit import Unit
 from tulle.mesh import Axis
-from tulle.reductions import Reduction
+from tulle.parts import Reduction
 
 FORWARD, EVALUATING, BACKWARD = "forward", "evaluating", "backward"
 """What a unit is gathered for."""

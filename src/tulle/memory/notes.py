@@ -18,7 +18,7 @@ from tulle.comm import untraced
 from tulle.errors import GradientError, ModelError
 from tulle.memory.ahead import BACKWARD, Ahead
 from tulle.memory.unit import Unit
-from tulle.torch_functions import refuses_saved_hooks
+from tulle.parts import refuses_saved_hooks
 
 _autograd: Any = vars(torch._C)["_autograd"]
 

@@ -36,7 +36,7 @@ from tulle.memory.shard import Shard
 from tulle.memory.unit import Unit
 from tulle.memory.whole_states import cut_in_place
 from tulle.mesh import Axis
-from tulle.torch_functions import is_transformed
+from tulle.parts import is_transformed
 from tulle.traits import makes_weights
 
 logger = logging.getLogger("tulle")

@@ -14,14 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from tulle.comm import weighed
-from tulle.gathered import write_through
 from tulle.memory.ahead import ahead_of
 from tulle.memory.shard import Shard, mark, shard_of
 from tulle.mesh import Axis
-from tulle.parts import guard
-from tulle.reductions import Reduction
+from tulle.parts import Reduction, guard, load_part, write_through
 from tulle.traits import hold
-from tulle.wholes import load_part
 
 _SHARDS = "_tulle_shards"
 """The attribute by which a module holds how its own parameters are cut."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from tulle import comm
 from tulle.comm import Deferred
 from tulle.mesh import Axis, Mesh
+from tulle.parts import Reduction
 from tulle.process_groups import new_group
-from tulle.reductions import Reduction
 
 GatherBackward = Literal["slice", "reduce_scatter"]
 

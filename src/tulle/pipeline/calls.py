@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from tulle.parts import is_transformed
 from tulle.pipeline.hooks import hears_gradients, is_hooked
 from tulle.pipeline.placeholder import is_about_shape
 from tulle.pipeline.recompute import intercept_functions, is_within_function
 from tulle.pipeline.trial import trial
 from tulle.pipeline.unfit import kinds_of, refuse_replaced
-from tulle.torch_functions import is_transformed
 from tulle.traits import is_compiled
 
 

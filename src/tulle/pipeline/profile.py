@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from tulle.comm import alone
 from tulle.live import LiveBytes, looking_at_saved
 from tulle.mesh import Axis
+from tulle.parts import refuses_saved_hooks
 from tulle.pipeline.attributes import own_attributes
 from tulle.pipeline.calls import Calls, pieces_of, watch
 from tulle.pipeline.carried import state_within
@@ -42,7 +43,6 @@ from tulle.pipeline.unfit import refuse_scripted, refuse_sending
 from tulle.pipeline.untouched import untouched
 from tulle.pipeline.values import Values
 from tulle.pipeline.written import written_back
-from tulle.torch_functions import refuses_saved_hooks
 
 PIECES_PER_STAGE = 8
 """A module that takes more than this part of a stage's share is cut further, if it can be."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tulle.parts import unwrapped
 from tulle.pipeline.structure import flatten
-from tulle.torch_functions import unwrapped
 
 _WRITES = {"__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__"}
 

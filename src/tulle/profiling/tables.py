@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from tulle.parts import LOOKUPS, rows_by_number
 from tulle.pipeline.placeholder import is_about_shape
 from tulle.pipeline.profile import as_call
 from tulle.pipeline.randomness import State
@@ -22,7 +23,6 @@ from tulle.pipeline.untouched import untouched
 from tulle.pipeline.written import written_back
 from tulle.softmax import SoftmaxLayer
 from tulle.tables import TableModule, has_own_forward, table_modules
-from tulle.torch_functions import LOOKUPS, rows_by_number
 
 
 def trained_tables(model: nn.Module) -> dict[str, TableModule]:

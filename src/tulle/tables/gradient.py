@@ -19,26 +19,37 @@ from torch import Tensor
 
 from tulle.comm import all_reduce
 from tulle.errors import GradientError
-from tulle.extents import ALIKE, BY_ROW, JOINED, Extent, extent_of_joined, held_alone, made_of, picks
 from tulle.mesh import Axis
-from tulle.parts import make_gradients_by, meets_parts
-from tulle.reductions import Reduction, Together, norm_of_whole, number_of_whole
-from tulle.torch_functions import (
+from tulle.parts import (
+    ALIKE,
+    BY_ROW,
     DRAWS,
     EACH_BY_ITSELF,
+    JOINED,
     LEAVES_TORCH,
     LIKE,
     ONE_NUMBER_OF_EACH,
     PLAIN,
     PRODUCTS,
     REDUCED,
+    Extent,
+    Reduction,
+    Together,
+    Whole,
+    extent_of_joined,
     goes_along,
+    held_alone,
+    made_of,
+    make_gradients_by,
+    meets_parts,
     mixes,
     name_of,
+    norm_of_whole,
+    number_of_whole,
+    picks,
     taken_together,
     tensors_in,
 )
-from tulle.wholes import Whole
 
 FOREACH_NORM = vars(torch)["_foreach_norm"]
 UNSCALE = vars(torch)["_amp_foreach_non_finite_check_and_unscale_"]

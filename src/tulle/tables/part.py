@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from tulle.comm import number_of_all, weighed
 from tulle.mesh import Axis
-from tulle.parts import guard
-from tulle.reductions import Reduction
+from tulle.parts import Reduction, guard
 from tulle.tables.gradient import ShardGradient
 from tulle.tables.placements import placement_of
 from tulle.tables.split import RowSplit, Split, mark

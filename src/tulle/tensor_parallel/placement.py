@@ -21,11 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from tulle.comm import enter, gather, number_of_all
-from tulle.gathered import write_through
 from tulle.mesh import Axis
-from tulle.parts import guard, whole_of
-from tulle.reductions import Reduction
-from tulle.wholes import Whole, load_part
+from tulle.parts import Reduction, Whole, guard, load_part, whole_of, write_through
 
 _PLACEMENTS = "_tulle_placements"
 """The attribute by which a module holds the placements of its own parameters."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tulle.extents import Extent
-from tulle.reductions import Reduction
-from tulle.torch_functions import LOOKUPS, rows_by_number
+from tulle.parts.extents import Extent
+from tulle.parts.reductions import Reduction
+from tulle.parts.torch_functions import LOOKUPS, rows_by_number
 
 _SHAPES = {vars(torch._C.TensorBase)["shape"].__get__, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement}
 OF_ROWS = LOOKUPS | _SHAPES | {Tensor.__getitem__, Tensor.index_select, torch.index_select}

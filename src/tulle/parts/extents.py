@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tulle.torch_functions import REDUCED, at_places, dims_of, name_of
+from tulle.parts.torch_functions import REDUCED, at_places, dims_of, name_of
 
 LAID_OUT = {"view", "reshape", "flatten", "ravel"}
 """Names of what gives the same numbers in another shape."""

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tulle.errors import ModelError
-from tulle.extents import ALIKE, JOINED, extent_of_joined, held_alone, made_of, picks
-from tulle.reductions import Together, has_gradient_of_parts, number_of_whole
-from tulle.torch_functions import (
+from tulle.parts.extents import ALIKE, JOINED, extent_of_joined, held_alone, made_of, picks
+from tulle.parts.reductions import Together, has_gradient_of_parts, number_of_whole
+from tulle.parts.torch_functions import (
     DRAWS,
     EACH_BY_ITSELF,
     LEAVES_TORCH,
@@ -45,7 +45,7 @@ from tulle.torch_functions import (
     name_of,
     tensors_in,
 )
-from tulle.wholes import OF_ROWS, Became, Whole, answer_of_whole, extent_of_whole
+from tulle.parts.wholes import OF_ROWS, Became, Whole, answer_of_whole, extent_of_whole
 
 T = TypeVar("T", bound=Tensor)
 Function = Callable[..., Any]

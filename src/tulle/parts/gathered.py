@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tulle.errors import CheckpointError
-from tulle.parts import meets_parts
-from tulle.torch_functions import tensors_in
+from tulle.parts.part import meets_parts
+from tulle.parts.torch_functions import tensors_in
 
 
 @meets_parts
