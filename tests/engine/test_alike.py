@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import tulle
@@ -114,3 +114,32 @@ def test_what_ranks_have_differently_between_steps_is_left_alone():
     theirs = copy.deepcopy(model)
     torch.distributed.broadcast(theirs[0].weight.data, src=0)
     assert torch.equal(theirs[0].weight, model[0].weight)
+
+
+class Relative(Optimizer):
+    """Has no rate but one that it chooses by the number of the step, as Adafactor may."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {"lr": None})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for parameter in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            self.state[parameter]["step"] = step = self.state[parameter].get("step", 0) + 1
+            parameter.add_(parameter.grad, alpha=-0.1 / step)
+
+
+@on_ranks(2)
+def test_an_optimizer_without_a_rate_steps_and_is_profiled():
+    mesh, model, reference = tulle.init(data=-1), model_of(), model_of()
+    x = torch.arange(24.0).view(6, 4) / 24
+    optimizer, alone = Relative(model.parameters()), Relative(reference.parameters())
+    assert tulle.profile(model, optimizer, x, mesh).step_s > 0
+    model, optimizer = tulle.distribute(model, optimizer, mesh)
+    for _ in range(3):
+        model(x[mesh.rank :: 2]).pow(2).mean().backward()
+        reference(x).pow(2).mean().backward()
+        for one in (optimizer, alone):
+            one.step()
+            one.zero_grad()
+    torch.testing.assert_close(model.state_dict(), reference.state_dict())

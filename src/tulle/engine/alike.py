@@ -67,7 +67,7 @@ class Alike:
             return
         if step != self._step:
             self._step, self._seen = step, {}
-            self._rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
+            self._rates = [float(rate) for group in optimizer.param_groups if (rate := group.get("lr")) is not None]
         for parameter in parameters:
             place = self._places.get(id(parameter))
             if place is not None and place not in self._seen and not is_late(parameter):

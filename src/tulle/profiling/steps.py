@@ -76,7 +76,7 @@ class Twin:
         for one, optimizer in zip(stepping, optimizers, strict=True):
             _complete(one, optimizer, memo)
             for group in one.param_groups:
-                if "lr" in group:
+                if group.get("lr") is not None:  # some choose it themselves (Adafactor's relative steps)
                     group["lr"] = 0 * group["lr"]
         fit_optimizers([*tables.values()], stepping)
         twin = Twin(copied, stepping, samples, loss, device, [*tables.values()])
