@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -14,6 +12,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Std
 
 from tulle import __version__
+from tulle.allowance import cores
 from tulle.cli.rank import write_json
 from tulle.environment import RUN_DIR
 from tulle.profiling import PROFILE
@@ -131,7 +130,7 @@ class RunFolder(LogsSpecs):
             "command": self._description.command,
             "processes": self.processes,
             "hosts": self._description.hosts,
-            "cores": available_cores(),
+            "cores": cores(),
         }
         write_json(self.path / "run.json", description)
 
@@ -165,8 +164,3 @@ def made_free(path: Path) -> Path:
         except FileExistsError:
             number += 1
             free = path.with_name(f"{path.name}-{number}")
-
-
-def available_cores() -> int:
-    """Number of processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

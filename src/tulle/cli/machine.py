@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from contextlib import suppress
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tulle import __version__
-from tulle.cli.folder import available_cores
+from tulle.allowance import cores, memory_bytes
 from tulle.report import quantity
 
 _OLDEST_PYTHON = (3, 11)
@@ -67,8 +66,8 @@ def devices() -> Devices:
     """Processor, cores that may be used, memory, and GPUs by name."""
     return {
         "cpu": _cpu_model(),
-        "cores": available_cores(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "cores": cores(),
+        "memory_bytes": memory_bytes(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
     }
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from tulle.allowance import cores
 from tulle.cli.console import console
 from tulle.cli.failures import Cause, Failure, collect, describe, forget_interrupted, signal_name
 from tulle.cli.finish import Finished, finish, summary_table
-from tulle.cli.folder import Description, RunFolder, available_cores, default_path, made_free
+from tulle.cli.folder import Description, RunFolder, default_path, made_free
 from tulle.cli.hosts import parse_hosts
 from tulle.cli.launch import Outcome, launch, launch_config, machines, place_on_hosts, rank_arguments
 from tulle.cli.live import LiveView, PlainView
@@ -110,11 +111,11 @@ def start(torchrun: Namespace, folder: RunFolder, view: Callable[[], View], *, n
         view: Makes the view, once the notes before it are printed.
         notes: Where to say what was chosen.
     """
-    processes, cores = int(torchrun.nproc_per_node), available_cores()
+    processes, own = int(torchrun.nproc_per_node), cores()
     if "OMP_NUM_THREADS" not in os.environ:
-        threads = max(1, cores // processes)
+        threads = max(1, own // processes)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # torchrun hands it on
-        here = f"{quantity.plural(processes, 'process')} on {quantity.plural(cores, 'core')}"
+        here = f"{quantity.plural(processes, 'process')} on {quantity.plural(own, 'core')}"
         notes.print(Text(f"[tulle] {here}: OMP_NUM_THREADS={threads} (set it to choose yourself)"))
     config = launch_config(torchrun, folder)
     with Watcher(folder, view()):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from tulle.allowance import cores
 from tulle.comm import gather_values, probe
 from tulle.deferred import is_deferred
 from tulle.distribute.axes import DATA, MODEL, PIPE, Axes
@@ -124,7 +125,7 @@ def _key(wanted: Wanted, axes: Axes) -> str:
         "sample": round(math.log2(max(1, size_of(wanted.sample)))),
         "mesh": None if wanted.is_free else [*wanted.mesh.shape.items()],
         "hosts": [*axes.whole.hosts],
-        "device": [str(wanted.mesh.device.type), platform.machine(), platform.processor(), os.cpu_count()],
+        "device": [str(wanted.mesh.device.type), platform.machine(), platform.processor(), cores()],
         # In powers of four: the same network is not measured alike twice.
         "network": round(math.log(network.bandwidth_bytes_per_s, 4)) if axes.whole.size > 1 else None,
     }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import torch
 
+from tulle.allowance import memory_bytes as allowed_bytes
 from tulle.comm import probe
 from tulle.cost import Network
 from tulle.mesh import Axis
@@ -71,4 +71,4 @@ def memory_bytes(axis: Axis) -> int:
     if axis.device.type == "cuda":
         return torch.cuda.get_device_properties(axis.device).total_memory
     hosts = axis.hosts or axis.ranks
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // hosts.count(hosts[axis.rank])
+    return allowed_bytes() // hosts.count(hosts[axis.rank])
