@@ -39,6 +39,19 @@ class Clamped(nn.Module):
         return torch.tanh(x @ self.weight)
 
 
+class Replaced(nn.Module):
+    """Gives its parameter other memory, so that what it computes then may lie where the parameter lay."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        self.weight.data = self.weight.data.clamp(-0.3, 0.3)
+        hidden = torch.tanh(x)
+        return torch.tanh((hidden * hidden.sin() * 1.5) @ self.weight)
+
+
 class Attending(nn.Module):
     """Reads the parameters of modules in it without calling them."""
 
@@ -66,6 +79,7 @@ KINDS = {
     "recomputed": (lambda: nn.Sequential(nn.Linear(6, 6), Recomputing(False), Recomputing(False)), whole),
     "recomputed by reentry": (lambda: nn.Sequential(nn.Linear(6, 6), Recomputing(True), Recomputing(True)), whole),
     "written": (lambda: nn.Sequential(Clamped(), Clamped()), whole),
+    "given other memory": (lambda: nn.Sequential(Replaced(), Replaced()), whole),
     "called in parts": (Attending, in_parts),
 }
 
