@@ -1,6 +1,7 @@
 """Parameters that are shared out over axis `data` train to the numbers of one process, along any other axes."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -238,3 +239,31 @@ def test_shared_blocks_and_weights_of_any_type_are_one_process(recomputed):
         return tulle.full_state_dict(model, everywhere=True)
 
     assert worst_difference(trained(tulle.init(data=-1)), trained()) < 1e-12
+
+
+def norms_after_a_step_that_failed(model, optimizer, x, monkeypatch):
+    """Of a parameter and of its gradient, where the step that should use it ends in an error."""
+
+    def fail(*_, **__):
+        raise FloatingPointError
+
+    model(x).pow(2).mean().backward()
+    monkeypatch.setattr(sys.modules[type(optimizer).__module__], type(optimizer).__name__.lower(), fail)
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    parameter = next(model.parameters())
+    return torch.stack([parameter.norm(), parameter.grad.norm()]).detach()
+
+
+@on_ranks(2)
+def test_after_a_step_that_failed_norms_are_those_of_the_whole(monkeypatch):
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+        return model, torch.optim.Adam(model.parameters())
+
+    mesh, x = tulle.init(data=-1), torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = norms_after_a_step_that_failed(*made(), x, monkeypatch)
+    model, optimizer = tulle.distribute(*made(), mesh, plan=Plan({"data": 2}, memory=FULL))
+    found = norms_after_a_step_that_failed(model, optimizer, x.chunk(2)[mesh.rank], monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
