@@ -267,3 +267,26 @@ def test_after_a_step_that_failed_norms_are_those_of_the_whole(monkeypatch):
     model, optimizer = tulle.distribute(*made(), mesh, plan=Plan({"data": 2}, memory=FULL))
     found = norms_after_a_step_that_failed(model, optimizer, x.chunk(2)[mesh.rank], monkeypatch)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def numbers_of_halves(model, x):
+    """Gradients near the largest number of half precision, and what is made of all numbers of a parameter."""
+    (model(x).sum(1).mean() * 40_000).backward()
+    weight = model.weight
+    numbers = [weight.mean(), weight.norm(), weight.norm(3), weight.std(), weight.grad.norm() / weight.grad.max()]
+    return [number.item() for number in [*numbers, weight.grad.max(), model.bias.grad.min()]]
+
+
+@on_ranks(2)
+def test_what_fits_half_precision_does_so_where_it_is_shared_out():
+    def made():
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64, dtype=torch.float16)
+        with torch.no_grad():
+            model.weight.mul_(100).add_(20)
+        return model, torch.optim.SGD(model.parameters())
+
+    mesh, x = tulle.init(data=-1), torch.full((2, 64), 0.01, dtype=torch.float16)
+    expected = numbers_of_halves(made()[0], x)
+    model, _ = tulle.distribute(*made(), mesh, plan=Plan({"data": 2}, memory=FULL))
+    assert numbers_of_halves(model, x.chunk(2)[mesh.rank]) == pytest.approx(expected, rel=2e-3)
