@@ -2,9 +2,10 @@
 
 from functools import partial
 
+import pytest
 import torch
 
-from tulle.step_hooks import hook_last
+from tulle.step_hooks import hook_failed, hook_last
 
 
 def test_ours_come_after_those_of_others_and_hear_of_later_ones():
@@ -27,3 +28,25 @@ def test_ours_come_after_those_of_others_and_hear_of_later_ones():
     called.clear()
     optimizer.step()
     assert called == ["between", "late", "first, 0 behind", "second, 0 behind"]
+
+
+@pytest.mark.parametrize("error", [FloatingPointError, KeyboardInterrupt])
+def test_what_hooks_did_is_undone_where_a_step_fails_and_schedulers_count_the_others(error):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    undone: list[str] = []
+    hook_failed(optimizer, partial(undone.append, "first"))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    hook_failed(optimizer, partial(undone.append, "second"))
+
+    def fail(*_):
+        raise error
+
+    hook = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(error):
+        optimizer.step()
+    assert undone == ["first", "second"]
+    hook.remove()
+    optimizer.step()
+    scheduler.step()
+    assert undone == ["first", "second"]
+    assert scheduler.get_last_lr() == [0.05]

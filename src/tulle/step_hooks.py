@@ -1,4 +1,4 @@
-"""`hook_last`: hooks before an optimizer's step that come after those of others, whenever these were registered.
+"""`hook_last`: hooks before a step of an optimizer that come after those of others; `hook_failed`: of one that fails.
 
 Hooks of others are to see gradients as a user knows them. One that was registered since the last step comes after ours
 in the next: ours are told so then, and stand behind it from the step after that on.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import wraps
 from itertools import takewhile
+from types import MethodType
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -40,3 +42,31 @@ def _put_last(optimizer: Optimizer, *_: object) -> None:
     hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
     for number in _numbers[optimizer]:
         hooks.move_to_end(number)
+
+
+def hook_failed(optimizer: Optimizer, undo: Callable[[], object]) -> None:
+    """Have what hooks before a step did undone where the step ends in an error: torch's hooks after it do not run then.
+
+    Who catches the error goes on with the optimizer as it was: zeroes gradients, takes their norm, saves its state.
+
+    Example:
+        >>> import torch
+        >>> from contextlib import suppress
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+        >>> hook_failed(optimizer, lambda: print("undone"))
+        >>> _ = optimizer.register_step_pre_hook(lambda *_: [].pop())
+        >>> with suppress(IndexError):
+        ...     optimizer.step()
+        undone
+    """
+    step = optimizer.step
+
+    @wraps(step)
+    def stepped(_: Optimizer, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            return step(*arguments, **keywords)
+        except BaseException:  # an interrupt, too
+            undo()
+            raise
+
+    optimizer.step = MethodType(stepped, optimizer)

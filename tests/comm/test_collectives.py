@@ -34,6 +34,17 @@ def test_all_reduce_reduces_in_place(op, reduce, dtype):
     assert counted("here") == (round(2 * (n - 1) / n * 4 * dtype.itemsize), 2 * (n - 1))
 
 
+@on_ranks(3)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_largest_and_the_smallest_are_those_of_torch_whoever_has_none(dtype):
+    axis = tulle.init(data=-1)["data"]
+    nan, inf = float("nan"), float("inf")
+    parts = torch.tensor([[nan, 1, 2, -inf, -0.5], [0, nan, -7, inf, -3], [1, 2, -nan, 5, -2]], dtype=dtype)
+    for op, reduce in (("max", torch.amax), ("min", torch.amin)):
+        found = comm.all_reduce(parts[axis.rank].clone(), axis, label="here", op=op).wait()
+        torch.testing.assert_close(found, reduce(parts, 0), rtol=0, atol=0, equal_nan=True)
+
+
 @on_ranks(2)
 def test_short_integers_which_no_backend_reduces_are_reduced():
     axis = tulle.init(data=-1)["data"]

@@ -33,7 +33,13 @@ def zeros(rows: int, width: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(rows, width, dtype=dtype).zero_()
 
 
-FILLS = [embedding, embedding_drawn_anew, scaled, with_rows_set, zeros]
+def drawn_in_another_shape(rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    made = torch.randn(rows * width, dtype=dtype).view(rows, width)
+    init.uniform_(made.view(-1), 1.0, 3.0)
+    return made
+
+
+FILLS = [embedding, embedding_drawn_anew, scaled, with_rows_set, zeros, drawn_in_another_shape]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

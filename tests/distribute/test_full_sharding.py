@@ -1,6 +1,7 @@
 """Parameters that are shared out over axis `data` train to the numbers of one process, along any other axes."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -238,3 +239,54 @@ def test_shared_blocks_and_weights_of_any_type_are_one_process(recomputed):
         return tulle.full_state_dict(model, everywhere=True)
 
     assert worst_difference(trained(tulle.init(data=-1)), trained()) < 1e-12
+
+
+def norms_after_a_step_that_failed(model, optimizer, x, monkeypatch):
+    """Of a parameter and of its gradient, where the step that should use it ends in an error."""
+
+    def fail(*_, **__):
+        raise FloatingPointError
+
+    model(x).pow(2).mean().backward()
+    monkeypatch.setattr(sys.modules[type(optimizer).__module__], type(optimizer).__name__.lower(), fail)
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    parameter = next(model.parameters())
+    return torch.stack([parameter.norm(), parameter.grad.norm()]).detach()
+
+
+@on_ranks(2)
+def test_after_a_step_that_failed_norms_are_those_of_the_whole(monkeypatch):
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+        return model, torch.optim.Adam(model.parameters())
+
+    mesh, x = tulle.init(data=-1), torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected = norms_after_a_step_that_failed(*made(), x, monkeypatch)
+    model, optimizer = tulle.distribute(*made(), mesh, plan=Plan({"data": 2}, memory=FULL))
+    found = norms_after_a_step_that_failed(model, optimizer, x.chunk(2)[mesh.rank], monkeypatch)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def numbers_of_halves(model, x):
+    """Gradients near the largest number of half precision, and what is made of all numbers of a parameter."""
+    (model(x).sum(1).mean() * 40_000).backward()
+    weight = model.weight
+    numbers = [weight.mean(), weight.norm(), weight.norm(3), weight.std(), weight.grad.norm() / weight.grad.max()]
+    return [number.item() for number in [*numbers, weight.grad.max(), model.bias.grad.min()]]
+
+
+@on_ranks(2)
+def test_what_fits_half_precision_does_so_where_it_is_shared_out():
+    def made():
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64, dtype=torch.float16)
+        with torch.no_grad():
+            model.weight.mul_(100).add_(20)
+        return model, torch.optim.SGD(model.parameters())
+
+    mesh, x = tulle.init(data=-1), torch.full((2, 64), 0.01, dtype=torch.float16)
+    expected = numbers_of_halves(made()[0], x)
+    model, _ = tulle.distribute(*made(), mesh, plan=Plan({"data": 2}, memory=FULL))
+    assert numbers_of_halves(model, x.chunk(2)[mesh.rank]) == pytest.approx(expected, rel=2e-3)

@@ -39,6 +39,19 @@ class Clamped(nn.Module):
         return torch.tanh(x @ self.weight)
 
 
+class Replaced(nn.Module):
+    """Gives its parameter other memory, so that what it computes then may lie where the parameter lay."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        self.weight.data = self.weight.data.clamp(-0.3, 0.3)
+        hidden = torch.tanh(x)
+        return torch.tanh((hidden * hidden.sin() * 1.5) @ self.weight)
+
+
 class Attending(nn.Module):
     """Reads the parameters of modules in it without calling them."""
 
@@ -66,6 +79,7 @@ KINDS = {
     "recomputed": (lambda: nn.Sequential(nn.Linear(6, 6), Recomputing(False), Recomputing(False)), whole),
     "recomputed by reentry": (lambda: nn.Sequential(nn.Linear(6, 6), Recomputing(True), Recomputing(True)), whole),
     "written": (lambda: nn.Sequential(Clamped(), Clamped()), whole),
+    "given other memory": (lambda: nn.Sequential(Replaced(), Replaced()), whole),
     "called in parts": (Attending, in_parts),
 }
 
@@ -123,10 +137,36 @@ def test_transforms_take_wholes_and_say_so(units):
         assert torch.allclose(transform(partial(functional_call, model, wholes))(x), expected)
     with pytest.raises(ModelError, match=r"this rank's part, \[4, 6\], for 'weight' of .* the whole, \[8, 6\]: give"):
         functional_call(model, parts, (x,))
+    for some in ("0.weight", "0.bias"):
+        with pytest.raises(ModelError, match=r"given some of the parameters of .* and not others, but full_shard gath"):
+            functional_call(model, {some: wholes[some]}, (x,))
     jacobian = jacrev(lambda wholes: functional_call(model, wholes, (x,)))(wholes)
     assert torch.allclose(
         jacobian["2.weight"], jacrev(lambda one: functional_call(plain, one, (x,)))(wholes)["2.weight"]
     )
+
+
+@on_ranks(2)
+def test_a_backward_after_one_that_failed_counts_gradients_once():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double()
+    share_out(model, tulle.init(data=-1)["data"], ["", "0", "1"])
+    x = torch.ones(4, 6, dtype=torch.float64)
+    for _ in range(2):
+        expected = torch.autograd.grad(model(x).sum(), [*model.parameters()])
+    hidden = []
+    model[1].register_forward_pre_hook(lambda _, arguments: hidden.extend(arguments))
+    loss = model(x).sum()
+
+    def fail(_):
+        raise FloatingPointError
+
+    hook = hidden[0].register_hook(fail)
+    with pytest.raises(FloatingPointError):
+        loss.backward(retain_graph=True)
+    hook.remove()
+    found = torch.autograd.grad(loss, [*model.parameters()])
+    torch.testing.assert_close(found, expected)
 
 
 class Force(nn.Module):

@@ -44,6 +44,21 @@ def test_what_two_operations_save_moves_once_and_parameters_stay():
     assert moved[16] == 2 * moved[8]  # nothing that does not grow with the batch
 
 
+class Conjugating(nn.Module):
+    """Saves one memory twice, the second time with the other sign."""
+
+    def forward(self, x):
+        numbers = torch.complex(x, x.sin())
+        return numbers.imag * x.cos() + numbers.conj().imag.exp() * numbers.conj().imag
+
+
+def test_one_memory_that_is_saved_with_either_sign_comes_back_so():
+    model, x = nn.Sequential(Conjugating()), torch.randn(5, dtype=torch.double, requires_grad=True)
+    expected = torch.autograd.grad(model(x).sum(), x)
+    offload(model, ["0"], smallest_bytes=0)
+    assert torch.equal(*torch.autograd.grad(model(x).sum(), x), *expected)
+
+
 def test_calls_let_go_of_what_they_saved_when_the_graph_goes():
     model = layers()
     offloading = offload(model, NAMES, smallest_bytes=0)

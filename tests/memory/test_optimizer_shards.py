@@ -239,6 +239,28 @@ def test_after_a_step_that_failed_in_the_middle_training_goes_on_as_in_one_proce
 
 
 @on_ranks(2)
+def test_after_a_step_that_is_refused_gradients_are_zeroed_and_the_state_is_that_of_one_process():
+    def refuse(*_):
+        raise FloatingPointError("not finite, say")
+
+    def train_past(model, optimizer, place=None):
+        train(model, optimizer, place, steps=[0])
+        hook = optimizer.register_step_pre_hook(refuse)
+        with pytest.raises(FloatingPointError):
+            train(model, optimizer, place, steps=[1])
+        hook.remove()
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer.zero_grad()
+        train(model, optimizer, place, steps=[2])
+        return dict(model.state_dict()) | state["state"]
+
+    mesh = tulle.init(data=-1)
+    model, optimizer = tulle.distribute(*make("Adam"), mesh)
+    shard_optimizer(optimizer, mesh["data"])
+    assert difference(train_past(model, optimizer, mesh["data"]), train_past(*make("Adam"))) < 1e-12
+
+
+@on_ranks(2)
 def test_the_comparison_can_fail_where_stepped_parts_do_not_travel():
     mesh = tulle.init(data=-1)
     reference, expected = make("Adam")

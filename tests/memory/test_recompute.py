@@ -100,10 +100,14 @@ class Counting(nn.Module):
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("factor", torch.ones(()))
         self.register_buffer("mask", torch.ones(4))
+        self.register_buffer("late", torch.ones(()))
         self.register_buffer("nothing", None)
 
     def forward(self, x):
         self.factor.mul_(1.5)
+        if self.factor > 3.0:  # in the third call
+            self.late.mul_(0.5)
+            x = x * self.late.clone()
         return self.norm(x * self.mask) * self.factor.clone()
 
 

@@ -277,3 +277,18 @@ def test_a_layer_that_gives_all_features_says_how_many():
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5))
     tensor_parallel.apply(model, tulle.init(model=2)["model"], select=["2"])
     assert model(torch.ones(1, 4)).shape == (1, model[2].out_features) == (1, 5)
+
+
+@on_ranks(2)
+def test_norms_of_gradients_in_half_precision_are_as_large_as_these_may_be():
+    def clipped(axis=None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).half()
+        if axis is not None:
+            tensor_parallel.apply(model, axis, select={"0": "column", "1": "row"})
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 100.0)
+        clip = nn.utils.clip_grad_norm_ if axis is None else tensor_parallel.clip_grad_norm_
+        return clip(model.parameters() if axis is None else model, 1.0).item(), model[0].weight.grad.max().item()
+
+    assert clipped(tulle.init(model=-1)["model"]) == pytest.approx(clipped(), rel=1e-3)

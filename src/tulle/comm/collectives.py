@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tulle.comm.ordered import numbers_of, ordered
 from tulle.comm.parts import AT_ONCE_BYTES, all_gather_parts
 from tulle.comm.pending import Deferred, Exchange, Label, Pending, done, translated
 from tulle.mesh import Axis
@@ -21,16 +22,22 @@ def all_reduce(tensor: Tensor, axis: Axis, *, label: Label, op: Reduction = "sum
         tensor: Dense and contiguous, of one shape and dtype on all ranks.
         axis: Whose ranks take part.
         label: What it is for: counters, timeline and errors name it.
-        op: `"sum"`, `"max"` or `"min"`.
+        op: `"sum"`, `"max"` or `"min"`; the largest and the smallest are NaN where any is, as torch's are.
     """
     share = 2 * (axis.size - 1) / axis.size
-    sent = tensor.int() if tensor.dtype == torch.int16 else tensor  # which no backend reduces
+    sent = tensor if op == "sum" else ordered(tensor, op)
+    sent = sent.int() if sent.dtype == torch.int16 else sent  # which no backend reduces
     exchange = Exchange("all-reduce", axis, label, round(share * sent.nbytes), 2 * (axis.size - 1))
     if axis.size == 1:
         return done(exchange, tensor)
     with translated(exchange):
         work = dist.all_reduce(sent, op=_REDUCTIONS[op], group=axis.group, async_op=True)
-    return Pending(exchange, [_some(work)], lambda: tensor if sent is tensor else tensor.copy_(sent))
+    return Pending(exchange, [_some(work)], lambda: _take(tensor, sent))
+
+
+def _take(tensor: Tensor, reduced: Tensor) -> Tensor:
+    """Have a tensor hold what it was sent as, reduced."""
+    return tensor if reduced is tensor else tensor.copy_(numbers_of(reduced, tensor.dtype))
 
 
 def broadcast(tensor: Tensor, axis: Axis, *, label: Label, source: int = 0) -> Pending[Tensor]:

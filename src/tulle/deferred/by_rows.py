@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -155,9 +155,9 @@ def _made(found: ByRows, number: int, call: Call, name: str) -> bool:
 
 def _draw(found: ByRows, number: int, call: Call) -> bool:
     draw = drawn_by(call)
-    if draw is None:
+    if draw is None or draw.dtype != found.view.dtype:
         return False
-    found.draws[number] = draw
+    found.draws[number] = replace(draw, shape=found.view.shape)  # it may fill the memory by another view
     found.begin_anew(source=number)
     return True
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-_WRITTEN = "_tulle_written"
+_WRITTEN, _COPIES = "_tulle_written", "_tulle_copies"
 Place = tuple[nn.Module, str]
 """Of a buffer: the module that has it, and its name there."""
 
@@ -37,9 +37,9 @@ def as_given(
         return forward
     written = _known(module)
     buffers = {
-        place: buffer.clone()
+        place: _copy_of(place, buffer, is_written is False)
         for place, is_written in written.items()
-        if is_written is not False and (buffer := _buffer(place)) is not None and _has_values(buffer)
+        if (buffer := _buffer(place)) is not None and _has_values(buffer)
     }
     trained = [parameter.requires_grad for parameter in module.parameters()]
     may_change = bool(written) or any(map(_may_change, (*arguments, *keywords.values())))
@@ -50,7 +50,8 @@ def as_given(
         nonlocal has_run
         if has_run:
             arguments, keywords = (arguments, keywords) if given is None else _copied(given, {})
-            with _lent(buffers), _frozen_as(module, trained):
+            lent = {place: buffer for place, buffer in buffers.items() if written[place] is not False}
+            with _lent(lent), _frozen_as(module, trained):
                 return forward(*arguments, **keywords)
         has_run = True
         before = {place: _identity(place) for place in written}
@@ -59,7 +60,7 @@ def as_given(
             if _identity(place) != before[place] or (is_written is None and not _is_same(place, buffers)):
                 written[place] = True
             elif is_written is None and place[0].training:
-                written[place] = False  # it need not be copied, as a table of masks need not
+                written[place] = False  # one copy does for many calls, as of a table of masks
         return result
 
     return run
@@ -76,6 +77,17 @@ def _known(module: nn.Module) -> dict[Place, bool | None]:
 def _buffer(place: Place) -> Tensor | None:
     owner, name = place
     return owner._buffers.get(name)
+
+
+def _copy_of(place: Place, buffer: Tensor, is_kept: bool) -> Tensor:  # noqa: FBT001
+    """A copy of a buffer; the one that was made before, if it is kept and nobody has written to the buffer since."""
+    if not is_kept:
+        return buffer.clone()
+    owner, name = place
+    copies: dict[str, tuple[Tensor, int, Tensor]] = owner.__dict__.setdefault(_COPIES, {})
+    if name not in copies or copies[name][0] is not buffer or copies[name][1] != buffer._version:
+        copies[name] = buffer, buffer._version, buffer.clone()
+    return copies[name][2]
 
 
 def _has_values(buffer: Tensor) -> bool:

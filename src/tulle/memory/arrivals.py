@@ -28,13 +28,17 @@ _running: ContextVar[Pass | None] = ContextVar("pass", default=None)
 
 
 class Arrival:
-    """Gradients of one unit's parts, under way: those of each of its calls."""
+    """Gradients of one unit's parts, under way: those of each of its calls, of one backward."""
 
     def __init__(self) -> None:
         self._jobs: list[Sent[list[Tensor | None]]] = []
+        self._backward = -1
 
     def expect(self, job: Sent[list[Tensor | None]]) -> None:
-        """Add gradients, of one more call, to those that are waited for."""
+        """Add gradients, of one more call, to those that are waited for; those of a backward that failed are not."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._jobs, self._backward = [], backward
         self._jobs.append(job)
 
     def wait(self) -> list[Tensor | None]:

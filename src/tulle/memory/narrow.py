@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,18 +28,23 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
         >>> model(torch.ones(1, 2)).dtype
         torch.float32
     """
-
-    def before(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        own = (p.dtype for p in module._parameters.values() if p is not None and p.is_floating_point())
-        wanted = next(own, dtype if module is model else None)
-        return None if wanted is None else _cast((arguments, keywords), wanted)
-
-    def after(_module: nn.Module, _arguments: object, output: Any) -> Any:
-        return tree_map_only(Tensor, lambda value: value.float() if value.dtype == dtype else value, output)
-
     for module in model.modules():
-        module.register_forward_pre_hook(before, with_kwargs=True)
-    model.register_forward_hook(after)
+        module.register_forward_pre_hook(partial(_narrow, dtype if module is model else None), with_kwargs=True)
+    model.register_forward_hook(partial(_widen, dtype))
+
+
+# Functions of the module, not of a call: a model that is pickled takes its hooks along.
+def _narrow(
+    dtype: torch.dtype | None, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[Any, Any] | None:
+    """Give a module what its parameters are, or a dtype if it has none."""
+    own = (p.dtype for p in module._parameters.values() if p is not None and p.is_floating_point())
+    wanted = next(own, dtype)
+    return None if wanted is None else _cast((arguments, keywords), wanted)
+
+
+def _widen(dtype: torch.dtype, _module: nn.Module, _arguments: object, output: Any) -> Any:
+    return tree_map_only(Tensor, lambda value: value.float() if value.dtype == dtype else value, output)
 
 
 def _cast(given: Any, dtype: torch.dtype) -> Any:

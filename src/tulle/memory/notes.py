@@ -66,7 +66,8 @@ def noting(gathered: Gathered, wholes: Sequence[Tensor]) -> Iterator[None]:
         return
     outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None
     outer = _autograd._top_saved_tensors_default_hooks(True)
-    numbers = {whole.untyped_storage()._cdata: number for number, whole in enumerate(wholes)}
+    held = [whole.untyped_storage() for whole in wholes]  # else others lie there where forward gives one other memory
+    numbers = {storage._cdata: number for number, storage in enumerate(held)}
 
     def note(tensor: Tensor) -> Any:
         number = numbers.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None

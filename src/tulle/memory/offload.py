@@ -83,7 +83,8 @@ class Offloading:
         is_there = self._stream is not None and tensor.device.type == "cpu"  # torch's checkpoint saves an empty one
         if is_there or is_small or storage._cdata in inputs.kept or not tensor.is_floating_point():
             return Saved.of(tensor)
-        key = storage._cdata, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride()
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        key = storage._cdata, tensor._version, *place, tensor.dtype, tensor.is_neg()
         whose, parked = inputs.parked.get(key, (None, None))
         if parked is None or whose is None or whose() is None:  # memory of a tensor that is gone is used again
             parked = self._park(tensor)

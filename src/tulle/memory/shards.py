@@ -23,6 +23,7 @@ from tulle.memory.closures import Arguments, called_first
 from tulle.memory.piece_states import PieceStates
 from tulle.memory.pieces import Bucket, Piece, deal, flat, laid_out_like, lay_out
 from tulle.mesh import Axis
+from tulle.step_hooks import hook_failed
 from tulle.tables import split_of
 from tulle.traits import ELEMENTWISE
 
@@ -60,6 +61,8 @@ class OptimizerShards:
     """The groups' own parameters, while their pieces stand in for them."""
     _versions: list[int] = field(init=False, default_factory=list)
     """How often each piece had been written to when its step began."""
+    _failed: bool | None = field(init=False, default=None)
+    """Whether the last step, which failed, had written to one by then; None if it has not."""
 
     def __post_init__(self) -> None:
         self.buckets, self._owned = [], {}
@@ -115,7 +118,7 @@ class OptimizerShards:
         A hook of torch's: gets the arguments of `step`, the optimizer among them, and gives others if they hold a
         closure, which is called here.
         """
-        if self._whole is not None:
+        if self._failed is not None:
             self._mend()
         called = called_first(arguments, keywords)
         self._deal_out_added()
@@ -136,6 +139,12 @@ class OptimizerShards:
         self._put_back()
         for bucket in self.buckets:
             self._share(bucket)
+
+    def give_up(self) -> None:
+        """After a step that failed put the parameters back, for who zeroes their gradients, or saves."""
+        if self._whole is not None:
+            self._failed = self._versions != self._versions_now()
+            self._put_back()
 
     def whole_state(self) -> dict[Tensor, dict[str, Any]]:
         """The optimizer's state as one process would have it, by parameter. Every rank of the axis must call it.
@@ -224,8 +233,7 @@ class OptimizerShards:
         Raises:
             GradientError: If there is such, as gradients since then are of replicas that differed.
         """
-        has_stepped = self._versions != self._versions_now()
-        self._put_back()
+        has_stepped, self._failed = self._failed, None
         if self.narrow or not any(gather_values(has_stepped, self.axis, label=LABEL)):
             return  # of narrow parameters only masters had changed
         for bucket in self.buckets:
@@ -240,9 +248,8 @@ class OptimizerShards:
         return [piece.tensor._version for piece in pieces if piece.tensor is not None]
 
     def _share(self, bucket: Bucket) -> None:
-        own = bucket.pieces[self.axis.rank]
         dtype = next(piece.parameter.dtype for pieces in bucket.pieces for piece in pieces)
-        parts = [piece.tensor.detach().to(dtype) for piece in own if piece.tensor is not None]
+        parts = [piece.tensor.detach().to(dtype) for piece in bucket.pieces[self.axis.rank] if piece.tensor is not None]
         part = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self.axis.device)
         stepped = all_gather_parts(part, bucket.lengths, self.axis, label=LABEL).wait()
         pieces = [piece for pieces in bucket.pieces for piece in pieces]
@@ -338,6 +345,7 @@ def shard_optimizer(
         follow_steps(axis)
     optimizer.register_step_pre_hook(shards.before_step)
     optimizer.register_step_post_hook(shards.after_step)
+    hook_failed(optimizer, shards.give_up)
     _give_whole_states(optimizer, shards)
     return shards
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -244,10 +244,19 @@ class _SharedOut(nn.Module):
             if not isinstance(given, nn.Parameter):  # what is around it runs
                 if not unit.is_apart:
                     _check_whole(given, unit.shards[number], name, unit)
+                    if any(isinstance(_at(self, unit, *place)[1], nn.Parameter) for place in unit.places):
+                        _refuse_some(unit)
                 return super().forward(*arguments, **keywords)
         elif is_transformed():  # a pass is of no use to what is gathered for nobody, and takes no transform
             return super().forward(*arguments, **keywords)
         return _run(self, unit, partial(super().forward, *arguments, **keywords))
+
+
+def _refuse_some(unit: Unit) -> NoReturn:
+    raise ModelError(
+        f"torch.func.functional_call was given some of the parameters of {unit.name!r} and not others, but full_shard "
+        f"gathers all of them together, or none: {_WHOLES}"
+    )
 
 
 def _check_whole(given: Tensor, shard: Shard, name: str, unit: Unit) -> None:
@@ -277,6 +286,8 @@ def _run(module: nn.Module, unit: Unit, forward: Callable[[], Any]) -> Any:
     owners = [(owner, name, number) for name, number, owner, _ in found]
     by_number = {number: part for _, number, _, part in found}
     parts = [part for _, part in sorted(by_number.items()) if isinstance(part, nn.Parameter)]
+    if len(parts) < len(unit.shards):
+        _refuse_some(unit)
     with in_pass(module.__dict__[_WITHIN]) as (whole, is_outermost):
         arrival, views = whole.views(unit, parts)
         what = FORWARD if torch.is_grad_enabled() else EVALUATING

@@ -78,20 +78,20 @@ class Unit:
         trained = [number for number, part in enumerate(parts) if part.requires_grad]
         for group in by_dtype([parts[number] for number in trained]):
             numbers = [trained[place] for place in group]
-            *means, told = self._sum(numbers, gradients, parts[numbers[0]])
+            *means, told = self._means(numbers, gradients, parts[numbers[0]])
             any_used, marks = (values := told.tolist())[: len(numbers)], values[len(numbers) :]
             self._check(marks, parts[numbers[0]].dtype)
             for number, mean, used in zip(numbers, means, any_used, strict=True):
                 if used:
-                    reduced[number] = mean.view(self.shards[number].local_shape) / self._replicas
+                    reduced[number] = mean.view(self.shards[number].local_shape)
         return reduced
 
     def __deepcopy__(self, memo: object) -> Unit:
         """A copied model's parts lie where the model's do."""
         return replace(self)
 
-    def _sum(self, numbers: Sequence[int], gradients: Sequence[Tensor | None], like: Tensor) -> Sequence[Tensor]:
-        """This rank's parts of the sums of some gradients, flat; by how many ranks each was used, and their marks."""
+    def _means(self, numbers: Sequence[int], gradients: Sequence[Tensor | None], like: Tensor) -> Sequence[Tensor]:
+        """This rank's parts of the means of some gradients, flat; the share of ranks that used each, and all marks."""
         flags = like.new_tensor([*(gradients[number] is not None for number in numbers), self._mark(like.dtype)])
         outgoing = [
             torch.cat([*(_for_rank(gradients[number], self.shards[number], rank, like) for number in numbers), flags])
@@ -101,10 +101,11 @@ class Unit:
         lengths = [sum(sizes) + 1] * self.axis.size
         incoming = all_to_all_parts(outgoing, lengths, self.axis, label="sharded gradients").wait()
         of_ranks = incoming.view(self.axis.size, -1)
-        summed, marks = of_ranks[:, :-1].sum(0), of_ranks[:, -1]
+        sums, marks = of_ranks[:, :-1].sum(0, dtype=torch.promote_types(like.dtype, torch.float32)), of_ranks[:, -1]
+        flat = (sums / self._replicas).to(like.dtype)  # a sum may be too large for half precision
         if self.across is not None:
-            summed = all_reduce(summed, self.across, label="sharded gradients").wait()
-        *means, any_used = summed.split(sizes)
+            flat = all_reduce(flat, self.across, label="sharded gradients").wait()
+        *means, any_used = flat.split(sizes)
         return [*means, torch.cat([any_used, marks])]
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, cast
@@ -125,30 +124,13 @@ def _extremum(tensor: Tensor, over: Over, op: Literal["max", "min"]) -> Tensor:
     is_wanted = tensor.requires_grad and torch.is_grad_enabled()
     with torch.no_grad():
         own = reduce(local, places, keepdim=True)
-        extremum = _of_all(own, op, lambda extrema: wire.reduce(extrema, axes, op, label))
+        extremum = wire.reduce(own, axes, op, label)
         if not is_wanted:
             return Tensor(_without(extremum, places), kept)
         ties = (local == extremum).to(local.dtype)
         ties /= wire.reduce(ties.sum(places, keepdim=True), axes, "sum", label)
     attained = cast("Local", _Attained.apply(local, ties, extremum, partial(wire.enter, axes=axes, label=label)))
     return Tensor(_without(attained, places), kept)
-
-
-def _of_all(own: Local, op: Literal["max", "min"], reduce: Callable[[Local], Local]) -> Local:
-    """The extremum of all ranks' extrema, NaN if one is: a backend's own drops NaN, or not, by the order of ranks.
-
-    It is one of integers: the bits of numbers, as soon as those of negative ones are turned, are in the numbers' order.
-    """
-    if not own.is_floating_point():
-        return reduce(own)
-    wide = own.to(torch.promote_types(own.dtype, torch.float32))
-    wide = wide.masked_fill(wide.isnan(), math.nan if op == "max" else -math.nan)  # beyond the infinity of that side
-    bits = wide.view(torch.int64 if wide.dtype == torch.float64 else torch.int32)
-    return _turned(reduce(_turned(bits))).view(wide.dtype).to(own.dtype)
-
-
-def _turned(bits: Local) -> Local:
-    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 
 class _Attained(torch.autograd.Function):

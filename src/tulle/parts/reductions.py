@@ -51,6 +51,13 @@ def number_of_whole(
 
     Sums, means and norms have gradients. Every rank must call it.
     """
+    found = _number_of_whole(name, part, args, keywords, _wide(result), together)
+    return found if found is None or found.dtype == torch.bool else found.to(result.dtype)
+
+
+def _number_of_whole(
+    name: str, part: Tensor, args: Sequence[Any], keywords: Mapping[str, Any], result: Tensor, together: Together
+) -> Tensor | None:
     over = together.over
     if (order := order_of(name, part, args, keywords)) is not None:
         return norm_of_whole(result, order, together)
@@ -63,9 +70,9 @@ def number_of_whole(
     if name in ("min", "amin"):
         return over(result, "min")
     if name == "mean" or (name in _LOSSES and keywords.get("reduction", "mean") == "mean"):
-        return over(result * part.numel() if part.numel() else part.sum(), "sum") / together.numbers(part)
+        return over(result * part.numel() if part.numel() else _wide(part.sum()), "sum") / together.numbers(part)
     if name in ("std", "var"):
-        variance = _variance(part, args, keywords, over, together.numbers(part))
+        variance = _variance(_wide(part), args, keywords, over, together.numbers(part))
         return variance.sqrt() if name == "std" else variance
     return None
 
@@ -109,9 +116,14 @@ def norm_of_whole(norm: Tensor, order: float, together: Together) -> Tensor:
         return together.over(norm, "max")
     if not order:
         return together.over(norm, "sum")
-    power = together.over(norm**order, "sum")
+    power = together.over(_wide(norm) ** order, "sum")
     is_zero = power == 0  # where the root has no gradient, and torch's norms have zero
-    return (power.masked_fill(is_zero, 1.0) ** (1 / order)).masked_fill(is_zero, 0.0)
+    return (power.masked_fill(is_zero, 1.0) ** (1 / order)).masked_fill(is_zero, 0.0).to(norm.dtype)
+
+
+def _wide(numbers: Tensor) -> Tensor:
+    """Those of half precision in single, as torch sums them: a square, or a sum, may be too large for theirs."""
+    return numbers.float() if numbers.dtype in (torch.float16, torch.bfloat16) else numbers
 
 
 def _variance(

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from tulle.parts import Part, guard_again, keep_plainly, lift, lower
-from tulle.step_hooks import hook_last
+from tulle.step_hooks import hook_failed, hook_last
 from tulle.tables.gradient import ShardGradient
 
 _PARTS = "_tulle_parts"
@@ -32,6 +32,7 @@ class _Plainly:
         hook_last(optimizer, self._before)
         after = optimizer.register_step_post_hook(self._after).id
         cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks).move_to_end(after, last=False)
+        hook_failed(optimizer, self._tell)
         self._plain: list[Tensor] = []
 
     def _before(
@@ -50,6 +51,10 @@ class _Plainly:
             for parameter in group["params"]:
                 if isinstance(parameter.grad, ShardGradient):
                     _make_plain(optimizer.state.get(parameter, {}))
+        self._tell()
+
+    def _tell(self) -> None:
+        """Have gradients know again that they are of parts."""
         for gradient in self._plain:
             gradient.__class__ = ShardGradient
         self._plain.clear()
@@ -88,10 +93,12 @@ def step_plainly(optimizer: Optimizer, *, is_elementwise: bool) -> None:
     optimizer.register_step_pre_hook(partial(_lift, known))
     optimizer.register_step_post_hook(partial(guard_again, known))
     optimizer.register_step_post_hook(partial(_count_as_written, known))
+    hook_failed(optimizer, partial(guard_again, known))
     if is_elementwise:
         _Plainly(optimizer)
     else:
         optimizer.register_step_post_hook(partial(_end_step, known))
+        hook_failed(optimizer, partial(_mark, known, is_stepped=False))
 
 
 def _lift(parts: Sequence[nn.Parameter], _: Optimizer, arguments: tuple[object, ...], keywords: object) -> None:

@@ -81,6 +81,7 @@ def _power(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     if not gradients:
         return torch.zeros(())
     norms = torch.stack([gradient.norm(norm_type) for gradient in gradients])
+    norms = norms.to(torch.promote_types(norms.dtype, torch.float32))  # of half precision squares may be too large
     return norms.max() if _is_max(norm_type) else (norms**norm_type).sum()
 
 
