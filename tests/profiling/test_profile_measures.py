@@ -215,6 +215,14 @@ def test_on_a_mesh_each_rank_brings_its_samples():
 
 
 @on_ranks(2)
+def test_ranks_with_unlike_numbers_of_samples_are_told():
+    mesh = tulle.init(data=-1)
+    model, sample = nn.Linear(2, 2), torch.ones(3, 2)
+    with pytest.raises(ModelError, match="was given 2, 1 samples on ranks 0 to 1, with those of further="):
+        tulle.profile(model, torch.optim.SGD(model.parameters()), sample, mesh, further=[sample] * (mesh.rank == 0))
+
+
+@on_ranks(2)
 def test_a_rank_whose_sample_does_not_fit_stops_all():
     mesh = tulle.init(data=2)
     model, optimizers = made()
