@@ -100,6 +100,17 @@ def test_an_empty_folder_is_taken(tmp_path):
     assert tulle.load(tmp_path / "a", *trained()) == {"step": 1}
 
 
+def test_a_link_to_a_checkpoint_stays_and_leads_to_the_new_one(tmp_path):
+    model, optimizers = trained()
+    tulle.save(tmp_path / "a", model, optimizers, step=1)
+    (tmp_path / "latest").symlink_to("a")
+    for step in (2, 3):
+        tulle.save(tmp_path / "latest", model, optimizers, step=step)
+        assert tulle.load(tmp_path / "a", model, optimizers) == {"step": step}
+    assert (tmp_path / "latest").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["a", "latest"]
+
+
 @pytest.mark.parametrize("instant", ["before the old one is put away", "before the new one has its place"])
 def test_where_folders_cannot_change_places_at_once_a_checkpoint_is_there_at_any_instant(
     instant, checkpoint, monkeypatch

@@ -74,6 +74,13 @@ def test_an_address_and_a_port_that_are_given_win():
     assert (launch.address, launch.port) == ("head", 1234)
 
 
+def test_ranks_that_slurm_deals_out_in_turn_have_the_hosts_where_they_are():
+    in_turn = [{"SLURM_PROCID": f"{rank}", "SLURM_LOCALID": f"{rank // 2}"} for rank in range(4)]
+    known = [SLURM | one | {"SLURM_NODEID": f"{rank % 2}"} for rank, one in enumerate(in_turn)]
+    assert [detect(one).host_of(rank) for rank, one in enumerate(known)] == [0, 1, 0, 1]
+    assert detect(SLURM).host_of(5) == detect(TORCHRUN).host_of(5) == 4, "that of the first process"
+
+
 def test_torchrun_within_a_slurm_job_wins():
     assert detect(SLURM | TORCHRUN).launcher == "torchrun"
 

@@ -28,6 +28,7 @@ class Launch:
         local_size: Number of processes on its host.
         address: Host of the rendezvous, empty if alone.
         port: Port of the rendezvous, 0 if alone.
+        node: Number of its host, where ranks of one host need not follow each other; None where they do.
     """
 
     launcher: str
@@ -37,6 +38,11 @@ class Launch:
     local_size: int
     address: str
     port: int
+    node: int | None = None
+
+    def host_of(self, rank: int) -> int:
+        """A number for the host of this process, which has a rank in the process group: of its first process, say."""
+        return rank - self.local_rank if self.node is None else self.node
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> Launch:
@@ -109,6 +115,7 @@ def _slurm(environment: Mapping[str, str]) -> Launch:
         _tasks_per_host(environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", "1")),
         address,
         _number(environment, "MASTER_PORT", default=default_port),
+        _number(environment, "SLURM_NODEID") if "SLURM_NODEID" in environment else None,
     )
 
 

@@ -163,7 +163,7 @@ def init(*, timeout: float | timedelta | None = None, backend: str | None = None
     if not dist.is_initialized():
         _join(launch, backend or ("nccl" if device.type == "cuda" else "gloo"), timeout_s, device)
     rank = dist.get_rank()
-    hosts = _check_agreement(shape, error, rank - launch.local_rank)
+    hosts = _check_agreement(shape, error, launch.host_of(rank))
     watch()
     attend(outlives=launch.launcher == "torchrun")
     return Mesh(_axes(shape, rank, device, timeout_s, hosts), rank, size, device)
@@ -329,7 +329,7 @@ def _resolve(axes: Mapping[str, int], size: int) -> tuple[dict[str, int], MeshEr
 def _check_agreement(shape: dict[str, int], error: MeshError | None, host: int) -> list[int]:
     """Raise on every rank if any rank's axes do not fit, or if ranks were given different ones; give each one's host.
 
-    A host goes by the number of its first process: launchers number those of one host through.
+    A host goes by the number of its first process where launchers number those of one host through.
     """
     heard: list[tuple[dict[str, int], MeshError | None, int]] = [(shape, error, host)] * dist.get_world_size()
     dist.all_gather_object(heard, (shape, error, host))

@@ -26,7 +26,7 @@ class WholeFolder:
     """A checkpoint's folder, which is written aside.
 
     Args:
-        path: Its name.
+        path: Its name. What a link leads to is written, and the link stays.
         marker: A file that every such checkpoint has.
         saver: What writes it, as users know it.
 
@@ -35,7 +35,7 @@ class WholeFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str], marker: str, saver: str) -> None:
-        self.path = Path(path)
+        self.path = Path(path).resolve() if Path(path).is_symlink() else Path(path)
         if not self.path.name:
             raise CheckpointError(
                 f"{os.fspath(path)!r} was given for the checkpoint's folder, expected one with a name"

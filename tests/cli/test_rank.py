@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -18,10 +19,10 @@ BOOTSTRAP = tulle.cli.rank.__file__
 def run(tmp_path):
     """Run the bootstrap on words in a folder, with its output in `log`, and return the exit code."""
 
-    def start(*words):
+    def start(*words, bootstrap=BOOTSTRAP):
         environment = {**os.environ, "RANK": "1", "TULLE_RUN_DIR": str(tmp_path)}
         with (tmp_path / "log").open("wb") as log:
-            command = [sys.executable, "-u", BOOTSTRAP, *words]
+            command = [sys.executable, "-u", bootstrap, *words]
             return subprocess.run(command, env=environment, stdout=log, cwd=tmp_path, check=False).returncode
 
     return start
@@ -120,3 +121,15 @@ def test_the_last_step_is_that_of_this_run(tmp_path, records, step):
 
 def test_without_records_there_is_no_last_step(tmp_path):
     assert last_step(tmp_path / "none.jsonl", since_s=0.0) is None
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_what_a_script_does_at_its_exit_may_take_its_time_if_it_went_well(code, run, tmp_path):
+    text = Path(BOOTSTRAP).read_text()
+    hasty = tmp_path / "hasty.py"
+    hasty.write_text(text.replace("_EXIT_WITHIN_S = 10.0", "_EXIT_WITHIN_S = 0.1"))
+    assert hasty.read_text() != text
+    late = "import atexit, sys, time\natexit.register(lambda: (time.sleep(0.5), print('saved')))\n"
+    write(tmp_path / "train.py", f"{late}sys.exit({code})\n")
+    assert run("script", "train.py", bootstrap=hasty) == (1 if code else 0)
+    assert (tmp_path / "log").read_text() == ("" if code else "saved\n")

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from axes_models import worst_difference
 from torch import nn
@@ -27,6 +28,34 @@ class Hashing(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         found = self.table(5 * ids % self.table.weight.shape[0] + ROWS)
         return self.out(self.hidden(found).tanh()).pow(2).mean()
+
+
+class Interrupted(Hashing):
+    """Is interrupted, as by Ctrl-C, within a module of its."""
+
+    is_interrupted = True
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.is_interrupted:
+            raise KeyboardInterrupt
+        return super().forward(ids)
+
+
+@on_ranks(2)
+def test_a_forward_that_was_interrupted_is_over():
+    mesh = tulle.init(data=-1)
+    torch.manual_seed(0)
+    model = Interrupted().double()
+    plan = tulle.Plan(mesh.shape).with_rows_split({"table.weight": (ROWS, WIDTH)}, "as the test wants it")
+    model, _ = tulle.distribute(model, torch.optim.SGD(model.parameters(), 0.5), mesh, plan=plan)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.arange(8))
+    assert model.table.weight.shape == (ROWS // mesh.size, WIDTH)
+    whole = tulle.full_state_dict(model)
+    model.load_state_dict(model.state_dict())
+    model.is_interrupted = False
+    model(torch.arange(8)).backward()
+    assert mesh.rank or whole["table.weight"].shape == (ROWS, WIDTH)
 
 
 @on_ranks(4)

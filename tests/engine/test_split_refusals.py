@@ -225,6 +225,52 @@ def test_ids_that_are_no_tensor_are_told_by_the_name_of_their_table():
             next(loop)
 
 
+def train_with_ids(counts):
+    """Steps whose ids are those of so many of two tables, by rank and step."""
+    mesh = tulle.init(data=-1)
+    model = OfSomeRanks()
+    model, optimizer = tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan="rows")
+
+    def ids(number: torch.Tensor) -> dict[str, torch.Tensor]:
+        names = ["first", "second"][: counts[mesh.rank][int(number)]]
+        return {f"{name}.weight": torch.arange(4) for name in names}
+
+    for _ in tulle.lookahead(torch.arange(4), ids=ids):
+        step(model, [optimizer], [model(torch.arange(4), "first", "second")])
+
+
+@on_ranks(2)
+def test_ids_are_of_the_same_tables_on_all_ranks_and_of_others_in_other_steps():
+    with pytest.raises(ModelError, match=r"'second.weight'\] on rank 0 of axis 'data', and of \[\] on rank 1"):
+        train_with_ids(((2, 2, 2, 2), (0, 2, 2, 2)))
+    with pytest.raises(ModelError, match=r"'second.weight'\] on rank 0 of axis 'data', and of \['first.weight'\]"):
+        train_with_ids(((2, 2, 2, 2), (1, 1, 1, 1)))
+    train_with_ids(((2, 1, 0, 2), (2, 1, 0, 2)))
+
+
+@on_ranks(2)
+def test_ids_of_fewer_tables_on_one_rank_alone_are_told():
+    if torch.distributed.get_rank() == 0:  # which hears of it where it next waits
+        with pytest.raises((DataError, CommunicationError)):
+            train_with_ids(((2, 2, 2, 2), (2, 2, 1, 1)))
+        return
+    text = r"batch of rank 1 of axis 'data' after the one of step .* or ids= gives those of other tables"
+    with pytest.raises(DataError, match=text):
+        train_with_ids(((2, 2, 2, 2), (2, 2, 1, 1)))
+    torch.distributed.destroy_process_group()  # as at the end of a process that failed
+
+
+@on_ranks(2)
+def test_a_rank_whose_first_batch_is_none_is_told():
+    mesh = tulle.init(data=-1)
+    model = Lookup(nn.Embedding(ROWS, WIDTH))
+    model, _ = tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan="rows")
+    with pytest.raises(
+        DataError, match=r"rank 1 of axis 'data' has no batch after the one of step \d+, rank 0 has: give"
+    ):
+        next(iter(tulle.lookahead([torch.arange(8)] * (mesh.rank == 0), ids=lambda batch: batch)))
+
+
 @on_ranks(2)
 def test_the_ids_of_the_only_table_need_no_name():
     mesh = tulle.init(data=-1)

@@ -209,3 +209,10 @@ def test_a_batch_norm_over_what_is_split_is_refused():
             wrapped(x)
         net.eval()
         assert wrapped(x).local.shape == (2, 8)
+
+
+def test_what_torch_itself_draws_is_drawn_again_when_it_is_computed_again():
+    leaf = torch.ones(4, 8).requires_grad_()
+    y = tn.recompute(lambda x: tn.square(x.map(nn.functional.dropout)), tn.from_torch(leaf, (batch, d)))
+    tn.sum(y).backward()
+    assert torch.equal(leaf.grad == 0, tn.to_torch(y) == 0)

@@ -260,6 +260,19 @@ def test_a_checkpoint_of_other_sizes_is_refused_by_name(sizes, shape, tmp_path):
 
 
 @on_ranks(2)
+def test_a_checkpoint_that_a_rank_does_not_see_is_refused_on_all(tmp_path):
+    mesh = tulle.init(data=-1)
+    with tn.use(mesh, "batch:data"):
+        model = LanguageModel().init()
+        optimizer = OPTIMIZERS["AdamW"](model)
+        tn.save(tmp_path / "saved", model, optimizer)
+        with pytest.raises(
+            CheckpointError, match=r"for rank 1: save one with tn.save, on a file system that all ranks"
+        ):
+            tn.load(tmp_path / ("elsewhere" if mesh.rank else "saved"), model, optimizer)
+
+
+@on_ranks(2)
 def test_a_model_is_loaded_alone_too(tmp_path):
     mesh = tulle.init(model=2)
     with tn.use(mesh, "d_ff:model"):

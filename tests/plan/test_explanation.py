@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from profiles import cluster_of, network, profile_of
+from tulle.cost import Network
 from tulle.errors import PlanError
 from tulle.plan import Drift, Memory, Plan, Prediction, Shelf, Space, TablePlan, best_plan, differences, explained
 from tulle.plan.choice import PLAN, replayed
 from tulle.plan.shelf import key_of
+from tulle.workload import Cluster, Machine, ModuleProfile, OptimizerProfile, Profile
 
 SPACE = Space(mesh={"pipe": 1, "model": 1}, schedules=("step",))
 PREDICTION = Prediction(32, 4, 0.1, {"forward": 0.06, "waiting": 0.04}, {"dense": 0.05}, (2**30,), bound_s=0.08)
@@ -27,6 +29,28 @@ def test_a_faster_runner_up_says_why_it_was_not_taken():
     assert line.startswith("runner-up: 97 ms (-3.0%): updates when read; not taken: it must gain 5%, as loops that")
     slower = replace(PREDICTION, runner_up=("updates when read",), runner_up_s=0.103).explain()
     assert not any("not taken" in line for line in slower)
+
+
+def test_it_does_not_say_of_a_plan_that_none_is_faster_if_the_runner_up_is():
+    pieces = tuple(
+        ModuleProfile(f"{number}", 1e-3, 2e-3, parameters_bytes=10**7, reads={f"{number - 1}": 8} if number else {})
+        for number in range(4)
+    )
+    cluster = Cluster(2, 1, Machine(1e12, 1e11), Network(1e-4, 1e8))
+    profile = Profile("Chain", 8, pieces, (), OptimizerProfile(2.0, 1e-10), cluster, step_s=0.013)
+    found = best_plan(profile, cluster, space=Space(mesh={"pipe": 1})).prediction
+    assert found.runner_up_s < found.step_s, "which gains less than it must"
+    assert found.bound_s <= found.runner_up_s
+    assert not found.is_exact
+    assert not any("no plan is faster" in line for line in found.explain())
+
+
+def test_a_profile_in_which_nothing_takes_time_is_refused():
+    cluster = cluster_of(2)
+    piece = ModuleProfile("all", 0.0, 0.0)
+    profile = Profile("Net", 8, (piece,), (), OptimizerProfile(0.0, 0.0), cluster, step_s=0.0)
+    with pytest.raises(PlanError, match="by its profile a step takes no time"):
+        best_plan(profile, cluster)
 
 
 def test_it_says_where_another_choice_begins():
@@ -152,8 +176,9 @@ def test_the_key_is_that_of_model_cluster_and_limits():
         key_of(profile_of(activations=3), cluster, memory_bytes=None),  # of longer samples
         key_of(profile, replace(cluster, inside=network(1e9)), memory_bytes=None),
         key_of(replace(profile, lookahead=True), cluster, memory_bytes=None),
+        key_of(replace(profile, optimizer=replace(profile.optimizer, state_share=0.5)), cluster, memory_bytes=None),
     ]
-    assert len({key, *others}) == 9
+    assert len({key, *others}) == 10
 
 
 def test_the_environment_names_what_stands_in_for_auto(monkeypatch):

@@ -194,6 +194,11 @@ def test_a_plan_for_no_tables_explains_its_mesh():
     assert text == "mesh data=2, pipe=1, dense gradients all-reduced in buckets of 0.5 MiB"
 
 
+@pytest.mark.parametrize("plan", [Plan({"data": 1, "pipe": 2}), Plan({"data": 2}, memory=Memory(full_shard=True))])
+def test_a_plan_speaks_of_buckets_only_where_there_are_some(plan):
+    assert "buckets" not in plan.explain()
+
+
 def test_a_plan_explains_what_it_does_along_each_axis():
     assert AXES.explain().splitlines()[1:] == [
         "stages (gpipe, 4 micro-batches): 0: embed, h.0; 1: h.1",

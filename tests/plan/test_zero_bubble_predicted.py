@@ -9,6 +9,7 @@ from tulle.cost import Network
 from tulle.memory import Memory
 from tulle.plan import Plan, Space, best_plan
 from tulle.plan.lower import lower
+from tulle.plan.moving import on_machine
 from tulle.plan.turns import turns
 from tulle.simulate import run
 from tulle.workload import Cluster, Machine, ModuleProfile, OptimizerProfile, Profile
@@ -78,6 +79,21 @@ def test_all_that_is_put_off_is_done_and_no_more_is_kept_than_the_first_rank_hol
             most = max(most, kept)
         assert kept == pytest.approx(0.0)
         assert most <= RANKS + 1e-6
+
+
+def test_what_is_put_off_and_shorter_than_a_clock_tells_is_done():
+    stages_s = ((0.0, 5e-6, 0.0), (0.0, 0.0, 1e-17), (9e-6, 1e-7, 2.0))
+    for put_off_s in stages_s:
+        found = turns("zb-h1", (16.37, 11.31, 8.88), (14.28, 8.76, 18.65), 3, 16, put_off_s)
+        for stage, seconds_s in enumerate(put_off_s):
+            done = sum(turn.weights for turn in found if turn.stage == stage)
+            assert done == pytest.approx(16 if seconds_s else 0)
+
+
+def test_computation_on_another_machine_puts_off_the_same_share():
+    found = on_machine(profile(), Machine(1e14, 1e11))
+    assert found.modules[0].backward_s == pytest.approx(2e-4)
+    assert found.modules[0].weights_s == pytest.approx(1e-4)
 
 
 def test_a_step_is_predicted_shorter_by_what_fills_the_bubble():

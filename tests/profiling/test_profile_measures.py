@@ -3,6 +3,7 @@
 import random
 import re
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ import tulle
 from gigabit import give_network
 from rank_process import patches
 from ranks import on_ranks
+from tulle.cost import Network
 from tulle.errors import ModelError, PlanError
-from tulle.profiling import measure, timing
+from tulle.profiling import machine, measure, timing
 from tulle.profiling.splits import splits
-from tulle.workload import Profile
+from tulle.workload import Machine, Profile
 
 ROWS, WIDTH = 50, 8
 
@@ -212,6 +214,24 @@ def test_on_a_mesh_each_rank_brings_its_samples():
     assert {key: everyone[0][key] for key in ("modules", "step_s")} == {
         key: everyone[1][key] for key in ("modules", "step_s")
     }
+
+
+def test_hosts_with_unlike_numbers_of_ranks_are_a_cluster_of_as_many(monkeypatch):
+    network = Network(1e-4, 1e9)
+    monkeypatch.setattr(machine, "probe", lambda _: network)
+    monkeypatch.setattr(machine, "overlap", lambda *_: (1.0, 1.0))
+    monkeypatch.setattr(machine, "_machine", lambda _: Machine(1e12, 1e11))
+    alone = measure._alone()
+    found = [machine.measure_cluster(replace(alone, size=3, hosts=hosts)) for hosts in ((0, 0, 2), (0, 0, 0))]
+    assert [(one.ranks, one.network(3)) for one in found] == [(3, network)] * 2
+
+
+@on_ranks(2)
+def test_ranks_with_unlike_numbers_of_samples_are_told():
+    mesh = tulle.init(data=-1)
+    model, sample = nn.Linear(2, 2), torch.ones(3, 2)
+    with pytest.raises(ModelError, match="was given 2, 1 samples on ranks 0 to 1, with those of further="):
+        tulle.profile(model, torch.optim.SGD(model.parameters()), sample, mesh, further=[sample] * (mesh.rank == 0))
 
 
 @on_ranks(2)

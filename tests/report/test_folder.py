@@ -85,6 +85,18 @@ def test_numbers_logged_apart_from_a_step_join_it(tmp_path: Path) -> None:
     np.testing.assert_array_equal(rank.values["bleu"], [math.nan, 20.0, 50.0])
 
 
+def test_numbers_of_before_the_first_step_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    before = [
+        {"kind": kind, "step": 1, "name": "bleu", "text": "0", "values": {"bleu": 0.5}} for kind in ("values", "text")
+    ]
+    write_lines(folder / "rank-0.jsonl", [*before, *({"kind": "step", "step": step, "loss": 1.0} for step in (1, 2))])
+    rank = read(folder).ranks[0]
+    np.testing.assert_array_equal(rank.values["bleu"], [0.5, math.nan])
+    assert [text.text for text in rank.texts] == ["0"]
+
+
 def test_a_missing_number_is_nan_and_a_diverged_loss_is_infinite(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

@@ -1,6 +1,7 @@
 """Clusters that nobody has to have are made of what was measured, and one after the other is simulated."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -155,3 +156,10 @@ def test_the_slowest_rank_is_among_those_whose_timeline_is_told():
 def test_a_point_tells_samples_a_second():
     point = Point(MEASURED, 40, run(Step({"data": 4}, (Task("forward", "device", 0.5),))))
     assert point.samples_per_s == 80.0
+
+
+def test_groups_of_ranks_that_lie_on_two_hosts_send_between_them():
+    three = Cluster(2, 3, MACHINE, across=Network(5e-4, 1e8), inside=Network(1e-4, 1e10))
+    assert three.network(2).bandwidth_bytes_per_s == 1e8, "ranks 2 and 3 are neighbours, on two hosts"
+    assert three.network(3).bandwidth_bytes_per_s == 1e10
+    assert replace(three, hosts=1).network(2).bandwidth_bytes_per_s == 1e10

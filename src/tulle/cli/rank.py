@@ -40,8 +40,8 @@ def main(arguments: list[str]) -> None:
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
             with suppress(OSError):  # a full disk must not hide the error itself
                 _leave_word(error)
+            _exit_soon()
         _hide_own_frames()
-        _exit_soon()
         raise
 
 

@@ -58,6 +58,18 @@ class Distributed:
         return _empty, (plain,), kept
 
 
+class DistributedWithParts(Distributed):
+    """What it adds to the class of a model with split tables."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model, to whose code these have the shape of the whole until it returns, or is interrupted.
+
+        A hook would not see the end of a call that Ctrl-C ends.
+        """
+        with self.__dict__[ENGINE].split_tables.forward():
+            return cast("Any", super()).__call__(*args, **kwargs)
+
+
 def _refuse_ddp() -> Iterator[str]:
     """Raise when it is iterated, and not when somebody looks at all that a model has."""
     yield from ()
@@ -108,15 +120,14 @@ def adopt_model(model: nn.Module, engine: DataParallel, plan: Plan, axes: Axes) 
         for _, module, table in table_modules(model):
             if split_of(table) is not None:
                 adopt(module, engine.split_tables)
-        model.register_forward_pre_hook(cast("Any", _begin_forward))
-        model.register_forward_hook(cast("Any", _end_forward), always_call=True)
         if axes.pipe is None:  # calls of several micro-batches are under way at once
             model.register_forward_pre_hook(cast("Any", _begin_call), with_kwargs=True)
             model.register_forward_hook(cast("Any", _end_call), always_call=True)
     plain = type(model)
     # Past Module.__setattr__, which is for parameters, buffers and submodules.
     model.__dict__.update({ENGINE: engine, _PLAN: plan, _AXES: axes, _CLASS: plain})
-    object.__setattr__(model, "__class__", derived(Distributed, plain, name=plain.__name__, module=plain.__module__))
+    added = Distributed if engine.split_tables is None else DistributedWithParts
+    object.__setattr__(model, "__class__", derived(added, plain, name=plain.__name__, module=plain.__module__))
 
 
 def fetch_after_steps(optimizers: Sequence[Optimizer], engine: DataParallel) -> None:
@@ -155,18 +166,6 @@ def _refuse_hook(name: str, *_: object) -> NoReturn:
 
 
 # Functions of the model, not bound methods: a model that is copied takes its hooks along, but not its engine.
-@eager
-def _begin_forward(model: nn.Module, *_: object) -> None:
-    if (tables := _split_tables_of(model)) is not None:
-        tables.forwards += 1
-
-
-@eager
-def _end_forward(model: nn.Module, *_: object) -> None:
-    if (tables := _split_tables_of(model)) is not None:
-        tables.forwards = max(0, tables.forwards - 1)  # another's hook may have raised first
-
-
 @eager
 def _begin_call(model: nn.Module, arguments: tuple[object, ...], keywords: dict[str, object]) -> None:
     if (tables := _split_tables_of(model)) is not None and model.training and torch.is_grad_enabled():

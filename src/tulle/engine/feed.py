@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from tulle.comm import gather_values
 from tulle.engine.departures import Departures
 from tulle.engine.sources import Sources
 from tulle.engine.split_table import SplitTable
 from tulle.engine.trips import Trip
 from tulle.errors import ModelError
 from tulle.mesh import Axis
-from tulle.tables import tell_the_end, tell_unlike
+from tulle.tables import tell_the_end, tell_unlike, uneven
 
 Load = tuple[Sequence[SplitTable], Sequence[Tensor]]
 """Tables that share a trip, and the ids of each."""
@@ -53,6 +54,7 @@ class Feed:
         self._say_instead = say_instead
         self._divide = divide
         self._departures = departures
+        self._axis = axis
         self._sources = Sources(axis)
         self._ids_of = ids_of
         self.trips: list[Trip] = []
@@ -60,8 +62,8 @@ class Feed:
         self.upcoming: list[Trip] = []
         """Those of the next, if they have been told, in the order in which their values are to be fetched."""
         self._lookups: dict[int, int] = {}
-        self._given_tables: list[int] = []
-        """Of which the user's function gave ids of the last batch."""
+        self._agreed: list[int] = []
+        """Tables of which the user's function gave ids of the last batch, on all ranks: messages are as long."""
         self.others: set[str] = set()
         """What tables of other models are called, of which that may give ids, too."""
 
@@ -73,7 +75,11 @@ class Feed:
 
     def tell(self, batch: object) -> None:
         """Tell the rows of the next step, as far as they are known. Every rank must call it, with its own batch."""
-        ids = self._sources.ids(batch) if self._ids_of is None else self._given(self._ids_of, batch)
+        if self._ids_of is None:
+            ids = self._sources.ids(batch)
+        else:
+            ids = self._given(self._ids_of, batch)
+            self._agree([*ids])
         groups = self._departures.groups(number for number in ids if number in self._tables)
         loads = [([self._tables[number] for number in group], [ids[number] for number in group]) for group in groups]
         self.upcoming = self._make(loads) if loads else []
@@ -88,7 +94,31 @@ class Feed:
 
     def tell_the_end(self) -> None:
         """Tell that there is no next step. Every rank must call it; if one tells a step instead, all raise."""
-        self._say(tell_the_end, self._sources.tables() if self._ids_of is None else self._given_tables)
+        if self._ids_of is None or self._agreed:
+            self._say(tell_the_end, self._sources.tables() if self._ids_of is None else self._agreed)
+        else:
+            self._agree(None)
+
+    def _agree(self, given: list[int] | None) -> None:
+        """See that all ranks' batches have ids of the same tables, or None has a batch. Every rank must call it.
+
+        Where they are those of the batch before, nothing is sent: a rank with others says so in place of its rows.
+        """
+        if not self._tables or (given and given == self._agreed):
+            return
+        self._say(tell_unlike, self._agreed)  # returns if all have others
+        heard = gather_values(given, self._axis, label="tables of which ids are given")
+        for rank, theirs in enumerate(heard):
+            if (theirs is None) != (given is None):
+                ended, other = (rank, self._axis.rank) if theirs is None else (self._axis.rank, rank)
+                raise uneven(ended, other, self._axis)
+            if theirs is not None and theirs != heard[0]:
+                named = [[self._tables[number].name for number in one or ()] for one in (heard[0], theirs)]
+                raise ModelError(
+                    f"tulle.lookahead was given ids of {named[0]} on rank 0 of axis {self._axis.name!r}, and of "
+                    f"{named[1]} on rank {rank}: give ids of the same tables on all ranks, of which some may be empty"
+                )
+        self._agreed = given or []
 
     def _say(self, word: Callable[[Sequence[str], Axis], None], numbers: Sequence[int]) -> None:
         names = [self._tables[number].name for number in numbers if number in self._tables]
@@ -163,5 +193,4 @@ class Feed:
                     f"tulle.lookahead was given ids of {name!r} as a {type(ids).__name__}, expected one tensor: of "
                     "several lookups, torch.cat of their ids flattened"
                 )
-        self._given_tables = sorted(numbers[name] for name in given)
         return {numbers[name]: ids for name, ids in sorted(given.items(), key=lambda pair: numbers[pair[0]])}

@@ -66,11 +66,8 @@ class SplitByItself(_Parted, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Its own. Every rank must call it; what it asks of its table, `_Reader` answers."""
         tables: SplitTables = self.__dict__[_RUN_TIME]
-        tables.forwards += 1
-        try:
+        with tables.forward():
             return super().forward(*args, **kwargs)
-        finally:
-            tables.forwards -= 1
 
 
 def adopt(module: TableModule, tables: SplitTables) -> None:
@@ -100,7 +97,7 @@ class _Reader:
     @property
     def is_forward(self) -> bool:
         """Whether the model's own code is running, and not a compiler that looks at what it is to compile."""
-        return self.tables.forwards > 0 and CompileContext.try_get() is None
+        return self.tables.is_forward and CompileContext.try_get() is None
 
     def look_up(
         self, function: Callable[..., Tensor], ids: Tensor, part: Tensor, *, sparse: bool, **options: Any

@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -101,8 +102,22 @@ class SplitTables:
         """Begins a step earlier: `tulle.lookahead` without ids; what one loop has learned the next one knows."""
         self._loops: list[Feed] = []
         """Those of the loops under way, the innermost last."""
-        self.forwards = 0
-        """Under way, of the model or of modules of its: while there are any, tables have the shape of the whole."""
+        self._forwards = 0
+        """Under way, of the model or of modules of its."""
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether the model's own code is running, to which tables have the shape of the whole."""
+        return self._forwards > 0
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """While the model's own code is running within, of the model or of a module of its."""
+        self._forwards += 1
+        try:
+            yield
+        finally:
+            self._forwards -= 1
 
     def look_up(self, how: Lookup, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Rows, where in them the ids lie, and where the padding does. Every rank must call it, with its own ids."""

@@ -100,8 +100,7 @@ def load(
     """
     check_initialized(model)
     path = _whole(folder).found
-    if not (path / _METADATA).exists():
-        raise CheckpointError(f"there is no checkpoint of a named model at {path}: save one with tn.save")
+    _check_there(path)
     stored = FileSystemReader(path).read_metadata().state_dict_metadata
     if optimizer is not None:
         _begin_states(model, optimizer)
@@ -135,6 +134,24 @@ def _first_does(work: Callable[[], None], whole: WholeFolder) -> None:
         dist.broadcast_object_list(said)
     if said[0] is not None:
         raise CheckpointError(said[0])
+
+
+def _check_there(path: Path) -> None:
+    """Refuse a checkpoint that is not there, or that some ranks do not see, on every rank alike.
+
+    Raises:
+        CheckpointError: Naming the first such rank.
+    """
+    is_there = [(path / _METADATA).exists()]
+    if dist.is_initialized():
+        mine, is_there = is_there[0], [True] * dist.get_world_size()
+        dist.all_gather_object(is_there, mine)
+    if not all(is_there):
+        where = "" if len(is_there) == 1 else f" for rank {is_there.index(False)}"
+        raise CheckpointError(
+            f"there is no checkpoint of a named model at {path}{where}: save one with tn.save, on a file system that "
+            "all ranks share"
+        )
 
 
 def _check_alike(path: Path, state: Mapping[str, torch.Tensor], stored: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ Given = TypeVar("Given", Tensor, tuple[Tensor, ...])
 def recompute(function: Callable[..., Given], *inputs: Tensor) -> Given:
     """`function(*inputs)`, a tensor or a tuple of them; only the inputs are kept for backward, which does it again.
 
-    Exchanges inside are done again too, in the same order on every rank; dropout drops the same.
+    Exchanges inside are done again too, in the same order on every rank; dropout, torch's own too, drops the same.
 
     Raises:
         ModelError: If an input, or what the function gives, is no named tensor.
@@ -47,7 +47,7 @@ def recompute(function: Callable[..., Given], *inputs: Tensor) -> Given:
     for one in inputs:
         record("kept", [one], one.dims, one.dims)
     with _recomputed(scope):
-        parts = checkpoint(run, *[one.local for one in inputs], use_reentrant=False, preserve_rng_state=False)
+        parts = checkpoint(run, *[one.local for one in inputs], use_reentrant=False)
     assert isinstance(parts, tuple), "this is what run gives"
     made = tuple(Tensor(part, several) for part, several in zip(parts, dims, strict=True))
     return cast("Given", made if is_tuple else made[0])

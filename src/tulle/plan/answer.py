@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tulle.errors import PlanError
 from tulle.plan.explanation import binding, differences, links_of, parts_of
 from tulle.plan.found import Found, handicap
 from tulle.plan.lower import lowered
@@ -25,8 +26,15 @@ def told(problem: Problem, ordered: Sequence[Found], bound_s: float) -> Plan:
         problem: For which it was sought.
         ordered: The best plan of each kind, the best first.
         bound_s: What no plan takes less than, by the score that plans are compared by.
+
+    Raises:
+        PlanError: If a step takes no time.
     """
     best = ordered[0]
+    if not best.forecast.step_s:
+        raise PlanError(
+            "by its profile a step takes no time, so that no plan is faster than another: make one with tulle.profile"
+        )
     tables = problem.tables(problem.share(best.plan))
     return replace(
         tables.told(best.plan),
@@ -45,7 +53,9 @@ def _prediction(problem: Problem, ordered: Sequence[Found], bound_s: float) -> P
         parts_s=parts_of(best.forecast),
         links_s=links_of(best.forecast),
         memory_bytes=best.memory_bytes,
-        bound_s=bound_s / handicap(best.plan.schedule, best.plan.memory),
+        bound_s=min(
+            bound_s / handicap(best.plan.schedule, best.plan.memory), *(one.forecast.step_s for one in ordered)
+        ),
         runner_up=tuple(differences(best.plan, second.plan)) if second else (),
         runner_up_s=second.forecast.step_s + second.unhidden_s if second else None,
         binding=binding(best.forecast),

@@ -15,7 +15,12 @@ def on_machine(profile: Profile, machine: Machine) -> Profile:
         return profile
     pace, memory_pace = was.flop_per_s / machine.flop_per_s, was.memory_bytes_per_s / machine.memory_bytes_per_s
     modules = tuple(
-        replace(piece, forward_s=piece.forward_s * pace, backward_s=piece.backward_s * pace)
+        replace(
+            piece,
+            forward_s=piece.forward_s * pace,
+            backward_s=piece.backward_s * pace,
+            weights_s=piece.weights_s * pace,
+        )
         for piece in profile.modules
     )
     row_s = profile.optimizer.row_s_per_byte

@@ -130,13 +130,14 @@ class Plan:
     def explain(self) -> str:
         """What was chosen, for each axis and each table, why, and what else was predicted to cost."""
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
-        lines = [f"mesh {axes}, dense gradients all-reduced in buckets of {self.bucket_bytes / 2**20:g} MiB"]
+        is_reduced = self.mesh.get(DATA, 1) > 1 and not self.memory.full_shard
+        buckets = f", dense gradients all-reduced in buckets of {self.bucket_bytes / 2**20:g} MiB" if is_reduced else ""
+        lines = [f"mesh {axes}{buckets}"]
         if self.schedule == AT_READ:
             lines.append("replicas are updated when they are read, not in the optimizer's step")
         if self.wire_dtype:
             lines.append(f"values of sparse gradients travel as {self.wire_dtype}")
-        lines += self._explain_axes() + self.memory.explain()
-        lines += explained(self.tables)
+        lines += self._explain_axes() + self.memory.explain() + explained(self.tables)
         if self.prediction and self.placements and self.mesh.get(DATA, 1) > 1:
             lines.append(f"rows of split tables are told {TOLD[self.prediction.lookahead]}")
         lines += [f"offered: {offer}" for offer in self.offers]
@@ -175,9 +176,8 @@ class Plan:
             PlanError: Naming what no plan can have; nothing is written then.
         """
         self.check_values()
-        target = Path(path)
-        named = {} if profile is None else {"profile": os.path.relpath(profile, target.parent)}
-        write_whole(target, json.dumps(self.to_json() | named, indent=2) + "\n")
+        named = {} if profile is None else {"profile": os.path.relpath(profile, Path(path).parent)}
+        write_whole(Path(path), json.dumps(self.to_json() | named, indent=2) + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:

@@ -96,7 +96,10 @@ def key_of(profile: Profile, cluster: Cluster, **limits: object) -> str:
         "batch": profile.batch,
         "step_s": _rounded(profile.step_s),
         "pieces": [(piece.name, piece.parameters_bytes) for piece in profile.modules],
-        "tables": [(table.name, table.rows, table.width, table.is_sparse) for table in profile.tables],
+        "tables": [
+            (table.name, table.rows, table.width, table.is_sparse, table.placements) for table in profile.tables
+        ],
+        "optimizer": (_rounded(profile.optimizer.state_share), profile.optimizer.updates_all_rows),
         "activations_bytes": _rounded(float(sum(piece.activations_bytes for piece in profile.modules))),
         "lookups": [_rounded(table.tokens) for table in profile.tables],
         "lookahead": profile.lookahead,

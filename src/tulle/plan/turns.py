@@ -109,7 +109,7 @@ class _Play:
                 since_s = free_since_s[rank]
                 if since_s is None:
                     continue
-                played += place.catch_up(now_s - since_s)
+                played += place.catch_up(since_s, now_s)
                 free_since_s[rank] = now_s
                 turn, count = place.take(), count + 1
                 if turn is not None:
@@ -202,16 +202,21 @@ class _Place:
             self._held.setdefault(best.micro_batch, 0)
         return best
 
-    def catch_up(self, seconds: float) -> list[Turn]:
-        """What it did of what it has put off while it had nothing else to do."""
+    def catch_up(self, since_s: float, now_s: float) -> list[Turn]:
+        """What it did of what it has put off while it had nothing else to do; what no clock tells is done at once."""
         done: list[Turn] = []
-        while self.owed and seconds > 0:
+        while self.owed:
             owed = self.owed[0]
-            share_s = min(owed.left_s, seconds)
-            done.append(Turn(owed.stage, owed.micro_batch, is_backward=True, weights=share_s / owed.whole_s))
-            seconds, owed.left_s = seconds - share_s, owed.left_s - share_s
-            if owed.left_s <= _ROUNDING * owed.whole_s:
-                self.owed.popleft()
+            left_s = max(0.0, owed.left_s - max(0.0, now_s - since_s))
+            if left_s <= _ROUNDING * owed.whole_s or now_s + left_s <= now_s:
+                left_s = 0.0
+            share_s, owed.left_s = owed.left_s - left_s, left_s
+            if share_s:
+                done.append(Turn(owed.stage, owed.micro_batch, is_backward=True, weights=share_s / owed.whole_s))
+            if left_s:
+                break
+            since_s += share_s
+            self.owed.popleft()
         return done
 
     def end(self, turn: Turn) -> None:

@@ -38,10 +38,11 @@ def measure_cluster(axis: Axis, twin: Twin | None = None) -> Cluster:
     slowdown, link_slowdown = overlap(axis, found, twin)
     machine = replace(machine, slowdown=slowdown, link_slowdown=link_slowdown)
     hosts = axis.hosts or axis.ranks
-    count = len(set(hosts))
-    local = axis.size // count
+    of_hosts = {hosts.count(host) for host in hosts}
+    local = of_hosts.pop() if len(of_hosts) == 1 else 1  # where hosts are unlike, each rank is taken for one
+    count = axis.size // local
     if local == 1:
-        return Cluster(count, 1, machine, found, probed_ranks=count)
+        return Cluster(count, 1, machine, _bare(found), probed_ranks=count)
     if count == 1 or found.across is None or found.inside is None:
         return Cluster(count, local, machine, _bare(found), _bare(found) if count == 1 else None)
     # It was measured while all ranks of a host sent through its link; one alone has it to itself.

@@ -34,7 +34,7 @@ from tulle.profiling.crowding import crowding
 from tulle.profiling.machine import NOMINAL, measure_cluster, memory_bytes
 from tulle.profiling.optimizer import optimizer_profile, tried
 from tulle.profiling.pieces import STAGES, Pieces, bytes_of, cut, owners_of
-from tulle.profiling.refusals import check_arguments, check_trains, together
+from tulle.profiling.refusals import check_arguments, check_as_many, check_trains, together
 from tulle.profiling.samples import samples_in
 from tulle.profiling.splits import splits
 from tulle.profiling.steps import Loss, Twin
@@ -99,6 +99,7 @@ def profile(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
     together(partial(check_trains, model, optimizers), model, sample, axis)
     samples = [sample, *further]
+    check_as_many(samples, axis)
     measure = _in_steps if _fits(model, axis) else _without_memory
     random_state = State.now()
     try:
@@ -116,9 +117,10 @@ def profile(
 
 
 def _fits(model: nn.Module, axis: Axis) -> bool:
-    """Whether a model that has no memory yet can be trained whole on each rank."""
+    """Whether a model that has no memory yet can be trained whole on each rank. Every rank must call it."""
     lacking_bytes = sum(parameter.nbytes for parameter in model.parameters() if is_deferred(parameter))
-    return COPIES * lacking_bytes <= memory_bytes(axis) * _SHARE_OF_MEMORY
+    fits = COPIES * lacking_bytes <= memory_bytes(axis) * _SHARE_OF_MEMORY
+    return all(gather_values(fits, axis, label=_LABEL))  # hosts may have unlike memories
 
 
 def _splitting(mesh: Mesh | None) -> int:

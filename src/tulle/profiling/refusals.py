@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tulle.comm import raise_together
+from tulle.comm import gather_values, raise_together
 from tulle.errors import MeshError, ModelError, TulleError, raised_in
 from tulle.mesh import Axis, Mesh
 from tulle.profiling.samples import apart
@@ -62,6 +62,20 @@ def check_trains(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
                 f"asks for a {steps_with[0].name}, which runs the model as often as it likes: profile the model with "
                 "torch.optim.SGD, or distribute it with a plan of your own, plan=tulle.Plan(...)"
             )
+
+
+def check_as_many(samples: Sequence[object], axis: Axis) -> None:
+    """Check that all ranks have as many samples, on each of which all step at once. Every rank must call it.
+
+    Raises:
+        ModelError: On every rank, if they have not.
+    """
+    counts = gather_values(len(samples), axis, label=LABEL)
+    if len({*counts}) > 1:
+        raise ModelError(
+            f"tulle.profile was given {', '.join(map(str, counts))} samples on ranks 0 to {axis.size - 1}, with those "
+            "of further=: give each rank as many"
+        )
 
 
 def together(work: Callable[[], T], model: nn.Module, sample: object, axis: Axis) -> T:

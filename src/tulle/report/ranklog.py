@@ -86,6 +86,8 @@ class _Read:
     observations: dict[tuple[str, int], Observation] = field(default_factory=dict)
     torn_lines: int = 0
     odd_lines: int = 0
+    last_step: int = 0
+    """Of which there was a record; numbers that were logged apart from one may be of a step that is still to come."""
 
     @property
     def columns(self) -> tuple[_Columns[Any], ...]:
@@ -137,8 +139,9 @@ def read_rank_log(path: Path, rank: int) -> RankLog:
 def _add(record: Mapping[str, Any], read: _Read) -> None:
     kind, step = record["kind"], int(record["step"])
     if kind == "step":
-        if read.steps and read.steps[-1] >= step:
+        if step <= read.last_step:
             read.undo_from(step)
+        read.last_step = step
         _add_step(record, read, read.place_of(step))
     elif kind == "text":
         text = Text(step, str(record["name"]), str(record["text"]))

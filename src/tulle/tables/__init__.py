@@ -14,6 +14,7 @@ from tulle.tables.exchange import (
     tell_of_gradients,
     tell_the_end,
     tell_unlike,
+    uneven,
 )
 from tulle.tables.gradient import ShardGradient
 from tulle.tables.modules import Lookup, TableModule, has_own_forward, table_modules, table_of
@@ -56,4 +57,5 @@ __all__ = [
     "tell_of_gradients",
     "tell_the_end",
     "tell_unlike",
+    "uneven",
 ]

@@ -122,7 +122,7 @@ def tell_the_end(tables: Sequence[str], axis: Axis) -> None:
     """
     came = _say_instead(_OVER, dict.fromkeys(tables, 1), len(tables), axis)
     for rank in came.ne(_OVER).any(1).nonzero().flatten().tolist():
-        raise _uneven(axis.rank, rank, axis)
+        raise uneven(axis.rank, rank, axis)
 
 
 def tell_unlike(tables: Sequence[str], axis: Axis) -> None:
@@ -133,7 +133,7 @@ def tell_unlike(tables: Sequence[str], axis: Axis) -> None:
     """
     came = _say_instead(_UNLIKE, dict.fromkeys(tables, 1), len(tables), axis)
     for rank in came.ne(_UNLIKE).any(1).nonzero().flatten().tolist():
-        raise _uneven(rank, axis.rank, axis) if _OVER in came[rank].tolist() else _unlike(axis.rank, rank, axis)
+        raise uneven(rank, axis.rank, axis) if _OVER in came[rank].tolist() else _unlike(axis.rank, rank, axis)
 
 
 def tell_of_gradients(axis: Axis) -> None:
@@ -156,7 +156,8 @@ def _say_instead(word: int, label: str | Mapping[str, int], tables: int, axis: A
     return _exchange_counts([counts] * axis.size, axis, label)
 
 
-def _uneven(first: int, other: int, axis: Axis) -> DataError:
+def uneven(first: int, other: int, axis: Axis) -> DataError:
+    """What is raised where one rank has no further batch, and another has."""
     return DataError(
         f"rank {first} of axis {axis.name!r} has no batch after the one of step {traffic.step + 1}, rank {other} has: "
         "give all ranks as many, with drop_last=True or a DistributedSampler say; one with nothing in it will do"
@@ -166,8 +167,8 @@ def _uneven(first: int, other: int, axis: Axis) -> DataError:
 def _unlike(first: int, other: int, axis: Axis) -> DataError:
     return DataError(
         f"the batch of rank {first} of axis {axis.name!r} after the one of step {traffic.step + 1} lacks an entry in "
-        f"which its lookups were found until now, that of rank {other} has it: give all ranks batches of one form, "
-        "with an empty tensor where one has nothing to look up"
+        "which its lookups were found until now, or ids= gives those of other tables than until now; not so that of "
+        f"rank {other}: give all ranks batches of one form, with an empty tensor where one has nothing to look up"
     )
 
 
@@ -192,7 +193,7 @@ def _counts_in(came: Tensor, marks: Tensor, axis: Axis, tables: Iterable[str]) -
     for rank in is_other.any(1).nonzero().flatten().tolist():
         told = came[rank].tolist()
         if _OVER in told:
-            raise _uneven(rank, axis.rank, axis)
+            raise uneven(rank, axis.rank, axis)
         if _UNLIKE in told:
             raise _unlike(rank, axis.rank, axis)
         if _REFUSED in told:

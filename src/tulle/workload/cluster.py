@@ -75,10 +75,10 @@ class Cluster:
         """What an axis of ranks `first + i * stride` gives while all such groups, side by side, use it alike."""
         inside = self.inside or self.across
         span = size * stride
-        if span <= self.processes_per_host:
+        if span <= self.processes_per_host and (self.hosts == 1 or self.processes_per_host % span == 0):
             return inside
         sharing = min(stride, self.processes_per_host)  # groups that send through one host's link at a time
-        local_ranks = max(1, self.processes_per_host // stride)  # of one group on one host
+        local_ranks = max(1, min(self.processes_per_host // stride, size - 1))  # of one group on one host
         hosts = -(-size // local_ranks)
         across = _slowed(_among(self.across, hosts, self.probed_ranks), sharing)
         if local_ranks == 1:
