@@ -74,6 +74,27 @@ def targets_in_eval(model, x):
     return loss
 
 
+class Normed(nn.Module):
+    """Layers with a norm deep within one that others run between."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def norm_in_eval(model, x):
+    model.layers[2][1].eval()
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    model.layers[2][1].train()
+    return loss
+
+
 def measured_after_backward(model, x):
     loss = model(x).pow(2).mean()
     loss.backward()
@@ -116,6 +137,7 @@ def adapters_off(model, x):
         (Layers, last_layers_frozen),
         (Layers, weights_lent),
         (Adapters, adapters_off),
+        (Normed, norm_in_eval),
     ],
     ids=lambda value: value.__name__,
 )
