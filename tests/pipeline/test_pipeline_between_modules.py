@@ -1,8 +1,11 @@
 """Operations between the modules of a pipeline: in place, detached, by functions of one's own, of any shape."""
 
 import logging
+from enum import Enum
 from inspect import getattr_static
 
+import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from beside_one_process import DTYPE, both, data
@@ -199,4 +202,61 @@ class WritesInItsInput(nn.Module):
 @on_ranks(2)
 def test_a_module_that_writes_in_a_tensor_of_all_ranks():
     worst, _, _ = both(WritesInItsInput, {"first": 0, "second": 1}, steps=2)
+    assert worst < 1e-12
+
+
+class Half(Enum):
+    FIRST, BOTH = 1, 2
+
+
+class Halved(nn.Linear):
+    def forward(self, x, half):
+        return super().forward(x)[:, : WIDTH // 2] if half is Half.FIRST else super().forward(x)
+
+
+def by_length(y, count):
+    return y[:, : np.int64(count)]
+
+
+def by_numbers(y, count):
+    return y[:, np.arange(count)]
+
+
+def by_range(y, count):
+    return y[:, range(count)]
+
+
+def by_mask(y, count):
+    return y[:, np.arange(WIDTH) < count]
+
+
+def by_shape(y, count):
+    return y.reshape(-1, np.int64(count))
+
+
+def by_format(y, count):
+    y = y.view(-1, 2, 3, 1).expand(-1, 2, 3, 2)
+    y = y.contiguous(memory_format=torch.channels_last if count == 2 else torch.contiguous_format)
+    return y.flatten(1) if y.is_contiguous() else 2 * y.flatten(1)
+
+
+class ByValue(nn.Module):
+    """What an operation and a module give follows from what is no tensor, and is not the same twice."""
+
+    def __init__(self, chosen):
+        super().__init__()
+        self.first, self.second, self.chosen = Halved(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), chosen
+
+    def forward(self, x):
+        total = self.second(x).sum()
+        for count, half in ((3, Half.FIRST), (2, Half.BOTH)):
+            y = self.chosen(self.first(x, Half.BOTH).tanh(), count) * count
+            total = total + y.sum() * y.shape[0] + y.pow(2).sum(0).numel() + self.first(x, half).sum().exp()
+        return self.second(x) * total
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("chosen", [by_length, by_numbers, by_range, by_mask, by_shape, by_format])
+def test_outcomes_follow_from_values_that_are_no_tensors(chosen):
+    worst, _, _ = both(lambda: ByValue(chosen), {"first": 0, "second": 1}, steps=1, micro_batches=2)
     assert worst < 1e-12
