@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import tulle
 from ranks import on_ranks
 from tulle import pipeline
+from tulle.errors import TulleError
 from tulle.pipeline import recompute
 from tulle.pipeline.shapes import Shapes
 from tulle.pipeline.structure import flatten
@@ -260,3 +261,48 @@ class ByValue(nn.Module):
 def test_outcomes_follow_from_values_that_are_no_tensors(chosen):
     worst, _, _ = both(lambda: ByValue(chosen), {"first": 0, "second": 1}, steps=1, micro_batches=2)
     assert worst < 1e-12
+
+
+class Plus(nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
+class Lends(nn.Module):
+    """A view lives at another stage than what it is of."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.plus = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Plus()
+
+    def forward(self, x):
+        y = self.first(x).tanh() * 1
+        view = y.view_as(self.second(y * 1))
+        return self.written(y, view)
+
+
+class WritesInTheView(Lends):
+    def written(self, y, view):
+        view.mul_(3)
+        first = self.plus(y)
+        view.mul_(2)
+        return first + self.plus(y) + view
+
+
+@on_ranks(2)
+def test_what_is_written_in_a_view_of_a_copy_is_read_by_all_each_time():
+    worst, _, _ = both(WritesInTheView, {"first": 0, "second": 1, "plus": 0}, steps=1)
+    assert worst < 1e-12
+
+
+class WritesInWhatItIsOf(Lends):
+    def written(self, y, view):
+        y.mul_(2)
+        return self.second(view[1:])
+
+
+@on_ranks(2)
+def test_a_view_of_a_copy_is_refused_when_what_it_is_of_was_written_in_since():
+    model = pipeline.place(make(WritesInWhatItIsOf), tulle.init(pipe=-1, timeout=8)["pipe"], {"first": 0, "second": 1})
+    with pytest.raises(TulleError, match="a view of what lives at another stage, in which 'mul_' has written since"):
+        model(data())

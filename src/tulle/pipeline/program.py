@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -349,7 +348,8 @@ class Program:
                 base = base if result.kin is None else results[result.kin]
                 is_view = isinstance(base, Placeholder) and (base.stage - stage) % self._axis.size == 0
                 results.append(made := self._stand_for(result, stage, value, base if is_view else None))
-                made.family.lender = made.family.lender if is_view or not isinstance(base, Placeholder) else ref(base)
+                if isinstance(base, Placeholder) and not is_view:
+                    base.family.lend(base, made.family, self.values.rank_of(stage))
         self._has_left |= bool(outcome.left)
         for left in outcome.left:
             assert call.unit is not None, "operations have no attributes"
