@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -82,8 +81,10 @@ class Holdings:
     """Buffers that live on all ranks, because they are in no unit: their models' numbers and their names."""
     copied: dict[int, str] = field(default_factory=dict)
     """Names of what modules of several ranks hold, by identity."""
-    settled: WeakValueDictionary[tuple[int, str], Tensor] = field(default_factory=WeakValueDictionary)
-    """Those among them in which something was written that one rank has: they live there now."""
+    settled: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Those that did, until something was written there that one rank has: they live there now."""
+    changed: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    """Those of these in which something was written since all ranks held the same; all ranks know the same ones."""
     written: set[int] = field(default_factory=set)
     """Tensors of the user's own that are in `stages`, by identity."""
     shapes: Shapes = field(default_factory=Shapes)
@@ -183,7 +184,13 @@ class Holdings:
         known = self.buffers.pop(id(tensor), None)
         if known is not None:
             self.note(tensor, stage, *known)
-            self.settled[known] = tensor
+            self.settled[id(tensor)] = known
+            weakref.finalize(tensor, self.settled.pop, id(tensor), None)
+
+    def note_changed(self, tensor: Tensor) -> None:
+        """Note that something was written in a tensor, if it is such a buffer. Every rank must call it."""
+        if (known := self.settled.get(id(tensor))) is not None:
+            self.changed[known] = tensor
 
     def keep(self, tensor: Tensor, stage: int, *, is_trained: bool) -> None:
         """Note where a tensor of the user's own lives, in which a stage has written, for programs that come later.
@@ -207,5 +214,5 @@ class Holdings:
 
     def replace(self, tensor: Tensor, model: int, name: str) -> None:
         """Note that a buffer which lived on all ranks does so again, as another tensor than before."""
-        self.settled.pop((model, name), None)
+        self.changed.pop((model, name), None)
         self.note(tensor, None, model, name)

@@ -158,8 +158,10 @@ def _writes_in_model(target: Placeholder, holdings: Holdings, *, by: str) -> boo
 
     One that several ranks hold, each for modules of its own, is refused: the others would keep what they have.
     """
-    owns = (member.own for member in target.family.with_all(target))
-    known = {id(own) for own in owns if own is not None}.intersection(holdings.stages)
+    owns = [member.own for member in target.family.with_all(target) if member.own is not None]
+    for own in owns:
+        holdings.note_changed(own)
+    known = set(map(id, owns)).intersection(holdings.stages)
     name = next((holdings.copied[one] for one in known if one in holdings.copied), None)
     if name is not None:
         raise ModelError(

@@ -153,6 +153,7 @@ class Runtime:
         except BaseException as error:
             self._undo_tied()
             self.holdings.is_full = False
+            self.holdings.changed.clear()  # others may have come further
             mailbox.close(error)
             raise
         end_s = now_s()
@@ -247,6 +248,7 @@ class Runtime:
         if self._current is not None:
             self._current = None
             self.holdings.met.clear()  # others may have come further
+            self.holdings.changed.clear()
             self.holdings.mailbox.tell(error)
 
     def _wait(self, key: Key, source: int, purpose: str) -> None:
@@ -315,7 +317,7 @@ class Runtime:
             for found in resident.carried.replaced()
             if not (may_need_grad and found[-1].needs_grad)
         ]
-        if not replaced and not self.holdings.settled:
+        if not replaced and not self.holdings.changed:
             return
         number = self._next_number() if number is None else number
         messages = itertools.count(1)
@@ -327,8 +329,9 @@ class Runtime:
             self._copy_to_all(tensor, home, (number, next(messages)), name)
             self.holdings.replace(tensor, model, name)
             buffers[key] = tensor
-        for (_, name), tensor in sorted(self.holdings.settled.items(), key=lambda item: item[0]):
+        for (_, name), tensor in sorted(self.holdings.changed.items(), key=lambda item: item[0]):
             self._copy_to_all(tensor, self.holdings.stages[id(tensor)] % self.axis.size, (number, next(messages)), name)
+        self.holdings.changed.clear()
 
     def _copy_to_all(self, tensor: Tensor, home: int, number: tuple[int, int], name: str) -> None:
         others = [rank for rank in range(self.axis.size) if rank != home]
