@@ -306,3 +306,30 @@ def test_a_view_of_a_copy_is_refused_when_what_it_is_of_was_written_in_since():
     model = pipeline.place(make(WritesInWhatItIsOf), tulle.init(pipe=-1, timeout=8)["pipe"], {"first": 0, "second": 1})
     with pytest.raises(TulleError, match="a view of what lives at another stage, in which 'mul_' has written since"):
         model(data())
+
+
+class Kept(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).relu().to_sparse()
+
+
+class Full(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.to_dense())
+
+
+class SparseBetween(nn.Module):
+    """Sparse gradients go to a table at another stage, and what is passed on is sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.first, self.second = nn.Embedding(2, WIDTH), Kept(WIDTH, WIDTH), Full(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.second(self.first(x))
+        return y + F.embedding((y.sum(1) > 0).long(), self.table.weight, sparse=True) + self.table.weight.sum()
+
+
+@on_ranks(2)
+def test_sparse_values_and_gradients_travel():
+    assert both(SparseBetween, {"table": 0, "first": 0, "second": 1}, steps=2)[0] < 1e-12

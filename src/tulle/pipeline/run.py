@@ -19,7 +19,7 @@ from tulle.pipeline.carried import Carried
 from tulle.pipeline.holdings import Holdings, Unit
 from tulle.pipeline.interception import run_in_this_thread
 from tulle.pipeline.mailbox import mailbox_of
-from tulle.pipeline.messages import Key, Kind
+from tulle.pipeline.messages import Key, Kind, each_once
 from tulle.pipeline.outcome import versioned
 from tulle.pipeline.placeholder import running
 from tulle.pipeline.program import Program
@@ -186,10 +186,10 @@ class Runtime:
         key: Key = (Kind.VALUE, *number)
         mailbox, me = self.holdings.mailbox, self.axis.rank
         if me == ranks[0]:
-            mailbox.send(key, tensor, to=ranks[1:])
+            mailbox.send(key, each_once(tensor), to=ranks[1:])
         elif me in ranks:
             mailbox.await_any({ranks[0]: [key]}, lambda: f"the first value of {name!r}")
-            tensor.detach().copy_(mailbox.take(key))
+            each_once(tensor).copy_(mailbox.take(key))
 
     def _turn(self, step: Step, micro_batch: int) -> Turn:
         number = self._next_number()
