@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_one_process import DTYPE, both, data
-from pipeline_networks import WIDTH, make
+from beside_one_process import DTYPE, both, data, loss_of
+from pipeline_networks import WIDTH, Chain, TiedEnds, make
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -333,3 +333,29 @@ class SparseBetween(nn.Module):
 @on_ranks(2)
 def test_sparse_values_and_gradients_travel():
     assert both(SparseBetween, {"table": 0, "first": 0, "second": 1}, steps=2)[0] < 1e-12
+
+
+class WithTable(nn.Module):
+    """Its own modules, and those of another model whose parameters alone are read."""
+
+    def __init__(self, model, tied):
+        super().__init__()
+        self.model = model
+        self.__dict__["tied"] = tied
+
+    def forward(self, x):
+        return F.linear(self.model(x), self.tied.embed.weight)
+
+
+@on_ranks(2)
+def test_parameters_that_several_stages_hold_stay_equal_where_their_model_is_not_called():
+    mesh, gradients = tulle.init(pipe=-1, timeout=8), []
+    for is_placed in (False, True):
+        model, tied = make(Chain), make(TiedEnds)
+        if is_placed:
+            pipeline.place(model, mesh["pipe"], {"layers": 0})
+            pipeline.place(tied, mesh["pipe"], {"embed": 0, "middle": 0, "other": 1, "head": 1})
+        step = pipeline.step(micro_batches=2)(lambda model, x, tied=tied: loss_of(WithTable(model, tied), x))
+        step(model, data())
+        gradients.append(tied.embed.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)

@@ -77,6 +77,8 @@ class Holdings:
     mailbox: Mailbox
     stages: dict[int, int] = field(default_factory=dict)
     """Stage of each parameter, and of each buffer of a unit, by its identity."""
+    models: dict[int, int] = field(default_factory=dict)
+    """Number of the model of each of these."""
     buffers: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Buffers that live on all ranks, because they are in no unit: their models' numbers and their names."""
     copied: dict[int, str] = field(default_factory=dict)
@@ -168,8 +170,9 @@ class Holdings:
     def note(self, tensor: Tensor, stage: int | None, model: int, name: str) -> None:
         """Note that a parameter or buffer of a model lives at a stage, or, if None, on all ranks; until it is gone."""
         if stage is not None:
-            self.stages[id(tensor)] = stage
+            self.stages[id(tensor)], self.models[id(tensor)] = stage, model
             weakref.finalize(tensor, self.stages.pop, id(tensor), None)
+            weakref.finalize(tensor, self.models.pop, id(tensor), None)
         else:
             self.buffers[id(tensor)] = model, name
             weakref.finalize(tensor, self.buffers.pop, id(tensor), None)

@@ -98,13 +98,13 @@ class Program:
         self._stages: set[int] = set()
         self.has_graph = False
         """Whether a backward could come; the same on all ranks."""
-        self.models: set[int] = set()
-        """Numbers of the models that it called modules of; the same on all ranks."""
         self._axis = holdings.mailbox.axis
         self._around_backward, self._read = around_backward, read
         self._calls: dict[str, int] = {}
         """How often each module and operation was called so far, by name; "" is the model."""
         self.adopted, self._fail = Adopted(holdings, self), fail
+        self.models = self.adopted.models
+        """Numbers of the models that it called modules of, or read parameters of; the same on all ranks."""
         self._graphs = Graphs(values.tape)
         self._held: dict[int, tuple[Any, Settled]] = {}
         """What objects were seen to hold in the call of the model at hand."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -83,6 +83,8 @@ class Runtime:
         """The last number that a program, a step or the placing of a model was given; the same on all ranks."""
         self._before = 0
         """How many programs more there were by the checkpoint that training goes on from."""
+        self.ran = set[int]()
+        """Numbers of the models that the last step called, or read parameters of; the same on all ranks."""
         self.bubble = 0.0
         """Share of the last step in which this rank had nothing that it could do."""
         self._current: Program | None = None
@@ -146,8 +148,9 @@ class Runtime:
                 views.step(step.function, left, self._is_any, asks_peers=mailbox.asks_peers),
             ):
                 idle_s = Turns(turns, mailbox, step.schedule, stages, in_order=in_order, modes=modes, views=views).run()
+            self.ran = set[int]().union(*(program.models for program in programs))
             self._see_what_is_carried(carried, programs)
-            self._add_up_tied(programs, number)
+            self._add_up_tied(self.ran, number)
             self._even_out(number)
             self.holdings.forget_calls()
         except BaseException as error:
@@ -164,12 +167,10 @@ class Runtime:
         traffic.span("step", f"bubble {self.bubble:.0%}", begin_s, now_s())
         return [turn.result for turn in turns]
 
-    @staticmethod
-    def _see_what_is_carried(carried: Mapping[int, Carried], programs: Sequence[Program]) -> None:
-        ran = set[int]().union(*(program.models for program in programs))
+    def _see_what_is_carried(self, carried: Mapping[int, Carried], programs: Sequence[Program]) -> None:
         is_kept = any(program.is_kept for program in programs)
         for number, one in carried.items():
-            if number in ran:
+            if number in self.ran:
                 one.end(is_kept=is_kept)
             else:
                 one.is_idle = True
@@ -236,7 +237,7 @@ class Runtime:
         try:
             yield
             if self._current is not None:
-                self._add_up_tied([self._current], -self._number, first=self._backwards << _MOST_TIED_BITS)
+                self._add_up_tied(self._current.models, -self._number, first=self._backwards << _MOST_TIED_BITS)
             self._even_out()
         except BaseException as error:
             self._undo_tied()
@@ -271,10 +272,10 @@ class Runtime:
             models = sorted(self.models.items())
             self._asides = [Aside(number, tied) for number, model in models for tied in model.tied]
 
-    def _add_up_tied(self, programs: Sequence[Program], number: int, *, first: int = 0) -> None:
+    def _add_up_tied(self, ran: Collection[int], number: int, *, first: int = 0) -> None:
         """Sum what has come to tied parameters of the models that ran, which all ranks know alike."""
         self._set_aside_tied()  # if there was no backward
-        asides, ran = self._asides or (), set().union(*(program.models for program in programs))
+        asides = self._asides or ()
         for index, aside in enumerate((one for one in asides if one.model in ran), first):
             aside.add_up(self.holdings.mailbox, (number, index))
         for aside in asides:
