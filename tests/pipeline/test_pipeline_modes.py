@@ -183,3 +183,42 @@ def test_weights_may_be_frozen_between_forward_and_backward(schedule):
     for _ in range(2):
         assert step(model, data()).stack().tolist() == step(reference, data()).stack().tolist()
     assert worst_gradient(model, reference) < 1e-12
+
+
+class Auxiliary(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x).tanh()
+        return (y, y.mean()) if self.training else (y, None)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Auxiliary(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class WithAuxiliary(nn.Module):
+    """What a module within a placed one gives depends on whether it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Outer(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y, mean = self.first(x)
+        return self.second(y) if mean is None else self.second(y) + mean
+
+
+def with_means_now_and_then(model, x):
+    model.first.inner.train(not model.first.inner.training)
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    return loss
+
+
+@on_ranks(2)
+def test_what_a_module_gives_may_depend_on_whether_one_within_trains():
+    assert both(WithAuxiliary, {"first": 0, "second": 1}, with_means_now_and_then, micro_batches=1)[0] < 1e-12

@@ -110,7 +110,8 @@ class Holdings:
     def _mode_of(self, unit: Unit) -> Hashable:
         """All that the outcome of a unit's call can depend on besides its arguments."""
         self.modes.look(unit.module)
-        return unit.model, unit.name, unit.module.training, self.frozen.get(unit.model)
+        training = unit.module.training, *[one.training for _, one in unit.within]
+        return unit.model, unit.name, training, self.frozen.get(unit.model)
 
     def of_call(
         self, unit: Unit, leaves: Sequence[Any], spec: Spec, objects: Hashable = None, *, is_in_step: bool
