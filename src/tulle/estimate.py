@@ -26,6 +26,7 @@ from tulle.pipeline.schedule import activations_at_once, checked
 from tulle.plan import Plan
 from tulle.plan.plan import DATA, MODEL, PIPE
 from tulle.tables import table_modules
+from tulle.traits import states_of
 
 OptimizerOf = Callable[[Iterable[nn.Parameter]], Optimizer]
 Optimizers = Optimizer | Sequence[Optimizer] | OptimizerOf
@@ -171,7 +172,7 @@ class _Several:
     @property
     def state(self) -> dict[Tensor, Any]:
         """Of all of them."""
-        return {parameter: entries for one in self._optimizers for parameter, entries in one.state.items()}
+        return {parameter: entries for one in self._optimizers for parameter, entries in states_of(one).items()}
 
     def step(self) -> None:
         """Of all of them."""

@@ -57,6 +57,18 @@ def has_hooks(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, "_optimizer_load_state_dict_post_hooks")
 
 
+def states_of(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
+    """What an optimizer keeps of each parameter; by other keys, such as names, it may keep what it likes.
+
+    Example:
+        >>> optimizer = SGD([nn.Parameter(torch.ones(1))])
+        >>> optimizer.state["calls"] = 3
+        >>> states_of(optimizer)
+        {}
+    """
+    return {key: kept for key, kept in optimizer.state.items() if isinstance(key, Tensor)}
+
+
 def makes_weights(module: nn.Module) -> bool:
     """Whether hooks make a module's weight of its parameters before its forward.
 

@@ -10,6 +10,7 @@ from torch import nn
 import tulle
 from ranks import on_ranks
 from tulle.distribute import layers
+from tulle.engine import engine_of
 from tulle.errors import PlanError
 from tulle.plan import Memory, TablePlan
 
@@ -155,3 +156,41 @@ def test_an_optimizer_that_is_not_known_is_doubted_on_stages():
             tulle.distribute(model, kind(model.parameters(), lr=0.1), mesh, plan=plan)
         is_told = kind is Prodigy and mesh.rank == 0
         assert [call.args[1] for call in warn.call_args_list] == (["Prodigy"] if is_told else [])
+
+
+def pair():
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double() for _ in range(2)]
+
+
+def judged(models, x):
+    loss = models["judge"](models["maker"](x)).pow(2).mean()
+    loss.backward()
+
+
+def weighed(models, x):
+    loss = (models["maker"](x) @ models["judge"][2].weight).pow(2).mean()
+    loss.backward()
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("function", [judged, weighed])
+def test_gradients_of_all_models_that_a_step_reads_travel_once(function):
+    mesh, references = tulle.init(data=2, pipe=2), pair()
+    models, rank = pair(), mesh["data"].rank
+    stages = tulle.Plan(mesh.shape, stages={"0": 0, "1": 0, "2": 1})
+    steppers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (*models, *references)]
+    for model, optimizer in zip(models, steppers, strict=False):
+        tulle.distribute(model, optimizer, mesh, plan=stages)
+    both = {"maker": models[0], "judge": models[1]}
+    step = tulle.step(micro_batches=4)(lambda maker, x: function({**both, "maker": maker}, x))
+    for number in range(2):
+        x = torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        step(models[0], x.chunk(2)[rank])
+        function(dict(zip(both, references, strict=True)), x)
+        for optimizer in steppers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for model, reference in zip(models, references, strict=True):
+        assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+        assert engine_of(model).steps == 2

@@ -83,3 +83,10 @@ def test_what_is_no_tensor_travels_too(content):
 @pytest.mark.parametrize("key", [(Kind.VALUE, -3, 2), (Kind.OUTCOME, 0, 2**56 - 1), (Kind.GRADIENT, 9, 5 << 32 | 7)])
 def test_keys_have_room_for_all_their_numbers(key):
     assert passed_on(torch.ones(2), key).equal(torch.ones(2))
+
+
+def test_sparse_tensors_come_out_sparse():
+    for tensor in (torch.eye(3).to_sparse(), torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 4), (5, 4))):
+        found = passed_on(tensor)
+        assert found.is_sparse
+        assert found.to_dense().equal(tensor.to_dense())

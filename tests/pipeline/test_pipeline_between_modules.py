@@ -1,18 +1,22 @@
 """Operations between the modules of a pipeline: in place, detached, by functions of one's own, of any shape."""
 
 import logging
+from enum import Enum
 from inspect import getattr_static
 
+import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
-from beside_one_process import DTYPE, both, data
-from pipeline_networks import WIDTH, make
+from beside_one_process import DTYPE, both, data, loss_of
+from pipeline_networks import WIDTH, Chain, TiedEnds, make
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tulle
 from ranks import on_ranks
 from tulle import pipeline
+from tulle.errors import TulleError
 from tulle.pipeline import recompute
 from tulle.pipeline.shapes import Shapes
 from tulle.pipeline.structure import flatten
@@ -200,3 +204,158 @@ class WritesInItsInput(nn.Module):
 def test_a_module_that_writes_in_a_tensor_of_all_ranks():
     worst, _, _ = both(WritesInItsInput, {"first": 0, "second": 1}, steps=2)
     assert worst < 1e-12
+
+
+class Half(Enum):
+    FIRST, BOTH = 1, 2
+
+
+class Halved(nn.Linear):
+    def forward(self, x, half):
+        return super().forward(x)[:, : WIDTH // 2] if half is Half.FIRST else super().forward(x)
+
+
+def by_length(y, count):
+    return y[:, : np.int64(count)]
+
+
+def by_numbers(y, count):
+    return y[:, np.arange(count)]
+
+
+def by_range(y, count):
+    return y[:, range(count)]
+
+
+def by_mask(y, count):
+    return y[:, np.arange(WIDTH) < count]
+
+
+def by_shape(y, count):
+    return y.reshape(-1, np.int64(count))
+
+
+def by_format(y, count):
+    y = y.view(-1, 2, 3, 1).expand(-1, 2, 3, 2)
+    y = y.contiguous(memory_format=torch.channels_last if count == 2 else torch.contiguous_format)
+    return y.flatten(1) if y.is_contiguous() else 2 * y.flatten(1)
+
+
+class ByValue(nn.Module):
+    """What an operation and a module give follows from what is no tensor, and is not the same twice."""
+
+    def __init__(self, chosen):
+        super().__init__()
+        self.first, self.second, self.chosen = Halved(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), chosen
+
+    def forward(self, x):
+        total = self.second(x).sum()
+        for count, half in ((3, Half.FIRST), (2, Half.BOTH)):
+            y = self.chosen(self.first(x, Half.BOTH).tanh(), count) * count
+            total = total + y.sum() * y.shape[0] + y.pow(2).sum(0).numel() + self.first(x, half).sum().exp()
+        return self.second(x) * total
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("chosen", [by_length, by_numbers, by_range, by_mask, by_shape, by_format])
+def test_outcomes_follow_from_values_that_are_no_tensors(chosen):
+    worst, _, _ = both(lambda: ByValue(chosen), {"first": 0, "second": 1}, steps=1, micro_batches=2)
+    assert worst < 1e-12
+
+
+class Plus(nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
+class Lends(nn.Module):
+    """A view lives at another stage than what it is of."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.plus = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Plus()
+
+    def forward(self, x):
+        y = self.first(x).tanh() * 1
+        view = y.view_as(self.second(y * 1))
+        return self.written(y, view)
+
+
+class WritesInTheView(Lends):
+    def written(self, y, view):
+        view.mul_(3)
+        first = self.plus(y)
+        view.mul_(2)
+        return first + self.plus(y) + view
+
+
+@on_ranks(2)
+def test_what_is_written_in_a_view_of_a_copy_is_read_by_all_each_time():
+    worst, _, _ = both(WritesInTheView, {"first": 0, "second": 1, "plus": 0}, steps=1)
+    assert worst < 1e-12
+
+
+class WritesInWhatItIsOf(Lends):
+    def written(self, y, view):
+        y.mul_(2)
+        return self.second(view[1:])
+
+
+@on_ranks(2)
+def test_a_view_of_a_copy_is_refused_when_what_it_is_of_was_written_in_since():
+    model = pipeline.place(make(WritesInWhatItIsOf), tulle.init(pipe=-1, timeout=8)["pipe"], {"first": 0, "second": 1})
+    with pytest.raises(TulleError, match="a view of what lives at another stage, in which 'mul_' has written since"):
+        model(data())
+
+
+class Kept(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).relu().to_sparse()
+
+
+class Full(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.to_dense())
+
+
+class SparseBetween(nn.Module):
+    """Sparse gradients go to a table at another stage, and what is passed on is sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.first, self.second = nn.Embedding(2, WIDTH), Kept(WIDTH, WIDTH), Full(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.second(self.first(x))
+        return y + F.embedding((y.sum(1) > 0).long(), self.table.weight, sparse=True) + self.table.weight.sum()
+
+
+@on_ranks(2)
+def test_sparse_values_and_gradients_travel():
+    assert both(SparseBetween, {"table": 0, "first": 0, "second": 1}, steps=2)[0] < 1e-12
+
+
+class WithTable(nn.Module):
+    """Its own modules, and those of another model whose parameters alone are read."""
+
+    def __init__(self, model, tied):
+        super().__init__()
+        self.model = model
+        self.__dict__["tied"] = tied
+
+    def forward(self, x):
+        return F.linear(self.model(x), self.tied.embed.weight)
+
+
+@on_ranks(2)
+def test_parameters_that_several_stages_hold_stay_equal_where_their_model_is_not_called():
+    mesh, gradients = tulle.init(pipe=-1, timeout=8), []
+    for is_placed in (False, True):
+        model, tied = make(Chain), make(TiedEnds)
+        if is_placed:
+            pipeline.place(model, mesh["pipe"], {"layers": 0})
+            pipeline.place(tied, mesh["pipe"], {"embed": 0, "middle": 0, "other": 1, "head": 1})
+        step = pipeline.step(micro_batches=2)(lambda model, x, tied=tied: loss_of(WithTable(model, tied), x))
+        step(model, data())
+        gradients.append(tied.embed.weight.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=0)

@@ -207,3 +207,19 @@ def test_what_a_step_returns_is_known_on_all_ranks():
     assert found["sum"].sum().item() == pytest.approx(found["y"].concat().sum().item())
     assert placement_of(model) is not None
     assert placement_of(copy.deepcopy(model)) is None
+
+
+class Masked(Chain):
+    """A buffer that was expanded, as masks are: one number in many places."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.register_buffer("mask", torch.linspace(1, 2, WIDTH).mul(1 + torch.distributed.get_rank()).expand(3, WIDTH))
+
+
+@on_ranks(2)
+def test_buffers_that_were_expanded_start_as_the_first_ranks_too():
+    mesh = tulle.init(pipe=-1, timeout=8)
+    model = pipeline.place(Masked(), mesh["pipe"], {"layers.0": 0, "layers.1": 1})
+    assert model.mask.stride(0) == 0
+    assert model.mask.equal(torch.linspace(1, 2, WIDTH).expand(3, WIDTH))

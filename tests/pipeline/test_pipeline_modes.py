@@ -74,6 +74,27 @@ def targets_in_eval(model, x):
     return loss
 
 
+class Normed(nn.Module):
+    """Layers with a norm deep within one that others run between."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def norm_in_eval(model, x):
+    model.layers[2][1].eval()
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    model.layers[2][1].train()
+    return loss
+
+
 def measured_after_backward(model, x):
     loss = model(x).pow(2).mean()
     loss.backward()
@@ -116,6 +137,7 @@ def adapters_off(model, x):
         (Layers, last_layers_frozen),
         (Layers, weights_lent),
         (Adapters, adapters_off),
+        (Normed, norm_in_eval),
     ],
     ids=lambda value: value.__name__,
 )
@@ -161,3 +183,42 @@ def test_weights_may_be_frozen_between_forward_and_backward(schedule):
     for _ in range(2):
         assert step(model, data()).stack().tolist() == step(reference, data()).stack().tolist()
     assert worst_gradient(model, reference) < 1e-12
+
+
+class Auxiliary(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x).tanh()
+        return (y, y.mean()) if self.training else (y, None)
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Auxiliary(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class WithAuxiliary(nn.Module):
+    """What a module within a placed one gives depends on whether it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Outer(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y, mean = self.first(x)
+        return self.second(y) if mean is None else self.second(y) + mean
+
+
+def with_means_now_and_then(model, x):
+    model.first.inner.train(not model.first.inner.training)
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    return loss
+
+
+@on_ranks(2)
+def test_what_a_module_gives_may_depend_on_whether_one_within_trains():
+    assert both(WithAuxiliary, {"first": 0, "second": 1}, with_means_now_and_then, micro_batches=1)[0] < 1e-12

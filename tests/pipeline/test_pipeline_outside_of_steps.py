@@ -6,6 +6,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from beside_one_process import loss_of
 from pipeline_networks import WIDTH, Chain, make
 from torch import Tensor, nn
 
@@ -120,6 +121,26 @@ def test_buffers_that_forward_writes_or_replaces_are_those_of_one_process_on_eve
             for name, buffer in alone.named_buffers():
                 assert type(model.get_buffer(name)) is Tensor
                 torch.testing.assert_close(model.get_buffer(name), buffer, rtol=1e-12, atol=0)
+
+
+@on_ranks(2)
+def test_a_model_that_one_rank_has_not_collected_yet_is_nothing_that_ranks_exchange():
+    mesh = tulle.init(pipe=-1, timeout=4)
+    gone, left = make(Statistics), make(Statistics)
+    for model in (gone, left):
+        pipeline.place(model, mesh["pipe"], {"first": 0, "second": 1})
+    step = pipeline.step(micro_batches=2)(loss_of)
+    step(gone, data())
+    gc.collect()
+    gc.disable()
+    try:
+        del model, gone
+        if mesh.rank == 0:
+            gc.collect()
+        step(left, data())
+        assert isinstance(left(data()).sum().item(), float)
+    finally:
+        gc.enable()
 
 
 class Recurrent(nn.Linear):

@@ -17,6 +17,7 @@ from tulle.checkpoint.standing import Standing
 from tulle.checkpoint.state import check_material, outline_of
 from tulle.errors import CheckpointError
 from tulle.tensor_parallel import Placement
+from tulle.traits import states_of
 
 
 def check_readable(parts: Mapping[str, object]) -> None:
@@ -65,7 +66,7 @@ def check_states(optimizers: Sequence[Optimizer], standing: Standing) -> None:
     own = {
         f"{key!r} of {standing.name_of(parameter)!r}": _digest(value)
         for optimizer in optimizers
-        for parameter, kept in optimizer.state.items()
+        for parameter, kept in states_of(optimizer).items()
         if isinstance(part := standing.share_of(parameter).part, Placement | Sharded)
         for key, value in kept.items()
         if isinstance(value, Tensor) and value.dim() and not is_dealt(value, part)

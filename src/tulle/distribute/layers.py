@@ -16,7 +16,7 @@ from tulle.mesh import Axis
 from tulle.placing import tables_of
 from tulle.plan import Plan
 from tulle.tensor_parallel import Placement, apply, known, placements
-from tulle.traits import ELEMENTWISE
+from tulle.traits import ELEMENTWISE, states_of
 
 logger = logging.getLogger("tulle")
 
@@ -118,11 +118,10 @@ def _share_randomness(axis: Axis) -> None:
 
 def _keep_parts(optimizer: Optimizer, split: dict[int, Placement]) -> None:
     """Of an optimizer's state, keep what belongs to what this rank has."""
-    for parameter in [key for key in optimizer.state if isinstance(key, Tensor)]:
+    for parameter, state in states_of(optimizer).items():
         if parameter.is_meta:
             del optimizer.state[parameter]
         elif (placement := split.get(id(parameter))) is not None:
-            state = optimizer.state[parameter]
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.shape == placement.shape:
                     state[name] = placement.part(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -45,9 +45,12 @@ class ReplicatedStages(Runtime):
         """By number of the model that is placed."""
 
     def run_step(self, step: Step) -> list[Any]:
-        """Run a step function for each micro-batch, and then sum gradients over axis `data`."""
-        engines = {id(engine): engine for model in step.models if (engine := engine_of(model)) is not None}
-        with _added_up([*engines.values()]):
+        """Run a step function for each micro-batch, and then sum gradients over axis `data`.
+
+        A step may call models that it was not given, too: as what it closes over, or in a list.
+        """
+        given = {engine for model in step.models if (engine := engine_of(model)) is not None}
+        with _added_up({*given, *self.engines.values()}, lambda: given.union(self._engines_of(self.ran))):
             return super().run_step(step)
 
     def _is_any(self, here: bool) -> bool:  # noqa: FBT001 - what is asked
@@ -55,22 +58,30 @@ class ReplicatedStages(Runtime):
 
     @contextmanager
     def _backward_outside_of_steps(self) -> Iterator[None]:
-        engines = [engine for number, engine in self.engines.items() if number in self._models_called()]
-        with _added_up(engines), super()._backward_outside_of_steps():
+        engines = self._engines_of(self._models_called())
+        with _added_up(engines, lambda: engines), super()._backward_outside_of_steps():
             yield
+
+    def _engines_of(self, models: Collection[int]) -> Collection[DataParallel]:
+        return [engine for number, engine in self.engines.items() if number in models]
 
     def _models_called(self) -> set[int]:
         return self._current.models if self._current is not None else set()
 
 
 @contextmanager
-def _added_up(engines: Sequence[DataParallel]) -> Iterator[None]:
-    """Let gradients add up on each rank within this context, and sum them over ranks at its end."""
+def _added_up(engines: Collection[DataParallel], having: Callable[[], Collection[DataParallel]]) -> Iterator[None]:
+    """Let gradients add up on each rank within this context, and sum them over ranks at its end.
+
+    Args:
+        engines: Of all models that may have some.
+        having: Gives, at the end, those of models that have, alike on all ranks.
+    """
     with ExitStack() as stack:
         for engine in engines:
             stack.enter_context(engine.no_sync())
         yield
-    for engine in sorted(engines, key=lambda engine: engine.number):
+    for engine in sorted(having(), key=lambda engine: engine.number):
         if engine.is_syncing:
             engine.synchronize()
 

@@ -21,7 +21,7 @@ from tulle.mesh import Axis
 from tulle.parts import WHOSE, refuse_to_checkpoint
 from tulle.tables import split_of
 from tulle.tensor_parallel import placements
-from tulle.traits import has_hooks
+from tulle.traits import has_hooks, states_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def take_wholes_later(optimizer: Optimizer) -> None:
         return
     # Of all its models at once: each alone would take the parts of the others for those of another rank.
     cuts = {parameter: some for model, _ in found for parameter, some in _cuts_of(model).items()}
-    for parameter, entries in [*optimizer.state.items()]:
+    for parameter, entries in states_of(optimizer).items():
         if parameter.is_meta:
             del optimizer.state[parameter]
         for key, value in entries.items():

@@ -25,6 +25,7 @@ from tulle.memory.offload import offload
 from tulle.memory.options import Memory
 from tulle.memory.pieces import BUCKET_BYTES
 from tulle.memory.recompute import call, recompute, repeated
+from tulle.traits import states_of
 
 logger = logging.getLogger("tulle")
 
@@ -249,7 +250,7 @@ def _count(model: nn.Module, optimizer: Optimizer, sample: Any, options: Memory,
         before_bytes = live.now_bytes
         optimizer.step()
         step_bytes = live.peak_bytes - before_bytes
-    entries = [entry for state in optimizer.state.values() for entry in state.values()]
+    entries = [entry for state in states_of(optimizer).values() for entry in state.values()]
     return Phases(
         tensor_bytes(tensors),
         tensor_bytes(p.grad for p in model.parameters() if p.grad is not None),

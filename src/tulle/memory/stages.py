@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from tulle.memory.estimate import Counted, Loss, Phases, prepare, tensor_bytes
 from tulle.memory.options import Memory
 from tulle.memory.recompute import call
+from tulle.traits import states_of
 
 _autograd: Any = vars(torch._C)["_autograd"]
 
@@ -193,7 +194,9 @@ def state_of(optimizer: Optimizer) -> tuple[float, float]:
     optimizer.step()
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     stepped_bytes = tensor_bytes(parameters) or 1
-    entries = [entry for state in optimizer.state.values() for entry in state.values() if isinstance(entry, Tensor)]
+    entries = [
+        entry for state in states_of(optimizer).values() for entry in state.values() if isinstance(entry, Tensor)
+    ]
     state_bytes = tensor_bytes(entries)
     live = StageBytes(parameters[0].device.type if parameters else "cpu", 1)
     gradients = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]

@@ -35,6 +35,8 @@ class Adopted:
         self._holdings, self._axis, self._program = holdings, holdings.mailbox.axis, program
         self.written_since: Callable[[Any], str | None] | None = None
         """Gives the name of a tensor if later micro-batches have written in it, to one that is past its backward."""
+        self.models = set[int]()
+        """Numbers of the models of which something was read between modules; the same on all ranks."""
         self._is_in_forward = False
         self._known: dict[int, Placeholder] = {}
         self._kept: list[Tensor] = []
@@ -56,6 +58,8 @@ class Adopted:
             if self._axis.rank == stage % self._axis.size:
                 made.local = leaf  # a leaf of autograd: no phase of the tape
             made.graph = self._graph
+            if id(leaf) in self._holdings.models:
+                self.models.add(self._holdings.models[id(leaf)])
             return self._remember(leaf, made)
         if self._known and (base := self._base_of(leaf)) is not None:
             is_moved = base.local is not None and base.local is not base.own

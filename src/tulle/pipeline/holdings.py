@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -78,12 +77,16 @@ class Holdings:
     mailbox: Mailbox
     stages: dict[int, int] = field(default_factory=dict)
     """Stage of each parameter, and of each buffer of a unit, by its identity."""
+    models: dict[int, int] = field(default_factory=dict)
+    """Number of the model of each of these."""
     buffers: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Buffers that live on all ranks, because they are in no unit: their models' numbers and their names."""
     copied: dict[int, str] = field(default_factory=dict)
     """Names of what modules of several ranks hold, by identity."""
-    settled: WeakValueDictionary[tuple[int, str], Tensor] = field(default_factory=WeakValueDictionary)
-    """Those among them in which something was written that one rank has: they live there now."""
+    settled: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Those that did, until something was written there that one rank has: they live there now."""
+    changed: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    """Those of these in which something was written since all ranks held the same; all ranks know the same ones."""
     written: set[int] = field(default_factory=set)
     """Tensors of the user's own that are in `stages`, by identity."""
     shapes: Shapes = field(default_factory=Shapes)
@@ -107,7 +110,8 @@ class Holdings:
     def _mode_of(self, unit: Unit) -> Hashable:
         """All that the outcome of a unit's call can depend on besides its arguments."""
         self.modes.look(unit.module)
-        return unit.model, unit.name, unit.module.training, self.frozen.get(unit.model)
+        training = unit.module.training, *[one.training for _, one in unit.within]
+        return unit.model, unit.name, training, self.frozen.get(unit.model)
 
     def of_call(
         self, unit: Unit, leaves: Sequence[Any], spec: Spec, objects: Hashable = None, *, is_in_step: bool
@@ -167,8 +171,9 @@ class Holdings:
     def note(self, tensor: Tensor, stage: int | None, model: int, name: str) -> None:
         """Note that a parameter or buffer of a model lives at a stage, or, if None, on all ranks; until it is gone."""
         if stage is not None:
-            self.stages[id(tensor)] = stage
+            self.stages[id(tensor)], self.models[id(tensor)] = stage, model
             weakref.finalize(tensor, self.stages.pop, id(tensor), None)
+            weakref.finalize(tensor, self.models.pop, id(tensor), None)
         else:
             self.buffers[id(tensor)] = model, name
             weakref.finalize(tensor, self.buffers.pop, id(tensor), None)
@@ -183,7 +188,13 @@ class Holdings:
         known = self.buffers.pop(id(tensor), None)
         if known is not None:
             self.note(tensor, stage, *known)
-            self.settled[known] = tensor
+            self.settled[id(tensor)] = known
+            weakref.finalize(tensor, self.settled.pop, id(tensor), None)
+
+    def note_changed(self, tensor: Tensor) -> None:
+        """Note that something was written in a tensor, if it is such a buffer. Every rank must call it."""
+        if (known := self.settled.get(id(tensor))) is not None:
+            self.changed[known] = tensor
 
     def keep(self, tensor: Tensor, stage: int, *, is_trained: bool) -> None:
         """Note where a tensor of the user's own lives, in which a stage has written, for programs that come later.
@@ -207,5 +218,5 @@ class Holdings:
 
     def replace(self, tensor: Tensor, model: int, name: str) -> None:
         """Note that a buffer which lived on all ranks does so again, as another tensor than before."""
-        self.settled.pop((model, name), None)
+        self.changed.pop((model, name), None)
         self.note(tensor, None, model, name)

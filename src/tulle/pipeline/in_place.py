@@ -129,14 +129,13 @@ def note_written(
     if not isinstance(leaf, Placeholder):
         return False
     of_model = _writes_in_model(leaf, values.holdings, by=call.name)
-    phase = values.tape.phase
-    leaf.family.version += 1
+    phase, rank = values.tape.phase, values.rank_of(stage)
+    leaf.family.note_written(rank, call.name)
     if torch.is_grad_enabled() and is_trained:
         for member in leaf.family.with_all(leaf):  # from now on all of them come from what runs now
             member.needs_grad = True
             take(member)
             member.phase = None if member.local is None else phase
-    rank = values.rank_of(stage)
     if values.rank_of(leaf.stage) != rank:  # a module wrote in what it was sent: that is the tensor now
         if leaf.own is not None and (not leaf.needs_grad or isinstance(leaf.own, nn.Parameter)):  # for later programs
             values.give_back(leaf, rank, call.name)
@@ -144,6 +143,8 @@ def note_written(
         _check_alone(call, leaf)
         leaf.stage, leaf.sent = stage, {}
     lender = leaf.family.lender() if leaf.family.lender is not None else None
+    if lender is not None:
+        lender.family.note_written(rank, call.name)
     if lender is not None and values.rank_of(lender.stage) != rank:  # a view of what was sent: so is what it is of
         _check_alone(call, lender)
         lender.stage, lender.sent, lender.needs_grad = stage, {}, lender.needs_grad or leaf.needs_grad
@@ -157,8 +158,10 @@ def _writes_in_model(target: Placeholder, holdings: Holdings, *, by: str) -> boo
 
     One that several ranks hold, each for modules of its own, is refused: the others would keep what they have.
     """
-    owns = (member.own for member in target.family.with_all(target))
-    known = {id(own) for own in owns if own is not None}.intersection(holdings.stages)
+    owns = [member.own for member in target.family.with_all(target) if member.own is not None]
+    for own in owns:
+        holdings.note_changed(own)
+    known = set(map(id, owns)).intersection(holdings.stages)
     name = next((holdings.copied[one] for one in known if one in holdings.copied), None)
     if name is not None:
         raise ModelError(

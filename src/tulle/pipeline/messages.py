@@ -103,7 +103,8 @@ def decode(header: Header, body: Tensor, device: torch.device) -> object:
     if header.holds == _NOTHING:
         return None
     if header.holds == _PICKLED:
-        return pickle.loads(body.numpy().data)
+        content = pickle.loads(body.numpy().data)
+        return content.to(device) if isinstance(content, Tensor) else content
     tensor = body.view(_DTYPES[header.holds]).as_strided(header.shape, header.stride)
     return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
@@ -112,7 +113,9 @@ def _packed(content: object) -> tuple[int, tuple[int, ...], tuple[int, ...], Ten
     """What a header says of some content, and its bytes."""
     if content is None:
         return _NOTHING, (), (), torch.empty(0, dtype=torch.uint8)
-    if not isinstance(content, Tensor):
+    if isinstance(content, Tensor) and content.layout != torch.strided:
+        content = content.detach().cpu()  # a sparse one is several tensors
+    if not isinstance(content, Tensor) or content.layout != torch.strided:
         return _PICKLED, (), (), torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
     content = _plain(content)
     flat = content.as_strided((content.numel(),), (1,))
@@ -140,3 +143,13 @@ def is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= length
     return True
+
+
+def each_once(tensor: Tensor) -> Tensor:
+    """A tensor's numbers, each once: of one that was expanded a number is seen in many places, and cannot be written.
+
+    Example:
+        >>> each_once(torch.arange(2).expand(3, 2))
+        tensor([[0, 1]])
+    """
+    return tensor.detach()[tuple(slice(None if stride else 1) for stride in tensor.stride())]

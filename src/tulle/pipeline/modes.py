@@ -54,8 +54,8 @@ class Modes:
         self._own: list[dict[str, nn.Parameter | None]] = [dict(module._parameters) for module in modules]
         self._parameters = list({id(one): one for own in self._own for one in own.values() if one is not None}.values())
         self._training = {id(module): module.training for module in modules}
-        self._within: dict[int, tuple[list[dict[str, nn.Parameter | None]], list[Tensor | None]]] = {}
-        """Of each module that was called, where parameters of it and of those in it are, and those that were there."""
+        self._within: dict[int, tuple[list[nn.Module], list[dict[str, nn.Parameter | None]], list[Tensor | None]]] = {}
+        """Of each module that was called, it and those in it, where their parameters are, and those that were there."""
         self._begin = self._now()
         self._ended = -1
         self._is_varied = False
@@ -79,12 +79,13 @@ class Modes:
             return
         within = self._within.get(id(module))
         if within is None:
-            within = self._within[id(module)] = [one._parameters for one in module.modules() if one._parameters], []
-        places, seen = within
+            inner = list(module.modules())
+            within = self._within[id(module)] = inner, [one._parameters for one in inner if one._parameters], []
+        inner, places, seen = within
         if not all(starmap(is_, zip_longest(_all_in(places), seen))):
             self._is_varied = any(map(_lent, places))
             seen[:] = () if self._is_varied else _all_in(places)
-        self._is_varied |= self._training[id(module)] != module.training
+        self._is_varied |= any(self._training.get(id(one), one.training) != one.training for one in inner)
 
     def vary(self) -> None:
         """Something is about to be set."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Protocol
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -51,10 +51,14 @@ running: ContextVar[Operator | None] = ContextVar("running", default=None)
 class Family:
     """Placeholders that share memory; writing in one writes in all."""
 
-    __slots__ = ("_members", "lender", "version")
+    __slots__ = ("__weakref__", "_borrowers", "_members", "lender", "outdated_by", "version")
 
     def __init__(self) -> None:
         self.version = 0
+        self.outdated_by = ""
+        """The operation that has written in what they are views of, where that lives; they show what was there."""
+        self._borrowers: WeakKeyDictionary[Family, int] | None = None
+        """Those who are views of a copy of this memory, and the ranks that have these."""
         self.lender: ref[Placeholder] | None = None
         """What they are views of, if it lives on another rank, and what they share memory with is a copy of it."""
         self._members: WeakSet[Placeholder] | None = None
@@ -72,6 +76,20 @@ class Family:
         """Note that another one shares the memory of the first."""
         self._members = self._members if self._members is not None else WeakSet([first])
         self._members.add(other)
+
+    def lend(self, lender: Placeholder, borrower: Family, rank: int) -> None:
+        """Note that others are views of one of these, of a copy that a rank has."""
+        borrower.lender = ref(lender)
+        self._borrowers = self._borrowers if self._borrowers is not None else WeakKeyDictionary()
+        self._borrowers[borrower] = rank
+
+    def note_written(self, rank: int, by: str) -> None:
+        """Note that an operation wrote there, on a rank: views of copies that others have show it not."""
+        self.version += 1
+        for borrower, at in (self._borrowers or {}).items():
+            if at != rank:
+                borrower.outdated_by = by
+                borrower.note_written(rank, by)
 
 
 _METADATA = {
@@ -133,6 +151,19 @@ class Placeholder(Tensor):
         """Be of the family of another one."""
         self.family = other.family
         other.family.add(other, self)
+
+    def check_up_to_date(self, reader: str) -> None:
+        """Refuse to read a view of a copy of what was written in since. Every rank comes here.
+
+        Args:
+            reader: Name of what is to read it.
+        """
+        if self.family.outdated_by:
+            raise ModelError(
+                f"{reader!r} reads {self!r}, a view of what lives at another stage, in which "
+                f"{self.family.outdated_by!r} has written since, so that it shows what was there before: make the view "
+                "after that, or write in a copy (.clone())"
+            )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         known = self.described()

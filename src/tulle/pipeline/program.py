@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -99,13 +98,13 @@ class Program:
         self._stages: set[int] = set()
         self.has_graph = False
         """Whether a backward could come; the same on all ranks."""
-        self.models: set[int] = set()
-        """Numbers of the models that it called modules of; the same on all ranks."""
         self._axis = holdings.mailbox.axis
         self._around_backward, self._read = around_backward, read
         self._calls: dict[str, int] = {}
         """How often each module and operation was called so far, by name; "" is the model."""
         self.adopted, self._fail = Adopted(holdings, self), fail
+        self.models = self.adopted.models
+        """Numbers of the models that it called modules of, or read parameters of; the same on all ranks."""
         self._graphs = Graphs(values.tape)
         self._held: dict[int, tuple[Any, Settled]] = {}
         """What objects were seen to hold in the call of the model at hand."""
@@ -349,7 +348,8 @@ class Program:
                 base = base if result.kin is None else results[result.kin]
                 is_view = isinstance(base, Placeholder) and (base.stage - stage) % self._axis.size == 0
                 results.append(made := self._stand_for(result, stage, value, base if is_view else None))
-                made.family.lender = made.family.lender if is_view or not isinstance(base, Placeholder) else ref(base)
+                if isinstance(base, Placeholder) and not is_view:
+                    base.family.lend(base, made.family, self.values.rank_of(stage))
         self._has_left |= bool(outcome.left)
         for left in outcome.left:
             assert call.unit is not None, "operations have no attributes"

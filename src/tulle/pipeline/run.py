@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from tulle.pipeline.carried import Carried
 from tulle.pipeline.holdings import Holdings, Unit
 from tulle.pipeline.interception import run_in_this_thread
 from tulle.pipeline.mailbox import mailbox_of
-from tulle.pipeline.messages import Key, Kind
+from tulle.pipeline.messages import Key, Kind, each_once
 from tulle.pipeline.outcome import versioned
 from tulle.pipeline.placeholder import running
 from tulle.pipeline.program import Program
@@ -83,6 +83,8 @@ class Runtime:
         """The last number that a program, a step or the placing of a model was given; the same on all ranks."""
         self._before = 0
         """How many programs more there were by the checkpoint that training goes on from."""
+        self.ran = set[int]()
+        """Numbers of the models that the last step called, or read parameters of; the same on all ranks."""
         self.bubble = 0.0
         """Share of the last step in which this rank had nothing that it could do."""
         self._current: Program | None = None
@@ -146,13 +148,15 @@ class Runtime:
                 views.step(step.function, left, self._is_any, asks_peers=mailbox.asks_peers),
             ):
                 idle_s = Turns(turns, mailbox, step.schedule, stages, in_order=in_order, modes=modes, views=views).run()
+            self.ran = set[int]().union(*(program.models for program in programs))
             self._see_what_is_carried(carried, programs)
-            self._add_up_tied(programs, number)
+            self._add_up_tied(self.ran, number)
             self._even_out(number)
             self.holdings.forget_calls()
         except BaseException as error:
             self._undo_tied()
             self.holdings.is_full = False
+            self.holdings.changed.clear()  # others may have come further
             mailbox.close(error)
             raise
         end_s = now_s()
@@ -163,12 +167,10 @@ class Runtime:
         traffic.span("step", f"bubble {self.bubble:.0%}", begin_s, now_s())
         return [turn.result for turn in turns]
 
-    @staticmethod
-    def _see_what_is_carried(carried: Mapping[int, Carried], programs: Sequence[Program]) -> None:
-        ran = set[int]().union(*(program.models for program in programs))
+    def _see_what_is_carried(self, carried: Mapping[int, Carried], programs: Sequence[Program]) -> None:
         is_kept = any(program.is_kept for program in programs)
         for number, one in carried.items():
-            if number in ran:
+            if number in self.ran:
                 one.end(is_kept=is_kept)
             else:
                 one.is_idle = True
@@ -185,10 +187,10 @@ class Runtime:
         key: Key = (Kind.VALUE, *number)
         mailbox, me = self.holdings.mailbox, self.axis.rank
         if me == ranks[0]:
-            mailbox.send(key, tensor, to=ranks[1:])
+            mailbox.send(key, each_once(tensor), to=ranks[1:])
         elif me in ranks:
             mailbox.await_any({ranks[0]: [key]}, lambda: f"the first value of {name!r}")
-            tensor.detach().copy_(mailbox.take(key))
+            each_once(tensor).copy_(mailbox.take(key))
 
     def _turn(self, step: Step, micro_batch: int) -> Turn:
         number = self._next_number()
@@ -235,7 +237,7 @@ class Runtime:
         try:
             yield
             if self._current is not None:
-                self._add_up_tied([self._current], -self._number, first=self._backwards << _MOST_TIED_BITS)
+                self._add_up_tied(self._current.models, -self._number, first=self._backwards << _MOST_TIED_BITS)
             self._even_out()
         except BaseException as error:
             self._undo_tied()
@@ -247,6 +249,7 @@ class Runtime:
         if self._current is not None:
             self._current = None
             self.holdings.met.clear()  # others may have come further
+            self.holdings.changed.clear()
             self.holdings.mailbox.tell(error)
 
     def _wait(self, key: Key, source: int, purpose: str) -> None:
@@ -269,10 +272,10 @@ class Runtime:
             models = sorted(self.models.items())
             self._asides = [Aside(number, tied) for number, model in models for tied in model.tied]
 
-    def _add_up_tied(self, programs: Sequence[Program], number: int, *, first: int = 0) -> None:
+    def _add_up_tied(self, ran: Collection[int], number: int, *, first: int = 0) -> None:
         """Sum what has come to tied parameters of the models that ran, which all ranks know alike."""
         self._set_aside_tied()  # if there was no backward
-        asides, ran = self._asides or (), set().union(*(program.models for program in programs))
+        asides = self._asides or ()
         for index, aside in enumerate((one for one in asides if one.model in ran), first):
             aside.add_up(self.holdings.mailbox, (number, index))
         for aside in asides:
@@ -315,7 +318,7 @@ class Runtime:
             for found in resident.carried.replaced()
             if not (may_need_grad and found[-1].needs_grad)
         ]
-        if not replaced and not self.holdings.settled:
+        if not replaced and not self.holdings.changed:
             return
         number = self._next_number() if number is None else number
         messages = itertools.count(1)
@@ -327,8 +330,9 @@ class Runtime:
             self._copy_to_all(tensor, home, (number, next(messages)), name)
             self.holdings.replace(tensor, model, name)
             buffers[key] = tensor
-        for (_, name), tensor in sorted(self.holdings.settled.items(), key=lambda item: item[0]):
+        for (_, name), tensor in sorted(self.holdings.changed.items(), key=lambda item: item[0]):
             self._copy_to_all(tensor, self.holdings.stages[id(tensor)] % self.axis.size, (number, next(messages)), name)
+        self.holdings.changed.clear()
 
     def _copy_to_all(self, tensor: Tensor, home: int, number: tuple[int, int], name: str) -> None:
         others = [rank for rank in range(self.axis.size) if rank != home]

@@ -7,8 +7,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +29,11 @@ _OF_VALUES = (Tensor.__format__, GRADIENT)
 _LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 _RESIZING = (F.interpolate, F.upsample, F.fractional_max_pool2d, F.fractional_max_pool3d)
 """Whose shapes follow from a fraction."""
+_BY_VALUE = (
+    *(int, str, bool, range, type(None), Enum, Fixed, np.integer, np.bool_),
+    *(torch.dtype, torch.Size, torch.layout, torch.memory_format),
+)
+"""Leaves of which the value counts, not the class alone."""
 T = TypeVar("T")
 
 
@@ -84,8 +91,10 @@ def about(leaf: Any) -> Hashable:
         return float  # rates and temperatures change from step to step, shapes do not follow them
     if isinstance(leaf, torch.device):
         return torch.device, leaf.type  # each rank may have its own
-    if isinstance(leaf, int | str | bool | type(None) | torch.dtype | torch.Size | Fixed):
+    if isinstance(leaf, _BY_VALUE):
         return type(leaf), leaf
+    if isinstance(leaf, np.ndarray):  # of a mask, by which may be chosen, the values count
+        return type(leaf), leaf.dtype.str, leaf.shape, leaf.tobytes() if leaf.dtype == bool else b""
     return type(leaf)
 
 

@@ -71,6 +71,7 @@ class Values:
 
     def bring(self, placeholder: Placeholder, rank: int, purpose: str) -> None:
         """Have a value at a rank: sent if it is not there yet. Every rank comes here."""
+        placeholder.check_up_to_date(purpose)
         home = self.rank_of(placeholder.stage)
         if rank == home:
             return
@@ -149,6 +150,9 @@ class Values:
     def share(self, leaves: list[Any]) -> list[Any]:
         """The values of placeholders on all ranks, and what is none as it is. Every rank comes here."""
         numbers = [self._next() if isinstance(leaf, Placeholder) else 0 for leaf in leaves]
+        for leaf in leaves:
+            if isinstance(leaf, Placeholder):
+                leaf.check_up_to_date("the step")
         for leaf, number in zip(leaves, numbers, strict=True):
             if isinstance(leaf, Placeholder) and self._rank == self.rank_of(leaf.stage):
                 self._tell_all((Kind.VALUE, self._number, number), leaf.local)

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from tulle.memory.estimate import tensor_bytes
 from tulle.profiling.laps import now_on
 from tulle.profiling.steps import Twin
+from tulle.traits import states_of
 from tulle.workload import OptimizerProfile
 
 _REPEATS = 5
@@ -184,7 +185,7 @@ def _state_share(optimizers: Sequence[Optimizer]) -> float:
     """Bytes of state for one byte of the parameters that have stepped."""
     state_bytes = parameters_bytes = 0
     for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
+        for parameter, state in states_of(optimizer).items():
             kept = [entry for entry in state.values() if isinstance(entry, Tensor) and entry.dim()]
             state_bytes += tensor_bytes(kept)  # the momentum of a sparse gradient is sparse
             parameters_bytes += parameter.nbytes

@@ -17,6 +17,7 @@ from tulle.deferred import is_deferred, values_of
 from tulle.pipeline.profile import as_call
 from tulle.profiling.borrowed import Borrowed, borrowed, fit_optimizers
 from tulle.profiling.laps import now_on
+from tulle.traits import states_of
 
 Loss = Callable[[Any], Tensor]
 """From what the model gives to what backward starts from."""
@@ -114,7 +115,7 @@ class Twin:
     def held(self) -> list[Tensor]:
         """All parameters, buffers and states of optimizers, each table once."""
         written = {id(one.read): one.written for one in self.borrowed}
-        state = [entry for one in self.optimizers for kept in one.state.values() for entry in kept.values()]
+        state = [entry for one in self.optimizers for kept in states_of(one).values() for entry in kept.values()]
         parameters = [written.get(id(one), one) for one in self.model.parameters()]
         return [*parameters, *self.model.buffers(), *(one for one in state if isinstance(one, Tensor))]
 

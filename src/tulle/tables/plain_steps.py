@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from tulle.parts import Part, guard_again, keep_plainly, lift, lower
 from tulle.step_hooks import hook_failed, hook_last
 from tulle.tables.gradient import ShardGradient
+from tulle.traits import states_of
 
 _PARTS = "_tulle_parts"
 """The attribute by which an optimizer knows the parts that are plain while it steps."""
@@ -115,7 +116,7 @@ def _count_as_written(parts: Sequence[nn.Parameter], *_: object) -> None:
 
 def _end_step(parts: Sequence[nn.Parameter], optimizer: Optimizer, *_: object) -> None:
     _mark(parts, is_stepped=False)
-    for state in optimizer.state.values():
+    for state in states_of(optimizer).values():
         _make_plain(state)
 
 
