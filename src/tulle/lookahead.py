@@ -39,8 +39,9 @@ class Lookahead(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         models = living_split_tables()
         feeds = [tables.begin_lookahead(self._ids) for tables in models]
+        named = {name for feed in feeds for name in feed.numbers}
         for feed in feeds:
-            feed.others = {name for other in feeds for name in other.numbers}
+            feed.named = named
         batches = iter(self._loader)
         try:
             upcoming = next(batches, _OVER)

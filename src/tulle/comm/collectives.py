@@ -25,7 +25,7 @@ def all_reduce(tensor: Tensor, axis: Axis, *, label: Label, op: Reduction = "sum
         op: `"sum"`, `"max"` or `"min"`; the largest and the smallest are NaN where any is, as torch's are.
     """
     share = 2 * (axis.size - 1) / axis.size
-    sent = tensor if op == "sum" else ordered(tensor, op)
+    sent = tensor if op == "sum" or axis.size == 1 else ordered(tensor, op)
     sent = sent.int() if sent.dtype == torch.int16 else sent  # which no backend reduces
     exchange = Exchange("all-reduce", axis, label, round(share * sent.nbytes), 2 * (axis.size - 1))
     if axis.size == 1:

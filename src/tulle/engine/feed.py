@@ -64,8 +64,8 @@ class Feed:
         self._lookups: dict[int, int] = {}
         self._agreed: list[int] = []
         """Tables of which the user's function gave ids of the last batch, on all ranks: messages are as long."""
-        self.others: set[str] = set()
-        """What tables of other models are called, of which that may give ids, too."""
+        self.named: set[str] = set()
+        """What tables are called of which that may give ids, those of other models too."""
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -94,8 +94,10 @@ class Feed:
 
     def tell_the_end(self) -> None:
         """Tell that there is no next step. Every rank must call it; if one tells a step instead, all raise."""
-        if self._ids_of is None or self._agreed:
-            self._say(tell_the_end, self._sources.tables() if self._ids_of is None else self._agreed)
+        if self._ids_of is None:
+            self._say(tell_the_end, self._sources.tables())
+        elif self._agreed:
+            self._say(tell_the_end, self._agreed)
         else:
             self._agree(None)
 
@@ -184,7 +186,7 @@ class Feed:
                 f"the function that tulle.lookahead was given as ids gave a {type(given).__name__}, expected the "
                 f"ids of each table; {known}"
             )
-        given = {name: ids for name, ids in given.items() if name in numbers or name not in self.others}
+        given = {name: ids for name, ids in given.items() if name in numbers or name not in self.named}
         for name, ids in given.items():
             if name not in numbers:
                 raise ModelError(f"tulle.lookahead was given ids of {name!r}, {known}")

@@ -12,14 +12,17 @@ from contextlib import contextmanager
 from copy import copy
 from enum import Enum
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-_WRITTEN, _COPIES = "_tulle_written", "_tulle_copies"
+_WRITTEN = "_tulle_written"
 Place = tuple[nn.Module, str]
 """Of a buffer: the module that has it, and its name there."""
+_copies: WeakKeyDictionary[nn.Module, dict[str, tuple[Tensor, int, Tensor]]] = WeakKeyDictionary()
+"""Of buffers that no forward writes: which was copied, how often it had been written to by then, and the copy."""
 
 
 def as_given(
@@ -37,7 +40,7 @@ def as_given(
         return forward
     written = _known(module)
     buffers = {
-        place: _copy_of(place, buffer, is_written is False)
+        place: _copy_of(place, buffer, is_kept=is_written is False)
         for place, is_written in written.items()
         if (buffer := _buffer(place)) is not None and _has_values(buffer)
     }
@@ -79,12 +82,12 @@ def _buffer(place: Place) -> Tensor | None:
     return owner._buffers.get(name)
 
 
-def _copy_of(place: Place, buffer: Tensor, is_kept: bool) -> Tensor:  # noqa: FBT001
+def _copy_of(place: Place, buffer: Tensor, *, is_kept: bool) -> Tensor:
     """A copy of a buffer; the one that was made before, if it is kept and nobody has written to the buffer since."""
     if not is_kept:
         return buffer.clone()
     owner, name = place
-    copies: dict[str, tuple[Tensor, int, Tensor]] = owner.__dict__.setdefault(_COPIES, {})
+    copies = _copies.setdefault(owner, {})
     if name not in copies or copies[name][0] is not buffer or copies[name][1] != buffer._version:
         copies[name] = buffer, buffer._version, buffer.clone()
     return copies[name][2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -38,7 +39,7 @@ def measure_cluster(axis: Axis, twin: Twin | None = None) -> Cluster:
     slowdown, link_slowdown = overlap(axis, found, twin)
     machine = replace(machine, slowdown=slowdown, link_slowdown=link_slowdown)
     hosts = axis.hosts or axis.ranks
-    of_hosts = {hosts.count(host) for host in hosts}
+    of_hosts = {*Counter(hosts).values()}
     local = of_hosts.pop() if len(of_hosts) == 1 else 1  # where hosts are unlike, each rank is taken for one
     count = axis.size // local
     if local == 1:
