@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from split_training import check_exact, ids
+from split_training import check_exact, ids, numbers, square
 from torch.overrides import TorchFunctionMode
 
 import tulle
@@ -147,6 +147,28 @@ def test_the_loss_of_split_scores_is_that_of_whole_ones(name):
     model = build(name)
     select = {p: move for p, move in select.items() if p.split(".")[0] in dict(model.named_children())}
     check_exact(model, loss, select=select)
+
+
+class Biased(torch.nn.Module):
+    """A model whose mask is trained."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.model, self.bias = build(name), torch.nn.Parameter(numbers(1, 1, 5, 5, seed=1))
+
+    def forward(self, step):
+        words = ids(2, 5, seed=step, words=WORDS)
+        return square(self.model(input_ids=words, labels=words, attention_mask=self.bias.expand(2, 1, 5, 5)).logits)
+
+
+def loss_of_biased(model, step):
+    return model(step)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["gpt2 eager", "bert", "t5", "llama"])
+def test_a_mask_that_is_trained_has_the_gradient_of_all_heads(name):
+    check_exact(Biased(name), loss_of_biased)
 
 
 @on_ranks(2)

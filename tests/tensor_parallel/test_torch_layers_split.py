@@ -159,6 +159,28 @@ def test_attention_is_split_by_heads(kdim, bias, batch_first):
     check_exact(Attending(kdim=kdim, bias=bias, batch_first=batch_first).double(), attending_loss)
 
 
+class Biased(nn.Module):
+    """Masks that are trained: a bias of positions and one of each head, and one that is worked out of the keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(12, 4, 20, 0.0, batch_first=True)
+        self.attention = nn.MultiheadAttention(12, 4, batch_first=True)
+        self.gate = nn.Linear(12, 1)
+        self.bias, self.of_heads = nn.Parameter(numbers(4, 4, seed=1)), nn.Parameter(numbers(4, 4, 4, seed=2))
+
+    def forward(self, step):
+        x = numbers(3, 4, 12, seed=step)
+        x = self.layer(x, self.bias, self.gate(x).squeeze(-1))
+        return square(self.attention(x, x, x, attn_mask=self.of_heads.repeat(3, 1, 1))[0])
+
+
+@on_ranks(2)
+def test_masks_that_are_trained_have_the_gradients_of_all_heads():
+    torch.manual_seed(0)
+    check_exact(Biased().double(), attending_loss, select=["layer", "attention"])
+
+
 @on_ranks(2)
 def test_inference_without_gradients_takes_no_fused_path():
     axis = tulle.init(model=-1)["model"]

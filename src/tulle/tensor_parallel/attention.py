@@ -83,9 +83,9 @@ class SplitAttention(nn.MultiheadAttention):
 
     def _bias(self, mask: Tensor | None, padding: Tensor | None, query: Tensor, keys: int) -> Tensor | None:
         """Both masks as what is added to the scores, `[1 or samples, 1 or this rank's heads, length or 1, keys]`."""
-        bias = None
+        bias, whole = None, Region(self.queries.axis, self.queries.label)  # masks that are trained enter, too
         if mask is not None:
-            bias = _additive(mask, query)
+            bias = _additive(whole.enter(mask), query)
             # Of three dimensions, it has one mask for each sample and head of the whole.
             bias = (
                 bias.unflatten(0, (-1, self.num_heads * self.queries.axis.size))[:, self.heads]
@@ -93,7 +93,7 @@ class SplitAttention(nn.MultiheadAttention):
                 else bias[None, None]
             )
         if padding is not None:
-            padded = _additive(padding, query).view(-1, 1, 1, keys)
+            padded = _additive(whole.enter(padding), query).view(-1, 1, 1, keys)
             bias = padded if bias is None else bias + padded
         return bias
 

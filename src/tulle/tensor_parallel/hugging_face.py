@@ -33,7 +33,7 @@ def split_gpt2_block(block: Any, to: Splitter) -> None:
 def _split_gpt2_attention(attention: Any, to: Splitter) -> None:
     width = attention.embed_dim
     heads = to.heads(attention.num_heads)
-    to.enter(attention, "hidden_states", whole=["encoder_hidden_states"])
+    to.enter(attention, "hidden_states", whole=["encoder_hidden_states", "attention_mask", "encoder_attention_mask"])
     to.column(attention.c_attn, sections=[width] * (2 if attention.is_cross_attention else 3))
     if attention.is_cross_attention:
         to.column(attention.q_attn)
@@ -57,7 +57,7 @@ def _split_bert_attention(attention: Any, to: Splitter) -> None:
     core = attention.self
     heads = to.heads(core.num_attention_heads)
     is_cross = attention.is_cross_attention
-    to.enter(core, "hidden_states", whole=["encoder_hidden_states"] if is_cross else [])
+    to.enter(core, "hidden_states", whole=["attention_mask", *(["encoder_hidden_states"] if is_cross else [])])
     for linear in (core.query, core.key, core.value):
         to.column(linear)
     core.num_attention_heads, core.all_head_size = heads, heads * core.attention_head_size
@@ -99,7 +99,7 @@ def split_t5_block(block: Any, to: Splitter) -> None:
 
 def _split_t5_attention(attention: Any, to: Splitter) -> None:
     heads = to.heads(attention.n_heads)
-    to.enter(attention, "hidden_states", whole=["key_value_states"])
+    to.enter(attention, "hidden_states", whole=["key_value_states", "mask"])
     for linear in (attention.q, attention.k, attention.v):
         to.column(linear)
     to.row(attention.o)
@@ -144,7 +144,7 @@ def _split_grouped_attention(attention: Any, to: Splitter) -> None:
     config = attention.config
     queries, pairs, width = config.num_attention_heads, config.num_key_value_heads, attention.head_dim
     own = to.heads(queries)
-    to.enter(attention, "hidden_states")
+    to.enter(attention, "hidden_states", whole=["attention_mask"])
     to.column(attention.q_proj)
     if pairs % to.axis.size == 0:
         to.column(attention.k_proj)
