@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from beside_one_process import DTYPE, both, data, loss_of, placed_chain
 from pipeline_networks import WIDTH, Chain, TiedEnds, make, worst_gradient
-from torch import nn
+from torch import Tensor, nn
 
 import tulle
 from ranks import on_ranks
@@ -317,3 +317,32 @@ def test_batches_of_ever_other_lengths_do_not_fill_the_memory(monkeypatch):
         known.append((len(found.calls), len(found.mailbox._messages)))
     assert max(calls for calls, _ in known) <= 8, known
     assert known.count((0, 0)) > 2, "all are forgotten after each step that follows a full one"
+
+
+class Plain(nn.Module):
+    """Gives numbers of torch's default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), Defaults(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+class Defaults(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).to(torch.get_default_dtype())
+
+
+@on_ranks(2)
+def test_the_default_dtype_may_change_between_steps():
+    model = pipeline.place(make(Plain), tulle.init(pipe=-1)["pipe"], {"first": 0, "second": 1})
+    before, found = torch.get_default_dtype(), []
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            found.append(pipeline.step(micro_batches=2)(loss_of)(model, data()).mean().dtype)
+    finally:
+        torch.set_default_dtype(before)
+    assert found == [torch.float32, torch.float64]

@@ -29,6 +29,7 @@ class Inside:
         self._values, self._need = values, need
         self.name: str | None = None
         """What runs; None between these."""
+        self._raised: Exception | None = None
         self._call: Call | None = None
         self._token: Token[Inside | None] | None = None
 
@@ -46,6 +47,20 @@ class Inside:
         assert self._token is not None, "it has begun"
         at_work.reset(self._token)
         self.name, self._call, self._token = None, None, None
+
+    def note_raised(self, error: Exception) -> None:
+        """Within a step, what runs has raised that, of which other ranks are told where the step ends."""
+        is_module = self._call is not None and self._call.unit is not None
+        if is_module and self._values.holdings.mailbox.axis.size > 1:
+            self._raised = error
+
+    def check_goes_on(self) -> None:
+        """Refuse to go on behind an error that code between modules has caught, and that other ranks did not have."""
+        if self._raised is not None:
+            raise ModelError(
+                f"a step goes on though a placed module raised {self._raised!r}, which other ranks did not have, so "
+                "that they would run something else: catch it inside the module, or outside of the step"
+            ) from self._raised
 
     def operate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A placeholder has reached what runs past its arguments: by a closure, or an attribute of some object."""

@@ -119,6 +119,13 @@ class Outcome:
         return self.spec == other.spec and list(map(_essence, self.results)) == list(map(_essence, other.results))
 
 
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """Instead of an outcome: what an operation raised, for all ranks to raise."""
+
+    error: Exception
+
+
 def describe(result: object, arguments: Sequence[object], versions: Sequence[int]) -> tuple[Outcome, list[Any]]:
     """The outcome of a call that was run, and the leaves of what it returned.
 

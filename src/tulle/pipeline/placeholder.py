@@ -165,6 +165,19 @@ class Placeholder(Tensor):
                 "after that, or write in a copy (.clone())"
             )
 
+    @property
+    def _is_param(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What torch asks by `isinstance(tensor, nn.Parameter)`."""
+        return False
+
+    @_is_param.setter
+    def _is_param(self, _: object) -> None:
+        raise ModelError(
+            f"nn.Parameter was made of {self!r}, a tensor between modules of a pipeline, whose values one rank has, so "
+            "that one rank only would train it: make the parameter, of that shape, before the model is placed, and "
+            "have forward write in it (parameter.copy_(value) under torch.no_grad())"
+        )
+
     def __repr__(self, *, tensor_contents: object = None) -> str:
         known = self.described()
         return f"Placeholder(stage={self.stage}, shape={list(known.shape)}, dtype={known.dtype})"

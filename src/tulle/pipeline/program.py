@@ -193,6 +193,7 @@ class Program:
         **options: Any,
     ) -> None:
         """Run backward from losses, as `torch.autograd.backward`. Every rank comes here."""
+        self._inside.check_goes_on()
         if self.is_over:
             raise ModelError(
                 "backward was called on a loss of a step that is over: call loss.backward() within the step"
@@ -220,6 +221,7 @@ class Program:
 
     def count_call(self, name: str = "") -> int:
         """The number of this call among those of a module or operation, or of the model; all ranks count alike."""
+        self._inside.check_goes_on()
         self._calls[name] = self._calls.get(name, 0) + 1
         return self._calls[name]
 
@@ -230,6 +232,7 @@ class Program:
 
     def share(self, value: object) -> Any:
         """A value with plain tensors instead of placeholders, on all ranks. Every rank comes here."""
+        self._inside.check_goes_on()
         return mapped(value, lambda leaves: self.values.share(list(map(self.adopted.placed, leaves))))
 
     def end(self) -> None:
@@ -289,13 +292,13 @@ class Program:
         versions = versions_of(natives)
         seed = seed_of(self.seed, call.name, number)
         if call.unit is None:
-            seen, values = describe(self._execute(call, natives, seed, known), natives, versions)
+            seen, values = describe(self._execute(call, natives, seed, known, outcome), natives, versions)
         else:
             attributes = call.unit.attributes
             watched = unseen_refused(call, natives, rank, self.values.rank_of) if outcome is None else _NOTHING
             with attributes.of_its_own(), watched:
                 before, untrained = (attributes.all(), untrained_of(natives)) if is_new else ({}, [])
-                seen, values = describe(self._execute(call, natives, seed, known), natives, versions)
+                seen, values = describe(self._execute(call, natives, seed, known, outcome), natives, versions)
                 if is_new:
                     seen = with_marked(attributes.with_left(seen, before, values), natives, untrained)
             check_written(call, seen, outcome, rank, self.values.rank_of)
@@ -312,7 +315,7 @@ class Program:
         if isinstance(leaf, Placeholder) and leaf.program is self:
             self._graphs.take(leaf)
 
-    def _execute(self, call: Call, natives: list[Any], seed: int, known: Known | None) -> Any:
+    def _execute(self, call: Call, natives: list[Any], seed: int, known: Known | None, outcome: Outcome | None) -> Any:
         """Run a module or an operation as in one process."""
         args, kwargs = call.arguments(natives)
         self._inside.begin(call.name, call)
@@ -323,8 +326,8 @@ class Program:
         except Exception as error:
             what = f"module {call.name!r}" if call.unit else f"operation {call.name!r}"
             error.add_note(f"in {what}, {self.values.name}, on rank {self._axis.rank} of axis {self._axis.name!r}")
-            if self._fail is not None:
-                self._fail(error)
+            if known is not None or outcome is not None or not self.values.tell_error(error):
+                (self._fail or self._inside.note_raised)(error)
             raise
         finally:
             self._inside.end()

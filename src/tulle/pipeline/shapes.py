@@ -21,7 +21,6 @@ from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.structure import Fixed, Spec, rebuild
 
 _REMEMBERED = 8192
-_WITH_GRAD, _WITHOUT_GRAD = (True,), (False,)
 _UNKNOWN: Any = object()
 GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
 _OF_VALUES = (Tensor.__format__, GRADIENT)
@@ -73,12 +72,11 @@ def signature(what: Hashable, leaves: Sequence[Any], spec: Spec) -> Hashable:
     return what, spec, tuple([about(leaf) for leaf in leaves]), mode()
 
 
-def mode() -> tuple[bool, ...]:
+def mode() -> tuple[Hashable, ...]:
     """What outside of a call's arguments bears on its outcome."""
-    if not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda"):
-        return _WITH_GRAD if torch.is_grad_enabled() else _WITHOUT_GRAD
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return (torch.is_grad_enabled(), *((kind, torch.get_autocast_dtype(kind)) for kind in kinds))  # type: ignore[return-value]
+    narrow = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+    return torch.is_grad_enabled(), torch.get_default_dtype(), *narrow
 
 
 def about(leaf: Any) -> Hashable:

@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from tulle.errors import ModelError
 from tulle.pipeline.holdings import Holdings, Known
 from tulle.pipeline.messages import Key, Kind
-from tulle.pipeline.outcome import Outcome
+from tulle.pipeline.outcome import Outcome, Raised
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.split_backward import Work
 from tulle.pipeline.structure import is_atom
@@ -175,8 +175,23 @@ class Values:
                 known.outcome = self._mailbox.look(message)
             outcome = known.outcome
         if outcome is None or outcome.varies:
-            return self._await((Kind.OUTCOME, self._number, self._next()), rank, f"the outcome of {name!r}")
+            told = self._await((Kind.OUTCOME, self._number, self._next()), rank, f"the outcome of {name!r}")
+            if isinstance(told, Raised):
+                raise told.error
+            return told
         return outcome
+
+    def tell_error(self, error: Exception) -> bool:
+        """Have the other ranks, which are to hear of an operation's outcome, raise what it raised, if that travels.
+
+        Code between modules may catch it, and goes on alike then.
+        """
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # whatever its class makes of that
+            return False
+        self._tell_all((Kind.OUTCOME, self._number, self._next()), Raised(error))
+        return True
 
     def tell(self, name: str, seen: Outcome, outcome: Outcome | None, known: Known | None) -> Outcome:
         """Tell the other ranks what they cannot know of an outcome; give what all go by."""
@@ -192,7 +207,7 @@ class Values:
             raise ModelError(
                 f"{name!r} gave {seen.results} where {outcome.results} was expected of arguments of these shapes, so "
                 "that the other stages cannot know what comes: its outcome depends on values; if it is a module, place "
-                "its submodules instead"
+                "its submodules instead, or give it as an argument what was set on it since (a flag)"
             )
         return outcome
 
@@ -211,6 +226,11 @@ class Values:
         return Kind.GRADIENT, self._number, self._backwards << 32 | number
 
     def _tell_outcome(self, name: str, key: Key, outcome: Outcome) -> None:
+        if self._size > 1 and any(hasattr(getattr(one, "value", None), "__next__") for one in outcome.results):
+            raise ModelError(
+                f"{name!r} gives an iterator, as what has yield in it does: the code would run behind the call, on one "
+                "rank. Have it give a list (list(...)), or place the modules within it"
+            )
         if self._size > 1 and any(isinstance(getattr(one, "value", None), nn.Module) for one in outcome.results):
             raise ModelError(
                 f"{name!r} gives a module, or puts one into what it was given: other ranks would have a copy of it, "
