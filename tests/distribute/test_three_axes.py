@@ -194,3 +194,20 @@ def test_gradients_of_all_models_that_a_step_reads_travel_once(function):
     for model, reference in zip(models, references, strict=True):
         assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
         assert engine_of(model).steps == 2
+
+
+CUT = {"encoder.layers.1.self_attn": 0} | {f"encoder.layers.1.{n}": 1 for n in ("linear1", "linear2", "norm1", "norm2")}
+STAGES = {"words": 0, "encoder.layers.0": 0, **CUT, "out": 1}
+"""Those that cut the second layer."""
+
+
+@on_ranks(4)
+def test_a_layer_may_be_cut_into_stages_that_the_plan_leaves_whole():
+    shape = {"pipe": 2, "model": 2}
+    compare("stack", shape, clip, plan=tulle.Plan(shape, stages=STAGES, tensor_parallel=("encoder.layers.0",)))
+    mesh, model = tulle.init(**shape), build("stack")
+    match = (
+        r"cuts 'encoder.layers.1' into stages \[0, 1\], but it is split over axis 'model' as one: place it as a whole"
+    )
+    with pytest.raises(PlanError, match=match):
+        tulle.distribute(model, optimizers(model), mesh, plan=tulle.Plan(shape, stages=STAGES))

@@ -105,21 +105,29 @@ def dealt_stages(plan: Plan, model: nn.Module, axes: Axes, sample: object) -> Pl
     if not stages and sample is not None:
         # Rank 0 of the mesh measures, and all hear of it.
         stages = dict(deal(model, sample, axes.whole, stages=pipe.size * plan.stages_per_rank).assignment)
-        stages = uncut(stages, known(model) if axes.model else ())
+        stages = uncut(stages, _split_as_one(model, plan, axes))
     stages = stages or pins_of(model)
     if not stages:
         raise PlanError(
             f"the mesh has axis {pipe.name}={pipe.size}, and nothing says which module lives where: give sample= one "
             "batch to measure on, or a plan with stages, or pin modules with tulle.stage"
         )
-    for name in known(model) if axes.model else ():
+    for name in _split_as_one(model, plan, axes):
         at = {stage for other, stage in stages.items() if other.startswith(f"{name}.")}
         if len(at) > 1:
             raise PlanError(
-                f"the plan cuts {name!r} into stages {sorted(at)}, but it is split over axis {axes.model!r} as one: "
-                "place it as a whole"
+                f"the plan cuts {name!r} into stages {sorted(at)}, but it is split over axis 'model' as one: place "
+                "it as a whole, or leave it out of Plan.tensor_parallel"
             )
     return replace(plan, stages=stages | _beside(stages, plan.placements, model))
+
+
+def _split_as_one(model: nn.Module, plan: Plan, axes: Axes) -> list[str]:
+    """Names of modules that one rule splits over axis `model`, of those that the plan says to split."""
+    if axes.model is None:
+        return []
+    said = plan.tensor_parallel or ("",)
+    return [name for name in known(model) if any(not one or f"{name}.".startswith(f"{one}.") for one in said)]
 
 
 def _beside(stages: Mapping[str, int], tables: Collection[str], model: nn.Module) -> dict[str, int]:
