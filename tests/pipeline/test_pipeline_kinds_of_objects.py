@@ -5,6 +5,7 @@ import copy
 from types import SimpleNamespace
 
 import pytest
+import torch
 from beside_one_process import both
 from pipeline_networks import WIDTH
 from torch import nn
@@ -116,3 +117,65 @@ KINDS = [HoldingAttributes, HoldingNamespace, HoldingSlots, HoldingNameless, Hol
 def test_all_kinds_of_objects_are_taken_apart(kind):
     worst, _, _ = both(kind, {"first": 0, "second": 1})
     assert worst < 1e-12
+
+
+def halved(x):
+    return x[:, : WIDTH // 2]
+
+
+class Says(nn.Linear):
+    """Gives as many tensors as it is told to, in ways of many kinds."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x, names=(), code=b"", turn=0j, function=torch.tanh):
+        count = len(names) + len(code) + int(turn.imag)
+        return [function(super(Says, self).forward(x) * place) for place in range(1, 2 + count)]
+
+
+class Told(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Says(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        made = [self.first(x, names) for names in (set(), {"a", "b"}, frozenset("abc"))]
+        made += [self.first(x, code=b"a"), self.first(x, code=b"ab"), self.first(x, turn=1j), self.first(x, turn=2j)]
+        made += [self.first(x, function=one) for one in (torch.sum, halved, lambda x: x[:, 0])]
+        return self.second(x) + sum(one.sum() * one.numel() * len(some) for some in made for one in some)
+
+
+@on_ranks(2)
+def test_outcomes_follow_from_arguments_of_every_kind():
+    worst, _, _ = both(Told, {"first": 1, "second": 0}, steps=1, micro_batches=2)
+    assert worst < 1e-12
+
+
+class Thins(nn.Linear):
+    def __init__(self, layout):
+        super().__init__(WIDTH, WIDTH)
+        self.layout = layout
+
+    def forward(self, x):
+        return super().forward(x).relu().detach().to_sparse(layout=self.layout)
+
+
+class Thinned(nn.Module):
+    """Does with what is sparse what it asks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = Thins(torch.sparse_coo), Thins(torch.sparse_csr), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        for one in (self.first(x), self.second(x), x):
+            is_thin = one.is_sparse or one.is_sparse_csr or one.layout != torch.strided
+            x = x + (one.to_dense() if is_thin else 2 * one)
+        return self.third(x)
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_what_is_sparse_says_so_on_all_ranks():
+    assert both(Thinned, {"first": 0, "second": 1, "third": 0}, steps=1)[0] < 1e-12

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tulle.errors import ModelError
 from tulle.pipeline.holdings import Holdings
-from tulle.pipeline.outcome import Described
+from tulle.pipeline.outcome import described
 from tulle.pipeline.placeholder import Operator, Placeholder
 from tulle.pipeline.strays import are_strays, check_no_stray
 from tulle.pipeline.tape import Graph
@@ -54,7 +54,7 @@ class Adopted:
             return known
         stage = self._holdings.stages.get(id(leaf))
         if stage is not None:
-            made = Placeholder(_described(leaf), stage, self._program, self._axis.device)
+            made = Placeholder(described(leaf), stage, self._program, self._axis.device)
             if self._axis.rank == stage % self._axis.size:
                 made.local = leaf  # a leaf of autograd: no phase of the tape
             made.graph = self._graph
@@ -93,10 +93,10 @@ class Adopted:
         base = _lender(tensor)
         if base is not None:
             self.adopt(base, stage, phase, is_trained=is_trained)
-        described = _described(tensor)
+        about = described(tensor)
         if is_trained is not None:
-            described = replace(described, needs_grad=is_trained)
-        made = Placeholder(described, stage, self._program, self._axis.device)
+            about = replace(about, needs_grad=is_trained)
+        made = Placeholder(about, stage, self._program, self._axis.device)
         made.phase = phase
         if self._axis.rank == stage % self._axis.size:
             made.local = tensor
@@ -161,7 +161,3 @@ def with_lender(function: object, args: Sequence[Any], result: Any) -> Any:
 def _lender(tensor: Tensor) -> Tensor | None:
     """The tensor whose memory another one shows."""
     return tensor._base if tensor._base is not None else tensor.__dict__.get("_tulle_lender")
-
-
-def _described(tensor: Tensor) -> Described:
-    return Described(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tulle.errors import ModelError
+from tulle.pipeline.counted import apart
 from tulle.pipeline.holdings import Unit
 from tulle.pipeline.outcome import Outcome
 from tulle.pipeline.placeholder import Placeholder
@@ -56,7 +57,7 @@ class Call:
             stage: Where tensors can be had that were not brought; None for all stages of this rank.
         """
         native = {id(leaf): values.native(leaf) for leaf in self.placeholders}
-        return [native.get(id(leaf), leaf) for leaf in self.leaves]
+        return apart(self.function, [native.get(id(leaf), leaf) for leaf in self.leaves])
 
     def arguments(self, natives: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What it is called with."""

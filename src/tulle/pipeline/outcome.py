@@ -25,6 +25,7 @@ class Described:
         needs_grad: Whether a gradient is to come back to it.
         base: Number of the argument whose memory it shares, or None.
         kin: Number of an earlier result whose memory it shares, or None.
+        layout: Of its memory; one that is not strided has no strides.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +34,7 @@ class Described:
     needs_grad: bool
     base: int | None = None
     kin: int | None = None
+    layout: torch.layout = torch.strided
 
     @property
     def nbytes(self) -> int:
@@ -159,6 +161,12 @@ def describe(result: object, arguments: Sequence[object], versions: Sequence[int
     return Outcome(tuple(results), spec, written, trained, varies=varies), leaves
 
 
+def described(tensor: Tensor) -> Described:
+    """A tensor by itself."""
+    stride = tensor.stride() if tensor.layout == torch.strided else ()
+    return Described(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad, layout=tensor.layout)
+
+
 def versions_of(arguments: Sequence[object]) -> list[int]:
     """How often each argument was written in so far."""
     return [leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0 for leaf in arguments]
@@ -193,12 +201,12 @@ def _described(leaf: object, of_arguments: dict[int, int], of_results: dict[int,
     if not isinstance(leaf, Tensor) or leaf.is_nested:
         return Constant(leaf)
     if leaf.layout != torch.strided:
-        return Described(tuple(leaf.shape), (), leaf.dtype, leaf.requires_grad)
+        return described(leaf)
     memory = leaf.untyped_storage()._cdata
     base = of_arguments.get(memory)
     kin = of_results.setdefault(memory, number)
     kin = None if kin == number or base is not None else kin
-    return Described(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad, base, kin)
+    return replace(described(leaf), base=base, kin=kin)
 
 
 def _has_identity(leaf: object) -> bool:
@@ -211,4 +219,6 @@ def is_fixed(value: object) -> bool:
 
 
 def _essence(result: Result) -> object:
-    return (result.shape, result.dtype, result.needs_grad) if isinstance(result, Described) else result
+    if not isinstance(result, Described):
+        return result
+    return result.shape, result.dtype, result.needs_grad, result.layout

@@ -100,6 +100,8 @@ _METADATA = {
 }
 """Answered by the placeholder itself, without the tensor that it stands for."""
 _TENSOR_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag", "data"}
+_LAYOUTS = {"is_sparse": torch.sparse_coo, "is_sparse_csr": torch.sparse_csr}
+"""What a property asks for."""
 _REFUSED = {"register_hook", "retain_grad", "data_ptr", "untyped_storage", "storage", "share_memory_", "__reduce_ex__"}
 
 
@@ -166,12 +168,12 @@ class Placeholder(Tensor):
             )
 
     @property
-    def _is_param(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def _is_param(self) -> bool:
         """What torch asks by `isinstance(tensor, nn.Parameter)`."""
         return False
 
     @_is_param.setter
-    def _is_param(self, _: object) -> None:
+    def _is_param(self, _: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         raise ModelError(
             f"nn.Parameter was made of {self!r}, a tensor between modules of a pipeline, whose values one rank has, so "
             "that one rank only would train it: make the parameter, of that shape, before the model is placed, and "
@@ -249,5 +251,8 @@ def _property(placeholder: Placeholder, attribute: str, function: Callable[..., 
         return not placeholder.needs_grad
     if attribute in ("grad", "grad_fn"):
         return None
+    if attribute in _LAYOUTS or attribute == "layout":
+        layout = placeholder.described().layout
+        return layout if attribute == "layout" else layout == _LAYOUTS[attribute]
     with torch._C.DisableTorchFunctionSubclass():
         return function(*args)

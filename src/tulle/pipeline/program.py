@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tulle.errors import ModelError
 from tulle.pipeline.adopted import Adopted, with_lender
+from tulle.pipeline.counted import counted
 from tulle.pipeline.graphs import Graphs
 from tulle.pipeline.held import Settled
 from tulle.pipeline.holdings import Holdings, Known, Unit
@@ -125,7 +126,7 @@ class Program:
             return self._set_on_all(function, args, kwargs)
         leaves, spec = flatten_call(args, kwargs)
         leaves = [self.adopted.placed(leaf) for leaf in leaves]
-        call = Call(function, leaves, spec, getattr(function, "__name__", str(function)))
+        call = Call(counted(function), leaves, spec, getattr(function, "__name__", str(function)))
         placeholders = call.placeholders
         if self._axis.size > 1:
             check_asks(function, args, placeholders)
@@ -141,7 +142,7 @@ class Program:
                 for part, named in dealt:
                     self.operate(function, part, named)
                 return args[0]
-        outcome = self.holdings.shapes.outcome(function, leaves, spec)
+        outcome = self.holdings.shapes.outcome(call.function, leaves, spec)
         result = self._run(call, self._stage_of(call, outcome), outcome, self.count_call(call.name))
         if call.name in MARKS:
             mark(leaves[0], needs_grad=call.name == "requires_grad_" and leaves[1:] != [False])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tulle.pipeline.outcome import Described, Outcome, describe, versioned, versions_of
+from tulle.pipeline.outcome import Described, Outcome, describe, described, versioned, versions_of
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.structure import Fixed, Spec, rebuild
 
@@ -29,7 +30,7 @@ _LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 _RESIZING = (F.interpolate, F.upsample, F.fractional_max_pool2d, F.fractional_max_pool3d)
 """Whose shapes follow from a fraction."""
 _BY_VALUE = (
-    *(int, str, bool, range, type(None), Enum, Fixed, np.integer, np.bool_),
+    *(int, str, bool, bytes, complex, range, type(None), Enum, Fixed, np.integer, np.bool_),
     *(torch.dtype, torch.Size, torch.layout, torch.memory_format),
 )
 """Leaves of which the value counts, not the class alone."""
@@ -91,6 +92,10 @@ def about(leaf: Any) -> Hashable:
         return torch.device, leaf.type  # each rank may have its own
     if isinstance(leaf, _BY_VALUE):
         return type(leaf), leaf
+    if isinstance(leaf, set | frozenset):
+        return type(leaf), tuple(sorted(repr(about(one)) for one in leaf))  # in one order on all ranks
+    if isinstance(leaf, FunctionType | BuiltinFunctionType):
+        return type(leaf), leaf.__module__, leaf.__qualname__, getattr(leaf, "__code__", None)
     if isinstance(leaf, np.ndarray):  # of a mask, by which may be chosen, the values count
         return type(leaf), leaf.dtype.str, leaf.shape, leaf.tobytes() if leaf.dtype == bool else b""
     return type(leaf)
@@ -139,7 +144,7 @@ def _stand_in(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         if leaf.layout != torch.strided:
             raise TypeError("shapes of sparse tensors depend on values")
-        return _fake(Described(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad), leaf.device)
+        return _fake(described(leaf), leaf.device)
     return leaf
 
 
