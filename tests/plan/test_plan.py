@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import tulle
 from ranks import on_ranks
@@ -224,6 +225,12 @@ def test_a_single_name_stands_for_a_list_of_it():
     )
     with pytest.raises(TypeError, match="tulle was given 3, expected names, or one"):
         Memory(recompute=3)
+
+
+@pytest.mark.parametrize("wrong", [nn.Linear, [nn.Linear], {"up": "column"}], ids=str)
+def test_what_is_split_is_said_by_names_alone(wrong):
+    with pytest.raises(TypeError, match="expected names, or one; of modules those of named_modules"):
+        Plan({"model": 2}, tensor_parallel=wrong)
 
 
 @pytest.mark.parametrize(
