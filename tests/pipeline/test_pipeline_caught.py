@@ -111,3 +111,12 @@ def test_parameters_of_what_a_stage_gives_and_generators_are_refused(kind, match
     model = pipeline.place(make(kind), tulle.init(pipe=-1)["pipe"], {"first": 0, "second": 1})
     with pytest.raises((ModelError, CommunicationError) if kind is Stacks else ModelError, match=match):
         pipeline.step(micro_batches=2)(loss_of)(model, data())
+
+
+@on_ranks(2)
+def test_a_step_within_a_step_is_refused_on_all_ranks():
+    model = pipeline.place(make(Retries), tulle.init(pipe=-1)["pipe"], RETRIES)
+    step = pipeline.step(micro_batches=2)(loss_of)
+    with pytest.raises(ModelError, match=r"a function of tulle\.step was called within another one"):
+        pipeline.step(micro_batches=2)(lambda model, x: step(model, x).mean())(model, data())
+    assert step(model, data()).mean() > 0

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tulle.comm import eager, now_s, traffic
+from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.pipeline.carried import Carried
 from tulle.pipeline.holdings import Holdings, Unit
@@ -125,7 +126,15 @@ class Runtime:
 
         Returns:
             What each call returned, with plain tensors on all ranks.
+
+        Raises:
+            ModelError: If a step runs already, whose program would wait for this one's.
         """
+        if running.get() is not None:
+            raise ModelError(
+                "a function of tulle.step was called within another one, or within a model's forward, where "
+                "micro-batches run already: call what it decorates (function.__wrapped__), or one after the other"
+            )
         mailbox, begin_s = self.holdings.mailbox, now_s()
         self._note_frozen()
         self._current = None
