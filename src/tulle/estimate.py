@@ -11,7 +11,6 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer, SparseAdam
-from torch.utils._pytree import tree_map_only
 
 from tulle.comm import ranks_by_host
 from tulle.errors import DataError, MeshError, ModelError, PlanError
@@ -21,6 +20,7 @@ from tulle.memory.recompute import repeated
 from tulle.memory.stages import Stages, count_stages
 from tulle.mesh import Mesh
 from tulle.pipeline.homes import homes_of
+from tulle.pipeline.objects import copied
 from tulle.pipeline.partition import Partition
 from tulle.pipeline.schedule import activations_at_once, checked
 from tulle.plan import Plan
@@ -268,12 +268,13 @@ def _stages(model: nn.Module, plan: Plan, sizes: Mapping[str, int]) -> Stages:
 
 
 def _micro_batch(sample: object, micro_batches: int) -> object:
-    """The largest of the parts that a batch is cut into."""
+    """The largest of the parts that a batch is cut into; what a tokenizer gives as a dictionary."""
 
-    def part(tensor: Tensor) -> Tensor:
-        return tensor[: math.ceil(len(tensor) / micro_batches)] if tensor.dim() else tensor
+    def part(leaf: Any) -> Any:
+        is_cut = isinstance(leaf, Tensor) and leaf.dim() > 0
+        return leaf[: math.ceil(len(leaf) / micro_batches)] if is_cut else leaf
 
-    return cast("Any", tree_map_only(Tensor, part, sample))
+    return copied(dict(sample) if isinstance(sample, Mapping) else sample, part)
 
 
 def _held(plan: Plan, rank: int, ranks: int, stages: int) -> float:

@@ -1,7 +1,8 @@
 """What is estimated for each rank of a pipeline is what its tensors take."""
 
 import math
-from dataclasses import replace
+from collections import UserDict
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -141,3 +142,29 @@ def test_what_hosts_share_out_is_dealt_among_the_ranks_of_one():
     assert of_host.ranks == of_two.ranks
     with pytest.raises(PlanError, match="sizes of axes, which do not tell how many ranks a host has"):
         tulle.estimate(model, batch, {"data": 4}, Plan({"data": 4}, memory=Memory(full_shard="host")))
+
+
+class Encoding(UserDict):
+    """What a tokenizer gives."""
+
+
+@dataclass
+class Held:
+    x: Tensor
+
+
+class OfHeld(Layers):
+    def forward(self, held: Held) -> Tensor:
+        return super().forward(held.x)
+
+
+@pytest.mark.parametrize(("kind", "sample"), [(Layers, lambda x: Encoding(x=x)), (OfHeld, Held)])
+def test_what_a_tokenizer_gives_and_dataclasses_are_cut_into_micro_batches(kind, sample):
+    x = torch.randn(32, 4, WIDTH)
+    alone, cut = (
+        estimate(kind(1), sample(x), {}, Plan({}, micro_batches=micro_batches)).ranks[0].activations_bytes
+        for micro_batches in (1, 4)
+    )
+    assert cut < 0.3 * alone
+    if kind is Layers:
+        assert alone == estimate(kind(1), {"x": x}, {}).ranks[0].activations_bytes
