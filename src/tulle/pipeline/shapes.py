@@ -95,7 +95,8 @@ def about(leaf: Any) -> Hashable:
     if isinstance(leaf, set | frozenset):
         return type(leaf), tuple(sorted(repr(about(one)) for one in leaf))  # in one order on all ranks
     if isinstance(leaf, FunctionType | BuiltinFunctionType):
-        return type(leaf), leaf.__module__, leaf.__qualname__, getattr(leaf, "__code__", None)
+        line = leaf.__code__.co_firstlineno if isinstance(leaf, FunctionType) else 0  # hosts may have it elsewhere
+        return type(leaf), leaf.__module__, leaf.__qualname__, line
     if isinstance(leaf, np.ndarray):  # of a mask, by which may be chosen, the values count
         return type(leaf), leaf.dtype.str, leaf.shape, leaf.tobytes() if leaf.dtype == bool else b""
     return type(leaf)
