@@ -181,6 +181,18 @@ def test_masks_that_are_trained_have_the_gradients_of_all_heads():
     check_exact(Biased().double(), attending_loss, select=["layer", "attention"])
 
 
+def activated_loss(model, step):
+    return square(model(numbers(3, 4, 12, seed=step)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sequence", [False, True])
+def test_an_activation_that_is_trained_has_the_gradient_of_all_features(sequence):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(12, 4, 20, 0.0, nn.PReLU(), batch_first=True).double()
+    check_exact(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), activated_loss, sequence=sequence)
+
+
 @on_ranks(2)
 def test_inference_without_gradients_takes_no_fused_path():
     axis = tulle.init(model=-1)["model"]

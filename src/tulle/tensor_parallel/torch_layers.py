@@ -43,6 +43,8 @@ def split_decoder_layer(layer: nn.TransformerDecoderLayer, to: Splitter) -> None
 def _split_feed_forward(layer: nn.TransformerEncoderLayer | nn.TransformerDecoderLayer, to: Splitter) -> None:
     features = to.features(layer.linear1)
     to.column_alone(layer.linear1, gather=False)
+    if isinstance(layer.activation, nn.Module):  # which may be trained, as PReLU is
+        to.summed(layer.activation)
     to.hidden_dropout(layer.dropout, features)
     to.row(layer.linear2)
     to.norm(layer.norm1)
