@@ -22,12 +22,11 @@ from torch.optim import Optimizer, SparseAdam
 
 from tulle.comm import all_gather_parts, eager, follow_steps, gather_values, monitored_barrier
 from tulle.errors import CommunicationError, GradientError, ModelError
-from tulle.memory.closures import Arguments, called_first
 from tulle.memory.piece_states import PieceStates
 from tulle.memory.pieces import Bucket, Piece, deal, flat, laid_out_like, lay_out
 from tulle.mesh import Axis
-from tulle.step_hooks import hook_failed
-from tulle.tables import split_of
+from tulle.step_hooks import Arguments, hook_failed, hook_first_after, hook_last
+from tulle.tables import called_first, split_of
 from tulle.traits import ELEMENTWISE, states_of
 
 SHARDABLE = tuple(kind for kind in ELEMENTWISE if kind is not SparseAdam)
@@ -340,8 +339,8 @@ def shard_optimizer(
     shards.take_parts(dict(optimizer.state))
     if axis.size > 1:
         follow_steps(axis)
-    optimizer.register_step_pre_hook(shards.before_step)
-    optimizer.register_step_post_hook(shards.after_step)
+    hook_last(optimizer, shards.before_step)
+    hook_first_after(optimizer, shards.after_step)
     hook_failed(optimizer, shards.give_up)
     _give_whole_states(optimizer, shards)
     return shards
