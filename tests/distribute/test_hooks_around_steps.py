@@ -70,6 +70,22 @@ def test_hooks_of_steps_see_wholes_whenever_they_were_registered(kind, is_hooked
     assert worst_difference(found, expected) < 1e-12
 
 
+@on_ranks(3)
+def test_a_sharded_optimizer_reads_what_waits_elsewhere_until_it_is_read():
+    def trained(mesh=None):
+        model = build(dense, 0)
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if mesh is not None:
+            tulle.distribute(model, optimizer, mesh, plan=replace(planned("shard_optimizer", mesh), schedule="read"))
+        for ids in batches(STEPS, SAMPLES):
+            model(ids if mesh is None else ids.chunk(mesh.size)[mesh.rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return tulle.full_state_dict(model, everywhere=True)
+
+    assert worst_difference(trained(tulle.init(data=-1)), trained()) < 1e-12
+
+
 @pytest.mark.parametrize("how", ["rows", "columns"])
 @on_ranks(3)
 def test_sparse_adam_steps_split_tables_with_a_closure(how):
