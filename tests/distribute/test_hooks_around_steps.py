@@ -76,7 +76,8 @@ def test_a_sharded_optimizer_reads_what_waits_elsewhere_until_it_is_read():
         model = build(dense, 0)
         optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
         if mesh is not None:
-            tulle.distribute(model, optimizer, mesh, plan=replace(planned("shard_optimizer", mesh), schedule="read"))
+            plan = replace(planned("shard_optimizer", mesh), schedule="read", bucket_bytes=100)  # of which some wait
+            tulle.distribute(model, optimizer, mesh, plan=plan)
         for ids in batches(STEPS, SAMPLES):
             model(ids if mesh is None else ids.chunk(mesh.size)[mesh.rank]).backward()
             optimizer.step()
