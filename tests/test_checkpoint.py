@@ -18,6 +18,7 @@ import tulle
 from checkpoints import Noisy, optimizers_of, schedulers_of, train, trained
 from models import build, worst_difference
 from ranks import on_ranks, run_on_ranks
+from tulle.checkpoint import full_optimizer_state_dict
 from tulle.errors import CheckpointError
 from tulle.plan import Memory, Plan
 
@@ -304,3 +305,29 @@ def test_averages_of_parts_beside_the_model_are_refused_and_wholes_are_saved(axi
     loaded = tulle.load(tmp_path / "checkpoint", model)
     assert loaded["average"].keys() == model.state_dict().keys()
     assert loaded["loss"] == 0
+
+
+@pytest.mark.parametrize("kept", ["replicas", "shard_optimizer", "full_shard", "pipe"])
+@on_ranks(2)
+def test_what_an_optimizer_keeps_by_a_name_is_saved_with_the_rest(kept, tmp_path):
+    mesh, model = (
+        tulle.init(**{"pipe" if kept == "pipe" else "data": 2}),
+        nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)),
+    )
+    memory = Memory(shard_optimizer=kept == "shard_optimizer", full_shard=kept == "full_shard")
+    plan = Plan(mesh.shape, stages={"0": 0, "1": 1} if kept == "pipe" else {}, memory=memory)
+    model, optimizer = tulle.distribute(model, SGD(model.parameters(), lr=0.1, momentum=0.9), mesh, plan=plan)
+    model(torch.ones(2, 4)).pow(2).sum().backward()
+    optimizer.step()
+    optimizer.state["calls"], optimizer.state["scale"] = 3, {"mean": torch.ones(3), "of": [1, 2]}
+    momenta = {number: state for number, state in optimizer.state_dict()["state"].items() if isinstance(number, int)}
+    tulle.save(tmp_path / "checkpoint", model, optimizer)
+    optimizer.state.clear()
+    tulle.load(tmp_path / "checkpoint", model, optimizer)
+    state = optimizer.state_dict()["state"]
+    assert optimizer.state["calls"] == state["calls"] == 3
+    assert state["scale"]["mean"].tolist() == [1, 1, 1]
+    assert state["scale"]["of"] == [1, 2]
+    assert all(torch.equal(state[number]["momentum_buffer"], one["momentum_buffer"]) for number, one in momenta.items())
+    if kept != "pipe":
+        assert full_optimizer_state_dict(model, optimizer).get("state", {"calls": 3})["calls"] == 3

@@ -6,13 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
+import tulle
+from models import WIDTH, WORDS, Words, build
 from ranks import on_ranks, run_on_ranks
 from test_checkpoint_reshards import Reader, put, small_blocks, trained
 from tulle.checkpoint import full_state_dict, save_safetensors
 from tulle.comm import gather_values
 from tulle.engine import engine_of
 from tulle.errors import CheckpointError
+from tulle.plan import Memory
 
 
 def whole_on_ranks(plan: str, *, everywhere: bool) -> dict[str, Tensor]:
@@ -43,6 +47,27 @@ def test_the_full_state_is_that_of_one_process_and_loads_without_tulle(ranks, pl
         for name, value in expected.state_dict().items():
             assert torch.equal(plain.state_dict()[name], value), name
         assert state["again.weight"] is state["words.weight"]
+
+
+@pytest.mark.parametrize("kind", ["rows", "full_shard"])
+@on_ranks(2)
+def test_a_module_of_a_distributed_model_leaves_and_is_saved_as_the_model_does(kind, tmp_path):
+    mesh = tulle.init(data=-1)
+    model = nn.ModuleDict({"inner": build(Words, 0), "out": nn.Linear(6, 6).double()})
+    plan = tulle.Plan(mesh.shape, memory=Memory(full_shard=kind == "full_shard"))
+    if kind == "rows":
+        plan = plan.with_rows_split({"inner.words.weight": (WORDS, WIDTH)}, "a test")
+    expected = {name: value.clone() for name, value in model["inner"].state_dict().items()}
+    tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan=plan)
+    state = full_state_dict(model["inner"])
+    save_safetensors(tmp_path / "inner.safetensors", model["inner"])
+    tulle.save(tmp_path / "checkpoint", model["inner"])
+    plain = build(Words, 1)
+    tulle.load(tmp_path / "checkpoint", plain)
+    assert list(state) == ([] if mesh.rank else list(expected))
+    exported = pytest.importorskip("safetensors.torch").load_file(tmp_path / "inner.safetensors")
+    for found in (plain.state_dict(), exported, state or expected):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @on_ranks(2)

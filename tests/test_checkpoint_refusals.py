@@ -24,7 +24,7 @@ import models
 import tulle
 import tulle.checkpoint.folder
 from checkpoints import Noisy, contents, fails_halfway, good_checkpoint, optimizers_of, saved, state_of, trained
-from models import build
+from models import Words, batches, build
 from ranks import run_on_ranks
 from tulle.checkpoint.storage import _MetadataUnpickler
 from tulle.errors import CheckpointError, ModelError
@@ -54,6 +54,30 @@ def test_a_folder_without_a_name_is_refused(path):
             CheckpointError, match=f"'{path}' was given for the checkpoint's folder, expected one with a"
         ):
             call(path, *trained())
+
+
+def save_two_models(path: Path) -> None:
+    mesh = tulle.init(data=-1)
+    pair = nn.ModuleList([build(Words, 0), build(Words, 1)])
+    for model in pair:
+        tulle.distribute(model, SGD(model.parameters(), lr=0.1), mesh, plan={"words": "rows"})
+    both = SGD(pair.parameters(), lr=0.1, momentum=0.9)
+    sum(model(batches(1, 4)[0]) for model in pair).backward()
+    both.step()
+    with pytest.raises(
+        CheckpointError, match=r"SGD that steps another model's parameter, of shape .* ranks have parts"
+    ):
+        tulle.save(path, pair[0], both)
+    momenta = [state["momentum_buffer"].to_dense() for state in both.state.values()]
+    tulle.save(path, pair, both)
+    both.state.clear()
+    tulle.load(path, pair, both)
+    loaded = [state["momentum_buffer"].to_dense() for state in both.state.values()]
+    assert all(torch.equal(one, other) for one, other in zip(loaded, momenta, strict=True))
+
+
+def test_an_optimizer_of_two_models_is_saved_with_both(tmp_path):
+    run_on_ranks(2, save_two_models, path=tmp_path / "checkpoint")
 
 
 def test_arguments_in_another_order_are_told(tmp_path):

@@ -158,6 +158,27 @@ def test_an_evaluation_between_two_steps_ends_none(tmp_path):
 
 
 @on_ranks(1)
+def test_the_loss_of_a_step_is_the_mean_of_those_that_its_micro_batches_log(tmp_path):
+    @tulle.step(micro_batches=4)
+    def train_step(model, batch):
+        loss = model(batch)
+        loss.backward()
+        tulle.log(loss=loss, tokens=batch.numel())
+        return loss
+
+    with recording(tmp_path):
+        mesh = tulle.init(data=-1)
+        model = build(Words, 0)
+        model, [optimizer] = tulle.distribute(model, models.sgd(model), mesh)
+        means = []
+        for ids in batches(2, 4):
+            means.append(train_step(model, ids).mean().item())
+            optimizer.step()
+    assert [line["loss"] for line in lines(tmp_path)] == pytest.approx(means, rel=1e-12)
+    assert [line["tokens"] for line in lines(tmp_path)] == [ids.numel() for ids in batches(2, 4)]
+
+
+@on_ranks(1)
 def test_micro_batches_are_one_step_and_its_forwards_add_up(tmp_path):
     with recording(tmp_path):
         mesh = tulle.init(data=-1)

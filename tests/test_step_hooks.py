@@ -5,29 +5,25 @@ from functools import partial
 import pytest
 import torch
 
-from tulle.step_hooks import hook_failed, hook_last
+from tulle.step_hooks import hook_failed, hook_first_after, hook_last
 
 
-def test_ours_come_after_those_of_others_and_hear_of_later_ones():
+def test_ours_come_after_those_of_others_whenever_these_were_registered():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     called: list[str] = []
 
-    def ours(name, optimizer, arguments, keywords, others_behind):
-        called.append(f"{name}, {others_behind} behind")
-
-    def theirs(name, *_):
+    def hear(name, *_):
         called.append(name)
 
-    hook_last(optimizer, partial(ours, "first"))
-    optimizer.register_step_pre_hook(partial(theirs, "between"))
-    hook_last(optimizer, partial(ours, "second"))
-    optimizer.register_step_pre_hook(partial(theirs, "late"))
+    optimizer.register_step_post_hook(partial(hear, "after"))
+    hook_last(optimizer, partial(hear, "first"))
+    optimizer.register_step_pre_hook(partial(hear, "between"))
+    hook_last(optimizer, partial(hear, "second"))
+    hook_first_after(optimizer, partial(hear, "first after"))
+    optimizer.register_step_pre_hook(partial(hear, "late"))
 
     optimizer.step()
-    assert called == ["first, 2 behind", "between", "second, 1 behind", "late"]
-    called.clear()
-    optimizer.step()
-    assert called == ["between", "late", "first, 0 behind", "second, 0 behind"]
+    assert called == ["between", "late", "first", "second", "first after", "after"]
 
 
 @pytest.mark.parametrize("error", [FloatingPointError, KeyboardInterrupt])

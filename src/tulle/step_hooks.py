@@ -1,7 +1,7 @@
 """`hook_last`: hooks before a step of an optimizer that come after those of others; `hook_failed`: of one that fails.
 
-Hooks of others are to see gradients as a user knows them. One that was registered since the last step comes after ours
-in the next: ours are told so then, and stand behind it from the step after that on.
+Hooks of others are to see parameters and gradients as a user knows them, whenever they were registered: ours are put
+behind them when a step begins.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import wraps
-from itertools import takewhile
 from types import MethodType
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
-LastHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any], int], None]
-"""Called with an optimizer, the arguments of its `step`, and how many hooks of others come after this one."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Of `step`, the optimizer first."""
+LastHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Arguments | None]
+"""Called with an optimizer and the arguments of its `step`, the optimizer among them; gives others, or None."""
 
 _numbers: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
 """Of our hooks of each optimizer, in their order."""
@@ -27,21 +28,23 @@ def hook_last(optimizer: Optimizer, hook: LastHook) -> None:
     """Have a hook called before each step of an optimizer, after all hooks but those that were given here later."""
     if optimizer not in _numbers:
         _numbers[optimizer] = []
-        optimizer.register_step_post_hook(_put_last)
+        step = optimizer.step
 
-    def before(optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        behind = takewhile(lambda number: number != handle.id, reversed(optimizer._optimizer_step_pre_hooks))
-        ours = _numbers[optimizer]
-        hook(optimizer, arguments, keywords, sum(number not in ours for number in behind))
+        @wraps(step)
+        def stepped(optimizer: Optimizer, *arguments: Any, **keywords: Any) -> Any:
+            hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
+            for number in _numbers[optimizer]:
+                hooks.move_to_end(number)
+            return step(*arguments, **keywords)
 
-    handle = optimizer.register_step_pre_hook(before)
-    _numbers[optimizer].append(handle.id)
+        optimizer.step = MethodType(stepped, optimizer)
+    _numbers[optimizer].append(optimizer.register_step_pre_hook(hook).id)
 
 
-def _put_last(optimizer: Optimizer, *_: object) -> None:
-    hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
-    for number in _numbers[optimizer]:
-        hooks.move_to_end(number)
+def hook_first_after(optimizer: Optimizer, hook: Callable[..., object]) -> None:
+    """Have a hook called after each step of an optimizer, before those that are there."""
+    handle = optimizer.register_step_post_hook(cast("Any", hook))
+    cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks).move_to_end(handle.id, last=False)
 
 
 def hook_failed(optimizer: Optimizer, undo: Callable[[], object]) -> None:

@@ -16,6 +16,8 @@ from tulle.checkpoint.placed import Sharded, is_dealt
 from tulle.checkpoint.standing import Standing
 from tulle.checkpoint.state import check_material, outline_of
 from tulle.errors import CheckpointError
+from tulle.memory import shard_of
+from tulle.tables import split_of
 from tulle.tensor_parallel import Placement
 from tulle.traits import states_of
 
@@ -60,9 +62,10 @@ def check_keywords(extra: Mapping[str, object], standing: Standing) -> None:
 def check_states(optimizers: Sequence[Optimizer], standing: Standing) -> None:
     """Raise if an optimizer keeps something of a part that is neither shared out as that is nor alike on all ranks.
 
-    A number for each row, say, of a layer that is split: rank 0's alone would be saved. Every rank must call it, and
-    all raise.
+    A number for each row, say, of a layer that is split, or what it keeps of parts of another model: rank 0's alone
+    would be saved. Every rank must call it, and all raise.
     """
+    _check_whose(optimizers, standing)
     own = {
         f"{key!r} of {standing.name_of(parameter)!r}": _digest(value)
         for optimizer in optimizers
@@ -80,6 +83,17 @@ def check_states(optimizers: Sequence[Optimizer], standing: Standing) -> None:
             "that is not the part's, with other numbers on other ranks: rank 0's alone would be saved. Use an "
             "optimizer whose state has the parameter's shape, or a plan that leaves the parameter whole"
         )
+
+
+def _check_whose(optimizers: Sequence[Optimizer], standing: Standing) -> None:
+    for optimizer in optimizers:
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            if not standing.name_of(parameter) and (split_of(parameter) or shard_of(parameter)):
+                raise CheckpointError(
+                    f"tulle.save was given a {type(optimizer).__name__} that steps another model's parameter, of shape "
+                    f"{list(parameter.shape)}, too, of which ranks have parts: rank 0's alone would be saved. Give it "
+                    "all models as one, torch.nn.ModuleList([first, second]), and tulle.load as well"
+                )
 
 
 def check_model(saved: Mapping[str, Any], own: Mapping[str, Any], standing: Standing, path: object) -> None:

@@ -12,11 +12,24 @@ from torch import nn
 from tulle.comm import gather_values, monitored_barrier, on_host, raise_together
 from tulle.distribute.adopted import axes_of
 from tulle.distribute.axes import SAVING
+from tulle.distribute.held import Held
 from tulle.engine import engine_of
 from tulle.errors import CommunicationError, TulleError
+from tulle.memory import shard_of
 from tulle.mesh import Axis
+from tulle.tables import split_of
 
 T = TypeVar("T")
+
+
+def distributed(module: nn.Module) -> nn.Module:
+    """The distributed model of which ranks have parts of a module's parameters; the module itself if they have none.
+
+    Of replicas alone every rank has a module whole, and each may save its own.
+    """
+    parts = (p for p in module.parameters() if split_of(p) is not None or shard_of(p) is not None)
+    engine = None if (part := next(parts, None)) is None else engine_of(part)
+    return engine.model.whole if engine is not None and isinstance(engine.model, Held) else module
 
 
 class Ranks:
@@ -33,7 +46,11 @@ class Ranks:
 
     @staticmethod
     def of(model: nn.Module) -> Ranks:
-        """The ranks that have a model together: those of its mesh, or this process alone with a plain one."""
+        """The ranks that have a model together: those of its mesh, or this process alone with a plain one.
+
+        Args:
+            model: As `distributed` gives it.
+        """
         engine, axes = engine_of(model), axes_of(model)
         if axes is not None and axes.whole.size > axes.data.size:
             return Ranks(axes.whole)

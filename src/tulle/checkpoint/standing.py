@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tulle.checkpoint.placed import Part, Sharded, Share, memory_of
-from tulle.checkpoint.ranks import Ranks
+from tulle.checkpoint.ranks import Ranks, distributed
 from tulle.distribute.adopted import axes_of
 from tulle.engine import engine_of
 from tulle.errors import CheckpointError, ModelError
@@ -24,7 +24,7 @@ class Standing:
     """What this rank has of a model. Every rank of the model's mesh must make one.
 
     Args:
-        model: Distributed or plain.
+        model: Distributed, a module of such a model, or plain.
 
     Raises:
         CheckpointError: On every rank, if parts of it are saved in a way of their own.
@@ -33,13 +33,14 @@ class Standing:
     def __init__(self, model: nn.Module) -> None:
         _check_whole_is_known(model)
         self._model = model
-        self.axes = axes_of(model)
-        self.ranks = Ranks.of(model)
+        whole = distributed(model)
+        self.axes = axes_of(whole)
+        self.ranks = Ranks.of(whole)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self._names = {id(parameter): name for name, parameter in reversed([*parameters.items()])}
         self.parts: dict[str, Part] = {n: split for n, p in parameters.items() if (split := split_of(p)) is not None}
         """This rank's part of each parameter that is split, by name."""
-        engine = engine_of(model)
+        engine = engine_of(whole)
         self._in_step = {n for n, p in parameters.items() if engine is not None and engine.slot_of(p) is not None}
         """Names of the parameters that are the same on all ranks of axis `data`, and so is their optimizer's state."""
         if self.axes is not None:

@@ -77,7 +77,7 @@ class State:
             for one, state in zip(optimizers, states, strict=True):
                 one["state"] |= state
         for one in optimizers:
-            one["state"] = dict(sorted(one["state"].items()))
+            one["state"] = dict(sorted(one["state"].items(), key=lambda pair: (isinstance(pair[0], str), pair[0])))
         return State({**self.outline, "optimizers": optimizers}, self.tensors, names)
 
     @staticmethod
@@ -153,7 +153,7 @@ def optimizer_room(
     """
     places, tensors = Places(), list[Placed]()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    here = {index for index, parameter in enumerate(parameters) if not parameter.is_meta}
+    elsewhere = {index for index, parameter in enumerate(parameters) if parameter.is_meta}
 
     def fresh(path: Path, value: object, share: Share) -> object:
         if not isinstance(value, Tensor):
@@ -165,7 +165,7 @@ def optimizer_room(
             shape = part.local_shape if part is not None and tuple(value.shape) == tuple(part.shape) else None
         if not value.is_meta:
             return part.take(value) if isinstance(part, Split) and shape is not None else value
-        parameter = parameters[int(path[3])].detach() if path[2] == "state" else None
+        parameter = parameters[number].detach() if (number := _number_in(path)) is not None else None
         if shape is not None and parameter is not None:
             made = torch.zeros(shape, dtype=value.dtype, device=parameter.device)
         elif parameter is not None and value.shape == parameter.shape:
@@ -175,7 +175,7 @@ def optimizer_room(
         tensors.append(places.place(path, made, share))
         return made
 
-    own = {**outline, "state": {index: state for index, state in outline["state"].items() if int(index) in here}}
+    own = {**outline, "state": {index: one for index, one in outline["state"].items() if index not in elsewhere}}
     return _mapped(own, ("optimizers", number), _of_parameters(optimizer, standing), fresh), tensors
 
 
@@ -230,7 +230,13 @@ def _by_name(standing: Standing) -> ShareOf:
 def _of_parameters(optimizer: Optimizer, standing: Standing) -> ShareOf:
     """By path `optimizers`, number, `state`, parameter, key."""
     shares = [standing.share_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    return lambda path: shares[int(path[3])] if path[2] == "state" else Share(writes_whole=standing.ranks.is_first)
+    others = Share(writes_whole=standing.ranks.is_first)
+    return lambda path: others if (number := _number_in(path)) is None else shares[number]
+
+
+def _number_in(path: Path) -> int | None:
+    """Of the parameter to whose state a path of an optimizer's leads; by a name it may keep what is of none."""
+    return int(path[3]) if path[2] == "state" and str(path[3]).isdecimal() else None
 
 
 def check_material(path: Path, tensor: Tensor) -> None:

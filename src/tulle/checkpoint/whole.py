@@ -75,8 +75,9 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer) -> dict[st
     standing, state = Standing(model), unmarked(optimizer.state_dict())
     assert not standing.is_staged, "callers refuse pipelines"
     parts = [standing.share_of(parameter).part for group in optimizer.param_groups for parameter in group["params"]]
-    is_first, wholes = standing.ranks.is_first, dict[int, dict[str, Any]]()
-    for number, values in sorted(state["state"].items()):  # in one order on all ranks
+    is_first, wholes = standing.ranks.is_first, dict(state["state"])
+    for number in sorted(key for key in wholes if isinstance(key, int)):  # in one order on all ranks
+        values = wholes[number]
         wholes[number] = {key: _whole_of(parts[number], values[key], is_first=is_first) for key in sorted(values)}
     return {**state, "state": wholes} if is_first else {}
 

@@ -282,8 +282,9 @@ def _attach_optimizers(model: nn.Module, engine: DataParallel, decided: _Decided
         fetch_after_steps(optimizers, engine)
     if plan.schedule == AT_READ and axes.data.size > 1:
         late = engine.update_late()
+        is_sharded = plan.memory.shard_optimizer or plan.memory.narrow is not None  # which reads all before it steps
         for one in optimizers:
-            late.attach(one, is_elementwise=type(one) in ELEMENTWISE)
+            late.attach(one, is_elementwise=type(one) in ELEMENTWISE and not is_sharded)
     take_wholes(model, optimizers, axes)
     shard_states(model, optimizers, plan, axes)
 

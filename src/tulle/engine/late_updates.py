@@ -216,14 +216,12 @@ class LateUpdates:
     def _buckets(self) -> list[Bucket]:
         return [awaited for awaited in self._waiting if isinstance(awaited, Bucket)]
 
-    def _before_step(
-        self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any], others_behind: int
-    ) -> None:
+    def _before_step(self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         for parameter, gradient in self._undo():
             if parameter.grad is None and is_late(gradient):  # no backward has come since
                 parameter.grad = gradient
         has_closure = any(argument is not None for argument in (*arguments[1:], *keywords.values()))
-        if has_closure or others_behind or any(group.get("differentiable") for group in optimizer.param_groups):
+        if has_closure or any(group.get("differentiable") for group in optimizer.param_groups):
             self.make_all_true()
             return
         for group in optimizer.param_groups:

@@ -9,23 +9,25 @@ Source: Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer, SparseAdam
 
 from tulle.comm import all_gather_parts, eager, follow_steps, gather_values, monitored_barrier
-from tulle.errors import GradientError, ModelError
-from tulle.memory.closures import Arguments, called_first
+from tulle.errors import CommunicationError, GradientError, ModelError
 from tulle.memory.piece_states import PieceStates
 from tulle.memory.pieces import Bucket, Piece, deal, flat, laid_out_like, lay_out
 from tulle.mesh import Axis
-from tulle.step_hooks import hook_failed
-from tulle.tables import split_of
-from tulle.traits import ELEMENTWISE
+from tulle.step_hooks import Arguments, hook_failed, hook_first_after, hook_last
+from tulle.tables import called_first, split_of
+from tulle.traits import ELEMENTWISE, states_of
 
 SHARDABLE = tuple(kind for kind in ELEMENTWISE if kind is not SparseAdam)
 """Optimizers whose state can be sharded: they treat every element by itself, and their gradients are dense."""
@@ -59,10 +61,6 @@ class OptimizerShards:
     """By parameter, this rank's piece of it, or None."""
     _whole: list[list[nn.Parameter]] | None = field(init=False, default=None)
     """The groups' own parameters, while their pieces stand in for them."""
-    _versions: list[int] = field(init=False, default_factory=list)
-    """How often each piece had been written to when its step began."""
-    _failed: bool | None = field(init=False, default=None)
-    """Whether the last step, which failed, had written to one by then; None if it has not."""
 
     def __post_init__(self) -> None:
         self.buckets, self._owned = [], {}
@@ -118,8 +116,6 @@ class OptimizerShards:
         A hook of torch's: gets the arguments of `step`, the optimizer among them, and gives others if they hold a
         closure, which is called here.
         """
-        if self._failed is not None:
-            self._mend()
         called = called_first(arguments, keywords)
         self._deal_out_added()
         self._guard_state()
@@ -129,22 +125,35 @@ class OptimizerShards:
         self._whole = [group["params"] for group in groups]
         for group, pieces in zip(groups, stepped, strict=True):
             group["params"] = pieces
-        self._versions = self._versions_now()
         return called
 
     @eager
-    @torch.no_grad()
     def after_step(self, *_: object) -> None:
-        """Put the parameters back, and gather what the other ranks stepped. Every rank of the axis must call it."""
+        """Put the parameters back, and gather what the other ranks stepped. Every rank of the axis must call it.
+
+        Raises:
+            GradientError: If the step has failed on another rank.
+        """
         self._put_back()
-        for bucket in self.buckets:
-            self._share(bucket)
+        increment_version([p for p in self._stepped_here() if p.grad is not None])  # what has a graph of them is old
+        if failed := self._share(has_failed=False):
+            raise GradientError(
+                f"the step of {type(self.optimizer).__name__} failed on rank {failed[0]} of axis {self.axis.name!r}, "
+                "whose own error says why: what it steps of the parameters, for all ranks, is not updated, or in part. "
+                "They are alike on all ranks: start anew from a checkpoint, or call zero_grad() and go on"
+            )
 
     def give_up(self) -> None:
-        """After a step that failed put the parameters back, for who zeroes their gradients, or saves."""
+        """After a step that failed put the parameters back, for who zeroes their gradients, or saves.
+
+        What was stepped by then all ranks have, so that they stay alike; one that has not failed waits for it.
+        """
         if self._whole is not None:
-            self._failed = self._versions != self._versions_now()
             self._put_back()
+            error = sys.exception()
+            if isinstance(error, Exception) and not isinstance(error, CommunicationError):  # an interrupt ends all
+                with suppress(CommunicationError):
+                    self._share(has_failed=True)
 
     def whole_state(self) -> dict[Tensor, dict[str, Any]]:
         """The optimizer's state as one process would have it, by parameter. Every rank of the axis must call it.
@@ -166,11 +175,12 @@ class OptimizerShards:
                 self._gather_state(bucket, name, own, heard, whole)
         return whole
 
-    def take_parts(self, whole: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Of whole states by parameter, keep this rank's parts."""
+    def take_parts(self, whole: Mapping[Any, Any]) -> None:
+        """Of whole states by parameter, keep this rank's parts; what is kept by a name is of none, and stays whole."""
         self._deal_out_added()
         self._guard_state()
         self.optimizer.state.clear()
+        self.optimizer.state.update({key: kept for key, kept in whole.items() if not isinstance(key, Tensor)})
         for parameter, state in whole.items():
             piece = self._owned.get(parameter)
             if piece is None or piece.tensor is None:
@@ -206,9 +216,7 @@ class OptimizerShards:
                 f"a parameter of shape {list(parameter.shape)} has a sparse gradient, and an optimizer whose state is "
                 "sharded: give it an optimizer of its own"
             )
-        if parameter.is_meta:
-            return None
-        piece = self._owned.get(parameter)
+        piece = self._owned.get(parameter)  # none of one at another stage
         if piece is None or piece.tensor is None:
             return None
         if not self.narrow:  # the parameter's memory may be another one by now
@@ -227,34 +235,22 @@ class OptimizerShards:
                 piece.tensor.grad = None
 
     @torch.no_grad()
-    def _mend(self) -> None:
-        """After a step that failed, on all ranks: what some had stepped by then, all have.
-
-        Raises:
-            GradientError: If there is such, as gradients since then are of replicas that differed.
-        """
-        has_stepped, self._failed = self._failed, None
-        if self.narrow or not any(gather_values(has_stepped, self.axis, label=LABEL)):
-            return  # of narrow parameters only masters had changed
+    def _share(self, *, has_failed: bool) -> list[int]:
+        """Gather what the ranks have stepped, and which have failed, where it can be told. Every rank must call it."""
+        failed: list[int] = []
         for bucket in self.buckets:
-            self._share(bucket)
-        raise GradientError(
-            "the step before this one failed after it had changed some parameters, so that gradients since then are of "
-            "replicas that differed: they are alike again, so call zero_grad() and go on with the next batch"
-        )
-
-    def _versions_now(self) -> list[int]:
-        pieces = (piece for piece in self._owned.values() if piece is not None)
-        return [piece.tensor._version for piece in pieces if piece.tensor is not None]
-
-    def _share(self, bucket: Bucket) -> None:
-        dtype = next(piece.parameter.dtype for pieces in bucket.pieces for piece in pieces)
-        parts = [piece.tensor.detach().to(dtype) for piece in bucket.pieces[self.axis.rank] if piece.tensor is not None]
-        part = torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=self.axis.device)
-        stepped = all_gather_parts(part, bucket.lengths, self.axis, label=LABEL).wait()
-        pieces = [piece for pieces in bucket.pieces for piece in pieces]
-        for piece, values in zip(pieces, stepped.split([p.stop - p.start for p in pieces]), strict=True):
-            flat(piece.parameter.data)[piece.start : piece.stop].copy_(values)
+            dtype = next(piece.parameter.dtype for pieces in bucket.pieces for piece in pieces)
+            mark = torch.full((1,), has_failed, dtype=dtype, device=self.axis.device)
+            own = [p.tensor.detach().to(dtype) for p in bucket.pieces[self.axis.rank] if p.tensor is not None]
+            lengths = [length + 1 for length in bucket.lengths]
+            stepped = all_gather_parts(torch.cat([*own, mark]), lengths, self.axis, label=LABEL).wait().split(lengths)
+            for pieces, values in zip(bucket.pieces, stepped, strict=True):
+                sizes = [piece.stop - piece.start for piece in pieces]
+                for piece, part in zip(pieces, values[:-1].split(sizes), strict=True):
+                    flat(piece.parameter.data)[piece.start : piece.stop].copy_(part)
+            if not mark.is_cuda:  # to look would wait for the device
+                failed = [rank for rank, values in enumerate(stepped) if values[-1]]
+        return failed
 
     def _state_of(self, piece: Piece) -> dict[str, Any]:
         assert piece.tensor is not None, "a rank has its own pieces' tensors"
@@ -343,8 +339,8 @@ def shard_optimizer(
     shards.take_parts(dict(optimizer.state))
     if axis.size > 1:
         follow_steps(axis)
-    optimizer.register_step_pre_hook(shards.before_step)
-    optimizer.register_step_post_hook(shards.after_step)
+    hook_last(optimizer, shards.before_step)
+    hook_first_after(optimizer, shards.after_step)
     hook_failed(optimizer, shards.give_up)
     _give_whole_states(optimizer, shards)
     return shards
@@ -357,7 +353,8 @@ def _give_whole_states(optimizer: Optimizer, shards: OptimizerShards) -> None:
     def give_whole(optimizer: Optimizer) -> None:
         kept.append(dict(optimizer.state))
         whole = shards.whole_state()
-        optimizer.state.clear()
+        for piece in states_of(optimizer):
+            del optimizer.state[piece]
         optimizer.state.update(whole)
 
     def keep_part(optimizer: Optimizer, _: object) -> None:
@@ -374,7 +371,7 @@ def _give_whole_states(optimizer: Optimizer, shards: OptimizerShards) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         by_number = dict(zip(numbers, parameters, strict=True))
         shards.refresh_masters()
-        shards.take_parts({by_number[number]: entry for number, entry in state["state"].items()})
+        shards.take_parts({by_number.get(key, key): entry for key, entry in state["state"].items()})
 
     optimizer.register_state_dict_pre_hook(give_whole)
     optimizer.register_state_dict_post_hook(keep_part)

@@ -71,7 +71,8 @@ def log(
     model each call with a loss ends one.
 
     Args:
-        loss: This rank's loss. It need not be given if the model returns its loss, and nothing else.
+        loss: This rank's loss; of several in a step, those of its micro-batches say, the mean is recorded. It need not
+            be given if the model returns its loss, and nothing else.
         tokens: Tokens, or samples, that this rank processed in the step; several calls add up.
         total_steps: How many steps the run will have, for the progress bar.
         **values: Numbers (`valid_loss=2.1`) for curves and the summary, or texts for the report.
@@ -114,6 +115,8 @@ class Recorder:
         self._step = 0
         self._open: dict[str, Any] = {}
         """What the line of this step has so far; it is open until the next forward, after the step has ended, too."""
+        self._losses: list[float | Tensor] = []
+        """That were logged in this step: one, or those of its micro-batches."""
         self._texts: dict[str, str] = {}
         self._is_ended = False
         self._clock = StepClock()
@@ -172,7 +175,7 @@ class Recorder:
         if ends and self._is_ended:
             self._write_step()
         if loss is not None:
-            self._open["loss"] = _number("loss", loss)
+            self._losses.append(_number("loss", loss))
         if tokens is not None:
             self._open["tokens"] = self._open.get("tokens", 0) + _number("tokens", tokens)
         if total_steps is not None:
@@ -261,6 +264,8 @@ class Recorder:
 
     def _write_step(self) -> None:
         step = max(1, self._step)
+        if self._losses:
+            self._open["loss"] = sum(map(_plain, self._losses)) / len(self._losses)
         lines = [{"kind": "text", "step": step, "name": name, "text": text} for name, text in self._texts.items()]
         if self._is_ended:
             lines.insert(0, {"kind": "step", "step": step} | _plain(self._open))
@@ -271,7 +276,7 @@ class Recorder:
         for line in lines:
             self._lines.write(json.dumps(line) + "\n")
         self._lines.flush()
-        self._open, self._texts, self._is_ended = {}, {}, False
+        self._open, self._losses, self._texts, self._is_ended = {}, [], {}, False
         self._timeline.keep_spans()
         if self._rank == 0 and self._plan is not None:
             plan = self._plan()

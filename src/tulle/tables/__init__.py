@@ -1,6 +1,7 @@
 """Tables split over the ranks of an axis: one file a placement, and the exchanges that several tables share."""
 
 from tulle.tables.bundle import Request, Route
+from tulle.tables.closures import called_first
 from tulle.tables.distinct import Ids
 from tulle.tables.division import Division, divide
 from tulle.tables.exchange import (
@@ -38,6 +39,7 @@ __all__ = [
     "Split",
     "TableModule",
     "bundles",
+    "called_first",
     "divide",
     "fetch",
     "gradient_of_table",

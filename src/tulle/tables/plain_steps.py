@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,8 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from tulle.parts import Part, guard_again, keep_plainly, lift, lower
-from tulle.step_hooks import hook_failed, hook_last
+from tulle.step_hooks import Arguments, hook_failed, hook_first_after, hook_last
+from tulle.tables.closures import called_first
 from tulle.tables.gradient import ShardGradient
 from tulle.traits import states_of
 
@@ -25,26 +25,20 @@ _PARTS = "_tulle_parts"
 class _Plainly:
     """Hooks of an optimizer's step, in which gradients of parts are plain: the class takes its time at each operation.
 
-    Hooks of others are to see the class: the one after the step is the first, and the one before it does nothing unless
-    it is among the last.
+    Hooks of others are to see the class: the one before the step is among the last, the one after it the first.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         hook_last(optimizer, self._before)
-        after = optimizer.register_step_post_hook(self._after).id
-        cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks).move_to_end(after, last=False)
+        hook_first_after(optimizer, self._after)
         hook_failed(optimizer, self._tell)
         self._plain: list[Tensor] = []
 
-    def _before(
-        self, optimizer: Optimizer, arguments: tuple[Any, ...], keywords: dict[str, Any], others_behind: int
-    ) -> None:
-        self._plain.clear()
-        if not others_behind and len(arguments) == 1 and not keywords:
-            gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-            self._plain += [gradient for gradient in gradients if type(gradient) is ShardGradient]
-            for gradient in self._plain:
-                gradient.__class__ = Tensor
+    def _before(self, optimizer: Optimizer, *_: object) -> None:
+        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        self._plain = [gradient for gradient in gradients if type(gradient) is ShardGradient]
+        for gradient in self._plain:
+            gradient.__class__ = Tensor
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         """Give gradients their class back; what the state keeps of those that had it in the step is plain."""
@@ -91,21 +85,29 @@ def step_plainly(optimizer: Optimizer, *, is_elementwise: bool) -> None:
         keep_plainly(optimizer, part)  # Adagrad's sums are made with it, not in its first step
     if not is_new:
         return
-    optimizer.register_step_pre_hook(partial(_lift, known))
-    optimizer.register_step_post_hook(partial(guard_again, known))
-    optimizer.register_step_post_hook(partial(_count_as_written, known))
+    hook_last(optimizer, partial(_lift, known, is_elementwise))
+    hook_first_after(optimizer, partial(_count_as_written, known))
+    hook_first_after(optimizer, partial(guard_again, known))
     hook_failed(optimizer, partial(guard_again, known))
     if is_elementwise:
         _Plainly(optimizer)
     else:
-        optimizer.register_step_post_hook(partial(_end_step, known))
+        hook_first_after(optimizer, partial(_end_step, known))
         hook_failed(optimizer, partial(_mark, known, is_stepped=False))
 
 
-def _lift(parts: Sequence[nn.Parameter], _: Optimizer, arguments: tuple[object, ...], keywords: object) -> None:
-    if len(arguments) == 1 and not keywords:  # else a closure may call the model
+def _lift(
+    parts: Sequence[nn.Parameter],
+    is_elementwise: bool,  # noqa: FBT001 - what was asked when it was hooked
+    _: Optimizer,
+    arguments: tuple[Any, ...],
+    keywords: dict[str, Any],
+) -> Arguments | None:
+    called = called_first(arguments, keywords) if is_elementwise else None
+    if is_elementwise or (len(arguments) == 1 and not keywords):  # else a closure may call the model within the step
         lift(parts)
         _mark(parts, is_stepped=True)
+    return called
 
 
 def _count_as_written(parts: Sequence[nn.Parameter], *_: object) -> None:

@@ -1,4 +1,4 @@
-"""`called_first`: calls a step's closure before the step, which then sees this rank's pieces in the parameters' place.
+"""`called_first`: calls a step's closure before the step, which then sees this rank's parts as plain parameters.
 
 An element-wise optimizer of torch calls it once, before all else, so that nothing comes out otherwise.
 """
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from tulle.errors import ModelError
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+from tulle.step_hooks import Arguments
 
 
 def called_first(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Arguments | None:
@@ -42,8 +41,8 @@ def _called(closure: Callable[[], Any]) -> Callable[[], Any]:
     def result() -> Any:
         if not results:
             raise ModelError(
-                "an optimizer whose state is sharded called its closure a second time, within its step, where the "
-                "gradients of whole parameters cannot be computed: call loss.backward() before optimizer.step()"
+                "an optimizer of which each rank steps a part called its closure a second time, within its step, where "
+                "the gradients of whole parameters cannot be computed: call loss.backward() before optimizer.step()"
             )
         return results.pop()
 
