@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 
@@ -10,13 +10,13 @@ def as_names(given: str | Iterable[str]) -> tuple[str, ...]:
     """Names as a tuple.
 
     Raises:
-        TypeError: If neither one nor several were given.
+        TypeError: If neither one nor several were given, or a mapping, of which no more than its keys would be heard.
 
     Example:
         >>> as_names("encoder"), as_names(["encoder", "head"])
         (('encoder',), ('encoder', 'head'))
     """
-    if not isinstance(given, Iterable):
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
         raise TypeError(f"tulle was given {given!r}, expected names, or one")
     return (given,) if isinstance(given, str) else tuple(given)
 
