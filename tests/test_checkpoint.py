@@ -283,7 +283,7 @@ class ByRow(SGD):
 @on_ranks(2)
 def test_what_an_optimizer_keeps_for_rows_of_a_part_is_refused(tmp_path):
     mesh, model = tulle.init(model=2), nn.Sequential(nn.Linear(4, 6, bias=False))
-    plan = Plan(mesh.shape, tensor_parallel={"0": "column"})
+    plan = Plan(mesh.shape, tensor_parallel="0")
     model, optimizer = tulle.distribute(model, ByRow(model.parameters(), lr=0.1), mesh, plan=plan)
     model(torch.ones(2, 4)).pow(2).sum().backward()
     optimizer.step()

@@ -47,6 +47,45 @@ class Lender(nn.Module):
         return self.decoder(self.middle(self.table(x)).relu(), self.table)
 
 
+class Offsets(nn.Module):
+    """Keeps what it gives in a buffer that it makes in its first call, as ALiBi's biases are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", None, persistent=False)
+        self.register_buffer("slope", torch.tensor(0.5))
+
+    def forward(self, width: int) -> Tensor:
+        if self.kept is None:
+            self.register_buffer("kept", -self.slope * torch.arange(width), persistent=False)
+        return self.kept
+
+
+class Offset(nn.Module):
+    """Is handed a module without parameters, and calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, offsets: Offsets) -> Tensor:
+        return self.linear(x) * self.scale + offsets(x.shape[-1])
+
+
+class Handing(nn.Module):
+    """Calls a module of its own, and hands it to all layers, as x-transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets, self.layers = Offsets(), nn.ModuleList(Offset() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.offsets(WIDTH)
+        for layer in self.layers:
+            x = layer(x, self.offsets).tanh()
+        return x
+
+
 class Again(torch.autograd.Function):
     """Runs modules, and runs them again in backward, as reversible networks do."""
 
@@ -321,4 +360,5 @@ PROFILED = [
     Choices,
     Configured,
     Forces,
+    Handing,
 ]

@@ -12,7 +12,7 @@ from beside_one_process import data, loss_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_networks import WIDTH, Chain, TiedEnds, Translator, compare, make
-from pipeline_profiled import Forces, Glancing, Reversible
+from pipeline_profiled import Forces, Glancing, Handing, Reversible
 from torch.utils.checkpoint import checkpoint
 
 import tulle
@@ -207,6 +207,12 @@ def test_what_has_no_state_and_is_called_twice_has_no_stage():
 def test_what_calls_modules_in_a_function_of_autograd_stays_whole():
     pieces, _ = profile(make(Reversible), torch.ones(2, WIDTH, dtype=torch.float64), tulle.init(pipe=1)["pipe"], 8)
     assert [piece.name for piece in pieces] == ["first", "body", "last"]
+
+
+@on_ranks(1)
+def test_layers_that_are_handed_a_module_with_buffers_are_cut_for_it_lives_at_one_stage():
+    pieces, _ = profile(make(Handing), torch.ones(2, WIDTH, dtype=torch.float64), tulle.init(pipe=1)["pipe"], 1)
+    assert [piece.name for piece in pieces] == ["offsets", *(f"layers.{number}.linear" for number in range(4))]
 
 
 @on_ranks(1)

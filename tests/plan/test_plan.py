@@ -225,6 +225,8 @@ def test_a_single_name_stands_for_a_list_of_it():
     )
     with pytest.raises(TypeError, match="tulle was given 3, expected names, or one"):
         Memory(recompute=3)
+    with pytest.raises(TypeError, match=r"given \{'h.0': 'column'\}, expected names, or one"):
+        Plan({"model": 2}, tensor_parallel={"h.0": "column"})
 
 
 @pytest.mark.parametrize("wrong", [nn.Linear, [nn.Linear], {"up": "column"}], ids=str)

@@ -35,8 +35,9 @@ class Calls:
     operations: Counter[str] = field(default_factory=Counter)
     """Of a module's own forward, without what it calls: operations on what modules with parameters have made."""
     borrowers: set[str] = field(default_factory=set)
-    """Modules in whose calls parameters were read that are none of theirs, such as a table that a decoder is handed, or
-    that were called while the user's hooks were on modules within them, for as long as a forward wants features say."""
+    """Modules in whose calls parameters were read, or modules with buffers called, that are none of theirs, such as a
+    table that a decoder is handed, or that were called while the user's hooks were on modules within them, for as long
+    as a forward wants features say."""
     asking: set[str] = field(default_factory=set)
     """Modules whose own forward runs a backward, such as one that gives forces, the gradients of an energy, puts a hook
     on a tensor's gradient, or calls another module with other tensors for its parameters, within a transform
@@ -79,6 +80,7 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
         calls.chains.setdefault(names[module], []).append(tuple([names[outer] for outer in stack]))
         calls.asking.update(names[outer] for outer in stack[-1:] if _is_called_otherwise(module))
         calls.borrowers |= _looked_into(module, names[module])
+        calls.borrowers.update(names[outer] for outer in _handed(module, stack, inside))
         stack.append(module)
         begins_s.append(time.perf_counter())
 
@@ -121,6 +123,14 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
 def _looked_into(module: nn.Module, name: str) -> set[str]:
     """The module's name, if the user's hooks are on modules within it."""
     return {name} if any(is_hooked(inner) for inner in module.modules() if inner is not module) else set()
+
+
+def _handed(
+    module: nn.Module, stack: Sequence[nn.Module], inside: Mapping[nn.Module, set[nn.Module]]
+) -> list[nn.Module]:
+    """Of the modules that run those that do not have a called module with buffers. Parameters tell for themselves."""
+    has_buffers = next(module.buffers(), None) is not None
+    return [outer for outer in stack if has_buffers and module not in inside[outer]]
 
 
 def _is_called_otherwise(module: nn.Module) -> bool:
