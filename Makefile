@@ -6,6 +6,10 @@ TORCH_INDEX ?=
 # Each of these has ranks of its own, and while those of one wait for one another, those of the other compute.
 TESTS_AT_ONCE ?= 2
 
+# Run once more as if each rank had a host of its own: what they exchange goes through the network then.
+BETWEEN_HOSTS := tests/comm tests/test_schemes_agree.py tests/test_equals_single_process.py \
+	tests/test_splits_equal_single_process.py tests/test_a_rank_that_falls.py
+
 BIN := .venv/bin
 # pip reads constraints for what it installs from the first variable, and, from 25.3 on, for builds from the second.
 INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_NO_INPUT=1 \
@@ -30,6 +34,8 @@ demo: .venv/installed-demo  ## Train a translator on four processes, and see run
 
 test: .venv/installed-dev  ## Run the tests that need no GPU and are quick.
 	$(BIN)/python -m pytest -m "not gpu and not slow" --numprocesses $(TESTS_AT_ONCE) --dist worksteal
+	TULLE_SHARED_MEMORY=0 $(BIN)/python -m pytest -m "not gpu and not slow" --numprocesses $(TESTS_AT_ONCE) \
+		--dist worksteal $(BETWEEN_HOSTS)
 
 check: .venv/installed-dev  ## Check format, lint, types, floors and the examples in docstrings.
 	$(BIN)/ruff format --check $(FILES)

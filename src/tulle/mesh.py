@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
 import torch
@@ -24,7 +24,9 @@ from tulle.environment import Launch, check_alone, detect
 from tulle.errors import MeshError
 from tulle.kept_memory import keep_memory
 from tulle.process_groups import backend_of
+from tulle.shared_memory import close_all, meet
 
+T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 600.0
 _SETTLING_S = 0.05
 _WAKING_S = 1.0
@@ -164,6 +166,7 @@ def init(*, timeout: float | timedelta | None = None, backend: str | None = None
         _join(launch, backend or ("nccl" if device.type == "cuda" else "gloo"), timeout_s, device)
     rank = dist.get_rank()
     hosts = _check_agreement(shape, error, launch.host_of(rank))
+    meet(_gather)
     watch()
     attend(outlives=launch.launcher == "torchrun")
     return Mesh(_axes(shape, rank, device, timeout_s, hosts), rank, size, device)
@@ -295,6 +298,7 @@ def _leave() -> None:
     if dist.is_initialized():
         if is_failing() or any(thread.is_alive() for thread in _waiting):
             _wake()
+        close_all()
         dist.destroy_process_group()
         # gloo's threads still let go of the last collective's tensors. One that waits for the interpreter when that
         # ends is unwound by it and aborts the process; in a sleep it gets its turn.
@@ -331,8 +335,7 @@ def _check_agreement(shape: dict[str, int], error: MeshError | None, host: int) 
 
     A host goes by the number of its first process where launchers number those of one host through.
     """
-    heard: list[tuple[dict[str, int], MeshError | None, int]] = [(shape, error, host)] * dist.get_world_size()
-    dist.all_gather_object(heard, (shape, error, host))
+    heard = _gather((shape, error, host))
     if error is not None:
         raise error
     for rank, (_, theirs, _) in enumerate(heard):
@@ -346,6 +349,13 @@ def _check_agreement(shape: dict[str, int], error: MeshError | None, host: int) 
                 "every process must give the same axes in the same order"
             )
     return [other for _, _, other in heard]
+
+
+def _gather(value: T) -> list[T]:
+    """The values of all ranks."""
+    heard = [value] * dist.get_world_size()
+    dist.all_gather_object(heard, value)
+    return heard
 
 
 def _axes(

@@ -8,9 +8,11 @@ import torch
 
 import tulle
 from gigabit import GIGABIT, give_network
+from rank_process import patches
 from ranks import on_ranks
 from tulle import comm
 from tulle.comm import parts, traffic
+from tulle.shared_memory import SWITCH
 
 SMALL = 16_000  # of float64 to three ranks: more than the backend gets, less than what is paced
 LARGE = parts.AT_ONCE_BYTES // 8 + 1  # float64 entries: one more than goes at once
@@ -72,6 +74,7 @@ def test_all_to_all_gives_each_rank_its_part(lengths):
 @on_ranks(4)
 @pytest.mark.parametrize(("length", "at_once"), [(SMALL, 3), (LARGE, parts.ROUNDS_UNDER_WAY)], ids=["small", "large"])
 def test_a_large_exchange_keeps_few_rounds_under_way(length, at_once):
+    patches.setenv(SWITCH, "0")
     axis = tulle.init(data=-1)["data"]
     posted = []
 
@@ -152,6 +155,7 @@ def test_a_fast_network_leaves_more_to_the_backend_alike_on_lanes_made_since():
 
 @on_ranks(2)
 def test_the_timeline_shows_what_two_ranks_swap():
+    patches.setenv(SWITCH, "0")
     axis = tulle.init(data=-1)["data"]
     traffic.is_tracing = True
     try:

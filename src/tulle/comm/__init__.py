@@ -12,6 +12,7 @@ from tulle.comm.parts import all_gather_parts, all_to_all_parts, receive, send
 from tulle.comm.pending import Deferred, Pending
 from tulle.comm.probe import probe
 from tulle.comm.scratch import release
+from tulle.comm.through_memory import zeros
 from tulle.comm.traffic import Count, Traffic, now_s, traffic
 from tulle.comm.weighed import Weights, weighed
 
@@ -58,4 +59,5 @@ __all__ = [
     "untraced",
     "used_here",
     "weighed",
+    "zeros",
 ]

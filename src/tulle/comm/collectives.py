@@ -9,8 +9,10 @@ from torch import Tensor
 from tulle.comm.ordered import numbers_of, ordered
 from tulle.comm.parts import AT_ONCE_BYTES, all_gather_parts
 from tulle.comm.pending import Deferred, Exchange, Label, Pending, done, translated
+from tulle.comm.through_memory import shared
 from tulle.mesh import Axis
 from tulle.parts import Reduction
+from tulle.shared_memory import all_reduce as all_reduce_through
 
 _REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -30,6 +32,8 @@ def all_reduce(tensor: Tensor, axis: Axis, *, label: Label, op: Reduction = "sum
     exchange = Exchange("all-reduce", axis, label, round(share * sent.nbytes), 2 * (axis.size - 1))
     if axis.size == 1:
         return done(exchange, tensor)
+    if (works := shared(axis)) is not None:
+        return Pending(exchange, [all_reduce_through(works, sent, op)], lambda: _take(tensor, sent))
     with translated(exchange):
         work = dist.all_reduce(sent, op=_REDUCTIONS[op], group=axis.group, async_op=True)
     return Pending(exchange, [_some(work)], lambda: _take(tensor, sent))
@@ -62,7 +66,8 @@ def all_gather(tensor: Tensor, axis: Axis, *, label: Label) -> Deferred[Tensor]:
 
     gloo passes parts on from rank to rank, `size - 1` latencies one after the other: small ones go straight to all.
     """
-    if tensor.nbytes * axis.size <= AT_ONCE_BYTES and axis.size > 1 and axis.device.type == "cpu":
+    is_small = tensor.nbytes * axis.size <= AT_ONCE_BYTES and axis.size > 1 and axis.device.type == "cpu"
+    if is_small or shared(axis) is not None:
         part = tensor.contiguous().view(1, tensor.numel())
         gathered = all_gather_parts(part, [1] * axis.size, axis, label=label)
         return Deferred(lambda: gathered.wait().view(axis.size, *tensor.shape))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -27,11 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tulle.comm.pending import Exchange, Label, Pending, trace, translated
+from tulle.comm.pending import Arrived, Exchange, Label, Pending, trace, translated
 from tulle.comm.scratch import scratch
+from tulle.comm.through_memory import exchange_through, shared
 from tulle.comm.traffic import now_s, traffic
 from tulle.mesh import Axis
 from tulle.process_groups import backend_of
+from tulle.shared_memory import flat_bytes
 
 AT_ONCE_BYTES = 512 * 1024
 """An exchange in which this rank sends at most this much is started in all rounds at once."""
@@ -45,8 +47,6 @@ BACKEND_GATHER_BYTES = 256 * 1024
 BACKEND_S = 0.008
 """The same in seconds on the wire, where the network was measured: at 1 Gbit/s as many bytes, at 10 ten times more."""
 
-Arrived = Callable[[int, Tensor], None]
-"""Called with a rank and its part as soon as that is there, while others are still under way."""
 _exchanges: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
 """Exchanges that this process has had with each peer, by group."""
 
@@ -66,6 +66,10 @@ def all_gather_parts(
     Returns:
         All parts end to end, in the order of ranks: `[sum(lengths), ...]`.
     """
+    if (works := shared(axis)) is not None:
+        return exchange_through(
+            works, _counted("all-gather", [part] * axis.size, axis, label), [part] * axis.size, lengths, arrived
+        )
     most_bytes = (axis.size - 1) * max(lengths) * math.prod(part.shape[1:]) * part.element_size()
     is_small = is_for_backend(most_bytes, axis)
     is_swap = is_small and axis.size == 2
@@ -89,6 +93,8 @@ def all_to_all_parts(
     Returns:
         What came from each rank and this rank's own part, end to end in the order of ranks: `[sum(lengths), ...]`.
     """
+    if (works := shared(axis)) is not None:
+        return exchange_through(works, _counted("all-to-all", parts, axis, label), parts, lengths)
     is_small = most_bytes is not None and is_for_backend(most_bytes, axis)
     is_swap = is_small and axis.size == 2
     if is_small and not is_swap:
@@ -110,16 +116,13 @@ def exchange_by_backend(
 ) -> Pending[Tensor]:
     """As `all_to_all_parts`, by the backend's own; all ranks must have decided alike."""
     own = parts[axis.rank]
-    leaving = [part for r, part in enumerate(parts) if r != axis.rank and part.numel()]
-    exchange = Exchange(operation, axis, label, sum(part.nbytes for part in leaving), len(leaving))
+    exchange = _counted(operation, parts, axis, label)
     received = scratch((sum(lengths), *own.shape[1:]), own, axis)
     row_bytes = math.prod(own.shape[1:]) * own.element_size()
-    flat = [_bytes_of(part) for part in parts]
+    flat = [flat_bytes(part) for part in parts]
     sizes = [length * row_bytes for length in lengths], [len(part) for part in flat]
     with translated(exchange):
-        work = dist.all_to_all_single(
-            received.view(-1).view(torch.uint8), _end_to_end(flat), *sizes, group=axis.group, async_op=True
-        )
+        work = dist.all_to_all_single(flat_bytes(received), _end_to_end(flat), *sizes, group=axis.group, async_op=True)
     assert work is not None, "an asynchronous collective returns its work on every rank of its group"
     return Pending(exchange, [work], lambda: received)
 
@@ -155,8 +158,7 @@ def _exchange(
     Of two ranks the backend's all-to-all is the only one, if `is_swap`.
     """
     own = sends[axis.rank]
-    leaving = [part for r, part in enumerate(sends) if r != axis.rank and part.numel()]
-    exchange = Exchange(operation, axis, label, sum(part.nbytes for part in leaving), len(leaving))
+    exchange = _counted(operation, sends, axis, label)
     received = scratch((sum(lengths), *own.shape[1:]), own, axis) if axis.size > 1 else own
     receives = received.split(list(lengths))
     rounds = [_Swap(sends, receives, axis)] if is_swap else _rounds(sends, receives, axis)
@@ -189,9 +191,10 @@ def _exchange(
     return Pending(exchange, (), finish)
 
 
-def _bytes_of(part: Tensor) -> Tensor:
-    """A contiguous tensor as bytes; the stride of a single number may be anything, but to view it so."""
-    return part.reshape(-1).as_strided((part.numel(),), (1,)).view(torch.uint8)
+def _counted(operation: str, sends: Sequence[Tensor], axis: Axis, label: Label) -> Exchange:
+    """An exchange of parts, with what this rank sends in it."""
+    leaving = [part for r, part in enumerate(sends) if r != axis.rank and part.numel()]
+    return Exchange(operation, axis, label, sum(part.nbytes for part in leaving), len(leaving))
 
 
 def _end_to_end(parts: Sequence[Tensor]) -> Tensor:
@@ -244,7 +247,7 @@ class _Swap:
     def post(self) -> list[dist.Work]:
         """Begin it, if either has something for the other."""
         [other] = self.sources
-        leaving, coming = _bytes_of(self.sends[other]), _bytes_of(self.receives[other])
+        leaving, coming = flat_bytes(self.sends[other]), flat_bytes(self.receives[other])
         if not len(leaving) and not len(coming):
             return []
         sizes = [[len(flat) * (rank == other) for rank in range(2)] for flat in (coming, leaving)]

@@ -9,15 +9,19 @@ from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tulle.board import absent, come, departed, doing, first_failure
 from tulle.comm.traffic import now_s, traffic
 from tulle.errors import CommunicationError
 from tulle.mesh import Axis
+from tulle.shared_memory import Work
 
 T = TypeVar("T", covariant=True)
 Label = str | Mapping[str, int]
 """What an exchange is for: a name, or the share in bytes of each of several tables that travel together."""
+Arrived = Callable[[int, Tensor], None]
+"""Called with a rank and its part as soon as that is there, while others may still be under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ class Pending(Deferred[T]):
 
     __slots__ = ("_exchange", "_works")
 
-    def __init__(self, exchange: Exchange, works: Sequence[dist.Work], finish: Callable[[], T]) -> None:
+    def __init__(self, exchange: Exchange, works: Sequence[dist.Work | Work], finish: Callable[[], T]) -> None:
         super().__init__(finish)
         self._exchange = exchange
         self._works = list(works)
@@ -123,7 +127,7 @@ def done(exchange: Exchange, result: T) -> Pending[T]:
     return Pending(exchange, (), lambda: result)
 
 
-def trace(works: Sequence[dist.Work], exchange: Exchange, begin_s: float) -> None:
+def trace(works: Sequence[dist.Work | Work], exchange: Exchange, begin_s: float) -> None:
     """Have the timeline show an exchange from its begin to the end of its last work, where that tells."""
 
     def ended(_: object) -> None:

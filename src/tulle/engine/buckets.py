@@ -19,7 +19,7 @@ from math import ceil
 import torch
 from torch import Tensor, nn
 
-from tulle.comm import Pending, all_reduce
+from tulle.comm import Pending, all_reduce, zeros
 from tulle.engine.buffers import Buffers
 from tulle.engine.means import as_mean
 from tulle.engine.slots import Slot
@@ -82,7 +82,7 @@ class Bucket:
         sizes = [slot.parameter.numel() for slot in self.slots]
         flags = len(sizes) + (len(self.buffers) if self.buffers else 0)
         options = self.slots[0].parameter if self.slots else torch.empty(0, device=self.axis.device)
-        self._flat = torch.zeros(sum(sizes) + flags, dtype=options.dtype, device=options.device)
+        self._flat = zeros(sum(sizes) + flags, options, self.axis)
         self._sizes_bytes = [size * options.itemsize for size in sizes]
         self._offsets = [*accumulate(sizes, initial=0)]
         self._flags = self._flat[self._offsets[-1] :]

@@ -1,0 +1,72 @@
+"""`shared`: exchanges of an axis whose ranks share a host's memory, which need no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tulle.comm.pending import Arrived, Exchange, Pending
+from tulle.comm.scratch import scratch
+from tulle.comm.traffic import now_s, traffic
+from tulle.mesh import Axis
+from tulle.shared_memory import Works, all_to_all, flat_bytes, works_of
+
+_LENT_BYTES = 256 * 1024
+
+
+def shared(axis: Axis) -> Works | None:
+    """What goes through the memory of an axis' ranks; None where exchanges go through the backend."""
+    return works_of(axis.group, axis.ranks, axis.timeout_s) if axis.device.type == "cpu" and axis.size > 1 else None
+
+
+def exchange_through(
+    works: Works,
+    exchange: Exchange,
+    sends: Sequence[Tensor],
+    lengths: Sequence[int],
+    arrived: Arrived | None = None,
+) -> Pending[Tensor]:
+    """Send a part to each rank of an axis, and receive one of so many entries from each.
+
+    Args:
+        works: Of the axis.
+        exchange: What it is for.
+        sends: One part for each rank, contiguous; that of this rank is what it receives from itself.
+        lengths: Of the parts that come.
+        arrived: What to do with each part when all are there.
+    """
+    place, others = works.channel.place, works.channel.others
+    own = sends[place]
+    received = scratch((sum(lengths), *own.shape[1:]), own, exchange.axis)
+    receives = received.split(list(lengths))
+    receives[place].copy_(own)
+    flat = {id(part): flat_bytes(part) for part in sends}
+    work = all_to_all(
+        works,
+        {other: flat[id(sends[other])] for other in others},
+        {other: flat_bytes(receives[other]) for other in others},
+    )
+
+    def finish() -> Tensor:
+        if arrived is not None:
+            begin_s = now_s()
+            for source in (place, *others):
+                if lengths[source]:
+                    arrived(source, receives[source])
+            traffic.waited(begin_s - now_s())  # what is done with a part is no waiting
+        return received
+
+    return Pending(exchange, [work], finish)
+
+
+def zeros(numel: int, like: Tensor, axis: Axis) -> Tensor:
+    """Flat zeros, of a tensor's dtype and device, which an all-reduce over an axis does not copy.
+
+    Where the ranks of the axis share memory, all of them can reach what is large there.
+    """
+    works = shared(axis) if like.device.type == "cpu" else None
+    if works is None or numel * like.itemsize < _LENT_BYTES:
+        return torch.zeros(numel, dtype=like.dtype, device=like.device)
+    return works.channel.lend(numel * like.itemsize).view(like.dtype)

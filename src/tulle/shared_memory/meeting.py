@@ -1,0 +1,67 @@
+"""`works_of`: exchanges among the ranks of a process group, where they share a host's memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from tulle.process_groups import backend_of
+from tulle.shared_memory.channel import Channel
+from tulle.shared_memory.messages import Connection
+from tulle.shared_memory.neighbours import Neighbours
+from tulle.shared_memory.works import Works
+
+_met: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours] = weakref.WeakKeyDictionary()
+"""By the process group of all ranks."""
+_works: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Works | None]] = weakref.WeakKeyDictionary()
+
+
+def meet(gather: Callable[[Any], Sequence[Any]]) -> None:
+    """Find out who shares memory with whom. Every rank must call it, once its process group is there.
+
+    Args:
+        gather: Gives the values of all ranks.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "joined before"
+    if world in _met or dist.get_world_size() == 1:
+        return
+    _met[world] = neighbours = Neighbours.listening()
+    neighbours.know(gather(neighbours.reach(gather(neighbours.address))))
+
+
+def works_of(group: dist.ProcessGroup, ranks: Sequence[int], timeout_s: float) -> Works | None:
+    """Exchanges among some ranks of a group, this one among them; None if they do not all share memory.
+
+    Costs no communication: they connect with the first exchange.
+    """
+    made = _works.setdefault(group, {})
+    key = tuple(ranks)
+    if key not in made:
+        world = dist.group.WORLD
+        neighbours = None if world is None else _met.get(world)
+        is_shared = neighbours is not None and neighbours.can_share(key) and backend_of(group, "cpu") == "gloo"
+        made[key] = Works(_channel(neighbours, group, key, timeout_s)) if neighbours is not None and is_shared else None
+    return made[key]
+
+
+def close_all() -> None:
+    """Fail all exchanges that wait for another rank."""
+    for works in [one for made in [*_works.values()] for one in made.values()]:
+        if works is not None:
+            works.close()
+
+
+def _channel(neighbours: Neighbours, group: dist.ProcessGroup, ranks: tuple[int, ...], timeout_s: float) -> Channel:
+    name = f"{group.group_name} {list(ranks)}"
+    own = dist.get_rank()
+
+    def connect() -> dict[int, Connection]:
+        made = {rank: neighbours.connect(rank, f"{name} {own}") for rank in ranks if rank > own}
+        made |= {rank: neighbours.accept(f"{name} {rank}", timeout_s) for rank in ranks if rank < own}
+        return {ranks.index(rank): Connection(rank, one, timeout_s) for rank, one in made.items()}
+
+    return Channel(ranks.index(own), len(ranks), connect)

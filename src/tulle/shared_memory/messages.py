@@ -1,0 +1,138 @@
+"""`Connection`: short messages to one other process and back: what they tell of is in them, or lies in memory."""
+
+from __future__ import annotations
+
+import array
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from tulle.shared_memory.region import Region
+
+CARRIED_BYTES = 8 * 1024
+"""A message carries so much at most; more lies in a region."""
+_HEADER = struct.Struct("<qqqq")
+_NOWHERE = -1
+_DESCRIPTOR_BYTES = socket.CMSG_SPACE(array.array("i").itemsize)
+_TIME = struct.Struct("ll")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something lies.
+
+    Args:
+        slot: A number for the memory, which others know it by.
+        offset: In bytes.
+        region: The memory.
+    """
+
+    slot: int
+    offset: int
+    region: Region
+
+
+class Connection:
+    """To one rank. What it gives is good until the next message but one comes from there.
+
+    Args:
+        rank: Number of the other among all ranks.
+        made: The socket.
+        timeout_s: For each message.
+    """
+
+    def __init__(self, rank: int, made: socket.socket, timeout_s: float) -> None:
+        self._rank = rank
+        self._socket = made
+        self._timeout_s = timeout_s
+        made.settimeout(None)  # the system's own time-outs cost no further call
+        limit = _TIME.pack(int(timeout_s), int(timeout_s % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            made.setsockopt(socket.SOL_SOCKET, option, limit)
+        self._told: dict[int, ref[Region]] = {}
+        """By slot, the regions that the other knows."""
+        self._known: dict[int, Tensor] = {}
+        """The other's, as bytes."""
+        self._buffer = bytearray(_HEADER.size + CARRIED_BYTES)
+        self._carried = torch.frombuffer(self._buffer, dtype=torch.uint8)[_HEADER.size :]
+
+    def send(self, number: int, content: Tensor | None = None, place: Place | None = None) -> None:
+        """Send a message.
+
+        Args:
+            number: Of the exchange, or of a part of it: both count alike.
+            content: Flat bytes: as many as a message carries, or those that lie at the place.
+            place: Where they lie.
+
+        Raises:
+            RuntimeError: If the other has gone, or does not take it in time.
+        """
+        length = 0 if content is None else len(content)
+        ancillary: list[tuple[int, int, array.array[int]]] = []
+        if place is None:
+            header = _HEADER.pack(number, length, _NOWHERE, 0)
+            parts: Sequence[object] = [header] if content is None or not length else [header, content.numpy()]
+        else:
+            parts = [_HEADER.pack(number, length, place.offset, place.slot)]
+            told = self._told.get(place.slot)
+            if told is None or told() is not place.region:
+                self._told[place.slot] = ref(place.region)
+                descriptor = array.array("i", [place.region.descriptor])
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)]
+        try:
+            self._socket.sendmsg(parts, ancillary)  # type: ignore[arg-type]
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def receive(self, number: int, length: int) -> Tensor:
+        """What the other sends as the message of this number: flat bytes.
+
+        Args:
+            number: As the other counts.
+            length: How many bytes come.
+
+        Raises:
+            RuntimeError: If the other has gone, sends nothing in time, or something else.
+        """
+        try:
+            taken, ancillary, _, _ = self._take()
+        except OSError as error:
+            raise self._failed(error) from error
+        if not taken:
+            raise self._failed(None)
+        theirs, sent, offset, slot = _HEADER.unpack_from(self._buffer)
+        for _, _, descriptor in ancillary:
+            self._known[slot] = Region(array.array("i", descriptor)[0]).bytes()
+        if (theirs, sent) != (number, length):
+            raise RuntimeError(
+                f"rank {self._rank} sent {sent:,} bytes as message {theirs} where {length:,} bytes as message {number} "
+                "were expected: all ranks must begin the same exchanges, of one size, in one order"
+            )
+        if offset == _NOWHERE:
+            return self._carried[:sent]
+        return self._known[slot][offset : offset + sent]
+
+    def close(self) -> None:
+        """End it, for both."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for it in another thread
+        self._socket.close()
+
+    def _take(self) -> tuple[int, list[tuple[int, int, bytes]], int, Any]:
+        try:
+            return self._socket.recvmsg_into([self._buffer], _DESCRIPTOR_BYTES)
+        except ConnectionResetError:  # told once, before what the other sent last, where it left something unread
+            return self._socket.recvmsg_into([self._buffer], _DESCRIPTOR_BYTES)
+
+    def _failed(self, error: OSError | None) -> RuntimeError:
+        if isinstance(error, BlockingIOError):
+            return RuntimeError(f"Timed out after {self._timeout_s:g} s, waiting for rank {self._rank}")
+        told = "" if error is None else f" ({error.strerror})"
+        return RuntimeError(f"Connection closed by peer: rank {self._rank} has ended, or given up{told}")

@@ -1,0 +1,73 @@
+"""`Region`: memory that other processes of this host map too. It has no name, so nothing of it outlives them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+_PAGES_BYTES = 1 << 20
+_LINE_BYTES = 64
+
+
+class Region(mmap.mmap):
+    """Some memory of the system's (`memfd_create`), which stays as long as a tensor lies in it.
+
+    Args:
+        descriptor: The file descriptor of the memory; it is this region's from now on.
+    """
+
+    descriptor: int
+    address: int
+
+    def __new__(cls, descriptor: int) -> Region:
+        """Map it, or close the descriptor."""
+        try:
+            made = super().__new__(cls, descriptor, os.fstat(descriptor).st_size)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        made.descriptor = descriptor
+        made.address = made.bytes().data_ptr()
+        return made
+
+    @classmethod
+    def new(cls, size_bytes: int) -> Region:
+        """A region of at least so many bytes, all zero; what nobody writes takes no memory.
+
+        Raises:
+            OSError: If the system gives none.
+        """
+        descriptor = os.memfd_create("tulle", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, max(1, -(-size_bytes // _PAGES_BYTES)) * _PAGES_BYTES)
+        return cls(descriptor)
+
+    def bytes(self) -> Tensor:
+        """All of it, as a flat tensor."""
+        return torch.frombuffer(self, dtype=torch.uint8)
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+def aligned(offset_bytes: int) -> int:
+    """The next offset at which numbers of any type may begin, and no other's line of the cache ends."""
+    return -(-offset_bytes // _LINE_BYTES) * _LINE_BYTES
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory, as bytes that autograd knows nothing of, in whatever thread they are written.
+
+    The stride of a single number, or of none, may be anything, but to view it as bytes.
+    """
+    with unseen():
+        flat = tensor.detach().reshape(-1).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        return torch.from_numpy(flat.numpy()).as_strided((tensor.nbytes,), (1,))
+
+
+def unseen() -> AbstractContextManager[object]:
+    """A context whose operations no mode sees, such as one that counts the bytes of tensors: they make none."""
+    return torch._C._DisableTorchDispatch()
