@@ -24,7 +24,7 @@ from tulle.environment import Launch, check_alone, detect
 from tulle.errors import MeshError
 from tulle.kept_memory import keep_memory
 from tulle.process_groups import backend_of
-from tulle.shared_memory import close_all, meet
+from tulle.shared_memory import meet
 
 T = TypeVar("T")
 DEFAULT_TIMEOUT_S = 600.0
@@ -298,7 +298,6 @@ def _leave() -> None:
     if dist.is_initialized():
         if is_failing() or any(thread.is_alive() for thread in _waiting):
             _wake()
-        close_all()
         dist.destroy_process_group()
         # gloo's threads still let go of the last collective's tensors. One that waits for the interpreter when that
         # ends is unwound by it and aborts the process; in a sleep it gets its turn.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -31,6 +32,8 @@ def meet(gather: Callable[[Any], Sequence[Any]]) -> None:
         return
     _met[world] = neighbours = Neighbours.listening()
     neighbours.know(gather(neighbours.reach(gather(neighbours.address))))
+    atexit.unregister(_close_all)
+    atexit.register(_close_all)  # runs before what ends the process groups, which was registered earlier
 
 
 def works_of(group: dist.ProcessGroup, ranks: Sequence[int], timeout_s: float) -> Works | None:
@@ -48,8 +51,8 @@ def works_of(group: dist.ProcessGroup, ranks: Sequence[int], timeout_s: float) -
     return made[key]
 
 
-def close_all() -> None:
-    """Fail all exchanges that wait for another rank."""
+def _close_all() -> None:
+    """Fail all exchanges that wait for another rank: a thread that wakes when the interpreter ends aborts it."""
     for works in [one for made in [*_works.values()] for one in made.values()]:
         if works is not None:
             works.close()

@@ -19,6 +19,7 @@ from tulle.shared_memory.channel import Channel
 from tulle.shared_memory.region import unseen
 
 T = TypeVar("T")
+_LEAVING_S = 1.0
 _AHEAD = 8
 """So many exchanges may have been sent and not yet ended: their messages have room where nobody takes them."""
 
@@ -50,7 +51,8 @@ class Works:
         self._under_way: deque[Work] = deque()
         self._turn = threading.Lock()
         self._error: RuntimeError | None = None
-        self._jobs: SimpleQueue[Work | None] | None = None
+        self._jobs: SimpleQueue[Work | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def submit(self, exchange: Exchange) -> Work:
         """Have an exchange done after all that were submitted before; call it from one thread at a time."""
@@ -96,13 +98,17 @@ class Works:
             return self._error
 
     def close(self) -> None:
-        """Fail what is under way, here and there, and let the thread end."""
-        self.channel.close()
-        if self._jobs is not None:
-            self._jobs.put(None)
+        """Fail what is under way, here and there, and wait a moment for the thread to end."""
+        self._end()
+        if self._thread is not None:
+            self._thread.join(_LEAVING_S)
 
     def __del__(self) -> None:
-        self.close()
+        self._end()
+
+    def _end(self) -> None:
+        self.channel.close()
+        self._jobs.put(None)
 
     def _can_begin(self, exchange: Exchange) -> bool:
         """Whether what is sent may go out now: everybody is there, and no slot is written that others still read."""
@@ -112,9 +118,9 @@ class Works:
         return are_carried and len(self._under_way) < _AHEAD
 
     def _do_beside(self, work: Work) -> None:
-        if self._jobs is None:
-            self._jobs = SimpleQueue()
-            threading.Thread(target=_deliver, args=(self._jobs,), name="tulle-shared-memory", daemon=True).start()
+        if self._thread is None:
+            self._thread = threading.Thread(target=_deliver, args=(self._jobs,), name="tulle-memory", daemon=True)
+            self._thread.start()
         self._jobs.put(work)
 
 
