@@ -3,9 +3,9 @@
 What they give may be handed back (`tulle.comm.release`) once it was read, for the next one to receive into.
 Lengths are known on every rank's CPU before (a fixed-size all-gather told them), so nothing here waits for a size.
 
-Ranks that share a host's memory exchange through it (`tulle.comm.through_memory`). Of others, what all ranks know to be small is left to the backend's own all-to-all, which takes half to two thirds of the time and
-of the processor's; a gathered part goes into it once for each rank. Two ranks alone swap their parts by it, and copy
-none but what stays.
+Ranks that share a host's memory exchange through it (`tulle.comm.through_memory`). Of others, what all ranks know to be
+small is left to the backend's own all-to-all, which takes half to two thirds of the time and of the processor's; a
+gathered part goes into it once for each rank. Two ranks alone swap their parts by it, and copy none but what stays.
 All else is made of sends and receives in rounds: in round k, rank r sends to r + k and receives from r - k. Started all
 at once, large messages collide at the receivers and lose a seventh to a third of the link; with two rounds under way
 they do not. Small ones go at once, because a round costs a latency (`docs/design/sparse-gradients.md`).
