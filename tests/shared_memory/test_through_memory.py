@@ -150,6 +150,10 @@ def test_unlike_sizes_are_an_error_on_both(length):
 def test_an_exchange_that_is_interrupted_fails_on_both():
     axis = tulle.init(data=-1, timeout=30)["data"]
     comm.barrier(axis)
+    works_of_axis = shared(axis)
+    assert works_of_axis is not None
+    with works_of_axis._turn:  # the thread, which connected, is through: the next is done by whoever waits for it
+        pass
     pending = comm.all_reduce(torch.ones(3), axis, label="here")
     if axis.rank == 0:
         with patches.context() as patch:
