@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tulle.comm.pending import Arrived, Exchange, Label, Pending, trace, translated
+from tulle.comm.pending import Arrived, Exchange, Label, Pending, hand_over, trace, translated
 from tulle.comm.scratch import scratch
 from tulle.comm.through_memory import exchange_through, shared
 from tulle.comm.traffic import now_s, traffic
@@ -168,24 +168,15 @@ def _exchange(
     if is_swap and traffic.is_tracing:
         trace(under_way[0], exchange, now_s())
 
-    def take(came: Iterable[int]) -> None:
-        if arrived is None:
-            return
-        begin_s = now_s()
-        for source in came:
-            if lengths[source]:
-                arrived(source, receives[source])
-        traffic.waited(begin_s - now_s())  # what is done with a part is no waiting
-
     def finish() -> Tensor:
         if received is not own:
             receives[axis.rank].copy_(own)
-        take([axis.rank])
+        hand_over(arrived, [axis.rank], lengths, receives)
         for k, one in enumerate(rounds):
             _wait(under_way.pop(0))
             if k + ahead < len(rounds):
                 under_way.append(rounds[k + ahead].post())
-            take(one.sources)
+            hand_over(arrived, one.sources, lengths, receives)
         return received
 
     return Pending(exchange, (), finish)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -120,6 +120,19 @@ def _who_is_late(exchange: Exchange) -> str:
     text = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} did not come to it"
     told = [f"rank {rank} {word}" for rank in late if (word := doing(exchange.axis.ranks[rank]))]
     return f"{text}: {', '.join(told) or 'see the log there'}"
+
+
+def hand_over(
+    arrived: Arrived | None, sources: Iterable[int], lengths: Sequence[int], receives: Sequence[Tensor]
+) -> None:
+    """Call what is to be done with the parts that have come from some ranks; it is no waiting."""
+    if arrived is None:
+        return
+    begin_s = now_s()
+    for source in sources:
+        if lengths[source]:
+            arrived(source, receives[source])
+    traffic.waited(begin_s - now_s())
 
 
 def done(exchange: Exchange, result: T) -> Pending[T]:

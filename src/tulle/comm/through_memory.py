@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tulle.comm.pending import Arrived, Exchange, Pending
+from tulle.comm.pending import Arrived, Exchange, Pending, hand_over
 from tulle.comm.scratch import scratch
-from tulle.comm.traffic import now_s, traffic
 from tulle.mesh import Axis
 from tulle.shared_memory import Works, all_to_all, flat_bytes, works_of
 
 _LENT_BYTES = 256 * 1024
+"""What is smaller is copied sooner than it is looked for."""
 
 
 def shared(axis: Axis) -> Works | None:
@@ -42,7 +42,7 @@ def exchange_through(
     received = scratch((sum(lengths), *own.shape[1:]), own, exchange.axis)
     receives = received.split(list(lengths))
     receives[place].copy_(own)
-    flat = {id(part): flat_bytes(part) for part in sends}
+    flat = {key: flat_bytes(part) for key, part in {id(part): part for part in sends}.items()}
     work = all_to_all(
         works,
         {other: flat[id(sends[other])] for other in others},
@@ -50,12 +50,7 @@ def exchange_through(
     )
 
     def finish() -> Tensor:
-        if arrived is not None:
-            begin_s = now_s()
-            for source in (place, *others):
-                if lengths[source]:
-                    arrived(source, receives[source])
-            traffic.waited(begin_s - now_s())  # what is done with a part is no waiting
+        hand_over(arrived, (place, *others), lengths, receives)
         return received
 
     return Pending(exchange, [work], finish)

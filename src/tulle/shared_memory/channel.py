@@ -12,7 +12,7 @@ tells of an exchange has read all of the one before: nobody has to say so. What 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from weakref import ref
 
@@ -37,6 +37,8 @@ class Channel:
 
     def __init__(self, place: int, size: int, connect: Callable[[], dict[int, Connection]]) -> None:
         self.place, self.size = place, size
+        self.others = [(place + k) % size for k in range(1, size)]
+        """Places of the other ranks, the next one first."""
         self._connect = connect
         self._connections: dict[int, Connection] = {}
         self._slots: list[Region | None] = [None] * _SLOTS
@@ -44,11 +46,6 @@ class Channel:
         """By slot, the memory in which tensors lie that others may write in."""
         self._written = 0
         self._number = 0
-
-    @property
-    def others(self) -> Sequence[int]:
-        """Places of the other ranks, the next one first."""
-        return [(self.place + k) % self.size for k in range(1, self.size)]
 
     @property
     def is_open(self) -> bool:

@@ -40,7 +40,7 @@ class Place:
 
 
 class Connection:
-    """To one rank. What it gives is good until the next message but one comes from there.
+    """To one rank. What a message carried is good until the next one comes from there.
 
     Args:
         rank: Number of the other among all ranks.
