@@ -1,83 +1,19 @@
 """Sharded optimizer state: every element-wise optimizer of torch steps as in one process."""
 
 import copy
-import sys
 import time
 
 import pytest
 import torch
+from odd_network import OPTIMIZERS, STEPS, difference, make, train
 from torch import nn
 
 import tulle
 from ranks import on_ranks
 from tulle import board
-from tulle.errors import CommunicationError, GradientError, ModelError
+from tulle.errors import CommunicationError, ModelError
 from tulle.memory import compute_in, shard_optimizer
 from tulle.plan import Memory
-
-STEPS = 4
-OPTIMIZERS = {
-    "SGD": {"lr": 0.1},
-    "SGD momentum": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-    "Adam": {"lr": 0.01, "amsgrad": True},
-    "AdamW": {"lr": 0.01, "weight_decay": 0.1},
-    "AdamW foreach": {"lr": 0.01, "foreach": True},
-    "AdamW fused": {"lr": 0.01, "fused": True},
-    "Adagrad": {"lr": 0.1},
-    "Adadelta": {"lr": 1.0},
-    "Adamax": {"lr": 0.01},
-    "ASGD": {"lr": 0.01},
-    "NAdam": {"lr": 0.01},
-    "RAdam": {"lr": 0.01},
-    "RMSprop": {"lr": 0.01, "momentum": 0.9},
-    "Rprop": {"lr": 0.01},
-}
-
-
-class Odd(nn.Module):
-    """Parameters of odd sizes, one number among them, channels last, and one that a step leaves out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.out = nn.Linear(4, 3)
-        self.sometimes = nn.Linear(3, 3)
-
-    def forward(self, step: int, rank: int = 0, ranks: int = 1):
-        pictures = torch.randn(12, 2, 5, 5, dtype=self.scale.dtype, generator=torch.Generator().manual_seed(step))
-        seen = self.convolution(pictures.tensor_split(ranks)[rank]).relu().mean((2, 3))
-        out = self.out(seen) * self.scale
-        return (self.sometimes(out) if step % 2 else out).pow(2).mean()
-
-
-def make(name):
-    torch.manual_seed(0)
-    model = Odd().double()
-    groups = [{"params": model.convolution.parameters()}, {"params": [model.scale, *model.out.parameters()]}]
-    groups += [{"params": model.sometimes.parameters(), "lr": 0.02}]
-    return model, getattr(torch.optim, name.split()[0])(groups, **OPTIMIZERS[name])
-
-
-def train(model, optimizer, axis=None, steps=range(STEPS)):
-    rank, size = (axis.rank, axis.size) if axis else (0, 1)
-    for step in steps:
-        model(step, rank, size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def difference(found, expected):
-    """The largest of the relative differences of two nests of tensors and numbers."""
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        return max((difference(found[key], expected[key]) for key in expected), default=0.0)
-    if isinstance(expected, list):
-        return max((difference(a, b) for a, b in zip(found, expected, strict=True)), default=0.0)
-    if isinstance(expected, torch.Tensor):
-        assert found.shape == expected.shape
-        return ((found - expected).abs().max() / expected.abs().max().clamp_min(1e-3)).item()
-    return 0.0 if found == expected else float("inf")
 
 
 @on_ranks(3)
@@ -201,89 +137,6 @@ def test_an_optimizer_that_has_stepped_is_sharded_as_it_stands():
     shard_optimizer(optimizer, mesh["data"])
     train(model, optimizer, mesh["data"], steps=range(2, STEPS))
     assert difference(dict(model.state_dict()), dict(reference.state_dict())) < 1e-12
-
-
-def fail_in_the_second_group(model, optimizer, place):
-    """A step of which the first group is done."""
-    calls, module = [], sys.modules[torch.optim.SGD.__module__]
-    step = vars(module)["sgd"]
-
-    def failing(*arguments, **keywords):
-        calls.append(len(calls))
-        if len(calls) == 2:
-            raise RuntimeError("out of memory, say")
-        step(*arguments, **keywords)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "sgd", failing)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            train(model, optimizer, place, steps=[1])
-    optimizer.zero_grad()
-
-
-@on_ranks(3)
-def test_after_a_step_that_failed_in_the_middle_training_goes_on_as_in_one_process():
-    mesh = tulle.init(data=-1)
-    reference, expected = make("SGD momentum")
-    model, optimizer = tulle.distribute(*make("SGD momentum"), mesh)
-    shard_optimizer(optimizer, mesh["data"])
-    for trained, stepped, place in ((reference, expected, None), (model, optimizer, mesh["data"])):
-        train(trained, stepped, place, steps=[0])
-        fail_in_the_second_group(trained, stepped, place)
-    train(reference, expected, steps=[2, 3])
-    train(model, optimizer, mesh["data"], steps=[2, 3])
-    assert difference(dict(model.state_dict()), dict(reference.state_dict())) < 1e-12
-
-
-@on_ranks(2)
-def test_a_graph_of_before_a_step_is_refused_after_it_as_in_one_process():
-    mesh = tulle.init(data=-1)
-    model, optimizer = tulle.distribute(*make("SGD"), mesh)
-    shard_optimizer(optimizer, mesh["data"])
-    loss = model(0, mesh.rank, mesh.size)
-    loss.backward(retain_graph=True)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-@on_ranks(3)
-def test_a_step_that_fails_on_one_rank_fails_on_all_at_once():
-    mesh = tulle.init(data=-1)
-    model, optimizer = tulle.distribute(*make("SGD momentum"), mesh)
-    shard_optimizer(optimizer, mesh["data"])
-    train(model, optimizer, mesh["data"], steps=[0])
-    if mesh.rank == 1:
-        fail_in_the_second_group(model, optimizer, mesh["data"])
-    else:
-        with pytest.raises(GradientError, match=r"the step of SGD failed on rank 1 of axis 'data', whose own error"):
-            train(model, optimizer, mesh["data"], steps=[1])
-        optimizer.zero_grad()
-    told = tulle.comm.gather_values(dict(model.state_dict()), mesh["data"], label="a test")
-    assert all(difference(theirs, told[0]) == 0.0 for theirs in told)
-    train(model, optimizer, mesh["data"], steps=[2])
-
-
-@on_ranks(2)
-def test_after_a_step_that_is_refused_gradients_are_zeroed_and_the_state_is_that_of_one_process():
-    def refuse(*_):
-        raise FloatingPointError("not finite, say")
-
-    def train_past(model, optimizer, place=None):
-        train(model, optimizer, place, steps=[0])
-        hook = optimizer.register_step_pre_hook(refuse)
-        with pytest.raises(FloatingPointError):
-            train(model, optimizer, place, steps=[1])
-        hook.remove()
-        state = copy.deepcopy(optimizer.state_dict())
-        optimizer.zero_grad()
-        train(model, optimizer, place, steps=[2])
-        return dict(model.state_dict()) | state["state"]
-
-    mesh = tulle.init(data=-1)
-    model, optimizer = tulle.distribute(*make("Adam"), mesh)
-    shard_optimizer(optimizer, mesh["data"])
-    assert difference(train_past(model, optimizer, mesh["data"]), train_past(*make("Adam"))) < 1e-12
 
 
 @on_ranks(2)
