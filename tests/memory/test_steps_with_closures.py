@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_optimizer_shards import OPTIMIZERS, STEPS, difference, make, train
+from odd_network import OPTIMIZERS, STEPS, difference, make, train
 from torch import nn
 
 import tulle
