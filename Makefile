@@ -8,7 +8,8 @@ TESTS_AT_ONCE ?= 2
 
 # Run once more as if each rank had a host of its own: what they exchange goes through the network then.
 BETWEEN_HOSTS := tests/comm tests/test_schemes_agree.py tests/test_equals_single_process.py \
-	tests/test_splits_equal_single_process.py tests/test_a_rank_that_falls.py
+	tests/test_splits_equal_single_process.py tests/test_a_rank_that_falls.py tests/pipeline/test_pipeline_schedules.py \
+	tests/pipeline/test_pipeline_mishaps.py
 
 BIN := .venv/bin
 # pip reads constraints for what it installs from the first variable, and, from 25.3 on, for builds from the second.

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from tulle.pipeline.messages import HEADER_BYTES, Kind, decode, decode_header, encode, is_dense
+from tulle.pipeline.messages import HEADER_BYTES, Kind, Message, decode, decode_header, is_dense
 
 CPU = torch.device("cpu")
 
 
 def passed_on(content, key=(Kind.VALUE, 7, 1)):
-    message = encode(key, content)
+    message = Message(key, content).bytes()
     header = decode_header(message)
     assert header.key == key
     assert header.message_bytes == message.numel()
@@ -54,7 +54,7 @@ def test_dimensions_keep_their_order_in_memory(tensor):
 )
 def test_gaps_and_repeats_in_memory_do_not_travel(tensor):
     assert not is_dense(tensor)
-    message = encode((Kind.VALUE, 1, 1), tensor)
+    message = Message((Kind.VALUE, 1, 1), tensor).bytes()
     assert message.numel() == HEADER_BYTES + tensor.numel() * 4
     assert passed_on(tensor).equal(tensor)
 
@@ -67,7 +67,7 @@ def test_conjugates_and_negatives_travel_as_numbers():
 
 def test_a_message_is_a_copy_without_a_graph():
     tensor = torch.ones(3, requires_grad=True) * 2
-    message = encode((Kind.GRADIENT, 1, 1), tensor)
+    message = Message((Kind.GRADIENT, 1, 1), tensor).bytes()
     with torch.no_grad():
         tensor.mul_(5)
     found = decode(decode_header(message), message[HEADER_BYTES:], CPU)

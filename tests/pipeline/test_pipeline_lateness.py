@@ -12,7 +12,7 @@ import tulle
 from rank_process import patches
 from ranks import on_ranks
 from tulle import pipeline
-from tulle.pipeline.channel import Channel
+from tulle.pipeline.mailbox import Mailbox
 from tulle.pipeline.values import Values
 
 LATE_S = 0.004
@@ -23,7 +23,7 @@ IN_ONE_ORDER = [kind for kind in ALL if kind not in (Branches, TiedEnds)]
 
 def be_late(drawn: random.Random) -> None:
     """Have this rank's messages leave late, and its programs come late to where they wait."""
-    send, awaited = Channel.send, Values._await
+    send, awaited = Mailbox.send, Values._await
 
     def late_send(self, *args, **kwargs):
         sleep(LATE_S * drawn.random() ** 3)
@@ -33,7 +33,7 @@ def be_late(drawn: random.Random) -> None:
         sleep(LATE_S * drawn.random() ** 3)
         return awaited(self, *args)
 
-    patches.setattr(Channel, "send", late_send)
+    patches.setattr(Mailbox, "send", late_send)
     patches.setattr(Values, "_await", late_await)
 
 

@@ -1,168 +1,54 @@
-"""`Channel`: how messages travel between two ranks: over gloo, from the second step on as one send each.
-
-A receiver keeps a buffer as large as the largest message that ever came from that rank (up to 16 MiB). A message that
-fits is one send, which gloo writes where it belongs without asking first; a larger one is two, header and body. Both
-sides know the size of that buffer from the messages so far, without telling each other.
-
-gloo drops a send whose memory is freed before it was read. So what is under way is kept in an outbox, which outlives
-the channel and its mesh; a process waits for its readers before it ends.
-"""
+"""`Channel`: how messages travel between two ranks."""
 
 from __future__ import annotations
 
-import atexit
-from collections import deque
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from tulle.board import is_failing
-from tulle.comm import now_s, traffic
 from tulle.comm.pending import Exchange, translated
-from tulle.errors import CommunicationError
 from tulle.mesh import Axis
-from tulle.pipeline.messages import HEADER_BYTES, Key, decode, decode_header
-from tulle.process_groups import new_group
+from tulle.pipeline.messages import Key, Message
 
-_MOST_ROOM_BYTES = 16 * 2**20
-"""Larger messages always come as two sends, as there is no use in keeping such room."""
-_LABEL = "pipeline"
-_PATIENT_S = 7 * 24 * 3600.0
-"""gloo's own time-out: a rank from which nothing comes for long is not late until a program waits for it."""
+LABEL = "pipeline"
 
 
-@dataclass(slots=True, eq=False)
-class _Outbox:
-    """The sends of one channel, the oldest first, until they are known to have been read."""
-
-    lane: Axis
-    """Whose process group must stay as long."""
-    rank: int
-    sends: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
-    is_expected: bool = True
-    """Whether the other rank will read the last of them for sure: not so of an error."""
-
-
-_unread = set[_Outbox]()
-"""Those with sends in them, held by nobody else once their channels are gone."""
-
-
-class Channel:
+class Channel(ABC):
     """Messages to one other rank of an axis, and from it.
 
-    The two directions share nothing: while a thread sends, another may receive. Errors of gloo are raised as
+    The two directions share nothing: while a thread sends, another may receive. What fails is raised as
     `CommunicationError`.
 
     Args:
-        lane: The axis, on a process group that nothing else uses.
-        rank: The other one.
+        lane: The axis.
     """
 
-    def __init__(self, lane: Axis, rank: int) -> None:
-        assert lane.group is not None, "it has another rank"
-        self._lane, self._group = lane, lane.group
-        self._rank_in_group = dist.get_group_rank(lane.group, lane.ranks[rank])
-        self._outbox = _Outbox(lane, rank)
-        self._room_there, self._room_here = HEADER_BYTES, HEADER_BYTES
-        """Bytes of a send that the other rank has a buffer for, and those that we have."""
-        self._spare: Tensor | None = None
-        """Room that the last message left free."""
+    def __init__(self, lane: Axis) -> None:
+        self._lane = lane
 
-    def send(self, message: Tensor, *, is_expected: bool = True) -> None:
-        """Send a message, as `encode` made it, without waiting; its memory must stay as it is.
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """How many messages take memory here and may not have been read."""
+
+    @abstractmethod
+    def send(self, message: Message, *, is_expected: bool = True) -> None:
+        """Send a message without waiting.
 
         Args:
             message: It.
             is_expected: Whether the other rank will read it for sure, so that this one must not end before.
         """
-        room = self._room_there
-        self._room_there = _room_after(room, message.numel())
-        for part in (message,) if message.numel() <= room else (message[:HEADER_BYTES], message[HEADER_BYTES:]):
-            self._outbox.sends.append((self._start("send", part), part))
-            traffic.sent(_LABEL, part.numel(), 1)
-        self._outbox.is_expected = is_expected
-        _unread.add(self._outbox)
 
+    @abstractmethod
     def flush(self, *, but: int) -> None:
-        """Wait until all but the latest `but` sends have been read."""
-        while len(self._outbox.sends) > but:
-            work, part = self._outbox.sends.popleft()
-            self._wait(work, part, "send")
-        if not self._outbox.sends:
-            _unread.discard(self._outbox)
+        """Wait until all but the latest `but` of those that take memory here have been read."""
 
+    @abstractmethod
     def receive(self) -> tuple[Key, object]:
         """Wait for the next message; its key and its content, a tensor on the axis' device."""
-        room, message = self._room_here, self._spare
-        self._spare = None
-        if message is None:
-            message = torch.empty(room, dtype=torch.uint8)
-        self._fill(message)
-        header = decode_header(message)
-        self._room_here = _room_after(room, header.message_bytes)
-        if header.message_bytes > room:
-            body = torch.empty(header.body_bytes, dtype=torch.uint8)
-            self._fill(body)
-        else:
-            body = message[HEADER_BYTES : header.message_bytes]
-            if header.message_bytes < room // 2:  # it would hold more memory than it needs
-                body, self._spare = body.clone(), message
-        return header.key, decode(header, body, self._lane.device)
 
-    def _fill(self, buffer: Tensor) -> None:
-        self._wait(self._start("recv", buffer), buffer, "recv")
-
-    # Not by comm.send and comm.receive, which take 55 us where dist.isend takes 15, nor by that: it takes 10 us more.
-    def _start(self, operation: str, buffer: Tensor) -> dist.Work:
-        try:
-            return getattr(self._group, operation)([buffer], self._rank_in_group, 0)
-        except RuntimeError as error:
-            raise self._told(error, operation, buffer) from error
-
-    def _wait(self, work: dist.Work, buffer: Tensor, operation: str) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._told(error, operation, buffer) from error
-
-    def _told(self, error: RuntimeError, operation: str, buffer: Tensor) -> Exception:
-        try:
-            with translated(Exchange(operation, self._lane, _LABEL, buffer.nbytes, 1)):
-                raise error
-        except CommunicationError as told:
-            return told
-
-
-def _room_after(room: int, size: int) -> int:
-    """What both sides take to be ready for the next message."""
-    return max(room, size) if size <= _MOST_ROOM_BYTES else room
-
-
-def channels_of(axis: Axis) -> dict[int, Channel]:
-    """A channel to each other rank of an axis, by its rank, ascending. Every rank of the axis must call it."""
-    if axis.size == 1:
-        return {}
-    # Always gloo: a receiver does not know what comes next, which nccl wants it to. Bodies go through the CPU.
-    group = new_group(axis.ranks, _PATIENT_S, purpose=f"{axis.name}, messages", backend="gloo")
-    lane = replace(axis, group=group, lanes={}, measured=[], kept={})
-    for outbox in [*_unread]:  # these ranks have come to here, so they have read what they wanted of earlier meshes
-        if outbox.lane.ranks[outbox.rank] in lane.ranks:
-            _unread.discard(outbox)
-    atexit.unregister(_await_readers)
-    atexit.register(_await_readers)  # runs before what ends the process groups, which was registered earlier
-    return {rank: Channel(lane, rank) for rank in range(axis.size) if rank != axis.rank}
-
-
-def _await_readers() -> None:
-    """Do not leave while other ranks may still want to read what this one has sent them."""
-    begin_s = now_s()
-    for outbox in [*_unread]:
-        is_wanted = outbox.is_expected and not is_failing()  # else the others are failing too
-        with suppress(RuntimeError):  # of a rank that is gone, or does not come
-            while is_wanted and outbox.sends:
-                left_s = outbox.lane.timeout_s - (now_s() - begin_s)
-                outbox.sends.popleft()[0].wait(timedelta(seconds=max(left_s, 0.001)))
+    @contextmanager
+    def _told(self, operation: str, size_bytes: int) -> Iterator[None]:
+        with translated(Exchange(operation, self._lane, LABEL, size_bytes, 1)):
+            yield

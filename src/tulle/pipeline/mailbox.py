@@ -23,8 +23,8 @@ from tulle.board import departed, first_failure
 from tulle.comm import now_s, traffic, used_here
 from tulle.errors import CommunicationError
 from tulle.mesh import Axis, will_wait
-from tulle.pipeline.channel import channels_of
-from tulle.pipeline.messages import Key, Kind, encode
+from tulle.pipeline.channels import channels_of
+from tulle.pipeline.messages import Key, Kind, Message
 
 _SENDS_KEPT = 2
 """Sends to one rank that may be under way within a step; the memory of older ones is waited for, and given back."""
@@ -65,7 +65,7 @@ class Mailbox:
 
     def send(self, key: Key, content: object, *, to: Collection[int]) -> None:
         """Send a copy of a tensor, or something that pickles, to some ranks of the axis."""
-        message = encode(key, content)
+        message = Message(key, content)
         for rank in to:
             self._channels[rank].send(message, is_expected=key[0] != Kind.ERROR)
             if self._is_open:  # elsewhere nobody might be listening

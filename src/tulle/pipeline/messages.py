@@ -1,4 +1,4 @@
-"""`encode` and `decode`: a message between stages as bytes, a header of fixed size that says what comes, and a body."""
+"""`Message` and `decode`: what stages send each other, a header of fixed size that says what comes, and a body."""
 
 from __future__ import annotations
 
@@ -72,22 +72,37 @@ class Header:
 
 # Between two messages a rank computes, so that each finds the caches of the processor cold, where an operation of torch
 # takes 20 to 40 us: there are few of them here.
-def encode(key: Key, content: object) -> Tensor:
-    """A message with a copy of a tensor, or something that pickles: bytes `[HEADER_BYTES + size of the body]`.
+class Message:
+    """A tensor, or something that pickles, on its way; it is to be written before the tensor changes.
+
+    Args:
+        key: What the receiver looks for.
+        content: What it is to have.
 
     Example:
-        >>> message = encode((Kind.VALUE, 7, 1), torch.tensor([1.0, 2.0]))
-        >>> header = decode_header(message)
-        >>> header.key, decode(header, message[HEADER_BYTES:], torch.device("cpu"))
+        >>> raw = Message((Kind.VALUE, 7, 1), torch.tensor([1.0, 2.0])).bytes()
+        >>> header = decode_header(raw)
+        >>> header.key, decode(header, raw[HEADER_BYTES:], torch.device("cpu"))
         ((0, 7, 1), tensor([1., 2.]))
     """
-    holds, shape, stride, body = _packed(content)
-    body_bytes, dims = body.numel(), len(shape)
-    message = torch.empty(HEADER_BYTES + body_bytes, dtype=torch.uint8)
-    pack_into(f"={6 + 2 * dims}q", message.numpy().data, 0, *key, holds, body_bytes, dims, *shape, *stride)
-    if body_bytes:
-        message[HEADER_BYTES:].copy_(body)
-    return message
+
+    __slots__ = ("_body", "_fixed", "size_bytes")
+
+    def __init__(self, key: Key, content: object) -> None:
+        holds, shape, stride, self._body = _packed(content)
+        self._fixed = (*key, holds, self._body.numel(), len(shape), *shape, *stride)
+        self.size_bytes = HEADER_BYTES + self._body.numel()
+
+    def write(self, memory: Tensor) -> Tensor:
+        """Write a copy into memory: bytes `[HEADER_BYTES + size of the body]`."""
+        pack_into(f"={len(self._fixed)}q", memory.numpy().data, 0, *self._fixed)
+        if len(self._body):
+            memory[HEADER_BYTES:].copy_(self._body)
+        return memory
+
+    def bytes(self) -> Tensor:
+        """A copy in memory of its own."""
+        return self.write(torch.empty(self.size_bytes, dtype=torch.uint8))
 
 
 def decode_header(message: Tensor) -> Header:

@@ -1,9 +1,22 @@
 """Exchanges among ranks of one host through memory that all of them map, instead of through the network."""
 
 from tulle.shared_memory.exchanges import all_reduce, all_to_all
-from tulle.shared_memory.meeting import meet, works_of
+from tulle.shared_memory.meeting import meet, one_way, works_of
 from tulle.shared_memory.neighbours import SWITCH
+from tulle.shared_memory.one_way import Receiver, Sender
 from tulle.shared_memory.region import flat_bytes
 from tulle.shared_memory.works import Work, Works
 
-__all__ = ["SWITCH", "Work", "Works", "all_reduce", "all_to_all", "flat_bytes", "meet", "works_of"]
+__all__ = [
+    "SWITCH",
+    "Receiver",
+    "Sender",
+    "Work",
+    "Works",
+    "all_reduce",
+    "all_to_all",
+    "flat_bytes",
+    "meet",
+    "one_way",
+    "works_of",
+]

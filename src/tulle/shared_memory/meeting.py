@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import atexit
+import socket
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from tulle.board import is_failing
 from tulle.process_groups import backend_of
 from tulle.shared_memory.channel import Channel
 from tulle.shared_memory.messages import Connection
 from tulle.shared_memory.neighbours import Neighbours
+from tulle.shared_memory.one_way import Receiver, Sender
 from tulle.shared_memory.works import Works
 
 _met: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours] = weakref.WeakKeyDictionary()
 """By the process group of all ranks."""
 _works: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Works | None]] = weakref.WeakKeyDictionary()
+_one_way: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Sender | Receiver]] = weakref.WeakKeyDictionary()
+_PATIENT_S = 7 * 24 * 3600.0
+"""A rank from which nothing comes for long is not late until somebody waits for it, who knows for how long."""
 
 
 def meet(gather: Callable[[Any], Sequence[Any]]) -> None:
@@ -44,11 +50,43 @@ def works_of(group: dist.ProcessGroup, ranks: Sequence[int], timeout_s: float) -
     made = _works.setdefault(group, {})
     key = tuple(ranks)
     if key not in made:
-        world = dist.group.WORLD
-        neighbours = None if world is None else _met.get(world)
+        neighbours = _neighbours()
         is_shared = neighbours is not None and neighbours.can_share(key) and backend_of(group, "cpu") == "gloo"
         made[key] = Works(_channel(neighbours, group, key, timeout_s)) if neighbours is not None and is_shared else None
     return made[key]
+
+
+def one_way(group: dist.ProcessGroup, ranks: Sequence[int], timeout_s: float) -> dict[int, tuple[Sender, Receiver]]:
+    """To and from each of some ranks of a group with which this one shares memory, by its number among all.
+
+    All of them must call it. Costs no communication but that of a host.
+
+    Args:
+        group: Theirs, and nobody has called this for it.
+        ranks: Of the group, this one among them.
+        timeout_s: How long to wait for another.
+
+    Raises:
+        OSError: If one has gone, or does not come in time.
+    """
+    neighbours, own = _neighbours(), dist.get_rank()
+    others = [rank for rank in ranks if rank != own and neighbours is not None and neighbours.can_share((own, rank))]
+    if neighbours is None or not others:
+        return {}
+    made: dict[tuple[int, int], socket.socket] = {}
+    for other in sorted(others, reverse=True):  # to larger numbers first, as that waits for nobody
+        for way in ((own, other), (other, own)):
+            key = f"{group.group_name} {way}"
+            made[way] = neighbours.connect(other, key) if own < other else neighbours.accept(key, timeout_s)
+    found = {
+        other: (
+            Sender(Connection(other, made[own, other], timeout_s), timeout_s),
+            Receiver(Connection(other, made[other, own], _PATIENT_S)),
+        )
+        for other in others
+    }
+    _one_way[group] = [end for ends in found.values() for end in ends]
+    return found
 
 
 def _close_all() -> None:
@@ -56,6 +94,15 @@ def _close_all() -> None:
     for works in [one for made in [*_works.values()] for one in made.values()]:
         if works is not None:
             works.close()
+    for end in [end for ends in [*_one_way.values()] for end in ends]:
+        if isinstance(end, Sender) and not is_failing():
+            end.settle()
+        end.close()
+
+
+def _neighbours() -> Neighbours | None:
+    world = dist.group.WORLD
+    return None if world is None else _met.get(world)
 
 
 def _channel(neighbours: Neighbours, group: dist.ProcessGroup, ranks: tuple[int, ...], timeout_s: float) -> Channel:

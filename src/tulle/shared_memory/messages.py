@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import array
+import select
 import socket
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 from weakref import ref
 
 import torch
@@ -74,22 +74,27 @@ class Connection:
         Raises:
             RuntimeError: If the other has gone, or does not take it in time.
         """
-        length = 0 if content is None else len(content)
-        ancillary: list[tuple[int, int, array.array[int]]] = []
-        if place is None:
-            header = _HEADER.pack(number, length, _NOWHERE, 0)
-            parts: Sequence[object] = [header] if content is None or not length else [header, content.numpy()]
-        else:
-            parts = [_HEADER.pack(number, length, place.offset, place.slot)]
-            told = self._told.get(place.slot)
-            if told is None or told() is not place.region:
-                self._told[place.slot] = ref(place.region)
-                descriptor = array.array("i", [place.region.descriptor])
-                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)]
         try:
-            self._socket.sendmsg(parts, ancillary)  # type: ignore[arg-type]
+            self._send(number, content, place)
         except OSError as error:
             raise self._failed(error) from error
+
+    def try_to_send(self, number: int, content: Tensor | None = None, place: Place | None = None) -> bool:
+        """Send a message, unless there is no room for it now.
+
+        Returns:
+            Whether there was.
+
+        Raises:
+            RuntimeError: If the other has gone.
+        """
+        try:
+            self._send(number, content, place, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self._failed(error) from error
+        return True
 
     def receive(self, number: int, length: int) -> Tensor:
         """What the other sends as the message of this number: flat bytes.
@@ -101,23 +106,46 @@ class Connection:
         Raises:
             RuntimeError: If the other has gone, sends nothing in time, or something else.
         """
+        theirs, _, content = self.next()
+        if (theirs, len(content)) != (number, length):
+            raise RuntimeError(
+                f"rank {self._rank} sent {len(content):,} bytes as message {theirs} where {length:,} bytes as message "
+                f"{number} were expected: all ranks must begin the same exchanges, of one size, in one order"
+            )
+        return content
+
+    def next(self) -> tuple[int, int | None, Tensor]:
+        """The next message: its number, the slot in which its content lies, if in one, and that, flat bytes.
+
+        Raises:
+            RuntimeError: If the other has gone, or sends nothing in time.
+        """
         try:
-            taken, ancillary, _, _ = self._take()
+            return self._next()
         except OSError as error:
             raise self._failed(error) from error
-        if not taken:
-            raise self._failed(None)
-        theirs, sent, offset, slot = _HEADER.unpack_from(self._buffer)
-        for _, _, descriptor in ancillary:
-            self._known[slot] = Region(array.array("i", descriptor)[0]).bytes()
-        if (theirs, sent) != (number, length):
-            raise RuntimeError(
-                f"rank {self._rank} sent {sent:,} bytes as message {theirs} where {length:,} bytes as message {number} "
-                "were expected: all ranks must begin the same exchanges, of one size, in one order"
-            )
-        if offset == _NOWHERE:
-            return self._carried[:sent]
-        return self._known[slot][offset : offset + sent]
+
+    def has_come(self) -> bool:
+        """Whether a message is there, or none will come any more."""
+        try:
+            self._socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
+
+    def await_message(self) -> None:
+        """Wait, for however long, until a message is there, or none will come any more."""
+        self._await(select.POLLIN)
+
+    def await_room(self) -> None:
+        """Wait, for however long, until there is room for another message, or nobody to take it."""
+        self._await(select.POLLOUT)
+
+    def forget(self, slot: int) -> None:
+        """Let go of the other's memory of this number; it lasts as long as a tensor in it."""
+        del self._known[slot]
 
     def close(self) -> None:
         """End it, for both."""
@@ -125,11 +153,43 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for it in another thread
         self._socket.close()
 
-    def _take(self) -> tuple[int, list[tuple[int, int, bytes]], int, Any]:
+    def _send(self, number: int, content: Tensor | None, place: Place | None, flags: int = 0) -> None:
+        length = 0 if content is None else len(content)
+        ancillary: list[tuple[int, int, array.array[int]]] = []
+        if place is None:
+            header = _HEADER.pack(number, length, _NOWHERE, 0)
+            parts: Sequence[object] = [header] if content is None or not length else [header, content.numpy()]
+        else:
+            parts = [_HEADER.pack(number, length, place.offset, place.slot)]
+            told = self._told.get(place.slot)
+            if told is None or told() is not place.region:
+                descriptor = array.array("i", [place.region.descriptor])
+                ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)]
+        self._socket.sendmsg(parts, ancillary, flags)  # type: ignore[arg-type]
+        if place is not None and ancillary:
+            self._told[place.slot] = ref(place.region)
+
+    def _next(self) -> tuple[int, int | None, Tensor]:
         try:
-            return self._socket.recvmsg_into([self._buffer], _DESCRIPTOR_BYTES)
+            taken, ancillary = self._take()
         except ConnectionResetError:  # told once, before what the other sent last, where it left something unread
-            return self._socket.recvmsg_into([self._buffer], _DESCRIPTOR_BYTES)
+            taken, ancillary = self._take()
+        if not taken:
+            raise self._failed(None)
+        number, length, offset, slot = _HEADER.unpack_from(self._buffer)
+        for _, _, descriptor in ancillary:
+            self._known[slot] = Region(array.array("i", descriptor)[0]).bytes()
+        if offset == _NOWHERE:
+            return number, None, self._carried[:length]
+        return number, slot, self._known[slot][offset : offset + length]
+
+    def _await(self, event: int) -> None:
+        poll = select.poll()
+        poll.register(self._socket, event)
+        poll.poll()
+
+    def _take(self) -> tuple[int, list[tuple[int, int, bytes]]]:
+        return self._socket.recvmsg_into([self._buffer], _DESCRIPTOR_BYTES)[:2]
 
     def _failed(self, error: OSError | None) -> RuntimeError:
         if isinstance(error, BlockingIOError):

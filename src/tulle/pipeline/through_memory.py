@@ -1,0 +1,47 @@
+"""`ThroughMemory`: messages to a rank of the same host: written where that one reads them."""
+
+from __future__ import annotations
+
+from tulle.comm import traffic
+from tulle.mesh import Axis
+from tulle.pipeline.channel import LABEL, Channel
+from tulle.pipeline.messages import HEADER_BYTES, Key, Message, decode, decode_header
+from tulle.shared_memory import Receiver, Sender
+
+
+class ThroughMemory(Channel):
+    """Messages to one other rank of an axis, and from it, through memory that both map.
+
+    Args:
+        lane: The axis.
+        sender: To that rank.
+        receiver: From it.
+    """
+
+    def __init__(self, lane: Axis, sender: Sender, receiver: Receiver) -> None:
+        super().__init__(lane)
+        self._sender, self._receiver = sender, receiver
+
+    @property
+    def waiting(self) -> int:
+        """How many messages may not have been read, but for those that are small."""
+        return self._sender.waiting
+
+    def send(self, message: Message, *, is_expected: bool = True) -> None:
+        """Send a message without waiting. What was sent is there for the other even when this process has ended."""
+        with self._told("send", message.size_bytes):
+            self._sender.send(message.size_bytes, message.write)
+        traffic.sent(LABEL, message.size_bytes, 1)
+
+    def flush(self, *, but: int) -> None:
+        """Wait until all but the latest `but` messages in memory have been read."""
+        if self._sender.waiting > but:
+            with self._told("send", 0):
+                self._sender.flush(but=but)
+
+    def receive(self) -> tuple[Key, object]:
+        """Wait for the next message; its key and its content, a tensor on the axis' device."""
+        with self._told("recv", 0):
+            message = self._receiver.receive()
+        header = decode_header(message)
+        return header.key, decode(header, message[HEADER_BYTES:], self._lane.device)

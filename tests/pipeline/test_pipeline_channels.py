@@ -1,0 +1,33 @@
+"""Stages send through memory to those of their host and through the network to others, within one pipeline."""
+
+import os
+
+import pytest
+from pipeline_networks import Branches, Chain, TiedEnds, Translator, compare, make, spread
+
+import tulle
+from rank_process import patches
+from ranks import on_ranks
+from tulle.pipeline.mailbox import mailbox_of
+from tulle.pipeline.through_gloo import ThroughGloo
+from tulle.pipeline.through_memory import ThroughMemory
+from tulle.shared_memory import SWITCH
+from tulle.shared_memory.neighbours import Neighbours
+
+TOLERANCE = 1e-14
+
+
+@pytest.mark.skipif(os.environ.get(SWITCH) == "0", reason="ranks are told not to share memory")
+@on_ranks(3)
+def test_the_last_of_three_stages_is_on_another_host():
+    can_share = Neighbours.can_share
+    patches.setattr(Neighbours, "can_share", lambda self, ranks: 2 not in ranks and can_share(self, ranks))
+    mesh = tulle.init(pipe=-1)
+    kinds = {rank: type(channel) for rank, channel in mailbox_of(mesh["pipe"])._channels.items()}
+    assert kinds == {
+        rank: ThroughGloo if 2 in (rank, mesh.rank) else ThroughMemory for rank in range(3) if rank != mesh.rank
+    }
+    for kind in (Chain, Branches, Translator, TiedEnds):
+        for schedule in ("1f1b", "zb-h1"):
+            assignment = spread(make(kind), mesh.size)
+            assert compare(kind, mesh, assignment, schedule=schedule, micro_batches=5) < TOLERANCE, kind.__name__
