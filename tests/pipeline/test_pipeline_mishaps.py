@@ -148,6 +148,7 @@ def test_what_came_before_the_word_of_a_failure_is_read_and_nothing_is_waited_fo
         mailbox.close(ValueError("too large"))
         return
     while mailbox.failure is None:  # the value, which came before it, is there
+        assert not mailbox.has(keys[1])
         time.sleep(0.01)
     mailbox.await_any({1: keys}, lambda: "a value or another")
     assert mailbox.take(keys[0]) == "a value"

@@ -31,6 +31,11 @@ class Channel(ABC):
     def waiting(self) -> int:
         """How many messages take memory here and may not have been read."""
 
+    @property
+    def descriptor(self) -> int | None:
+        """By which one sees that something has come, to `receive` at once; None if somebody has to wait for it."""
+        return None
+
     @abstractmethod
     def send(self, message: Message, *, is_expected: bool = True) -> None:
         """Send a message without waiting.

@@ -6,7 +6,8 @@
 A message is a header of fixed size, which says what comes, and a body. Messages from one rank to another keep their
 order; a receiver needs no knowledge of it, because each has a key. During a step a listener for each rank reads all
 that comes, so that values travel while this rank computes; outside of steps one listens only to ranks that somebody
-waits for, so that nothing is under way when training pauses.
+waits for, so that nothing is under way when training pauses. What a rank of this host sends is there at once: whoever
+looks for a message, or waits for one, reads it, and needs no listener.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tulle.board import departed, first_failure
 from tulle.comm import now_s, traffic, used_here
 from tulle.errors import CommunicationError
 from tulle.mesh import Axis, will_wait
+from tulle.pipeline.bell import Bell
 from tulle.pipeline.channels import channels_of
 from tulle.pipeline.messages import Key, Kind, Message
 
@@ -48,9 +50,16 @@ class Mailbox:
         self.axis = axis
         self.failure: str | None = None
         self._channels = channels_of(axis)
+        self._readable = {
+            channel.descriptor: rank for rank, channel in self._channels.items() if channel.descriptor is not None
+        }
+        """Ranks that need no listener, by where one sees that they have sent something."""
+        self._listened = {rank: one for rank, one in self._channels.items() if one.descriptor is None}
         self._messages: dict[Key, Any] = {}
-        self._arrival = threading.Condition()
-        """Its lock is held to change what listeners and programs share; notified of wanted messages, and of ends."""
+        self._lock = threading.Lock()
+        """Held to change what listeners and programs share."""
+        self._bell = Bell()
+        """Rung by listeners when wanted messages come, and by whatever ends."""
         self._wanted: Mapping[int, Collection[Key]] = {}
         self._listening: dict[int, threading.Thread] = {}
         self._run = 0
@@ -68,19 +77,23 @@ class Mailbox:
         message = Message(key, content)
         for rank in to:
             self._channels[rank].send(message, is_expected=key[0] != Kind.ERROR)
-            if self._is_open:  # elsewhere nobody might be listening
+            if self._is_open and rank in self._listened:  # elsewhere nobody might be listening
                 self._channels[rank].flush(but=_SENDS_KEPT)
 
     def has(self, key: Key) -> bool:
         """Whether the message is there."""
+        if self._readable and key not in self._messages:
+            with self._lock:
+                while key not in self._messages and self._await(0.0):
+                    pass
         return key in self._messages
 
     def take(self, key: Key) -> Any:
         """The content of a message that is there."""
-        with self._arrival:
+        with self._lock:
             content = self._messages.pop(key)
         if isinstance(content, Tensor):
-            used_here(content)  # the thread that listens has brought it to the device
+            used_here(content)  # a thread that listens has brought it to the device
         return content
 
     def look(self, key: Key) -> Any:
@@ -99,11 +112,11 @@ class Mailbox:
         """
         begin_s = now_s()
         deadline_s = begin_s + self.axis.timeout_s
-        with self._arrival:
+        with self._lock:
             self._wanted = wanted
             self._listen(wanted)
             while self.failure is None and not self._is_any_there():
-                if not self._arrival.wait(timeout=max(0.0, deadline_s - now_s())):
+                if not self._await(max(0.0, deadline_s - now_s())):
                     self.failure = f"nothing came within {self.axis.timeout_s:g} s. {self._first_word()}"
             # What came before the word of a failure still counts: a program that every rank runs fails on all alike.
             is_there, self._wanted = self._is_any_there(), {}
@@ -117,9 +130,9 @@ class Mailbox:
 
     def give_up(self, why: str) -> None:
         """Have whoever waits fail; called by another thread."""
-        with self._arrival:
+        with self._lock:
             self.failure = self.failure or f"the step was given up: {why}"
-            self._arrival.notify_all()
+            self._bell.ring()
 
     def begin(self, run: int) -> None:
         """A step, or a program outside of steps, begins: what failed in an earlier one does not concern it.
@@ -127,14 +140,14 @@ class Mailbox:
         Args:
             run: Its number, the same on all ranks, larger than any before.
         """
-        with self._arrival:
+        with self._lock:
             self._run = run
             self.failure = next((why for at, why in self._failed.values() if at >= run), None)
 
     def open(self, run: int) -> None:
         """A step begins: listen to all."""
         self.begin(run)
-        with self._arrival:
+        with self._lock:
             self._is_open = True
             self._listen(self._others())
 
@@ -153,9 +166,9 @@ class Mailbox:
         """
         self.tell(error, count=count)
         deadline_s = now_s() + (self.axis.timeout_s if error is None else _GRACE_S)
-        with self._arrival:
+        with self._lock:
             while not all(map(self._has_ended, self._others())) and (self.failure is None or error is not None):
-                if not self._arrival.wait(timeout=max(0.0, deadline_s - now_s())):
+                if not self._await(max(0.0, deadline_s - now_s())):
                     self.failure = self.failure or (
                         f"not all ranks came to the end of the step within {self.axis.timeout_s:g} s. "
                         f"{self._first_word()}"
@@ -169,13 +182,13 @@ class Mailbox:
             self._messages = {key: content for key, content in self._messages.items() if key[:2] == (Kind.OUTCOME, 0)}
         if error is None and self.failure is not None:
             raise CommunicationError(f"rank {self.axis.rank} of axis {self.axis.name!r} ends its step: {self.failure}")
-        if self.failure is None:
-            self.flush()
+        for channel in self._listened.values() if self.failure is None else ():
+            channel.flush(but=0)
         return most
 
     def forget_outcomes(self) -> None:
         """Throw away what was told once, of calls that all ranks forget."""
-        with self._arrival:
+        with self._lock:
             self._messages = {key: content for key, content in self._messages.items() if key[:2] != (Kind.OUTCOME, 0)}
 
     def tell(self, error: BaseException | None, *, count: int = 0) -> None:
@@ -188,7 +201,7 @@ class Mailbox:
             with suppress(CommunicationError):  # one that is gone keeps nobody else from hearing of it
                 self.send((Kind.ERROR, self._run, 0), f"{type(error).__name__}: {error}{notes}", to=[rank])
 
-    def flush(self, *, but: int = 0) -> None:
+    def flush(self, *, but: int) -> None:
         """Wait until all but the latest `but` sends to each rank have been read.
 
         All ranks must come to where they read it.
@@ -207,10 +220,9 @@ class Mailbox:
         return first_failure() or departed(self.axis.ranks) or silence
 
     def _listen(self, sources: Collection[int]) -> None:
-        """Have a thread for each of these ranks, but for this one; the lock is held."""
+        """Have a thread for each of these ranks that needs one; the lock is held."""
         for source in sources:
-            is_other = source in self._channels
-            if is_other and source not in self._listening and not self._has_ended(source):
+            if source in self._listened and source not in self._listening and not self._has_ended(source):
                 thread = threading.Thread(
                     target=self._read, args=(source,), daemon=True, name=f"messages from {source}"
                 )
@@ -228,25 +240,49 @@ class Mailbox:
     def _read(self, source: int) -> None:
         traffic.is_background.flag = True  # its waiting holds nobody up
         while True:
-            with self._arrival:
+            with self._lock:
                 if not self._goes_on(source):
                     del self._listening[source]
                     return
-            try:
-                key, content = self._channels[source].receive()
-            except Exception as error:  # whatever it is, the program must hear of it
-                key, content = (Kind.ERROR, _FOR_EVER, 0), f"{error}"
-                with self._arrival:
-                    self._ended.update(dict.fromkeys(self._others(), _FOR_EVER))
-            with self._arrival:
-                if key[0] in (Kind.END, Kind.ERROR):
-                    if key[0] == Kind.END and isinstance(content, int):
-                        self._counts.setdefault(key[1], []).append(content)
-                    self._note_end(source, key[1], content if key[0] == Kind.ERROR else None)
-                    continue
-                self._messages[key] = content
-                if key in self._wanted.get(source, ()):
-                    self._arrival.notify_all()
+            message = self._receive(source)
+            with self._lock:
+                self._note(source, *message)
+
+    def _await(self, timeout_s: float) -> bool:
+        """Wait until something comes, or the bell rings; the lock is held, and let go of meanwhile.
+
+        Returns:
+            Whether that was so before the time was over.
+        """
+        listened = [descriptor for descriptor, rank in self._readable.items() if self._goes_on(rank)]
+        self._lock.release()
+        try:
+            ready = self._bell.wait(listened, timeout_s)
+            messages = [(self._readable[one], self._receive(self._readable[one])) for one in ready or ()]
+        finally:
+            self._lock.acquire()
+        for source, message in messages:
+            self._note(source, *message)
+        return ready is not None
+
+    def _receive(self, source: int) -> tuple[Key, object]:
+        try:
+            return self._channels[source].receive()
+        except Exception as error:  # whatever it is, the program must hear of it
+            return (Kind.ERROR, _FOR_EVER, 0), f"{error}"
+
+    def _note(self, source: int, key: Key, content: object) -> None:
+        """A message came; the lock is held."""
+        if key[0] in (Kind.END, Kind.ERROR):
+            if key[0] == Kind.END and isinstance(content, int):
+                self._counts.setdefault(key[1], []).append(content)
+            if key[1] == _FOR_EVER:
+                self._ended.update(dict.fromkeys(self._others(), _FOR_EVER))
+            self._note_end(source, key[1], content if key[0] == Kind.ERROR else None)
+            return
+        self._messages[key] = content
+        if key in self._wanted.get(source, ()):
+            self._bell.ring()
 
     def _note_end(self, source: int, run: int, error: object) -> None:
         """A rank is done with a run; the lock is held."""
@@ -256,7 +292,7 @@ class Mailbox:
             self._failed[source] = run, why
             if run >= self._run and self.failure is None:
                 self.failure = why
-        self._arrival.notify_all()
+        self._bell.ring()
 
 
 def mailbox_of(axis: Axis) -> Mailbox:

@@ -4,7 +4,7 @@ from tulle.shared_memory.exchanges import all_reduce, all_to_all
 from tulle.shared_memory.meeting import meet, one_way, works_of
 from tulle.shared_memory.neighbours import SWITCH
 from tulle.shared_memory.one_way import Receiver, Sender
-from tulle.shared_memory.region import flat_bytes
+from tulle.shared_memory.region import flat_bytes, unseen
 from tulle.shared_memory.works import Work, Works
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "flat_bytes",
     "meet",
     "one_way",
+    "unseen",
     "works_of",
 ]

@@ -63,6 +63,11 @@ class Connection:
         self._buffer = bytearray(_HEADER.size + CARRIED_BYTES)
         self._carried = torch.frombuffer(self._buffer, dtype=torch.uint8)[_HEADER.size :]
 
+    @property
+    def descriptor(self) -> int:
+        """Of the socket."""
+        return self._socket.fileno()
+
     def send(self, number: int, content: Tensor | None = None, place: Place | None = None) -> None:
         """Send a message.
 

@@ -181,13 +181,18 @@ class Receiver:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
+    @property
+    def descriptor(self) -> int:
+        """That of the connection: when it can be read, `receive` does not wait."""
+        return self._connection.descriptor
+
     def receive(self) -> Tensor:
         """Wait, for however long, for the next message: flat bytes, the caller's own.
 
         Raises:
             RuntimeError: If the other has gone.
         """
-        with unseen():
+        with torch.inference_mode(mode=False), unseen():
             number, slot, message = self._connection.next()
             if slot == _ONCE:
                 self._connection.forget(_ONCE)
