@@ -28,6 +28,33 @@ def test_a_model_gets_the_values_of_one_that_was_built_with_memory():
     assert [type(p) for p in model.parameters()] == [type(p) for p in expected.parameters()]
 
 
+@pytest.mark.parametrize(
+    "known",
+    [
+        lambda weight: torch.linspace(3.0, 6.0, 4).to(device=weight.device, dtype=weight.dtype),
+        lambda weight: torch.cat([torch.ones(1, device=weight.device), torch.arange(3.0).to(weight)]),
+        lambda weight: torch.zeros_like(torch.arange(4.0), device=weight.device),
+        lambda weight: torch.where(torch.tensor([True, False] * 2).to(weight.device), weight.detach(), 2.0),
+        lambda weight: torch.tensor([1.0, 2.0, 3.0, 4.0], device=weight.device),
+        lambda weight: weight.new_tensor([1.0, 2.0, 3.0, 4.0]),
+    ],
+    ids=["to", "cat", "like", "where", "tensor", "new_tensor"],
+)
+def test_known_numbers_are_not_lost_by_the_way_to_where_parameters_are(known):
+    """As in xLSTM of transformers, whose gates had then whatever lay in memory."""
+
+    def make():
+        layer = nn.Linear(4, 4)
+        layer.register_buffer("known", known(layer.bias))
+        layer.bias.data.copy_(known(layer.bias))
+        return layer
+
+    torch.manual_seed(5)
+    expected, model = make(), built(make)
+    materialize(model)
+    assert_same(model, expected)
+
+
 def test_random_numbers_that_were_drawn_in_between_stay_as_they_are():
     torch.manual_seed(5)
     expected = nn.Linear(3, 3)

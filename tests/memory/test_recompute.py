@@ -264,3 +264,15 @@ def test_what_was_frozen_in_forward_is_so_when_it_runs_again():
         found.append([x.grad, *(p.grad for p in model.parameters())])
     assert found[0][1:] == found[1][1:] == [None] * 4
     assert torch.equal(found[0][0], found[1][0])
+
+
+@pytest.mark.parametrize("is_keyword", [False, True])
+def test_a_tensor_that_was_given_twice_is_one_when_forward_runs_again(is_keyword):
+    """Where saved tensors have hooks, as under full sharding: what attention computes hangs on it."""
+    attention, x = nn.MultiheadAttention(4, 2).double(), torch.randn(3, 4, dtype=torch.double)
+    arguments, keywords = ((x, x), {"value": x}) if is_keyword else ((x, x, x), {})
+    grads = torch.autograd.grad(attention(x, x, x)[0].sum(), list(attention.parameters()))
+    recompute(attention, [""])
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        loss = attention(*arguments, **keywords)[0].sum()
+    assert all(map(torch.equal, torch.autograd.grad(loss, list(attention.parameters())), grads))

@@ -31,6 +31,7 @@ _TAG = "_tulle_record"
 """The attribute of a storage that says which memory of which record it is."""
 _CPU = torch.device("cpu")
 _IS_META = vars(torch._C.TensorBase)["is_meta"].__get__
+_OF_DATA = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 _READ_NUMBERS = {
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.allclose.default,
@@ -165,7 +166,8 @@ class Record(TorchDispatchMode):
             and not any(map(_is_deferred, tensors))
             and (tensors or _is_known_and_small(func, args, keywords))
         ):
-            return func(*args, **keywords) if tensors else func(*args, **{**keywords, "device": _CPU})
+            is_told_meta = not tensors or keywords.get("device") == _META  # as parameters say that they are
+            return func(*args, **{**keywords, "device": _CPU} if is_told_meta else keywords)
         if func in _READ_NUMBERS:
             raise ModelError(
                 "the model reads a number of a tensor while it is built, and within tulle.deferred_init there is none "
@@ -251,7 +253,8 @@ class _Seeming(TorchFunctionMode):
     """What must be told before it becomes operations.
 
     `torch.nn.init` leaves tensors as they are that say that they are on device meta: ours do not say so. A deep copy
-    of a tensor that is there for real copies memory of its own.
+    of a tensor that is there for real copies memory of its own. What is made of data of Python's is there for real, on
+    whatever device parameters say that they are.
     """
 
     def __torch_function__(
@@ -262,7 +265,11 @@ class _Seeming(TorchFunctionMode):
         if func is Tensor.__deepcopy__ and not _is_deferred(args[0]):
             with _disable_current_modes():
                 return func(*args)
-        return func(*args, **(kwargs or {}))
+        keywords = dict(kwargs or {})
+        told = keywords.get("device") or (args[0].device if func == Tensor.new_tensor else None)
+        if func in _OF_DATA and str(told) == "meta":
+            keywords["device"] = _CPU
+        return func(*args, **keywords)
 
 
 def record_of(tensor: Tensor) -> tuple[Record, int] | None:

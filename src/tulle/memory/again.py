@@ -47,12 +47,13 @@ def as_given(
     trained = [parameter.requires_grad for parameter in module.parameters()]
     may_change = bool(written) or any(map(_may_change, (*arguments, *keywords.values())))
     given = _copied((tuple(arguments), dict(keywords)), {}) if may_change else None  # tensors may be parked elsewhere
+    alike = _alike((*arguments, *keywords.values()))
     has_run = False
 
     def run(*arguments: Any, **keywords: Any) -> Any:
         nonlocal has_run
         if has_run:
-            arguments, keywords = (arguments, keywords) if given is None else _copied(given, {})
+            arguments, keywords = _merged(arguments, keywords, alike) if given is None else _copied(given, {})
             lent = {place: buffer for place, buffer in buffers.items() if written[place] is not False}
             with _lent(lent), _frozen_as(module, trained):
                 return forward(*arguments, **keywords)
@@ -67,6 +68,25 @@ def as_given(
         return result
 
     return run
+
+
+def _alike(values: Sequence[object]) -> list[int]:
+    """Of each value the number of the last that is the same object, which may be a keyword: those are kept as they are.
+
+    `torch.utils.checkpoint` saves tensors that are no keywords, each by itself: within hooks of saved tensors, as those
+    of full sharding are, one that is given twice comes back as two. `nn.MultiheadAttention` asks whether its are one.
+    """
+    last = {id(value): number for number, value in enumerate(values)}
+    return [last[id(value)] for value in values]
+
+
+def _merged(
+    arguments: Sequence[Any], keywords: Mapping[str, Any], alike: Sequence[int]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments and keywords of which those are one object again that were."""
+    values = (*arguments, *keywords.values())
+    merged = [values[number] for number in alike]
+    return tuple(merged[: len(arguments)]), dict(zip(keywords, merged[len(arguments) :], strict=True))
 
 
 def _known(module: nn.Module) -> dict[Place, bool | None]:
