@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tulle.comm.levels import LEAST_BYTES, REDUCTIONS, levels
 from tulle.comm.ordered import numbers_of, ordered
 from tulle.comm.parts import AT_ONCE_BYTES, all_gather_parts
 from tulle.comm.pending import Deferred, Exchange, Label, Pending, done, translated
@@ -13,8 +14,6 @@ from tulle.comm.through_memory import shared
 from tulle.mesh import Axis
 from tulle.parts import Reduction
 from tulle.shared_memory import all_reduce as all_reduce_through
-
-_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 def all_reduce(tensor: Tensor, axis: Axis, *, label: Label, op: Reduction = "sum") -> Pending[Tensor]:
@@ -34,8 +33,10 @@ def all_reduce(tensor: Tensor, axis: Axis, *, label: Label, op: Reduction = "sum
         return done(exchange, tensor)
     if (works := shared(axis)) is not None:
         return Pending(exchange, [all_reduce_through(works, sent, op)], lambda: _take(tensor, sent))
+    if sent.nbytes >= LEAST_BYTES and (both := levels(axis)) is not None:
+        return Pending(exchange, [both.all_reduce(sent, op)], lambda: _take(tensor, sent))
     with translated(exchange):
-        work = dist.all_reduce(sent, op=_REDUCTIONS[op], group=axis.group, async_op=True)
+        work = dist.all_reduce(sent, op=REDUCTIONS[op], group=axis.group, async_op=True)
     return Pending(exchange, [_some(work)], lambda: _take(tensor, sent))
 
 

@@ -86,6 +86,16 @@ def hosts_of(axis: Axis) -> tuple[Axis | None, Axis | None]:
     return _among(axis, "inside", here), _among(axis, "across", there)
 
 
+def across_hosts(axis: Axis, purpose: str) -> Axis:
+    """The ranks of this one's place on each host, on a process group of their own, made once.
+
+    Every rank must call it. Hosts must have as many ranks each.
+    """
+    by_host = ranks_by_host(axis)
+    here = next(ranks for ranks in by_host if axis.rank in ranks)
+    return _part(axis, purpose, [ranks[here.index(axis.rank)] for ranks in by_host])
+
+
 def ranks_by_host(axis: Axis) -> list[list[int]]:
     """Of each host its ranks on the axis, ascending. Costs no communication."""
     by_host: dict[int, list[int]] = {}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tulle.comm.levels import levels
 from tulle.comm.pending import Arrived, Exchange, Pending, hand_over
 from tulle.comm.scratch import scratch
 from tulle.mesh import Axis
@@ -59,9 +60,14 @@ def exchange_through(
 def zeros(numel: int, like: Tensor, axis: Axis) -> Tensor:
     """Flat zeros, of a tensor's dtype and device, which an all-reduce over an axis does not copy.
 
-    Where the ranks of the axis share memory, all of them can reach what is large there.
+    Where the ranks of the axis, or those of each host, share memory, all of them can reach what is large there.
     """
-    works = shared(axis) if like.device.type == "cpu" else None
+    works = shared(axis) or _inside(axis) if like.device.type == "cpu" else None
     if works is None or numel * like.itemsize < _LENT_BYTES:
         return torch.zeros(numel, dtype=like.dtype, device=like.device)
     return works.channel.lend(numel * like.itemsize).view(like.dtype)
+
+
+def _inside(axis: Axis) -> Works | None:
+    both = levels(axis)
+    return None if both is None else both.inside

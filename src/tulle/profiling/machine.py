@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from tulle.allowance import memory_bytes as allowed_bytes
-from tulle.comm import probe
+from tulle.comm import can_have_levels, probe
 from tulle.cost import Network
 from tulle.mesh import Axis
 from tulle.profiling.overlap import overlap, slowest_s
@@ -42,17 +42,18 @@ def measure_cluster(axis: Axis, twin: Twin | None = None) -> Cluster:
     of_hosts = {*Counter(hosts).values()}
     local = of_hosts.pop() if len(of_hosts) == 1 else 1  # where hosts are unlike, each rank is taken for one
     count = axis.size // local
+    reduces_inside = can_have_levels(axis)
     if local == 1:
-        return Cluster(count, 1, machine, _bare(found), probed_ranks=count)
+        return Cluster(count, 1, machine, _bare(found), probed_ranks=count, reduces_inside=reduces_inside)
     if count == 1 or found.across is None or found.inside is None:
-        return Cluster(count, local, machine, _bare(found), _bare(found) if count == 1 else None)
+        return Cluster(count, local, machine, _bare(found), _bare(found) if count == 1 else None, None, reduces_inside)
     # It was measured while all ranks of a host sent through its link; one alone has it to itself.
     across = replace(
         found.across,
         bandwidth_bytes_per_s=found.across.bandwidth_bytes_per_s * local,
         all_reduce_bytes_per_s=found.across.all_reduce_bytes_per_s and found.across.all_reduce_bytes_per_s * local,
     )
-    return Cluster(count, local, machine, across, found.inside, probed_ranks=count)
+    return Cluster(count, local, machine, across, found.inside, count, reduces_inside)
 
 
 def _bare(network: Network) -> Network:

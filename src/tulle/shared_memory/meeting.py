@@ -56,6 +56,12 @@ def works_of(group: dist.ProcessGroup, ranks: Sequence[int], timeout_s: float) -
     return made[key]
 
 
+def do_share(ranks: Sequence[int]) -> bool:
+    """Whether some ranks, by their numbers among all, share memory with each other: the same on all ranks there are."""
+    neighbours = _neighbours()
+    return neighbours is not None and neighbours.can_share(ranks)
+
+
 def one_way(group: dist.ProcessGroup, ranks: Sequence[int], timeout_s: float) -> dict[int, tuple[Sender, Receiver]]:
     """To and from each of some ranks of a group with which this one shares memory, by its number among all.
 

@@ -85,4 +85,4 @@ def another(cluster: Cluster, change: Change) -> Cluster:
         inside = replace(inside, bandwidth_bytes_per_s=rate, all_reduce_bytes_per_s=None)
     elif cluster.inside is None:
         inside = across
-    return Cluster(hosts, processes_per_host, cluster.machine, across, inside, probed)
+    return Cluster(hosts, processes_per_host, cluster.machine, across, inside, probed, cluster.reduces_inside)

@@ -52,6 +52,8 @@ class Cluster:
         inside: The network among ranks of one host; None is that of `across`.
         probed_ranks: Among how many ranks `across` was measured: exchanges of more take longer, of fewer less. None
             for a network whose latencies hold for any number.
+        reduces_inside: Whether ranks of a host reduce among themselves, and each sends a share to other hosts
+            (`tulle.comm.levels`), instead of in one ring with all.
 
     Example:
         >>> cluster = Cluster(2, 4, Machine(1e12, 1e11), across=Network(5e-5, 1.25e9), inside=Network(1e-5, 1e10))
@@ -65,6 +67,7 @@ class Cluster:
     across: Network
     inside: Network | None = None
     probed_ranks: int | None = None
+    reduces_inside: bool = False
 
     @property
     def ranks(self) -> int:
@@ -86,10 +89,11 @@ class Cluster:
         # Of what a rank sends to all others some stays on the host; of a ring one edge leaves it.
         leaving = (size - local_ranks) / (size - 1)
         everyone = _slowed(across, local_ranks)
+        fewer = (1 - 1 / size) / (1 - 1 / hosts) if self.reduces_inside else 1.0
         return replace(
             across,
             bandwidth_bytes_per_s=everyone.bandwidth_bytes_per_s / leaving,
-            all_reduce_bytes_per_s=across.all_reduce_bytes_per_s or across.bandwidth_bytes_per_s,
+            all_reduce_bytes_per_s=fewer * (across.all_reduce_bytes_per_s or across.bandwidth_bytes_per_s),
             local_ranks=local_ranks,
             inside=inside,
             across=everyone,
@@ -112,7 +116,8 @@ def cluster_from_json(parsed: object, path: str = "") -> Cluster:
     def network(name: str) -> Network:
         return network_from_json(entries.get(name, object, "a network"), entries.at(name))
 
-    readers = {"hosts": of_one, "processes_per_host": of_one, "probed_ranks": of_one}
+    readers: dict[str, Callable[[str], Any]] = dict.fromkeys(("hosts", "processes_per_host", "probed_ranks"), of_one)
+    readers |= {"reduces_inside": entries.flag}
     readers |= {"machine": lambda name: _machine(entries.within(name, Machine)), "across": network, "inside": network}
     return Cluster(**entries.of_fields(Cluster, readers))
 
