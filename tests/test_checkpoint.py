@@ -230,6 +230,13 @@ def test_a_rate_that_numpy_computed_is_saved_as_a_number(tmp_path):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(2e-3)
 
 
+def test_numbers_of_numpy_are_saved_as_numbers(tmp_path):
+    model, optimizers = trained()
+    tulle.save(tmp_path / "a", model, optimizers, step=np.int64(3), losses=[np.mean([1.0, 2.0]), np.float32(0.5)])
+    loaded = tulle.load(tmp_path / "a", model, optimizers)
+    assert (loaded, type(loaded["step"])) == ({"step": 3, "losses": [1.5, 0.5]}, int)
+
+
 @on_ranks(2)
 def test_what_cannot_be_saved_is_told_on_all_ranks_which_stay_in_step(tmp_path):
     mesh = tulle.init(data=-1)
@@ -249,6 +256,13 @@ def test_what_has_a_graph_is_saved_asynchronously(tmp_path):
     loss = model(torch.ones(1, 2)).sum()
     tulle.save(tmp_path / "checkpoint", model, optimizer, asynchronous=True, loss=loss).result()
     assert tulle.load(tmp_path / "checkpoint", model, optimizer)["loss"] == loss
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+def test_tensors_without_a_deep_copy_are_saved_asynchronously(tmp_path):
+    model, rows = nn.Linear(2, 1), torch.eye(3).to_sparse_csr()
+    tulle.save(tmp_path / "checkpoint", model, asynchronous=True, rows=rows).result()
+    assert torch.equal(tulle.load(tmp_path / "checkpoint", model)["rows"].to_dense(), torch.eye(3))
 
 
 def test_states_come_back_in_the_memory_format_of_their_parameters(tmp_path):

@@ -144,6 +144,21 @@ def test_what_safetensors_cannot_hold_is_refused(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "metadata", "text"),
+    [
+        ("a", {"step": 100}, r"metadata={'step': 100} was given, expected texts by name: str\(100\), say"),
+        ("a", {1: "one"}, "metadata={1: 'one'} was given, expected texts by name"),
+        ("a", ["step"], "a list was given as metadata, expected texts by name"),
+        ("/", None, "'/' was given for the file, expected one with a name"),
+    ],
+)
+def test_a_file_that_nobody_could_read_is_refused(name, metadata, text, tmp_path):
+    with pytest.raises(CheckpointError, match=text):
+        save_safetensors(tmp_path / name, nn.Linear(1, 1), metadata=metadata)
+    assert os.listdir(tmp_path) == []
+
+
 @on_ranks(3)
 def test_an_export_that_fails_fails_on_all_and_nobody_waits(tmp_path):
     model, _ = put("rows", *trained(0))

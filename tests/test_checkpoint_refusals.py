@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import re
+import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -45,6 +46,17 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot write the checkpoint '.*file/a': "):
         tulle.save(tmp_path / "file" / "a", *trained())
+
+
+def test_a_full_disk_is_called_so(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write the checkpoint '.*a': .*File too large; an older one"):
+            tulle.save(tmp_path / "a", nn.Linear(100, 1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("path", ["", ".", "/"])
@@ -279,8 +291,21 @@ def test_a_checkpoint_of_other_optimizers_is_refused_and_changes_nothing(optimiz
     assert torch.equal(saved(state_of(model, optimizers)), before)
 
 
+class Image(torch.Tensor):
+    """A tensor as libraries of pictures have it."""
+
+
 @pytest.mark.parametrize(
-    "value", [lambda: None, nn.Linear(1, 1), object(), (n for n in range(3)), {"deep": [Path()]}], ids=type
+    "value",
+    [
+        lambda: None,
+        nn.Linear(1, 1),
+        object(),
+        (n for n in range(3)),
+        {"deep": [Path()]},
+        torch.zeros(2).as_subclass(Image),
+    ],
+    ids=type,
 )
 def test_extra_that_could_not_be_loaded_is_refused_before_the_old_file_is_touched(value, checkpoint):
     before = contents(checkpoint)

@@ -14,6 +14,7 @@ from tulle.errors import CheckpointError, GradientError, MeshError, ModelError, 
 
 CLIPPED = "expected a model, a parameter, or several: model, or model.parameters()"
 MODEL, SAMPLE = nn.Linear(2, 1), torch.ones(4, 2)
+BY_HEADS = tulle.Plan({"data": 2}, memory=tulle.Memory(recompute=("heads",)))
 Call = Callable[[], object]
 
 
@@ -38,7 +39,23 @@ GIVEN: list[tuple[type[TulleError], str, Call]] = [
     (GradientError, "norm_type='two', expected the order of a norm", lambda: tulle.clip_grad_norm_(MODEL, 1.0, "two")),
     (MeshError, "a int as mesh, expected what tulle.init returns", lambda: tulle.estimate(MODEL, SAMPLE, 3)),
     (MeshError, "data='2', expected a positive number", lambda: tulle.estimate(MODEL, SAMPLE, {"data": "2"})),
+    (MeshError, "date=2, expected the axes 'data', 'pipe'", lambda: tulle.estimate(MODEL, SAMPLE, {"date": 2})),
     (PlanError, "plan=3, expected a Plan, its JSON", lambda: tulle.estimate(MODEL, SAMPLE, {"data": 2}, 3)),
+    (
+        PlanError,
+        "the plan's tensor_parallel names 'heads', which is not a module of the model",
+        lambda: tulle.estimate(MODEL, SAMPLE, {"model": 2}, tulle.Plan({"model": 2}, tensor_parallel=("heads",))),
+    ),
+    (
+        PlanError,
+        "the plan's memory names 'heads', which is not a module of the model",
+        lambda: tulle.estimate(MODEL, SAMPLE, {"data": 2}, BY_HEADS),
+    ),
+    (
+        ModelError,
+        "loss=3, expected a function from the model's result",
+        lambda: tulle.estimate(MODEL, SAMPLE, {"data": 2}, loss=3),
+    ),
     (
         ModelError,
         "a int as optimizer, expected one or several of torch.optim",

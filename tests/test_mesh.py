@@ -12,8 +12,9 @@ import torch.distributed as dist
 import tulle
 import tulle.comm
 from ranks import on_ranks
+from tulle.environment import detect
 from tulle.errors import MeshError
-from tulle.mesh import _wake, resolve, will_wait
+from tulle.mesh import _store, _wake, resolve, will_wait
 
 
 @pytest.mark.parametrize(
@@ -153,6 +154,19 @@ def test_a_timeout_that_is_no_time_is_refused(timeout):
 def test_a_backend_that_is_not_there_is_refused(backend):
     with pytest.raises(MeshError, match=f"the backend {backend!r} is not in this build of PyTorch: use gloo"):
         tulle.init(data=-1, backend=backend)
+
+
+def test_processes_that_are_started_again_do_not_find_what_those_before_left(monkeypatch):
+    launchers = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    here = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": launchers.port}
+    for name, value in {**here, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
+        monkeypatch.setenv(name, str(value))
+    stores = []
+    for attempt in "001":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        stores.append(_store(detect(), timedelta(seconds=10)))
+    stores[0].set("address", "of a process that is gone")
+    assert [store.check(["address"]) for store in stores] == [True, True, False]
 
 
 @on_ranks(4)

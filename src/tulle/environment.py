@@ -29,6 +29,7 @@ class Launch:
         address: Host of the rendezvous, empty if alone.
         port: Port of the rendezvous, 0 if alone.
         node: Number of its host, where ranks of one host need not follow each other; None where they do.
+        attempt: How often the launcher had started all processes before.
     """
 
     launcher: str
@@ -39,6 +40,7 @@ class Launch:
     address: str
     port: int
     node: int | None = None
+    attempt: int = 0
 
     def host_of(self, rank: int) -> int:
         """A number for the host of this process, which has a rank in the process group: of its first process, say."""
@@ -78,6 +80,7 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch:
             _number(environment, "LOCAL_WORLD_SIZE", default=1),
             environment["MASTER_ADDR"],
             _number(environment, "MASTER_PORT"),
+            attempt=_number(environment, "TORCHELASTIC_RESTART_COUNT", default=0),
         )
     if "SLURM_PROCID" in environment and _number(environment, "SLURM_NTASKS", default=1) > 1:
         return _slurm(environment)

@@ -108,7 +108,7 @@ def estimate(
         PlanError: If the plan is not one of these (a word such as "auto" is not: only processes can choose), has an
             impossible value, is for another mesh, or names modules that the model has not; or if the mesh has an axis
             `pipe` and the plan no stages.
-        MeshError: If the mesh is not one of these.
+        MeshError: If the mesh is not one of these, or has another axis than `data`, `pipe` and `model`.
         ModelError: If model or optimizer are not ones of torch, or the loss does not depend on the parameters.
 
     Example:
@@ -125,6 +125,9 @@ def estimate(
         raise ModelError(f"estimate was given a {type(model).__name__} as model, expected a torch.nn.Module")
     sizes = _sizes_of(mesh)
     chosen = _plan_of(plan, sizes)
+    chosen.check_modules(dict(model.named_modules(remove_duplicate=False)))
+    if not (loss is None or callable(loss)):
+        raise ModelError(f"estimate was given loss={loss!r}, expected a function from the model's result to it")
     ranks = sizes.get(PIPE, 1)
     if ranks > 1 and not chosen.stages:
         raise PlanError(
@@ -211,6 +214,10 @@ def _sizes_of(mesh: object) -> dict[str, int]:
     for name, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise MeshError(f"estimate was given a mesh with {name}={size!r}, expected a positive number of ranks")
+        if name not in (DATA, PIPE, MODEL) and size > 1:
+            raise MeshError(
+                f"estimate was given a mesh with {name}={size}, expected the axes {DATA!r}, {PIPE!r} and {MODEL!r}"
+            )
     return dict(sizes)
 
 

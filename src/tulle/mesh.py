@@ -16,7 +16,8 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from tulle.board import attend, is_failing, watch
 from tulle.cost import Network
@@ -250,26 +251,21 @@ def _join(launch: Launch, backend: str, timeout_s: float, device: torch.device) 
     _check_backend(backend)
     timeout = timedelta(seconds=timeout_s)
     bound = device if device.type == "cuda" else None
-    if launch.launcher == "alone":
-        check_alone()
-        dist.init_process_group(backend, store=_store_of_one(), rank=0, world_size=1, timeout=timeout, device_id=bound)
-    elif launch.launcher == "torchrun":
-        dist.init_process_group(backend, timeout=timeout, device_id=bound)
-    else:
-        dist.init_process_group(
-            backend,
-            init_method=f"tcp://{launch.address}:{launch.port}",
-            rank=launch.rank,
-            world_size=launch.size,
-            timeout=timeout,
-            device_id=bound,
-        )
+    store, rank, size = _store(launch, timeout), launch.rank, launch.size
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=bound)
     atexit.register(_leave)
 
 
-def _store_of_one() -> Store:
-    # TCPStore would open a port, for one process that talks to nobody.
-    return cast("Store", vars(dist)["HashStore"]())
+def _store(launch: Launch, timeout: timedelta) -> Store:
+    """What the processes meet at."""
+    if launch.launcher == "alone":
+        check_alone()
+        return cast("Store", vars(dist)["HashStore"]())  # TCPStore would open a port, for nobody to talk to
+    if launch.launcher == "slurm":
+        url = f"tcp://{launch.address}:{launch.port}"
+        return next(rendezvous(url, launch.rank, launch.size, timeout=timeout))[0]
+    # The launcher's outlives processes: those of an attempt before have left addresses there at which nobody is.
+    return PrefixStore(f"attempt {launch.attempt}", next(rendezvous("env://", timeout=timeout))[0])
 
 
 def _seconds(timeout: float | timedelta | None) -> float:

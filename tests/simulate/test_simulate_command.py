@@ -165,6 +165,12 @@ def test_a_folder_gets_forecast_and_timeline(job, capsys):
     assert {"compute", "dense", "sparse", "update"} <= {event.get("cat") for event in events}
 
 
+def test_a_folder_that_cannot_be_written_is_named(job, capsys):
+    (job / "out" / "timeline.json").mkdir(parents=True)
+    assert execute(["simulate", str(job / "plan.json"), "--hosts", "8", "--out", str(job / "out")]) == 2
+    assert f"--out {str(job / 'out')!r} cannot be written: Is a directory" in capsys.readouterr().err
+
+
 def test_stages_of_a_plan_stay_and_replicas_grow(job, capsys):
     plan = replace(Plan.load(job / "plan.json"), mesh={"pipe": 2, "data": 2}, micro_batches=2)
     replace(plan, stages={"embedding": 0, "body": 1}).save(job / "plan.json")

@@ -8,7 +8,7 @@ from typing import Any, cast
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
@@ -23,11 +23,11 @@ from tulle.traits import states_of
 
 
 def check_readable(parts: Mapping[str, object]) -> None:
-    """Raise if `load`, which runs no code from a file, could not read a part back. Tensors it always can."""
+    """Raise if `load`, which runs no code from a file, could not read a part back. Tensors of torch's it always can."""
     for name, part in parts.items():
         buffer = io.BytesIO()
         try:
-            torch.save(tree_map_only(Tensor, lambda _: None, part), buffer)
+            torch.save(tree_map_only(Tensor, _unless_known, part), buffer)
             buffer.seek(0)
             torch.load(buffer, weights_only=True)
         except Exception as problem:  # pickle raises whatever a value's own code does
@@ -35,6 +35,11 @@ def check_readable(parts: Mapping[str, object]) -> None:
                 f"tulle.save was given {name}= a {type(part).__name__}, expected numbers, texts, tensors, lists and "
                 "dictionaries of them, to be read without running code of a file: give its state_dict(), say"
             ) from problem
+
+
+def _unless_known(tensor: Tensor) -> Tensor | None:
+    """A tensor of a class that a reader may not know; None for one of torch's own, whose numbers are many."""
+    return None if type(tensor) in (Tensor, nn.Parameter) else tensor
 
 
 def check_keywords(extra: Mapping[str, object], standing: Standing) -> None:

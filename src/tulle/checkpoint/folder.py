@@ -103,8 +103,10 @@ class Folder:
 
     def unwritten(self, problem: BaseException) -> CheckpointError:
         """What to raise if the checkpoint cannot be written."""
+        cause = problem.__context__  # of a full disk torch's writer says that it is where it did not expect to be
+        said = cause if isinstance(cause, OSError) else problem
         return CheckpointError(
-            f"cannot write the checkpoint {str(self.path)!r}: {problem}; an older one of that name is as it was"
+            f"cannot write the checkpoint {str(self.path)!r}: {said}; an older one of that name is as it was"
         )
 
     def read_run(self) -> dict[str, Any]:

@@ -86,9 +86,8 @@ def save_safetensors(
     ranks, state, shapes = standing.ranks, standing.state(), standing.shapes()
     firsts = standing.first_names(state)
     entries: list[_Entry] = []
-    notes: dict[str, str] = {"format": "pt", **(metadata or {})}
     with ranks.alike():
-        path = _checked(path)
+        path, notes = _checked(path), {"format": "pt", **_checked_notes(metadata or {})}
         for name, value in state.items():
             _check(name, value)
             first = firsts.get(name, name)
@@ -119,7 +118,21 @@ def _checked(path: object) -> Path:
         raise CheckpointError(
             f"a {type(path).__name__} was given for the file, expected its name: tulle.save_safetensors(path, model)"
         )
+    if not Path(path).name:
+        raise CheckpointError(f"{os.fspath(path)!r} was given for the file, expected one with a name")
     return Path(path)
+
+
+def _checked_notes(metadata: Mapping[str, str]) -> Mapping[str, str]:
+    """Refuse what no reader takes: the file would be lost."""
+    if not isinstance(metadata, Mapping):
+        raise CheckpointError(f"a {type(metadata).__name__} was given as metadata, expected texts by name")
+    for name, text in metadata.items():
+        if not (isinstance(name, str) and isinstance(text, str)):
+            raise CheckpointError(
+                f"metadata={{{name!r}: {text!r}}} was given, expected texts by name: str({text!r}), say"
+            )
+    return metadata
 
 
 def _check(name: str, value: object) -> None:

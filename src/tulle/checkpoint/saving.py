@@ -11,10 +11,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tulle.admission import as_optimizers
 from tulle.checkpoint.checks import check_keywords, check_readable, check_states
@@ -113,6 +114,7 @@ def save(
         state = State.of(standing, optimizers)
     if standing.is_staged:
         state = state.together(ranks.gather(state.told()))
+    extra = tree_map_only(np.generic, np.generic.item, extra)  # a mean, say, which the safe reader refuses
     check_keywords(extra, standing)
     check_states(optimizers, standing)
     with _alike(folder, ranks):
@@ -128,12 +130,17 @@ def save(
         _write(folder, state.tensors, state.names, run, ranks)
         return None
     staged = [Staged(placed) for placed in state.tensors]
-    copied = copy.deepcopy(tree_map_only(torch.Tensor, torch.Tensor.detach, run))  # what has a graph has no deep copy
-    writing = partial(_write, folder, staged, state.names, copied)
+    writing = partial(_write, folder, staged, state.names, _copied(run) if ranks.is_first else {})
     future = _background.submit(_behind, writing, ranks.apart(), ranks.device)
     future.add_done_callback(_log_failure)
     _under_way.append(future)
     return future
+
+
+def _copied(run: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy that training leaves as it is. Not all tensors have a deep copy: what has a graph has none."""
+    tensors = (leaf for leaf in tree_leaves(run) if isinstance(leaf, Tensor))
+    return copy.deepcopy(dict(run), {id(tensor): tensor.detach().clone() for tensor in tensors})
 
 
 def await_saves() -> None:

@@ -150,10 +150,10 @@ def _values(text: str) -> tuple[str, list[Any]]:
 def _write(out: Path, found: dict[str, Any], timeline: dict[str, Any]) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
+        write_json(out / "forecast.json", found)
+        write_json(out / "timeline.json", timeline, indent=None)
     except OSError as error:
-        raise UsageError(f"--out {str(out)!r} cannot be made: {error.strerror}") from error
-    write_json(out / "forecast.json", found)
-    write_json(out / "timeline.json", timeline, indent=None)
+        raise UsageError(f"--out {str(out)!r} cannot be written: {error.strerror}") from error
     write_forecast(found, timeline, out / "forecast.html")
 
 

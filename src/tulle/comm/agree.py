@@ -35,6 +35,6 @@ def raise_together(error: TulleError | None, axis: Axis, *, label: str) -> None:
     """
     for rank, found in enumerate(gather_values(error, axis, label=label)):
         if found is not None:
-            if rank == axis.rank:
-                raise found
+            if rank == axis.rank and error is not None:
+                raise error  # itself: a copy would be told behind it
             raise type(found)(f"rank {rank}: {found}")

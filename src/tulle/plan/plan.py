@@ -312,7 +312,7 @@ class Plan:
         self._check_tables(tables)
         self._check_axes()
         if modules is not None:
-            self._check_modules(modules)
+            self.check_modules(modules)
 
     def _check_tables(self, tables: Mapping[str, tuple[int, int]]) -> None:
         named = [table.name for table in self.tables]
@@ -341,16 +341,16 @@ class Plan:
                 f"give tulle.init {MODEL}="
             )
 
-    def _check_modules(self, modules: Collection[str]) -> None:
+    def check_modules(self, modules: Collection[str]) -> None:
+        """Raise a PlanError if it names a module that is none of these, the model's."""
         named = {"stages": self.stages, "tensor_parallel": self.tensor_parallel, "memory": self.memory.modules}
         for field_name, names in named.items():
-            for name in names:
-                if name not in modules:
-                    near = ", ".join([module for module in modules if module][:5])
-                    raise PlanError(
-                        f"the plan's {field_name} names {name!r}, which is not a module of the model: "
-                        f"it has {near}, ..."
-                    )
+            if unknown := [name for name in names if name not in modules]:
+                near = ", ".join([module for module in modules if module][:5])
+                raise PlanError(
+                    f"the plan's {field_name} names {unknown[0]!r}, which is not a module of the model: "
+                    f"it has {near}, ..."
+                )
 
     def _explain_axes(self) -> list[str]:
         """How the model is cut along axes other than `data`, a line each."""
