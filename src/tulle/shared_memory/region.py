@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -68,6 +69,11 @@ def flat_bytes(tensor: Tensor) -> Tensor:
         return torch.from_numpy(flat.numpy()).as_strided((tensor.nbytes,), (1,))
 
 
-def unseen() -> AbstractContextManager[object]:
-    """A context whose operations no mode sees, such as one that counts the bytes of tensors: they make none."""
-    return torch._C._DisableTorchDispatch()
+@contextmanager
+def unseen() -> Iterator[None]:
+    """A context whose operations no mode sees, such as one that counts the bytes of tensors: they make none.
+
+    Nor are they in inference mode, whatever this thread is in: what came to be there no other thread may write.
+    """
+    with torch._C._DisableTorchDispatch(), torch.inference_mode(mode=False):
+        yield
