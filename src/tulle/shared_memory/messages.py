@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tulle.shared_memory.region import Region
+from tulle.shared_memory.region import Region, mapped
 
 CARRIED_BYTES = 8 * 1024
 """A message carries so much at most; more lies in a region."""
@@ -99,17 +99,22 @@ class Connection:
             length: How many bytes come.
 
         Raises:
-            RuntimeError: If the other has gone, sends nothing in time, or something else.
+            RuntimeError: If the other has gone, sends nothing in time, or something else, or it cannot be reached.
         """
         try:
-            taken, ancillary, _, _ = self._take()
+            taken, ancillary, flags, _ = self._take()
         except OSError as error:
             raise self._failed(error) from error
         if not taken:
             raise self._failed(None)
+        if flags & socket.MSG_CTRUNC:  # what is known by the slot's number is not what it tells of
+            raise RuntimeError(
+                f"no file descriptor was left to reach what rank {self._rank} sent: let processes have more of them "
+                "(ulimit -n)"
+            )
         theirs, sent, offset, slot = _HEADER.unpack_from(self._buffer)
         for _, _, descriptor in ancillary:
-            self._known[slot] = Region(array.array("i", descriptor)[0]).bytes()
+            self._known[slot] = mapped(array.array("i", descriptor)[0])
         if (theirs, sent) != (number, length):
             raise RuntimeError(
                 f"rank {self._rank} sent {sent:,} bytes as message {theirs} where {length:,} bytes as message {number} "
@@ -127,9 +132,9 @@ class Connection:
 
     def _take(self) -> tuple[int, list[tuple[int, int, bytes]], int, Any]:
         try:
-            return self._socket.recvmsg_into([self._buffer], _DESCRIPTOR_BYTES)
+            return self._socket.recvmsg_into([self._buffer], _DESCRIPTOR_BYTES, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:  # told once, before what the other sent last, where it left something unread
-            return self._socket.recvmsg_into([self._buffer], _DESCRIPTOR_BYTES)
+            return self._socket.recvmsg_into([self._buffer], _DESCRIPTOR_BYTES, socket.MSG_CMSG_CLOEXEC)
 
     def _failed(self, error: OSError | None) -> RuntimeError:
         if isinstance(error, BlockingIOError):

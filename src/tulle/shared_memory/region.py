@@ -54,6 +54,19 @@ class Region(mmap.mmap):
         os.close(self.descriptor)
 
 
+def mapped(descriptor: int) -> Tensor:
+    """Another process' memory, as a flat tensor. Its file descriptor is closed: a process may have few, and needs none.
+
+    Raises:
+        RuntimeError: If it cannot be mapped.
+    """
+    size_bytes = os.fstat(descriptor).st_size
+    try:
+        return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size_bytes, dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
+
+
 def aligned(offset_bytes: int) -> int:
     """The next offset at which numbers of any type may begin, and no other's line of the cache ends."""
     return -(-offset_bytes // _LINE_BYTES) * _LINE_BYTES
