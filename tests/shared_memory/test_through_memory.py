@@ -1,5 +1,6 @@
 """What ranks of one host send each other through memory is what they would have sent through the network."""
 
+import atexit
 import copy
 import gc
 import io
@@ -17,6 +18,7 @@ import tulle
 from rank_process import patches
 from ranks import on_ranks
 from tulle import comm
+from tulle.board import has_left
 from tulle.comm.through_memory import shared
 from tulle.errors import CommunicationError
 from tulle.shared_memory import SWITCH, exchanges, flat_bytes, works
@@ -169,6 +171,21 @@ def test_when_a_rank_goes_the_others_are_told_at_once():
     assert time.monotonic() - begin_s < SOON_S
     with pytest.raises(CommunicationError, match="ended, or given up"):
         comm.all_reduce(torch.ones(3), axis, label="later").wait()
+
+
+@on_ranks(2)
+def test_a_process_that_was_forked_ends_nothing_when_it_ends():
+    axis = tulle.init(data=-1)["data"]
+    comm.all_reduce(torch.ones(3), axis, label="here").wait()
+    works_of_axis = shared(axis)
+    assert works_of_axis is not None
+    if (child := os.fork()) == 0:  # as one that writes a checkpoint while training goes on
+        atexit._run_exitfuncs()
+        works_of_axis.__del__()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert comm.all_reduce(torch.ones(3), axis, label="here").wait().tolist() == [2.0] * 3
+    assert not has_left(axis.rank)
 
 
 @on_ranks(2)

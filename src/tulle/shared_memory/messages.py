@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -52,6 +53,7 @@ class Connection:
         self._rank = rank
         self._socket = made
         self._timeout_s = timeout_s
+        self._process = os.getpid()
         made.settimeout(None)  # the system's own time-outs cost no further call
         limit = _TIME.pack(int(timeout_s), int(timeout_s % 1 * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -125,9 +127,10 @@ class Connection:
         return self._known[slot][offset : offset + sent]
 
     def close(self) -> None:
-        """End it, for both."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for it in another thread
+        """End it, for both; a process that was forked meanwhile only lets go of it."""
+        if os.getpid() == self._process:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for it in another thread
         self._socket.close()
 
     def _take(self) -> tuple[int, list[tuple[int, int, bytes]], int, Any]:
