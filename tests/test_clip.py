@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import tulle
+from ranks import on_ranks
 from tulle.clip import Spread, spread_over
 from tulle.errors import GradientError
 
@@ -160,3 +161,19 @@ def test_gradients_of_complex_numbers_have_a_real_norm(is_spread):
     assert total.dtype == torch.float32
     assert total.item() == pytest.approx(77**0.5)
     assert torch.linalg.vector_norm(torch.cat([p.grad for p in parameters])).item() == pytest.approx(1.0)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+def test_a_parameter_that_is_whole_on_every_rank_counts_once_beside_those_of_split_models(norm_type):
+    mesh = tulle.init(pipe=2, model=-1)
+    pipe, model = mesh["pipe"], mesh["model"]
+    of_stage, of_layer, whole = (nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(3))
+    of_stage.grad = torch.tensor([1.0, 2.0 + pipe.rank], dtype=torch.float64)
+    of_layer.grad = torch.tensor([3.0, 5.0 + model.rank], dtype=torch.float64)
+    whole.grad = torch.tensor([4.0, 7.0], dtype=torch.float64)
+    spread_over(of_stage, Spread((pipe,), counts=True))
+    spread_over(of_layer, Spread((model,), counts=True))
+    parts = [1.0, 2.0, 1.0, 3.0, *(number for rank in range(model.size) for number in (3.0, 5.0 + rank)), 4.0, 7.0]
+    total = tulle.clip_grad_norm_([whole, of_stage, of_layer], 1.0, norm_type)
+    assert total.item() == pytest.approx(torch.linalg.vector_norm(torch.tensor(parts), norm_type).item())

@@ -15,10 +15,11 @@ store is gone, there is nobody to tell.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from types import TracebackType
 
 import torch.distributed as dist
@@ -194,6 +195,9 @@ def leave_in_peace() -> None:
             board.set(f"{_LEFT}/{rank}", str(max((step() for step in _step), default=0)))
     except (RuntimeError, OSError):
         pass
+
+
+os.register_at_fork(after_in_child=partial(atexit.unregister, leave_in_peace))  # what is forked from a rank is none
 
 
 def is_failing() -> bool:

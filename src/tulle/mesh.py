@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
@@ -298,6 +300,9 @@ def _leave() -> None:
         # gloo's threads still let go of the last collective's tensors. One that waits for the interpreter when that
         # ends is unwound by it and aborts the process; in a sleep it gets its turn.
         time.sleep(_SETTLING_S)
+
+
+os.register_at_fork(after_in_child=partial(atexit.unregister, _leave))
 
 
 def _wake() -> None:

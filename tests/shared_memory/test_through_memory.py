@@ -1,5 +1,6 @@
 """What ranks of one host send each other through memory is what they would have sent through the network."""
 
+import atexit
 import copy
 import gc
 import io
@@ -17,6 +18,7 @@ import tulle
 from rank_process import patches
 from ranks import on_ranks
 from tulle import comm
+from tulle.board import has_left
 from tulle.comm.through_memory import shared
 from tulle.errors import CommunicationError
 from tulle.shared_memory import SWITCH, exchanges, flat_bytes, works
@@ -63,6 +65,21 @@ def test_numbers_that_autograd_forbids_to_write_are_reduced():
         assert leaf._version == version
 
 
+@on_ranks(2)
+def test_exchanges_in_inference_mode_are_done_by_whatever_thread():
+    axis = tulle.init(data=-1)["data"]
+    with torch.inference_mode():
+        for length in SIZES:
+            parts = numbers(2, length, torch.float64)
+            found = parts[axis.rank].clone()
+            pending = comm.all_gather_parts(found.clone(), [length] * 2, axis, label="here")
+            comm.all_reduce(found, axis, label="here").wait()
+            assert torch.equal(found, parts[0] + parts[1])
+            assert torch.equal(pending.wait(), parts.view(-1))
+    comm.all_reduce(found := torch.ones(400_000), axis, label="later").wait()
+    assert (found == 2).all()
+
+
 @on_ranks(2, 3, 4)
 def test_exchanges_under_way_are_waited_for_in_any_order():
     axis = tulle.init(data=-1)["data"]
@@ -96,6 +113,24 @@ def test_a_slow_reader_reads_what_was_told_and_not_what_was_told_next():
         assert (pending.wait() == turn).all()
         for one in more:
             assert one.wait().tolist() == [float(turn)] * axis.size
+
+
+@on_ranks(3)
+def test_little_that_is_sent_beside_much_waits_for_who_reads_it_late():
+    axis = tulle.init(data=-1)["data"]
+    comm.barrier(axis)
+    last, large = axis.size - 1, CARRIED_BYTES + 1
+
+    def begin(turn: int) -> comm.Pending[torch.Tensor]:  # rank 0 sends rank 1 much, all others send all others little
+        lengths = [large if {axis.rank, other} == {0, 1} else 1 for other in range(axis.size)]
+        parts = [torch.full((length,), 10 * turn + axis.rank, dtype=torch.uint8) for length in lengths]
+        return comm.all_to_all_parts(parts, lengths, axis, label="here")
+
+    pending = [begin(turn) if axis.rank == last else begin(turn).wait() for turn in range(4)]
+    torch.distributed.barrier()  # which goes through the network
+    found = [one.wait() if isinstance(one, comm.Pending) else one for one in pending]
+    for turn, one in enumerate(found):
+        assert one.unique().tolist() == [10 * turn + rank for rank in range(axis.size)]
 
 
 @on_ranks(3)
@@ -136,6 +171,21 @@ def test_when_a_rank_goes_the_others_are_told_at_once():
     assert time.monotonic() - begin_s < SOON_S
     with pytest.raises(CommunicationError, match="ended, or given up"):
         comm.all_reduce(torch.ones(3), axis, label="later").wait()
+
+
+@on_ranks(2)
+def test_a_process_that_was_forked_ends_nothing_when_it_ends():
+    axis = tulle.init(data=-1)["data"]
+    comm.all_reduce(torch.ones(3), axis, label="here").wait()
+    works_of_axis = shared(axis)
+    assert works_of_axis is not None
+    if (child := os.fork()) == 0:  # as one that writes a checkpoint while training goes on
+        atexit._run_exitfuncs()
+        works_of_axis.__del__()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert comm.all_reduce(torch.ones(3), axis, label="here").wait().tolist() == [2.0] * 3
+    assert not has_left(axis.rank)
 
 
 @on_ranks(2)

@@ -8,9 +8,10 @@ import models
 import tulle
 from models import WORDS, batches, build
 from ranks import on_ranks
-from tulle.errors import PlanError
+from tulle.errors import ModelError, PlanError
 from tulle.softmax import SampledSoftmax, ShardedSoftmax
-from tulle.tables import split_of
+from tulle.tables import RowSplit, split_of
+from tulle.tables.split import mark
 
 WIDTH = 6
 STEPS = 6
@@ -173,3 +174,15 @@ def test_a_rank_without_tokens_may_have_hidden_states_without_a_graph():
         assert torch.allclose(hidden.grad / 4, expected, rtol=TOLERANCE)
     else:
         model.softmax(hidden.new_zeros(0, WIDTH), target[:0]).backward()
+
+
+@on_ranks(2, 3)
+def test_more_classes_than_there_are_are_refused_on_all_ranks_if_one_asks_for_them():
+    axis = tulle.init(data=-1)["data"]
+    softmax = ShardedSoftmax(5, WIDTH)
+    rows = RowSplit("few", 5, WIDTH, axis)
+    softmax.weight.data = rows.take(softmax.weight.detach())
+    mark(softmax.weight, rows)
+    assert len(softmax.top_k(torch.ones(2, WIDTH), 5)[1].unique()) == 5
+    with pytest.raises(ModelError, match=r"top_k was given k=6, expected a number of its 5 classes"):
+        softmax.top_k(torch.ones(2, WIDTH), 6 if axis.rank == 1 else 5)

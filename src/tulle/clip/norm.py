@@ -15,7 +15,7 @@ from tulle.clip.total import is_summed, norm_over_ranks
 from tulle.engine import average_by_hand, engine_of
 from tulle.errors import GradientError
 from tulle.rows import RowSparse
-from tulle.spread import Spread, spread_of
+from tulle.spread import Spread, is_counted, spread_of_all
 from tulle.tables import ShardGradient
 
 _EXPECTED = "expected a model, a parameter, or several: model, or model.parameters()"
@@ -62,7 +62,7 @@ def clip_grad_norm_(
     gradients = [(name, p, _values(p.grad)) for name, p in named if p.grad is not None]
     # torch has no infinity norm of nothing. Of a part of a table every rank takes the norm, be it empty here.
     found = [(name, p, part) for name, p, part in gradients if part.numel() or isinstance(part, ShardGradient)]
-    spread = next((spread for _, p in named if (spread := spread_of(p)) is not None), None)
+    spread = spread_of_all(p for _, p in named)
     if spread is None and not found:
         return torch.tensor(0.0)
     total = _norm([(p, part) for _, p, part in found], [p for _, p in named], spread, order)
@@ -95,7 +95,7 @@ def _norm(
     parts = [part for _, part in found]
     if spread is None:
         return get_total_norm(parts, norm_type)
-    counted = [part for p, part in found if (own := spread_of(p)) is None or own.counts]
+    counted = [part for p, part in found if is_counted(p, spread)]
     alone = [part for part in parts if isinstance(part, ShardGradient) and not is_summed(part, spread)]
     uncounted = [part for part in alone if all(part is not c for c in counted)]
     if uncounted:  # ranks of axis `data` take these together

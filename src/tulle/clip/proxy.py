@@ -23,7 +23,7 @@ from tulle.clip.total import norm_over_ranks
 from tulle.comm import all_reduce
 from tulle.errors import GradientError
 from tulle.parts import taken_together
-from tulle.spread import Spread, spread_of
+from tulle.spread import Spread, is_counted
 from tulle.tables import ShardGradient
 from tulle.tables.gradient import (
     FOREACH_NORM,
@@ -61,7 +61,7 @@ class Proxied:
     def norm(self, order: float, proxy: Tensor) -> Tensor:
         """The norm that makes up that of all ranks' dense gradients with this rank's others."""
         mine = self.dense()
-        counted = [gradient for p, gradient in mine if (spread := spread_of(p)) is None or spread.counts]
+        counted = [gradient for p, gradient in mine if is_counted(p, self.spread)]
         total = norm_over_ranks(counted, self.spread, order)
         if math.isinf(order):
             return total

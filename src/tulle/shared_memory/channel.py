@@ -7,7 +7,7 @@ others where it lies, and they read it there:
     rank 1   copies in | tells 0, 2 | hears 0, 2 | reads from 0 and 2
 
 A slot is written again in the next exchange but one. By then all others have told of the exchange between, and whoever
-tells of an exchange has read all of the one before: nobody has to say so. What fits into the messages goes in them.
+tells of an exchange has read all of the slots before: nobody has to say so. What fits into a message goes in it.
 """
 
 from __future__ import annotations
@@ -67,11 +67,12 @@ class Channel:
             The number by which to `hear` what they tell.
         """
         self._number += 1
-        if is_carried(contents.values()):
-            for other in self.others:
+        large = {other: content for other, content in contents.items() if not is_carried([content])}
+        for other in self.others:
+            if other not in large:  # nor into a slot with those: who gets little may go on before having looked at it
                 self._connections[other].send(self._number, contents[other])
-        else:
-            self._write(contents)
+        if large:
+            self._write(large)
         return self._number
 
     def lend(self, size_bytes: int) -> Tensor:
@@ -141,8 +142,7 @@ class Channel:
         region = self._region(slot, end)
         memory = region.bytes()
         copies: dict[int, Tensor] = {}
-        for other in self.others:
-            content = contents[other]
+        for other, content in contents.items():
             start = starts[id(content)]
             if id(content) not in copies:
                 copies[id(content)] = memory[start : start + len(content)].copy_(content)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import array
+import os
 import select
 import socket
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from tulle.shared_memory.region import Region
+from tulle.shared_memory.region import Region, mapped
 
 CARRIED_BYTES = 8 * 1024
 """A message carries so much at most; more lies in a region."""
@@ -52,6 +54,7 @@ class Connection:
         self._rank = rank
         self._socket = made
         self._timeout_s = timeout_s
+        self._process = os.getpid()
         made.settimeout(None)  # the system's own time-outs cost no further call
         limit = _TIME.pack(int(timeout_s), int(timeout_s % 1 * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -109,7 +112,7 @@ class Connection:
             length: How many bytes come.
 
         Raises:
-            RuntimeError: If the other has gone, sends nothing in time, or something else.
+            RuntimeError: If the other has gone, sends nothing in time, or something else, or it cannot be reached.
         """
         theirs, _, content = self.next()
         if (theirs, len(content)) != (number, length):
@@ -153,9 +156,10 @@ class Connection:
         del self._known[slot]
 
     def close(self) -> None:
-        """End it, for both."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for it in another thread
+        """End it, for both; a process that was forked meanwhile only lets go of it."""
+        if os.getpid() == self._process:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for it in another thread
         self._socket.close()
 
     def _send(self, number: int, content: Tensor | None, place: Place | None, flags: int = 0) -> None:
@@ -176,14 +180,19 @@ class Connection:
 
     def _next(self) -> tuple[int, int | None, Tensor]:
         try:
-            taken, ancillary = self._take()
+            taken, ancillary, flags, _ = self._take()
         except ConnectionResetError:  # told once, before what the other sent last, where it left something unread
-            taken, ancillary = self._take()
+            taken, ancillary, flags, _ = self._take()
         if not taken:
             raise self._failed(None)
+        if flags & socket.MSG_CTRUNC:  # what is known by the slot's number is not what it tells of
+            raise RuntimeError(
+                f"no file descriptor was left to reach what rank {self._rank} sent: let processes have more of them "
+                "(ulimit -n)"
+            )
         number, length, offset, slot = _HEADER.unpack_from(self._buffer)
         for _, _, descriptor in ancillary:
-            self._known[slot] = Region(array.array("i", descriptor)[0]).bytes()
+            self._known[slot] = mapped(array.array("i", descriptor)[0])
         if offset == _NOWHERE:
             return number, None, self._carried[:length]
         return number, slot, self._known[slot][offset : offset + length]
@@ -193,8 +202,8 @@ class Connection:
         poll.register(self._socket, event)
         poll.poll()
 
-    def _take(self) -> tuple[int, list[tuple[int, int, bytes]]]:
-        return self._socket.recvmsg_into([self._buffer], _DESCRIPTOR_BYTES)[:2]
+    def _take(self) -> tuple[int, list[tuple[int, int, bytes]], int, Any]:
+        return self._socket.recvmsg_into([self._buffer], _DESCRIPTOR_BYTES, socket.MSG_CMSG_CLOEXEC)
 
     def _failed(self, error: OSError | None) -> RuntimeError:
         if isinstance(error, BlockingIOError):

@@ -192,7 +192,7 @@ class Receiver:
         Raises:
             RuntimeError: If the other has gone.
         """
-        with torch.inference_mode(mode=False), unseen():
+        with unseen():
             number, slot, message = self._connection.next()
             if slot == _ONCE:
                 self._connection.forget(_ONCE)

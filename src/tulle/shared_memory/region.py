@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -53,6 +54,19 @@ class Region(mmap.mmap):
         os.close(self.descriptor)
 
 
+def mapped(descriptor: int) -> Tensor:
+    """Another process' memory, as a flat tensor. Its file descriptor is closed: a process may have few, and needs none.
+
+    Raises:
+        RuntimeError: If it cannot be mapped.
+    """
+    size_bytes = os.fstat(descriptor).st_size
+    try:
+        return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size_bytes, dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
+
+
 def aligned(offset_bytes: int) -> int:
     """The next offset at which numbers of any type may begin, and no other's line of the cache ends."""
     return -(-offset_bytes // _LINE_BYTES) * _LINE_BYTES
@@ -68,6 +82,11 @@ def flat_bytes(tensor: Tensor) -> Tensor:
         return torch.from_numpy(flat.numpy()).as_strided((tensor.nbytes,), (1,))
 
 
-def unseen() -> AbstractContextManager[object]:
-    """A context whose operations no mode sees, such as one that counts the bytes of tensors: they make none."""
-    return torch._C._DisableTorchDispatch()
+@contextmanager
+def unseen() -> Iterator[None]:
+    """A context whose operations no mode sees, such as one that counts the bytes of tensors: they make none.
+
+    Nor are they in inference mode, whatever this thread is in: what came to be there no other thread may write.
+    """
+    with torch._C._DisableTorchDispatch(), torch.inference_mode(mode=False):
+        yield

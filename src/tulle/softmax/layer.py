@@ -101,8 +101,11 @@ class SoftmaxLayer(nn.Module, ABC):
 
         Returns:
             The logarithms of their probabilities and their numbers: `[..., k]` each.
+
+        Raises:
+            ModelError: On all ranks, if on any the hidden states do not fit or there are fewer classes.
         """
-        ranking, states = self._ranking(hidden)
+        ranking, states = self._ranking(hidden, self._check_k(k))
         values, rows = ranking.top_k(states, k)
         return values.view(*hidden.shape[:-1], k), rows.view(*hidden.shape[:-1], k)
 
@@ -139,16 +142,22 @@ class SoftmaxLayer(nn.Module, ABC):
                 raise ModelError(f"{whole.refusal(taker)}; a table that the plan splits by rows it takes at any time")
         return weight, bias, Shard.of(weight)
 
-    def _ranking(self, hidden: Tensor) -> tuple[Ranking, Tensor]:
+    def _ranking(self, hidden: Tensor, error: ModelError | None = None) -> tuple[Ranking, Tensor]:
         weight, bias, shard = self._here("top_k")
         states = hidden.detach().reshape(-1, hidden.shape[-1])
-        tokens = Tokens.agree(len(states), self._check_hidden(hidden), shard.axis(), label=shard.label)
+        tokens = Tokens.agree(len(states), error or self._check_hidden(hidden), shard.axis(), label=shard.label)
         return Ranking(Candidates(weight, bias, shard, self._dtype(hidden)), tokens, self.logits_bytes), states
 
     def _dtype(self, hidden: Tensor) -> torch.dtype:
         """In which hidden states and rows are multiplied: as `nn.Linear` would."""
         device = hidden.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+    def _check_k(self, k: int) -> ModelError | None:
+        num_rows = Shard.of(self.table_and_bias()[0]).num_rows
+        if isinstance(k, int) and 0 <= k <= num_rows:
+            return None
+        return ModelError(f"{type(self).__name__}.top_k was given k={k!r}, expected a number of its {num_rows} classes")
 
     def _check_hidden(self, hidden: Tensor) -> ModelError | None:
         weight, _ = self.table_and_bias()
