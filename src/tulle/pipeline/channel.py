@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from tulle.comm.pending import Exchange, translated
+from tulle.errors import CommunicationError
 from tulle.mesh import Axis
 from tulle.pipeline.messages import Key, Message
 
@@ -53,7 +52,10 @@ class Channel(ABC):
     def receive(self) -> tuple[Key, object]:
         """Wait for the next message; its key and its content, a tensor on the axis' device."""
 
-    @contextmanager
-    def _told(self, operation: str, size_bytes: int) -> Iterator[None]:
-        with translated(Exchange(operation, self._lane, LABEL, size_bytes, 1)):
-            yield
+    def _told(self, error: RuntimeError, operation: str, size_bytes: int) -> CommunicationError:
+        """What is raised for what gloo, or a channel of memory, raised."""
+        try:
+            with translated(Exchange(operation, self._lane, LABEL, size_bytes, 1)):
+                raise error
+        except CommunicationError as told:
+            return told

@@ -34,20 +34,25 @@ class ThroughMemory(Channel):
 
     def send(self, message: Message, *, is_expected: bool = True) -> None:
         """Send a message without waiting. What was sent is there for the other even when this process has ended."""
-        with self._told("send", message.size_bytes):
+        try:
             self._sender.send(message.size_bytes, message.write)
+        except RuntimeError as error:
+            raise self._told(error, "send", message.size_bytes) from error
         traffic.sent(LABEL, message.size_bytes, 1)
 
     def flush(self, *, but: int) -> None:
         """Wait until all but the latest `but` messages in memory have been read."""
-        if self._sender.waiting > but:
-            with self._told("send", 0):
-                self._sender.flush(but=but)
+        try:
+            self._sender.flush(but=but)
+        except RuntimeError as error:
+            raise self._told(error, "send", 0) from error
 
     def receive(self) -> tuple[Key, object]:
         """Wait for the next message; its key and its content, a tensor on the axis' device."""
-        with self._told("recv", 0):
+        try:
             message = self._receiver.receive()
+        except RuntimeError as error:
+            raise self._told(error, "recv", 0) from error
         header = decode_header(message)
         with unseen():  # it may be read by who waits for another one
             return header.key, decode(header, message[HEADER_BYTES:], self._lane.device)

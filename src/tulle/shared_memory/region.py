@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -82,11 +80,19 @@ def flat_bytes(tensor: Tensor) -> Tensor:
         return torch.from_numpy(flat.numpy()).as_strided((tensor.nbytes,), (1,))
 
 
-@contextmanager
-def unseen() -> Iterator[None]:
+class unseen:  # noqa: N801 - as torch.no_grad
     """A context whose operations no mode sees, such as one that counts the bytes of tensors: they make none.
 
     Nor are they in inference mode, whatever this thread is in: what came to be there no other thread may write.
     """
-    with torch._C._DisableTorchDispatch(), torch.inference_mode(mode=False):
-        yield
+
+    __slots__ = ("_guards",)
+
+    def __enter__(self) -> None:
+        self._guards = torch._C._DisableTorchDispatch(), torch._C._InferenceMode(False)
+        for guard in self._guards:
+            guard.__enter__()
+
+    def __exit__(self, *told: object) -> None:
+        for guard in reversed(self._guards):
+            guard.__exit__(*told)
