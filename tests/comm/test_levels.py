@@ -68,6 +68,44 @@ def test_one_host_and_hosts_that_are_unlike_have_no_levels(ranks_per_host):
 
 
 @on_ranks(4)
+@pytest.mark.parametrize(
+    "lengths", [[30_000, 30_000, 30_000, 30_000], [70_000, 0, 1, 90_001], [0, 0, 0, 40_000]], ids=str
+)
+def test_what_hosts_of_two_ranks_gather_is_what_all_have(lengths):
+    pretend_hosts(2)
+    axis = tulle.init(data=-1)["data"]
+    parts = [torch.randn(length, 3, generator=torch.Generator().manual_seed(length)) for length in lengths]
+    before = traffic.sent_for("here").bytes_sent
+    arrived = {}
+    pending = [
+        comm.all_gather_parts(parts[axis.rank], lengths, axis, label="here", arrived=arrived.__setitem__),
+        comm.all_reduce(torch.ones(9_000), axis, label="there"),
+        comm.all_gather_parts(parts[axis.rank][:, :1].contiguous(), lengths, axis, label="there"),
+        comm.all_gather(torch.full((40_000,), float(axis.rank)), axis, label="there"),
+    ]
+    found = [one.wait() for one in reversed(pending)][::-1]
+    assert torch.equal(found[0], torch.cat(parts))
+    assert torch.equal(found[1], torch.full((9_000,), 4.0))
+    assert torch.equal(found[2], torch.cat(parts)[:, :1])
+    assert torch.equal(found[3], torch.arange(4.0).repeat_interleave(40_000).view(4, -1))
+    assert {rank: len(part) for rank, part in arrived.items()} == {r: n for r, n in enumerate(lengths) if n}
+    assert traffic.sent_for("here").bytes_sent - before == 3 * 12 * lengths[axis.rank]
+
+
+@on_ranks(6)
+@pytest.mark.parametrize("ranks_per_host", [2, 3])
+def test_hosts_of_any_number_gather(ranks_per_host):
+    pretend_hosts(ranks_per_host)
+    axis = tulle.init(data=-1)["data"]
+    lengths = [20_000, 0, 30_001, 9, 0, 50_000]
+    parts = [torch.full((length,), float(rank), dtype=torch.bfloat16) for rank, length in enumerate(lengths)]
+    for _ in range(3):
+        assert torch.equal(
+            comm.all_gather_parts(parts[axis.rank], lengths, axis, label="here").wait(), torch.cat(parts)
+        )
+
+
+@on_ranks(4)
 def test_each_rank_counts_the_bytes_of_a_ring():
     pretend_hosts(2)
     axis = tulle.init(data=-1)["data"]

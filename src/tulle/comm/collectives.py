@@ -68,7 +68,7 @@ def all_gather(tensor: Tensor, axis: Axis, *, label: Label) -> Deferred[Tensor]:
     gloo passes parts on from rank to rank, `size - 1` latencies one after the other: small ones go straight to all.
     """
     is_small = tensor.nbytes * axis.size <= AT_ONCE_BYTES and axis.size > 1 and axis.device.type == "cpu"
-    if is_small or shared(axis) is not None:
+    if is_small or shared(axis) is not None or levels(axis) is not None:
         part = tensor.contiguous().view(1, tensor.numel())
         gathered = all_gather_parts(part, [1] * axis.size, axis, label=label)
         return Deferred(lambda: gathered.wait().view(axis.size, *tensor.shape))

@@ -1,4 +1,4 @@
-"""`levels`: an all-reduce between hosts of several ranks: within each host through memory, between hosts a share each.
+"""`levels`: collectives between hosts of several ranks: within each host through memory, between hosts a share each.
 
     host 0   rank 0   reduces share 0 of both ── with rank 2 ── writes it to both
              rank 1   reduces share 1 of both ── with rank 3 ── writes it to both
@@ -10,7 +10,7 @@ whose parts are then empty, and not sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from tulle.mesh import Axis
 from tulle.parts import Reduction
 from tulle.shared_memory import Work, Works, all_reduce, do_share, works_of
 
-LEAST_BYTES = 4096
+LEAST_BYTES = 128
 """What is smaller is reduced in a ring of all."""
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -33,10 +33,12 @@ class Levels:
     Args:
         inside: Exchanges among the ranks of this host.
         across: The ranks of this one's place on each host.
+        hosts: Of each host its ranks on the axis, in the order of places.
     """
 
     inside: Works
     across: Axis
+    hosts: Sequence[Sequence[int]]
 
     def all_reduce(self, tensor: Tensor, op: Reduction) -> Work:
         """Reduce a contiguous tensor in place over all ranks: the same bits on all of them."""
@@ -70,11 +72,11 @@ def levels(axis: Axis) -> Levels | None:
 
 
 def _levels(axis: Axis) -> Levels | None:
-    hosts = [[axis.ranks[rank] for rank in ranks] for ranks in ranks_by_host(axis)]
-    if len(hosts) == 1 or {len(ranks) for ranks in hosts} & {1} or len({len(ranks) for ranks in hosts}) > 1:
+    hosts = ranks_by_host(axis)
+    if len(hosts) == 1 or len(hosts[0]) == 1 or len({len(ranks) for ranks in hosts}) > 1:
         return None
-    if not all(map(do_share, hosts)):
+    if not all(do_share([axis.ranks[rank] for rank in ranks]) for ranks in hosts):
         return None
-    here = next(ranks for ranks in hosts if axis.ranks[axis.rank] in ranks)
-    inside = works_of(axis.group, here, axis.timeout_s)
-    return None if inside is None else Levels(inside, across_hosts(axis, "levels"))
+    here = next(ranks for ranks in hosts if axis.rank in ranks)
+    inside = works_of(axis.group, [axis.ranks[rank] for rank in here], axis.timeout_s)
+    return None if inside is None else Levels(inside, across_hosts(axis, "levels"), hosts)

@@ -27,13 +27,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tulle.comm.levels import Levels, levels
 from tulle.comm.pending import Arrived, Exchange, Label, Pending, hand_over, trace, translated
 from tulle.comm.scratch import scratch
 from tulle.comm.through_memory import exchange_through, shared
 from tulle.comm.traffic import now_s, traffic
 from tulle.mesh import Axis
 from tulle.process_groups import backend_of
-from tulle.shared_memory import flat_bytes
+from tulle.shared_memory import Task, flat_bytes
 
 AT_ONCE_BYTES = 512 * 1024
 """An exchange in which this rank sends at most this much is started in all rounds at once."""
@@ -44,6 +45,8 @@ BACKEND_BYTES = 1024 * 1024
 """An all-to-all in which ranks send no more is left to the backend: it takes as long as rounds, and less of a core."""
 BACKEND_GATHER_BYTES = 256 * 1024
 """The same of an all-gather, whose part is copied for each rank."""
+IN_LEVELS_BYTES = 64 * 1024
+"""A larger all-gather goes to each other host once, where hosts have several ranks."""
 BACKEND_S = 0.008
 """The same in seconds on the wire, where the network was measured: at 1 Gbit/s as many bytes, at 10 ten times more."""
 
@@ -71,6 +74,8 @@ def all_gather_parts(
             works, _counted("all-gather", [part] * axis.size, axis, label), [part] * axis.size, lengths, arrived
         )
     most_bytes = (axis.size - 1) * max(lengths) * math.prod(part.shape[1:]) * part.element_size()
+    if most_bytes > IN_LEVELS_BYTES and (both := levels(axis)) is not None:
+        return _gather_in_levels(part, lengths, axis, both, label, arrived)
     is_small = is_for_backend(most_bytes, axis)
     is_swap = is_small and axis.size == 2
     if arrived is None and is_small and not is_swap and most_bytes <= BACKEND_GATHER_BYTES:
@@ -161,7 +166,10 @@ def _exchange(
     exchange = _counted(operation, sends, axis, label)
     received = scratch((sum(lengths), *own.shape[1:]), own, axis) if axis.size > 1 else own
     receives = received.split(list(lengths))
-    rounds = [_Swap(sends, receives, axis)] if is_swap else _rounds(sends, receives, axis)
+    if is_swap:
+        rounds = [_Swap(sends, receives, axis)]
+    else:
+        rounds = [one for one in _rounds(sends, receives, axis) if one.messages]
     ahead = len(rounds) if exchange.bytes_sent <= AT_ONCE_BYTES else ROUNDS_UNDER_WAY
     with translated(exchange):
         under_way = [one.post() for one in rounds[:ahead]]
@@ -180,6 +188,44 @@ def _exchange(
         return received
 
     return Pending(exchange, (), finish)
+
+
+def _gather_in_levels(
+    part: Tensor, lengths: Sequence[int], axis: Axis, both: Levels, label: Label, arrived: Arrived | None
+) -> Pending[Tensor]:
+    """Gather from the ranks of this one's place on other hosts, and hand round on this host what comes.
+
+    The bytes that a rank sends are those of a gather from all, but only one of the ranks of a host receives a part from
+    another host, and sends it on.
+    """
+    received = scratch((sum(lengths), *part.shape[1:]), part, axis)
+    receives = received.split(list(lengths))
+    receives[axis.rank].copy_(part)
+    flat = [flat_bytes(one) for one in receives]
+    channel, own = both.inside.channel, both.across.rank
+    rounds = _rounds([part] * both.across.size, [receives[ranks[channel.place]] for ranks in both.hosts], both.across)
+
+    def hand_round(host: int) -> None:
+        ranks = both.hosts[host]
+        number = channel.tell(dict.fromkeys(channel.others, flat[ranks[channel.place]]))
+        for place in channel.others:
+            flat[ranks[place]].copy_(channel.hear(number, place, len(flat[ranks[place]])))
+
+    def end(_: int) -> None:
+        under_way = [one.post() for one in rounds[:ROUNDS_UNDER_WAY]]
+        hand_round(own)
+        for k, one in enumerate(rounds):
+            _wait(under_way.pop(0))
+            if k + ROUNDS_UNDER_WAY < len(rounds):
+                under_way.append(rounds[k + ROUNDS_UNDER_WAY].post())
+            hand_round(one.sources[0])
+
+    def finish() -> Tensor:
+        hand_over(arrived, [axis.rank, *(rank for rank in range(axis.size) if rank != axis.rank)], lengths, receives)
+        return received
+
+    work = both.inside.submit(Task(end))
+    return Pending(_counted("all-gather", [part] * axis.size, axis, label), [work], finish)
 
 
 def _counted(operation: str, sends: Sequence[Tensor], axis: Axis, label: Label) -> Exchange:
@@ -250,7 +296,7 @@ class _Swap:
 def _rounds(sends: Sequence[Tensor], receives: Sequence[Tensor], axis: Axis) -> list[_Round]:
     """The messages of an exchange: in round k each rank sends to that k after it, and receives from that k before.
 
-    So in a round a rank receives from one other only. What is empty is not sent; rounds without messages are left out.
+    So in a round a rank receives from one other only. What is empty is not sent.
     """
     tags = _tags(axis)
     rounds: list[_Round] = []
@@ -266,7 +312,7 @@ def _rounds(sends: Sequence[Tensor], receives: Sequence[Tensor], axis: Axis) -> 
     if axis.device.type == "cuda":  # nccl wants them as one group, and paces them itself
         others = [rank for rank in range(axis.size) if rank != axis.rank]
         rounds = [_Round([message for one in rounds for message in one.messages], others)]
-    return [one for one in rounds if one.messages]
+    return rounds
 
 
 def _post(messages: list[dist.P2POp]) -> list[dist.Work]:

@@ -5,12 +5,13 @@ from tulle.shared_memory.meeting import do_share, meet, one_way, works_of
 from tulle.shared_memory.neighbours import SWITCH
 from tulle.shared_memory.one_way import Receiver, Sender
 from tulle.shared_memory.region import flat_bytes, unseen
-from tulle.shared_memory.works import Work, Works
+from tulle.shared_memory.works import Task, Work, Works
 
 __all__ = [
     "SWITCH",
     "Receiver",
     "Sender",
+    "Task",
     "Work",
     "Works",
     "all_reduce",

@@ -11,7 +11,7 @@ from torch import Tensor
 from tulle.shared_memory.channel import Channel, is_carried
 from tulle.shared_memory.messages import Place
 from tulle.shared_memory.region import flat_bytes, unseen
-from tulle.shared_memory.works import Exchange, Work, Works
+from tulle.shared_memory.works import Task, Work, Works
 
 _PIECE_BYTES = 1 << 20
 """A reduction goes in pieces: those of all ranks stay in the caches, and slots stay small."""
@@ -42,7 +42,7 @@ def all_to_all(works: Works, sends: Mapping[int, Tensor], receives: Mapping[int,
             receives[other].copy_(channel.hear(number, other, len(receives[other])))
 
     is_small = is_carried([*sends.values(), *receives.values()])
-    return works.submit(Exchange(end, lambda: channel.tell(sends), is_small))
+    return works.submit(Task(end, lambda: channel.tell(sends), is_small))
 
 
 def all_reduce(works: Works, tensor: Tensor, op: Operation = "sum", across: Across | None = None) -> Work:
@@ -63,13 +63,13 @@ def _submit(works: Works, numbers: Tensor, operation: Callable[..., Tensor], acr
     channel, raw = works.channel, numbers.view(torch.uint8)
     if across is not None or len(raw) > (_AT_ONCE_BYTES if channel.size == 2 else _SHARED_OUT_BYTES):
         if (where := channel.place_of(raw)) is not None:
-            return works.submit(Exchange(lambda _: _in_place(channel, numbers, where, operation, across)))
+            return works.submit(Task(lambda _: _in_place(channel, numbers, where, operation, across)))
         piece_bytes = _PIECE_BYTES if across is None else _BETWEEN_HOSTS_BYTES * channel.size
         pieces = numbers.split(piece_bytes // numbers.element_size())
-        return works.submit(Exchange(lambda _: _in_pieces(channel, pieces, operation, across)))
+        return works.submit(Task(lambda _: _in_pieces(channel, pieces, operation, across)))
     sends = dict.fromkeys(channel.others, raw)
     return works.submit(
-        Exchange(
+        Task(
             lambda number: _of_all(channel, number, numbers, operation),
             lambda: channel.tell(sends),
             is_carried([raw]),

@@ -25,7 +25,7 @@ _AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class Task:
     """What is to be done.
 
     Args:
@@ -54,12 +54,12 @@ class Works:
         self._jobs: SimpleQueue[Work | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, exchange: Exchange) -> Work:
+    def submit(self, task: Task) -> Work:
         """Have an exchange done after all that were submitted before; call it from one thread at a time."""
-        work = Work(self, exchange)
-        if exchange.begin is not None and self._turn.acquire(blocking=False):
+        work = Work(self, task)
+        if task.begin is not None and self._turn.acquire(blocking=False):
             try:
-                if self._can_begin(exchange):
+                if self._can_begin(task):
                     work.begin()
             finally:
                 self._under_way.append(work)
@@ -110,11 +110,11 @@ class Works:
         self.channel.close()
         self._jobs.put(None)
 
-    def _can_begin(self, exchange: Exchange) -> bool:
+    def _can_begin(self, task: Task) -> bool:
         """Whether what is sent may go out now: everybody is there, and no slot is written that others still read."""
         if not self._under_way:
             return self.channel.is_open
-        are_carried = exchange.is_carried and all(work.is_begun and work.is_carried for work in self._under_way)
+        are_carried = task.is_carried and all(work.is_begun and work.is_carried for work in self._under_way)
         return are_carried and len(self._under_way) < _AHEAD
 
     def _do_beside(self, work: Work) -> None:
@@ -127,10 +127,10 @@ class Works:
 class Work:
     """An exchange under way, as `torch.distributed.Work`. What it holds can go as soon as it has been sent, or read."""
 
-    def __init__(self, works: Works, exchange: Exchange) -> None:
+    def __init__(self, works: Works, task: Task) -> None:
         self._works = works
-        self._begin, self._end = exchange.begin, exchange.end
-        self.is_carried = exchange.is_carried
+        self._begin, self._end = task.begin, task.end
+        self.is_carried = task.is_carried
         self.is_begun = self.is_done = False
         self._futures: list[Future[None]] = []
         self._given: int | RuntimeError = 0
