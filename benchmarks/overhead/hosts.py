@@ -1,7 +1,7 @@
 """What tulle costs beside DDP on hosts of several ranks: `sudo python benchmarks/overhead/hosts.py`.
 
-Emulated hosts (benchmarks/cluster); each row once with the ranks of a host sharing memory, and once without. Writes
-`results-hosts.json` beside this file and prints the table of the README.
+Emulated hosts (benchmarks/cluster); each row once with the ranks of a host sharing memory, and once without. Puts
+its rows into `results-hosts.json` beside this file, and prints the table of the README.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "cluster"))
 
-from cluster import Cluster  # noqa: E402  # pyright: ignore[reportMissingImports]
+from cluster import Cluster  # noqa: E402  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def main() -> None:
@@ -32,7 +32,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["chain", "translator"], help="%(default)s")
     parser.add_argument("--rounds", type=int, default=8, help="pairs in a run (%(default)s)")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    path = HERE / "results-hosts.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
     print("| model | rate | memory within hosts | tulle, ms a step | DDP, ms a step | ratio | quartiles |")
     print("|---|---|---|---|---|---|---|")
     for rate in options.rates:
@@ -41,11 +42,13 @@ def main() -> None:
             for model in options.models:
                 for shared in ("1", "0"):
                     found = measure(cluster, model, shared, options.rounds)
-                    rows.append({"model": model, "rate": rate, "achieved": achieved, "shared_memory": shared} | found)
+                    given = {"hosts": options.hosts, "ranks_per_host": options.ranks_per_host, "rate": rate}
+                    given |= {"model": model, "shared_memory": shared}
+                    rows = [one for one in rows if not given.items() <= one.items()]
+                    rows.append(given | {"achieved": achieved} | found)
                     print(row(rows[-1]), flush=True)
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
-    result = {"machine": machine, "command": " ".join(["python", *sys.argv]), **vars(options), "rows": rows}
-    (HERE / "results-hosts.json").write_text(json.dumps(result, indent=1) + "\n")
+    path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
 
 
 def measure(cluster: Any, model: str, shared: str, rounds: int) -> dict[str, Any]:
