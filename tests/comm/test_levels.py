@@ -2,6 +2,8 @@
 
 import copy
 import os
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -112,6 +114,25 @@ def test_each_rank_counts_the_bytes_of_a_ring():
     before = traffic.sent_for("here").bytes_sent
     comm.all_reduce(torch.ones(9_000), axis, label="here").wait()
     assert traffic.sent_for("here").bytes_sent - before == 2 * 3 / 4 * 4 * 9_000
+
+
+@on_ranks(4)
+def test_lanes_that_are_first_used_in_another_order_on_each_rank_have_levels_of_their_own():
+    pretend_hosts(2)
+    axis = tulle.init(data=-1)["data"]
+    lanes = [comm.lane(axis, purpose) for purpose in ("one", "another")]
+    found = {}
+
+    def reduce(number: int) -> None:
+        found[number] = comm.all_reduce(torch.full((9_000,), number + 1.0), lanes[number], label="here").wait()
+
+    threads = [threading.Thread(target=reduce, args=(number,)) for number in (0, 1)]
+    for thread in threads if axis.rank % 3 else reversed(threads):
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    assert [found[number][0].item() for number in (0, 1)] == [4.0, 8.0]
 
 
 @on_ranks(4)

@@ -62,8 +62,10 @@ def _part(axis: Axis, purpose: str, members: Sequence[int]) -> Axis:
 
 
 def _group(axis: Axis, purpose: str, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    # By the group that it is of: threads make those of two lanes in any order.
+    name = f"{axis.name}, {purpose} of {axis.group.group_name}"
     with translated(Exchange("connecting", axis, purpose, 0, 0)):
-        return new_group(ranks, axis.timeout_s, purpose=f"{axis.name}, {purpose}", backend=backend)
+        return new_group(ranks, axis.timeout_s, purpose=name, backend=backend)
 
 
 def alone(axis: Axis) -> Axis:
