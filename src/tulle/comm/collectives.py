@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tulle.comm.levels import LEAST_BYTES, REDUCTIONS, levels
+from tulle.comm.levels import LEAST_BYTES, begin_ring, levels
 from tulle.comm.ordered import numbers_of, ordered
 from tulle.comm.parts import AT_ONCE_BYTES, all_gather_parts
 from tulle.comm.pending import Deferred, Exchange, Label, Pending, done, translated
@@ -36,8 +36,8 @@ def all_reduce(tensor: Tensor, axis: Axis, *, label: Label, op: Reduction = "sum
     if sent.nbytes >= LEAST_BYTES and (both := levels(axis)) is not None:
         return Pending(exchange, [both.all_reduce(sent, op)], lambda: _take(tensor, sent))
     with translated(exchange):
-        work = dist.all_reduce(sent, op=REDUCTIONS[op], group=axis.group, async_op=True)
-    return Pending(exchange, [_some(work)], lambda: _take(tensor, sent))
+        work = begin_ring(sent, axis, op)
+    return Pending(exchange, [work], lambda: _take(tensor, sent))
 
 
 def _take(tensor: Tensor, reduced: Tensor) -> Tensor:

@@ -81,11 +81,10 @@ def hosts_of(axis: Axis) -> tuple[Axis | None, Axis | None]:
         rank a host.
     """
     by_host = ranks_by_host(axis)
-    here = next(ranks for ranks in by_host if axis.rank in ranks)
     if len({len(ranks) for ranks in by_host}) > 1:
         return None, None
-    there = [ranks[here.index(axis.rank)] for ranks in by_host]
-    return _among(axis, "inside", here), _among(axis, "across", there)
+    here = next(ranks for ranks in by_host if axis.rank in ranks)
+    return _among(axis, "inside", here), _among(axis, "across", _of_own_place(axis))
 
 
 def across_hosts(axis: Axis, purpose: str) -> Axis:
@@ -93,9 +92,7 @@ def across_hosts(axis: Axis, purpose: str) -> Axis:
 
     Every rank must call it. Hosts must have as many ranks each.
     """
-    by_host = ranks_by_host(axis)
-    here = next(ranks for ranks in by_host if axis.rank in ranks)
-    return _part(axis, purpose, [ranks[here.index(axis.rank)] for ranks in by_host])
+    return _part(axis, purpose, _of_own_place(axis))
 
 
 def ranks_by_host(axis: Axis) -> list[list[int]]:
@@ -104,6 +101,13 @@ def ranks_by_host(axis: Axis) -> list[list[int]]:
     for rank, host in enumerate(axis.hosts or axis.ranks):
         by_host.setdefault(host, []).append(rank)
     return [*by_host.values()]
+
+
+def _of_own_place(axis: Axis) -> list[int]:
+    """Of each host the rank that has the place there that this one has on its own."""
+    by_host = ranks_by_host(axis)
+    here = next(ranks for ranks in by_host if axis.rank in ranks)
+    return [ranks[here.index(axis.rank)] for ranks in by_host]
 
 
 def _among(axis: Axis, purpose: str, members: Sequence[int]) -> Axis:

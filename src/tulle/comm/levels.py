@@ -23,7 +23,7 @@ from tulle.shared_memory import Work, Works, all_reduce, do_share, works_of
 
 LEAST_BYTES = 128
 """What is smaller is reduced in a ring of all."""
-REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,13 +44,16 @@ class Levels:
         """Reduce a contiguous tensor in place over all ranks: the same bits on all of them."""
 
         def begin(share: Tensor) -> Callable[[], object]:
-            if not len(share):  # nor has any other of its place
-                return _nothing
-            work = dist.all_reduce(share, op=REDUCTIONS[op], group=self.across.group, async_op=True)
-            assert work is not None, "this rank is one of the group's"
-            return work.wait
+            return begin_ring(share, self.across, op).wait if len(share) else _nothing  # nor has any other of its place
 
         return all_reduce(self.inside, tensor, op, begin)
+
+
+def begin_ring(tensor: Tensor, axis: Axis, op: Reduction) -> dist.Work:
+    """Begin the backend's own all-reduce of a tensor in place, over an axis."""
+    work = dist.all_reduce(tensor, op=_REDUCTIONS[op], group=axis.group, async_op=True)
+    assert work is not None, "an asynchronous collective returns its work on every rank of its group"
+    return work
 
 
 def _nothing() -> None:

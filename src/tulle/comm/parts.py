@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,6 +37,7 @@ from tulle.mesh import Axis
 from tulle.process_groups import backend_of
 from tulle.shared_memory import Task, flat_bytes
 
+R = TypeVar("R", bound="_Round | _Swap")
 AT_ONCE_BYTES = 512 * 1024
 """An exchange in which this rank sends at most this much is started in all rounds at once."""
 ROUNDS_UNDER_WAY = 2
@@ -180,10 +182,7 @@ def _exchange(
         if received is not own:
             receives[axis.rank].copy_(own)
         hand_over(arrived, [axis.rank], lengths, receives)
-        for k, one in enumerate(rounds):
-            _wait(under_way.pop(0))
-            if k + ahead < len(rounds):
-                under_way.append(rounds[k + ahead].post())
+        for one in _ended(rounds, under_way):
             hand_over(arrived, one.sources, lengths, receives)
         return received
 
@@ -214,10 +213,7 @@ def _gather_in_levels(
     def end(_: int) -> None:
         under_way = [one.post() for one in rounds[:ROUNDS_UNDER_WAY]]
         hand_round(own)
-        for k, one in enumerate(rounds):
-            _wait(under_way.pop(0))
-            if k + ROUNDS_UNDER_WAY < len(rounds):
-                under_way.append(rounds[k + ROUNDS_UNDER_WAY].post())
+        for one in _ended(rounds, under_way):
             hand_round(one.sources[0])
 
     def finish() -> Tensor:
@@ -319,6 +315,20 @@ def _post(messages: list[dist.P2POp]) -> list[dist.Work]:
     return dist.batch_isend_irecv(messages) if messages else []
 
 
-def _wait(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
+def _ended(rounds: Sequence[R], under_way: list[list[dist.Work]]) -> Iterator[R]:
+    """Wait for rounds one after the other, and begin others as those before them end.
+
+    Args:
+        rounds: All of them.
+        under_way: The messages of the first, which have begun: so many stay under way.
+
+    Returns:
+        Each round that has ended.
+    """
+    ahead = len(under_way)
+    for k, one in enumerate(rounds):
+        for work in under_way.pop(0):
+            work.wait()
+        if k + ahead < len(rounds):
+            under_way.append(rounds[k + ahead].post())
+        yield one
