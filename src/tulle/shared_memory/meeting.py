@@ -22,8 +22,6 @@ _met: weakref.WeakKeyDictionary[dist.ProcessGroup, Neighbours] = weakref.WeakKey
 """By the process group of all ranks."""
 _works: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Works | None]] = weakref.WeakKeyDictionary()
 _one_way: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Sender | Receiver]] = weakref.WeakKeyDictionary()
-_PATIENT_S = 7 * 24 * 3600.0
-"""A rank from which nothing comes for long is not late until somebody waits for it, who knows for how long."""
 
 
 def meet(gather: Callable[[Any], Sequence[Any]]) -> None:
@@ -87,7 +85,7 @@ def one_way(group: dist.ProcessGroup, ranks: Sequence[int], timeout_s: float) ->
     found = {
         other: (
             Sender(Connection(other, made[own, other], timeout_s), timeout_s),
-            Receiver(Connection(other, made[other, own], _PATIENT_S)),
+            Receiver(Connection(other, made[other, own], 0.0)),
         )
         for other in others
     }

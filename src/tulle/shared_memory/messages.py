@@ -47,7 +47,7 @@ class Connection:
     Args:
         rank: Number of the other among all ranks.
         made: The socket.
-        timeout_s: For each message.
+        timeout_s: For each message; 0 for any time.
     """
 
     def __init__(self, rank: int, made: socket.socket, timeout_s: float) -> None:
@@ -135,21 +135,15 @@ class Connection:
 
     def has_come(self) -> bool:
         """Whether a message is there, or none will come any more."""
-        try:
-            self._socket.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            pass
-        return True
+        return self._poll(select.POLLIN, 0)
 
     def await_message(self) -> None:
         """Wait, for however long, until a message is there, or none will come any more."""
-        self._await(select.POLLIN)
+        self._poll(select.POLLIN, None)
 
     def await_room(self) -> None:
         """Wait, for however long, until there is room for another message, or nobody to take it."""
-        self._await(select.POLLOUT)
+        self._poll(select.POLLOUT, None)
 
     def forget(self, slot: int) -> None:
         """Let go of the other's memory of this number; it lasts as long as a tensor in it."""
@@ -197,10 +191,10 @@ class Connection:
             return number, None, self._carried[:length]
         return number, slot, self._known[slot][offset : offset + length]
 
-    def _await(self, event: int) -> None:
+    def _poll(self, event: int, timeout_ms: int | None) -> bool:
         poll = select.poll()
         poll.register(self._socket, event)
-        poll.poll()
+        return bool(poll.poll(timeout_ms))
 
     def _take(self) -> tuple[int, list[tuple[int, int, bytes]], int, Any]:
         return self._socket.recvmsg_into([self._buffer], _DESCRIPTOR_BYTES, socket.MSG_CMSG_CLOEXEC)

@@ -21,7 +21,7 @@ from tulle.shared_memory.messages import CARRIED_BYTES, Connection, Place
 from tulle.shared_memory.region import Region, unseen
 
 _SLOTS = 16
-"""Messages in memory that may be unread; each slot has two file descriptors open at both ends."""
+"""Messages in memory that may be unread; each slot has two file descriptors open at the sender's end."""
 _ONCE = _SLOTS
 """Stands for the slot of what is large."""
 _LARGE_BYTES = 16 << 20
@@ -81,7 +81,7 @@ class Sender:
             if self._thread is None:
                 self._hear()
             else:
-                self._await_thread(self._timeout_s)
+                self._await_thread()
 
     def settle(self) -> None:
         """Wait a while until all has been sent, which is there for the other even when this process has ended."""
@@ -165,10 +165,10 @@ class Sender:
             else:
                 self._connection.await_room()
 
-    def _await_thread(self, timeout_s: float) -> None:
+    def _await_thread(self) -> None:
         with self._progress:
-            if self._thread is not None and not self._progress.wait(timeout_s):
-                raise RuntimeError(f"Timed out after {timeout_s:g} s, waiting for messages to be read")
+            if self._thread is not None and not self._progress.wait(self._timeout_s):
+                raise RuntimeError(f"Timed out after {self._timeout_s:g} s, waiting for messages to be read")
 
 
 class Receiver:
