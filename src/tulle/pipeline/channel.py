@@ -26,11 +26,6 @@ class Channel(ABC):
         self._lane = lane
 
     @property
-    @abstractmethod
-    def waiting(self) -> int:
-        """How many messages take memory here and may not have been read."""
-
-    @property
     def descriptor(self) -> int | None:
         """By which one sees that something has come, to `receive` at once; None if somebody has to wait for it."""
         return None

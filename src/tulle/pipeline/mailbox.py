@@ -59,7 +59,7 @@ class Mailbox:
         self._lock = threading.Lock()
         """Held to change what listeners and programs share."""
         self._bell = Bell()
-        """Rung by listeners when wanted messages come, and by whatever ends."""
+        """Rung by listeners when wanted messages come, or ranks end, and by who gives up."""
         self._wanted: Mapping[int, Collection[Key]] = {}
         self._listening: dict[int, threading.Thread] = {}
         self._run = 0
@@ -244,9 +244,11 @@ class Mailbox:
                 if not self._goes_on(source):
                     del self._listening[source]
                     return
-            message = self._receive(source)
+            key, content = self._receive(source)
             with self._lock:
-                self._note(source, *message)
+                self._note(source, key, content)
+                if key[0] in (Kind.END, Kind.ERROR) or key in self._wanted.get(source, ()):
+                    self._bell.ring()
 
     def _await(self, timeout_s: float) -> bool:
         """Wait until something comes, or the bell rings; the lock is held, and let go of meanwhile.
@@ -279,10 +281,8 @@ class Mailbox:
             if key[1] == _FOR_EVER:
                 self._ended.update(dict.fromkeys(self._others(), _FOR_EVER))
             self._note_end(source, key[1], content if key[0] == Kind.ERROR else None)
-            return
-        self._messages[key] = content
-        if key in self._wanted.get(source, ()):
-            self._bell.ring()
+        else:
+            self._messages[key] = content
 
     def _note_end(self, source: int, run: int, error: object) -> None:
         """A rank is done with a run; the lock is held."""
@@ -292,7 +292,6 @@ class Mailbox:
             self._failed[source] = run, why
             if run >= self._run and self.failure is None:
                 self.failure = why
-        self._bell.ring()
 
 
 def mailbox_of(axis: Axis) -> Mailbox:

@@ -65,11 +65,6 @@ class ThroughGloo(Channel):
         self._spare: Tensor | None = None
         """Room that the last message left free."""
 
-    @property
-    def waiting(self) -> int:
-        """How many sends may not have been read."""
-        return len(self._outbox.sends)
-
     def send(self, message: Message, *, is_expected: bool = True) -> None:
         """Send a message without waiting."""
         raw, room = message.bytes(), self._room_there

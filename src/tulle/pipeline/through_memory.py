@@ -23,11 +23,6 @@ class ThroughMemory(Channel):
         self._sender, self._receiver = sender, receiver
 
     @property
-    def waiting(self) -> int:
-        """How many messages may not have been read, but for those that are small."""
-        return self._sender.waiting
-
-    @property
     def descriptor(self) -> int:
         """By which one sees that something has come, to `receive` at once."""
         return self._receiver.descriptor
