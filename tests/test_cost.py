@@ -1,8 +1,10 @@
 """The cost model's plain values are the formulas that their docstrings give."""
 
+from dataclasses import replace
+
 import pytest
 
-from tulle.cost import NOTHING, Characteristics, Cost, Network, all_reduce_cost, exchange_cost, work_cost
+from tulle.cost import NOTHING, Characteristics, Cost, Network, all_reduce_cost, exchange_cost, gather_cost, work_cost
 
 
 def test_density_is_the_mean_share_of_rows_that_a_rank_holds():
@@ -54,6 +56,19 @@ def test_what_was_measured_of_the_backends_all_reduce_is_taken_for_it():
     network = Network(1e-3, 1e6, all_reduce_latency_s=2e-2, all_reduce_bytes_per_s=3e6)
     assert all_reduce_cost(1e6, network, 4).seconds == pytest.approx(0.02 + 0.5)
     assert exchange_cost(1e6, 1, network).seconds == pytest.approx(1.001), "and for nothing else"
+
+
+def test_a_gather_goes_at_its_own_rate_where_that_was_measured():
+    network = Network(1e-3, 1e6, gather_bytes_per_s=2e6)
+    assert gather_cost([1e5, 3e5, 2e5], network) == Cost(600_000, 2, pytest.approx(1e-3 + 0.3))
+    assert gather_cost([1e5, 3e5, 2e5], replace(network, gather_bytes_per_s=None)).seconds == pytest.approx(0.601)
+    assert gather_cost([0, 0, 9e5], network).seconds == pytest.approx(1e-3 + 0.9), "one rank sends to both others"
+    assert gather_cost([1e5], network) == gather_cost([], network) == NOTHING
+
+
+def test_a_faster_network_has_the_same_latencies_and_work():
+    network = Network(1e-3, 1e6, sum_bytes_per_s=7.0, gather_bytes_per_s=2e6)
+    assert network.faster(3) == replace(network, bandwidth_bytes_per_s=3e6, gather_bytes_per_s=6e6)
 
 
 def test_local_work_costs_only_where_its_speed_was_measured():

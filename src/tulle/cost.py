@@ -25,6 +25,8 @@ class Network:
         copy_bytes_per_s: Rows that one rank gathers into fresh memory per second, in bytes, while all ranks do so.
         number_s: Seconds for one row number to be sorted among others, while all ranks do so.
         pair_latency_s: Seconds that the smallest exchange of two ranks takes; None means `latency_s`.
+        gather_bytes_per_s: Payload that one rank sends per second in a large all-gather, of which ranks of a host may
+            send one copy to another host; None means `bandwidth`.
         local_ranks: Ranks of one host, where the hosts of the axis are known and have several each.
         inside: The network among the ranks of one host.
         across: The network between hosts, for one rank of each, while all of them use it.
@@ -38,9 +40,20 @@ class Network:
     copy_bytes_per_s: float = float("inf")
     number_s: float = 0.0
     pair_latency_s: float | None = None
+    gather_bytes_per_s: float | None = None
     local_ranks: int = 1
     inside: Network | None = None
     across: Network | None = None
+
+    def faster(self, factor: float) -> Network:
+        """The same with links of so many times the rate; latencies, work, and what is nested stay."""
+        reduced, gathered = self.all_reduce_bytes_per_s, self.gather_bytes_per_s
+        return replace(
+            self,
+            bandwidth_bytes_per_s=factor * self.bandwidth_bytes_per_s,
+            all_reduce_bytes_per_s=None if reduced is None else factor * reduced,
+            gather_bytes_per_s=None if gathered is None else factor * gathered,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +221,20 @@ def exchange_cost(
     seconds = (messages if rounds is None else rounds) * network.latency_s
     busy_bytes = max(sent_bytes, received_bytes)
     return Cost(round(sent_bytes), messages, seconds + busy_bytes / network.bandwidth_bytes_per_s)
+
+
+def gather_cost(sizes_bytes: Sequence[float], network: Network) -> Cost:
+    """An all-gather of a part of so many bytes from each rank, all at once: who sends or receives most sets the pace.
+
+    Example:
+        >>> gather_cost([1e6, 3e6], Network(latency_s=1e-3, bandwidth_bytes_per_s=1e8))
+        Cost(bytes=3000000, messages=1, seconds=0.031)
+    """
+    others, most_bytes = max(0, len(sizes_bytes) - 1), max(sizes_bytes, default=0)
+    busy_bytes = max(others * most_bytes, sum(sizes_bytes) - min(sizes_bytes, default=0))
+    rate = network.gather_bytes_per_s or network.bandwidth_bytes_per_s
+    seconds = min(1, others) * network.latency_s + busy_bytes / rate
+    return Cost(round(others * most_bytes), others * (most_bytes > 0), seconds)
 
 
 def all_reduce_cost(tensor_bytes: float, network: Network, ranks: int) -> Cost:

@@ -1,14 +1,18 @@
 """The probe measures a network once, and all ranks go by the same numbers."""
 
 import math
+import os
 import sys
 from dataclasses import astuple
 
 import pytest
 
 import tulle
+from pretended_hosts import pretend_hosts
+from rank_process import patches
 from ranks import on_ranks
 from tulle import comm
+from tulle.shared_memory import SWITCH
 
 
 @on_ranks(2, 3, 4, probes=True)
@@ -45,7 +49,7 @@ def test_a_disturbed_measurement_does_not_promise_an_endless_bandwidth():
 @on_ranks(2, probes=True)
 def test_every_number_is_of_its_own_measurement():
     module = sys.modules["tulle.comm.probe"]
-    in_turn = iter([[1e-3], [11e-3], [2e-3], [3e-3], [23e-3], [65.536e-3], [4e-3], [5e-3]])
+    in_turn = iter([[65.536e-3], [4e-3], [5e-3], [1e-3], [11e-3], [2e-3], [3e-3], [23e-3]])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_times", lambda work, repeats, axis: next(in_turn))
         network = comm.probe(tulle.init(data=-1)["data"])
@@ -58,6 +62,25 @@ def test_every_number_is_of_its_own_measurement():
     assert network.number_s == pytest.approx(1e-6)
     assert network.sum_bytes_per_s == pytest.approx(work_bytes / 4e-3)
     assert network.copy_bytes_per_s == pytest.approx(work_bytes / 5e-3)
+
+
+@on_ranks(4, probes=True)
+@pytest.mark.skipif(os.environ.get(SWITCH) == "0", reason="ranks are told not to share memory")
+def test_what_goes_to_a_host_once_has_a_rate_of_its_own_and_all_ranks_work_at_once():
+    pretend_hosts(2)
+    module = sys.modules["tulle.comm.probe"]
+    patches.setattr(module, "_LARGE_REPEATS", 1)
+    together = []
+    times = module._times
+    patches.setattr(
+        module, "_times", lambda work, repeats, axis: [together.append(axis.size), times(work, repeats, axis)][1]
+    )
+    network = comm.probe(tulle.init(data=-1)["data"])
+    assert network.gather_bytes_per_s is not None
+    assert network.inside.gather_bytes_per_s is network.across.gather_bytes_per_s is None
+    for nested in (network.inside, network.across):
+        assert (nested.sum_bytes_per_s, nested.copy_bytes_per_s) == (network.sum_bytes_per_s, network.copy_bytes_per_s)
+    assert {*together} == {4}
 
 
 @on_ranks(2, probes=True)

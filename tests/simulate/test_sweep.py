@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tulle.cost import Network
+from tulle.cost import Network, gather_cost
 from tulle.errors import PlanError
 from tulle.simulate import (
     Change,
@@ -83,6 +83,17 @@ def test_ranks_of_a_host_share_its_link():
     assert network.all_reduce_bytes_per_s == 1e9
     beside = another(MEASURED, fast_inside).network(100, stride=4)  # four groups, each with one rank a host
     assert beside.all_reduce_bytes_per_s or beside.bandwidth_bytes_per_s == pytest.approx(1e9 / 4)
+
+
+def test_where_ranks_of_a_host_reduce_first_it_is_sent_once_what_they_gather_and_less_of_what_they_reduce():
+    """Two hosts of four ranks: half of the parts cross each link once, where each rank would send its own to four."""
+    flat = Cluster(2, 4, MACHINE, across=Network(5e-4, 1e9), inside=Network(1e-5, 1e10))
+    apart, together = flat.network(8), replace(flat, reduces_inside=True).network(8)
+    assert apart.gather_bytes_per_s is None
+    assert together.gather_bytes_per_s == pytest.approx(4 * apart.bandwidth_bytes_per_s)
+    assert gather_cost([1e8] * 8, together).seconds == pytest.approx(4e8 / 1e9, rel=0.01)
+    assert together.all_reduce_bytes_per_s == pytest.approx(1e9 * 7 / 4)
+    assert together.bandwidth_bytes_per_s == apart.bandwidth_bytes_per_s
 
 
 def test_a_cluster_of_nothing_is_refused():

@@ -6,7 +6,7 @@ gloo's smallest all-reduce takes several times its smallest exchange, and at 10 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from statistics import median
 
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from tulle.comm.collectives import all_reduce, barrier
 from tulle.comm.lane import hosts_of
-from tulle.comm.parts import all_to_all_parts
+from tulle.comm.levels import levels
+from tulle.comm.parts import all_gather_parts, all_to_all_parts
 from tulle.comm.traffic import now_s
 from tulle.cost import Network
 from tulle.mesh import Axis
@@ -42,7 +43,15 @@ def probe(axis: Axis) -> Network:
     if axis.size == 1:
         return ALONE
     if not axis.measured:
-        axis.measured.append(_with_hosts(_measure(axis, axis), axis))
+        work_s = _slowest(_work_s(axis), axis)
+        work_bytes = _WORK_ROWS * _WORK_WIDTH * 4
+        nothing_travels = replace(
+            ALONE,
+            sum_bytes_per_s=work_bytes / work_s["sum"],
+            copy_bytes_per_s=work_bytes / work_s["copy"],
+            number_s=work_s["sort"] / _SORTED_NUMBERS,
+        )
+        axis.measured.append(_with_hosts(_measure(axis, axis, nothing_travels), axis))
     return axis.measured[0]
 
 
@@ -51,12 +60,18 @@ def _with_hosts(flat: Network, axis: Axis) -> Network:
     inside, across = hosts_of(axis)
     if inside is None or across is None or inside.size == 1 or across.size == 1:
         return flat
-    networks = _measure(inside, axis), _measure(across, axis)
+    networks = _measure(inside, axis, flat), _measure(across, axis, flat)
     return replace(flat, local_ranks=inside.size, inside=networks[0], across=networks[1])
 
 
-def _measure(axis: Axis, whole: Axis) -> Network:
-    """Measure an axis, or all its like at once; the slowest numbers of the whole axis, on all its ranks."""
+def _measure(axis: Axis, whole: Axis, works: Network) -> Network:
+    """Measure an axis, or all its like at once; the slowest numbers of the whole axis, on all its ranks.
+
+    Args:
+        axis: What is measured.
+        whole: All whose ranks exchange at once, as they do in training: each along its own such axis.
+        works: How fast they handle rows meanwhile.
+    """
     parts = {size: _parts(size, axis) for size in (8, _LARGE_BYTES)}
     reduced = (_SMALL_REDUCED_BYTES, _LARGE_BYTES)
     tensors = {size: torch.zeros(size, dtype=torch.uint8, device=axis.device) for size in reduced}
@@ -70,33 +85,42 @@ def _measure(axis: Axis, whole: Axis) -> Network:
         lengths = [8 * (rank in (axis.rank, partner)) for rank in range(axis.size)]
         all_to_all_parts([parts[8][0].new_zeros(n) for n in lengths], lengths, axis, label=_LABEL).wait()
 
+    def gather() -> None:
+        part = parts[_LARGE_BYTES][axis.rank]
+        all_gather_parts(part, [len(part)] * axis.size, axis, label=_LABEL).wait()
+
     def reduce(size: int) -> None:
         all_reduce(tensors[size], axis, label=_LABEL).wait()
 
     # Of large ones the least times: what other programs do adds only. Small ones, and local work, are slowed by the
     # other ranks themselves: medians.
     seconds = {
-        "exchange": median(_times(lambda: exchange(8), _SMALL_REPEATS, axis)),
-        "large exchange": min(_times(lambda: exchange(_LARGE_BYTES), _LARGE_REPEATS, axis)),
-        "pair": median(_times(exchange_in_pairs, _SMALL_REPEATS, axis)),
-        "all-reduce": median(_times(lambda: reduce(_SMALL_REDUCED_BYTES), _SMALL_REPEATS, axis)),
-        "large all-reduce": min(_times(lambda: reduce(_LARGE_BYTES), _LARGE_REPEATS, axis)),
-        **_work_s(axis),
+        "exchange": median(_times(lambda: exchange(8), _SMALL_REPEATS, whole)),
+        "large exchange": min(_times(lambda: exchange(_LARGE_BYTES), _LARGE_REPEATS, whole)),
+        "pair": median(_times(exchange_in_pairs, _SMALL_REPEATS, whole)),
+        "all-reduce": median(_times(lambda: reduce(_SMALL_REDUCED_BYTES), _SMALL_REPEATS, whole)),
+        "large all-reduce": min(_times(lambda: reduce(_LARGE_BYTES), _LARGE_REPEATS, whole)),
     }
-    slowest = torch.tensor([*seconds.values()], dtype=torch.float64, device=axis.device)
-    agreed = dict(zip(seconds, all_reduce(slowest, whole, label=_LABEL, op="max").wait().tolist(), strict=True))
+    if levels(axis) is not None:  # else what is gathered goes as what is exchanged
+        seconds["large gather"] = min(_times(gather, _LARGE_REPEATS, whole))
+    agreed = _slowest(seconds, whole)
+    gather_s = agreed.get("large gather")
     reduced_bytes = 2 * (axis.size - 1) / axis.size * _LARGE_BYTES
-    work_bytes = _WORK_ROWS * _WORK_WIDTH * 4
-    return Network(
+    return replace(
+        works,
         latency_s=agreed["exchange"],
         bandwidth_bytes_per_s=_LARGE_BYTES / _beyond(agreed["large exchange"], agreed["exchange"]),
         all_reduce_latency_s=agreed["all-reduce"],
         all_reduce_bytes_per_s=reduced_bytes / _beyond(agreed["large all-reduce"], agreed["all-reduce"]),
-        sum_bytes_per_s=work_bytes / agreed["sum"],
-        copy_bytes_per_s=work_bytes / agreed["copy"],
-        number_s=agreed["sort"] / _SORTED_NUMBERS,
+        gather_bytes_per_s=_LARGE_BYTES / _beyond(gather_s, agreed["exchange"]) if gather_s else None,
         pair_latency_s=agreed["pair"],
     )
+
+
+def _slowest(seconds: Mapping[str, float], axis: Axis) -> dict[str, float]:
+    """Of each of these numbers the largest on any rank of an axis."""
+    largest = torch.tensor([*seconds.values()], dtype=torch.float64, device=axis.device)
+    return dict(zip(seconds, all_reduce(largest, axis, label=_LABEL, op="max").wait().tolist(), strict=True))
 
 
 def _beyond(total_s: float, latency_s: float) -> float:

@@ -207,21 +207,12 @@ def with_ranks(cluster: Cluster, ranks: int) -> Cluster | None:
 def with_bandwidth(cluster: Cluster, factor: float) -> Cluster:
     """The same cluster with another network between its hosts, or on its one host."""
     if cluster.hosts > 1:
-        return replace(cluster, across=_faster(cluster.across, factor))
-    return replace(cluster, across=_faster(cluster.across, factor), inside=_faster(_inside(cluster), factor))
+        return replace(cluster, across=cluster.across.faster(factor))
+    return replace(cluster, across=cluster.across.faster(factor), inside=_inside(cluster).faster(factor))
 
 
 def _inside(cluster: Cluster) -> Network:
     return cluster.inside or cluster.across
-
-
-def _faster(network: Network, factor: float) -> Network:
-    reduced = network.all_reduce_bytes_per_s
-    return replace(
-        network,
-        bandwidth_bytes_per_s=network.bandwidth_bytes_per_s * factor,
-        all_reduce_bytes_per_s=None if reduced is None else reduced * factor,
-    )
 
 
 def _thinned(numbers: range) -> list[int]:

@@ -48,12 +48,7 @@ def measure_cluster(axis: Axis, twin: Twin | None = None) -> Cluster:
     if count == 1 or found.across is None or found.inside is None:
         return Cluster(count, local, machine, _bare(found), _bare(found) if count == 1 else None, None, reduces_inside)
     # It was measured while all ranks of a host sent through its link; one alone has it to itself.
-    across = replace(
-        found.across,
-        bandwidth_bytes_per_s=found.across.bandwidth_bytes_per_s * local,
-        all_reduce_bytes_per_s=found.across.all_reduce_bytes_per_s and found.across.all_reduce_bytes_per_s * local,
-    )
-    return Cluster(count, local, machine, across, found.inside, count, reduces_inside)
+    return Cluster(count, local, machine, found.across.faster(local), found.inside, count, reduces_inside)
 
 
 def _bare(network: Network) -> Network:

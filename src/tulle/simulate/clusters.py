@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from tulle.cost import Network
 from tulle.errors import PlanError
 from tulle.workload import Cluster
 
@@ -70,7 +71,7 @@ def another(cluster: Cluster, change: Change) -> Cluster:
         )
     across, inside, probed = cluster.across, cluster.inside or cluster.across, cluster.probed_ranks
     if change.bandwidth_bytes_per_s is not None:
-        across = replace(across, bandwidth_bytes_per_s=change.bandwidth_bytes_per_s, all_reduce_bytes_per_s=None)
+        across = _at_rate(across, change.bandwidth_bytes_per_s)
     if change.latency_s is not None:
         rounds = math.ceil(math.log2(max(2, hosts * processes_per_host)))
         across = replace(
@@ -81,8 +82,11 @@ def another(cluster: Cluster, change: Change) -> Cluster:
         )
         probed = None
     if change.inside_bandwidth_bytes_per_s is not None:
-        rate = change.inside_bandwidth_bytes_per_s
-        inside = replace(inside, bandwidth_bytes_per_s=rate, all_reduce_bytes_per_s=None)
+        inside = _at_rate(inside, change.inside_bandwidth_bytes_per_s)
     elif cluster.inside is None:
         inside = across
     return Cluster(hosts, processes_per_host, cluster.machine, across, inside, probed, cluster.reduces_inside)
+
+
+def _at_rate(network: Network, bytes_per_s: float) -> Network:
+    return replace(network, bandwidth_bytes_per_s=bytes_per_s, all_reduce_bytes_per_s=None, gather_bytes_per_s=None)

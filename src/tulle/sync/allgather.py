@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tulle.comm import Deferred, all_gather_parts, release
-from tulle.cost import Characteristics, Cost, Network, exchange_cost, work_cost
+from tulle.cost import Characteristics, Cost, Network, gather_cost, work_cost
 from tulle.mesh import Axis
 from tulle.rows import Merge
 from tulle.sync.numbers import gather_numbers, numbers_cost
@@ -68,19 +68,11 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
     """`(n - 1) d M` and the row numbers, where the rank with most rows sets the pace; all rounds start at once."""
     looks = characteristics.at(ranks)
     total_rows = sum(looks.rows_per_rank)
-    most_rows = max(looks.rows_per_rank, default=0)
-    fewest_rows = min(looks.rows_per_rank, default=0)
-    values = exchange_cost(
-        (ranks - 1) * most_rows * looks.values_bytes,
-        (ranks - 1) * (most_rows > 0),
-        network,
-        rounds=min(1, ranks - 1),
-        received_bytes=(total_rows - fewest_rows) * looks.values_bytes,
-    )
+    values = gather_cost([rows * looks.values_bytes for rows in looks.rows_per_rank], network)
     work = work_cost(
         network,
         summed_bytes=total_rows * looks.values_bytes,
         copied_bytes=looks.union_rows * looks.values_bytes,
         numbers=total_rows,
     )
-    return numbers_cost(looks, network, ranks) + values + work
+    return numbers_cost(looks, network) + values + work

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import tulle.sync.push_pull as push_pull
 from tulle.comm import Deferred
-from tulle.cost import Characteristics, Cost, Network, exchange_cost, work_cost
+from tulle.cost import Characteristics, Cost, Network, exchange_cost, gather_cost, work_cost
 from tulle.mesh import Axis
 from tulle.partition import Contiguous
 from tulle.sync.numbers import gather_numbers, numbers_cost, told_bytes
@@ -107,15 +107,15 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
     owners_reached = int(by_owner.reached()[payer]) - int(own[payer] > 0)
     messages = others * int(numbers[payer] > 0) + owners_reached + others * int(owned[payer] > 0)
     push_bytes = torch.maximum(leaving, coming).max().item() * block_bytes
-    pull_bytes = max(others * owned.max().item(), (owned.sum() - owned.min()).item()) * block_bytes
-    values = exchange_cost(push_bytes + pull_bytes, messages, network, rounds=2 * min(1, others))
+    push = exchange_cost(push_bytes, 0, network, rounds=min(1, others))
+    pull = gather_cost((owned * block_bytes).tolist(), network)
     held_blocks, union_blocks = of_ranks.max().item(), owned.sum().item()
     work = work_cost(
         network,
         summed_bytes=at_owners.max().item() * block_bytes,
         copied_bytes=2 * held_blocks * block_bytes + union_blocks * block_bytes,
     )
-    seconds = numbers_cost(looks, network, ranks).seconds + values.seconds + work.seconds
+    seconds = numbers_cost(looks, network).seconds + push.seconds + pull.seconds + work.seconds
     return Cost(round(sent_bytes[payer].item()), messages, seconds)
 
 

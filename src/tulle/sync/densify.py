@@ -71,4 +71,4 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
         copied_bytes=looks.dense_bytes + picked_rows * looks.values_bytes,
         numbers=sum(looks.rows_per_rank),
     )
-    return numbers_cost(looks, network, ranks) + reduced + work
+    return numbers_cost(looks, network) + reduced + work

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tulle.comm import Deferred, all_gather, all_gather_parts, pause
-from tulle.cost import Characteristics, Cost, Network, exchange_cost
+from tulle.cost import Characteristics, Cost, Network, gather_cost
 from tulle.mesh import Axis
 from tulle.sync.table import Table
 
@@ -79,15 +79,9 @@ def told_bytes(looks: Characteristics) -> Tensor:
     return (len(sizes) - 1) * torch.tensor(sizes, dtype=torch.float64)
 
 
-def numbers_cost(looks: Characteristics, network: Network, ranks: int) -> Cost:
+def numbers_cost(looks: Characteristics, network: Network) -> Cost:
     """What it takes that every rank hears the row numbers of every rank."""
-    sizes = _sizes(looks)
-    most_bytes = max(sizes, default=0)
-    received_bytes = sum(sizes) - min(sizes, default=0)
-    others = ranks - 1
-    return exchange_cost(
-        others * most_bytes, others * (most_bytes > 0), network, rounds=min(1, others), received_bytes=received_bytes
-    )
+    return gather_cost(_sizes(looks), network)
 
 
 def tell_count(count: int, table: Table, axis: Axis) -> list[int]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tulle.comm import Deferred, all_gather_parts, release
-from tulle.cost import Characteristics, Cost, Network, exchange_cost, work_cost
+from tulle.cost import Characteristics, Cost, Network, gather_cost, work_cost
 from tulle.mesh import Axis
 from tulle.rows import Merge, RowSparse
 from tulle.sync.numbers import numbers_bytes
@@ -342,10 +342,10 @@ def _laid_out(kinds: Sequence[tuple[int, int, int]], words: int) -> tuple[list[t
 
 def _cost(kinds: Sequence[tuple[int, int]], packet_bytes: int, network: Network, ranks: int) -> Cost:
     """Of packets with room for so many rows of so many bytes."""
-    others, held_bytes = ranks - 1, ranks * sum(room * row_bytes for room, row_bytes in kinds)
+    held_bytes = ranks * sum(room * row_bytes for room, row_bytes in kinds)
     numbers = ranks * sum(room for room, _ in kinds)
     work = work_cost(network, summed_bytes=held_bytes, copied_bytes=held_bytes, numbers=numbers)
-    return exchange_cost(others * packet_bytes, others, network, rounds=min(1, others)) + work
+    return gather_cost([packet_bytes] * ranks, network) + work
 
 
 def _round_up(number: int, to: int) -> int:

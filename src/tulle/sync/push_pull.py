@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tulle.comm import Deferred, all_gather, all_gather_parts, all_to_all_parts, release
-from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, work_cost
+from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, gather_cost, work_cost
 from tulle.mesh import Axis
 from tulle.partition import Contiguous, Partition, order_by_owner
 from tulle.presence import Dealt
@@ -263,7 +263,7 @@ def settled_cost(
         is_ordered: Whether owners have consecutive rows.
     """
     ranks = len(looks.rows_per_rank)
-    numbers, told = told_bytes(looks), numbers_cost(looks, network, ranks)
+    numbers, told = told_bytes(looks), numbers_cost(looks, network)
     messages = (ranks - 1) * (numbers > 0).long()
     return _values_cost(looks, network, dealt, (numbers, messages, told.seconds), is_ordered=is_ordered)
 
@@ -289,8 +289,8 @@ def _values_cost(
     reached = int(by_owner.reached()[payer]) - int(own[payer] > 0)
     messages = int(told_messages[payer]) + reached + others * int(owned[payer] > 0)
     push_rows = torch.maximum(leaving, coming).max().item()
-    pull_rows = max(others * owned.max().item(), (owned.sum() - owned.min()).item())
-    values = exchange_cost((push_rows + pull_rows) * looks.values_bytes, 0, network, rounds=2)
+    push = exchange_cost(push_rows * looks.values_bytes, 0, network, rounds=1)
+    pull = gather_cost((owned * looks.values_bytes).tolist(), network)
     # Where owners have consecutive rows none are put in order before the push. Sums fill fresh memory in any case.
     ordered_rows = 0.0 if is_ordered else of_ranks.max().item()
     work = work_cost(
@@ -299,4 +299,4 @@ def _values_cost(
         copied_bytes=(ordered_rows + owned.max().item() + owned.sum().item()) * looks.values_bytes,
         numbers=(_SORTS_IN_ORDER if is_ordered else _SORTS) * sum(looks.rows_per_rank),
     )
-    return Cost(round(sent_bytes[payer].item()), messages, told_s + values.seconds + work.seconds)
+    return Cost(round(sent_bytes[payer].item()), messages, told_s + push.seconds + pull.seconds + work.seconds)

@@ -148,7 +148,7 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
     seconds = (
         int((fullest_bytes > 0).sum()) * (network.pair_latency_s or network.latency_s)
         + fullest_bytes.sum().item() / network.bandwidth_bytes_per_s
-        + numbers_cost(looks, network, ranks).seconds
+        + numbers_cost(looks, network).seconds
         + work_cost(
             network,
             summed_bytes=summed_rows * looks.values_bytes,

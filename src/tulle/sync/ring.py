@@ -44,4 +44,4 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
         copied_bytes=union_bytes + max(looks.rows_per_rank, default=0) * looks.values_bytes,
         numbers=sum(looks.rows_per_rank),
     )
-    return numbers_cost(looks, network, ranks) + reduced + work
+    return numbers_cost(looks, network) + reduced + work

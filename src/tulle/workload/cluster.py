@@ -53,7 +53,7 @@ class Cluster:
         probed_ranks: Among how many ranks `across` was measured: exchanges of more take longer, of fewer less. None
             for a network whose latencies hold for any number.
         reduces_inside: Whether ranks of a host reduce among themselves, and each sends a share to other hosts
-            (`tulle.comm.levels`), instead of in one ring with all.
+            (`tulle.comm.levels`), instead of in one ring with all; what is gathered goes to each host once then.
 
     Example:
         >>> cluster = Cluster(2, 4, Machine(1e12, 1e11), across=Network(5e-5, 1.25e9), inside=Network(1e-5, 1e10))
@@ -83,16 +83,17 @@ class Cluster:
         sharing = min(stride, self.processes_per_host)  # groups that send through one host's link at a time
         local_ranks = max(1, min(self.processes_per_host // stride, size - 1))  # of one group on one host
         hosts = -(-size // local_ranks)
-        across = _slowed(_among(self.across, hosts, self.probed_ranks), sharing)
+        across = _among(self.across, hosts, self.probed_ranks).faster(1 / sharing)
         if local_ranks == 1:
             return across
         # Of what a rank sends to all others some stays on the host; of a ring one edge leaves it.
         leaving = (size - local_ranks) / (size - 1)
-        everyone = _slowed(across, local_ranks)
+        everyone = across.faster(1 / local_ranks)
         fewer = (1 - 1 / size) / (1 - 1 / hosts) if self.reduces_inside else 1.0
         return replace(
             across,
             bandwidth_bytes_per_s=everyone.bandwidth_bytes_per_s / leaving,
+            gather_bytes_per_s=across.bandwidth_bytes_per_s / leaving if self.reduces_inside else None,
             all_reduce_bytes_per_s=fewer * (across.all_reduce_bytes_per_s or across.bandwidth_bytes_per_s),
             local_ranks=local_ranks,
             inside=inside,
@@ -161,18 +162,12 @@ def network_from_json(parsed: object, path: str = "") -> Network:
     def nested(name: str) -> Network:
         return network_from_json(entries.values[name], entries.at(name))
 
-    rates = ("bandwidth_bytes_per_s", "all_reduce_bytes_per_s", "sum_bytes_per_s", "copy_bytes_per_s")
+    of_links = ("bandwidth_bytes_per_s", "all_reduce_bytes_per_s", "gather_bytes_per_s")
+    rates = (*of_links, "sum_bytes_per_s", "copy_bytes_per_s")
     times = ("latency_s", "all_reduce_latency_s", "pair_latency_s", "number_s")
     readers: dict[str, Callable[[str], Any]] = dict.fromkeys(rates, entries.rate)
     readers |= dict.fromkeys(times, entries.number) | dict.fromkeys(("inside", "across"), nested)
     return Network(**entries.of_fields(Network, readers | {"local_ranks": partial(entries.whole, least=1)}))
-
-
-def _slowed(network: Network, by: int) -> Network:
-    """What so many that use a network alike get of it each."""
-    reduced = network.all_reduce_bytes_per_s
-    bandwidth = network.bandwidth_bytes_per_s / by
-    return replace(network, bandwidth_bytes_per_s=bandwidth, all_reduce_bytes_per_s=reduced and reduced / by)
 
 
 def _among(network: Network, ranks: int, probed: int | None) -> Network:
