@@ -58,12 +58,25 @@ def test_what_was_measured_of_the_backends_all_reduce_is_taken_for_it():
     assert exchange_cost(1e6, 1, network).seconds == pytest.approx(1.001), "and for nothing else"
 
 
-def test_a_gather_goes_at_its_own_rate_where_that_was_measured():
-    network = Network(1e-3, 1e6, gather_bytes_per_s=2e6)
-    assert gather_cost([1e5, 3e5, 2e5], network) == Cost(600_000, 2, pytest.approx(1e-3 + 0.3))
-    assert gather_cost([1e5, 3e5, 2e5], replace(network, gather_bytes_per_s=None)).seconds == pytest.approx(0.601)
-    assert gather_cost([0, 0, 9e5], network).seconds == pytest.approx(1e-3 + 0.9), "one rank sends to both others"
+def test_a_gather_is_as_slow_as_who_sends_or_receives_most():
+    network = Network(1e-3, 1e6)
+    assert gather_cost([1e5, 3e5, 2e5], network) == Cost(600_000, 2, pytest.approx(0.601))
+    assert gather_cost([3e5, 0, 3e5], network).seconds == pytest.approx(0.601)
     assert gather_cost([1e5], network) == gather_cost([], network) == NOTHING
+
+
+def test_what_is_gathered_through_memory_is_written_once():
+    network = Network(1e-3, 1e6, gather_bytes_per_s=2e6)
+    assert gather_cost([1e5, 3e5, 2e5], network) == Cost(600_000, 2, pytest.approx(1e-3 + 0.25))
+    assert gather_cost([0, 0, 9e5], network).seconds == pytest.approx(1e-3 + 0.45)
+
+
+def test_what_is_gathered_in_levels_crosses_to_each_other_host_once():
+    network = Network(1e-3, 1e6, gather_bytes_per_s=3e6, local_ranks=2)
+    assert gather_cost([1e5] * 6, network).seconds == pytest.approx(1e-3 + 5e5 / 3e6), "a rank gets five parts"
+    on_the_link = 2 * 6e5  # of the first host, to both others
+    assert gather_cost([4e5, 2e5, 1e5, 0, 0, 0], network).seconds == pytest.approx(1e-3 + on_the_link * 5 / 4 / 3e6)
+    assert gather_cost([4e5, 2e5], network).seconds == pytest.approx(1e-3 + 4e5 / 3e6), "no other host"
 
 
 def test_a_faster_network_has_the_same_latencies_and_work():

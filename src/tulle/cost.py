@@ -25,8 +25,8 @@ class Network:
         copy_bytes_per_s: Rows that one rank gathers into fresh memory per second, in bytes, while all ranks do so.
         number_s: Seconds for one row number to be sorted among others, while all ranks do so.
         pair_latency_s: Seconds that the smallest exchange of two ranks takes; None means `latency_s`.
-        gather_bytes_per_s: Payload that one rank sends per second in a large all-gather, of which ranks of a host may
-            send one copy to another host; None means `bandwidth`.
+        gather_bytes_per_s: Payload that one rank receives per second in a large all-gather, where each part goes to
+            every other host once, or to memory that all ranks share; None where it goes to every rank by itself.
         local_ranks: Ranks of one host, where the hosts of the axis are known and have several each.
         inside: The network among the ranks of one host.
         across: The network between hosts, for one rank of each, while all of them use it.
@@ -231,10 +231,24 @@ def gather_cost(sizes_bytes: Sequence[float], network: Network) -> Cost:
         Cost(bytes=3000000, messages=1, seconds=0.031)
     """
     others, most_bytes = max(0, len(sizes_bytes) - 1), max(sizes_bytes, default=0)
-    busy_bytes = max(others * most_bytes, sum(sizes_bytes) - min(sizes_bytes, default=0))
-    rate = network.gather_bytes_per_s or network.bandwidth_bytes_per_s
+    rate = network.gather_bytes_per_s
+    if rate is None:
+        busy_bytes = max(others * most_bytes, sum(sizes_bytes) - min(sizes_bytes, default=0))
+        rate = network.bandwidth_bytes_per_s
+    else:
+        busy_bytes = _sent_once_bytes(sizes_bytes, network.local_ranks)
     seconds = min(1, others) * network.latency_s + busy_bytes / rate
     return Cost(round(others * most_bytes), others * (most_bytes > 0), seconds)
+
+
+def _sent_once_bytes(sizes_bytes: Sequence[float], local_ranks: int) -> float:
+    """What counts where a part goes to each other host once, or to memory of all; of even parts what a rank gets."""
+    ranks = len(sizes_bytes)
+    if not 1 < local_ranks < ranks:
+        return sum(sizes_bytes) - min(sizes_bytes, default=0)
+    of_hosts = [sum(sizes_bytes[first : first + local_ranks]) for first in range(0, ranks, local_ranks)]
+    on_link_bytes = max((len(of_hosts) - 1) * max(of_hosts), sum(of_hosts) - min(of_hosts))
+    return on_link_bytes * (ranks - 1) / (ranks - local_ranks)
 
 
 def all_reduce_cost(tensor_bytes: float, network: Network, ranks: int) -> Cost:

@@ -17,6 +17,7 @@ from tulle.comm.collectives import all_reduce, barrier
 from tulle.comm.lane import hosts_of
 from tulle.comm.levels import levels
 from tulle.comm.parts import all_gather_parts, all_to_all_parts
+from tulle.comm.through_memory import shared
 from tulle.comm.traffic import now_s
 from tulle.cost import Network
 from tulle.mesh import Axis
@@ -101,7 +102,7 @@ def _measure(axis: Axis, whole: Axis, works: Network) -> Network:
         "all-reduce": median(_times(lambda: reduce(_SMALL_REDUCED_BYTES), _SMALL_REPEATS, whole)),
         "large all-reduce": min(_times(lambda: reduce(_LARGE_BYTES), _LARGE_REPEATS, whole)),
     }
-    if levels(axis) is not None:  # else what is gathered goes as what is exchanged
+    if shared(axis) is not None or levels(axis) is not None:  # else what is gathered goes as what is exchanged
         seconds["large gather"] = min(_times(gather, _LARGE_REPEATS, whole))
     agreed = _slowest(seconds, whole)
     gather_s = agreed.get("large gather")
