@@ -69,13 +69,13 @@ def test_with_tables_and_other_axes_too(kind, shape, tables, ranks_a_host):
 @on_ranks(4)
 def test_only_sums_of_shares_travel_between_hosts():
     model, several, place = on_hosts("stack", {"data": 4})
-    exchanges = ("all_gather_parts", "all_to_all_parts", "all_reduce")
+    exchanges = ("all_gather_parts", "scatter_sums", "all_reduce")
     with patch.multiple(unit, **{name: Mock(wraps=getattr(unit, name)) for name in exchanges}):
         train(model, several, *place, steps=range(1))
         called = {name: [call.args for call in getattr(unit, name).call_args_list] for name in exchanges}
     rank = torch.distributed.get_rank()
     within, between = tuple(range(rank // 2 * 2, rank // 2 * 2 + 2)), (rank % 2, rank % 2 + 2)
-    assert {axis.ranks for _, _, axis in called["all_gather_parts"] + called["all_to_all_parts"]} == {within}
+    assert {axis.ranks for _, _, axis in called["all_gather_parts"] + called["scatter_sums"]} == {within}
     assert {axis.ranks for _, axis in called["all_reduce"]} == {between}
     parts = sum(model.get_parameter(name).numel() for name in named_shards(model))
     flags = len(named_shards(model))

@@ -6,7 +6,7 @@ from tulle.comm.collectives import all_gather, all_reduce, barrier, broadcast
 from tulle.comm.differentiable import enter, exchange, gather, halo, leave, reduce_scatter, scatter
 from tulle.comm.eager import eager, untraced
 from tulle.comm.lane import alone, hosts_of, lane, on_host, ranks_by_host
-from tulle.comm.levels import can_have_levels
+from tulle.comm.levels import can_have_levels, has_levels
 from tulle.comm.monitored_barrier import follow_steps, monitored_barrier
 from tulle.comm.number_of_all import number_of_all
 from tulle.comm.parts import all_gather_parts, all_to_all_parts, receive, send
@@ -41,6 +41,7 @@ __all__ = [
     "gather",
     "gather_values",
     "halo",
+    "has_levels",
     "hosts_of",
     "lane",
     "leave",

@@ -65,6 +65,11 @@ def can_have_levels(axis: Axis) -> bool:
     return axis.device.type == "cpu" and do_share([axis.ranks[axis.rank]])
 
 
+def has_levels(axis: Axis) -> bool:
+    """Whether an axis has the two. Every rank of it must call it."""
+    return levels(axis) is not None
+
+
 def levels(axis: Axis) -> Levels | None:
     """The levels of an axis; None if there are no two, or not all hosts are alike. Every rank of it must call it."""
     if axis.device.type != "cpu" or axis.size == 1:

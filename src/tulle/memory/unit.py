@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from tulle.comm import all_gather_parts, all_reduce, all_to_all_parts, used_here
+from tulle.comm import all_gather_parts, all_reduce, used_here
 from tulle.memory.execution_order import other_branch
+from tulle.memory.scattered import scatter_sums
 from tulle.memory.shard import Shard
 from tulle.mesh import Axis
 
@@ -54,7 +55,7 @@ class Unit:
             pieces = gathered.split([size for of_rank in sizes for size in of_rank])
             each = len(numbers) + 1
             if not own.is_cuda:  # to look would wait for the device: gradients are looked at there
-                self._check(torch.cat(pieces[len(numbers) :: each]).tolist(), own.dtype)
+                self._check(enumerate(torch.cat(pieces[len(numbers) :: each]).tolist()), own.dtype)
             for place, number in enumerate(numbers):
                 shard, of_ranks = self.shards[number], pieces[place::each]
                 shaped = [piece.view(shard.shape_on(rank)) for rank, piece in enumerate(of_ranks)]
@@ -78,9 +79,9 @@ class Unit:
         trained = [number for number, part in enumerate(parts) if part.requires_grad]
         for group in by_dtype([parts[number] for number in trained]):
             numbers = [trained[place] for place in group]
-            *means, told = self._means(numbers, gradients, parts[numbers[0]])
+            (*means, told), told_by = self._means(numbers, gradients, parts[numbers[0]])
             any_used, marks = (values := told.tolist())[: len(numbers)], values[len(numbers) :]
-            self._check(marks, parts[numbers[0]].dtype)
+            self._check(zip(told_by, marks, strict=True), parts[numbers[0]].dtype)
             for number, mean, used in zip(numbers, means, any_used, strict=True):
                 if used:
                     reduced[number] = mean.view(self.shards[number].local_shape)
@@ -90,23 +91,30 @@ class Unit:
         """A copied model's parts lie where the model's do."""
         return replace(self)
 
-    def _means(self, numbers: Sequence[int], gradients: Sequence[Tensor | None], like: Tensor) -> Sequence[Tensor]:
-        """This rank's parts of the means of some gradients, flat; the share of ranks that used each, and all marks."""
+    def _means(
+        self, numbers: Sequence[int], gradients: Sequence[Tensor | None], like: Tensor
+    ) -> tuple[Sequence[Tensor], Sequence[int]]:
+        """This rank's parts of the means of some gradients, flat; the share of ranks that used each, and marks.
+
+        Besides the ranks whose marks they are.
+        """
         flags = like.new_tensor([*(gradients[number] is not None for number in numbers), self._mark(like.dtype)])
-        outgoing = [
-            torch.cat([*(_for_rank(gradients[number], self.shards[number], rank, like) for number in numbers), flags])
-            for rank in range(self.axis.size)
-        ]
-        sizes = [*(self.shards[number].size_on(self.axis.rank) for number in numbers), len(numbers)]
-        lengths = [sum(sizes) + 1] * self.axis.size
-        incoming = all_to_all_parts(outgoing, lengths, self.axis, label="sharded gradients").wait()
-        of_ranks = incoming.view(self.axis.size, -1)
-        sums, marks = of_ranks[:, :-1].sum(0, dtype=torch.promote_types(like.dtype, torch.float32)), of_ranks[:, -1]
-        flat = (sums / self._replicas).to(like.dtype)  # a sum may be too large for half precision
+
+        def message(ranks: Sequence[int]) -> Tensor:
+            pieces = [
+                [*(_for_rank(gradients[number], self.shards[number], rank, like) for number in numbers), flags]
+                for rank in ranks
+            ]
+            return torch.cat([piece for of_rank in pieces for piece in of_rank])
+
+        sizes = [[self.shards[number].size_on(rank) for number in numbers] for rank in range(self.axis.size)]
+        lengths = [sum(of_rank) + len(flags) for of_rank in sizes]
+        told = scatter_sums(message, lengths, self.axis, label="sharded gradients")
+        flat = (told.sums / self._replicas).to(like.dtype)  # a sum may be too large for half precision
         if self.across is not None:
             flat = all_reduce(flat, self.across, label="sharded gradients").wait()
-        *means, any_used = flat.split(sizes)
-        return [*means, torch.cat([any_used, marks])]
+        *means, any_used = flat.split([*sizes[self.axis.rank], len(numbers)])
+        return [*means, torch.cat([any_used, told.marks])], told.told_by
 
     @property
     def _replicas(self) -> int:
@@ -117,8 +125,8 @@ class Unit:
         """What every message bears, so that one of another unit is known; a number that its dtype can hold."""
         return crc32(self.name.encode()) % _MARKS.get(dtype, 251 if dtype.itemsize > 1 else 8)
 
-    def _check(self, marks: Sequence[float], dtype: torch.dtype) -> None:
-        for rank, mark in enumerate(marks):
+    def _check(self, marks: Iterable[tuple[int, float]], dtype: torch.dtype) -> None:
+        for rank, mark in marks:
             if mark != self._mark(dtype):
                 raise other_branch(f"{self.name!r} on rank {self.axis.rank}, another on rank {rank}")
 

@@ -6,7 +6,7 @@ over those of hosts  gather within each host   reduce-scatter within each host, 
 
 from __future__ import annotations
 
-from tulle.cost import Cost, Network, all_reduce_cost, exchange_cost
+from tulle.cost import Cost, Network, all_reduce_cost
 from tulle.cost import gather_cost as all_gather_cost
 from tulle.memory import Memory
 from tulle.memory.options import HOST
@@ -26,7 +26,11 @@ def sharers(memory: Memory, network: Network, ranks: int) -> int:
 
 
 def gather_cost(size_bytes: int, memory: Memory, network: Network, ranks: int) -> Cost:
-    """To gather what is shared out, of so many bytes in whole: on one link as long as half of a ring's all-reduce."""
+    """To gather what is shared out, of so many bytes in whole: on one link as long as half of a ring's all-reduce.
+
+    Each rank sends its part to each other, or, where ranks of a host share memory, to each other host. Of what those of
+    one host send most leaves it; of a ring one edge does.
+    """
     among = sharers(memory, network, ranks)
     if among == ranks and network.local_ranks > 1:
         return all_gather_cost([size_bytes // ranks] * ranks, network)
@@ -35,14 +39,8 @@ def gather_cost(size_bytes: int, memory: Memory, network: Network, ranks: int) -
 
 
 def scatter_cost(size_bytes: int, memory: Memory, network: Network, ranks: int) -> Cost:
-    """To sum gradients to those who keep the parts, and over all who keep the same part.
-
-    Each rank sends parts to each other. Of what those of one host send most leaves it; of a ring one edge does.
-    """
-    among = sharers(memory, network, ranks)
-    if among == ranks and network.local_ranks > 1:
-        return exchange_cost(size_bytes * (ranks - 1) // ranks, ranks - 1, network, rounds=1)
-    cost = gather_cost(size_bytes, memory, network, ranks)
+    """To sum gradients to those who keep the parts, and over all who keep the same part."""
+    cost, among = gather_cost(size_bytes, memory, network, ranks), sharers(memory, network, ranks)
     if among == ranks:
         return cost
     return cost + all_reduce_cost(size_bytes // among, network.across or network, ranks // among)
