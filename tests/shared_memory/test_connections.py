@@ -64,3 +64,14 @@ def test_connections_are_told_apart_by_keys_as_long_as_the_names_of_groups_of_a_
         made[key].close()
     here.close()
     there.close()
+
+
+def test_where_files_must_be_small_no_memory_is_shared_and_none_is_left_open():
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = os.listdir("/proc/self/fd")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        assert Neighbours.listening().address == ""
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir("/proc/self/fd") == before

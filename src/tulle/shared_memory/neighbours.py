@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 
+from tulle.shared_memory.region import Region
+
 SWITCH = "TULLE_SHARED_MEMORY"
 """A variable of the environment: 0 has all ranks exchange through the network, also those of one host."""
 _BACKLOG = 1024
@@ -50,10 +52,10 @@ class Neighbours:
             return cls(None, "")
         address = f"tulle-{os.getpid()}-{secrets.token_hex(8)}"
         try:
-            os.close(os.memfd_create("tulle", os.MFD_CLOEXEC))
+            Region.new(1)
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             listener.bind(f"\0{address}")
-        except (OSError, AttributeError):  # a sandbox without one of them, or no Linux
+        except (OSError, AttributeError):  # a sandbox without one of them, files that must be small, or no Linux
             return cls(None, "")
         listener.listen(_BACKLOG)
         listener.settimeout(_LOOK_S)
