@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -316,7 +316,7 @@ def test_extra_that_could_not_be_loaded_is_refused_before_the_old_file_is_touche
 
 
 def refusals(folder: Path, checkpoint: Path) -> list[str]:
-    """What this rank is told in four cases, of which rank 0, or only the last rank, finds the cause."""
+    """What this rank is told in five cases, of which rank 0, or only the last rank, finds the cause."""
     mesh = tulle.init(data=-1)
     model, optimizers = tulle.distribute(model := build(Noisy, 0), optimizers_of(model), mesh)
     is_last = mesh.rank == mesh.size - 1
@@ -330,6 +330,10 @@ def refusals(folder: Path, checkpoint: Path) -> list[str]:
 
     refused(tulle.load, folder / "no")
     refused(tulle.load, folder / "no" if is_last else checkpoint)
+    with pytest.MonkeyPatch.context() as patch:
+        if is_last:
+            patch.setattr(tulle.checkpoint.folder, "_has_bytes", Mock(side_effect=PermissionError(13, "Not yours")))
+        refused(tulle.load, checkpoint)
     refused(tulle.save, folder / "a", schedule=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "save", fails_halfway(OSError("No space left on device")))
@@ -341,10 +345,11 @@ def refusals(folder: Path, checkpoint: Path) -> list[str]:
 def test_all_ranks_raise_alike(ranks, tmp_path, checkpoint):
     heard = run_on_ranks(ranks, refusals, folder=tmp_path, checkpoint=checkpoint)
     last = ranks - 1
-    for rank, (missing, missing_there, extra, disk) in enumerate(heard):
+    for rank, (missing, missing_there, unread, extra, disk) in enumerate(heard):
         on_first, on_last = ("" if rank == 0 else "rank 0: "), ("" if rank == last else f"rank {last}: ")
         assert missing.removeprefix("rank 0: ").startswith("there is no checkpoint ")
         assert missing_there.startswith(on_last + "there is no checkpoint ")
+        assert unread == f"{on_last}cannot read the checkpoint {str(checkpoint)!r}: [Errno 13] Not yours"
         assert extra.startswith(on_first + "tulle.save was given schedule= a function")
         assert disk.startswith(on_first + "cannot write the checkpoint ")
     assert os.listdir(tmp_path) == [checkpoint.name]

@@ -1,9 +1,11 @@
 """A mesh arranges the processes of a run along named axes, the same on all ranks, or says why it cannot."""
 
+import math
 import re
 import threading
 from contextlib import suppress
 from datetime import timedelta
+from itertools import count
 
 import pytest
 import torch
@@ -144,7 +146,7 @@ def test_the_timeout_is_in_seconds_or_a_timedelta(timeout):
     assert mesh["pipe"].timeout_s == 20.0, "the group that was initialized before keeps its own"
 
 
-@pytest.mark.parametrize("timeout", [0, -1, "5", True], ids=repr)
+@pytest.mark.parametrize("timeout", [0, -1, "5", True, math.inf, math.nan], ids=repr)
 def test_a_timeout_that_is_no_time_is_refused(timeout):
     with pytest.raises(MeshError, match=f"timeout={timeout!r}, expected a positive number of seconds"):
         tulle.init(data=-1, timeout=timeout)
@@ -156,17 +158,18 @@ def test_a_backend_that_is_not_there_is_refused(backend):
         tulle.init(data=-1, backend=backend)
 
 
-def test_processes_that_are_started_again_do_not_find_what_those_before_left(monkeypatch):
+def test_processes_that_are_started_again_and_groups_made_anew_do_not_find_what_those_before_left(monkeypatch):
     launchers = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     here = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": launchers.port}
     for name, value in {**here, "TORCHELASTIC_USE_AGENT_STORE": True}.items():
         monkeypatch.setenv(name, str(value))
     stores = []
-    for attempt in "001":
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+    for attempt, groups_before in ((0, 0), (0, 0), (0, 1), (1, 0)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        monkeypatch.setattr("tulle.mesh._joined", count(groups_before))
         stores.append(_store(detect(), timedelta(seconds=10)))
     stores[0].set("address", "of a process that is gone")
-    assert [store.check(["address"]) for store in stores] == [True, True, False]
+    assert [store.check(["address"]) for store in stores] == [True, True, False, False]
 
 
 @on_ranks(4)

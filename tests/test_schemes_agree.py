@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import tulle
 from gigabit import give_network
+from pretended_hosts import pretend_hosts
 from ranks import on_ranks, run_on_ranks
 from tulle import RowSparse
 from tulle.errors import PlanError
@@ -230,3 +231,17 @@ def test_what_requires_a_gradient_is_reduced_as_a_value(scheme):
     dense = tulle.sync.all_reduce(values, axis)
     assert not dense.requires_grad
     assert not rows.values.requires_grad
+
+
+@on_ranks(4)
+def test_schemes_sum_what_is_large_on_hosts_of_several_ranks():
+    pretend_hosts(2)
+    axis = tulle.init(data=-1)["data"]
+    drawn = [torch.Generator().manual_seed(rank) for rank in range(axis.size)]
+    indices = [torch.randperm(3_000, generator=generator)[:500] for generator in drawn]
+    values = [torch.randn(500, 64, generator=generator, dtype=torch.float64) for generator in drawn]
+    held = [RowSparse(*one, 3_000) for one in zip(indices, values, strict=True)]
+    expected = sum(one.to_dense() for one in held)
+    for scheme in SCHEMES:
+        found = tulle.sync.all_reduce(held[axis.rank], axis, scheme=scheme, op="sum").to_dense()
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar, cast
 from weakref import WeakSet
 
@@ -35,6 +36,8 @@ _SETTLING_S = 0.05
 _WAKING_S = 1.0
 _NEVER_SENT = 2**30
 """The tag of a message that nobody sends."""
+_joined = count()
+"""Process groups that this process has joined with those of its run, as often as all others."""
 _waiting: WeakSet[threading.Thread] = WeakSet()
 
 
@@ -266,15 +269,18 @@ def _store(launch: Launch, timeout: timedelta) -> Store:
     if launch.launcher == "slurm":
         url = f"tcp://{launch.address}:{launch.port}"
         return next(rendezvous(url, launch.rank, launch.size, timeout=timeout))[0]
-    # The launcher's outlives processes: those of an attempt before have left addresses there at which nobody is.
-    return PrefixStore(f"attempt {launch.attempt}", next(rendezvous("env://", timeout=timeout))[0])
+    # The launcher's outlives process groups: those before, of this attempt or another, have left addresses there at
+    # which nobody is.
+    name = f"attempt {launch.attempt}, process group {next(_joined)}"
+    return PrefixStore(name, next(rendezvous("env://", timeout=timeout))[0])
 
 
 def _seconds(timeout: float | timedelta | None) -> float:
     if timeout is None:
         return DEFAULT_TIMEOUT_S
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or seconds <= 0:
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not is_number or not 0 < seconds <= threading.TIMEOUT_MAX:  # what is no number is neither
         raise MeshError(f"tulle.init was given timeout={timeout!r}, expected a positive number of seconds")
     return float(seconds)
 

@@ -45,6 +45,42 @@ def test_the_largest_and_the_smallest_are_those_of_torch_whoever_has_none(dtype)
         torch.testing.assert_close(found, reduce(parts, 0), rtol=0, atol=0, equal_nan=True)
 
 
+STRANGE = {
+    "strided": lambda numbers: numbers.repeat_interleave(2, 1)[:, ::2],
+    "turned": lambda numbers: numbers.t().contiguous().t(),
+    "conjugate": lambda numbers: torch.complex(numbers, -numbers).conj(),
+    "of a graph": lambda numbers: numbers.clone().requires_grad_(),
+    "short": lambda numbers: numbers.short(),
+    "bool": lambda numbers: numbers.bool(),
+    "none": lambda numbers: numbers[:0],
+}
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("kind", STRANGE)
+@pytest.mark.parametrize("length", [4, 100_000])
+def test_tensors_of_any_layout_and_dtype_travel(kind, length):
+    axis = tulle.init(data=-1)["data"]
+    drawn = torch.randint(-5, 5, (axis.size, length, 6), generator=torch.Generator().manual_seed(0)).float()
+    parts = [STRANGE[kind](numbers) for numbers in drawn]
+    mine, rank, rows = parts[axis.rank], axis.rank, len(parts[0])
+    wholes = [part.detach().clone().resolve_conj().contiguous() for part in parts]
+    sums = sum(wholes[1:], start=wholes[0])
+    assert torch.equal(comm.all_gather(mine, axis, label="here").wait(), torch.stack(wholes))
+    lengths = [min(rows, r + 1) for r in range(axis.size)]
+    gathered = comm.all_gather_parts(mine[: lengths[rank]], lengths, axis, label="here").wait()
+    assert torch.equal(gathered, torch.cat([one[:n] for one, n in zip(wholes, lengths, strict=True)]))
+    cut = [mine[r : r + 1] for r in range(axis.size)]
+    for most_bytes in (None, 100):
+        came = comm.all_to_all_parts(cut, [len(cut[rank])] * axis.size, axis, label="here", most_bytes=most_bytes)
+        assert torch.equal(came.wait(), torch.cat([one[rank : rank + 1] for one in wholes]))
+    with torch.no_grad():
+        assert comm.all_reduce(mine, axis, label="here").wait() is mine
+        assert torch.equal(mine, sums)
+        assert comm.broadcast(mine.add_(rank) if rows and kind != "bool" else mine, axis, label="here").wait() is mine
+        assert torch.equal(mine, sums)
+
+
 @on_ranks(2)
 def test_short_integers_which_no_backend_reduces_are_reduced():
     axis = tulle.init(data=-1)["data"]

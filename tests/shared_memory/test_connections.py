@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tulle.shared_memory.messages import Connection, Place
+from tulle.shared_memory.neighbours import Neighbours
 from tulle.shared_memory.region import Region
 
 
@@ -49,3 +50,28 @@ def test_what_cannot_be_reached_is_not_taken_for_what_was_there_before(ends):
             ends[1].receive(2, 10)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_connections_are_told_apart_by_keys_as_long_as_the_names_of_groups_of_a_thousand_ranks():
+    here, there = Neighbours.listening(), Neighbours.listening()
+    here.reach([here.address, there.address])
+    keys = [f"{list(range(1_000))} {number}" for number in range(2)]
+    made = {key: here.connect(1, key) for key in keys}
+    for key in reversed(keys):
+        made[key].send(key.encode())
+        with there.accept(key, 1.0) as came:
+            assert came.recv(10_000).decode() == key
+        made[key].close()
+    here.close()
+    there.close()
+
+
+def test_where_files_must_be_small_no_memory_is_shared_and_none_is_left_open():
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = os.listdir("/proc/self/fd")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        assert Neighbours.listening().address == ""
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert os.listdir("/proc/self/fd") == before

@@ -109,6 +109,10 @@ class Folder:
             f"cannot write the checkpoint {str(self.path)!r}: {said}; an older one of that name is as it was"
         )
 
+    def unread(self, problem: BaseException) -> CheckpointError:
+        """What to raise if the system does not let a rank read a file."""
+        return CheckpointError(f"cannot read the checkpoint {str(self.path)!r}: {problem}")
+
     def read_run(self) -> dict[str, Any]:
         """Read the small file.
 

@@ -50,7 +50,7 @@ def load(
     await_saves()
     folder, standing, optimizers = Folder(path), Standing(model), [] if optimizer is None else as_optimizers(optimizer)
     ranks, own = standing.ranks, dict(standing.state())  # what gathers it from other ranks comes first
-    with ranks.alike():
+    with ranks.alike(folder.unread):
         run = folder.read_run()
         check_model(run["model"], own, standing, path)
         if optimizer is not None:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tulle.comm.as_sent import as_bytes, as_sent
 from tulle.comm.levels import LEAST_BYTES, begin_ring, levels
 from tulle.comm.ordered import numbers_of, ordered
 from tulle.comm.parts import AT_ONCE_BYTES, all_gather_parts
@@ -20,14 +21,14 @@ def all_reduce(tensor: Tensor, axis: Axis, *, label: Label, op: Reduction = "sum
     """Reduce a tensor over the axis, in place. Every rank of the axis must call it.
 
     Args:
-        tensor: Dense and contiguous, of one shape and dtype on all ranks.
+        tensor: Dense, of one shape and dtype on all ranks.
         axis: Whose ranks take part.
         label: What it is for: counters, timeline and errors name it.
         op: `"sum"`, `"max"` or `"min"`; the largest and the smallest are NaN where any is, as torch's are.
     """
     share = 2 * (axis.size - 1) / axis.size
     sent = tensor if op == "sum" or axis.size == 1 else ordered(tensor, op)
-    sent = sent.int() if sent.dtype == torch.int16 else sent  # which no backend reduces
+    sent = as_sent(sent.int() if sent.dtype == torch.int16 else sent)  # which no backend reduces
     exchange = Exchange("all-reduce", axis, label, round(share * sent.nbytes), 2 * (axis.size - 1))
     if axis.size == 1:
         return done(exchange, tensor)
@@ -40,9 +41,11 @@ def all_reduce(tensor: Tensor, axis: Axis, *, label: Label, op: Reduction = "sum
     return Pending(exchange, [work], lambda: _take(tensor, sent))
 
 
-def _take(tensor: Tensor, reduced: Tensor) -> Tensor:
-    """Have a tensor hold what it was sent as, reduced."""
-    return tensor if reduced is tensor else tensor.copy_(numbers_of(reduced, tensor.dtype))
+def _take(tensor: Tensor, sent: Tensor) -> Tensor:
+    """Have a tensor hold what became of what it was sent as."""
+    if sent.data_ptr() == tensor.data_ptr():
+        return tensor
+    return tensor.copy_(sent if sent.dtype == tensor.dtype else numbers_of(sent, tensor.dtype))
 
 
 def broadcast(tensor: Tensor, axis: Axis, *, label: Label, source: int = 0) -> Pending[Tensor]:
@@ -57,9 +60,10 @@ def broadcast(tensor: Tensor, axis: Axis, *, label: Label, source: int = 0) -> P
     )
     if axis.size == 1:
         return done(exchange, tensor)
+    sent = as_sent(tensor)
     with translated(exchange):
-        work = dist.broadcast(tensor, src=axis.ranks[source], group=axis.group, async_op=True)
-    return Pending(exchange, [_some(work)], lambda: tensor)
+        work = dist.broadcast(as_bytes(sent), src=axis.ranks[source], group=axis.group, async_op=True)
+    return Pending(exchange, [_some(work)], lambda: _take(tensor, sent))
 
 
 def all_gather(tensor: Tensor, axis: Axis, *, label: Label) -> Deferred[Tensor]:
@@ -69,7 +73,7 @@ def all_gather(tensor: Tensor, axis: Axis, *, label: Label) -> Deferred[Tensor]:
     """
     is_small = tensor.nbytes * axis.size <= AT_ONCE_BYTES and axis.size > 1 and axis.device.type == "cpu"
     if is_small or shared(axis) is not None or levels(axis) is not None:
-        part = tensor.contiguous().view(1, tensor.numel())
+        part = as_sent(tensor).view(1, tensor.numel())
         gathered = all_gather_parts(part, [1] * axis.size, axis, label=label)
         return Deferred(lambda: gathered.wait().view(axis.size, *tensor.shape))
     exchange = Exchange("all-gather", axis, label, (axis.size - 1) * tensor.nbytes, axis.size - 1)
@@ -77,7 +81,7 @@ def all_gather(tensor: Tensor, axis: Axis, *, label: Label) -> Deferred[Tensor]:
         return done(exchange, tensor.unsqueeze(0))
     gathered = tensor.new_empty(axis.size * tensor.numel())
     with translated(exchange):
-        work = _all_gather_flat(gathered, tensor.contiguous().view(-1), axis.group)
+        work = _all_gather_flat(as_bytes(gathered), as_bytes(as_sent(tensor)), axis.group)
     return Pending(exchange, [work], lambda: gathered.view(axis.size, *tensor.shape))
 
 

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tulle.comm.as_sent import as_sent
 from tulle.comm.levels import Levels, levels
 from tulle.comm.pending import Arrived, Exchange, Label, Pending, hand_over, trace, translated
 from tulle.comm.scratch import scratch
@@ -62,7 +63,7 @@ def all_gather_parts(
     """Gather parts of unequal lengths along dimension 0. Every rank of the axis must call it.
 
     Args:
-        part: `[lengths[axis.rank], ...]`, contiguous; trailing dimensions and dtype are the same on all ranks.
+        part: `[lengths[axis.rank], ...]`; trailing dimensions and dtype are the same on all ranks.
         lengths: Length of each rank's part, the same list on all ranks.
         axis: Whose ranks take part.
         label: What it is for.
@@ -71,6 +72,7 @@ def all_gather_parts(
     Returns:
         All parts end to end, in the order of ranks: `[sum(lengths), ...]`.
     """
+    part = as_sent(part)
     if (works := shared(axis)) is not None:
         return exchange_through(
             works, _counted("all-gather", [part] * axis.size, axis, label), [part] * axis.size, lengths, arrived
@@ -91,7 +93,7 @@ def all_to_all_parts(
     """Send `parts[r]` to rank r and receive `lengths[r]` entries from it. Every rank of the axis must call it.
 
     Args:
-        parts: One `[n, ...]` tensor for each rank, contiguous; trailing dimensions and dtype agree everywhere.
+        parts: One `[n, ...]` tensor for each rank; trailing dimensions and dtype agree everywhere.
         lengths: Length of the part that comes from each rank.
         axis: Whose ranks take part.
         label: What it is for.
@@ -100,6 +102,7 @@ def all_to_all_parts(
     Returns:
         What came from each rank and this rank's own part, end to end in the order of ranks: `[sum(lengths), ...]`.
     """
+    parts = [as_sent(part) for part in parts]
     if (works := shared(axis)) is not None:
         return exchange_through(works, _counted("all-to-all", parts, axis, label), parts, lengths)
     is_small = most_bytes is not None and is_for_backend(most_bytes, axis)
@@ -135,10 +138,10 @@ def exchange_by_backend(
 
 
 def send(tensor: Tensor, axis: Axis, *, to: int, label: Label) -> Pending[Tensor]:
-    """Send a contiguous tensor to rank `to` of the axis, which must call `receive`."""
+    """Send a tensor to rank `to` of the axis, which must call `receive`."""
     exchange = Exchange("send", axis, label, tensor.nbytes, 1)
     with translated(exchange):
-        works = _post([dist.P2POp(dist.isend, tensor, axis.ranks[to], axis.group)])
+        works = _post([dist.P2POp(dist.isend, as_sent(tensor), axis.ranks[to], axis.group)])
     return Pending(exchange, works, lambda: tensor)
 
 

@@ -16,12 +16,15 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
+
+from tulle.shared_memory.region import Region
 
 SWITCH = "TULLE_SHARED_MEMORY"
 """A variable of the environment: 0 has all ranks exchange through the network, also those of one host."""
 _BACKLOG = 1024
 _LOOK_S = 0.05
-_HELLO_BYTES = 4096
+_HELLO_BYTES = sha256().digest_size
 _HELLO_S = 10.0
 
 
@@ -38,7 +41,8 @@ class Neighbours:
     address: str
     _addresses: Sequence[str] = ()
     _reached: Sequence[frozenset[int]] = ()
-    _come: dict[str, socket.socket] = field(default_factory=dict)
+    _come: dict[bytes, socket.socket] = field(default_factory=dict)
+    """Connections that were made and are not wanted yet, by what was said in them."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -48,10 +52,10 @@ class Neighbours:
             return cls(None, "")
         address = f"tulle-{os.getpid()}-{secrets.token_hex(8)}"
         try:
-            os.close(os.memfd_create("tulle", os.MFD_CLOEXEC))
+            Region.new(1)
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             listener.bind(f"\0{address}")
-        except (OSError, AttributeError):  # a sandbox without one of them, or no Linux
+        except (OSError, AttributeError):  # a sandbox without one of them, files that must be small, or no Linux
             return cls(None, "")
         listener.listen(_BACKLOG)
         listener.settimeout(_LOOK_S)
@@ -86,7 +90,7 @@ class Neighbours:
             OSError: If it has gone.
         """
         made = _connected(self._addresses[rank])
-        made.send(key.encode())
+        made.send(_hello(key))
         return made
 
     def accept(self, key: str, timeout_s: float) -> socket.socket:
@@ -95,12 +99,13 @@ class Neighbours:
         Raises:
             TimeoutError: If it did not come.
         """
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s, hello = time.monotonic() + timeout_s, _hello(key)
         while time.monotonic() < deadline_s:
             with self._lock:
-                self._take()
-                if key in self._come:
-                    return self._come.pop(key)
+                if hello not in self._come:
+                    self._take()
+                if hello in self._come:
+                    return self._come.pop(hello)
         raise TimeoutError(f"no connection came within {timeout_s:g} s")
 
     def close(self) -> None:
@@ -117,11 +122,16 @@ class Neighbours:
             return
         made.settimeout(_HELLO_S)
         with suppress(OSError):
-            key = made.recv(_HELLO_BYTES).decode() if _is_own(made) else ""
-            if key:  # else it was made to see whether that can be done
-                self._come[key] = made
+            hello = made.recv(_HELLO_BYTES) if _is_own(made) else b""
+            if hello:  # else it was made to see whether that can be done
+                self._come[hello] = made
                 return
         made.close()
+
+
+def _hello(key: str) -> bytes:
+    """What is said first in a connection: a key, which names all ranks of a group, may be of any length."""
+    return sha256(key.encode()).digest()
 
 
 def _connected(address: str) -> socket.socket:

@@ -41,7 +41,11 @@ class Region(mmap.mmap):
             OSError: If the system gives none.
         """
         descriptor = os.memfd_create("tulle", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, max(1, -(-size_bytes // _PAGES_BYTES)) * _PAGES_BYTES)
+        try:
+            os.ftruncate(descriptor, max(1, -(-size_bytes // _PAGES_BYTES)) * _PAGES_BYTES)
+        except OSError:
+            os.close(descriptor)
+            raise
         return cls(descriptor)
 
     def bytes(self) -> Tensor:

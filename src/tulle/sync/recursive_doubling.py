@@ -217,6 +217,6 @@ def _round(lower: Tensor, higher: Tensor, axis: Axis, pair: tuple[int, int]) -> 
         group=axis.group,
         device=axis.device,
         timeout_s=axis.timeout_s,
-        kept=axis.kept,
+        kept=axis.kept.setdefault(Round, {}),  # the pairs': its ranks on hosts are not theirs
     )
     return Round(both, (len(lower), len(higher)), merge)
