@@ -20,7 +20,6 @@ from tulle.comm.levels import LEAST_BYTES, levels
 from tulle.comm.traffic import traffic
 from tulle.errors import CommunicationError
 from tulle.shared_memory import SWITCH, exchanges
-from tulle.sync.schemes import FLAT
 
 pytestmark = pytest.mark.skipif(os.environ.get(SWITCH) == "0", reason="ranks are told not to share memory")
 LENGTHS = [LEAST_BYTES // 8, 1_001, 70_001, 300_000]
@@ -158,20 +157,6 @@ def test_replicas_on_two_hosts_train_as_one_process():
     assert len(reduced) >= len(ids)
     for name, found in tulle.full_state_dict(model).items():
         torch.testing.assert_close(found, reference.state_dict()[name], rtol=1e-12, atol=1e-14)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("ranks_per_host", [2, 3])
-def test_every_scheme_sums_large_rows_of_hosts_of_several_ranks(ranks_per_host):
-    pretend_hosts(ranks_per_host)
-    axis = tulle.init(data=-1)["data"]
-    drawn = [torch.randperm(900, generator=torch.Generator().manual_seed(rank))[:400] for rank in range(4)]
-    rows = [tulle.RowSparse(indices, torch.ones(400, 96).mul_(rank + 1), 900) for rank, indices in enumerate(drawn)]
-    expected = sum(one.to_dense() for one in rows)
-    pairs = ["hierarchical:recursive_doubling+allgather"] if ranks_per_host == 2 else []
-    for scheme in [*FLAT, *pairs, *reversed(FLAT)]:
-        found = tulle.sync.all_reduce(rows[axis.rank], axis, scheme=scheme, op="sum")
-        assert torch.equal(found.to_dense(), expected), scheme
 
 
 @on_ranks(4)

@@ -74,10 +74,9 @@ def levels(axis: Axis) -> Levels | None:
     """The levels of an axis; None if there are no two, or not all hosts are alike. Every rank of it must call it."""
     if axis.device.type != "cpu" or axis.size == 1:
         return None
-    key = Levels, axis.ranks  # two partners may share what the axis that they are of keeps
-    if key not in axis.kept:
-        axis.kept[key] = _levels(axis)
-    return axis.kept[key]
+    if Levels not in axis.kept:
+        axis.kept[Levels] = _levels(axis)
+    return axis.kept[Levels]
 
 
 def _levels(axis: Axis) -> Levels | None:
