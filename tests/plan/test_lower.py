@@ -31,8 +31,7 @@ def plan_of(profile, scheme="rows", **fields):
 
 def in_two(profile, micro_batches=4, **fields):
     stages = {piece.name: 2 * number // len(profile.modules) for number, piece in enumerate(profile.modules)}
-    mesh = fields.pop("mesh", {"pipe": 2, "data": 2})
-    return plan_of(profile, mesh=mesh, stages=stages, micro_batches=micro_batches, **fields)
+    return plan_of(profile, mesh={"pipe": 2, "data": 2}, stages=stages, micro_batches=micro_batches, **fields)
 
 
 def names_of(step, kind=None):
@@ -313,25 +312,6 @@ def test_a_split_table_takes_its_part_of_the_memory():
     [whole], [split] = (footprints(plan_of(profile, scheme), profile, CLUSTER) for scheme in ("densify", "rows"))
     table_bytes = profile.tables[0].rows * profile.tables[0].width * 4
     assert whole.parameters_bytes - split.parameters_bytes == pytest.approx(table_bytes * 3 / 4)
-
-
-def test_gradients_that_add_up_over_micro_batches_stay_beside_activations():
-    profile, cluster = profile_of(activations=10), cluster_of(2)
-    whole, parts = (footprints(in_two(profile, n, mesh={"pipe": 2}), profile, cluster) for n in (1, 4))
-    for one, some in zip(whole, parts, strict=True):
-        kept_bytes = one.parameters_bytes + one.optimizer_bytes
-        assert one.peak_bytes == kept_bytes + max(one.activations_bytes, one.gradients_bytes)
-        assert some.peak_bytes > kept_bytes + some.activations_bytes + one.gradients_bytes, "and of one piece, apart"
-
-
-def test_gradients_of_micro_batches_travel_beside_their_sums():
-    profile = profile_of(activations=10)
-    alone, replicas = (
-        footprints(in_two(profile, mesh={"pipe": 2}), profile, cluster_of(2)),
-        footprints(in_two(profile), profile, CLUSTER),
-    )
-    travelling = sum(two.transient_bytes - one.transient_bytes for one, two in zip(alone, replicas, strict=True))
-    assert travelling == sum(piece.parameters_bytes for piece in profile.modules)
 
 
 def test_what_the_measured_peak_had_beyond_the_sum_comes_and_goes():
