@@ -7,8 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tulle.cost import Characteristics, Network
 from tulle.partition import Contiguous, Hashed
 from tulle.presence import Presence, Remembering, presence_like
+from tulle.sync import scheme_named
 
 NUM_ROWS = 50
 held_sets = st.lists(st.sets(st.integers(0, NUM_ROWS - 1), max_size=30), min_size=1, max_size=5)
@@ -133,6 +135,28 @@ def test_a_model_of_a_large_table_is_a_sample_that_stands_for_the_whole():
     assert blocks.rows.max() < num_rows // 16
     assert blocks.union([1]) == pytest.approx(num_rows / 16, rel=0.01)  # half of all rows: no block of 16 stays empty
     assert blocks.union([0]) == pytest.approx(4000, rel=0.02)  # scattered rows: hardly two in one block
+
+
+@pytest.mark.parametrize("num_rows", [2**26, 2**31, 2**40])
+def test_few_rows_of_a_large_table_are_drawn_one_by_one(num_rows):
+    counts = (100, 0, 60, 100)
+    even, zipf, steep = (presence_like(num_rows, counts, exponent) for exponent in (0.0, 1.0, 2.0))
+    for model in (even, zipf, steep):
+        assert (model.share, model.counts().tolist()) == (1.0, [*counts]), "a sample of the table would have none"
+        assert 0 <= model.rows.min() <= model.rows.max() < num_rows
+    assert len(even.rows) == 260 > len(zipf.rows) > len(steep.rows) > 100
+    looks = Characteristics(num_rows, 1, 4, counts)
+    assert 1 < looks.densification_ratio <= 4
+    assert scheme_named("ring").cost(looks, Network(1e-4, 1e9), 4).bytes > 4 * 100
+
+
+def test_few_rows_of_a_large_table_overlap_as_those_of_the_law_itself():
+    num_rows, counts = 2**22, (1000,) * 4
+    generator = torch.Generator().manual_seed(0)
+    log_weights = -torch.arange(1, num_rows + 1, dtype=torch.float64).log()
+    keys = [log_weights - torch.empty_like(log_weights).exponential_(generator=generator).log() for _ in counts]
+    drawn = Presence.of([one.topk(1000).indices for one in keys])
+    assert len(presence_like(num_rows, counts).rows) == pytest.approx(len(drawn.rows), rel=0.05)
 
 
 def test_ranks_of_a_model_share_more_rows_the_steeper_the_law():

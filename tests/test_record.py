@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -208,6 +209,20 @@ def test_values_of_a_run_without_steps_are_kept(tmp_path):
     with recording(tmp_path):
         tulle.log(bleu=30.0)
     assert lines(tmp_path, "values") == [{"kind": "values", "step": 1, "values": {"bleu": 30.0}}]
+
+
+@on_ranks(1)
+def test_a_process_that_a_script_forks_writes_nothing_when_it_ends(tmp_path):
+    with recording(tmp_path):
+        train(2)
+        recorder = record.current()
+        child = os.fork()
+        if not child:
+            recorder.close()  # as at the end of a process
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert [line["step"] for line in lines(tmp_path)] == [1], "the second is open still"
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
 @on_ranks(1)

@@ -7,16 +7,22 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tulle.partition import Contiguous, Partition
+from tulle.partition import Contiguous, Partition, scatter
 
 T = TypeVar("T")
 TEXT_EXPONENT = 1.0
 """Zipf exponent of rows of which only the number is known: that of the first thousands of words of real text."""
 _ROWS_DRAWN = 2**20
 """A model of a larger table is drawn for a sample of so many of its rows."""
+_FEW_ROWS = 256
+"""If a rank had fewer rows in that sample, they are drawn one by one instead."""
+_CELLS = 2**26
+"""Then of ranks times rows so many are kept, and of more a sample."""
+_SAMPLING_KEY = 3
 _MOST_COPIES = 128
 """Of a row of a sample, when owners are counted."""
 _RANKS_PAIRED = 64
@@ -299,6 +305,9 @@ def presence_like(num_rows: int, rows_per_rank: tuple[int, ...], exponent: float
     """
     drawn = min(num_rows, _ROWS_DRAWN)
     share = drawn / num_rows if num_rows else 1.0
+    most_rows = max(rows_per_rank, default=drawn)
+    if share < 1 and most_rows < _FEW_ROWS / share and most_rows <= drawn // 8:
+        return _of_few_rows(num_rows, rows_per_rank, exponent)
     ranks_of_rows = torch.arange(drawn, dtype=torch.float32) / share + 1.0
     log_weights = -exponent * ranks_of_rows.log()
     generator = torch.Generator().manual_seed(num_rows)
@@ -308,6 +317,29 @@ def presence_like(num_rows: int, rows_per_rank: tuple[int, ...], exponent: float
         indices.append(keys.topk(min(drawn, round(count * share))).indices)
     found = Presence.of(indices) if indices else Presence(torch.empty(0, dtype=torch.long), torch.empty(0, 0) > 0)
     return Presence((found.rows / share).long(), found.held, share)
+
+
+def _of_few_rows(num_rows: int, rows_per_rank: tuple[int, ...], exponent: float) -> Presence:
+    """As `presence_like`, where a sample of the table's rows would have next to none of those that a rank holds.
+
+    Ranks draw from strata of consecutive rows, of which each has one row of a stratum at most: the frequent rows are
+    each a stratum, and others lie in so many that a rank would hardly have two rows of one.
+    """
+    frequent = _ROWS_DRAWN // 2
+    wide = np.geomspace(frequent, num_rows, _ROWS_DRAWN - frequent + 1).round()
+    edges = torch.from_numpy(np.unique(np.concatenate([np.arange(frequent), wide])))
+    first, size = edges[:-1], edges.diff()
+    log_weights = size.log() - exponent * (first + (size + 1) / 2).log()
+    generator = torch.Generator().manual_seed(num_rows)
+    share = min(1.0, _CELLS / (len(rows_per_rank) * max(1, sum(rows_per_rank))))
+    held: list[Tensor] = []
+    for count in rows_per_rank:
+        keys = log_weights - torch.empty_like(first).exponential_(generator=generator).log()
+        strata = keys.topk(count).indices
+        within = torch.rand(count, generator=generator, dtype=torch.float64)
+        rows = (first[strata] + (within * size[strata]).floor()).long()
+        held.append(rows[scatter(rows, _SAMPLING_KEY) < share * 2**31])
+    return replace(Presence.of(held), share=share)
 
 
 def _of_whole(counts: Tensor, share: float) -> Tensor:

@@ -1,12 +1,16 @@
 """`tulle plan` and `tulle explain`: what they say, what they save, and what they refuse."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from profiles import profile_of
+from profiles import cluster_of, profile_of
 from tulle.cli.app import execute
 from tulle.plan import Plan
+from tulle.workload import Profile
+
+LINKS = ["--bandwidth", "10Gbit", "--latency", "20us"]
 
 
 @pytest.fixture
@@ -53,6 +57,18 @@ def test_a_plan_is_made_for_the_cluster_that_is_asked_for(profile, capsys):
     plan = Plan.from_json(json.loads(capsys.readouterr().out))
     assert plan.mesh == {"data": 4}
     assert max(plan.prediction.memory_bytes) <= 10**9
+
+
+def test_links_that_nobody_knows_are_not_guessed_in_silence(profile, tmp_path, capsys):
+    measured, saved = Profile.load(profile), str(tmp_path / "plan.json")
+    replace(measured, cluster=cluster_of(1, 2)).save(profile)
+    commands = ["plan", str(profile), "-o", saved], ["simulate", saved, "--profile", str(profile)]
+    for command in commands:
+        for options, is_guessed in ([], False), (["--hosts", "2"], True), (["--hosts", "2", *LINKS], False):
+            assert execute([*command, *options, "--json"]) == 0
+            told = capsys.readouterr()
+            assert json.loads(told.out)
+            assert ("Give --bandwidth and --latency" in told.err) == is_guessed
 
 
 def test_a_mesh_that_is_given_is_no_want_of_memory(profile, capsys):

@@ -43,6 +43,17 @@ def test_a_torn_last_line_is_skipped_and_counted(tmp_path: Path, cut: int) -> No
     assert rank.torn_lines == 1
 
 
+@pytest.mark.parametrize("ends", [b"", b"\n"])
+def test_zeros_that_a_fallen_machine_has_left_are_a_torn_line(tmp_path: Path, ends: bytes) -> None:
+    folder = make_run(tmp_path / "run", Fake(ranks=1, steps=3, texts=False))
+    log = folder / "rank-0.jsonl"
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join([*lines[:2], bytes(300), ends, lines[2]]))
+    rank = read(folder).ranks[0]
+    assert rank.steps.tolist() == [1, 2, 3]
+    assert rank.torn_lines == 1
+
+
 def test_a_resumed_run_may_write_behind_a_torn_line(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", Fake(ranks=1, steps=3, texts=False))
     log = folder / "rank-0.jsonl"

@@ -15,7 +15,16 @@ from typing import Annotated
 import typer
 
 from tulle.cli.console import waiting
-from tulle.cli.units import NUMBER, Bandwidth, Hosts, Latency, Lookahead, ProcessesPerHost, changed
+from tulle.cli.units import (
+    NUMBER,
+    Bandwidth,
+    Hosts,
+    Latency,
+    Lookahead,
+    ProcessesPerHost,
+    changed,
+    tell_of_unknown_links,
+)
 from tulle.cli.usage import UsageError
 from tulle.errors import PlanError
 from tulle.plan import Plan, Space, best_plan, explained
@@ -121,6 +130,7 @@ def plan(  # noqa: PLR0913 - typer makes each argument an option
     limit_bytes = None if memory is None else size(memory)
     request = PlanRequest(change, limit_bytes, batch, () if mesh is None else axes(mesh), lookahead)
     measured = Profile.load(profile)
+    tell_of_unknown_links(measured.cluster, [change])
     with waiting("looking for the fastest plan"):
         found = request.plan(measured, is_anew=anew)
     if output is not None:

@@ -91,6 +91,7 @@ def simulate(  # noqa: PLR0913 - typer makes each argument an option
     change = changed(hosts, processes_per_host, bandwidth, latency, inside_bandwidth)
     weather = _weather(noise, stragglers, steps, seed)
     clusters = _clusters(change, sweep or ())
+    units.tell_of_unknown_links(job.profile.cluster, clusters)
     with waiting(f"simulating {plural(len(clusters), 'cluster')}"):
         points = job.over(clusters, weather)
     found = _found(plan, job, points, weather)

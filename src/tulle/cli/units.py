@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -10,6 +12,7 @@ import typer
 from tulle.cli.usage import UsageError
 from tulle.entries import finite
 from tulle.simulate import Change
+from tulle.workload import Cluster
 
 Hosts = Annotated[int | None, typer.Option(metavar="N", min=1, help="Default: as profiled.")]
 ProcessesPerHost = Annotated[int | None, typer.Option(metavar="N", min=1, help="Default: as profiled.")]
@@ -86,6 +89,17 @@ def changed(
         latency_s=None if latency is None else duration(latency),
         inside_bandwidth_bytes_per_s=None if inside is None else bandwidth(inside, "--inside-bandwidth"),
     )
+
+
+def tell_of_unknown_links(measured: Cluster, changes: Sequence[Change]) -> None:
+    """Say on stderr that links between hosts are guessed: one host that was profiled alone knows of none."""
+    is_guessed = any((change.hosts or 1) > 1 and change.bandwidth_bytes_per_s is None for change in changes)
+    if measured.hosts == 1 and is_guessed:
+        print(
+            "tulle: the profile is of one host, which knows no link to others: they are taken to be as those among its "
+            "processes. Give --bandwidth and --latency",
+            file=sys.stderr,
+        )
 
 
 def whole(text: str, option: str) -> int:

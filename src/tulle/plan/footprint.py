@@ -1,9 +1,10 @@
 """`footprints`: the bytes that each rank of axis `pipe` needs under a plan, from what one process needed.
 
     peak = parameters + optimizer state + max(activations, gradients) + what comes and goes
+    of micro-batches             .. + activations + gradients + ..
 
-Activations give way to gradients during backward. What comes and goes, kernels' own buffers say, is what the measured
-peak had beyond this sum.
+Activations give way to gradients during backward; but those of further micro-batches come beside the gradients that add
+up over all of them. What comes and goes, kernels' own buffers say, is what the measured peak had beyond this sum.
 
 Source: Rajbhandari et al., *ZeRO* (2020), section 3, for what is kept; Narayanan et al., *PipeDream-2BW* (ICML'21), for
 how many micro-batches a stage of 1F1B holds.
@@ -12,7 +13,7 @@ how many micro-batches a stage of 1F1B holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tulle.cost import Network
 from tulle.memory import Memory
@@ -34,6 +35,7 @@ class Footprint:
         optimizer_bytes: The optimizer's state.
         activations_bytes: What forward leaves for backward, of all micro-batches that are held at a time.
         transient_bytes: What comes and goes.
+        adds_up: Whether gradients add up over micro-batches, and stay while activations come and go.
     """
 
     parameters_bytes: int = 0
@@ -41,18 +43,19 @@ class Footprint:
     optimizer_bytes: int = 0
     activations_bytes: int = 0
     transient_bytes: int = 0
+    adds_up: bool = False
 
     @property
     def peak_bytes(self) -> int:
         """The most at any moment of a step."""
-        changing_bytes = max(self.activations_bytes, self.gradients_bytes)
-        return self.parameters_bytes + self.optimizer_bytes + changing_bytes + self.transient_bytes
+        return sum(self.parts_bytes().values())
 
     def parts_bytes(self) -> dict[str, int]:
         """What the most is made of, by name, the largest first."""
         changing = ("activations", self.activations_bytes), ("gradients", self.gradients_bytes)
         parts = dict([("parameters", self.parameters_bytes), ("optimizer state", self.optimizer_bytes)])
-        parts |= dict([max(changing, key=lambda one: one[1]), ("passing", self.transient_bytes)])
+        parts |= dict(changing if self.adds_up else [max(changing, key=lambda one: one[1])])
+        parts |= {"passing": self.transient_bytes}
         return dict(sorted(parts.items(), key=lambda one: -one[1]))
 
     def __add__(self, other: Footprint) -> Footprint:
@@ -62,6 +65,7 @@ class Footprint:
             self.optimizer_bytes + other.optimizer_bytes,
             self.activations_bytes + other.activations_bytes,
             self.transient_bytes + other.transient_bytes,
+            self.adds_up or other.adds_up,
         )
 
 
@@ -88,7 +92,13 @@ def footprints_of(
 ) -> list[Footprint]:
     """The same, of pieces that are dealt already, on such a network of axis `data`."""
     state_share = profile.optimizer.state_share
-    found = [replace(Footprint(), transient_bytes=_transient_bytes(profile, share, tariff))] * share.pipe
+    passing_bytes = _transient_bytes(profile, share, tariff)
+    found = [
+        Footprint(
+            transient_bytes=passing_bytes + _beside_sums(plan, share, works, rank), adds_up=share.micro_batches > 1
+        )
+        for rank in range(share.pipe)
+    ]
     held = [_held(plan, share, works, rank) for rank in range(share.pipe)]
     ranks = sharers(plan.memory, network, share.data)
     largest_bytes = max((2 * work.parameters_bytes + work.frozen_bytes for work in works), default=0)
@@ -116,6 +126,14 @@ def dense(parameters_bytes: int, memory: Memory, ranks: int, state_share: float)
     stepped_bytes = whole_bytes // ranks if memory.shard_optimizer else whole_bytes
     masters_bytes = stepped_bytes if memory.precision else 0
     return Footprint(parameters_bytes + masters_bytes, parameters_bytes, round(state_share * stepped_bytes))
+
+
+def _beside_sums(plan: Plan, share: Share, works: Sequence[Work], rank: int) -> int:
+    """Bytes beside gradients that add up: those of one piece for one micro-batch, and over axis `data` what travels."""
+    if share.micro_batches == 1 or plan.memory.full_shard:
+        return 0
+    sizes = [work.parameters_bytes for work in works if work.stage % share.pipe == rank]
+    return max(sizes, default=0) + (sum(sizes) if share.data > 1 else 0)
 
 
 def _table(table: TableProfile, share: Share, tariff: Tariff, state_share: float, *, is_split: bool) -> Footprint:

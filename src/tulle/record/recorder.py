@@ -106,6 +106,7 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._rank = rank
+        self._process = os.getpid()
         self._lines = (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8")
         self._timeline = Timeline(rank)
         self._engine: DataParallel | None = None
@@ -202,8 +203,8 @@ class Recorder:
                             self._lines.write(line.rstrip("\n") + "\n")
 
     def close(self) -> None:
-        """Write what is open; called when the process ends."""
-        if not self._lines.closed:
+        """Write what is open; called when the process ends, not when one ends that it has forked."""
+        if not self._lines.closed and os.getpid() == self._process:
             self._write_step()
             self._lines.close()
             if traffic.is_tracing:

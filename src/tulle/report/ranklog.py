@@ -188,7 +188,7 @@ def _parse(line: bytes, path: Path, number: int) -> tuple[dict[str, Any] | None,
     """Return the record in `line` and whether a torn one was skipped.
 
     A rank that is killed leaves half a line; the first line of a resumed run may stand right behind it:
-    `{"kind":"step","st{"kind":"step","step":8,...}`.
+    `{"kind":"step","st{"kind":"step","step":8,...}`. A machine that falls may leave zeros where a line was to be.
     """
     for candidate in (line, line[max(line.rfind(b'{"kind"'), 0) :]):
         try:
@@ -197,7 +197,7 @@ def _parse(line: bytes, path: Path, number: int) -> tuple[dict[str, Any] | None,
             continue
         if isinstance(record, dict):
             return record, candidate is not line
-    if line.startswith(b"{"):
+    if line.startswith((b"{", b"\0")):
         return None, True
     raise DataError(
         f"line {number} of {path} is not JSON: expected one object a line, as a run records it, but got "
