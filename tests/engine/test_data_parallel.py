@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import models
 import tulle
 from models import Words, batches, build, worst_difference
 from ranks import on_ranks
-from tulle.engine import ends, engine_of
+from tulle.engine import ends, engine_of, lookup_gradients
 from tulle.errors import ModelError
 
 
@@ -168,3 +169,67 @@ def test_a_model_whose_attributes_raise_errors_of_their_own(tmp_path):
     torch.testing.assert_close(before - model.body.weight, torch.full((1, 2), 0.5))
     tulle.save(tmp_path / "checkpoint", model, optimizer)
     tulle.load(tmp_path / "checkpoint", model, optimizer)
+
+
+class GivesNone(torch.autograd.Function):
+    """Passes a tensor on, and has no gradient for it."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None
+
+
+class Stopped(nn.Module):
+    """Gradients of two tables and a layer are none in some steps; `bags` are pooled by our own code where split."""
+
+    def __init__(self, *, sparse):
+        super().__init__()
+        self.words = nn.Embedding(20, 4, sparse=sparse)
+        self.bags = nn.EmbeddingBag(20, 4, mode="sum", sparse=sparse)
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, ids, *, is_stopped):
+        hidden = self.inner(self.words(ids)) + self.bags(ids.unsqueeze(1))
+        return self.outer(GivesNone.apply(hidden) if is_stopped else hidden).pow(2).mean()
+
+
+def train_stopped(model, optimizer, shares, stopped):
+    """Steps over the shares that there are here; in every other one gradients of some shares are none."""
+    for number in range(4):
+        ids = torch.randint(20, (8,), generator=torch.Generator().manual_seed(number)).chunk(2)
+        sum(model(ids[n], is_stopped=number % 2 == 1 and n in stopped) / len(shares) for n in shares).backward()
+        if number % 2 == 1 and stopped == (0, 1):
+            assert [name for name, p in model.named_parameters() if p.grad is not None] == [
+                "outer.weight",
+                "outer.bias",
+            ]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("stopped", [(0, 1), (0,)], ids=["on all", "on one"])
+@pytest.mark.parametrize("plan", ["auto", "rows", "columns"])
+def test_a_gradient_that_a_function_gives_as_none_is_none_and_steps_nothing(plan, stopped, sparse, monkeypatch):
+    """It arrives at the parameter all the same: no hook has taken it away, and it is no zero, which Adam would step."""
+    monkeypatch.setattr(lookup_gradients, "_MANY", 1)
+    mesh = tulle.init(data=-1)
+
+    def make():
+        torch.manual_seed(0)
+        model = Stopped(sparse=sparse).double()
+        kind = partial(torch.optim.SGD, lr=0.1) if sparse else partial(torch.optim.Adam, lr=0.1, eps=1e-2)
+        return model, kind(model.parameters())
+
+    reference, expected = make()
+    train_stopped(reference, expected, [0, 1], stopped)
+    tables = plan if plan == "auto" else {"words": plan, "bags": plan}
+    model, optimizer = tulle.distribute(*make(), mesh, plan=tables)
+    train_stopped(model, optimizer, [mesh.rank], stopped)
+    found = tulle.full_state_dict(model, everywhere=True)
+    assert all((found[name] - wanted).abs().max() < 1e-12 for name, wanted in reference.state_dict().items())

@@ -166,9 +166,10 @@ class OfSomeRanks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = (nn.Embedding(ROWS, WIDTH, sparse=True) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, ids, *names):
-        return sum(self.get_submodule(name)(ids).sum() for name in names)
+        return self.scale * sum(self.get_submodule(name)(ids).sum() for name in names)
 
 
 @on_ranks(2)

@@ -98,6 +98,22 @@ def test_a_parameter_without_elements_is_stepped_by_nobody():
     assert model.empty.grad.shape == (0, 4)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("narrow", [None, torch.bfloat16], ids=str)
+def test_a_parameter_of_whole_numbers_is_stepped_by_nobody(narrow):
+    """As weights that were quantized are, which lie among those of an optimizer."""
+    axis = tulle.init(data=-1)["data"]
+    model = nn.Linear(3, 1)
+    model.codes = nn.Parameter(torch.arange(300), requires_grad=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    shard_optimizer(optimizer, axis, narrow=narrow)
+    model(torch.ones(2, 3, dtype=narrow)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.codes, torch.arange(300))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert torch.equal(model.codes, torch.arange(300))
+
+
 @on_ranks(2, 4)
 def test_each_rank_holds_its_share_of_the_state():
     axis = tulle.init(data=-1)["data"]

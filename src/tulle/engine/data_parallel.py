@@ -213,7 +213,8 @@ class DataParallel:
 
     def _arrived(self, slot: Slot) -> None:
         """A gradient is complete."""
-        slot.is_fired = True
+        is_there = not slot.has_none()
+        slot.is_fired |= is_there
         if self._non_finite is not None:
             self._non_finite.look(slot.name, slot.parameter.grad)
         if not self._is_syncing:
@@ -221,7 +222,8 @@ class DataParallel:
             return
         if _running() != self._backward:  # as that asks first; but most gradients are not the first of a backward
             self._begin_backward()
-        self.reducer.arrive(slot)
+        if is_there:  # else as if the parameter had not been used
+            self.reducer.arrive(slot)
 
     def _split_came(self, name: str, gradient: Tensor) -> None:
         """A gradient for rows of a split table is complete."""
@@ -262,6 +264,8 @@ class DataParallel:
         if self.late is not None:  # where gradients of split tables were all that came
             self.late.make_replicas_true()
         if self.axis.size > 1:
+            if self.split_tables is not None:
+                self.split_tables.check_alike()
             self.reducer.submit_all(self.steps, is_late=self.late is not None)
             if self.split_tables is not None:
                 self.split_tables.end_backward()

@@ -65,11 +65,14 @@ class _Pooled(torch.autograd.Function):
         ctx.bag_of = _bag_of(positions, offsets, len(result))
         ctx.positions = positions.reshape(-1)[: len(ctx.bag_of)]  # a last offset may leave some out
         ctx.padding, ctx.count, ctx.is_mean = padding, len(rows), mode == "mean"
+        ctx.set_materialize_grads(False)
         return result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         [gradient] = gradients
+        if gradient is None:
+            return (None,) * 6
         positions, bag_of = ctx.positions, ctx.bag_of
         if ctx.padding is not None:
             is_counted = positions != ctx.padding

@@ -24,6 +24,10 @@ class Slot:
     hook: int | None = None
     """Number of our hook, which hears that the gradient is complete."""
 
+    def has_none(self) -> bool:
+        """Whether what came is none, as of a function that gives None; where there are other hooks they may have it."""
+        return self.parameter.grad is None and len(self.parameter._post_accumulate_grad_hooks) == 1
+
     def lets_others_first(self) -> bool:
         """Whether hooks that came after ours have still to see the gradient; from now on ours is the last."""
         hooks = self.parameter._post_accumulate_grad_hooks

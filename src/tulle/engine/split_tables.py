@@ -279,11 +279,21 @@ class SplitTables:
                 "which would add them to those of this one: start anew from a checkpoint after a backward that failed"
             )
 
-    def end_backward(self) -> None:
-        """Push what was not, wait for what the next step needs, and set the gradients of what this rank owns."""
+    def check_alike(self) -> None:
+        """All gradients are there: see, now and then, that all ranks have looked up alike. Every rank must call it.
+
+        Before what ranks exchange else at the end of a backward, to which those that still look up do not come.
+
+        Raises:
+            ModelError: If this rank has left out a lookup that another makes.
+        """
         self._tell_alike()
         if self._told_alike is not None:
-            self._told_alike.result()  # of ranks that do not look up alike one does not come to agree
+            self._told_alike.result()
+
+    def end_backward(self) -> None:
+        """Push what was not, wait for what the next step needs, and set the gradients of what this rank owns."""
+        self.check_alike()
         for number, tables in self._remaining(self._agree()):
             trip = self._alive.get(number)
             if trip is None:

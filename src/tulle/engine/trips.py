@@ -375,12 +375,14 @@ class _Rows(torch.autograd.Function):
         ctx: Any, parameter: Tensor, values: Tensor, trip: Trip, table: SplitTable, lookups: Tensor | None
     ) -> Tensor:
         ctx.trip, ctx.table, ctx.lookups = trip, table, lookups
+        ctx.set_materialize_grads(False)
         return trip.take(values.view_as(values), table)
 
     @staticmethod
     @eager
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        ctx.trip.gradient_came(ctx.table, gradients[0].detach(), ctx.lookups)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        if gradients[0] is not None:  # else as if the loss left the lookup out
+            ctx.trip.gradient_came(ctx.table, gradients[0].detach(), ctx.lookups)
         return (None,) * 5
 
 

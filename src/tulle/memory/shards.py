@@ -67,12 +67,13 @@ class OptimizerShards:
         self._deal_out(self._stepped_here())
         if self.narrow:
             for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
-                parameter.data = parameter.data.to(self.narrow)
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(self.narrow)
 
     def _stepped_here(self) -> list[nn.Parameter]:
-        """The optimizer's parameters; those on device meta live at other stages of a pipeline."""
+        """The optimizer's parameters that it can train; those on device meta live at other stages of a pipeline."""
         groups = self._whole or [group["params"] for group in self.optimizer.param_groups]
-        return [parameter for group in groups for parameter in group if not parameter.is_meta]
+        return [p for group in groups for p in group if not p.is_meta and (p.is_floating_point() or p.is_complex())]
 
     def _deal_out(self, parameters: Sequence[nn.Parameter]) -> None:
         """Cut parameters into pieces, alike on all ranks of the axis."""
