@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit"], help="of links (%(default)s)")
     parser.add_argument("--models", nargs="+", default=["chain", "translator"], help="%(default)s")
     parser.add_argument("--rounds", type=int, default=8, help="pairs in a run (%(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="of each in a pair (%(default)s)")
     options = parser.parse_args()
     path = HERE / "results-hosts.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
@@ -41,7 +42,7 @@ def main() -> None:
             achieved = cluster.measured_rate().as_dict()
             for model in options.models:
                 for shared in ("1", "0"):
-                    found = measure(cluster, model, shared, options.rounds)
+                    found = measure(cluster, model, shared, options)
                     given = {"hosts": options.hosts, "ranks_per_host": options.ranks_per_host, "rate": rate}
                     given |= {"model": model, "shared_memory": shared}
                     rows = [one for one in rows if not given.items() <= one.items()]
@@ -51,11 +52,21 @@ def main() -> None:
     path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
 
 
-def measure(cluster: Any, model: str, shared: str, rounds: int) -> dict[str, Any]:
+def measure(cluster: Any, model: str, shared: str, options: argparse.Namespace) -> dict[str, Any]:
     """Time tulle and DDP in pairs on all ranks."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "result.json")
-        job = [str(HERE / "measure.py"), model, "--pair", "tulle", "ddp", "--rounds", str(rounds), "--steps", "4"]
+        job = [
+            str(HERE / "measure.py"),
+            model,
+            "--pair",
+            "tulle",
+            "ddp",
+            "--rounds",
+            str(options.rounds),
+            "--steps",
+            str(options.steps),
+        ]
         command = [sys.executable, *job, "--output", str(output)]
         cluster.run(command, timeout_s=600, env={"TULLE_SHARED_MEMORY": shared})
         return json.loads(output.read_text())

@@ -25,6 +25,9 @@ from workloads import WORKLOADS, Workload
 import tulle
 from tulle.comm import traffic
 
+_WARM_STEPS = 10
+"""Gradients are measured in the 1st, 2nd, 4th and 8th, from which a long run has next to nothing."""
+
 
 def main() -> None:
     """Measure what the options ask for, and write it as JSON from rank 0."""
@@ -73,7 +76,7 @@ def paired(workload: Workload, ways: tuple[str, str], mesh: tulle.Mesh, rounds: 
     """Time the two ways in turn, A B, B A, A B ..., and divide pair by pair: what drifts with the machine cancels."""
     step_of = {way: trainer(workload, way, mesh) for way in ways}
     for step in step_of.values():
-        for _ in range(3):
+        for _ in range(_WARM_STEPS):
             step()
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(rounds):
