@@ -69,7 +69,7 @@ def test_what_hosts_send_is_what_each_rank_is_due():
         return torch.cat(parts)
 
     for _ in range(3):
-        found = scattered.scatter_sums(message, lengths, axis, label="here")
+        found = scattered.scatter_sums(message, lengths, axis, dtype=torch.float64, label="here")
         assert found.sums.tolist() == [1111.0 * (axis.rank + 1)] * (lengths[axis.rank] - 1)
         assert found.marks.tolist() == [7.0] * 4
         assert {*found.told_by} == {0, 1, 2, 3} - {3 - axis.rank}, "whose host and whose place are other ones"
@@ -85,7 +85,7 @@ def test_a_rank_at_another_exchange_is_noticed_on_every_rank(odd):
     def message(ranks):
         return torch.tensor([1.0, mark] * len(ranks))
 
-    found = scattered.scatter_sums(message, [2] * 4, axis, label="here")
+    found = scattered.scatter_sums(message, [2] * 4, axis, dtype=torch.float32, label="here")
     assert any(other != mark for other in found.marks.tolist())
 
 
@@ -98,7 +98,7 @@ def test_half_precision_is_summed_in_single_precision_and_rounded_once():
     def message(ranks):
         return torch.tensor([value, 3.0] * len(ranks), dtype=torch.bfloat16)
 
-    found = scattered.scatter_sums(message, [2] * 4, axis, label="here")
+    found = scattered.scatter_sums(message, [2] * 4, axis, dtype=torch.bfloat16, label="here")
     assert found.sums.tolist() == [1 + 3 * 2**-9]
     assert [*found.told_by] == [0, 1, 2, 3]
 

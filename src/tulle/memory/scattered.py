@@ -37,20 +37,20 @@ class Sums:
     told_by: Sequence[int]
 
 
-def scatter_sums(message: Message, lengths: Sequence[int], axis: Axis, *, label: str) -> Sums:
+def scatter_sums(message: Message, lengths: Sequence[int], axis: Axis, *, dtype: torch.dtype, label: str) -> Sums:
     """Sum what all ranks have for this one. Every rank of the axis must call it.
 
     Args:
         message: What this rank has for others.
         lengths: Of what is for each rank, its mark included; the same on all ranks.
         axis: Whose ranks take part.
+        dtype: Of messages.
         label: What it is for.
     """
-    own = message([axis.rank])
     # Sums go on to other hosts in the dtype in which they came: those of half precision would be rounded twice.
-    if own.dtype == _wide(own.dtype) and has_levels(axis):
+    if dtype == _wide(dtype) and has_levels(axis):
         return _in_levels(message, lengths, axis, label)
-    outgoing = [own if rank == axis.rank else message([rank]) for rank in range(axis.size)]
+    outgoing = [message([rank]) for rank in range(axis.size)]
     sums, marks = _summed(all_to_all_parts(outgoing, [lengths[axis.rank]] * axis.size, axis, label=label).wait(), axis)
     return Sums(sums, marks, range(axis.size))
 

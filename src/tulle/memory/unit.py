@@ -79,7 +79,7 @@ class Unit:
         trained = [number for number, part in enumerate(parts) if part.requires_grad]
         for group in by_dtype([parts[number] for number in trained]):
             numbers = [trained[place] for place in group]
-            (*means, told), told_by = self._means(numbers, gradients, parts[numbers[0]])
+            means, told, told_by = self._means(numbers, gradients, parts[numbers[0]])
             any_used, marks = (values := told.tolist())[: len(numbers)], values[len(numbers) :]
             self._check(zip(told_by, marks, strict=True), parts[numbers[0]].dtype)
             for number, mean, used in zip(numbers, means, any_used, strict=True):
@@ -93,11 +93,8 @@ class Unit:
 
     def _means(
         self, numbers: Sequence[int], gradients: Sequence[Tensor | None], like: Tensor
-    ) -> tuple[Sequence[Tensor], Sequence[int]]:
-        """This rank's parts of the means of some gradients, flat; the share of ranks that used each, and marks.
-
-        Besides the ranks whose marks they are.
-        """
+    ) -> tuple[Sequence[Tensor], Tensor, Sequence[int]]:
+        """Of means this rank's parts, flat; the share of ranks that used each, and all marks; who sent these."""
         flags = like.new_tensor([*(gradients[number] is not None for number in numbers), self._mark(like.dtype)])
 
         def message(ranks: Sequence[int]) -> Tensor:
@@ -109,12 +106,12 @@ class Unit:
 
         sizes = [[self.shards[number].size_on(rank) for number in numbers] for rank in range(self.axis.size)]
         lengths = [sum(of_rank) + len(flags) for of_rank in sizes]
-        told = scatter_sums(message, lengths, self.axis, label="sharded gradients")
+        told = scatter_sums(message, lengths, self.axis, dtype=like.dtype, label="sharded gradients")
         flat = (told.sums / self._replicas).to(like.dtype)  # a sum may be too large for half precision
         if self.across is not None:
             flat = all_reduce(flat, self.across, label="sharded gradients").wait()
         *means, any_used = flat.split([*sizes[self.axis.rank], len(numbers)])
-        return [*means, torch.cat([any_used, told.marks])], told.told_by
+        return means, torch.cat([any_used, told.marks]), told.told_by
 
     @property
     def _replicas(self) -> int:
