@@ -4,7 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from tulle.cost import NOTHING, Characteristics, Cost, Network, all_reduce_cost, exchange_cost, gather_cost, work_cost
+from tulle.cost import (
+    NOTHING,
+    Characteristics,
+    Cost,
+    Network,
+    all_gather_cost,
+    all_reduce_cost,
+    exchange_cost,
+    work_cost,
+)
 
 
 def test_density_is_the_mean_share_of_rows_that_a_rank_holds():
@@ -60,23 +69,23 @@ def test_what_was_measured_of_the_backends_all_reduce_is_taken_for_it():
 
 def test_a_gather_is_as_slow_as_who_sends_or_receives_most():
     network = Network(1e-3, 1e6)
-    assert gather_cost([1e5, 3e5, 2e5], network) == Cost(600_000, 2, pytest.approx(0.601))
-    assert gather_cost([3e5, 0, 3e5], network).seconds == pytest.approx(0.601)
-    assert gather_cost([1e5], network) == gather_cost([], network) == NOTHING
+    assert all_gather_cost([1e5, 3e5, 2e5], network) == Cost(600_000, 2, pytest.approx(0.601))
+    assert all_gather_cost([3e5, 0, 3e5], network).seconds == pytest.approx(0.601)
+    assert all_gather_cost([1e5], network) == all_gather_cost([], network) == NOTHING
 
 
 def test_what_is_gathered_through_memory_is_written_once():
     network = Network(1e-3, 1e6, gather_bytes_per_s=2e6)
-    assert gather_cost([1e5, 3e5, 2e5], network) == Cost(600_000, 2, pytest.approx(1e-3 + 0.25))
-    assert gather_cost([0, 0, 9e5], network).seconds == pytest.approx(1e-3 + 0.45)
+    assert all_gather_cost([1e5, 3e5, 2e5], network) == Cost(600_000, 2, pytest.approx(1e-3 + 0.25))
+    assert all_gather_cost([0, 0, 9e5], network).seconds == pytest.approx(1e-3 + 0.45)
 
 
 def test_what_is_gathered_in_levels_crosses_to_each_other_host_once():
     network = Network(1e-3, 1e6, gather_bytes_per_s=3e6, local_ranks=2)
-    assert gather_cost([1e5] * 6, network).seconds == pytest.approx(1e-3 + 5e5 / 3e6), "a rank gets five parts"
+    assert all_gather_cost([1e5] * 6, network).seconds == pytest.approx(1e-3 + 5e5 / 3e6), "a rank gets five parts"
     on_the_link = 2 * 6e5  # of the first host, to both others
-    assert gather_cost([4e5, 2e5, 1e5, 0, 0, 0], network).seconds == pytest.approx(1e-3 + on_the_link * 5 / 4 / 3e6)
-    assert gather_cost([4e5, 2e5], network).seconds == pytest.approx(1e-3 + 4e5 / 3e6), "no other host"
+    assert all_gather_cost([4e5, 2e5, 1e5, 0, 0, 0], network).seconds == pytest.approx(1e-3 + on_the_link * 5 / 4 / 3e6)
+    assert all_gather_cost([4e5, 2e5], network).seconds == pytest.approx(1e-3 + 4e5 / 3e6), "no other host"
 
 
 def test_a_faster_network_has_the_same_latencies_and_work():

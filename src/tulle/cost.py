@@ -223,11 +223,11 @@ def exchange_cost(
     return Cost(round(sent_bytes), messages, seconds + busy_bytes / network.bandwidth_bytes_per_s)
 
 
-def gather_cost(sizes_bytes: Sequence[float], network: Network) -> Cost:
+def all_gather_cost(sizes_bytes: Sequence[float], network: Network) -> Cost:
     """An all-gather of a part of so many bytes from each rank, all at once: who sends or receives most sets the pace.
 
     Example:
-        >>> gather_cost([1e6, 3e6], Network(latency_s=1e-3, bandwidth_bytes_per_s=1e8))
+        >>> all_gather_cost([1e6, 3e6], Network(latency_s=1e-3, bandwidth_bytes_per_s=1e8))
         Cost(bytes=3000000, messages=1, seconds=0.031)
     """
     others, most_bytes = max(0, len(sizes_bytes) - 1), max(sizes_bytes, default=0)

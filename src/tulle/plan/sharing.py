@@ -6,8 +6,7 @@ over those of hosts  gather within each host   reduce-scatter within each host, 
 
 from __future__ import annotations
 
-from tulle.cost import Cost, Network, all_reduce_cost
-from tulle.cost import gather_cost as all_gather_cost
+from tulle.cost import Cost, Network, all_gather_cost, all_reduce_cost
 from tulle.memory import Memory
 from tulle.memory.options import HOST
 

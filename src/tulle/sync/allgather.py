@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tulle.comm import Deferred, all_gather_parts, release
-from tulle.cost import Characteristics, Cost, Network, gather_cost, work_cost
+from tulle.cost import Characteristics, Cost, Network, all_gather_cost, work_cost
 from tulle.mesh import Axis
 from tulle.rows import Merge
 from tulle.sync.numbers import gather_numbers, numbers_cost
@@ -68,7 +68,7 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
     """`(n - 1) d M` and the row numbers, where the rank with most rows sets the pace; all rounds start at once."""
     looks = characteristics.at(ranks)
     total_rows = sum(looks.rows_per_rank)
-    values = gather_cost([rows * looks.values_bytes for rows in looks.rows_per_rank], network)
+    values = all_gather_cost([rows * looks.values_bytes for rows in looks.rows_per_rank], network)
     work = work_cost(
         network,
         summed_bytes=total_rows * looks.values_bytes,

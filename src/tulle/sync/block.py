@@ -28,7 +28,7 @@ from torch import Tensor
 
 import tulle.sync.push_pull as push_pull
 from tulle.comm import Deferred
-from tulle.cost import Characteristics, Cost, Network, exchange_cost, gather_cost, work_cost
+from tulle.cost import Characteristics, Cost, Network, all_gather_cost, exchange_cost, work_cost
 from tulle.mesh import Axis
 from tulle.partition import Contiguous
 from tulle.sync.numbers import gather_numbers, numbers_cost, told_bytes
@@ -108,7 +108,7 @@ def cost(characteristics: Characteristics, network: Network, ranks: int) -> Cost
     messages = others * int(numbers[payer] > 0) + owners_reached + others * int(owned[payer] > 0)
     push_bytes = torch.maximum(leaving, coming).max().item() * block_bytes
     push = exchange_cost(push_bytes, 0, network, rounds=min(1, others))
-    pull = gather_cost((owned * block_bytes).tolist(), network)
+    pull = all_gather_cost((owned * block_bytes).tolist(), network)
     held_blocks, union_blocks = of_ranks.max().item(), owned.sum().item()
     work = work_cost(
         network,

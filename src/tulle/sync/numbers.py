@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tulle.comm import Deferred, all_gather, all_gather_parts, pause
-from tulle.cost import Characteristics, Cost, Network, gather_cost
+from tulle.cost import Characteristics, Cost, Network, all_gather_cost
 from tulle.mesh import Axis
 from tulle.sync.table import Table
 
@@ -81,7 +81,7 @@ def told_bytes(looks: Characteristics) -> Tensor:
 
 def numbers_cost(looks: Characteristics, network: Network) -> Cost:
     """What it takes that every rank hears the row numbers of every rank."""
-    return gather_cost(_sizes(looks), network)
+    return all_gather_cost(_sizes(looks), network)
 
 
 def tell_count(count: int, table: Table, axis: Axis) -> list[int]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tulle.comm import Deferred, all_gather_parts, release
-from tulle.cost import Characteristics, Cost, Network, gather_cost, work_cost
+from tulle.cost import Characteristics, Cost, Network, all_gather_cost, work_cost
 from tulle.mesh import Axis
 from tulle.rows import Merge, RowSparse
 from tulle.sync.numbers import numbers_bytes
@@ -345,7 +345,7 @@ def _cost(kinds: Sequence[tuple[int, int]], packet_bytes: int, network: Network,
     held_bytes = ranks * sum(room * row_bytes for room, row_bytes in kinds)
     numbers = ranks * sum(room for room, _ in kinds)
     work = work_cost(network, summed_bytes=held_bytes, copied_bytes=held_bytes, numbers=numbers)
-    return gather_cost([packet_bytes] * ranks, network) + work
+    return all_gather_cost([packet_bytes] * ranks, network) + work
 
 
 def _round_up(number: int, to: int) -> int:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tulle.comm import Deferred, all_gather, all_gather_parts, all_to_all_parts, release
-from tulle.cost import NOTHING, Characteristics, Cost, Network, exchange_cost, gather_cost, work_cost
+from tulle.cost import NOTHING, Characteristics, Cost, Network, all_gather_cost, exchange_cost, work_cost
 from tulle.mesh import Axis
 from tulle.partition import Contiguous, Partition, order_by_owner
 from tulle.presence import Dealt
@@ -290,7 +290,7 @@ def _values_cost(
     messages = int(told_messages[payer]) + reached + others * int(owned[payer] > 0)
     push_rows = torch.maximum(leaving, coming).max().item()
     push = exchange_cost(push_rows * looks.values_bytes, 0, network, rounds=1)
-    pull = gather_cost((owned * looks.values_bytes).tolist(), network)
+    pull = all_gather_cost((owned * looks.values_bytes).tolist(), network)
     # Where owners have consecutive rows none are put in order before the push. Sums fill fresh memory in any case.
     ordered_rows = 0.0 if is_ordered else of_ranks.max().item()
     work = work_cost(
