@@ -109,6 +109,9 @@ def test_ranks_whose_lookups_or_optimizers_differ_are_told_where():
     text = "differ: lookup 0 Embedding(9, 2) against lookup 0 Embedding(9, 2, sparse=True): build the same"
     with every_rank_raises(ModelError, text):
         distribute(model, sgd(model))
+    model = nn.Sequential(nn.EmbeddingBag(9, 2, sparse=rank == 1))
+    with every_rank_raises(ModelError, "EmbeddingBag(9, 2, mode='mean', sparse=True): build the same"):
+        distribute(model, sgd(model))
     model = nn.Sequential(nn.Embedding(9, 2))
     with every_rank_raises(ModelError, "differ: optimizer SGD lr=0.1 "):
         distribute(model, SGD(model.parameters(), lr=0.1 + rank))

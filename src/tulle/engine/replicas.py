@@ -107,7 +107,11 @@ def _describe_parts(buffer: Tensor) -> str:
 
 def _describe_lookup(module: TableModule) -> str:
     """As the plain class has it: a class that derives from it may say what is not alike on all ranks."""
-    return nn.Embedding.extra_repr(module) if isinstance(module, nn.Embedding) else nn.EmbeddingBag.extra_repr(module)
+    if isinstance(module, nn.Embedding):
+        return nn.Embedding.extra_repr(module)
+    # Which leaves out two of its options.
+    untold = [option for option in ("sparse", "include_last_offset") if getattr(module, option)]
+    return ", ".join([nn.EmbeddingBag.extra_repr(module), *(f"{option}=True" for option in untold)])
 
 
 def _describe_optimizers(optimizers: Sequence[Optimizer]) -> list[str]:
