@@ -14,7 +14,8 @@ import torch.distributed as dist
 from ranks import end_all_workers
 
 if "TULLE_CACHE" not in os.environ:  # plans that tests make are kept there; ranks, which run this too, share it
-    os.environ["TULLE_CACHE"] = tempfile.mkdtemp(prefix="tulle-cache-")
+    _CACHE = tempfile.TemporaryDirectory(prefix="tulle-cache-")
+    os.environ["TULLE_CACHE"] = _CACHE.name
 torch.set_num_threads(1)  # of this process, beside which the ranks of the teams run
 # The first example of a test may wait for its team's processes to start.
 hypothesis.settings.register_profile("tulle", deadline=None)
