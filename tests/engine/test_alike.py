@@ -73,6 +73,20 @@ def test_a_number_that_is_not_finite_on_one_rank_is_told_by_name():
 
 
 @on_ranks(2)
+def test_of_a_large_parameter_other_numbers_are_looked_at_each_time():
+    mesh, model = tulle.init(data=-1), nn.Linear(512, 512)  # four times as many as are looked at
+    model, optimizer = tulle.distribute(model, SGD(model.parameters(), 0.1), mesh)
+    with torch.no_grad():
+        model.weight.view(-1)[12345] += mesh.rank
+    with every_rank_raises(
+        ModelError, "'weight' was not the same on all ranks of axis 'data' at the step after backward 8"
+    ):
+        for _ in range(10):
+            model(torch.ones(2, 512)).mean().backward()
+            optimizer.step()
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("is_shared", [False, True], ids=["whole", "shared out"])
 def test_rates_that_follow_the_loss_of_each_rank_are_told(is_shared):
     mesh, model = tulle.init(data=-1), model_of()

@@ -23,8 +23,10 @@ from tulle.errors import ModelError
 from tulle.mesh import Axis
 
 _LABEL = "whether replicas are alike"
-_MOST = 2**20
-"""Of a larger parameter some numbers are looked at, from its first to its last."""
+_MOST = 2**16
+"""Of a larger parameter as many numbers are looked at, spread over all of it, and others each time."""
+_GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it, modulo 1, lie far from each other."""
 _ROUNDED = 1000
 """So many times the precision of its dtype a parameter may differ: processors of several kinds round differently."""
 _LEAST_TOLERANCE, _MOST_TOLERANCE = 1e-9, 0.03
@@ -71,7 +73,7 @@ class Alike:
         for parameter in parameters:
             place = self._places.get(id(parameter))
             if place is not None and place not in self._seen and not is_late(parameter):
-                self._seen[place] = _numbers(parameter)
+                self._seen[place] = _numbers(parameter, step.bit_length() * _GOLDEN % 1)
 
     def check(self, step: int, *, is_late: bool) -> None:
         """Raise if ranks had other values when they stepped after the backward before. Every rank must call it.
@@ -144,13 +146,14 @@ def _is_plain(parameter: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _numbers(parameter: Tensor) -> Tensor:
-    """`[2]`: sum and norm, of a large one those of some of its numbers."""
+def _numbers(parameter: Tensor, start: float) -> Tensor:
+    """`[2]`: sum and norm, of a large one those of some of its numbers, the first by `start` from 0 to 1."""
     with torch._C.DisableTorchFunctionSubclass():
         values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
         is_dense = torch.ops.aten.is_non_overlapping_and_dense(values)
         flat = values.as_strided((values.numel(),), (1,)) if is_dense else values.reshape(-1)
-        some = flat[:: max(1, flat.numel() // _MOST)].double()
+        stride = max(1, flat.numel() // _MOST)
+        some = flat[int(start * stride) :: stride].double()
         return torch.stack([some.sum(), torch.linalg.vector_norm(some)])
 
 
