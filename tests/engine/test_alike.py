@@ -77,9 +77,9 @@ def test_of_a_large_parameter_other_numbers_are_looked_at_each_time():
     mesh, model = tulle.init(data=-1), nn.Linear(512, 512)  # four times as many as are looked at
     model, optimizer = tulle.distribute(model, SGD(model.parameters(), 0.1), mesh)
     with torch.no_grad():
-        model.weight.view(-1)[12345] += mesh.rank
+        model.weight.view(-1)[12303] += mesh.rank
     with every_rank_raises(
-        ModelError, "'weight' was not the same on all ranks of axis 'data' at the step after backward 8"
+        ModelError, "'weight' was not the same on all ranks of axis 'data' at the step after backward 2"
     ):
         for _ in range(10):
             model(torch.ones(2, 512)).mean().backward()

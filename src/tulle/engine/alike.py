@@ -23,8 +23,8 @@ from tulle.errors import ModelError
 from tulle.mesh import Axis
 
 _LABEL = "whether replicas are alike"
-_MOST = 2**16
-"""Of a larger parameter as many numbers are looked at, spread over all of it, and others each time."""
+_BLOCKS, _BLOCK = 2**12, 2**4
+"""Of a larger parameter as many blocks of numbers are looked at, spread over all of it, and others each time."""
 _GOLDEN = (5**0.5 - 1) / 2
 """Multiples of it, modulo 1, lie far from each other."""
 _ROUNDED = 1000
@@ -147,13 +147,15 @@ def _is_plain(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def _numbers(parameter: Tensor, start: float) -> Tensor:
-    """`[2]`: sum and norm, of a large one those of some of its numbers, the first by `start` from 0 to 1."""
+    """`[2]`: sum and norm, of a large one those of some of its numbers, from `start` between 0 and 1 on."""
     with torch._C.DisableTorchFunctionSubclass():
         values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
         is_dense = torch.ops.aten.is_non_overlapping_and_dense(values)
         flat = values.as_strided((values.numel(),), (1,)) if is_dense else values.reshape(-1)
-        stride = max(1, flat.numel() // _MOST)
-        some = flat[int(start * stride) :: stride].double()
+        stride = flat.numel() // _BLOCKS
+        if stride > _BLOCK:
+            flat = flat[int(start * (stride - _BLOCK)) :].as_strided((_BLOCKS, _BLOCK), (stride, 1))
+        some = flat.double().flatten()
         return torch.stack([some.sum(), torch.linalg.vector_norm(some)])
 
 
