@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tulle.cost import Characteristics, Cost, Network
@@ -21,8 +22,14 @@ class Observation:
     table: str
     scheme: str
     characteristics: Characteristics
-    candidates: tuple[tuple[str, Cost], ...]
+    weigh: Callable[[], Choice]
+    """Gives what schemes were predicted to take; to predict it takes milliseconds, which nobody may ask for."""
     measured: Cost | None
+
+    @property
+    def candidates(self) -> tuple[tuple[str, Cost], ...]:
+        """Each scheme and its predicted cost, the cheapest first."""
+        return self.weigh().candidates
 
 
 @dataclass(slots=True)
@@ -59,11 +66,11 @@ class Ledger:
         """By table, the scheme in force, and the rows of this rank's last gradient."""
         return {name: (bundle.scheme, self.rows.get(name, 0)) for name, bundle in self.bundles.items()}
 
-    def observe(self, step: int, table: str, seen: Characteristics, candidates: tuple[tuple[str, Cost], ...]) -> None:
-        """Keep what a table's gradient looked like in a step, and what each scheme was predicted to take for it."""
+    def observe(self, step: int, table: str, seen: Characteristics, weigh: Callable[[], Choice]) -> None:
+        """Keep what a table's gradient looked like in a step, and what tells what each scheme would take for it."""
         scheme = self.bundles[table].scheme
         measured = self.meters[table].measured_of(scheme)
-        self._observations[table] = Observation(step, table, scheme, seen, candidates, measured)
+        self._observations[table] = Observation(step, table, scheme, seen, weigh, measured)
 
     def take_observations(self) -> list[Observation]:
         """What was measured since the last call."""

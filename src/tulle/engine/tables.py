@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -233,12 +234,11 @@ class TableSync:
         looks = self._look(indices, tables, held, [t for members in seen.values() for t in members])
         for bundle, members in seen.items():
             of_members = {tables[t].name: looks[t] for t in members}
+            weigh = cache(partial(choose_together, [*of_members.values()], self.network, self.axis.size))
             if bundle in due:
-                candidates = self._choose(bundle, of_members)
-            else:
-                candidates = choose_together([*of_members.values()], self.network, self.axis.size)
+                weigh = partial(list, self._choose(bundle, of_members))
             if self._is_observed:
-                self._keep(of_members, candidates)
+                self._keep(of_members, weigh)
 
     def _look(
         self,
@@ -264,9 +264,9 @@ class TableSync:
                 logger.info("table %s: %s", name, choice.reason)
         return choices
 
-    def _keep(self, looks: Mapping[str, Characteristics], choices: Sequence[Choice]) -> None:
-        for (name, seen), choice in zip(looks.items(), choices, strict=True):
-            self.ledger.observe(self._step, name, seen, choice.candidates)
+    def _keep(self, looks: Mapping[str, Characteristics], weigh: Callable[[], Sequence[Choice]]) -> None:
+        for place, (name, seen) in enumerate(looks.items()):
+            self.ledger.observe(self._step, name, seen, lambda place=place: weigh()[place])
 
 
 def _is_sparse(heard: Sequence[Sequence[int]], position: int) -> bool:
