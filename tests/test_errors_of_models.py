@@ -143,6 +143,21 @@ def test_a_model_with_a_lazy_layer():
         distribute(model, SGD([nn.Parameter(torch.ones(1))], lr=0.1))
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["full_shard", "rows", "model", "replicas"])
+def test_a_buffer_in_the_memory_of_a_parameter_that_is_cut(how):
+    mesh, model = tulle.init(**{"model" if how == "model" else "data": -1}), build(Words, 0)
+    model.register_buffer("shown", model.words.weight.data[1:])
+    memory = tulle.Memory(full_shard=how == "full_shard")
+    plan = {"words": "rows"} if how == "rows" else tulle.Plan(mesh.shape, memory=memory)
+    if how == "replicas":
+        tulle.distribute(model, sgd(model), mesh, plan=plan)
+        return
+    text = "the buffer 'shown' lies in the memory of the parameter 'words.weight', and would not follow it"
+    with every_rank_raises(ModelError, text, found_by=0):
+        tulle.distribute(model, sgd(model), mesh, plan=plan)
+
+
 @on_ranks(1, 2)
 def test_a_model_that_is_distributed_already():
     model = build(Words, 0)

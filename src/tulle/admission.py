@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tulle.engine import engine_of
@@ -110,6 +110,27 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
                         "make it from model.parameters() after the model is complete; for one optimizer over several "
                         "models, distribute torch.nn.ModuleList of them"
                     )
+
+
+def check_not_aliased(model: nn.Module) -> None:
+    """Refuse buffers in the memory of a parameter, of which ranks are to have parts: they would keep the old values.
+
+    Raises:
+        ModelError: Naming both and the mend.
+    """
+    memory = {_memory(parameter): name for name, parameter in model.named_parameters()}
+    for name, buffer in model.named_buffers():
+        parameter = memory.get(_memory(buffer)) if buffer.layout == torch.strided and buffer.numel() else None
+        if parameter is not None:
+            raise ModelError(
+                f"the buffer {name!r} lies in the memory of the parameter {parameter!r}, and would not follow it where "
+                "a rank has a part of that: read the parameter in forward instead, or give the buffer a copy of it"
+            )
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """What tells memory from other memory; None where a layout has several."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
 def check_replicated_tables(model: nn.Module, split: Iterable[str]) -> None:

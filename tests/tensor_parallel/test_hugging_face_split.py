@@ -149,6 +149,22 @@ def test_the_loss_of_split_scores_is_that_of_whole_ones(name):
     check_exact(model, loss, select=select)
 
 
+class Wrapped(torch.nn.Module):
+    """A language model within another, as adapters and heads of the user's own have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build("llama")
+
+    def forward(self, **batch):
+        return self.inner(**batch)
+
+
+@on_ranks(2)
+def test_the_loss_of_split_scores_is_found_within_another_model():
+    check_exact(Wrapped(), loss, select={"inner.lm_head": "vocabulary"})
+
+
 class Biased(torch.nn.Module):
     """A model whose mask is trained."""
 

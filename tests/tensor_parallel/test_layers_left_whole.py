@@ -298,6 +298,29 @@ def test_a_layer_that_computes_something_of_its_own_is_not_cut_as_if_it_did_not(
         tensor_parallel.apply(nn.Sequential(layer), model_axis())
 
 
+class Checkpointed(nn.Module):
+    """What is put around a layer and has no parameters of its own."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=False)
+
+
+@on_ranks(2)
+def test_an_adapter_that_is_put_around_a_split_layer_afterwards_is_refused():
+    model = tensor_parallel.apply(layers(), model_axis())
+    for name in ("linear1", "linear2"):
+        with pytest.raises(
+            ModelError, match=f"^a Around with parameters of its own was put around '{name}' of a Trans"
+        ):
+            setattr(model[1], name, Around(getattr(model[1], name)))
+        setattr(model[1], name, Checkpointed(getattr(model[1], name)))
+    layers_loss(model, 0).backward()
+
+
 def by_parametrization(module):
     return nn.utils.parametrizations.weight_norm(module)
 

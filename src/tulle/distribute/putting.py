@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tulle.admission import as_optimizers, check_model, check_replicated_tables
+from tulle.admission import as_optimizers, check_model, check_not_aliased, check_replicated_tables
 from tulle.deferred import give_states, is_deferred
 from tulle.distribute.adopted import adopt_model, fetch_after_steps, refuse_hooks
 from tulle.distribute.axes import Axes, alike
@@ -186,6 +186,8 @@ def _check(
                 f"the model over axis {axes.splitting[0].name!r}: use the schedule 'step'"
             )
         check_reads(model)
+    if placements or axes.model or (plan.memory.full_shard and axes.data.size > 1):
+        check_not_aliased(model)
     if axes.data.size > 1:
         check_replicated_tables(model, placements)
     check_savings(plan, model, optimizers, axes)

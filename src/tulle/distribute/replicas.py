@@ -1,4 +1,8 @@
-"""`Replicas`: data parallelism of a model that other axes split: torch's own clipping and scaling hear of all ranks."""
+"""`Replicas`: data parallelism of a model that other axes split: torch's own clipping and scaling hear of all ranks.
+
+What ranks of axis `model` hold whole stays the same on all, as long as they are given the same batch and draw the same
+numbers. It is looked at now and then, as replicas along axis `data` are.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,20 @@ from tulle.comm import gather_values
 from tulle.distribute.axes import Axes
 from tulle.distribute.held import Held
 from tulle.engine import DataParallel
+from tulle.engine.alike import Alike
 from tulle.engine.ends import NOT_RUNNING
+from tulle.engine.slots import Slot
 from tulle.memory import shard_of
 from tulle.mesh import Axis
 from tulle.plan import Memory
 from tulle.tables import ShardGradient, split_of
 from tulle.tensor_parallel import placements
+
+_SAME = (
+    "its ranks must be given the same batch (a sampler takes mesh['data'].size and mesh['data'].rank, not those of all "
+    "processes), draw the same numbers (torch.manual_seed(seed + mesh['data'].rank)), and load, write and step alike. "
+    "Of what is trained between layers that were selected by name, register the class"
+)
 
 
 class Replicas(DataParallel):
@@ -48,6 +60,7 @@ class Replicas(DataParallel):
         self._parts = _parts(model, held)
         self._told: list[ref[Tensor]] = []
         """Gradients of parts of layers, which know at the moment that they are."""
+        self._whole = _Whole(model, held, axes.model) if axes.model is not None else None
         self.tie(held, [*shared.values()])
         for name, parameter in shared.items():
             if parameter.requires_grad:
@@ -69,6 +82,7 @@ class Replicas(DataParallel):
         self._tell_parts()
         if self.is_syncing:
             self.mark_proxies()
+        self._check_whole()
 
     def _begin_backward(self) -> None:
         """Have gradients of parts of layers be plain for those that average them."""
@@ -96,6 +110,11 @@ class Replicas(DataParallel):
         """All gradients are there, and nobody has averaged them."""
         self._tell_parts()
         self.mark_proxies()
+        self._check_whole()
+
+    def _check_whole(self) -> None:
+        if self._whole is not None and self.is_syncing:
+            self._whole.check()
 
     def mark_proxies(self) -> None:
         """Make one gradient of each optimizer a proxy for all ranks'."""
@@ -115,6 +134,27 @@ class Replicas(DataParallel):
 
 
 _TAKEN = (Tensor, ShardGradient)
+
+
+class _Whole:
+    """The parameters that ranks of axis `model` hold alike, as no layer of theirs is split."""
+
+    def __init__(self, model: nn.Module, held: nn.Module, axis: Axis) -> None:
+        split = {id(model.get_parameter(name)) for name in placements(model)}
+        slots = {
+            name: Slot(name, parameter)
+            for name, parameter in held.named_parameters()
+            if id(parameter) not in split and (parameter.is_floating_point() or parameter.is_complex())
+        }
+        self._parameters = [slot.parameter for slot in slots.values()]
+        self._alike = Alike(slots, axis, mend=_SAME)
+        self._backwards = 0
+
+    def check(self) -> None:
+        """At the end of a backward. Every rank of the axis must call it, and raises if some have other values."""
+        self._backwards += 1
+        self._alike.look((one for one in self._parameters if one.requires_grad), self._backwards)
+        self._alike.check(self._backwards + 1, is_late=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,14 @@ class Alike:
         slots: The replicas, by name.
         axis: Whose ranks hold them.
         free: Names of those that ranks may have differently for a while.
+        mend: What to do where they are apart.
     """
 
-    def __init__(self, slots: Mapping[str, Slot], axis: Axis, free: Iterable[str] = ()) -> None:
+    def __init__(
+        self, slots: Mapping[str, Slot], axis: Axis, free: Iterable[str] = (), *, mend: str | None = None
+    ) -> None:
         self._axis = axis
+        self._mend = mend or f"have all ranks load, write and draw the same, and {_ALIKE}"
         left_out = {*free}
         self._slots = [slot for name, slot in slots.items() if name not in left_out and _is_plain(slot.parameter)]
         self._places = {id(slot.parameter): place for place, slot in enumerate(self._slots)}
@@ -57,19 +61,20 @@ class Alike:
         """After which backward it was so."""
 
     @eager
-    def look(self, optimizer: Optimizer, parameters: Iterable[Tensor], step: int) -> None:
-        """An optimizer is to step. Sends nothing.
+    def look(self, parameters: Iterable[Tensor], step: int, optimizer: Optimizer | None = None) -> None:
+        """Take note of parameters as they are. Sends nothing.
 
         Args:
-            optimizer: This.
-            parameters: Its own.
+            parameters: Some of the replicas, maybe among others.
             step: Number of the backward before.
+            optimizer: That is to step them, if one is.
         """
         if not _is_watched(step):
             return
         if step != self._step:
             self._step, self._seen = step, {}
-            self._rates = [float(rate) for group in optimizer.param_groups if (rate := group.get("lr")) is not None]
+            groups = optimizer.param_groups if optimizer is not None else ()
+            self._rates = [float(rate) for group in groups if (rate := group.get("lr")) is not None]
         for parameter in parameters:
             place = self._places.get(id(parameter))
             if place is not None and place not in self._seen and not is_late(parameter):
@@ -125,8 +130,8 @@ class Alike:
         more = f" (and {sum(apart) - 1} more)" if sum(apart) > 1 else ""
         raise ModelError(
             f"the parameter {self._slots[first - 1].name!r}{more} was not the same on all ranks of axis "
-            f"{self._axis.name!r} at the step after backward {self._told_of}, its norm {', '.join(by_rank)}: have all "
-            f"ranks load, write and draw the same, and {_ALIKE}"
+            f"{self._axis.name!r} at the step after backward {self._told_of}, its norm {', '.join(by_rank)}: "
+            f"{self._mend}"
         )
 
 

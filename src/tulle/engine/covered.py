@@ -61,7 +61,7 @@ def _look(
         average_by_hand(parameters, engines, optimizer, has_closure=has_closure)
         for engine in engines:
             if engine.is_syncing:
-                engine.alike.look(optimizer, parameters, engine.steps)
+                engine.alike.look(parameters, engine.steps, optimizer)
     if not engines or not has_closure:
         return None
     followed = tuple(_followed(one, optimizer, engines) if callable(one) else one for one in arguments[1:])

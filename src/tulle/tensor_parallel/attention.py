@@ -22,8 +22,8 @@ class SplitAttention(nn.MultiheadAttention):
 
     queries: Region
     """What queries, and keys that are the same tensor, enter."""
-    memory: Region
-    """What other keys and values enter."""
+    whole: Region
+    """What other keys and values, and masks, which may be trained, enter: they are whole on every rank in any case."""
     heads: slice
     """This rank's heads."""
     randomness: OwnRandomness
@@ -57,8 +57,7 @@ class SplitAttention(nn.MultiheadAttention):
         output = self.out_proj(heads.permute(2, 0, 1, 3).flatten(2))
         output = output.squeeze(1) if is_single else output.transpose(0, 1) if self.batch_first else output
         if weights is not None and average_attn_weights:
-            whole = Region(self.queries.axis, self.queries.label)
-            weights = whole.leave(weights.sum(1)) / (self.num_heads * whole.axis.size)
+            weights = self.whole.leave(weights.sum(1)) / (self.num_heads * self.whole.axis.size)
         return output, weights.squeeze(0) if weights is not None and is_single else weights
 
     def _entered(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,7 +65,7 @@ class SplitAttention(nn.MultiheadAttention):
         entered = {id(query): self.queries.enter(query)}
         for other in (key, value):
             if id(other) not in entered:
-                entered[id(other)] = self.memory.enter(other)
+                entered[id(other)] = self.whole.enter(other)
         return entered[id(query)], entered[id(key)], entered[id(value)]
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -83,9 +82,9 @@ class SplitAttention(nn.MultiheadAttention):
 
     def _bias(self, mask: Tensor | None, padding: Tensor | None, query: Tensor, keys: int) -> Tensor | None:
         """Both masks as what is added to the scores, `[1 or samples, 1 or this rank's heads, length or 1, keys]`."""
-        bias, whole = None, Region(self.queries.axis, self.queries.label)  # masks that are trained enter, too
+        bias = None
         if mask is not None:
-            bias = _additive(whole.enter(mask), query)
+            bias = _additive(self.whole.enter(mask), query)
             # Of three dimensions, it has one mask for each sample and head of the whole.
             bias = (
                 bias.unflatten(0, (-1, self.num_heads * self.queries.axis.size))[:, self.heads]
@@ -93,7 +92,7 @@ class SplitAttention(nn.MultiheadAttention):
                 else bias[None, None]
             )
         if padding is not None:
-            padded = _additive(whole.enter(padding), query).view(-1, 1, 1, keys)
+            padded = _additive(self.whole.enter(padding), query).view(-1, 1, 1, keys)
             bias = padded if bias is None else bias + padded
         return bias
 

@@ -12,10 +12,12 @@ These are classes that an existing layer takes on, as `fully_shard` does: the ob
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules import module as hooks
 
 from tulle.comm import eager
 from tulle.derived import derived
@@ -109,6 +111,37 @@ def take_on(module: nn.Module, added: type[nn.Module], *, inside: bool = False, 
     kind = added if issubclass(added, own) else derived(first, second, name=name, module=__name__)
     module.__dict__.update(attributes)  # past Module.__setattr__, which is for parameters, buffers and submodules
     object.__setattr__(module, "__class__", kind)
+    _watch_places()
+
+
+@cache
+def _watch_places() -> None:
+    """Look at what is put in the place of split layers from now on."""
+    hooks.register_module_module_registration_hook(_check_adapter)
+
+
+def _check_adapter(owner: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Refuse an adapter around a layer that takes or gives parts of features: its gradients would be of these alone.
+
+    Raises:
+        ModelError: Naming both.
+    """
+    layer = owner._modules.get(name)
+    if module is None or layer is None or not _sees_parts(layer) or all(one is not layer for one in module.modules()):
+        return
+    own = {id(parameter) for parameter in layer.parameters()}
+    if any(id(parameter) not in own for parameter in module.parameters()):
+        raise ModelError(
+            f"a {type(module).__name__} with parameters of its own was put around {name!r} of a "
+            f"{type(owner).__name__}, as an adapter (LoRA) is, but that layer is split, and sees a rank's part of the "
+            "features: leave the module around it out, with select or of Plan.tensor_parallel"
+        )
+
+
+def _sees_parts(layer: nn.Module) -> bool:
+    """Whether what is around a layer knows that it takes, or gives, a rank's part of the features."""
+    is_column = isinstance(layer, Column) and layer.gathered is None
+    return is_column or isinstance(layer, RowLinear | RowTransposed | SharedRows)
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -137,13 +137,8 @@ class Splitter:
         self.cut(embedding, "weight", dim=0)
         take_on(embedding, VocabularyEmbedding, inside=True, region=self.region, first=first)
 
-    def attention(self, attention: nn.MultiheadAttention, *, memory_is_whole: bool = True) -> None:
-        """Split a `nn.MultiheadAttention` by heads.
-
-        Args:
-            attention: The layer.
-            memory_is_whole: Whether keys and values other than the queries are whole on every rank in any case.
-        """
+    def attention(self, attention: nn.MultiheadAttention) -> None:
+        """Split a `nn.MultiheadAttention` by heads; keys and values other than the queries are whole in any case."""
         if attention.bias_k is not None or attention.add_zero_attn:
             raise ModelError(
                 f"{self.name} has add_bias_kv or add_zero_attn, which cannot be split by heads here: make it without, "
@@ -158,11 +153,10 @@ class Splitter:
         replace(self, sequence_dim=None if self.sequence_dim is None else 0).row(attention.out_proj)
         attention.num_heads = heads
         own = slice(self.axis.rank * heads, (self.axis.rank + 1) * heads)
-        memory = self.whole_region if memory_is_whole else self.region
-        randomness = OwnRandomness(self.region)
-        take_on(attention, SplitAttention, queries=self.region, memory=memory, heads=own, randomness=randomness)
+        queries, randomness = self.region, OwnRandomness(self.region)
+        take_on(attention, SplitAttention, queries=queries, whole=self.whole_region, heads=own, randomness=randomness)
 
-    def heads(self, count: int, what: str = "heads") -> int:
+    def heads(self, count: int) -> int:
         """This rank's number of heads.
 
         Raises:
@@ -170,7 +164,7 @@ class Splitter:
         """
         if count % self.axis.size:
             raise ModelError(
-                f"{self.name} has {count} {what}, which do not divide among the {self.axis.size} ranks of axis "
+                f"{self.name} has {count} heads, which do not divide among the {self.axis.size} ranks of axis "
                 f"{self.axis.name!r}: use an axis whose size divides {count}, or leave the module out with select"
             )
         return count // self.axis.size

@@ -48,7 +48,8 @@ class Walk:
     seen: set[int] = field(default_factory=set)
     matched: set[str] = field(default_factory=set)
     split: list[nn.Module] = field(default_factory=list)
-    split_scores: list[str] = field(default_factory=list)
+    split_scores: set[nn.Module] = field(default_factory=set)
+    """Output layers that give split scores."""
     stacks: list[str] = field(default_factory=list)
     unknown: set[int] = field(default_factory=set)
     by_hand: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -195,7 +196,8 @@ class Walk:
             to.row(module)
         elif move in ("column", "vocabulary") and isinstance(module, nn.Linear):
             to.column_alone(module, gather=False)
-            self.split_scores += [name] * (move == "vocabulary")
+            if move == "vocabulary":
+                self.split_scores.add(module)
         elif move == "vocabulary" and isinstance(module, nn.Embedding):
             to.vocabulary(module)
         else:
