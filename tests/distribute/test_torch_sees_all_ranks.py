@@ -100,6 +100,16 @@ def test_norms_of_any_order_are_those_of_one_process(norm_type, ours):
         assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("norm_type", [0.0, -math.inf])
+def test_an_order_that_is_not_put_together_from_parts_is_refused(norm_type):
+    model, _, place = distributed("stack", {"model": 2})
+    train_step(model, batch_of(0, *place))
+    for clip in (tulle.clip_grad_norm_, lambda model, *given: nn.utils.clip_grad_norm_(model.parameters(), *given)):
+        with pytest.raises(GradientError, match=f"no norm of order {norm_type} is taken over ranks"):
+            clip(model, 1.0, norm_type)
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_scaler_skips_on_all_ranks_or_none(shape):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from tulle.comm import all_reduce
+from tulle.errors import GradientError
 from tulle.spread import Spread
 from tulle.tables import ShardGradient
 
@@ -24,7 +25,12 @@ def norm_over_ranks(counted: Sequence[Tensor], spread: Spread, norm_type: float)
 
     Returns:
         In the precision in which it was summed (float64 on CPUs), since a rank that counts nothing knows no other.
+
+    Raises:
+        GradientError: If there is no norm of that order, or none that is put together from those of parts here.
     """
+    if norm_type in (0, -math.inf):
+        raise GradientError(f"no norm of order {norm_type} is taken over ranks: clip by one of order 2, say, or inf")
     is_max = math.isinf(norm_type)
     device = spread.axes[0].device
     power = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
