@@ -28,7 +28,7 @@ from tulle.tables import (
     split_as,
     table_modules,
 )
-from tulle.traits import ELEMENTWISE, hold
+from tulle.traits import ELEMENTWISE, hold, is_elementwise
 
 logger = logging.getLogger("tulle")
 
@@ -114,7 +114,7 @@ def placements_of(
         is_asked: Also tables of optimizers of which nothing is known, which may look at whole ones (LAMB, Shampoo).
         is_seen: Also tables of modules with a forward of their own, which may read all rows: a run tells if they do.
     """
-    readers, doubted = Readers.of(model), [one for one in optimizers if type(one) not in ELEMENTWISE]
+    readers, doubted = Readers.of(model), [one for one in optimizers if not is_elementwise(one)]
     unknown = {id(p) for one in doubted for group in one.param_groups for p in group["params"]}
 
     def is_doubted(name: str) -> bool:
@@ -257,7 +257,7 @@ def _doubt(model: nn.Module, optimizers: Sequence[Optimizer], placements: Mappin
     for optimizer in optimizers:
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         name = next((name for name in placements if id(model.get_parameter(name)) in stepped), None)
-        if name is not None and type(optimizer) not in ELEMENTWISE:
+        if name is not None and not is_elementwise(optimizer):
             logger.warning(
                 "%s is not known to treat every element by itself; if it looks at whole tensors (at their norm, say), "
                 "it sees this rank's part only of %r and other tables that are split: then keep those as replicas "
@@ -271,7 +271,7 @@ def _doubt(model: nn.Module, optimizers: Sequence[Optimizer], placements: Mappin
 def _refused_by_optimizer(parameter: Tensor, optimizers: Sequence[Optimizer]) -> str | None:
     for optimizer in optimizers:
         is_its = any(parameter is other for group in optimizer.param_groups for other in group["params"])
-        if is_its and type(optimizer) not in ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim"):
+        if is_its and not is_elementwise(optimizer) and type(optimizer).__module__.startswith("torch.optim"):
             return (
                 f"{type(optimizer).__name__} does not treat every element by itself: keep the table whole, or use one "
                 f"of {', '.join(kind.__name__ for kind in ELEMENTWISE)}"

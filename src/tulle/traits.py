@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,35 @@ from torch.optim.optimizer import Optimizer
 
 ELEMENTWISE = (SGD, ASGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, SparseAdam)
 """Optimizers that treat every element by itself, so that a part of a parameter is updated as in the whole."""
+_registered: WeakSet[type[Optimizer]] = WeakSet()
+_Kind = TypeVar("_Kind", bound=type[Optimizer])
+
+
+def register_elementwise(kind: _Kind) -> _Kind:
+    """Say of a class of optimizers that it treats every number of a parameter by itself, as Adam and SGD do.
+
+    Ranks may have parts of what it steps then: it is taken where a plan has `full_shard` or `shard_optimizer`, and not
+    doubted where tables or layers are split. Call it on every rank, before `tulle.distribute`. One that looks at whole
+    tensors (at norms, as LAMB does, or rows, as Adafactor) would compute other numbers than one process, unseen.
+
+    Args:
+        kind: A subclass of `torch.optim.Optimizer`; classes that derive from it are registered by themselves.
+
+    Returns:
+        The class, so that this is a decorator too.
+
+    Example:
+        >>> class Signed(SGD): ...
+        >>> register_elementwise(Signed) is Signed, is_elementwise(Signed([nn.Parameter(torch.ones(1))]))
+        (True, True)
+    """
+    _registered.add(kind)
+    return kind
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known to treat every element by itself: one of torch's, or of a registered class."""
+    return type(optimizer) in ELEMENTWISE or type(optimizer) in _registered
 
 
 def attribute_of(owner: object, name: str) -> Any:

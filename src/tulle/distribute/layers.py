@@ -16,7 +16,7 @@ from tulle.mesh import Axis
 from tulle.placing import tables_of
 from tulle.plan import Plan
 from tulle.tensor_parallel import Placement, apply, known, placements
-from tulle.traits import ELEMENTWISE, states_of
+from tulle.traits import ELEMENTWISE, is_elementwise, states_of
 
 logger = logging.getLogger("tulle")
 
@@ -54,7 +54,7 @@ def _check_sees_enough(optimizer: Optimizer, split: Mapping[str, Placement], mod
             f"{kind.__name__} looks at all parameters at once, of which a rank has some: the mesh splits the model "
             f"over axis {axes.splitting[0].name!r}. Use an optimizer that steps each by itself, or axis 'data' alone"
         )
-    if kind in ELEMENTWISE:
+    if is_elementwise(optimizer):
         return
     if name is None:
         if axes.pipe is not None and not kind.__module__.startswith("torch.optim") and axes.whole.rank == 0:

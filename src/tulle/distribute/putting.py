@@ -50,7 +50,7 @@ from tulle.record import current as current_recorder
 from tulle.sync import AUTO, WireDtype, as_wire_dtype
 from tulle.tables import TableModule, step_plainly
 from tulle.tensor_parallel import guard_parts
-from tulle.traits import ELEMENTWISE
+from tulle.traits import ELEMENTWISE, is_elementwise
 
 OBSERVE_EVERY = "TULLE_OBSERVE_EVERY"
 """Set by `tulle profile`: measure the gradients of tables in every one of so many steps."""
@@ -279,7 +279,7 @@ def _attach_optimizers(model: nn.Module, engine: DataParallel, decided: _Decided
                 share_losses(one, axes.data)
     for one in optimizers:
         vars(one)[ENGINE] = engine  # modules of the model hold it too, but one may train without them
-        step_plainly(one, is_elementwise=type(one) in ELEMENTWISE)
+        step_plainly(one, is_elementwise=is_elementwise(one))
     if engine.split_tables is not None:
         fetch_after_steps(optimizers, engine)
     if plan.schedule == AT_READ and axes.data.size > 1:

@@ -12,7 +12,7 @@ from tulle.distribute.axes import Axes
 from tulle.errors import PlanError
 from tulle.memory import compute_in, offload, recompute, repeated, shard_optimizer, share_out
 from tulle.memory.options import HOST
-from tulle.memory.shards import SHARDABLE
+from tulle.memory.shards import SHARDABLE, is_shardable
 from tulle.mesh import Axis
 from tulle.pipeline import placement_of
 from tulle.plan import Plan
@@ -43,7 +43,7 @@ def check_savings(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer],
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if all(id(parameter) in of_tables for parameter in stepped):
             continue
-        if type(optimizer) not in SHARDABLE:
+        if not is_shardable(optimizer):
             why = (
                 "takes sparse gradients alone, and steps parameters that are in no table with such"
                 if isinstance(optimizer, SparseAdam)
@@ -51,7 +51,8 @@ def check_savings(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer],
             )
             raise PlanError(
                 f"the plan has {what}, but {type(optimizer).__name__} {why}: use one of "
-                f"{', '.join(kind.__name__ for kind in SHARDABLE)}"
+                f"{', '.join(kind.__name__ for kind in SHARDABLE)}, or say that it does by "
+                "tulle.memory.register_elementwise"
             )
         has_pieces = memory.shard_optimizer or memory.precision
         if has_pieces and any(id(parameter) in of_tables for parameter in stepped):

@@ -15,7 +15,7 @@ from tulle.distribute.whole_states import take_wholes_later
 from tulle.engine import ENGINE
 from tulle.errors import ModelError
 from tulle.tables import split_of, step_plainly
-from tulle.traits import ELEMENTWISE, has_hooks
+from tulle.traits import ELEMENTWISE, has_hooks, is_elementwise
 
 logger = logging.getLogger("tulle")
 _doubted: WeakSet[Optimizer] = WeakSet()
@@ -39,11 +39,11 @@ def _look(optimizer: Optimizer, *_: object) -> None:
     kind = type(optimizer)
     if has_hooks(optimizer) and _groups.get(optimizer) != len(optimizer.param_groups):
         _groups[optimizer] = len(optimizer.param_groups)
-        step_plainly(optimizer, is_elementwise=kind in ELEMENTWISE)
+        step_plainly(optimizer, is_elementwise=is_elementwise(optimizer))
     if ENGINE in vars(optimizer):  # those that distribute was given have been looked at
         return
     take_wholes_later(optimizer)
-    if kind in ELEMENTWISE:
+    if is_elementwise(optimizer):
         return
     part = next((p for group in optimizer.param_groups for p in group["params"] if _is_partial(p, kind)), None)
     if part is None:

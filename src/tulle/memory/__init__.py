@@ -19,6 +19,7 @@ from tulle.memory.shard import Shard, shard_of
 from tulle.memory.shards import OptimizerShards, shard_optimizer
 from tulle.memory.shared_out import share_out
 from tulle.memory.whole_states import named_shards, state_of_shards
+from tulle.traits import register_elementwise
 
 __all__ = [
     "Activation",
@@ -39,6 +40,7 @@ __all__ = [
     "profile_activations",
     "recompute",
     "recompute_by_cost",
+    "register_elementwise",
     "repeated",
     "shard_fully",
     "shard_of",

@@ -27,10 +27,11 @@ from tulle.memory.pieces import Bucket, Piece, deal, flat, laid_out_like, lay_ou
 from tulle.mesh import Axis
 from tulle.step_hooks import Arguments, hook_failed, hook_first_after, hook_last
 from tulle.tables import called_first, split_of
-from tulle.traits import ELEMENTWISE, states_of
+from tulle.traits import ELEMENTWISE, is_elementwise, states_of
 
 SHARDABLE = tuple(kind for kind in ELEMENTWISE if kind is not SparseAdam)
-"""Optimizers whose state can be sharded: they treat every element by itself, and their gradients are dense."""
+
+"""Those of torch whose state can be sharded: they treat every element by itself, and their gradients are dense."""
 LABEL = "stepped parameters"
 STATE_LABEL = "optimizer state"
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
@@ -298,6 +299,11 @@ class OptimizerShards:
             flat(state[name])[piece.start : piece.stop].copy_(values)
 
 
+def is_shardable(optimizer: Optimizer) -> bool:
+    """Whether its state can be sharded: it is one of torch's that are, or of a registered class."""
+    return is_elementwise(optimizer) and type(optimizer) is not SparseAdam
+
+
 def shard_optimizer(
     optimizer: Optimizer, axis: Axis, *, narrow: torch.dtype | None = None, elementwise: bool | None = None
 ) -> OptimizerShards:
@@ -312,7 +318,8 @@ def shard_optimizer(
         axis: `mesh["data"]`, say; gradients must be the same on all its ranks when it steps.
         narrow: `torch.bfloat16`, say, to keep parameters, and so gradients, in that, and this rank's part of their
             masters as they are. On an axis of one rank this is all that happens.
-        elementwise: Whether the optimizer treats every number of a parameter alike; None to go by its class.
+        elementwise: Whether the optimizer treats every number of a parameter alike; None to go by its class, which is
+            one of torch's or was given to `register_elementwise`.
 
     Raises:
         ModelError: If the optimizer is not element-wise, or has no parameters.
@@ -327,7 +334,7 @@ def shard_optimizer(
         >>> optimizer.step()
     """
     kind = type(optimizer)
-    if not (kind in SHARDABLE if elementwise is None else elementwise):
+    if not (is_shardable(optimizer) if elementwise is None else elementwise):
         raise ModelError(
             f"the state of a {kind.__name__} is not known to be element-wise, so it cannot be sharded: use one of "
             f"{', '.join(one.__name__ for one in SHARDABLE)}, or say elementwise=True if it treats every number alike"
