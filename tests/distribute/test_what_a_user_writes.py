@@ -114,6 +114,21 @@ def test_a_step_that_does_not_say_runs_as_the_plan_says(shape):
     assert len(train_step(model, next(batches(rank, size))).outputs) == 2
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("axis", ["data", "pipe", "model"])
+def test_what_rank_0_alone_has_read_all_start_from(axis):
+    mesh = tulle.init(**{axis: 2})
+    (reference, _), (model, optimizer) = make(), make()
+    if mesh.rank > 0:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_()
+    stages = {"words": 0, "layers": 0, "out": 1} if axis == "pipe" else {}
+    tulle.distribute(model, optimizer, mesh, plan=tulle.Plan(mesh.shape, stages=stages))
+    whole = tulle.full_state_dict(model, everywhere=True)
+    assert all(torch.equal(whole[name], value) for name, value in reference.state_dict().items())
+
+
 @on_ranks(4)
 def test_a_plan_with_stages_comes_back_from_its_file(tmp_path):
     mesh, model, optimizer, rank, size = on_mesh({"data": 2, "pipe": 2})

@@ -179,6 +179,50 @@ def test_what_is_set_after_backward_the_next_forward_finds(function, schedule):
     assert "after its backward, which forwards set, too" in said[0]
 
 
+class Settings(dict):
+    """A dictionary of the user's own class, as configurations often are."""
+
+
+class Names(list):
+    """A list of the user's own class."""
+
+
+class Configured(Experts):
+    """Reads settings, and counts in others."""
+
+    def __init__(self):
+        super().__init__()
+        self.settings, self.names = Settings(scale=2.0, nested={"more": [1]}), Names(["first", "second"])
+        self.counts = Settings(calls=0)
+
+    def forward(self, x):
+        self.counts["calls"] += len(self.names)
+        return super().forward(x) * self.settings["scale"]
+
+
+def reset_counts(model, x):
+    loss = model(x).pow(2).mean()
+    loss.backward()
+    value = torch.tensor(model.counts["calls"]).double()
+    model.counts["calls"] = 0
+    return loss, value
+
+
+@on_ranks(2)
+def test_items_of_a_class_of_the_user_s_own_that_nobody_sets_are_not_taken_for_set():
+    with handled(logging.getLogger("tulle")) as said:
+        run_both(reading(lambda model: torch.tensor(model.counts["calls"]).double()), 2, kind=Configured)
+    assert not said
+
+
+@on_ranks(2)
+def test_items_of_a_class_of_the_user_s_own_that_a_step_sets_are_seen():
+    with handled(logging.getLogger("tulle")) as said:
+        run_both(reset_counts, 2, kind=Configured)
+    assert len(said) == 1
+    assert "a step sets 'counts' after its backward, which forwards set, too" in said[0]
+
+
 def reset_sometimes(model, x):
     loss = model(x).pow(2).mean()
     loss.backward()

@@ -121,7 +121,7 @@ def check_model(saved: Mapping[str, Any], own: Mapping[str, Any], standing: Stan
         if isinstance(whole, Tensor) and (not isinstance(theirs, Tensor) or _kind(whole) != _kind(theirs)):
             raise CheckpointError(
                 f"the checkpoint {str(path)!r} is of another model: it has {name!r} as {_say(theirs)}, "
-                f"the model has {_say(whole)}"
+                f"the model has {_say(whole)}{_mend(theirs, whole)}"
             )
     for name in saved:
         if name not in own:
@@ -159,6 +159,13 @@ def _digest(tensor: Tensor) -> int | None:
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
+
+
+def _mend(theirs: object, whole: Tensor) -> str:
+    """What to do about a dtype, if nothing else differs."""
+    if not isinstance(theirs, Tensor) or theirs.shape != whole.shape:
+        return ""
+    return ": give it the dtype that was saved before tulle.load, and convert it afterwards"
 
 
 def _say(value: object) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tulle.admission import as_optimizers, check_model, check_not_aliased, check_replicated_tables
+from tulle.comm import gather_values
 from tulle.deferred import give_states, is_deferred
 from tulle.distribute.adopted import adopt_model, fetch_after_steps, refuse_hooks
 from tulle.distribute.axes import Axes, alike
@@ -40,7 +41,7 @@ from tulle.engine import (
 )
 from tulle.errors import PlanError
 from tulle.lookups import explain_lookups
-from tulle.mesh import Mesh
+from tulle.mesh import Axis, Mesh
 from tulle.pipeline import Usual, make_usual
 from tulle.pipeline.schedule import checked
 from tulle.placing import check_placements, materialize_parts, place
@@ -215,6 +216,7 @@ def _give_values(model: nn.Module, plan: Plan, placements: dict[str, str], axes:
     """
     parts: dict[str, Tensor] = {}
     if axes.pipe is not None:
+        _start_stages(model, axes.pipe)
         sends = placements or (plan.memory.full_shard and axes.data.size > 1)
         within = [axis for axis in (axes.data if sends else None, axes.model) if axis is not None]
         put_on_stages(model, plan, axes, in_order_of=within)
@@ -226,6 +228,12 @@ def _give_values(model: nn.Module, plan: Plan, placements: dict[str, str], axes:
         if axis is not None:
             broadcast_tensors([*whole, *held.buffers()], axis, label="initial parameters")
     return parts
+
+
+def _start_stages(model: nn.Module, pipe: Axis) -> None:
+    """Give all stages rank 0's values, which alone may have read them, unless a rank has built without memory."""
+    if not any(gather_values(is_deferred(model), pipe, label="initial parameters")):
+        broadcast_tensors([*model.parameters(), *model.buffers()], pipe, label="initial parameters")
 
 
 def _make_engine(

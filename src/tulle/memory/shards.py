@@ -30,7 +30,6 @@ from tulle.tables import called_first, split_of
 from tulle.traits import ELEMENTWISE, is_elementwise, states_of
 
 SHARDABLE = tuple(kind for kind in ELEMENTWISE if kind is not SparseAdam)
-
 """Those of torch whose state can be sharded: they treat every element by itself, and their gradients are dense."""
 LABEL = "stepped parameters"
 STATE_LABEL = "optimizer state"

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from tulle.pipeline.structure import ATOMS, is_atom
 
 State = dict[str, Any]
-"""What an object holds, by the names of attributes; as `_ITEMS` what is in it, if it is a list or dictionary too."""
-_ITEMS = "[]"
+"""What an object holds, by the names of attributes; as `ITEMS` what is in it, if it is a list or dictionary too."""
+ITEMS = "[]"
 _PLAIN_OF_PYTHON = (
     SimpleNamespace,
     argparse.Namespace,
@@ -104,9 +104,9 @@ def state_of(value: Any, *, is_all: bool = False) -> State:
         if one is not _UNSET and (is_all or not is_bulk(one)):
             state[name] = one
     if issubclass(kind.base, dict) and (is_all or not is_bulk(value)):
-        state[_ITEMS] = dict(kind.base.items(value))
+        state[ITEMS] = dict(kind.base.items(value))
     if kind.base is list and (is_all or not is_bulk(value)):
-        state[_ITEMS] = list(list.__iter__(value))
+        state[ITEMS] = list(list.__iter__(value))
     return state
 
 
@@ -154,7 +154,7 @@ def set_state(value: Any, state: State, now: Iterable[str] = ()) -> None:
         elif name in kind.slots:
             object.__delattr__(value, name)
     for name, one in state.items():
-        if name == _ITEMS:
+        if name == ITEMS:
             if issubclass(kind.base, dict):
                 kind.base.clear(value)
                 for key, content in one.items():

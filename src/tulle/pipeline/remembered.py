@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from tulle.pipeline.held import is_as_before
-from tulle.pipeline.plain import held_in, is_bulk, is_plain, is_plain_kind, set_state, state_of
+from tulle.pipeline.plain import ITEMS, held_in, is_bulk, is_plain, is_plain_kind, set_state, state_of
 
 _HOLD_SOMETHING = (list, tuple, set, deque, Mapping)
 _NO_CONTENTS: Sequence[tuple[Any, Any]] = ()
@@ -35,7 +35,7 @@ class Remembered:
             return False
         mine, theirs = self._contents, other._contents
         return len(mine) == len(theirs) and all(
-            one is another and _is_same(content, changed)
+            one is another and _holds_as_before(one, content, changed)
             for (one, content), (another, changed) in zip(mine, theirs, strict=True)
         )
 
@@ -83,6 +83,15 @@ def _content(value: Any) -> Any:
     return None
 
 
+def _holds_as_before(value: Any, content: Any, now: Any) -> bool:
+    """Whether a value holds what it held; of a class derived of `dict` or `list` each copy has its items anew."""
+    if type(content) is dict and ITEMS in content and is_plain(value):
+        content, now = dict(content), dict(now)
+        if not _is_same(content.pop(ITEMS), now.pop(ITEMS, _NO_CONTENTS)):
+            return False
+    return _is_same(content, now)
+
+
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, set):
         return one == other
@@ -99,7 +108,7 @@ def _is_one(key: Any, other: Any) -> bool:
 
 def _refill(value: Any, content: Any) -> None:
     now = _content(value)
-    if now is None or _is_same(content, now):  # what has become much since is left alone
+    if now is None or _holds_as_before(value, content, now):  # what has become much since is left alone
         return
     if is_plain(value):
         set_state(value, content, now)
