@@ -123,7 +123,7 @@ class Program:
         if inside is not None:
             return inside.operate(function, args, kwargs)
         if is_for_all(function, args):
-            return self._set_on_all(function, args, kwargs)
+            return self._do_on_all(function, args, kwargs)
         leaves, spec = flatten_call(args, kwargs)
         leaves = [self.adopted.placed(leaf) for leaf in leaves]
         call = Call(counted(function), leaves, spec, getattr(function, "__name__", str(function)))
@@ -380,8 +380,8 @@ class Program:
             made.share_memory_with(base)
         return made
 
-    def _set_on_all(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Set for a parameter, on all ranks, whether it is trained, or that it has no gradient yet."""
+    def _do_on_all(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do on all ranks what all do alike."""
         if function in SETS_TRAINED:
             self.holdings.modes.vary()
         result = function(*args, **kwargs)
