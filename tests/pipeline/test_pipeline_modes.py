@@ -11,6 +11,7 @@ from pipeline_networks import WIDTH, Chain, make, worst_gradient
 from torch import nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.nn.utils import parametrizations, parametrize
 
 import tulle
 from ranks import on_ranks
@@ -264,3 +265,26 @@ def test_what_holds_for_the_whole_process_is_of_its_own_micro_batch(schedule):
         assert {tuple(one.outputs) for one in seen[:-1]} == {(1, 1, 1, 1)}
         assert set(seen[-1].outputs) == {len(before[-1])}
         assert what_holds() == before
+
+
+class Normalized(Layers):
+    """Layers whose weights are computed anew where they are read."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            parametrizations.weight_norm(layer)
+
+
+def with_weights_cached(model, x):
+    with parametrize.cached():
+        loss = (model(x) + model(x + 1)).pow(2).mean()
+        loss.item()
+        loss.backward()
+    return loss
+
+
+@on_ranks(2)
+def test_weights_that_are_cached_for_a_while_are_each_micro_batchs_own():
+    worst, _, _ = both(Normalized, IN_TURN, with_weights_cached)
+    assert worst < 1e-12

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 _torch: Any = torch._C
 _KERNELS = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
@@ -22,9 +23,14 @@ def _set_anomaly(both: tuple[bool, bool]) -> None:
     torch.set_anomaly_enabled(*both)
 
 
+def _set_cached(both: tuple[int, dict[Any, Any]]) -> None:
+    parametrize._cache_enabled, parametrize._cache = both[0], dict(both[1])  # it is filled in place
+
+
 def _set_filters(filters: Any) -> None:
     warnings.filters = filters
-    vars(warnings)["_filters_mutated"]()
+    with warnings.catch_warnings():  # which has Python look at them anew
+        pass
 
 
 _SWITCHES: Sequence[tuple[Callable[[], Any], Callable[[Any], object]]] = (
@@ -33,6 +39,7 @@ _SWITCHES: Sequence[tuple[Callable[[], Any], Callable[[Any], object]]] = (
     *((getattr(_torch, f"_get_cudnn_{one}"), getattr(_torch, f"_set_cudnn_{one}")) for one in _CUDNN),
     (torch.get_default_dtype, torch.set_default_dtype),
     (lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()), _set_anomaly),
+    (lambda: (parametrize._cache_enabled, parametrize._cache), _set_cached),
     (lambda: warnings.filters, _set_filters),
 )
 """What tells each of them, and what sets it."""
@@ -51,7 +58,7 @@ class Switches:
     def put_back(self, left: Sequence[Any] | None = None) -> None:
         """Let a program go on with what it left, or begin."""
         for (_, put), there, wanted in zip(_SWITCHES, self.now(), left or self._begin, strict=True):
-            if there is not wanted and there != wanted:
+            if there is not wanted:
                 put(wanted)
 
     def end(self, micro_batch: int) -> None:
