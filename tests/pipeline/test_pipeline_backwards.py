@@ -123,6 +123,21 @@ def test_gradients_of_parameters_are_read_and_written_in_a_step():
     assert checked(clips_them_all_at_once) < 1e-12
 
 
+def with_an_optimizer_of_its_own(model: nn.Module, x: Tensor) -> Tensor:
+    assert all(one.is_leaf and one.grad_fn is None for one in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for _ in range(2):
+        loss = sum(output.pow(2).mean() for output in model(x))
+        loss.backward()
+        optimizer.step()
+    return loss
+
+
+@on_ranks(2)
+def test_an_optimizer_is_made_in_a_step():
+    assert checked(with_an_optimizer_of_its_own) < 1e-12
+
+
 @on_ranks(2)
 def test_a_pruned_model_is_placed():
     models = []

@@ -1,6 +1,7 @@
 """What a step sets on modules for a while, and puts back, is not seen by micro-batches that run meanwhile."""
 
 import contextlib
+import warnings
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from beside_one_process import both, data
 from pipeline_networks import WIDTH, Chain, make, worst_gradient
 from torch import nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.nn.utils import parametrizations, parametrize
 
 import tulle
 from ranks import on_ranks
@@ -222,3 +225,66 @@ def with_means_now_and_then(model, x):
 @on_ranks(2)
 def test_what_a_module_gives_may_depend_on_whether_one_within_trains():
     assert both(WithAuxiliary, {"first": 0, "second": 1}, with_means_now_and_then, micro_batches=1)[0] < 1e-12
+
+
+def by_one_kernel(model, x):
+    seen = []
+    with sdpa_kernel(SDPBackend.MATH), default_dtype(torch.float32), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for layer in model.layers:
+            x = layer(x).tanh()
+            x.sum().item()  # micro-batches pass one another here
+            seen.append(len(_cur_sdpa_kernel_backends()) + (torch.get_default_dtype() == torch.float64))
+    seen.append(len(warnings.filters))
+    loss = x.pow(2).mean()
+    loss.backward()
+    return loss, seen
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+def what_holds():
+    return _cur_sdpa_kernel_backends(), torch.get_default_dtype(), [*warnings.filters]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_what_holds_for_the_whole_process_is_of_its_own_micro_batch(schedule):
+    mesh = tulle.init(pipe=-1)
+    model = pipeline.place(make(Layers), mesh["pipe"], IN_TURN)
+    step = pipeline.step(micro_batches=4, schedule=schedule)(by_one_kernel)
+    before = what_holds()
+    for _ in range(3):
+        _, seen = step(model, data())
+        assert {tuple(one.outputs) for one in seen[:-1]} == {(1, 1, 1, 1)}
+        assert set(seen[-1].outputs) == {len(before[-1])}
+        assert what_holds() == before
+
+
+class Normalized(Layers):
+    """Layers whose weights are computed anew where they are read."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            parametrizations.weight_norm(layer)
+
+
+def with_weights_cached(model, x):
+    with parametrize.cached():
+        loss = (model(x) + model(x + 1)).pow(2).mean()
+        loss.item()
+        loss.backward()
+    return loss
+
+
+@on_ranks(2)
+def test_weights_that_are_cached_for_a_while_are_each_micro_batchs_own():
+    worst, _, _ = both(Normalized, IN_TURN, with_weights_cached)
+    assert worst < 1e-12

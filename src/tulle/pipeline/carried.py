@@ -7,16 +7,14 @@ of random numbers. Of such a model each forward ends before the next begins.
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from tulle.pipeline.attributes import own_attributes
+from tulle.pipeline.generators import GENERATORS, standing
 from tulle.pipeline.homes import outward
 from tulle.pipeline.left_behind import LeftBehind
 from tulle.pipeline.placeholder import Placeholder
@@ -135,13 +133,8 @@ def _state_of(value: Any, seen: set[int]) -> object:
     if is_plain(value):
         state = state_of(value)
         return [_Same(value), *state, *(_state_of(one, seen) for one in state.values())]
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator | np.random.RandomState):
-        bits = value.bit_generator.state if isinstance(value, np.random.Generator) else value.get_state(legacy=False)
-        return repr(bits)
-    if isinstance(value, torch.Generator):
-        return value.get_state().tolist()
+    if isinstance(value, GENERATORS):
+        return standing(value)
     return object() if hasattr(value, "__next__") else _Same(value)  # who knows where an iterator stands
 
 

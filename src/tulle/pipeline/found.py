@@ -1,4 +1,4 @@
-"""`models_of`: the models that a step function calls: given to it, kept by what it is given, or named in its code."""
+"""What a step function is given, or refers to: models that it calls, and generators that it draws from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from tulle.pipeline.generators import GENERATORS
 from tulle.pipeline.place import is_any_placed, placement_of
+from tulle.pipeline.structure import flatten
 
 
 def models_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[nn.Module]:
@@ -26,6 +28,19 @@ def models_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     found = [*models, *(value for value in _named(function, given) if isinstance(value, nn.Module))]
     within = [module for model in found for module in model.modules() if placement_of(module)]
     return list(dict.fromkeys((*found, *within)))
+
+
+def generators_of(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Random generators among a step's arguments, and in what these keep, or the function closes over or names.
+
+    Args:
+        function: The user's.
+        args: It is called with.
+        kwargs: It is called with.
+    """
+    given = [*args, *kwargs.values()]
+    found = [*flatten(given)[0], *_named(function, given)]
+    return list({id(one): one for one in found if isinstance(one, GENERATORS)}.values())
 
 
 def _named(function: Callable[..., Any], given: Sequence[Any]) -> Iterator[Any]:

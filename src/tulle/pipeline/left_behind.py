@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,6 +60,7 @@ class LeftBehind:
         self._between, self._placed = between, placed
         self.buffers = Buffers(between, placed)
         self._before: Walk = {}
+        self._drawn: dict[Any, Any] = {}
         self._is_whole = False
         self.spots: dict[Key, tuple[Spot, Remembered]] = {}
         """With what was there before the step at hand left something for the first time."""
@@ -82,14 +83,19 @@ class LeftBehind:
         """
         attributes.note = partial(self._note, unit, attributes)
 
-    def begin(self, *, is_whole: bool) -> None:
+    def begin(self, generators: Sequence[Any] = (), *, is_whole: bool) -> None:
         """What is there now is what a forward begins with.
 
         Args:
+            generators: Of random numbers, not the model's, that are left where they stand by whoever draws.
             is_whole: Whether placed modules are looked at, too.
         """
         self._is_whole = is_whole
         self._before = self._walk()
+        self._drawn = {f"the {type(one).__name__} that is drawn from ({n})": one for n, one in enumerate(generators)}
+        for name in self._drawn:
+            spot = Spot(self._drawn, name, "", is_common=True)
+            self.spots[id(self._drawn), name] = spot, spot.now()
         self.buffers.begin()
 
     def look(self) -> None:
@@ -105,8 +111,9 @@ class LeftBehind:
         """Let go of what was seen."""
         self._before = {}
         self.buffers.end()
-        for key, (spot, _) in self.spots.items():
-            self.spots[key] = spot, Remembered(ABSENT)
+        self.spots = {
+            key: (spot, Remembered(ABSENT)) for key, (spot, _) in self.spots.items() if spot.holder is not self._drawn
+        }
 
     def _note(self, unit: str, attributes: Attributes, path: str, module: nn.Module, name: str) -> None:
         holder = vars(module)

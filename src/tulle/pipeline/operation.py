@@ -23,6 +23,7 @@ SETS_TRAINED = (Tensor.requires_grad.__set__, Tensor.requires_grad_)  # type: ig
 """Operations that set whether a parameter is trained."""
 SETS_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SETS_GRADIENT = Tensor.grad.__set__  # type: ignore[attr-defined]
+_OF_LEAVES = (Tensor.is_leaf.__get__, Tensor.grad_fn.__get__)  # type: ignore[attr-defined]
 _HOOKS = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 
 
@@ -89,10 +90,13 @@ class Call:
 
 
 def is_for_all(function: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Whether a parameter is set to be trained or not, or to have no gradient: what all ranks do alike."""
+    """Whether a parameter is set to be trained or not, or to have no gradient, or is asked whether it is a leaf.
+
+    All ranks do that alike.
+    """
     if not isinstance(args[0] if args else None, nn.Parameter):
         return False
-    return function in SETS_TRAINED or (function == _SETS_GRADIENT and args[1] is None)
+    return function in SETS_TRAINED or function in _OF_LEAVES or (function == _SETS_GRADIENT and args[1] is None)
 
 
 def dealt_out(

@@ -111,7 +111,7 @@ class Program:
         """What objects were seen to hold in the call of the model at hand."""
         self._inside = Inside(values, self._need)
         self._has_left = False
-        """Whether something was written in a parameter or buffer, or left in an attribute, be it there still or not."""
+        """Whether it wrote in a parameter or buffer, set an attribute, or drew from a generator of the user's own."""
         self.is_over = False
         """Whether it has come to its end; what it made may be read still."""
         self._is_applying = False
@@ -123,7 +123,7 @@ class Program:
         if inside is not None:
             return inside.operate(function, args, kwargs)
         if is_for_all(function, args):
-            return self._set_on_all(function, args, kwargs)
+            return self._do_on_all(function, args, kwargs)
         leaves, spec = flatten_call(args, kwargs)
         leaves = [self.adopted.placed(leaf) for leaf in leaves]
         call = Call(counted(function), leaves, spec, getattr(function, "__name__", str(function)))
@@ -131,6 +131,7 @@ class Program:
         if self._axis.size > 1:
             check_asks(function, args, placeholders)
         if not placeholders:
+            self._has_left |= kwargs.get("generator") is not None  # whoever draws first has other numbers
             with outside_of_checkpoint():
                 result = scaled(function, args, kwargs, self.scale)
             return with_lender(function, args, result)
@@ -365,8 +366,7 @@ class Program:
         leaf = call.leaves[number]  # it may be one that all ranks had alike until now
         if isinstance(leaf, Tensor) and not isinstance(leaf, Placeholder):
             leaf = call.leaves[number] = self.adopted.adopt(leaf, stage, self.values.tape.phase, is_trained=is_trained)
-        wrote = note_written(call, number, stage, is_trained=is_trained, values=self.values, take=self._take)
-        self._has_left |= wrote
+        self._has_left |= note_written(call, number, stage, is_trained=is_trained, values=self.values, take=self._take)
         if isinstance(leaf, Placeholder) and leaf.own is not None:
             self.holdings.keep(leaf.own, leaf.stage, is_trained=leaf.needs_grad)
 
@@ -380,8 +380,8 @@ class Program:
             made.share_memory_with(base)
         return made
 
-    def _set_on_all(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Set for a parameter, on all ranks, whether it is trained, or that it has no gradient yet."""
+    def _do_on_all(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do on all ranks what all do alike."""
         if function in SETS_TRAINED:
             self.holdings.modes.vary()
         result = function(*args, **kwargs)

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from tulle.pipeline.generators import GENERATORS, begin_anew, put_back, standing
+
 
 def seed_of(*parts: object) -> int:
     """A seed that is the same on all ranks for the same parts.
@@ -90,23 +92,24 @@ class forked_torch:  # noqa: N801 - used like a function; a class costs half as 
 
 def forked_generators(values: Iterable[object], seed: int) -> AbstractContextManager[object]:
     """The same for generators of the user's own, of which other ranks do not see that something was drawn."""
-    generators = [value for value in values if isinstance(value, torch.Generator)]
-    return _forked_generators(generators, seed) if generators else _NOTHING_FORKED
+    given = [value for value in values if isinstance(value, GENERATORS)]
+    return _forked_generators(given, seed) if given else _NOTHING_FORKED
 
 
 _NOTHING_FORKED = nullcontext()
 
 
 @contextmanager
-def _forked_generators(generators: Sequence[torch.Generator], seed: int) -> Iterator[None]:
-    states = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(seed_of(seed, generator.initial_seed()))
+def _forked_generators(given: Sequence[Any], seed: int) -> Iterator[None]:
+    before = list(map(standing, given))
+    for number, generator in enumerate(given):
+        own = generator.initial_seed() if isinstance(generator, torch.Generator) else number
+        begin_anew(generator, seed_of(seed, own))
     try:
         yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        for generator, where in zip(given, before, strict=True):
+            put_back(generator, where)
 
 
 class Drawing(Protocol):

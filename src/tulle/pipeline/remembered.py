@@ -7,6 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from tulle.pipeline.generators import GENERATORS, put_back, standing
 from tulle.pipeline.held import is_as_before
 from tulle.pipeline.plain import ITEMS, held_in, is_bulk, is_plain, is_plain_kind, set_state, state_of
 
@@ -17,7 +18,9 @@ ABSENT: Any = object()
 
 
 class Remembered:
-    """A value, and what lists, dictionaries, sets and plain objects in it hold; of tensors not the numbers.
+    """A value, what lists, dictionaries, sets and plain objects in it hold, and where generators stand.
+
+    Of tensors not the numbers.
 
     Args:
         value: As it is now.
@@ -53,7 +56,7 @@ class Remembered:
 @lru_cache(maxsize=4096)
 def _can_hold(kind: type) -> bool:
     """Whether there may be something in what is of a class."""
-    return issubclass(kind, _HOLD_SOMETHING) or is_plain_kind(kind)
+    return issubclass(kind, (*_HOLD_SOMETHING, *GENERATORS)) or is_plain_kind(kind)
 
 
 def _contents(value: Any) -> list[tuple[Any, Any]]:
@@ -80,11 +83,13 @@ def _content(value: Any) -> Any:
         return state_of(value, is_all=True)
     if isinstance(value, list | dict | set | deque):
         return dict(value) if isinstance(value, dict) else set(value) if isinstance(value, set) else list(value)
-    return None
+    return standing(value) if isinstance(value, GENERATORS) else None
 
 
 def _holds_as_before(value: Any, content: Any, now: Any) -> bool:
     """Whether a value holds what it held; of a class derived of `dict` or `list` each copy has its items anew."""
+    if isinstance(value, GENERATORS):
+        return content == now
     if type(content) is dict and ITEMS in content and is_plain(value):
         content, now = dict(content), dict(now)
         if not _is_same(content.pop(ITEMS), now.pop(ITEMS, _NO_CONTENTS)):
@@ -107,6 +112,9 @@ def _is_one(key: Any, other: Any) -> bool:
 
 
 def _refill(value: Any, content: Any) -> None:
+    if isinstance(value, GENERATORS):
+        put_back(value, content)
+        return
     now = _content(value)
     if now is None or _holds_as_before(value, content, now):  # what has become much since is left alone
         return

@@ -50,6 +50,7 @@ class Step:
         residents: Of these that are placed.
         shares: What the gradients of each are multiplied with.
         schedule: In which order.
+        generators: Of random numbers, that it may draw from.
     """
 
     function: Callable[..., Any]
@@ -58,6 +59,7 @@ class Step:
     residents: Sequence[Resident]
     shares: Sequence[float]
     schedule: Schedule
+    generators: Sequence[Any]
 
     def __len__(self) -> int:
         return len(self.calls)
@@ -148,13 +150,13 @@ class Runtime:
                 resident.carried.is_idle = False
             for one in carried.values():
                 one.begin()
-            in_order = self._is_any(any(one.is_likely for one in carried.values()))
+            in_order = self._is_any(bool(step.generators) or any(one.is_likely for one in carried.values()))
             stages = max((resident.stages for resident in step.residents), default=self.stages)
             modes, views = self.holdings.modes, self.views
             left = [one.left for one in carried.values()] if in_order else []
             with (
                 modes.step(module for model in self.models.values() for module in model.modules),
-                views.step(step.function, left, self._is_any, asks_peers=mailbox.asks_peers),
+                views.step(step.function, left, step.generators, self._is_any, asks_peers=mailbox.asks_peers),
             ):
                 idle_s = Turns(turns, mailbox, step.schedule, stages, in_order=in_order, modes=modes, views=views).run()
             self.ran = set[int]().union(*(program.models for program in programs))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, overload
 
 from tulle.errors import PlanError
-from tulle.pipeline.found import models_of
+from tulle.pipeline.found import generators_of, models_of
 from tulle.pipeline.micro_batch import ITEMS, Split, cut
 from tulle.pipeline.outputs import collected
 from tulle.pipeline.place import placement_of
@@ -93,7 +93,8 @@ def step(
             calls, shares = cut(function, args, kwargs, micro_batches or usual.micro_batches, split or {})
             placements = [placement for model in models if (placement := placement_of(model))]
             residents = [placement.resident for placement in placements]
-            whole = Step(function, calls, models, residents, shares, order or usual.schedule)
+            drawn = generators_of(function, args, kwargs) if placements and len(calls) > 1 else []
+            whole = Step(function, calls, models, residents, shares, order or usual.schedule, drawn)
             results = placements[0].runtime.run_step(whole) if placements else one_by_one(whole)
             return collected(results, shares)
 

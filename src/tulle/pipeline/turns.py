@@ -33,6 +33,7 @@ from tulle.pipeline.modes import Modes
 from tulle.pipeline.randomness import State, seed_all
 from tulle.pipeline.schedule import Schedule, held_at_once, in_idleness, kept_at_once, preference, stages_here
 from tulle.pipeline.split_backward import Work
+from tulle.pipeline.switches import Switches
 from tulle.pipeline.turn import Turn
 from tulle.pipeline.views import Views
 
@@ -70,6 +71,7 @@ class Turns:
         self._mailbox, (rank, ranks) = mailbox, (mailbox.axis.rank, mailbox.axis.size)
         self._schedule: Schedule = schedule
         self._in_order, self._modes, self._views = in_order, modes or Modes(_nothing), views or Views()
+        self._switches = Switches()
         self._most_held = held_at_once(schedule, rank, ranks, stages, len(turns))
         self._most_kept = kept_at_once(schedule, rank, ranks, stages, len(turns))
         self._stages_here = stages_here(rank, ranks, stages)
@@ -102,6 +104,7 @@ class Turns:
             self._is_over.acquire()
         state.restore()
         self._modes.put_back()
+        self._switches.put_back()
         for turn in self._turns:
             turn.give_way, turn.may_go_on = self._await_alone, self._is_there
         if self._error is not None:
@@ -141,11 +144,13 @@ class Turns:
     def _run(self, turn: Turn, surroundings: Surroundings) -> None:
         seed_all(turn.program.seed)
         self._modes.put_back()
+        self._switches.put_back()
         self._views.begin(turn)
         try:
             with surroundings:
                 turn.result = turn.body()
             self._modes.end(turn.micro_batch)
+            self._switches.end(turn.micro_batch)
             self._views.end(turn)
         except BaseException as error:
             self._error = self._error or error
@@ -155,7 +160,7 @@ class Turns:
         self._views.look(turn)
         following = self._choose()
         if following is not turn and following is not None:
-            state, mode = State.now(), self._modes.now()
+            state, mode, switches = State.now(), self._modes.now(), self._switches.now()
             self._views.leave(turn)
             if following in self._starts:
                 _employ(self._work, following)
@@ -164,6 +169,7 @@ class Turns:
             turn.may_go.acquire()
             state.restore()
             self._modes.put_back(mode)
+            self._switches.put_back(switches)
             self._views.enter(turn)
         if self._error is not None:
             raise Abandoned

@@ -7,7 +7,6 @@ else there than on the others.
 from __future__ import annotations
 
 import copy
-import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,11 +14,11 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from tulle.pipeline.attributes import own_attributes
+from tulle.pipeline.generators import GENERATORS, put_back, standing
 from tulle.pipeline.hooks import as_before
 from tulle.pipeline.plain import State, held_in, is_plain, set_state, state_of
 
@@ -108,12 +107,8 @@ def _contents(value: Any) -> Callable[[], object] | None:
         return partial(_reset, value, state_of(value, is_all=True))
     if isinstance(value, list | dict | set | deque):
         return partial(_refill, value, copy.copy(value))
-    if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
-    if isinstance(value, np.random.Generator):
-        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    if isinstance(value, np.random.RandomState | torch.Generator):
-        return partial(value.set_state, value.get_state())
+    if isinstance(value, GENERATORS):
+        return partial(put_back, value, standing(value))
     return None
 
 

@@ -50,6 +50,7 @@ class Views:
         self,
         function: Callable[..., Any],
         models: Sequence[LeftBehind],
+        generators: Sequence[Any],
         is_any: Callable[[bool], bool],
         *,
         asks_peers: bool,
@@ -59,6 +60,7 @@ class Views:
         Args:
             function: The step's.
             models: All, if forwards are to end before others begin, because they keep something; the same on all ranks.
+            generators: That the function may draw from.
             is_any: Whether something is so on any rank that is to come to the same order.
             asks_peers: Whether there are such ranks.
         """
@@ -66,8 +68,8 @@ class Views:
         self._is_trial = self._is_first and asks_peers
         if models:
             self._is_clashing = is_any(any(self._function in model.clashing for model in models))
-        for model in models:
-            model.begin(is_whole=self._is_first)
+        for number, model in enumerate(models):
+            model.begin(generators if number == 0 else (), is_whole=self._is_first)
         try:
             yield
             for model in models:
