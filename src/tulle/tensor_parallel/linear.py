@@ -120,6 +120,7 @@ def _watch_places() -> None:
     hooks.register_module_module_registration_hook(_check_adapter)
 
 
+@eager
 def _check_adapter(owner: nn.Module, name: str, module: nn.Module | None) -> None:
     """Refuse an adapter around a layer that takes or gives parts of features: its gradients would be of these alone.
 
