@@ -55,9 +55,10 @@ def test_all_savings_on_three_axes_are_one_process():
 
 
 @on_ranks(4)
-@pytest.mark.slow
 @pytest.mark.parametrize("shared", [{"shard_optimizer": True}, {"full_shard": True}], ids=str)
-@pytest.mark.parametrize("shape", [{"data": 2, "pipe": 2}, {"data": 2, "model": 2}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [pytest.param({"data": 2, "pipe": 2}, marks=pytest.mark.slow), {"data": 2, "model": 2}], ids=str
+)
 def test_narrow_parameters_with_masters_come_near(shape, shared):
     reference = build("stack").float()
     train(reference, optimizers(reference))

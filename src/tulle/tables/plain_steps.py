@@ -45,7 +45,8 @@ class _Plainly:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if isinstance(parameter.grad, ShardGradient):
-                    _make_plain(optimizer.state.get(parameter, {}))
+                    # A state that is sharded, by piece, refuses to be asked for a parameter's.
+                    _make_plain(dict.get(optimizer.state, parameter, {}))
         self._tell()
 
     def _tell(self) -> None:
