@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from tulle.engine import engine_of
 from tulle.errors import ModelError
 from tulle.mesh import Mesh
 from tulle.tables import table_modules
-from tulle.traits import attribute_of, has_hooks, saved_otherwise
+from tulle.traits import attribute_of, has_hooks, memory_key, saved_otherwise
 
 O = TypeVar("O", bound=Optimizer | Sequence[Optimizer])  # noqa: E741
 
@@ -118,19 +118,14 @@ def check_not_aliased(model: nn.Module) -> None:
     Raises:
         ModelError: Naming both and the mend.
     """
-    memory = {_memory(parameter): name for name, parameter in model.named_parameters()}
+    memory = {memory_key(parameter): name for name, parameter in model.named_parameters()}
     for name, buffer in model.named_buffers():
-        parameter = memory.get(_memory(buffer)) if buffer.layout == torch.strided and buffer.numel() else None
+        parameter = memory.get(memory_key(buffer)) if buffer.numel() else None
         if parameter is not None:
             raise ModelError(
                 f"the buffer {name!r} lies in the memory of the parameter {parameter!r}, and would not follow it where "
                 "a rank has a part of that: read the parameter in forward instead, or give the buffer a copy of it"
             )
-
-
-def _memory(tensor: Tensor) -> int | None:
-    """What tells memory from other memory; None where a layout has several."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else None
 
 
 def check_replicated_tables(model: nn.Module, split: Iterable[str]) -> None:

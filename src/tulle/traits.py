@@ -12,6 +12,8 @@ from torch.optim.optimizer import Optimizer
 
 ELEMENTWISE = (SGD, ASGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, SparseAdam)
 """Optimizers that treat every element by itself, so that a part of a parameter is updated as in the whole."""
+SHARDABLE = tuple(kind for kind in ELEMENTWISE if kind is not SparseAdam)
+"""Those of them whose state can be sharded, as their gradients are dense."""
 _registered: WeakSet[type[Optimizer]] = WeakSet()
 _Kind = TypeVar("_Kind", bound=type[Optimizer])
 
@@ -24,7 +26,7 @@ def register_elementwise(kind: _Kind) -> _Kind:
     tensors (at norms, as LAMB does, or rows, as Adafactor) would compute other numbers than one process, unseen.
 
     Args:
-        kind: A subclass of `torch.optim.Optimizer`; classes that derive from it are registered by themselves.
+        kind: A subclass of `torch.optim.Optimizer`; one that derives from it is not registered with it.
 
     Returns:
         The class, so that this is a decorator too.
@@ -41,6 +43,16 @@ def register_elementwise(kind: _Kind) -> _Kind:
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether an optimizer is known to treat every element by itself: one of torch's, or of a registered class."""
     return type(optimizer) in ELEMENTWISE or type(optimizer) in _registered
+
+
+def is_shardable(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's state can be sharded: it is one of `SHARDABLE`, or of a registered class."""
+    return type(optimizer) in SHARDABLE or type(optimizer) in _registered
+
+
+def memory_key(tensor: Tensor) -> int:
+    """What tells a tensor's memory from other memory; of one whose layout has several, the tensor itself."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def attribute_of(owner: object, name: str) -> Any:

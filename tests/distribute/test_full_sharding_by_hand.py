@@ -21,9 +21,9 @@ import tulle
 from ranks import on_ranks
 from tulle import tensor_parallel
 from tulle.errors import CheckpointError, GradientError, ModelError
-from tulle.memory.shards import SHARDABLE
 from tulle.plan import Memory, Plan
 from tulle.tables import ShardGradient
+from tulle.traits import SHARDABLE
 
 
 def perturbed(model, x):

@@ -209,7 +209,7 @@ def _put_on_ranks(model: nn.Module, decided: _Decided, axes: Axes) -> list[Split
 
 
 def _give_values(model: nn.Module, plan: Plan, placements: dict[str, str], axes: Axes) -> dict[str, Tensor]:
-    """Put a model on its stages, and start all replicas from the same values.
+    """Put a model on its stages, and start all ranks from rank 0's values.
 
     Returns:
         This rank's part of each table that is split, by name, if the model was built without memory.

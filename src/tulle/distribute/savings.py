@@ -12,11 +12,11 @@ from tulle.distribute.axes import Axes
 from tulle.errors import PlanError
 from tulle.memory import compute_in, offload, recompute, repeated, shard_optimizer, share_out
 from tulle.memory.options import HOST
-from tulle.memory.shards import SHARDABLE, is_shardable
 from tulle.mesh import Axis
 from tulle.pipeline import placement_of
 from tulle.plan import Plan
 from tulle.profiling import sparse_tables
+from tulle.traits import SHARDABLE, is_shardable
 
 
 def check_savings(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) -> None:

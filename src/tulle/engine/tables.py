@@ -234,11 +234,9 @@ class TableSync:
         looks = self._look(indices, tables, held, [t for members in seen.values() for t in members])
         for bundle, members in seen.items():
             of_members = {tables[t].name: looks[t] for t in members}
-            weigh = cache(partial(choose_together, [*of_members.values()], self.network, self.axis.size))
-            if bundle in due:
-                weigh = partial(list, self._choose(bundle, of_members))
+            chosen = self._choose(bundle, of_members) if bundle in due else None
             if self._is_observed:
-                self._keep(of_members, weigh)
+                self._keep(of_members, chosen)
 
     def _look(
         self,
@@ -264,9 +262,11 @@ class TableSync:
                 logger.info("table %s: %s", name, choice.reason)
         return choices
 
-    def _keep(self, looks: Mapping[str, Characteristics], weigh: Callable[[], Sequence[Choice]]) -> None:
+    def _keep(self, looks: Mapping[str, Characteristics], chosen: Sequence[Choice] | None) -> None:
+        """Have the ledger keep looks, and what was chosen by them, or, if nothing was due, would be."""
+        weigh = cache(partial(choose_together, [*looks.values()], self.network, self.axis.size))
         for place, (name, seen) in enumerate(looks.items()):
-            self.ledger.observe(self._step, name, seen, lambda place=place: weigh()[place])
+            self.ledger.observe(self._step, name, seen, lambda place=place: (chosen or weigh())[place])
 
 
 def _is_sparse(heard: Sequence[Sequence[int]], position: int) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from tulle.comm import all_gather_parts, eager, follow_steps, gather_values, monitored_barrier
 from tulle.errors import CommunicationError, GradientError, ModelError
@@ -27,10 +27,8 @@ from tulle.memory.pieces import Bucket, Piece, deal, flat, laid_out_like, lay_ou
 from tulle.mesh import Axis
 from tulle.step_hooks import Arguments, hook_failed, hook_first_after, hook_last
 from tulle.tables import called_first, split_of
-from tulle.traits import ELEMENTWISE, is_elementwise, states_of
+from tulle.traits import SHARDABLE, is_shardable, states_of
 
-SHARDABLE = tuple(kind for kind in ELEMENTWISE if kind is not SparseAdam)
-"""Those of torch whose state can be sharded: they treat every element by itself, and their gradients are dense."""
 LABEL = "stepped parameters"
 STATE_LABEL = "optimizer state"
 _SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
@@ -296,11 +294,6 @@ class OptimizerShards:
             if name not in state:
                 state[name] = torch.empty_like(piece.parameter, dtype=dtype)
             flat(state[name])[piece.start : piece.stop].copy_(values)
-
-
-def is_shardable(optimizer: Optimizer) -> bool:
-    """Whether its state can be sharded: it is one of torch's that are, or of a registered class."""
-    return is_elementwise(optimizer) and type(optimizer) is not SparseAdam
 
 
 def shard_optimizer(

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tulle.pipeline.placeholder import Placeholder
+from tulle.traits import memory_key
 
 
 class Asked(BaseException):
@@ -38,14 +38,14 @@ class AsksBeforeWriting(TorchDispatchMode):
     def __init__(self, tensors: Iterable[object]) -> None:
         super().__init__()
         there = (one for one in tensors if isinstance(one, Tensor) and not isinstance(one, Placeholder))
-        self._memory = set(map(_memory_of, there))
+        self._memory = set(map(memory_key, there))
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Look at what an operation is about to write in, and let it through."""
         kwargs = kwargs or {}
-        if func._schema.is_mutable and any(_memory_of(one) in self._memory for one in _written(func, args, kwargs)):
+        if func._schema.is_mutable and any(memory_key(one) in self._memory for one in _written(func, args, kwargs)):
             raise Asked(None)
         return func(*args, **kwargs)
 
@@ -58,7 +58,3 @@ def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iter
             yield from (
                 one for one in (value if isinstance(value, list | tuple) else [value]) if isinstance(one, Tensor)
             )
-
-
-def _memory_of(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)

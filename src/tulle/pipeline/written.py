@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from tulle.parts import unwrapped
 from tulle.pipeline.structure import flatten
+from tulle.traits import memory_key
 
 _WRITES = {"__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__"}
 
@@ -50,4 +51,4 @@ class written_back(TorchFunctionMode):  # noqa: N801 - used like a function
 
 def _memory_of(tensor: Tensor) -> int:
     tensor = unwrapped(tensor)  # what a transform of `torch.func` goes by says of no memory where it lies
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+    return memory_key(tensor)

@@ -154,7 +154,7 @@ def _split(models: Sequence[nn.Module], walk: Walk) -> None:
     for model in models:
         walk.start(model)
     walk.finish(models)
-    for module in (module for model in models for module in model.modules() if walk.split_scores):
+    for module in (module for model in models for module in model.modules()):
         has_scores = not walk.split_scores.isdisjoint(module.children())
         if has_scores and getattr(attribute_of(module, "loss_function"), "__name__", "") == "ForCausalLMLoss":
             setattr(module, "loss_function", CausalLoss(walk.axis))  # noqa: B010 - a property of transformers' class
