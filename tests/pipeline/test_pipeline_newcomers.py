@@ -1,6 +1,7 @@
 """Models that were once got wrong or refused equal one process, cut by hand and by profile."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from tulle import pipeline
 from tulle.errors import ModelError
 from tulle.pipeline import placement_of
 from tulle.pipeline.carried import Carried
+from tulle.pipeline.mailbox import Mailbox
+from tulle.pipeline.messages import Key
 
 
 def differs(kind: type, mesh: tulle.Mesh, *, by_profile: bool) -> float:
@@ -54,10 +57,22 @@ def test_newcomers_that_are_cut_by_profile_equal_one_process():
     )
 
 
+def come_late(patch: pytest.MonkeyPatch) -> None:
+    """Have no message be there before whoever needs it has given way to others, however fast it came."""
+    asked, has = Counter[object](), Mailbox.has
+
+    def is_there(self: Mailbox, key: Key) -> bool:
+        asked[key] += 1
+        return asked[key] > 2 and has(self, key)  # by the micro-batch itself, and by who chooses the next
+
+    patch.setattr(Mailbox, "has", is_there)
+
+
 @on_ranks(2)
 def test_micro_batches_that_pass_one_another_where_something_is_remembered_are_noticed():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Carried, "is_likely", False)
+        come_late(patch)
         found = torch.tensor(differs(Averaging, tulle.init(pipe=-1), by_profile=False))
         torch.distributed.all_reduce(found)
         assert found > 1e-6
