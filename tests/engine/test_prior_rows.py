@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import models
 import tulle
+import tulle.engine.returned
 import tulle.engine.split_tables
 from models import Words, batches, build, difference_of_parts
 from rank_process import patches
@@ -175,6 +176,33 @@ def test_rows_that_nobody_wants_next_are_not_waited_for_before_the_next_forward(
     traffic.is_tracing = False
     pushes = [span.name for span in traffic.take_spans() if span.track == "split tables"]
     assert [pushes.count(f"push: {what} rows") for what in ("prior", "delayed")] == [STEPS - 4] * 2
+    assert difference_of_parts(*both)[0] < TOLERANCE
+
+
+class AllUsed(Words):
+    """Its layers' gradients are late: each rank knows without the others that there are some of all."""
+
+    def __init__(self):
+        super().__init__()
+        del self.unused, self.never
+
+
+@on_ranks(2)
+def test_rows_that_nobody_wants_next_let_gradients_pass_that_the_next_forward_waits_for():
+    mesh = tulle.init(data=-1)
+    patches.setattr(tulle.engine.returned, "_LONGEST_WAIT_S", 20.0)
+    model, *_ = both = pair(AllUsed, models.sgd, mesh)
+    tables = engine_of(model).split_tables
+    for number in steps(*both, mesh):
+        if 4 <= number < STEPS - 1:
+            tables.wait()  # the values of the next step are here
+            time.sleep(0.05)
+            delayed = tables._late_tables[tables.tables["words.weight"].number]._rows.delayed
+            assert delayed.is_begun
+            assert not delayed.is_over
+            assert model.out.weight.isfinite().all()
+            tables._later.background.submit(lambda: None).result()
+            assert delayed.is_over
     assert difference_of_parts(*both)[0] < TOLERANCE
 
 

@@ -177,6 +177,11 @@ class Job(Generic[T]):
             used_here(*_tensors_in(result))
         return result
 
+    @property
+    def is_over(self) -> bool:
+        """Whether it is done, or has failed."""
+        return self._future.done()
+
     def _is_done(self, within_s: float) -> bool:
         try:
             self._future.exception(within_s)

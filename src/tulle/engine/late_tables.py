@@ -13,14 +13,14 @@ Source: Li et al., *EmbRace* (ICPP'22), vertical scheduling.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from tulle.engine.split_table import SplitTable
-from tulle.engine.trips import Pushes, Trip
+from tulle.engine.trips import Delay, Pushes
 from tulle.mesh import Axis
 from tulle.rows import RowSparse
 from tulle.tables import Pushed, gradient_of_table
@@ -98,14 +98,14 @@ class LateTable:
         table: The table.
         prior: What has come.
         delayed: What is on the way.
-        following: The trip that wants the prior rows.
+        delay: How that goes.
         axis: Whose ranks hold the table.
     """
 
-    def __init__(self, table: SplitTable, prior: MeanRows, delayed: Pushes, following: Trip, axis: Axis) -> None:
+    def __init__(self, table: SplitTable, prior: MeanRows, delayed: Pushes, delay: Delay, axis: Axis) -> None:
         self.table = table
-        self.following = following
-        self._rows = _Rows(Kind.of(table), prior, delayed, following.may_pass, axis)
+        self.following = delay.following
+        self._rows = _Rows(Kind.of(table), prior, delayed, delay.let_pass, axis)
         none = self._rows.of_part(MeanRows(prior.places[:0], prior.values[:0]))
         self._gradient = gradient_of_table(none, table.split, axis)
 
@@ -143,18 +143,20 @@ class _Rows:
         kind: Of the part.
         prior: What has come.
         delayed: What is on the way.
-        may_pass: To be set when delayed rows need not let others pass any more.
+        let_pass: To be set when delayed rows need not let others pass any more.
         axis: Whose ranks hold the table.
     """
 
     kind: Kind
     prior: MeanRows
     delayed: Pushes
-    may_pass: threading.Event
+    let_pass: Sequence[threading.Event]
     axis: Axis
 
     def whole(self) -> MeanRows:
-        self.may_pass.set()
+        if not self.delayed.is_over:
+            for others in self.let_pass:
+                others.set()
         delayed = MeanRows.of(self.delayed.result()[self.kind.number], self.kind, self.axis)
         return self.prior.together(delayed)
 

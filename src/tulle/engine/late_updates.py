@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from threading import Event
 from typing import Any, Protocol
 from weakref import WeakSet, ref
 
@@ -128,6 +129,9 @@ class LateUpdates:
     def __init__(self) -> None:
         self.read: list[Bucket] = []
         """Buckets in the order in which they were made true since the last `begin`."""
+        self.are_replicas_read = Event()
+        """Set while no bucket waits: then what travels without anybody who waits for it may follow."""
+        self.are_replicas_read.set()
         self._waiting: dict[Awaited, list[_Update]] = {}
         """What is to be done when gradients are there."""
         self._left_out: list[tuple[Awaited, _Update]] = []
@@ -166,6 +170,8 @@ class LateUpdates:
             # A parameter holds its gradient where no garbage collector sees it, so this must not hold the parameter.
             make_late(gradient, partial(_complete, ref(self), ref(awaited), awaited.alone()))
         self._waiting[awaited] = []
+        if isinstance(awaited, Bucket):
+            self.are_replicas_read.clear()
 
     def make_true(self, awaited: Awaited) -> None:
         """Wait for gradients, and update their parameters if a step has asked for it.
@@ -180,6 +186,8 @@ class LateUpdates:
         updates = self._waiting.pop(awaited)
         if isinstance(awaited, Bucket):
             self.read.append(awaited)
+            if not self._buckets():
+                self.are_replicas_read.set()
         for parameter, gradient in awaited.gradients:
             if updates:  # else what waits may be the last step's
                 make_plain(parameter)

@@ -20,7 +20,7 @@ from tulle.mesh import Axis
 from tulle.tables import Pushed, Request, Route, push
 
 _LONGEST_WAIT_S = 0.5
-"""For so long at most delayed rows let the next values pass."""
+"""For so long at most delayed rows let pass what the next forward waits for."""
 
 
 class Returned:
@@ -114,7 +114,9 @@ class Parcel:
         pairs = [pair for some in zip(self.tables, came, strict=True) for pair in zip(*some, strict=True)]
         return {number: part for number, part in pairs if number is not None}
 
-    def push_after(self, others: threading.Event, axis: Axis) -> dict[int, Pushed]:
+    def push_after(self, others: Sequence[threading.Event], axis: Axis) -> dict[int, Pushed]:
         """The same, when others have passed, or after a while: a rank that they wait for may be waiting for this."""
-        others.wait(_LONGEST_WAIT_S)
+        last_s = now_s() + _LONGEST_WAIT_S
+        for one in others:
+            one.wait(max(0.0, last_s - now_s()))
         return self.push(axis, "delayed rows")

@@ -251,14 +251,14 @@ class SplitTables:
 
     def _divide(self, trips: Sequence[Trip], following: Sequence[Trip]) -> None:
         """Of each trip of which the next step has the like, find out which rows that wants."""
-        if self._later is None or self._delays_rows is False or any(trip.is_refused for trip in trips):
+        if not (self._late and self._later) or self._delays_rows is False or any(trip.is_refused for trip in trips):
             return
         if self._delays_rows is None:
             heard = gather_values(sum(trip.gradients_bytes for trip in trips), self._axis, label=_LABEL)
             self._delays_rows = delays_rows(max(heard), self._network())
         for trip, after in zip(trips, following, strict=False):
             if self._delays_rows and trip.tables.keys() == after.tables.keys():
-                trip.divide(after, self._later)
+                trip.divide(after, self._later, self._late.are_replicas_read)
 
     def _read(self, trip: Trip, table: SplitTable, places: Tensor) -> Tensor:
         """Rows of this rank's part, for a trip."""
@@ -312,7 +312,7 @@ class SplitTables:
             for number, pushed in first.result().items():
                 table = trip.tables[number]
                 rows = MeanRows.of(pushed, Kind.of(table), self._axis, is_scaled=trip.is_scaled)
-                late = LateTable(table, rows, later, trip.following, self._axis) if later and trip.following else None
+                late = LateTable(table, rows, later, trip.delay, self._axis) if later and trip.delay else None
                 if late is None:
                     _accumulate(table, rows)
                 elif came[number] == 1 and table.parameter.grad is None:

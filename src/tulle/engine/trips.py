@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tulle.comm import BackgroundThread, Job, eager
+from tulle.engine.alike import is_bitwise
 from tulle.engine.returned import Parcel, Returned
 from tulle.engine.split_table import SplitTable
 from tulle.errors import CommunicationError, ModelError
@@ -65,6 +66,24 @@ class Told:
 
 Pushes = Job[dict[int, Pushed]]
 """What is pushed here, by number of the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delay:
+    """How the gradients of a trip's delayed rows go.
+
+    Args:
+        following: The trip that wants the others.
+        way: On what they travel.
+        divisions: Which rows are prior and which delayed, one a bundle.
+        let_pass: What is set when they need not let others pass any more: the values of the following trip, and
+            gradients of replicas that the next forward reads.
+    """
+
+    following: Trip
+    way: Way
+    divisions: Job[list[Division]]
+    let_pass: Sequence[threading.Event]
 
 
 class Trip:
@@ -131,12 +150,8 @@ class Trip:
 
         # What is pushed:
         self._returned = Returned(self._bundles, is_scaled=self.is_scaled)
-        self.following: Trip | None = None
-        """The trip that begins before the delayed rows of this one go, if these are known."""
-        self._divided: Job[list[Division]] | None = None
-        """Which rows are prior and which delayed, one a bundle."""
-        self._later: Way | None = None
-        """On what gradients of delayed rows travel."""
+        self.delay: Delay | None = None
+        """How those of delayed rows go, if it is known which these are."""
 
     def rows(self, table: SplitTable) -> int:
         """How many distinct rows of a table this rank wants; waits until they are known."""
@@ -171,19 +186,20 @@ class Trip:
         found = zip(self._ids, self._bundles, strict=True)
         return [request_of(ids, [table.split for table in tables]) for ids, tables in found]
 
-    def divide(self, following: Trip, later: Way) -> None:
+    def divide(self, following: Trip, later: Way, are_replicas_read: threading.Event) -> None:
         """Find out which rows the next trip wants; gradients of the others go later. Every rank must call it.
 
         Args:
             following: The next trip, just told.
             later: On what the gradients of the other rows travel.
+            are_replicas_read: Set while nobody waits for replicas' gradients, which go before these, too.
         """
-        self.following, self._later = following, later
 
         def work() -> list[Division]:
             return divide(self._routes_in_turn(), following._routes_in_turn(), self._way.axis)
 
-        self._divided = self._way.background.submit(work)
+        divisions = self._way.background.submit(work)
+        self.delay = Delay(following, later, divisions, (following.may_pass, are_replicas_read))
 
     def begin_fetch(self) -> None:
         """Have the values under way, as they are now, unless these are already. Every rank must call it."""
@@ -219,7 +235,7 @@ class Trip:
         if self._served is None or self._current_versions() != self._versions:
             return
         for tables, then, now in zip(self._bundles, self._served, self._serve(self._routes()), strict=True):
-            if not all(map(_is_bitwise, then, now)):
+            if not all(map(is_bitwise, then, now)):
                 names = ", ".join(table.name for table in tables)
                 raise ModelError(
                     f"rows of {names} were written, by .detach().data say, after they had been fetched for the "
@@ -292,15 +308,15 @@ class Trip:
             [self._returned.gradient(b, told.requests[b]) for b in chosen],
             [self._returned.lookups(b, told.requests[b]) for b in chosen],
         )
-        if self._divided is None or self._later is None or self.following is None:
+        if self.delay is None:
             return self._way.background.submit(partial(parcel.push, self._way.axis, "rows")), None
-        found = self._divided.result()
+        found, later = self.delay.divisions.result(), self.delay.way
         divisions = [found[b] for b in chosen]
         prior = parcel.cut([one.prior for one in divisions], [one.is_prior for one in divisions])
         delayed = parcel.cut([one.delayed for one in divisions], [~one.is_prior for one in divisions])
         return (
             self._way.background.submit(partial(prior.push, self._way.axis, "prior rows")),
-            self._later.background.submit(partial(delayed.push_after, self.following.may_pass, self._later.axis)),
+            later.background.submit(partial(delayed.push_after, self.delay.let_pass, later.axis)),
         )
 
     def _routes(self) -> Sequence[Route]:
@@ -353,18 +369,6 @@ def _tell(trips: Sequence[Trip], axis: Axis) -> list[Told]:
         raise
     routes = iter(tell([one for of_trip in requests for one in of_trip], axis))
     return [Told(of_trip, [next(routes) for _ in of_trip]) for of_trip in requests]
-
-
-def _is_bitwise(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same to the last bit, NaN too."""
-    kind = torch.int64 if _is_wide(one) and _is_wide(other) else torch.uint8
-    return torch.equal(one.view(kind), other.view(kind))
-
-
-def _is_wide(tensor: Tensor) -> bool:
-    """Whether it lies as eight bytes after eight bytes, which are compared in a seventh of the time of single ones."""
-    stretches = tensor.shape[-1] * tensor.itemsize, tensor.storage_offset() * tensor.itemsize
-    return tensor.is_contiguous() and not any(stretch % 8 for stretch in stretches)
 
 
 class _Rows(torch.autograd.Function):
