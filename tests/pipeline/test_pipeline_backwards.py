@@ -21,10 +21,11 @@ class Heads(nn.Module):
         super().__init__()
         self.body = nn.Linear(WIDTH, WIDTH)
         self.one, self.other = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 3)
+        self.shift = nn.Parameter(torch.linspace(0, 1, WIDTH))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.body(x).tanh()
-        return self.one(x), self.other(x)
+        return self.one(x), self.other(x + self.shift)  # a parameter that is read between modules
 
 
 def placed() -> tuple[nn.Module, nn.Module, tulle.Mesh]:
@@ -48,6 +49,30 @@ def and_forward_again(model: nn.Module, x: Tensor) -> Tensor:
     loss = model(x * 2)[1].pow(2).mean()
     loss.backward()
     return loss
+
+
+def one_by_one(model: nn.Module, x: Tensor) -> Tensor:
+    first, second, third = (model(x * number)[1].pow(2).mean() for number in (1, 2, 3))
+    second.backward()
+    third.backward()
+    model(x * 4)[1].pow(2).mean().backward()
+    first.backward()
+    return second
+
+
+def by_a_critic(model: nn.Module, x: Tensor) -> Tensor:
+    made = model.body(x)
+    made = made + model.other(made).sum()  # made at both stages
+    (model.one(made.detach()).mean() - model.one(x).mean()).backward()
+    loss = model.one(made).pow(2).mean()
+    loss.backward()
+    return loss
+
+
+def through_what_is_gone(model: nn.Module, x: Tensor) -> None:
+    one, other = model(x)
+    one.pow(2).mean().backward()
+    other.pow(2).mean().backward()
 
 
 def together(model: nn.Module, x: Tensor) -> Tensor:
@@ -80,6 +105,20 @@ def test_gradients_of_two_backwards_may_be_under_way_at_once():
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_forward_and_backward_again_equal_one_process(schedule):
     assert checked(and_forward_again, micro_batches=4, schedule=schedule) < 1e-12
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("function", [one_by_one, by_a_critic])
+def test_what_a_backward_does_not_come_to_is_left_for_another(function, schedule):
+    assert checked(function, micro_batches=2, schedule=schedule) < 1e-12
+
+
+@on_ranks(2)
+def test_a_second_backward_through_one_graph_is_refused():
+    model, _, _ = placed()
+    with pytest.raises((tulle.TulleError, RuntimeError), match="retain_graph=True"):
+        pipeline.step(micro_batches=1)(through_what_is_gone)(model, torch.ones(2, WIDTH, dtype=torch.float64))
 
 
 @on_ranks(2)

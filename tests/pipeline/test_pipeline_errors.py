@@ -372,6 +372,14 @@ def test_hooks_of_which_one_would_not_see_what_another_changes_are_refused():
 
 
 @on_ranks(2)
+def test_hooks_of_backward_around_placed_modules_are_refused():
+    _, model = two(Chain)
+    model.register_full_backward_hook(lambda _, before, after: None)
+    with pytest.raises(tulle.TulleError, match=r"a hook of backward .* has placed modules within"):
+        pipeline.step(micro_batches=1)(train_on)(model, torch.ones(2, WIDTH, dtype=torch.float64, requires_grad=True))
+
+
+@on_ranks(2)
 def test_nested_tensors_between_modules_are_refused():
     _, model = two(Packs)
     with pytest.raises(tulle.TulleError, match=r"a nested tensor .* goes to 'layers\.0', or comes from it"):

@@ -65,12 +65,22 @@ def through_several(model: nn.Module) -> None:
     (total + second.pow(3).sum()).backward()
 
 
+def one_after_the_other(model: nn.Module) -> None:
+    first, second, made = model(data()).sum(), model(data() * 2).sum(), model(data() * 3)
+    second.backward()
+    model(made).pow(2).sum().backward()  # back to a call before the last backward
+    third = model(data() * 4).pow(2).sum()
+    first.backward()
+    third.backward()
+
+
 @on_ranks(2)
-def test_gradients_go_back_through_several_calls():
+@pytest.mark.parametrize("train", [through_several, one_after_the_other])
+def test_gradients_go_back_through_several_calls(train):
     alone, model = make(Chain), placed()
-    through_several(alone)
+    train(alone)
     for _ in range(2):
-        through_several(model)
+        train(model)
     wanted = dict(alone.named_parameters())
     mine = {name: one for name, one in model.named_parameters() if not one.is_meta}
     assert 0 < len(mine) < len(wanted)

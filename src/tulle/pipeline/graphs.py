@@ -10,7 +10,8 @@ from weakref import WeakSet, ref
 
 import torch
 
-from tulle.pipeline.placeholder import Placeholder
+from tulle.pipeline.placeholder import Operator, Placeholder
+from tulle.pipeline.structure import flatten
 from tulle.pipeline.tape import Graph, Tape
 
 
@@ -65,3 +66,9 @@ class Graphs:
     def end(self) -> None:
         """Let go of what nobody else holds."""
         self.now = Graph(self._tape.phases)
+
+
+def is_made_by(program: Operator, given: object) -> bool:
+    """Whether a gradient may go from what a call is given back to what a program has made; the same on all ranks."""
+    leaves = flatten(given)[0]
+    return any(isinstance(one, Placeholder) and one.needs_grad and one.program is program for one in leaves)

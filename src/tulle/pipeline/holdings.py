@@ -17,6 +17,7 @@ from tulle.pipeline.modes import Modes
 from tulle.pipeline.outcome import Outcome
 from tulle.pipeline.shapes import Shapes, signature
 from tulle.pipeline.structure import LEAF, Spec, is_atom
+from tulle.pipeline.tape import Walk
 
 _MOST_CALLS = 32768
 """So many calls are remembered, of 1.5 kB each and more."""
@@ -100,6 +101,8 @@ class Holdings:
     """Finds that out anew."""
     modes: Modes = field(init=False)
     """What programs of a step set on modules for a while."""
+    walk: Walk = field(default_factory=Walk)
+    """Of all programs outside of steps."""
     met: dict[tuple[int, str, int], weakref.ref[Any]] = field(default_factory=dict)
     """Objects that units were given outside of steps, by model, unit and identity."""
 

@@ -214,8 +214,6 @@ class Program:
                 self.values.backward(self._graphs.now.needed_phases(), retain_graph=self.has_graph)
             finally:
                 self._inside.end()
-        if not self.has_graph:
-            self._graphs.clear()
 
     def cut_off(self) -> None:
         """Outside of steps: what follows is apart from what was, which goes when nobody has anything of it any more."""
@@ -243,6 +241,8 @@ class Program:
         self._held.clear()
         self.values.end()
         self.adopted.clear()
+        if not self.has_graph:
+            self._graphs.clear()
         self._graphs.end()
 
     @property

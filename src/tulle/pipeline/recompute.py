@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Function
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
+from tulle.errors import ModelError
 from tulle.pipeline.placeholder import Placeholder, running
 
 _is_asked: ContextVar[bool] = ContextVar("_is_asked", default=False)
@@ -74,6 +76,12 @@ def _apply_where_it_belongs(kind: type[Function], *args: Any, **kwargs: Any) -> 
             _is_asked.reset(token)
     placeholder = next((leaf for leaf in args if isinstance(leaf, Placeholder)), None)
     if placeholder is not None:
+        if kind is BackwardHookFunction:
+            raise ModelError(
+                "a hook of backward (register_full_backward_hook, register_full_backward_pre_hook) is on a module that "
+                "was not placed itself, but has placed modules within, or on all modules: put it on those that are "
+                "placed, each on one rank"
+            )
         return placeholder.program.apply(_application(kind), args, kwargs)
     if program is not None and is_between_modules and any(isinstance(leaf, nn.Parameter) for leaf in args):
         return program.apply(_application(kind), args, kwargs)

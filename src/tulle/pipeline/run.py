@@ -17,6 +17,7 @@ from tulle.comm import eager, now_s, traffic
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.pipeline.carried import Carried
+from tulle.pipeline.graphs import is_made_by
 from tulle.pipeline.holdings import Holdings, Unit
 from tulle.pipeline.interception import run_in_this_thread
 from tulle.pipeline.mailbox import mailbox_of
@@ -103,7 +104,8 @@ class Runtime:
     def call_unit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A placed module was called."""
         program = running.get()
-        return (program if isinstance(program, Program) else self._outside_of_steps()).call_unit(unit, args, kwargs)
+        program = program if isinstance(program, Program) else self._outside_of_steps((args, kwargs))
+        return program.call_unit(unit, args, kwargs)
 
     @eager
     def call_model(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -112,7 +114,7 @@ class Runtime:
             is_of_step = isinstance(program, Program)
             return program.adopted.in_forward(call, args, kwargs) if is_of_step else call(*args, **kwargs)
         self._note_frozen()
-        program = self._outside_of_steps()
+        program = self._outside_of_steps((args, kwargs))
         try:
             with forked(seed_of(program.seed, program.count_call())), versioned(), run_in_this_thread(program):
                 result = call(*args, **kwargs)
@@ -216,13 +218,13 @@ class Runtime:
         turn.begin(program, _body(step, turn, program))
         return turn
 
-    def _outside_of_steps(self) -> Program:
-        """The program that runs now, or a new one if nothing of the last waits for its backward.
+    def _outside_of_steps(self, given: object) -> Program:
+        """The program that runs now, or a new one if nothing of the last waits for its backward, or is given.
 
         If something does, it goes on, for one backward may go through several calls. What a rank has of calls of which
         nothing is left is gone by itself.
         """
-        if self._current is not None and self._current.has_graph:
+        if self._current is not None and (self._current.has_graph or is_made_by(self._current, given)):
             if self._current.is_between_modules:
                 self._current.cut_off()
                 self.holdings.mailbox.flush(but=_SENDS_KEPT)
@@ -231,7 +233,7 @@ class Runtime:
             self._number, self._backwards = number, 0
             self.holdings.mailbox.begin(number)
             self.holdings.mailbox.flush(but=_SENDS_KEPT)
-            values = Values(number, self.holdings, self._wait, "a call outside of steps")
+            values = Values(number, self.holdings, self._wait, "a call outside of steps", walk=self.holdings.walk)
             self._current = Program(
                 values,
                 self.holdings,

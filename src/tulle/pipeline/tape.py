@@ -10,7 +10,8 @@ backward as one, once the gradients of all that left it are there:
 
 A phase ends when something is received after something was sent, because that may depend on it. Gradients come for
 everything that leaves a phase ("none" is a gradient too), and all ranks walk their phases in the reverse order of one
-program, so no rank waits for one that waits for it.
+program, so no rank waits for one that waits for it. What no gradient came through a later backward may come to yet, as
+in one process: both ranks of a value keep it then.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PutOff = Callable[[Sequence[Work]], None]
 
 
 class Walk:
-    """Whether a tape's backward runs."""
+    """Whether the backward of a tape runs, or of one of those that take turns outside of steps."""
 
     __slots__ = ("is_on",)
 
@@ -45,12 +46,14 @@ class Entry:
     Args:
         tensor: That enters.
         walk: Of the tape, if it is on one.
+        is_leaf: Whether it is a parameter, to which any number of backwards may come.
     """
 
-    __slots__ = ("_given", "anchor", "gradient", "is_awaited", "is_over", "walk")
+    __slots__ = ("_given", "_is_leaf", "anchor", "gradient", "is_awaited", "is_over", "walk")
 
-    def __init__(self, tensor: Tensor, walk: Walk | None = None) -> None:
+    def __init__(self, tensor: Tensor, walk: Walk | None = None, *, is_leaf: bool = False) -> None:
         self.walk = walk or Walk()
+        self._is_leaf = is_leaf
         self.is_awaited = False
         """Whether the backward that runs takes its gradient."""
         self._given: Tensor | None = tensor.detach()
@@ -69,9 +72,10 @@ class Entry:
         assert given is not None, "an entry is entered once"
         return given
 
-    def take_gradient(self) -> Tensor | None:
-        """Hand the gradient over."""
+    def take_gradient(self, *, retain_graph: bool = True) -> Tensor | None:
+        """Hand the gradient over; no other comes, unless it is a leaf's or the graph is retained."""
         gradient, self.gradient = self.gradient, None
+        self.is_over |= not (gradient is None or self._is_leaf or retain_graph)
         return gradient
 
 
@@ -90,9 +94,10 @@ class _Enter(torch.autograd.Function):
             )
         if ctx.entry.walk.is_on and not ctx.entry.is_awaited:
             raise GradientError(
-                "backward came to an earlier call of the model, outside of steps, by a tensor that a module read past "
-                "its arguments (a cache, an attribute), of which other stages do not know: do these calls and the "
-                "backward in one tulle.step, pass the tensor as an argument, or detach it"
+                "backward came to an earlier call of the model, outside of steps, of which other stages do not know, "
+                "by a tensor that a module read past its arguments (a cache, an attribute), or across another "
+                "backward: do these calls and the backward in one tulle.step, pass the tensor as an argument, or "
+                "detach it"
             )
         had = ctx.entry.gradient
         ctx.entry.gradient = gradient if had is None else had + gradient
@@ -108,17 +113,29 @@ class Phase:
     begins: int = 0
     """autograd's number for the first node that it could make; 0 for what began before the thread of the program."""
     is_over: bool = False
-    """Whether its graph is gone."""
+    """Whether no gradient can come to it any more, or go from it."""
     received: list[tuple[int, int, Entry]] = field(default_factory=list)
     """Number of the value, the rank it came from, and where it entered."""
-    sent: list[tuple[int, int, GradientEdge | None]] = field(default_factory=list)
-    """Number of the value, the rank it went to, and where its gradient goes in, if anywhere."""
+    sent: list[tuple[int, int, GradientEdge | None, bool]] = field(default_factory=list)
+    """Number of the value, the rank it went to, where its gradient goes in, if anywhere, and whether it is a leaf."""
     cuts: list[tuple[GradientEdge, Entry]] = field(default_factory=list)
     """Values that a later phase went on with."""
     seeds: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
     """Where backward begins."""
     entered: list[Tensor] = field(default_factory=list)
-    """The anchors of what entered, from other ranks or earlier phases."""
+    """The anchors of what entered, from other ranks or earlier phases; none once backward has come by."""
+
+    def let_go(self, gradients: Sequence[Tensor | None]) -> None:
+        """Forget what gradients have come through, behind a backward that does not retain the graph.
+
+        Args:
+            gradients: Of what was sent.
+        """
+        self.received = [one for one in self.received if not one[-1].is_over]
+        self.sent = [one for one, gradient in zip(self.sent, gradients, strict=True) if gradient is None or one[-1]]
+        self.cuts = [one for one in self.cuts if not one[-1].is_over]
+        self.entered = []
+        self.is_over = not (self.received or self.sent or self.cuts)
 
     def clear(self) -> None:
         """Let go of the graph."""
@@ -135,7 +152,7 @@ class Phase:
     @property
     def edges(self) -> list[GradientEdge]:
         """Where gradients may go in."""
-        of_sent = [edge for _, _, edge in self.sent if edge is not None]
+        of_sent = [edge for _, _, edge, _ in self.sent if edge is not None]
         return [edge for edge, _ in self.seeds] + of_sent + [edge for edge, _ in self.cuts]
 
 
@@ -167,31 +184,35 @@ class Graph:
             new = ahead.pop().needs - found
             found |= new
             ahead.extend(new)
-        return sorted((phase for one in found for phase in one.phases), key=lambda phase: phase.call)
+        return sorted((phase for one in found for phase in one.phases if not phase.is_over), key=lambda one: one.call)
 
 
 class Tape:
-    """The phases of one micro-batch on one rank."""
+    """The phases of one micro-batch on one rank.
 
-    def __init__(self) -> None:
+    Args:
+        walk: Of all tapes that follow one another outside of steps; default one of its own.
+    """
+
+    def __init__(self, walk: Walk | None = None) -> None:
         self.phases: list[Phase] = [Phase()]
         """Of the call of the model at hand, outside of steps."""
         self.call = 0
         """Its number."""
         self.left: int | None = None
         """While backward runs, how many phases have not come to their end."""
-        self._walk = Walk()
+        self._walk = walk or Walk()
 
     @property
     def phase(self) -> Phase:
         """The one that is being recorded."""
         return self.phases[-1]
 
-    def receive(self, number: int, source: int, value: Tensor) -> Tensor:
+    def receive(self, number: int, source: int, value: Tensor, *, is_leaf: bool = False) -> Tensor:
         """Enter a value that came from another rank."""
         if self.phase.sent:
             self.phases.append(Phase(self.call, _count_nodes()))
-        entry = self._enter(value)
+        entry = self._enter(value, is_leaf=is_leaf)
         self.phase.received.append((number, source, entry))
         return entry.tensor()
 
@@ -202,18 +223,18 @@ class Tape:
         made = tensor.grad_fn._sequence_nr()
         return next((phase for phase in reversed(self.phases) if phase.begins <= made), self.phases[0])
 
-    def send(self, number: int, to: int, value: Tensor) -> None:
+    def send(self, number: int, to: int, value: Tensor, *, is_leaf: bool = False) -> None:
         """Note that a value leaves for another rank."""
-        self.phase.sent.append((number, to, get_gradient_edge(value) if value.requires_grad else None))
+        self.phase.sent.append((number, to, get_gradient_edge(value) if value.requires_grad else None, is_leaf))
 
     def cut_off(self) -> None:
         """Go on in a new phase, and leave those so far to who has them."""
         self.call += 1
         self.phases = [Phase(self.call)]
 
-    def cut(self, value: Tensor, phase: Phase) -> Tensor:
+    def cut(self, value: Tensor, phase: Phase, *, is_leaf: bool = False) -> Tensor:
         """Go on with a value of an earlier phase in this one."""
-        entry = self._enter(value)
+        entry = self._enter(value, is_leaf=is_leaf)
         phase.cuts.append((get_gradient_edge(value), entry))
         return entry.tensor()
 
@@ -244,8 +265,9 @@ class Tape:
                 later: list[Work] = []
                 ends = [*phase.seeds]
                 phase.seeds.clear()
-                arrived = [(edge, gradient_of(number, to)) for number, to, edge in phase.sent]
-                arrived += [(edge, entry.take_gradient()) for edge, entry in phase.cuts]
+                of_sent = [gradient_of(number, to) for number, to, _, _ in phase.sent]
+                arrived = [(edge, gradient) for (_, _, edge, _), gradient in zip(phase.sent, of_sent, strict=True)]
+                arrived += [(edge, entry.take_gradient(retain_graph=retain_graph)) for edge, entry in phase.cuts]
                 ends += [(edge, gradient) for edge, gradient in arrived if edge is not None and gradient is not None]
                 if ends:
                     edges, gradients = zip(*ends, strict=True)
@@ -254,11 +276,14 @@ class Tape:
                     else:
                         later = split.backward(edges, gradients)
                 for number, source, entry in phase.received:
-                    give(number, source, entry.take_gradient())
+                    give(number, source, entry.take_gradient(retain_graph=retain_graph))
                 if not retain_graph:
-                    phase.clear()
+                    phase.let_go(of_sent)
                 if put_off is not None:
                     put_off(later)
+        if not retain_graph:
+            left = [phase for phase in self.phases if not phase.is_over]
+            self.phases[:] = [*left, Phase(self.call, _count_nodes() if left else 0)]
 
     @contextmanager
     def _walking(self, phases: Sequence[Phase]) -> Iterator[None]:
@@ -273,8 +298,8 @@ class Tape:
             for phase in phases:
                 phase.await_gradients(is_awaited=False)
 
-    def _enter(self, value: Tensor) -> Entry:
-        entry = Entry(value, self._walk)
+    def _enter(self, value: Tensor, *, is_leaf: bool) -> Entry:
+        entry = Entry(value, self._walk, is_leaf=is_leaf)
         self.phase.entered.append(entry.anchor)
         return entry
 

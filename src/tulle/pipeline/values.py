@@ -25,7 +25,7 @@ from tulle.pipeline.outcome import Outcome, Raised
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.split_backward import Work
 from tulle.pipeline.structure import is_atom
-from tulle.pipeline.tape import Phase, Tape
+from tulle.pipeline.tape import Phase, Tape, Walk
 
 Wait = Callable[[Key, int, str], None]
 """Called with a key, the rank it comes from and what it is for; returns when it is there and this program's turn is."""
@@ -52,13 +52,23 @@ class Values:
         wait: How to wait for a message.
         name: Of the program, for errors.
         later: Takes what of backward nobody waits for; None if all of it runs at once.
+        walk: Of its tape; default one of its own.
     """
 
-    def __init__(self, number: int, holdings: Holdings, wait: Wait, name: str, later: Later | None = None) -> None:
+    def __init__(
+        self,
+        number: int,
+        holdings: Holdings,
+        wait: Wait,
+        name: str,
+        later: Later | None = None,
+        *,
+        walk: Walk | None = None,
+    ) -> None:
         self._number, self.holdings, self._wait, self._later = number, holdings, wait, later
         self._mailbox, self._rank, self._size = holdings.mailbox, holdings.mailbox.axis.rank, holdings.mailbox.axis.size
         self._count, self._backwards = 0, 0
-        self.tape = Tape()
+        self.tape = Tape(walk)
         self.name = name
 
     def rank_of(self, stage: int) -> int:
@@ -85,11 +95,12 @@ class Values:
         if self._rank == home:
             value = self.native(placeholder)
             if with_grad:
-                self.tape.send(number, rank, value)
+                self.tape.send(number, rank, value, is_leaf=isinstance(placeholder.own, nn.Parameter))
             self._mailbox.send((Kind.VALUE, self._number, number), value, to=(rank,))
         elif self._rank == rank:
             value = self._await((Kind.VALUE, self._number, number), home, f"an input of {purpose!r}")
-            placeholder.local = self.tape.receive(number, home, value) if with_grad else value
+            is_leaf = isinstance(placeholder.own, nn.Parameter)
+            placeholder.local = self.tape.receive(number, home, value, is_leaf=is_leaf) if with_grad else value
             placeholder.phase = self.tape.phase
 
     def native(self, placeholder: Placeholder) -> Tensor:
@@ -105,7 +116,7 @@ class Values:
         assert isinstance(phase, Phase)
         if phase.is_over:  # its value is still good; a backward into it says that it is over
             return value
-        cut = self.tape.cut(value, phase)
+        cut = self.tape.cut(value, phase, is_leaf=isinstance(placeholder.own, nn.Parameter))
         if phase.call == self.tape.call:  # else it is not to hold what later calls make of it
             placeholder.local, placeholder.phase = cut, self.tape.phase
         return cut
