@@ -112,6 +112,8 @@ class _Part(Tensor):
             if func is torch.autograd.grad:
                 _check_gradients(given)
                 return _of_parts(keywords.get("inputs", args[1] if len(args) > 1 else ()), func(*args, **keywords))
+            if name == "equal" and not _may_be_equal(given):
+                return False
             part._check_given(name, given, args, keywords)
             result = func(*args, **keywords)
             return part._checked(func, result, args, keywords)
@@ -355,6 +357,23 @@ def _is_of_each_row(tensor: Tensor, part: Tensor) -> bool:
     whole, became = getattr(part, _WHOLE), getattr(tensor, _WHOLE, None)
     shape = [length if dim in whole.dims else 1 for dim, length in enumerate(part.shape)]
     return became is not None and became.layout == (whole.layout, tuple(whole.dims)) and [*tensor.shape] == shape
+
+
+def _may_be_equal(given: Iterable[Tensor]) -> bool:
+    """Whether wholes have one shape, as far as that is known: all ranks answer alike."""
+    return len({_shape_of_whole(one) for one in given} - {None}) < 2
+
+
+def _shape_of_whole(tensor: Tensor) -> tuple[int, ...] | None:
+    """The shape of what a part, cut along one dimension, is a part of; a plain tensor's own; None if nobody knows."""
+    whole: Whole | None = getattr(tensor, _WHOLE, None)
+    if whole is None:
+        return tuple(tensor.shape)
+    if whole.count is None or len(whole.dims) != 1 or not tensor.numel():
+        return None
+    shape, [cut] = list(tensor.shape), whole.dims
+    shape[cut] = whole.count * shape[cut] // tensor.numel()
+    return tuple(shape)
 
 
 def _is_number(tensor: Tensor) -> bool:
