@@ -45,7 +45,7 @@ from tulle.parts.torch_functions import (
     name_of,
     tensors_in,
 )
-from tulle.parts.wholes import OF_ROWS, Became, Whole, answer_of_whole, extent_of_whole
+from tulle.parts.wholes import OF_ROWS, Became, Whole, answer_of_whole, extent_of_whole, may_be_equal
 
 T = TypeVar("T", bound=Tensor)
 Function = Callable[..., Any]
@@ -112,7 +112,7 @@ class _Part(Tensor):
             if func is torch.autograd.grad:
                 _check_gradients(given)
                 return _of_parts(keywords.get("inputs", args[1] if len(args) > 1 else ()), func(*args, **keywords))
-            if name == "equal" and not _may_be_equal(given):
+            if name == "equal" and not may_be_equal((one, getattr(one, _WHOLE, None)) for one in given):
                 return False
             part._check_given(name, given, args, keywords)
             result = func(*args, **keywords)
@@ -357,23 +357,6 @@ def _is_of_each_row(tensor: Tensor, part: Tensor) -> bool:
     whole, became = getattr(part, _WHOLE), getattr(tensor, _WHOLE, None)
     shape = [length if dim in whole.dims else 1 for dim, length in enumerate(part.shape)]
     return became is not None and became.layout == (whole.layout, tuple(whole.dims)) and [*tensor.shape] == shape
-
-
-def _may_be_equal(given: Iterable[Tensor]) -> bool:
-    """Whether wholes have one shape, as far as that is known: all ranks answer alike."""
-    return len({_shape_of_whole(one) for one in given} - {None}) < 2
-
-
-def _shape_of_whole(tensor: Tensor) -> tuple[int, ...] | None:
-    """The shape of what a part, cut along one dimension, is a part of; a plain tensor's own; None if nobody knows."""
-    whole: Whole | None = getattr(tensor, _WHOLE, None)
-    if whole is None:
-        return tuple(tensor.shape)
-    if whole.count is None or len(whole.dims) != 1 or not tensor.numel():
-        return None
-    shape, [cut] = list(tensor.shape), whole.dims
-    shape[cut] = whole.count * shape[cut] // tensor.numel()
-    return tuple(shape)
 
 
 def _is_number(tensor: Tensor) -> bool:
