@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Adagrad, Adam, Optimizer
+from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -164,7 +164,7 @@ def test_lightning_gives_the_numbers_of_a_plain_loop_and_goes_on_from_what_it_sa
     trainer_of(tmp_path / "resumed", plan).fit(resumed, loader(), ckpt_path=tmp_path / "epoch=0.ckpt")
     assert len(resumed.losses) == len(module.losses) // 2
     check_weights(torch.load(tmp_path / "resumed" / "epoch=1.ckpt")["state_dict"], expected)
-    with pytest.raises(tulle.errors.ModelError, match="this Module was fitted before"):
+    with pytest.raises(tulle.errors.ModelError, match=r"this Module was fitted before.*LearningRateFinder"):
         trainer_of(tmp_path / "again", plan).fit(resumed, loader())
 
 
@@ -184,3 +184,39 @@ def test_an_average_of_wholes_is_refused_where_processes_have_parts(plan, tmp_pa
         return
     with pytest.raises(tulle.errors.ModelError, match=r"StochasticWeightAveraging averages whole .* a part of 'model"):
         trainer.fit(module, loader())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("plan", ["auto", "full_shard"])
+@on_ranks(2)
+def test_what_a_callback_unfreezes_later_is_kept_in_step(plan, tmp_path):
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import BaseFinetuning
+
+    class Unfreezing(BaseFinetuning):
+        def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+            self.freeze(pl_module.model.hidden)
+
+        def finetune_function(self, pl_module: pl.LightningModule, epoch: int, optimizer: Optimizer) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(pl_module.model.hidden, optimizer, lr=RATE)
+
+    as_launched()
+    model, expected = built(0, is_sparse=False), built(0, is_sparse=False)
+    module = module_of(model, is_sparse=False)
+    module.configure_optimizers = lambda: SGD([p for p in model.parameters() if p.requires_grad], RATE)
+    memory = tulle.Plan({"data": 2}, memory=tulle.Memory(full_shard=True))
+    trainer = trainer_of(tmp_path, "auto" if plan == "auto" else memory)
+    trainer.callbacks.append(Unfreezing())
+    trainer.fit(module, loader())
+
+    expected.hidden.requires_grad_(False)
+    optimizer = SGD(expected.parameters(), RATE)
+    for epoch in range(EPOCHS):
+        expected.hidden.requires_grad_(epoch == 1)
+        for ids, target in zip(*(part.split(BATCH) for part in samples()), strict=True):
+            nn.functional.mse_loss(expected(ids), target).backward()
+            tulle.clip_grad_norm_(expected, CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+    check_weights(torch.load(tmp_path / "epoch=1.ckpt")["state_dict"], expected)

@@ -24,7 +24,7 @@ from tulle.sync import AUTO, WireDtype
 
 try:
     import lightning.pytorch as pl
-    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+    from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
     from lightning.pytorch.plugins.precision import Precision
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.trainer.states import TrainerFn
@@ -94,10 +94,11 @@ class TulleStrategy(DDPStrategy):
         if is_distributed(self._module):
             raise ModelError(
                 f"this {type(self._module).__name__} was fitted before, and lies on the processes: fit a new one, with "
-                "ckpt_path= to go on"
+                "ckpt_path= to go on; of what Tuner does by a fit, use the callbacks (LearningRateFinder)"
             )
         super().setup_optimizers(trainer)
-        self._distribute(self._module, self.optimizers, self.mesh)
+        with self._thawed(trainer):
+            self._distribute(self._module, self.optimizers, self.mesh)
         self._check_averages(trainer)
 
     def setup_precision_plugin(self) -> None:
@@ -119,6 +120,19 @@ class TulleStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """An optimizer's state as one process would have it, on rank 0. Every process must call it."""
         return full_optimizer_state_dict(self._module, getattr(optimizer, "_optimizer", optimizer))
+
+    @contextmanager
+    def _thawed(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Have gradients of what a callback has frozen, to unfreeze it later, be kept in step as well."""
+        unfreezes = any(isinstance(one, BaseFinetuning) for one in trainer.callbacks)  # pyright: ignore[reportAttributeAccessIssue]
+        frozen = [one for one in self._module.parameters() if unfreezes and _may_train(one)]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
     def _check_averages(self, trainer: pl.Trainer) -> None:
         """Refuse an average that has been made of the whole module, where a process has parts."""
@@ -148,6 +162,11 @@ class TulleStrategy(DDPStrategy):
     def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None, "the trainer has connected it"
         return self.lightning_module
+
+
+def _may_train(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is frozen, and can be unfrozen."""
+    return not parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex())
 
 
 def _clip(plugin: Precision, optimizer: Optimizer, clip_val: float) -> None:

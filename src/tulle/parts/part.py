@@ -45,7 +45,7 @@ from tulle.parts.torch_functions import (
     name_of,
     tensors_in,
 )
-from tulle.parts.wholes import OF_ROWS, Became, Whole, answer_of_whole, extent_of_whole
+from tulle.parts.wholes import OF_ROWS, Became, Whole, answer_of_whole, extent_of_whole, may_be_equal
 
 T = TypeVar("T", bound=Tensor)
 Function = Callable[..., Any]
@@ -112,6 +112,8 @@ class _Part(Tensor):
             if func is torch.autograd.grad:
                 _check_gradients(given)
                 return _of_parts(keywords.get("inputs", args[1] if len(args) > 1 else ()), func(*args, **keywords))
+            if name == "equal" and not may_be_equal((one, getattr(one, _WHOLE, None)) for one in given):
+                return False
             part._check_given(name, given, args, keywords)
             result = func(*args, **keywords)
             return part._checked(func, result, args, keywords)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -144,6 +144,22 @@ class Became:
 def extent_of_whole(whole: Whole) -> Extent:
     """Which numbers of a whole lie in this rank's part."""
     return whole.extent if isinstance(whole, Became) else Extent(tuple(whole.dims), whole.count, whole.held())
+
+
+def may_be_equal(given: Iterable[tuple[Tensor, Whole | None]]) -> bool:
+    """Whether what parts, and plain tensors, stand for has one shape, as far as that is known: alike on all ranks."""
+    return len({_shape_of(tensor, whole) for tensor, whole in given} - {None}) < 2
+
+
+def _shape_of(tensor: Tensor, whole: Whole | None) -> tuple[int, ...] | None:
+    """That of the whole, where one dimension is cut; None of a plain tensor, which may be a part of something."""
+    if whole is None:
+        return tuple(tensor.shape) if isinstance(tensor, nn.Parameter) else None
+    if whole.count is None or len(whole.dims) != 1 or not tensor.numel():
+        return None
+    shape, [cut] = list(tensor.shape), whole.dims
+    shape[cut] = whole.count * shape[cut] // tensor.numel()
+    return tuple(shape)
 
 
 def load_part(
