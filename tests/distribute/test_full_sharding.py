@@ -1,5 +1,6 @@
 """Parameters that are shared out over axis `data` train to the numbers of one process, along any other axes."""
 
+import copy
 import math
 import sys
 
@@ -290,3 +291,16 @@ def test_what_fits_half_precision_does_so_where_it_is_shared_out():
     expected = numbers_of_halves(made()[0], x)
     model, _ = tulle.distribute(*made(), mesh, plan=Plan({"data": 2}, memory=FULL))
     assert numbers_of_halves(model, x.chunk(2)[mesh.rank]) == pytest.approx(expected, rel=2e-3)
+
+
+@on_ranks(2)
+def test_parameters_are_equal_if_wholes_are():
+    mesh = tulle.init(data=-1)
+    torch.manual_seed(0)
+    # Rows of the second are cut, columns of the third: parts have one shape, and wholes have not.
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(2, 4), nn.Linear(4, 1, bias=False), nn.Linear(1, 4)])
+    model = nn.ModuleDict({"layers": model, "same": copy.deepcopy(model)})
+    nn.init.ones_(model["same"][0].bias)
+    expected = [[torch.equal(one, other) for other in model.parameters()] for one in model.parameters()]
+    tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh, plan=Plan({"data": 2}, memory=FULL))
+    assert [[torch.equal(one, other) for other in model.parameters()] for one in model.parameters()] == expected

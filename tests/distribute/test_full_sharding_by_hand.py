@@ -86,19 +86,6 @@ def test_what_loops_do_to_parameters_number_by_number_is_one_process():
 
 
 @on_ranks(2)
-def test_parameters_are_equal_if_wholes_are():
-    mesh = tulle.init(data=-1)
-    torch.manual_seed(0)
-    # Rows of the second are cut, columns of the third: parts have one shape, and wholes have not.
-    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(2, 4), nn.Linear(4, 1, bias=False), nn.Linear(1, 4)])
-    model = nn.ModuleDict({"layers": model, "same": copy.deepcopy(model)})
-    nn.init.ones_(model["same"][0].bias)
-    expected = [[torch.equal(one, other) for other in model.parameters()] for one in model.parameters()]
-    tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh, plan=Plan({"data": 2}, memory=FULL))
-    assert [[torch.equal(one, other) for other in model.parameters()] for one in model.parameters()] == expected
-
-
-@on_ranks(2)
 def test_averages_that_write_into_states_are_one_process():
     """The habit of timm and of detectors: of a plain model a state is the parameters' own memory."""
 

@@ -186,7 +186,7 @@ class LateUpdates:
         updates = self._waiting.pop(awaited)
         if isinstance(awaited, Bucket):
             self.read.append(awaited)
-            if not self._buckets():
+            if not any(isinstance(other, Bucket) for other in self._waiting):
                 self.are_replicas_read.set()
         for parameter, gradient in awaited.gradients:
             if updates:  # else what waits may be the last step's

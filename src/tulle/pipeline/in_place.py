@@ -137,7 +137,7 @@ def note_written(
             take(member)
             member.phase = None if member.local is None else phase
     if values.rank_of(leaf.stage) != rank:  # a module wrote in what it was sent: that is the tensor now
-        if leaf.own is not None and (not leaf.needs_grad or isinstance(leaf.own, nn.Parameter)):  # for later programs
+        if leaf.own is not None and (not leaf.needs_grad or leaf.is_parameter):  # for later programs
             values.give_back(leaf, rank, call.name)
             return of_model
         _check_alone(call, leaf)

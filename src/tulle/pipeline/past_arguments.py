@@ -151,7 +151,7 @@ class Reached(TorchFunctionMode):
             phase = self._tape.phase_of(tensor)
             if phase is self._tape.phase:
                 return tensor
-            known = self._cuts[id(tensor)] = tensor, self._tape.cut(tensor, phase), tensor._version
+            known = self._cuts[id(tensor)] = tensor, self._tape.cut(tensor, phase, is_leaf=False), tensor._version
         return known[1]
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tulle.comm import eager
 from tulle.errors import ModelError
@@ -143,6 +143,11 @@ class Placeholder(Tensor):
 
     def __init__(self, *args: object) -> None:
         """All is done in `__new__`."""
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it stands for a parameter of the model."""
+        return isinstance(self.own, nn.Parameter)
 
     def described(self) -> Described:
         """What all ranks know of it."""

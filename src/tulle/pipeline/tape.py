@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class Entry:
         assert given is not None, "an entry is entered once"
         return given
 
-    def take_gradient(self, *, retain_graph: bool = True) -> Tensor | None:
+    def take_gradient(self, *, retain_graph: bool) -> Tensor | None:
         """Hand the gradient over; no other comes, unless it is a leaf's or the graph is retained."""
         gradient, self.gradient = self.gradient, None
         self.is_over |= not (gradient is None or self._is_leaf or retain_graph)
@@ -104,6 +104,22 @@ class _Enter(torch.autograd.Function):
         return None, None
 
 
+class _Sent(NamedTuple):
+    """What has left a phase for another rank.
+
+    Args:
+        number: Of the value.
+        to: The rank it went to.
+        edge: Where its gradient goes in, if anywhere.
+        is_leaf: Whether it is a parameter, to which any number of backwards may come.
+    """
+
+    number: int
+    to: int
+    edge: GradientEdge | None
+    is_leaf: bool
+
+
 @dataclass(slots=True, eq=False)
 class Phase:
     """A stretch of one rank's forward that runs backward as one."""
@@ -116,8 +132,7 @@ class Phase:
     """Whether no gradient can come to it any more, or go from it."""
     received: list[tuple[int, int, Entry]] = field(default_factory=list)
     """Number of the value, the rank it came from, and where it entered."""
-    sent: list[tuple[int, int, GradientEdge | None, bool]] = field(default_factory=list)
-    """Number of the value, the rank it went to, where its gradient goes in, if anywhere, and whether it is a leaf."""
+    sent: list[_Sent] = field(default_factory=list)
     cuts: list[tuple[GradientEdge, Entry]] = field(default_factory=list)
     """Values that a later phase went on with."""
     seeds: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
@@ -131,9 +146,9 @@ class Phase:
         Args:
             gradients: Of what was sent.
         """
-        self.received = [one for one in self.received if not one[-1].is_over]
-        self.sent = [one for one, gradient in zip(self.sent, gradients, strict=True) if gradient is None or one[-1]]
-        self.cuts = [one for one in self.cuts if not one[-1].is_over]
+        self.received = [(number, source, entry) for number, source, entry in self.received if not entry.is_over]
+        self.sent = [one for one, gradient in zip(self.sent, gradients, strict=True) if gradient is None or one.is_leaf]
+        self.cuts = [(edge, entry) for edge, entry in self.cuts if not entry.is_over]
         self.entered = []
         self.is_over = not (self.received or self.sent or self.cuts)
 
@@ -152,7 +167,7 @@ class Phase:
     @property
     def edges(self) -> list[GradientEdge]:
         """Where gradients may go in."""
-        of_sent = [edge for _, _, edge, _ in self.sent if edge is not None]
+        of_sent = [one.edge for one in self.sent if one.edge is not None]
         return [edge for edge, _ in self.seeds] + of_sent + [edge for edge, _ in self.cuts]
 
 
@@ -208,7 +223,7 @@ class Tape:
         """The one that is being recorded."""
         return self.phases[-1]
 
-    def receive(self, number: int, source: int, value: Tensor, *, is_leaf: bool = False) -> Tensor:
+    def receive(self, number: int, source: int, value: Tensor, *, is_leaf: bool) -> Tensor:
         """Enter a value that came from another rank."""
         if self.phase.sent:
             self.phases.append(Phase(self.call, _count_nodes()))
@@ -223,16 +238,16 @@ class Tape:
         made = tensor.grad_fn._sequence_nr()
         return next((phase for phase in reversed(self.phases) if phase.begins <= made), self.phases[0])
 
-    def send(self, number: int, to: int, value: Tensor, *, is_leaf: bool = False) -> None:
+    def send(self, number: int, to: int, value: Tensor, *, is_leaf: bool) -> None:
         """Note that a value leaves for another rank."""
-        self.phase.sent.append((number, to, get_gradient_edge(value) if value.requires_grad else None, is_leaf))
+        self.phase.sent.append(_Sent(number, to, get_gradient_edge(value) if value.requires_grad else None, is_leaf))
 
     def cut_off(self) -> None:
         """Go on in a new phase, and leave those so far to who has them."""
         self.call += 1
         self.phases = [Phase(self.call)]
 
-    def cut(self, value: Tensor, phase: Phase, *, is_leaf: bool = False) -> Tensor:
+    def cut(self, value: Tensor, phase: Phase, *, is_leaf: bool) -> Tensor:
         """Go on with a value of an earlier phase in this one."""
         entry = self._enter(value, is_leaf=is_leaf)
         phase.cuts.append((get_gradient_edge(value), entry))
@@ -265,8 +280,8 @@ class Tape:
                 later: list[Work] = []
                 ends = [*phase.seeds]
                 phase.seeds.clear()
-                of_sent = [gradient_of(number, to) for number, to, _, _ in phase.sent]
-                arrived = [(edge, gradient) for (_, _, edge, _), gradient in zip(phase.sent, of_sent, strict=True)]
+                of_sent = [gradient_of(one.number, one.to) for one in phase.sent]
+                arrived = [(one.edge, gradient) for one, gradient in zip(phase.sent, of_sent, strict=True)]
                 arrived += [(edge, entry.take_gradient(retain_graph=retain_graph)) for edge, entry in phase.cuts]
                 ends += [(edge, gradient) for edge, gradient in arrived if edge is not None and gradient is not None]
                 if ends:
@@ -282,8 +297,8 @@ class Tape:
                 if put_off is not None:
                     put_off(later)
         if not retain_graph:
-            left = [phase for phase in self.phases if not phase.is_over]
-            self.phases[:] = [*left, Phase(self.call, _count_nodes() if left else 0)]
+            kept = [phase for phase in self.phases if not phase.is_over]
+            self.phases[:] = [*kept, Phase(self.call, _count_nodes() if kept else 0)]
 
     @contextmanager
     def _walking(self, phases: Sequence[Phase]) -> Iterator[None]:

@@ -95,12 +95,13 @@ class Values:
         if self._rank == home:
             value = self.native(placeholder)
             if with_grad:
-                self.tape.send(number, rank, value, is_leaf=isinstance(placeholder.own, nn.Parameter))
+                self.tape.send(number, rank, value, is_leaf=placeholder.is_parameter)
             self._mailbox.send((Kind.VALUE, self._number, number), value, to=(rank,))
         elif self._rank == rank:
             value = self._await((Kind.VALUE, self._number, number), home, f"an input of {purpose!r}")
-            is_leaf = isinstance(placeholder.own, nn.Parameter)
-            placeholder.local = self.tape.receive(number, home, value, is_leaf=is_leaf) if with_grad else value
+            if with_grad:
+                value = self.tape.receive(number, home, value, is_leaf=placeholder.is_parameter)
+            placeholder.local = value
             placeholder.phase = self.tape.phase
 
     def native(self, placeholder: Placeholder) -> Tensor:
@@ -116,7 +117,7 @@ class Values:
         assert isinstance(phase, Phase)
         if phase.is_over:  # its value is still good; a backward into it says that it is over
             return value
-        cut = self.tape.cut(value, phase, is_leaf=isinstance(placeholder.own, nn.Parameter))
+        cut = self.tape.cut(value, phase, is_leaf=placeholder.is_parameter)
         if phase.call == self.tape.call:  # else it is not to hold what later calls make of it
             placeholder.local, placeholder.phase = cut, self.tape.phase
         return cut
