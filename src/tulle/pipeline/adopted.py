@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from tulle.errors import ModelError
 from tulle.pipeline.holdings import Holdings
-from tulle.pipeline.outcome import described
+from tulle.pipeline.outcome import Described, described
 from tulle.pipeline.placeholder import Operator, Placeholder
 from tulle.pipeline.strays import are_strays, check_no_stray
 from tulle.pipeline.tape import Graph
@@ -32,7 +33,8 @@ class Adopted:
     """
 
     def __init__(self, holdings: Holdings, program: Operator) -> None:
-        self._holdings, self._axis, self._program = holdings, holdings.mailbox.axis, program
+        self._holdings, self._axis = holdings, holdings.mailbox.axis
+        self._program = ref(program)  # which has this one
         self.written_since: Callable[[Any], str | None] | None = None
         """Gives the name of a tensor if later micro-batches have written in it, to one that is past its backward."""
         self.models = set[int]()
@@ -54,7 +56,7 @@ class Adopted:
             return known
         stage = self._holdings.stages.get(id(leaf))
         if stage is not None:
-            made = Placeholder(described(leaf), stage, self._program, self._axis.device)
+            made = self._stand_for(described(leaf), stage)
             if self._axis.rank == stage % self._axis.size:
                 made.local = leaf  # a leaf of autograd: no phase of the tape
             made.graph = self._graph
@@ -96,7 +98,7 @@ class Adopted:
         about = described(tensor)
         if is_trained is not None:
             about = replace(about, needs_grad=is_trained)
-        made = Placeholder(about, stage, self._program, self._axis.device)
+        made = self._stand_for(about, stage)
         made.phase = phase
         if self._axis.rank == stage % self._axis.size:
             made.local = tensor
@@ -144,6 +146,11 @@ class Adopted:
         while base is not None and id(base) not in self._known:
             base = _lender(base)
         return None if base is None else self._known[id(base)]
+
+    def _stand_for(self, about: Described, stage: int) -> Placeholder:
+        program = self._program()
+        assert program is not None, "it asks"
+        return Placeholder(about, stage, program, self._axis.device)
 
     def _remember(self, tensor: Tensor, made: Placeholder) -> Placeholder:
         self._known[id(tensor)], made.own = made, tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -22,11 +23,11 @@ class Inside:
 
     Args:
         values: Of the program.
-        need: Notes that gradients go back to an earlier call, if they do; whether that is news.
+        need: Of the program: notes that gradients go back to an earlier call, if they do; whether that is news.
     """
 
     def __init__(self, values: Values, need: Callable[[Placeholder], bool]) -> None:
-        self._values, self._need = values, need
+        self._values, self._need = values, WeakMethod(need)  # of what has this one
         self.name: str | None = None
         """What runs; None between these."""
         self._raised: Exception | None = None
@@ -92,11 +93,16 @@ class Inside:
 
     def _check_closure(self, leaf: Placeholder) -> None:
         """Only this rank knows that a gradient is to go back to an earlier call: the others would not walk it."""
-        if torch.is_grad_enabled() and self.name != "backward" and self._need(leaf):
+        if torch.is_grad_enabled() and self.name != "backward" and self._is_news(leaf):
             raise ModelError(
                 f"{self.name!r} reads {leaf!r}, which an earlier call of the model made, and which the module was "
                 "not given as an argument: pass it as one, or detach it"
             )
+
+    def _is_news(self, leaf: Placeholder) -> bool:
+        need = self._need()
+        assert need is not None, "its program runs"
+        return need(leaf)
 
 
 at_work: ContextVar[Inside | None] = ContextVar("at_work", default=None)

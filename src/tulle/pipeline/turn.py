@@ -60,6 +60,15 @@ class Turn:
         """Say what it runs, once."""
         self.program, self.body = program, body
 
+    def end(self, give_way: Callable[[Turn], None], may_go_on: Callable[[Turn, Key], bool]) -> None:
+        """Let go of all but the result: a value that was kept past the end of the step may still wait by it.
+
+        Else the batch and what the program made would stay until Python looks for cycles, which is many steps later.
+        """
+        self.give_way, self.may_go_on = give_way, may_go_on
+        self.draw = self.pass_backward = _nothing
+        del self.program, self.body
+
     def wait(self, key: Key, source: int, purpose: str) -> None:
         """Give way until a message is there, and to those that it would pass; called by the program."""
         if self.may_go_on(self, key):

@@ -106,7 +106,10 @@ class Turns:
         self._modes.put_back()
         self._switches.put_back()
         for turn in self._turns:
-            turn.give_way, turn.may_go_on = self._await_alone, self._is_there
+            turn.end(self._await_alone, self._is_there)
+        self._turns, self._to_begin, self._begun = (), [], []
+        self._starts.clear()
+        self._owed.clear()
         if self._error is not None:
             raise self._error
         return self._idle_s
