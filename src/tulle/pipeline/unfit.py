@@ -1,4 +1,4 @@
-"""Models that cannot be placed or profiled, refused by name: scripted, lazy, with forwards that put modules in or send."""
+"""Models that cannot be placed or profiled, refused by name: scripted, lazy, whose forward puts modules in or sends."""
 
 from __future__ import annotations
 
