@@ -205,8 +205,8 @@ class Placeholder(Tensor):
         raise ModelError(
             f"the operation {func} was given {given!r}, a tensor between modules of a pipeline, past torch's overrides. "
             "A constructor does so (torch.tensor(x), torch.Tensor(x), torch.as_tensor(x, dtype=...)): write "
-            "x.detach().clone() or x.to(dtype). So does compiled code, or a transform of torch.func: do both inside the "
-            "modules that are placed, not around them"
+            "x.detach().clone(), or x.to(dtype). So does compiled code, or a transform of torch.func: do both inside "
+            "the modules that are placed, not around them"
         )
 
 
