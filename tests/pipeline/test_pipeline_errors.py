@@ -209,7 +209,7 @@ def test_what_cannot_work_is_refused_by_module_and_operation():
         (lambda y: setattr(y, "data", y), r"setting .data"),
         (
             lambda y: torch.as_tensor(y, dtype=torch.int),
-            r"past torch's overrides. A constructor does so .* write x.detach\(\).clone\(\)",
+            r"past torch's modes. A constructor does so .* write x.detach\(\).clone\(\)",
         ),
     ):
         y = model(x)
