@@ -1,5 +1,6 @@
 """Hooks that come after those of others, whenever these were registered."""
 
+import inspect
 from functools import partial
 
 import pytest
@@ -46,3 +47,14 @@ def test_what_hooks_did_is_undone_where_a_step_fails_and_schedulers_count_the_ot
     scheduler.step()
     assert undone == ["first", "second"]
     assert scheduler.get_last_lr() == [0.05]
+
+
+def test_what_stands_in_the_place_of_a_step_takes_what_that_took():
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], fused=True)
+    before = inspect.signature(optimizer.step)
+    hook_last(optimizer, lambda *_: None)
+    hook_failed(optimizer, lambda: None)
+    assert inspect.signature(optimizer.step) == before  # torch.amp.GradScaler asks for it
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    hook_failed(optimizer, lambda: None)
+    assert inspect.signature(optimizer.step) == before

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from tulle.engine import engine_of
 from tulle.errors import ModelError
 from tulle.mesh import Mesh
+from tulle.pipeline.unfit import refuse_lazy
 from tulle.tables import table_modules
 from tulle.traits import attribute_of, has_hooks, memory_key, saved_otherwise
 
@@ -74,14 +75,13 @@ def _check_not_laid_out(model: nn.Module) -> None:
 
 
 def _check_parameters(model: nn.Module, mesh: Mesh) -> None:
+    refuse_lazy(model)
     for name, parameter in model.named_parameters():
         if engine_of(parameter) is not None:
             raise ModelError(
                 f"parameter {name!r} is part of a model that is distributed already: distribute one model that has all "
                 "parts, torch.nn.ModuleList([first, second]) say, and call its parts"
             )
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ModelError(f"parameter {name!r} has no shape yet (a lazy module): call the model once before")
         if parameter.requires_grad and parameter.layout != torch.strided and mesh.size > 1:
             raise ModelError(
                 f"parameter {name!r} has the layout {parameter.layout}, expected a dense one: train its values as a "

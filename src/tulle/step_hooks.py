@@ -30,7 +30,7 @@ def hook_last(optimizer: Optimizer, hook: LastHook) -> None:
         _numbers[optimizer] = []
         step = optimizer.step
 
-        @wraps(step)
+        @wraps(_function_of(step))
         def stepped(optimizer: Optimizer, *arguments: Any, **keywords: Any) -> Any:
             hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks)
             for number in _numbers[optimizer]:
@@ -64,7 +64,7 @@ def hook_failed(optimizer: Optimizer, undo: Callable[[], object]) -> None:
     """
     step = optimizer.step
 
-    @wraps(step)
+    @wraps(_function_of(step))
     def stepped(_: Optimizer, *arguments: Any, **keywords: Any) -> Any:
         try:
             return step(*arguments, **keywords)
@@ -73,3 +73,8 @@ def hook_failed(optimizer: Optimizer, undo: Callable[[], object]) -> None:
             raise
 
     optimizer.step = MethodType(stepped, optimizer)
+
+
+def _function_of(step: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a method: what stands in its place is bound again, and `GradScaler` asks for its signature."""
+    return getattr(step, "__func__", step)

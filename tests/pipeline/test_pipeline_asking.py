@@ -3,9 +3,10 @@
 import time
 from types import SimpleNamespace
 
+import pytest
 import torch
 from beside_one_process import data, loss_of
-from pipeline_networks import WIDTH, make, worst_gradient
+from pipeline_networks import WIDTH, Chain, make, worst_gradient
 from torch import nn
 
 import tulle
@@ -59,3 +60,15 @@ def test_what_a_module_asks_for_travels_in_one_order_whoever_knows_of_it_before(
             step(model, data(rows)).stack(), step(reference, data(rows)).stack(), rtol=1e-12, atol=0
         )
         assert worst_gradient(model, reference) < 1e-12
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
+def test_numbers_that_torch_asks_for_past_its_modes_are_those_of_the_owner():
+    model, reference = make(Chain), make(Chain)
+    pipeline.place(model, tulle.init(pipe=-1, timeout=8)["pipe"], {"layers.0": 0, "layers.1": 1})
+    y, expected = model(data()), reference(data())
+    torch.testing.assert_close(torch.tensor([y.mean(), y.sum()]), torch.tensor([expected.mean(), expected.sum()]))
+    assert float(y.mean()) == pytest.approx(float(expected.mean()), rel=1e-12)
+    assert torch.tensor([(y > 0).any(), (y > 9).all()]).tolist() == [True, False]
+    assert torch.tensor([y.argmax(), 1]).tolist() == [expected.argmax(), 1]

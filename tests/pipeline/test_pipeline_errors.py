@@ -207,6 +207,10 @@ def test_what_cannot_work_is_refused_by_module_and_operation():
         (lambda y: y.detach().sum().backward(), "needs no gradient"),
         (lambda y: y.register_hook(print), r"register_hook\(\)"),
         (lambda y: setattr(y, "data", y), r"setting .data"),
+        (
+            lambda y: torch.as_tensor(y, dtype=torch.int),
+            r"past torch's modes. A constructor does so .* write x.detach\(\).clone\(\)",
+        ),
     ):
         y = model(x)
         with pytest.raises(ModelError, match=match):
@@ -268,6 +272,10 @@ def test_bad_arguments_are_refused_on_every_rank():
         pipeline.place(model, mesh["pipe"])
     with pytest.raises(ModelError, match="'0' is a ScriptModule"):
         pipeline.place(nn.Sequential(torch.jit.script(nn.Linear(2, 2))), mesh["pipe"], {"0": 0})
+    lazy, text = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2)), "'0.weight' has no shape yet .* call the model once"
+    for options in ({"assignment": {"0": 0, "1": 1}}, {"sample": torch.ones(2, 2)}):
+        with pytest.raises(ModelError, match=text):
+            pipeline.place(lazy, mesh["pipe"], **options)
     graph = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     graph.register_buffer("edges", torch.eye(2).to_sparse())
     with pytest.raises(ModelError, match=r"'edges' is torch.sparse_coo .* do not travel between stages"):
@@ -281,6 +289,12 @@ def test_bad_arguments_are_refused_on_every_rank():
         ({"micro_batches": 2, "split": {"y": 0}}, (x,), r"\['y'\]"),
         ({"micro_batches": 2, "split": {"x": 2}}, (x,), "along dimension 2"),
         ({"micro_batches": 2}, ((x, x[:2]),), "different numbers of samples"),
+        ({"micro_batches": 2}, (x.to_sparse(),), r"'x' .* layout torch.sparse_coo, .* say split=\{name: None\}"),
+        (
+            {"micro_batches": 2},
+            (torch.nested.nested_tensor([x, x], layout=torch.jagged),),
+            "'x' is or holds a nested tensor",
+        ),
     ):
         with pytest.raises(DataError, match=match):
             pipeline.step(**options)(train)(model, *arguments)

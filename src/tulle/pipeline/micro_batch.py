@@ -35,8 +35,8 @@ def cut(
         Arguments and keywords of each call, and each one's share of the samples.
 
     Raises:
-        DataError: If tensors to be cut differ in length or have fewer than `count` samples, a name is not there, or
-            what is to be cut between items has none.
+        DataError: If tensors to be cut differ in length, have fewer than `count` samples, or are sparse or nested, a
+            name is not there, or what is to be cut between items has none.
     """
     bound = inspect.signature(function).bind(*args, **kwargs)
     pieces: dict[str, list[Any]] = {}
@@ -106,6 +106,14 @@ def _cut_object(name: str, given: Lent, dimension: int, count: int, lengths: dic
 def _cut_leaf(name: str, leaf: Any, dimension: int, count: int, lengths: dict[str, int]) -> Sequence[Any]:
     if not isinstance(leaf, Tensor) or leaf.dim() == 0:
         return [leaf] * count
+    if leaf.is_nested or leaf.layout != torch.strided:
+        if count == 1:
+            return [leaf]
+        kind = "a nested tensor" if leaf.is_nested else f"a tensor of the layout {leaf.layout}"
+        raise DataError(
+            f"{name!r} is or holds {kind}, which cannot be cut into {count} micro-batches: say split={{name: None}} "
+            "(by the argument's name, or 'name.key') if all are to get it whole; else give a dense one"
+        )
     if not -leaf.dim() <= dimension < leaf.dim():
         raise DataError(f"{name!r} is to be cut along dimension {dimension}, but has the shape {list(leaf.shape)}")
     lengths[f"{name} of shape {list(leaf.shape)}"] = leaf.shape[dimension]

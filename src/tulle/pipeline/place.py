@@ -29,7 +29,7 @@ from tulle.pipeline.partition import Partition
 from tulle.pipeline.resident import Resident
 from tulle.pipeline.run import Runtime, runtime_of
 from tulle.pipeline.tied import Tied
-from tulle.pipeline.unfit import refuse_scripted
+from tulle.pipeline.unfit import refuse_lazy, refuse_scripted
 from tulle.pipeline.weights import pass_over_others, read_weights
 from tulle.spread import Spread, spread_over
 
@@ -118,7 +118,7 @@ def place(
     Raises:
         PlanError: If ranks were given different assignments, a name is not a module, or neither assignment nor sample
             was given; and what `deal` raises.
-        ModelError: If the model was placed before, or the ranks' models differ in parameters.
+        ModelError: If the model was placed before, has lazy modules, or the ranks' models differ in parameters.
 
     Example:
         >>> import torch, tulle
@@ -185,6 +185,7 @@ def _agreed(model: nn.Module, assignment: Assignment, axis: Axis) -> dict[str, i
     placed: dict[str, int] = {}
     try:
         refuse_scripted(model)
+        refuse_lazy(model)
         placed = outermost(model, assignment)
     except TulleError as wrong:
         error = wrong

@@ -201,9 +201,12 @@ class Placeholder(Tensor):
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Reached only past `__torch_function__`: by compiled code, and by transforms such as `torch.vmap`."""
+        given = next(leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, cls))
         raise ModelError(
-            f"the operation {func} was given a tensor of another pipeline stage by compiled code or a transform of "
-            "torch.func, which cannot run between modules: do both inside the modules that are placed, not around them"
+            f"the operation {func} was given {given!r}, a tensor between modules of a pipeline, past torch's modes. "
+            "A constructor does so (torch.tensor(x), torch.Tensor(x), torch.as_tensor(x, dtype=...)): write "
+            "x.detach().clone(), or x.to(dtype). So does compiled code, or a transform of torch.func: do both inside "
+            "the modules that are placed, not around them"
         )
 
 

@@ -39,7 +39,7 @@ from tulle.pipeline.randomness import forked
 from tulle.pipeline.structure import flatten, is_atom
 from tulle.pipeline.tape import Entry
 from tulle.pipeline.trial import trial
-from tulle.pipeline.unfit import refuse_scripted, refuse_sending
+from tulle.pipeline.unfit import refuse_lazy, refuse_scripted, refuse_sending
 from tulle.pipeline.untouched import untouched
 from tulle.pipeline.values import Values
 from tulle.pipeline.written import written_back
@@ -63,9 +63,10 @@ def profile(model: nn.Module, sample: object, axis: Axis, stages: int) -> tuple[
         The pieces in the order in which they run, and the calls that were seen.
 
     Raises:
-        ModelError: If a module is TorchScript's, or the forward puts other modules in place of some, or sends.
+        ModelError: If a module is TorchScript's or lazy, or the forward puts other modules in place of some, or sends.
     """
     refuse_scripted(model)
+    refuse_lazy(model)
     with untouched(model), written_back(model), lent(model, axis.device) as loans, forked(0):
         before = _kept_by(model)
         with refuse_sending(model):

@@ -1,4 +1,4 @@
-"""Models whose calls cannot be followed, refused by name: TorchScript, modules that a forward puts in, collectives."""
+"""Models that cannot be placed or profiled, refused by name: scripted, lazy, whose forward puts modules in or sends."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from tulle.errors import ModelError
 
@@ -25,6 +26,18 @@ def refuse_scripted(model: nn.Module) -> None:
                 f"{name!r} is a ScriptModule, whose calls cannot be seen, and which reads its parameters past Python, "
                 "so that it can be neither profiled nor put on one rank: give the module as it was before torch.jit"
             )
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise if a parameter or buffer of a model has no shape yet.
+
+    Raises:
+        ModelError: Naming it.
+    """
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if is_lazy(tensor):
+                raise ModelError(f"{kind} {name!r} has no shape yet (a lazy module): call the model once before")
 
 
 def kinds_of(model: nn.Module) -> dict[str, type[nn.Module]]:

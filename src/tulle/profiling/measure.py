@@ -26,7 +26,7 @@ from tulle.mesh import Axis, Mesh, axis_of
 from tulle.pipeline.partition import COPIES
 from tulle.pipeline.profile import profile as profile_pieces
 from tulle.pipeline.randomness import State
-from tulle.pipeline.unfit import kinds_of, refuse_replaced, refuse_scripted, refuse_sending
+from tulle.pipeline.unfit import kinds_of, refuse_lazy, refuse_replaced, refuse_scripted, refuse_sending
 from tulle.pipeline.untouched import untouched
 from tulle.profiling.calls import with_run_time
 from tulle.profiling.counts import Counts, count
@@ -94,6 +94,7 @@ def profile(
     """
     check_arguments(model, optimizer, mesh, loss, further)
     refuse_scripted(model)  # alike on all ranks
+    refuse_lazy(model)
     keep_memory()  # as it will be in training
     axis = _alone() if mesh is None else _everyone(mesh)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
