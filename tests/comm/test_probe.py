@@ -11,6 +11,7 @@ import tulle
 from pretended_hosts import pretend_hosts
 from rank_process import patches
 from ranks import on_ranks
+from resident import peak_over_now
 from tulle import comm
 from tulle.shared_memory import SWITCH
 
@@ -101,3 +102,11 @@ def test_alone_nothing_is_sent_and_everything_is_free():
     network = comm.probe(tulle.init(data=-1)["data"])
     assert (network.latency_s, network.bandwidth_bytes_per_s) == (0.0, float("inf"))
     assert comm.traffic.total.messages == messages
+
+
+@on_ranks(2, probes=True)
+def test_measuring_takes_little_memory_and_keeps_none():
+    axis = tulle.init(data=-1)["data"]
+    grown = peak_over_now(lambda: comm.probe(axis))
+    assert grown < 56 * 2**20  # with what ranks share, which counts in each
+    assert not [kept for kept in axis.kept.values() if isinstance(kept, list) and kept]

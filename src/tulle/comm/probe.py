@@ -11,12 +11,12 @@ from dataclasses import replace
 from statistics import median
 
 import torch
-from torch import Tensor
 
 from tulle.comm.collectives import all_reduce, barrier
 from tulle.comm.lane import hosts_of
 from tulle.comm.levels import levels
 from tulle.comm.parts import all_gather_parts, all_to_all_parts
+from tulle.comm.scratch import let_go, release
 from tulle.comm.through_memory import shared
 from tulle.comm.traffic import now_s
 from tulle.cost import Network
@@ -31,7 +31,8 @@ _SMALL_REDUCED_BYTES = 4096
 """Of 8 bytes most parts of gloo's ring would be empty, and skipped: half the time of any real all-reduce."""
 _LARGE_REPEATS = 4
 _LARGE_BYTES = 4 * 1024 * 1024
-_WORK_ROWS, _WORK_WIDTH = 8192, 256
+_WORK_ROWS, _WORK_WIDTH = 4096, 256
+"""More takes longer than a rank keeps a core that others want, and would be most of what a small model ever needs."""
 _SORTED_NUMBERS = 65536
 """Fewer are sorted before the last rank has a core: what was measured would be how long it waits for one."""
 
@@ -73,25 +74,26 @@ def _measure(axis: Axis, whole: Axis, works: Network) -> Network:
         whole: All whose ranks exchange at once, as they do in training: each along its own such axis.
         works: How fast they handle rows meanwhile.
     """
-    parts = {size: _parts(size, axis) for size in (8, _LARGE_BYTES)}
-    reduced = (_SMALL_REDUCED_BYTES, _LARGE_BYTES)
-    tensors = {size: torch.zeros(size, dtype=torch.uint8, device=axis.device) for size in reduced}
+    # What a rank sends to each, so that it sends as many bytes in all; what is reduced lies there, too.
+    lengths = {size: max(1, size // (axis.size - 1)) for size in (8, _LARGE_BYTES)}
+    room = torch.zeros(lengths[_LARGE_BYTES] * axis.size, dtype=torch.uint8, device=axis.device)
+    parts = {size: room[: length * axis.size].split(length) for size, length in lengths.items()}
 
     def exchange(size: int) -> None:
-        lengths = [len(part) for part in parts[size]]
-        all_to_all_parts(parts[size], lengths, axis, label=_LABEL, most_bytes=size).wait()
+        all_lengths = [lengths[size]] * axis.size
+        release(all_to_all_parts(parts[size], all_lengths, axis, label=_LABEL, most_bytes=size).wait(), axis)
 
     def exchange_in_pairs() -> None:
         partner = axis.rank ^ 1
-        lengths = [8 * (rank in (axis.rank, partner)) for rank in range(axis.size)]
-        all_to_all_parts([parts[8][0].new_zeros(n) for n in lengths], lengths, axis, label=_LABEL).wait()
+        pair = [8 * (rank in (axis.rank, partner)) for rank in range(axis.size)]
+        all_to_all_parts([room[:n] for n in pair], pair, axis, label=_LABEL).wait()
 
     def gather() -> None:
-        part = parts[_LARGE_BYTES][axis.rank]
-        all_gather_parts(part, [len(part)] * axis.size, axis, label=_LABEL).wait()
+        part = room[: lengths[_LARGE_BYTES]]
+        release(all_gather_parts(part, [len(part)] * axis.size, axis, label=_LABEL).wait(), axis)
 
     def reduce(size: int) -> None:
-        all_reduce(tensors[size], axis, label=_LABEL).wait()
+        all_reduce(room[:size], axis, label=_LABEL).wait()
 
     # Of large ones the least times: what other programs do adds only. Small ones, and local work, are slowed by the
     # other ranks themselves: medians.
@@ -104,6 +106,7 @@ def _measure(axis: Axis, whole: Axis, works: Network) -> Network:
     }
     if shared(axis) is not None or levels(axis) is not None:  # else what is gathered goes as what is exchanged
         seconds["large gather"] = min(_times(gather, _LARGE_REPEATS, whole))
+    let_go(axis)
     agreed = _slowest(seconds, whole)
     gather_s = agreed.get("large gather")
     reduced_bytes = 2 * (axis.size - 1) / axis.size * _LARGE_BYTES
@@ -127,12 +130,6 @@ def _slowest(seconds: Mapping[str, float], axis: Axis) -> dict[str, float]:
 def _beyond(total_s: float, latency_s: float) -> float:
     # On a busy machine a large exchange may take no longer than a small one: no rate is infinite.
     return max(total_s - latency_s, total_s / 2)
-
-
-def _parts(total_bytes: int, axis: Axis) -> list[Tensor]:
-    """What each rank sends to each, so that it sends `total_bytes` in all to the others."""
-    length = max(1, total_bytes // (axis.size - 1))
-    return [torch.zeros(length, dtype=torch.uint8, device=axis.device) for _ in range(axis.size)]
 
 
 def _work_s(axis: Axis) -> dict[str, float]:

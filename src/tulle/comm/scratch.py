@@ -41,3 +41,8 @@ def release(received: Tensor, axis: Axis) -> None:
     free.append(block)
     free.sort(key=Tensor.numel)
     del free[:-_KEPT]
+
+
+def let_go(axis: Axis) -> None:
+    """Give what is kept for the next exchange back to the program: the next will not be like those before."""
+    axis.kept.pop(scratch, None)
