@@ -2,6 +2,7 @@
 
 import math
 import re
+import socket
 import threading
 from contextlib import suppress
 from datetime import timedelta
@@ -14,8 +15,8 @@ import torch.distributed as dist
 import tulle
 import tulle.comm
 from ranks import on_ranks
-from tulle.environment import detect
-from tulle.errors import MeshError
+from tulle.environment import Launch, detect
+from tulle.errors import CommunicationError, MeshError
 from tulle.mesh import _store, _wake, resolve, will_wait
 
 
@@ -196,3 +197,13 @@ def test_at_the_end_threads_that_wait_for_other_ranks_are_woken():
     dist.barrier()
     _wake()
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_slurm_job_of_which_only_one_process_runs_is_told_to_be_started_with_srun():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    launch = Launch("slurm", rank=0, size=2, local_rank=0, local_size=1, address="localhost", port=port)
+    text = rf"2 processes that Slurm tells of did not meet at localhost:{port}: .*1/2 clients joined.* with srun"
+    with pytest.raises(CommunicationError, match=text):
+        _store(launch, timedelta(seconds=1))

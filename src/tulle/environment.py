@@ -87,6 +87,15 @@ def detect(environment: Mapping[str, str] = os.environ) -> Launch:
     return Launch("alone", 0, 1, 0, 1, "", 0)
 
 
+def unmet(launch: Launch, said: str) -> str:
+    """The text of the error where the processes of a Slurm job did not find each other, with what was said of it."""
+    return (
+        f"the {launch.size} processes that Slurm tells of did not meet at {launch.address}:{launch.port}: {said} Start "
+        "the script with srun, which makes all of them; to run it alone within a job, unset SLURM_PROCID. MASTER_ADDR "
+        "and MASTER_PORT say where to meet"
+    )
+
+
 def check_alone(environment: Mapping[str, str] = os.environ) -> None:
     """Refuse to train alone what mpirun started with others: each process would, and nobody would notice.
 

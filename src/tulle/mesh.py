@@ -24,8 +24,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from tulle.board import attend, is_failing, watch
 from tulle.cost import Network
-from tulle.environment import Launch, check_alone, detect
-from tulle.errors import MeshError
+from tulle.environment import Launch, check_alone, detect, unmet
+from tulle.errors import CommunicationError, MeshError
 from tulle.kept_memory import keep_memory
 from tulle.process_groups import backend_of
 from tulle.shared_memory import meet
@@ -150,6 +150,7 @@ def init(*, timeout: float | timedelta | None = None, backend: str | None = None
     Raises:
         MeshError: If the product of the sizes is not the number of processes, a size is not a positive number,
             processes name different axes, or the backend is not there.
+        CommunicationError: If processes that Slurm tells of do not come within the timeout.
 
     Example:
         >>> import tulle
@@ -268,7 +269,10 @@ def _store(launch: Launch, timeout: timedelta) -> Store:
         return cast("Store", vars(dist)["HashStore"]())  # TCPStore would open a port, for nobody to talk to
     if launch.launcher == "slurm":
         url = f"tcp://{launch.address}:{launch.port}"
-        return next(rendezvous(url, launch.rank, launch.size, timeout=timeout))[0]
+        try:
+            return next(rendezvous(url, launch.rank, launch.size, timeout=timeout))[0]
+        except dist.DistError as error:
+            raise CommunicationError(unmet(launch, str(error))) from error
     # The launcher's outlives process groups: those before, of this attempt or another, have left addresses there at
     # which nobody is.
     name = f"attempt {launch.attempt}, process group {next(_joined)}"

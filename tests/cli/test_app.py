@@ -67,6 +67,10 @@ def test_the_version_is_that_of_the_package(capsys):
         (["run", "-m", "no_such.module"], "there is no module 'no_such'"),
         (["run"], "no script was given, expected tulle run [OPTIONS] SCRIPT [ARGUMENTS]..."),
         (["profile"], "no script was given, expected tulle profile [OPTIONS] SCRIPT [ARGUMENTS]..."),
+        (
+            ["explain", "--json"],
+            "no plan or script was given, expected tulle explain [OPTIONS] PLAN|SCRIPT [ARGUMENTS]...",
+        ),
         (["profile", "no-such.py"], "the script no-such.py is not there"),
         (["profile", "--epochs", "3", "SCRIPT"], "tulle profile --help and torchrun --help have the options"),
         (["run", "--processes", "none", "SCRIPT"], "--processes is 'none', expected a number from 1 up, or auto"),

@@ -108,6 +108,8 @@ class LauncherCommand(TyperCommand):
 
     script_of_its_own: str | None = None
     """The script that it runs, None if the command line names one."""
+    target = "SCRIPT"
+    """What follows its options."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Hand tulle's own options to typer and keep the rest, split, in `ctx.obj`."""
@@ -120,7 +122,7 @@ class LauncherCommand(TyperCommand):
         # Behind two dashes it is no value of an option that lacks its own.
         script = [] if self.script_of_its_own is None else ["--", self.script_of_its_own]
         try:
-            ctx.obj = split([*args, *script], own, command=ctx.command_path)
+            ctx.obj = split([*args, *script], own, command=ctx.command_path, target=self.target)
         except HelpAsked:
             return super().parse_args(ctx, ["--help"])
         if script and ctx.obj.torchrun.training_script != script[-1]:
@@ -130,6 +132,8 @@ class LauncherCommand(TyperCommand):
 
 class ExplainCommand(LauncherCommand):
     """`tulle explain`, whose options may also follow the plan: a plan has none of its own."""
+
+    target = "PLAN|SCRIPT"
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put a plan where a script would be, behind all options."""

@@ -43,13 +43,16 @@ class HelpAsked(Exception):  # noqa: N818 - no error, but the way out of the par
     """`--help` stood among the options."""
 
 
-def split(arguments: Sequence[str], own: Mapping[str, bool], *, command: str = "tulle run") -> Split:
+def split(
+    arguments: Sequence[str], own: Mapping[str, bool], *, command: str = "tulle run", target: str = "SCRIPT"
+) -> Split:
     """Split the words after `tulle run`, or a command like it; all that follows the script is the script's.
 
     Args:
         arguments: The words.
         own: tulle's own options, each with whether a value follows it.
         command: As it was typed, for the text of an error.
+        target: What follows the options, for that text.
 
     Raises:
         HelpAsked: If `--help` stands before the script.
@@ -61,10 +64,11 @@ def split(arguments: Sequence[str], own: Mapping[str, bool], *, command: str = "
         (['--json'], 1, ['--json'])
     """
     ours: list[str] = []
-    torchrun = _parser(own, ours, command).parse_args(arguments)
+    refuse = partial(_refuse, command, target)
+    torchrun = _parser(own, ours, refuse).parse_args(arguments)
     unset = object()  # the parser sets no default where the namespace has a value already
     probe = argparse.Namespace(**dict.fromkeys(vars(torchrun), unset))
-    _parser(own, [], command).parse_args(arguments, probe)
+    _parser(own, [], refuse).parse_args(arguments, probe)
     given = frozenset(name for name, value in vars(probe).items() if value is not unset)
     _give_back_dashes(torchrun, arguments)
     refused = [option for name, option in _OUTPUT_OPTIONS.items() if name in given]
@@ -76,7 +80,7 @@ def split(arguments: Sequence[str], own: Mapping[str, bool], *, command: str = "
     return Split(ours, torchrun, given)
 
 
-def _parser(own: Mapping[str, bool], ours: list[str], command: str) -> argparse.ArgumentParser:
+def _parser(own: Mapping[str, bool], ours: list[str], refuse: partial[NoReturn]) -> argparse.ArgumentParser:
     class Keep(argparse.Action):
         def __call__(
             self,
@@ -89,7 +93,7 @@ def _parser(own: Mapping[str, bool], ours: list[str], command: str) -> argparse.
 
     parser = get_args_parser()
     parser.allow_abbrev = False  # `--run` must not become --run-path behind the user's back
-    parser.error = partial(_refuse, command)
+    parser.error = refuse
     parser.print_help = _ask_for_help
     for option, has_value in own.items():
         parser.add_argument(option, action=Keep, nargs=None if has_value else 0, dest="ours")
@@ -103,9 +107,10 @@ def _give_back_dashes(torchrun: argparse.Namespace, arguments: Sequence[str]) ->
         words.insert(0, "--")
 
 
-def _refuse(command: str, message: str) -> NoReturn:
+def _refuse(command: str, target: str, message: str) -> NoReturn:
     if "required" in message:
-        raise UsageError(f"no script was given, expected {command} [OPTIONS] SCRIPT [ARGUMENTS]...")
+        what = target.lower().replace("|", " or ")
+        raise UsageError(f"no {what} was given, expected {command} [OPTIONS] {target} [ARGUMENTS]...")
     raise UsageError(f"{message}: {command} --help and torchrun --help have the options")
 
 
