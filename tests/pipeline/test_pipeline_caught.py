@@ -81,6 +81,24 @@ class Late(nn.Module):
         return self.second(x / self.scale)
 
 
+class Packs(nn.Linear):
+    """Gives a nested tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged)
+
+
+class Unpacks(nn.Module):
+    """Hands a nested tensor on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Packs(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
 class Yields(nn.Linear):
     """Gives its rows one by one."""
 
@@ -105,11 +123,12 @@ class Stacks(nn.Module):
     [
         (Late, r"^nn.Parameter was made of Placeholder\(stage=0, shape=\[6\]"),
         (Stacks, "'first' gives an iterator, as what has yield in it does"),
+        (Unpacks, r"a nested tensor .* goes to 'first', or comes from it"),
     ],
 )
-def test_parameters_of_what_a_stage_gives_and_generators_are_refused(kind, match):
+def test_parameters_of_what_a_stage_gives_generators_and_nested_tensors_are_refused(kind, match):
     model = pipeline.place(make(kind), tulle.init(pipe=-1)["pipe"], {"first": 0, "second": 1})
-    with pytest.raises((ModelError, CommunicationError) if kind is Stacks else ModelError, match=match):
+    with pytest.raises(ModelError if kind is Late else (ModelError, CommunicationError), match=match):
         pipeline.step(micro_batches=2)(loss_of)(model, data())
 
 
@@ -120,3 +139,16 @@ def test_a_step_within_a_step_is_refused_on_all_ranks():
     with pytest.raises(ModelError, match=r"a function of tulle\.step was called within another one"):
         pipeline.step(micro_batches=2)(lambda model, x: step(model, x).mean())(model, data())
     assert step(model, data()).mean() > 0
+
+
+@on_ranks(2)
+def test_what_a_stage_refuses_to_do_outside_of_steps_is_refused_on_all_ranks_at_once():
+    model = pipeline.place(make(Retries), tulle.init(pipe=-1, timeout=8)["pipe"], RETRIES)
+    first, second = model.first(data()), model.second(data())
+    begin_s = time.monotonic()
+    both, copy = first + second, first.clone()
+    with pytest.raises(ModelError, match=r"'add_' writes in Placeholder.* of which there are views"):
+        copy[:, 0].add_(second[:, 1])  # which comes after something was sent, as one rank alone sees
+    assert both.shape == copy.shape
+    assert time.monotonic() - begin_s < 4
+    assert first.sum().item() == pytest.approx(model.first(data()).sum().item())

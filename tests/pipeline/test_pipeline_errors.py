@@ -339,17 +339,6 @@ def test_a_copy_and_a_model_compiled_as_a_whole_say_that_nothing_places_their_ca
         model(x)
 
 
-class Packs(Chain):
-    """Its first layer gives a nested tensor."""
-
-    def __init__(self) -> None:
-        super().__init__(2)
-        self.layers[0].forward = lambda x: torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[1](self.layers[0](x))
-
-
 class Collects(Chain):
     """Adds up what hooks have seen that are put on modules within others after these were placed."""
 
@@ -391,13 +380,6 @@ def test_hooks_of_backward_around_placed_modules_are_refused():
     model.register_full_backward_hook(lambda _, before, after: None)
     with pytest.raises(tulle.TulleError, match=r"a hook of backward .* has placed modules within"):
         pipeline.step(micro_batches=1)(train_on)(model, torch.ones(2, WIDTH, dtype=torch.float64, requires_grad=True))
-
-
-@on_ranks(2)
-def test_nested_tensors_between_modules_are_refused():
-    _, model = two(Packs)
-    with pytest.raises(tulle.TulleError, match=r"a nested tensor .* goes to 'layers\.0', or comes from it"):
-        pipeline.step(micro_batches=1)(train_on)(model, torch.ones(3, WIDTH, dtype=torch.float64))
 
 
 def test_a_number_of_what_a_step_returns_is_asked_for_by_name():

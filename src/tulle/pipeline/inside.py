@@ -49,10 +49,9 @@ class Inside:
         at_work.reset(self._token)
         self.name, self._call, self._token = None, None, None
 
-    def note_raised(self, error: Exception) -> None:
-        """Within a step, what runs has raised that, of which other ranks are told where the step ends."""
-        is_module = self._call is not None and self._call.unit is not None
-        if is_module and self._values.holdings.mailbox.axis.size > 1:
+    def note_raised(self, call: Call, error: Exception) -> None:
+        """Within a step, a call has raised that, of which other ranks are told where the step ends."""
+        if call.unit is not None and self._values.holdings.mailbox.axis.size > 1:
             self._raised = error
 
     def check_goes_on(self) -> None:

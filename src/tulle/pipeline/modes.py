@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain, starmap, zip_longest
+from itertools import chain
 from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+_Places = dict[str, nn.Parameter | None]
 Lent = dict[str, Tensor]
 """Tensors that are no parameters, and stand in the places of some, by name."""
 
@@ -54,8 +55,8 @@ class Modes:
         self._own: list[dict[str, nn.Parameter | None]] = [dict(module._parameters) for module in modules]
         self._parameters = list({id(one): one for own in self._own for one in own.values() if one is not None}.values())
         self._training = {id(module): module.training for module in modules}
-        self._within: dict[int, tuple[list[nn.Module], list[dict[str, nn.Parameter | None]], list[Tensor | None]]] = {}
-        """Of each module that was called, it and those in it, where their parameters are, and those that were there."""
+        self._within: dict[int, tuple[list[nn.Module], list[bool], list[_Places], list[Tensor | None]]] = {}
+        """Of each module that was called, it and those in it, whether these train, and where which parameters were."""
         self._begin = self._now()
         self._ended = -1
         self._is_varied = False
@@ -80,12 +81,15 @@ class Modes:
         within = self._within.get(id(module))
         if within is None:
             inner = list(module.modules())
-            within = self._within[id(module)] = inner, [one._parameters for one in inner if one._parameters], []
-        inner, places, seen = within
-        if not all(starmap(is_, zip_longest(_all_in(places), seen))):
+            training = [self._training.get(id(one), one.training) for one in inner]
+            within = inner, training, [one._parameters for one in inner if one._parameters], []
+            self._within[id(module)] = within
+        inner, training, places, seen = within
+        now = list(chain.from_iterable(map(dict.values, places)))
+        if len(now) != len(seen) or not all(map(is_, now, seen)):
             self._is_varied = any(map(_lent, places))
-            seen[:] = () if self._is_varied else _all_in(places)
-        self._is_varied |= any(self._training.get(id(one), one.training) != one.training for one in inner)
+            seen[:] = () if self._is_varied else now
+        self._is_varied |= [one.training for one in inner] != training
 
     def vary(self) -> None:
         """Something is about to be set."""
@@ -129,10 +133,6 @@ class Modes:
                 [_lent(module._parameters) for module in self._modules],
                 [parameter.requires_grad for parameter in self._parameters],
             )
-
-
-def _all_in(places: Sequence[dict[str, nn.Parameter | None]]) -> Iterator[nn.Parameter | None]:
-    return chain.from_iterable(map(dict.values, places))
 
 
 def _lent(parameters: Mapping[str, Tensor | None]) -> Lent:

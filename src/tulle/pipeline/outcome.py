@@ -68,6 +68,8 @@ class Twin:
 
 
 Result = Described | Same | Twin | Constant
+_WITHOUT_IDENTITY = (int, float, str, bool, type(None), torch.dtype, torch.device)
+_FIXED = (bool, str, type(None), torch.dtype, torch.device, type, Fixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +141,13 @@ def describe(result: object, arguments: Sequence[object], versions: Sequence[int
     leaves, spec = flatten(result)
     after = versions_of(arguments)
     written = tuple(n for n, version in enumerate(after) if version != versions[n]) if after != versions else ()
-    same = {id(leaf): number for number, leaf in reversed(list(enumerate(arguments))) if _has_identity(leaf)}
-    memory = {
-        leaf.untyped_storage()._cdata: number
-        for number, leaf in reversed(list(enumerate(arguments)))
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested
-    }
+    same: dict[int, int] = {}
+    memory: dict[int, int] = {}
+    for number, leaf in enumerate(arguments):
+        if not isinstance(leaf, _WITHOUT_IDENTITY):
+            same.setdefault(id(leaf), number)
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
+            memory.setdefault(leaf.untyped_storage()._cdata, number)
     results: list[Result] = []
     first: dict[int, int] = {}
     of_results: dict[int, int] = {}
@@ -206,16 +209,12 @@ def _described(leaf: object, of_arguments: dict[int, int], of_results: dict[int,
     base = of_arguments.get(memory)
     kin = of_results.setdefault(memory, number)
     kin = None if kin == number or base is not None else kin
-    return replace(described(leaf), base=base, kin=kin)
-
-
-def _has_identity(leaf: object) -> bool:
-    return not isinstance(leaf, int | float | str | bool | type(None) | torch.dtype | torch.device)
+    return Described(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad, base, kin)
 
 
 def is_fixed(value: object) -> bool:
     """Whether a value can be taken to be the same whenever arguments of the same shapes come."""
-    return isinstance(value, bool | str | type(None) | torch.dtype | torch.device | type | Fixed)
+    return isinstance(value, _FIXED)
 
 
 def _essence(result: Result) -> object:

@@ -21,11 +21,12 @@ from torch import Tensor
 from tulle.errors import ModelError
 from tulle.pipeline.adopted import Adopted, with_lender
 from tulle.pipeline.counted import counted
+from tulle.pipeline.execution import Execution
 from tulle.pipeline.graphs import Graphs
 from tulle.pipeline.held import Settled
 from tulle.pipeline.holdings import Holdings, Known, Unit
 from tulle.pipeline.hooks import with_hooks
-from tulle.pipeline.in_place import MARKS, check_written, mark, note_marked, note_written, put_back, unseen_refused
+from tulle.pipeline.in_place import MARKS, mark, note_marked, note_written
 from tulle.pipeline.inside import Inside, at_work
 from tulle.pipeline.interception import interception_aside
 from tulle.pipeline.losses import scaled
@@ -37,7 +38,6 @@ from tulle.pipeline.operation import (
     Call,
     check_asks,
     check_backward,
-    check_family,
     check_given,
     check_nested,
     dealt_out,
@@ -50,13 +50,8 @@ from tulle.pipeline.outcome import (
     Outcome,
     Same,
     Twin,
-    describe,
-    untrained_of,
-    versions_of,
-    with_marked,
 )
 from tulle.pipeline.placeholder import Placeholder
-from tulle.pipeline.randomness import forked_generators, forked_python, forked_torch, seed_of
 from tulle.pipeline.recompute import outside_of_checkpoint
 from tulle.pipeline.shapes import writes_in_many
 from tulle.pipeline.structure import flatten_call, rebuild
@@ -110,6 +105,7 @@ class Program:
         self._held: dict[int, tuple[Any, Settled]] = {}
         """What objects were seen to hold in the call of the model at hand."""
         self._inside = Inside(values, self._need)
+        self._execution = Execution(values, holdings, self._inside, seed=seed, is_by_stage=read is not None)
         self._has_left = False
         """Whether it wrote in a parameter or buffer, set an attribute, or drew from a generator of the user's own."""
         self.is_over = False
@@ -286,27 +282,16 @@ class Program:
             return self._wrapped(call, stage, outcome, [None] * len(outcome.results))
         self.stage = stage
         self._stages.add(stage)
-        is_new = outcome is None or outcome.varies
-        call.prepare(self.values.tape, is_first=number == 1, stages=self.holdings.stages if is_new else None)
-        if known is None and (target := call.written(outcome)) is not None:
-            check_family(call.leaves[target], self.values.tape.phase, by=call.name)  # now that what it reads has come
-        natives = call.natives(self.values, None if self._read is None else stage)
-        versions = versions_of(natives)
-        seed = seed_of(self.seed, call.name, number)
-        if call.unit is None:
-            seen, values = describe(self._execute(call, natives, seed, known, outcome), natives, versions)
-        else:
-            attributes = call.unit.attributes
-            watched = unseen_refused(call, natives, rank, self.values.rank_of) if outcome is None else _NOTHING
-            with attributes.of_its_own(), watched:
-                before, untrained = (attributes.all(), untrained_of(natives)) if is_new else ({}, [])
-                seen, values = describe(self._execute(call, natives, seed, known, outcome), natives, versions)
-                if is_new:
-                    seen = with_marked(attributes.with_left(seen, before, values), natives, untrained)
-            check_written(call, seen, outcome, rank, self.values.rank_of)
-        check_nested(call.name, values)
-        put_back(call, natives, seen, self.values.tape.phase)
-        return self._wrapped(call, stage, self.values.tell(call.name, seen, outcome, known), values)
+        try:
+            seen, values = self._execution.run(call, stage, outcome, number, known)
+            told = self.values.tell(call.name, seen, outcome, known)
+        except Exception as error:
+            what = f"module {call.name!r}" if call.unit else f"operation {call.name!r}"
+            error.add_note(f"in {what}, {self.values.name}, on rank {self._axis.rank} of axis {self._axis.name!r}")
+            if known is not None or outcome is not None or not self.values.tell_error(error):
+                (self._fail or partial(self._inside.note_raised, call))(error)
+            raise
+        return self._wrapped(call, stage, told, values)
 
     def _need(self, placeholder: Placeholder) -> bool:
         """Note that gradients go back to an earlier call, if they do; whether that is news. Every rank comes here."""
@@ -316,23 +301,6 @@ class Program:
         """Note that what a placeholder stands for comes from the call at hand, if gradients go back to it."""
         if isinstance(leaf, Placeholder) and leaf.program is self:
             self._graphs.take(leaf)
-
-    def _execute(self, call: Call, natives: list[Any], seed: int, known: Known | None, outcome: Outcome | None) -> Any:
-        """Run a module or an operation as in one process."""
-        args, kwargs = call.arguments(natives)
-        self._inside.begin(call.name, call)
-        python = forked_python(known, seed) if known is not None else _NOTHING
-        try:
-            with outside_of_checkpoint(), forked_torch(seed), python, forked_generators(natives, seed):
-                return call.function(*args, **kwargs)
-        except Exception as error:
-            what = f"module {call.name!r}" if call.unit else f"operation {call.name!r}"
-            error.add_note(f"in {what}, {self.values.name}, on rank {self._axis.rank} of axis {self._axis.name!r}")
-            if known is not None or outcome is not None or not self.values.tell_error(error):
-                (self._fail or self._inside.note_raised)(error)
-            raise
-        finally:
-            self._inside.end()
 
     def _wrapped(self, call: Call, stage: int, outcome: Outcome, values: Sequence[Any]) -> Any:
         """What the program gets to see of a result."""

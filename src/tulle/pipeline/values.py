@@ -213,7 +213,8 @@ class Values:
                 known.outcome = seen
             outcome = known.outcome
         if outcome is None or outcome.varies:
-            self._tell_outcome(name, (Kind.OUTCOME, self._number, self._next()), seen)
+            self._tell_outcome(name, (Kind.OUTCOME, self._number, self._count + 1), seen)
+            self._next()  # not before: where it cannot be told, the error is the next message
             return seen
         if outcome is not seen and not seen.is_like(outcome):
             raise ModelError(
