@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Siz
 from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tulle.engine import Feed, living_split_tables, looking_ahead
 from tulle.errors import DataError, ModelError
@@ -102,10 +102,10 @@ def lookahead(loader: Iterable[T], ids: Ids | None = None) -> Lookahead[T]:
     """
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise DataError(f"tulle.lookahead was given a {type(loader).__name__}, expected batches to iterate over")
-    if not (ids is None or callable(ids) or isinstance(ids, Mapping)):
+    if isinstance(ids, nn.Module) or not (ids is None or callable(ids) or isinstance(ids, Mapping)):
         raise DataError(
             f"tulle.lookahead was given a {type(ids).__name__} as ids, expected a function from the batch to the ids "
-            "of each table, or a mapping from tables to keys of the batch"
+            "of each table, or a mapping from tables to keys of the batch; models are found without being given"
         )
     return Lookahead(loader, ids)
 

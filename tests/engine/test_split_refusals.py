@@ -209,6 +209,8 @@ def test_a_key_that_the_batch_has_not_is_named():
         next(iter(tulle.lookahead([{"users": torch.tensor([1]), "items": torch.tensor([2])}], ids={"table": "user"})))
     with pytest.raises(DataError, match="given a str as ids, expected a function from the batch to the ids of each"):
         tulle.lookahead([torch.tensor([1])], ids="table")
+    with pytest.raises(DataError, match=r"given a .* as ids, .*; models are found without being given"):
+        tulle.lookahead([torch.tensor([1])], model)
     with pytest.raises(ModelError, match="as ids gave a list, expected the ids of each table; the tables"):
         next(iter(tulle.lookahead([torch.tensor([1])], ids=lambda batch: [batch])))
 
