@@ -160,7 +160,7 @@ def test_a_weight_that_is_no_parameter_is_no_table(made):
     assert all(torch.equal(before[name], buffer) for name, buffer in model.named_buffers()), "nothing was computed"
     assert placements_of(model, [torch.optim.SGD(model.parameters(), 0.1)], ranks=2) == {}
     assert rows_touched(model, torch.tensor([1, 2])) == {}
-    assert splits(model, ["0", "1"], {}) == {}
+    assert splits(model, ["0", "1"], {}, {}) == {}
 
 
 def test_what_a_hook_has_kept_in_a_dictionary_of_the_model_does_not_end_a_profile():
@@ -168,7 +168,7 @@ def test_what_a_hook_has_kept_in_a_dictionary_of_the_model_does_not_end_a_profil
     model.kept = {"features": [], "of": {}}
     model[0].register_forward_hook(lambda module, given, result: model.kept["features"].append(result))
     model(torch.ones(2, 4))
-    assert splits(model, ["0", "1"], {}, ranks=2).keys() == {"0"}
+    assert splits(model, ["0", "1"], {}, {}, ranks=2).keys() == {"0"}
 
 
 def test_a_batch_of_a_tokenizers_class_is_a_batch():

@@ -14,11 +14,14 @@ import tulle
 from gigabit import give_network
 from rank_process import patches
 from ranks import on_ranks
+from tulle.comm import traffic
 from tulle.cost import Network
 from tulle.errors import ModelError, PlanError
+from tulle.plan import Plan
+from tulle.plan.lower import lower
 from tulle.profiling import machine, measure, timing
 from tulle.profiling.splits import splits
-from tulle.workload import Machine, Profile
+from tulle.workload import Machine, Profile, Split
 
 ROWS, WIDTH = 50, 8
 
@@ -123,19 +126,59 @@ def test_what_would_be_split_is_summed_twice_a_layer():
     assert next(module for module in found.modules if module.name == "head").split is None
 
 
+def test_a_layer_that_stands_alone_is_gathered_and_its_inputs_gradient_is_summed():
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 8))
+    found = splits(model, ["0", "1"], {"0": 120, "1": 160}, {"0": 0, "1": 120}, ranks=2)
+    assert found["0"] == Split(1.0, all_reduced_bytes=120, all_reduced_again_bytes=0)
+    assert found["1"] == Split(1.0, 0, gathered_bytes=160, all_reduced_again_bytes=120)
+
+
+class Alone(nn.Module):
+    """Layers that are split each in its own way, the first of numbers that need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first = nn.Embedding(4096, 64), nn.Linear(512, 512)
+        self.body, self.last = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0), nn.Linear(64, 4096)
+
+    def forward(self, ids: Tensor, numbers: Tensor) -> Tensor:
+        return self.last(self.body(self.table(ids))).mean() + self.first(numbers).mean()
+
+
+@on_ranks(2)
+def test_what_split_layers_are_predicted_to_send_is_what_they_send():
+    mesh = tulle.init(model=2)
+    torch.manual_seed(0)
+    model = Alone()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    sample = torch.arange(12).view(3, 4), torch.ones(3, 512)
+    patches.setattr(timing, "BUDGET_S", 0.02)
+    found = tulle.profile(model, optimizer, sample, mesh)
+    step = lower(Plan({"data": 1, "model": 2}), found, found.cluster, batch=found.batch)
+    predicted_bytes = sum(task.sent_bytes for task in step.tasks if task.axis == "model")
+    model, optimizer = tulle.distribute(model, optimizer, mesh, plan=Plan({"model": 2}))
+    for _ in range(2):  # the first sends other things too
+        traffic.take_labels()
+        model(*sample).backward()
+        sent = {name: count.bytes_sent for name, count in traffic.take_labels().items()}
+        optimizer.step()
+    assert {"table", "first", "body", "last"} <= sent.keys()
+    assert sum(sent[name] for name in ("table", "first", "body", "last")) == predicted_bytes
+
+
 def test_what_would_be_split_goes_by_the_ranks_of_the_axis_where_there_is_one():
     thirds, small = nn.TransformerEncoderLayer(9, 3, 12), nn.Linear(8, 6)
     model = nn.Sequential(thirds, small)
-    assert splits(model, ["0", "1"], {}) == splits(model, ["0", "1"], {}, ranks=2) == {}
-    assert splits(model, ["0", "1"], {}, ranks=3).keys() == {"0"}
-    assert splits(nn.Sequential(small), ["0"], {}) == {}
-    assert splits(nn.Sequential(small), ["0"], {}, ranks=2).keys() == {"0"}, "there is nothing else"
+    assert splits(model, ["0", "1"], {}, {}) == splits(model, ["0", "1"], {}, {}, ranks=2) == {}
+    assert splits(model, ["0", "1"], {}, {}, ranks=3).keys() == {"0"}
+    assert splits(nn.Sequential(small), ["0"], {}, {}) == {}
+    assert splits(nn.Sequential(small), ["0"], {}, {}, ranks=2).keys() == {"0"}, "there is nothing else"
 
 
 def test_a_layer_with_an_adapter_within_does_not_end_a_profile():
     layer = nn.TransformerEncoderLayer(4, 2, 8)
     layer.linear1 = nn.Sequential(layer.linear1)
-    assert "0" in splits(nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8), layer), ["0", "1"], {}, ranks=2)
+    assert "0" in splits(nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8), layer), ["0", "1"], {}, {}, ranks=2)
 
 
 def test_nothing_is_left_behind():

@@ -1,7 +1,7 @@
 """`work_of`: what one rank computes, holds and sends for each piece of a model under a plan, from what one process did.
 
 A micro-batch of another size takes and keeps in proportion; a module split over n ranks of axis `model` is divided as
-far as its `Split` says, and pays two all-reduces; one that recomputes runs its forward again before its backward.
+far as its `Split` says, and pays what that exchanges; one that recomputes runs its forward again before its backward.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tulle.cost import NOTHING, Cost, Network, all_reduce_cost
+from tulle.cost import NOTHING, Cost, Network, all_gather_cost, all_reduce_cost
 from tulle.errors import PlanError
 from tulle.plan.plan import DATA, MODEL, PIPE, Plan
-from tulle.workload import Cluster, ModuleProfile, Profile, TableProfile
+from tulle.workload import Cluster, ModuleProfile, Profile, Split, TableProfile
 
 NARROW = 0.5
 """Bytes of a parameter in 16 bits by one in 32."""
@@ -92,7 +92,7 @@ class Work:
         parameters_bytes: That this rank has of its dense parameters, tables with dense gradients included, before they
             are shared out over axis `data`.
         activations_bytes: What it keeps of one micro-batch until backward.
-        all_reduced: What the sums over axis `model` cost in forward.
+        all_reduced: What the sums over axis `model`, and what is gathered there, cost in forward.
         all_reduced_again: The same in backward.
         reads: Bytes that it reads of what other pieces made, by their name.
         frozen_bytes: That this rank has of its parameters that are not trained, before they are shared out.
@@ -228,10 +228,10 @@ def is_within(name: str, module: str) -> bool:
 def _work(
     piece: ModuleProfile, place: tuple[int, int], share: Share, network: Network | None, profile: Profile
 ) -> Work:
-    scale, part, summed = share.scale, 1.0, NOTHING
+    scale, part, summed, summed_again = share.scale, 1.0, NOTHING, NOTHING
     if network is not None and piece.split is not None:
         part = 1 - piece.split.share + piece.split.share / share.model
-        summed = all_reduce_cost(piece.split.all_reduced_bytes * scale, network, share.model)
+        summed, summed_again = _along_model(piece.split, scale, network, share.model)
     read_bytes, written_bytes = piece.parameters_bytes + piece.frozen_bytes, piece.parameters_bytes
     rate = profile.cluster.machine.memory_bytes_per_s
     forward_fixed_s = max(read_bytes / rate, profile.fixed_share * piece.forward_s)
@@ -245,11 +245,23 @@ def _work(
         parameters_bytes=math.ceil(piece.parameters_bytes * part),
         activations_bytes=math.ceil(piece.activations_bytes * scale * part),
         all_reduced=summed,
-        all_reduced_again=summed,
+        all_reduced_again=summed_again,
         reads={name: math.ceil(size * scale) for name, size in piece.reads.items()},
         frozen_bytes=math.ceil(piece.frozen_bytes * part),
         weights_s=backward_s * min(1.0, piece.weights_s / piece.backward_s) if piece.backward_s else 0.0,
     )
+
+
+def _along_model(split: Split, scale: float, network: Network, ranks: int) -> tuple[Cost, Cost]:
+    """What a split module exchanges over axis `model` for a micro-batch, forward and backward."""
+    again_bytes = split.all_reduced_bytes if split.all_reduced_again_bytes is None else split.all_reduced_again_bytes
+    summed, summed_again = (
+        all_reduce_cost(size * scale, network, ranks) if size else NOTHING
+        for size in (split.all_reduced_bytes, again_bytes)
+    )
+    if split.gathered_bytes:
+        summed += all_gather_cost([split.gathered_bytes * scale / ranks] * ranks, network)
+    return summed, summed_again
 
 
 def _scaled(seconds: float, fixed_s: float, scale: float) -> float:

@@ -26,12 +26,14 @@ class Counts:
             several leave counts for the first.
         flop: Floating-point operations of each piece's forward.
         made_bytes: Of what each module that was called returns, without sparse tensors, by name; the last call's.
+        taken_bytes: Of what each module was called with that has a gradient, by name; the last call's.
         peak_bytes: The most that was alive at any moment of the step, with parameters, gradients and optimizer state.
     """
 
     activations_bytes: list[int]
     flop: list[float]
     made_bytes: dict[str, int] = field(default_factory=dict)
+    taken_bytes: dict[str, int] = field(default_factory=dict)
     peak_bytes: int = 0
 
 
@@ -75,7 +77,7 @@ def count(
 
     with LiveBytes(device.type) as live:
         live.add(held)
-        with _hooked(model, names, cut, counts.made_bytes), flops:
+        with _hooked(model, names, cut, counts), flops:
             with looking_at_saved(note):
                 loss = forward()
             cut(len(names) - 1)
@@ -95,23 +97,26 @@ class _Untracked(ModuleTracker):
 
 
 @contextmanager
-def _hooked(
-    model: nn.Module, names: Sequence[str], cut: Callable[[int], None], made_bytes: dict[str, int]
-) -> Iterator[None]:
+def _hooked(model: nn.Module, names: Sequence[str], cut: Callable[[int], None], counts: Counts) -> Iterator[None]:
     numbers = {name: number for number, name in enumerate(names)}
 
     def hook(name: str) -> Any:
-        def ended(_: nn.Module, __: object, output: object) -> None:
-            made = (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-            made_bytes[name] = sum(leaf.nbytes for leaf in made if leaf.layout == torch.strided)
+        def ended(_: nn.Module, args: object, kwargs: object, output: object) -> None:
+            made, taken = _tensors(output), _tensors((args, kwargs))
+            counts.made_bytes[name] = sum(one.nbytes for one in made if one.layout == torch.strided)
+            counts.taken_bytes[name] = sum(one.nbytes for one in taken if one.requires_grad)
             if name in numbers:
                 cut(numbers[name])
 
         return ended
 
-    handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
+    handles = [module.register_forward_hook(hook(name), with_kwargs=True) for name, module in model.named_modules()]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _tensors(values: object) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))

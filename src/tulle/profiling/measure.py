@@ -168,7 +168,7 @@ def _in_steps(
     owners = owners_of(model, pieces.names)
     tables = table_profiles(model, optimizers, prepared.looks, owners, axis)
     trained_bytes, frozen_bytes = bytes_of(model, owners, leave={table.name for table in tables})
-    split_of = splits(model, pieces.names, counts.made_bytes, ranks=splitting)
+    split_of = splits(model, pieces.names, counts.made_bytes, counts.taken_bytes, ranks=splitting)
     modules = tuple(
         ModuleProfile(
             name,

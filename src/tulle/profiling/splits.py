@@ -16,7 +16,7 @@ from tulle.mesh import Axis
 from tulle.profiling.steps import computed
 from tulle.tensor_parallel.convert import SMALLEST_BYTES, known
 from tulle.tensor_parallel.embedding import VocabularyEmbedding
-from tulle.tensor_parallel.linear import RowLinear, RowTransposed
+from tulle.tensor_parallel.linear import Column, RowLinear, RowTransposed
 from tulle.tensor_parallel.placement import placements_of
 from tulle.tensor_parallel.registry import factory_of, is_alone
 from tulle.tensor_parallel.splitter import Splitter
@@ -27,7 +27,12 @@ _SUMMED = (RowLinear, RowTransposed, VocabularyEmbedding)
 
 
 def splits(
-    model: nn.Module, names: Sequence[str], made_bytes: Mapping[str, int], *, ranks: int = 1
+    model: nn.Module,
+    names: Sequence[str],
+    made_bytes: Mapping[str, int],
+    taken_bytes: Mapping[str, int],
+    *,
+    ranks: int = 1,
 ) -> dict[str, Split]:
     """What splitting all that is registered over an axis `model` does to each piece of which it splits anything.
 
@@ -35,6 +40,7 @@ def splits(
         model: Stays as it is.
         names: Of the pieces.
         made_bytes: Of what each module returns, by name.
+        taken_bytes: Of what each module is called with that has a gradient, by name.
         ranks: Of the axis, which then splits small layers too if there are no others; 1 if none is given.
     """
     twin = without_memory(model)
@@ -43,7 +49,7 @@ def splits(
     axis = Axis("model", 0, size, tuple(range(size)), nobody, torch.device("meta"), 0.0)
     smallest_bytes = 0 if ranks > 1 and not known(model, ranks=ranks) else SMALLEST_BYTES
     _visit(twin, Splitter(axis), smallest_bytes)
-    found = {name: _split(name, twin, made_bytes) for name in names}
+    found = {name: _split(name, twin, made_bytes, taken_bytes) for name in names}
     return {name: split for name, split in found.items() if split is not None}
 
 
@@ -58,8 +64,8 @@ def _visit(module: nn.Module, to: Splitter, smallest_bytes: int) -> None:
             factory(module, to)
 
 
-def _split(piece: str, twin: nn.Module, made_bytes: Mapping[str, int]) -> Split | None:
-    cut_bytes, whole_bytes, all_reduced_bytes = 0, 0, 0
+def _split(piece: str, twin: nn.Module, made_bytes: Mapping[str, int], taken_bytes: Mapping[str, int]) -> Split | None:
+    cut_bytes, whole_bytes, all_reduced_bytes, gathered_bytes, again_bytes = 0, 0, 0, 0, 0
     for path, module in twin.get_submodule(piece).named_modules(prefix=piece):
         placements = placements_of(module)
         for name, parameter in module.named_parameters(recurse=False):
@@ -68,15 +74,19 @@ def _split(piece: str, twin: nn.Module, made_bytes: Mapping[str, int]) -> Split 
             cut_bytes += size_bytes if placement else 0
             whole_bytes += size_bytes
         if isinstance(module, _SUMMED) and placements:
-            all_reduced_bytes += _made(path, made_bytes)
-    return Split(cut_bytes / whole_bytes, all_reduced_bytes) if cut_bytes else None
+            all_reduced_bytes += _of_call(path, made_bytes)
+            again_bytes += 0 if isinstance(module, VocabularyEmbedding) else _of_call(path, made_bytes)
+        elif isinstance(module, Column) and module.gathered is not None:
+            gathered_bytes += _of_call(path, made_bytes)
+            again_bytes += _of_call(path, taken_bytes)
+    return Split(cut_bytes / whole_bytes, all_reduced_bytes, gathered_bytes, again_bytes) if cut_bytes else None
 
 
-def _made(path: str, made_bytes: Mapping[str, int]) -> int:
-    """What a module returns, or else the one that reads its weights without a call, as attention does."""
-    while path and path not in made_bytes:
+def _of_call(path: str, by_module: Mapping[str, int]) -> int:
+    """What is told of a module, or else of the one that reads its weights without a call, as attention does."""
+    while path and path not in by_module:
         path = path.rpartition(".")[0]
-    return made_bytes.get(path, 0)
+    return by_module.get(path, 0)
 
 
 def without_memory(model: nn.Module) -> nn.Module:

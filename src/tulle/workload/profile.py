@@ -31,11 +31,15 @@ class Split:
 
     Args:
         share: Of its time, parameters and activations that is divided by n; the rest every rank keeps and does.
-        all_reduced_bytes: Summed over the axis in forward, and as much again in backward.
+        all_reduced_bytes: Summed over the axis in forward.
+        gathered_bytes: Made whole on every rank in forward, of which each has computed a part.
+        all_reduced_again_bytes: Summed over the axis in backward; None for as many as in forward.
     """
 
     share: float
     all_reduced_bytes: int
+    gathered_bytes: int = 0
+    all_reduced_again_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +259,9 @@ def _module(entries: Entries) -> ModuleProfile:
 
 
 def _split(entries: Entries) -> Split:
-    return Split(entries.number("share", most=1), entries.whole("all_reduced_bytes"))
+    readers: dict[str, Callable[[str], Any]] = {"share": partial(entries.number, most=1)}
+    readers |= dict.fromkeys(("all_reduced_bytes", "gathered_bytes", "all_reduced_again_bytes"), entries.whole)
+    return Split(**entries.of_fields(Split, readers))
 
 
 def _table(entries: Entries, pieces: Sequence[str]) -> TableProfile:
