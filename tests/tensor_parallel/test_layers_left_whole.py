@@ -1,5 +1,6 @@
 """Layers that stay whole unless asked for: what is tied to them, or reads their weights, would see a part."""
 
+import copy
 import functools
 
 import pytest
@@ -45,6 +46,19 @@ def test_a_head_that_names_the_bias_of_its_layer_again_leaves_it_and_the_table_t
 def test_a_table_whose_rows_cannot_be_split_over_a_model_axis_stays_whole_unless_asked_for():
     model = nn.Sequential(nn.Embedding(8, 4), nn.Embedding(8, 4, sparse=True), nn.Embedding(8, 4, max_norm=1.0))
     assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["0"]
+
+
+@on_ranks(2)
+def test_attention_with_a_key_of_its_own_stays_whole_unless_asked_for():
+    attention = {name: nn.MultiheadAttention(8, 2, **{name: True}) for name in ("add_bias_kv", "add_zero_attn")}
+    model = nn.ModuleDict({**attention, "plain": nn.MultiheadAttention(8, 2)})
+    assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["plain"]
+    axis = tulle.init(model=2)["model"]
+    with pytest.raises(ModelError, match="add_bias_kv has add_bias_kv or add_zero_attn, which cannot be split"):
+        tensor_parallel.apply(copy.deepcopy(model), axis, select="add_bias_kv")
+    tensor_parallel.apply(model, axis)
+    assert [module.num_heads for module in model.values()] == [2, 2, 1]
+    assert model["add_bias_kv"].in_proj_weight.shape == (24, 8)
 
 
 class Reads(nn.Module):

@@ -139,7 +139,7 @@ class Splitter:
 
     def attention(self, attention: nn.MultiheadAttention) -> None:
         """Split a `nn.MultiheadAttention` by heads; keys and values other than the queries are whole in any case."""
-        if attention.bias_k is not None or attention.add_zero_attn:
+        if has_own_keys(attention):
             raise ModelError(
                 f"{self.name} has add_bias_kv or add_zero_attn, which cannot be split by heads here: make it without, "
                 "or leave it out with select"
@@ -300,6 +300,11 @@ def _forward_of(module: nn.Module) -> object:
     """The forward of a module's own class, past what tulle has put before it."""
     kinds = (kind for kind in type(module).__mro__ if not is_derived(kind) and not kind.__module__.startswith("tulle."))
     return next(vars(kind)["forward"] for kind in kinds if "forward" in vars(kind))
+
+
+def has_own_keys(attention: nn.MultiheadAttention) -> bool:
+    """Whether an attention adds a key and a value of its own to those that it is given, which are not cut by heads."""
+    return attention.bias_k is not None or attention.add_zero_attn
 
 
 def has_plain_rows(embedding: nn.Embedding) -> bool:

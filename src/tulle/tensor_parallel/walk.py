@@ -18,7 +18,7 @@ from tulle.tensor_parallel.placement import placements_of
 from tulle.tensor_parallel.readers import read_past
 from tulle.tensor_parallel.region import Sequences
 from tulle.tensor_parallel.registry import factory_of, is_alone, stack_of
-from tulle.tensor_parallel.splitter import Splitter, has_plain_rows
+from tulle.tensor_parallel.splitter import Splitter, has_own_keys, has_plain_rows
 
 logger = logging.getLogger("tulle")
 
@@ -215,7 +215,7 @@ class Walk:
         return move
 
     def _is_small(self, module: nn.Module) -> bool:
-        """Whether a layer that stands alone is left whole, unless a pattern says otherwise."""
+        """Whether a layer is left whole, unless a pattern says otherwise."""
         if self.moves or any(id(own) in self.to.cuts for own in module.parameters()):
             return False  # what is tied to a part has the part's size, and is cut too
         return is_small(module, self.smallest_bytes, self.axis.size, self.unknown)
@@ -246,13 +246,15 @@ def held_by_unknown(model: nn.Module) -> set[int]:
 
 
 def _is_bound_to_stay(module: nn.Module) -> bool:
-    return isinstance(module, nn.Embedding) and not has_plain_rows(module)
+    return (isinstance(module, nn.Embedding) and not has_plain_rows(module)) or (
+        isinstance(module, nn.MultiheadAttention) and has_own_keys(module)
+    )
 
 
 def is_small(module: nn.Module, smallest_bytes: int, ranks: int, unknown: Collection[int]) -> bool:
-    """Whether a module is a layer that stands alone and is not to be split over so many ranks without being asked."""
+    """Whether a module is a layer that is not to be split over so many ranks without being asked."""
     if not is_alone(module):
-        return False
+        return _is_bound_to_stay(module)
     if any(id(parameter) in unknown for parameter in module.parameters()):
         return True
     largest = max(module.parameters(), key=lambda parameter: parameter.nbytes)
