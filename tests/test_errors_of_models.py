@@ -115,6 +115,12 @@ def test_ranks_whose_lookups_or_optimizers_differ_are_told_where():
     model = nn.Sequential(nn.Embedding(9, 2))
     with every_rank_raises(ModelError, "differ: optimizer SGD lr=0.1 "):
         distribute(model, SGD(model.parameters(), lr=0.1 + rank))
+    model = nn.Linear(2, 2)
+    with every_rank_raises(ModelError, "optimizer SGD whose next parameter is 'bias' is only on one of them: build"):
+        distribute(model, SGD([model.weight, model.bias][: 2 - rank], lr=0.1))
+    text = "optimizer SGD whose next parameter is 'weight' against optimizer SGD whose next parameter is 'bias': build"
+    with every_rank_raises(ModelError, text):
+        distribute(model, SGD([model.bias, model.weight] if rank else [model.weight, model.bias], lr=0.1))
 
 
 @on_ranks(1, 2)

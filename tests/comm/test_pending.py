@@ -82,7 +82,7 @@ def test_when_a_rank_has_gone_the_others_raise_and_name_it(call):
 @on_ranks(3)
 def test_when_ranks_have_left_without_an_error_the_others_say_after_which_step():
     rank = dist.get_rank()
-    comm.traffic.step = 17
+    comm.traffic.ended = 17
     if rank > 0:
         tulle.init(data=-1)
         board.leave_in_peace()
@@ -94,7 +94,7 @@ def test_when_ranks_have_left_without_an_error_the_others_say_after_which_step()
 
 @on_ranks(2)
 def test_a_rank_that_left_before_any_step_is_not_said_to_lack_batches():
-    comm.traffic.step = 0
+    comm.traffic.ended = 0
     if dist.get_rank() == 1:
         tulle.init(data=-1)
         board.leave_in_peace()

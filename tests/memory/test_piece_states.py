@@ -1,6 +1,7 @@
 """The state of an optimizer that is sharded is not looked for under whole parameters in vain."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -35,3 +36,16 @@ def test_who_asks_for_the_state_of_a_parameter_is_told_where_it_is():
         state = copy.deepcopy(optimizer.state_dict())
         assert state["state"][0]["momentum_buffer"].shape == (2, 3)
         optimizer.load_state_dict(state)
+
+
+@on_ranks(2)
+def test_a_copy_of_an_optimizer_does_not_lose_its_state_in_silence():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    shard_optimizer(optimizer, tulle.init(data=-1)["data"])
+    assert not copy.deepcopy(optimizer).state, "there is nothing to lose before the first step"
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    for write in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ModelError, match=r"copied or pickled, .* have every rank call optimizer.state_dict\(\)"):
+            write((model, optimizer))

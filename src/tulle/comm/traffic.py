@@ -47,6 +47,9 @@ class Traffic:
     """Since somebody last took them."""
     wait_s: float = 0.0
     step: int = 0
+    """The number of the step that is under way, or was last: of it errors speak."""
+    ended: int = 0
+    """That of the last one whose backward has ended: after it a rank leaves."""
     begun: int = 0
     """How many backwards have begun whose gradients travel."""
     is_followed: bool = False
@@ -111,7 +114,7 @@ class Traffic:
 
 traffic = Traffic()
 """This process's counters."""
-count_steps(lambda: traffic.step)
+count_steps(lambda: traffic.ended)
 
 
 def covered_s(spans: Iterable[Span]) -> float:

@@ -99,8 +99,8 @@ class DataParallel:
         self._slots = {
             name: Slot(name, p) for name, p in model.named_parameters() if p.requires_grad and name not in split
         }
-        came, network = partial(_split_came, ref(self)), partial(probe, axis)
-        self.split_tables = SplitTables(splits, self.axis, came=came, network=network) if splits else None
+        came, step, network = partial(_split_came, ref(self)), partial(_step, ref(self)), partial(probe, axis)
+        self.split_tables = SplitTables(splits, self.axis, came=came, step=step, network=network) if splits else None
         """The run-time of the tables of which each rank has a part."""
         if splits:
             remember(axis)
@@ -261,6 +261,7 @@ class DataParallel:
                 self.split_tables.end_backward()
             return
         self.steps += 1
+        traffic.ended = self.steps
         if self.late is not None:  # where gradients of split tables were all that came
             self.late.make_replicas_true()
         if self.axis.size > 1:
@@ -354,6 +355,12 @@ def _split_came(engine: ref[DataParallel], name: str, gradient: Tensor) -> None:
     alive = engine()
     if alive is not None:
         alive._split_came(name, gradient)
+
+
+def _step(engine: ref[DataParallel]) -> int:
+    """The number of the step that is under way in forward."""
+    alive = engine()
+    return traffic.step if alive is None else alive.steps + 1
 
 
 @untraced

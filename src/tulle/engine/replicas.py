@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 
 import torch
@@ -30,16 +30,16 @@ def check_alike(model: nn.Module, axis: Axis, optimizers: Sequence[Optimizer] = 
     """Raise on every rank, saying what differs, if the ranks' models or optimizers do not agree.
 
     Models agree in the names, shapes and dtypes of parameters and buffers and in how tables are looked up, optimizers
-    in kind and options. Every rank of the axis must call it.
+    in kind, options, and which parameters they step, in which order. Every rank of the axis must call it.
     """
-    mine = [*_describe_optimizers(optimizers), *_describe(model)]
-    digests = gather_values(sha256("\n".join(mine).encode()).hexdigest(), axis, label="the model")
+    mine = [_describe(model), [*_describe_optimizers(optimizers, model)]]
+    digests = gather_values(sha256(repr(mine).encode()).hexdigest(), axis, label="the model")
     if len(set(digests)) == 1:
         return
     described = gather_values(mine, axis, label="the model")
     for rank, theirs in enumerate(described):
-        difference = _first_difference(described[0], theirs)
-        if difference is not None:
+        found = (_first_difference(*both) for both in zip(described[0], theirs, strict=True))
+        if difference := next((one for one in found if one is not None), None):
             raise ModelError(
                 f"the models of rank 0 and rank {rank} of axis {axis.name!r} differ: {difference}: "
                 "build the same model on every rank"
@@ -114,13 +114,15 @@ def _describe_lookup(module: TableModule) -> str:
     return ", ".join([nn.EmbeddingBag.extra_repr(module), *(f"{option}=True" for option in untold)])
 
 
-def _describe_optimizers(optimizers: Sequence[Optimizer]) -> list[str]:
-    return [
-        f"optimizer {type(optimizer).__name__} "
-        + " ".join(f"{option}={_plain(value)}" for option, value in group.items() if not option.startswith("param"))
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-    ]
+def _describe_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[str]:
+    names = {id(parameter): repr(name) for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            options = [f"{key}={_plain(value)}" for key, value in group.items() if not key.startswith("param")]
+            yield " ".join([f"optimizer {type(optimizer).__name__}", *options])
+            for parameter in group["params"]:  # states go by their order, and so does who steps which piece
+                name = names.get(id(parameter), f"a parameter {list(parameter.shape)} of no module of this model")
+                yield f"optimizer {type(optimizer).__name__} whose next parameter is {name}"
 
 
 def _plain(option: object) -> object:

@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tulle.comm import BackgroundThread, Job, all_gather, all_gather_parts, beside, gather_values, lane
+from tulle.comm import BackgroundThread, Job, all_gather, all_gather_parts, beside, gather_values, lane, traffic
 from tulle.cost import Network, exchange_cost
 from tulle.engine.departures import Departures
 from tulle.engine.feed import Feed, IdsOf, Load
@@ -57,6 +57,7 @@ class SplitTables:
         tables: The tables.
         axis: Whose ranks hold them.
         came: Called with a table's name and a gradient when it comes; it sees to it that `end_backward` is called.
+        step: Gives the number of the step that is under way in forward, of which errors are to speak.
         network: Gives what the axis gives; it is called on all ranks or on none.
     """
 
@@ -66,21 +67,20 @@ class SplitTables:
         axis: Axis,
         *,
         came: Callable[[str, Tensor], None],
+        step: Callable[[], int],
         network: Callable[[], Network],
     ) -> None:
         self.tables = {table.name: table for table in tables}
         self._by_parameter = {id(table.parameter): table for table in tables}
         self._axis = axis
-        self._report = came
+        self._report, self._step, self._network = came, step, network
         self._way = Way(lane(axis, "split tables"), BackgroundThread("tulle split tables", axis.device))
         # A rank that evaluates alone waits in vain; on the others' way its messages would be taken for theirs.
-        self._evaluating = Way(
-            lane(axis, "lookups without gradients"), BackgroundThread("tulle evaluation", axis.device)
-        )
+        evaluating = lane(axis, "lookups without gradients")
+        self._evaluating = Way(evaluating, BackgroundThread("tulle evaluation", axis.device))
         self._agreement = lane(axis, "agreement on split tables")
         self._later: Way | None = None
         self._late: LateUpdates | None = None
-        self._network = network
         self._delays_rows: bool | None = None
         """Whether it pays to let rows come later; None as long as none were told ahead."""
         self._late_tables: dict[int, LateTable] = {}
@@ -122,6 +122,8 @@ class SplitTables:
     def look_up(self, how: Lookup, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
         """Rows, where in them the ids lie, and where the padding does. Every rank must call it, with its own ids."""
         table = self.table_of(how)
+        if torch.is_grad_enabled():
+            traffic.step = self._step()
         self._departures.comes(table.number)
         told = None if how.goes_alone else self._told(table, ids)
         trip = told or self._trips_of([([table], [ids])], how)[0]
@@ -186,6 +188,7 @@ class SplitTables:
 
     def begin_call(self, arguments: object) -> None:
         """The model is called for training: tell the rows of its lookups, as far as they are known, and fetch them."""
+        traffic.step = self._step()
         if self._ahead is None:
             self._calls.tell(arguments)
             for trip in self._calls.upcoming:

@@ -13,7 +13,7 @@ from tulle.errors import ModelError
 
 
 class PieceStates(defaultdict[Tensor, Any]):
-    """What an optimizer keeps on this rank. A copy or a pickle is what torch's optimizers have.
+    """What an optimizer keeps on this rank. A copy or a pickle would step whole parameters with none of it: refused.
 
     Args:
         state: What there is.
@@ -51,6 +51,12 @@ class PieceStates(defaultdict[Tensor, Any]):
         super().__delitem__(parameter)
 
     def __reduce__(self) -> Any:
+        if any(isinstance(key, Tensor) for key in self):
+            raise ModelError(
+                "an optimizer was to be copied or pickled, but its state is sharded over the ranks, so a copy would "
+                "step whole parameters as if it had none: have every rank call optimizer.state_dict(), of all, and "
+                "give it to load_state_dict of a new optimizer; or leave shard_optimizer out"
+            )
         return defaultdict, (dict, {**self})
 
     def _check(self, parameter: object) -> None:
