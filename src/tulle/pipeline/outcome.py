@@ -164,10 +164,10 @@ def describe(result: object, arguments: Sequence[object], versions: Sequence[int
     return Outcome(tuple(results), spec, written, trained, varies=varies), leaves
 
 
-def described(tensor: Tensor) -> Described:
-    """A tensor by itself."""
+def described(tensor: Tensor, base: int | None = None, kin: int | None = None) -> Described:
+    """A tensor, by itself unless an argument or an earlier result is named whose memory it shares."""
     stride = tensor.stride() if tensor.layout == torch.strided else ()
-    return Described(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad, layout=tensor.layout)
+    return Described(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad, base, kin, tensor.layout)
 
 
 def versions_of(arguments: Sequence[object]) -> list[int]:
@@ -209,7 +209,7 @@ def _described(leaf: object, of_arguments: dict[int, int], of_results: dict[int,
     base = of_arguments.get(memory)
     kin = of_results.setdefault(memory, number)
     kin = None if kin == number or base is not None else kin
-    return Described(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad, base, kin)
+    return described(leaf, base, kin)
 
 
 def is_fixed(value: object) -> bool:

@@ -44,13 +44,7 @@ from tulle.pipeline.operation import (
     is_for_all,
     set_data,
 )
-from tulle.pipeline.outcome import (
-    Constant,
-    Described,
-    Outcome,
-    Same,
-    Twin,
-)
+from tulle.pipeline.outcome import Constant, Described, Outcome, Same, Twin
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.recompute import outside_of_checkpoint
 from tulle.pipeline.shapes import writes_in_many
@@ -59,7 +53,6 @@ from tulle.pipeline.tape import Graph
 from tulle.pipeline.unit_call import UnitCall
 from tulle.pipeline.values import Values
 
-_NOTHING = nullcontext()
 Read = Callable[[Placeholder, int], None]
 """Called with a placeholder, and the stage at which an operation reads it."""
 

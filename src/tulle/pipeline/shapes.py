@@ -24,12 +24,10 @@ from tulle.pipeline.structure import Fixed, Spec, rebuild
 _REMEMBERED = 8192
 _UNKNOWN: Any = object()
 GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
-_OF_VALUES = (
-    *(Tensor.__format__, GRADIENT, Tensor.__float__, Tensor.__int__, Tensor.__complex__, Tensor.__bool__),
-    Tensor.__index__,
-)
-"""Which a fake tensor answers too, but not with its own gradient or number; of this within `torch.tensor([loss])`,
-where torch's modes are off."""
+_NUMBERS = (Tensor.__float__, Tensor.__int__, Tensor.__complex__, Tensor.__bool__, Tensor.__index__)
+"""Which a tensor is asked for within `torch.tensor([loss])`, where torch's modes are off."""
+_OF_VALUES = (Tensor.__format__, GRADIENT, *_NUMBERS)
+"""Which a fake tensor answers too, but not with its own gradient or number."""
 _LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
 _RESIZING = (F.interpolate, F.upsample, F.fractional_max_pool2d, F.fractional_max_pool3d)
 """Whose shapes follow from a fraction."""
