@@ -8,9 +8,10 @@ from typing import Any
 from tulle.pipeline.holdings import Holdings, Known
 from tulle.pipeline.in_place import check_written, put_back, unseen_refused
 from tulle.pipeline.inside import Inside
+from tulle.pipeline.objects import told
 from tulle.pipeline.operation import Call, check_family, check_nested
-from tulle.pipeline.outcome import Outcome, describe, untrained_of, versions_of, with_marked
-from tulle.pipeline.randomness import forked_generators, forked_python, forked_torch, seed_of
+from tulle.pipeline.outcome import Outcome, describe, is_own, untrained_of, versions_of, with_marked
+from tulle.pipeline.randomness import forked_generators, forked_python, forked_torch, seed_of, seed_of_numbers
 from tulle.pipeline.recompute import outside_of_checkpoint
 from tulle.pipeline.values import Values
 
@@ -47,27 +48,64 @@ class Execution:
         Returns:
             Its outcome, and the leaves of what it gives.
         """
+        if known is not None and outcome is not None and self._is_plain(call, outcome, number, known):
+            return self._again(call, outcome, number)
         is_new = outcome is None or outcome.varies
         call.prepare(self._values.tape, is_first=number == 1, stages=self._holdings.stages if is_new else None)
         if known is None and (target := call.written(outcome)) is not None:
             check_family(call.leaves[target], self._values.tape.phase, by=call.name)  # now that what it reads has come
         natives = call.natives(self._values, stage if self._is_by_stage else None)
         versions = versions_of(natives)
-        seed = seed_of(self._seed, call.name, number)
+        seed = self._seed_of(call, number)
         if call.unit is None:
             seen, values = describe(self._execute(call, natives, seed, known), natives, versions)
         else:
-            attributes, rank = call.unit.attributes, self._rank
-            watched = unseen_refused(call, natives, rank, self._values.rank_of) if outcome is None else _NOTHING
+            attributes, rank_of = call.unit.attributes, self._values.rank_of
+            watched = unseen_refused(call, natives, self._rank, rank_of) if outcome is None else _NOTHING
             with attributes.of_its_own(), watched:
                 before, untrained = (attributes.all(), untrained_of(natives)) if is_new else ({}, [])
                 seen, values = describe(self._execute(call, natives, seed, known), natives, versions)
                 if is_new:
                     seen = with_marked(attributes.with_left(seen, before, values), natives, untrained)
-            check_written(call, seen, outcome, rank, self._values.rank_of)
+        self._see(call, natives, seen, values, outcome)
+        return seen, values
+
+    def _is_plain(self, call: Call, outcome: Outcome, number: int, known: Known) -> bool:
+        """Whether such a call is known to give one tensor and to do nothing else, and needs nothing around it."""
+        is_known = outcome.only is not None and known.draws is False and not self._is_by_stage
+        return is_known and call.is_plain(self._values.tape, is_first=number == 1)
+
+    def _again(self, call: Call, outcome: Outcome, number: int) -> tuple[Outcome, list[Any]]:
+        """What `run` comes to then, with few calls: behind a module the caches are cold, and each costs what ten do."""
+        only = outcome.only
+        assert only is not None, "it is plain"
+        natives = call.natives(self._values, None)
+        versions = versions_of(natives)
+        args, kwargs = call.arguments(natives)
+        self._inside.begin(call.name, call)
+        try:
+            with forked_torch(self._seed_of(call, number)):
+                result = call.function(*args, **kwargs)
+        finally:
+            self._inside.end()
+        if is_own(result, only, natives) and versions_of(natives) == versions:
+            return outcome, [result]
+        seen, values = describe(told(result), natives, versions)
+        self._see(call, natives, seen, values, outcome)
+        return seen, values
+
+    def _seed_of(self, call: Call, number: int) -> int:
+        """Of the random numbers of a call."""
+        if call.unit is None:
+            return seed_of(self._seed, call.name, number)
+        return seed_of_numbers(self._seed, call.unit.salt, number)
+
+    def _see(self, call: Call, natives: list[Any], seen: Outcome, values: list[Any], outcome: Outcome | None) -> None:
+        """A call has run: refuse what it must not have done, and have placeholders stand for what it did."""
+        if call.unit is not None:
+            check_written(call, seen, outcome, self._rank, self._values.rank_of)
         check_nested(call.name, values)
         put_back(call, natives, seen, self._values.tape.phase)
-        return seen, values
 
     def _execute(self, call: Call, natives: list[Any], seed: int, known: Known | None) -> Any:
         """Run a module or an operation as in one process."""

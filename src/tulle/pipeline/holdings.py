@@ -6,16 +6,19 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from tulle.pipeline.kept import Attributes
 from tulle.pipeline.mailbox import Mailbox
-from tulle.pipeline.modes import Modes
+from tulle.pipeline.modes import Mode, Modes
 from tulle.pipeline.outcome import Outcome
-from tulle.pipeline.shapes import Shapes, signature
+from tulle.pipeline.randomness import seed_of
+from tulle.pipeline.shapes import Shapes, mode, signature
+from tulle.pipeline.shapes import about as about_leaf
 from tulle.pipeline.structure import LEAF, Spec, is_atom
 from tulle.pipeline.tape import Walk
 
@@ -45,11 +48,27 @@ class Unit:
     attributes: Attributes = field(init=False)
     within: list[tuple[str, nn.Module]] = field(init=False)
     """The modules in it, by their names in the model."""
+    salt: int = field(init=False)
+    """Stands for its name where seeds are made."""
+    recent: Recent | None = None
+    """Its last call."""
+    _handles: int = -1
+    """How many hooks this process had registered when those on modules in it were looked for."""
+    _has_inner_hooks: bool = False
 
     def __post_init__(self) -> None:
         """Nothing is left in its attributes yet."""
         self.attributes = Attributes(self.module)
+        self.salt = seed_of(self.name)
         self.within = list(self.module.named_modules(prefix=self.name))[1:]
+
+    @property
+    def has_inner_hooks(self) -> bool:
+        """Whether there are hooks on modules in it, or were when the last hook of this process was registered."""
+        if self._handles != RemovableHandle.next_id:
+            self._handles = RemovableHandle.next_id
+            self._has_inner_hooks = any(one._forward_hooks or one._forward_pre_hooks for _, one in self.within)
+        return self._has_inner_hooks
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +84,22 @@ class Known:
     signature: Hashable
     outcome: Outcome | None = None
     draws: bool | None = None
+
+
+class Recent(NamedTuple):
+    """A call of a unit within a step, and what is known of such: most are as the one before.
+
+    Args:
+        found: How it found all modules; of one step.
+        spec: Of its arguments.
+        about: All else that its outcome could depend on.
+        known: Of such calls.
+    """
+
+    found: Mode
+    spec: Spec
+    about: tuple[Hashable, ...]
+    known: Known
 
 
 @dataclass(slots=True)
@@ -112,7 +147,6 @@ class Holdings:
 
     def _mode_of(self, unit: Unit) -> Hashable:
         """All that the outcome of a unit's call can depend on besides its arguments."""
-        self.modes.look(unit.module)
         training = unit.module.training, *[one.training for _, one in unit.within]
         return unit.model, unit.name, training, self.frozen.get(unit.model)
 
@@ -124,14 +158,25 @@ class Holdings:
         Of words that are generated one after the other nothing is, if a unit is given an object (a cache of keys and
         values), or one again that is not taken apart, which an earlier call may have filled: all is told at each call.
         """
-        is_told_once = is_in_step or torch.is_grad_enabled()
-        mode = self._mode_of(unit)
-        tensors = [id(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        if len(tensors) > 1 and len(set(tensors)) < len(tensors):  # which are the same bears on the outcome
-            mode = mode, tuple(map(tensors.index, tensors))
-        if is_told_once or (objects is None and not self._is_met(unit, leaves)):
-            return self.known(signature((mode, objects), leaves, spec))
-        return replace(self.known(mode), outcome=_TOLD_EACH_TIME)
+        found = self.modes.look(unit.module)
+        twins = _twins(leaves)
+        if not is_in_step or found is None:
+            return self._looked_up(unit, leaves, spec, (objects, twins), is_in_step=is_in_step)
+        about = objects, twins, mode(), *map(about_leaf, leaves)
+        recent = unit.recent
+        if recent is None or recent.found is not found or recent.spec is not spec or recent.about != about:
+            known = self._looked_up(unit, leaves, spec, (objects, twins), is_in_step=True)
+            recent = unit.recent = Recent(found, spec, about, known)
+        return recent.known
+
+    def _looked_up(
+        self, unit: Unit, leaves: Sequence[Any], spec: Spec, given: tuple[Hashable, ...], *, is_in_step: bool
+    ) -> Known:
+        """What is known of calls by all that their outcome can depend on."""
+        facts = self._mode_of(unit)
+        if is_in_step or torch.is_grad_enabled() or (given[0] is None and not self._is_met(unit, leaves)):
+            return self.known(signature((facts, *given), leaves, spec))
+        return replace(self.known(facts), outcome=_TOLD_EACH_TIME)
 
     def after(self, known: Known, what: Hashable) -> Known:
         """What is known of calls once something has come to the unit that it wanted."""
@@ -223,3 +268,10 @@ class Holdings:
         """Note that a buffer which lived on all ranks does so again, as another tensor than before."""
         self.changed.pop((model, name), None)
         self.note(tensor, None, model, name)
+
+
+def _twins(leaves: Sequence[Any]) -> tuple[int, ...] | None:
+    """Which tensors among a call's arguments are the same, if some are."""
+    tensors = [id(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    is_any = len(tensors) > 1 and len(set(tensors)) < len(tensors)
+    return tuple(map(tensors.index, tensors)) if is_any else None

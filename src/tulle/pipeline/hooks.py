@@ -85,8 +85,6 @@ def with_hooks(
         call: Is given what runs it, with all other hooks, and its arguments.
         given: The arguments, and those by name.
     """
-    if not (module._forward_pre_hooks or module._forward_hooks):
-        return call(run, *given)
     hooks = Hooks(module, _users(module._forward_pre_hooks), _users(module._forward_hooks), run)
     args, kwargs = hooks.given(*given)
     result = call(hooks.caller, args, kwargs)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+import torch
+from torch.overrides import TorchFunctionMode
 
 from tulle.pipeline.placeholder import Operator, intercept, running
 from tulle.pipeline.recompute import intercept_functions
@@ -44,11 +45,11 @@ class interception_aside:  # noqa: N801 - used like a function; a class costs ha
     __slots__ = ("_mode",)
 
     def __enter__(self) -> None:
-        mode = _get_current_function_mode()
-        self._mode = mode if isinstance(mode, Interception) else None
-        if self._mode is not None:
-            _pop_mode()
+        self._mode = torch._C._pop_torch_function_stack() if torch._C._len_torch_function_stack() else None
+        if self._mode is not None and type(self._mode) is not Interception:
+            torch._C._push_on_torch_function_stack(self._mode)
+            self._mode = None
 
     def __exit__(self, *_: object) -> None:
         if self._mode is not None:
-            _push_mode(self._mode)
+            torch._C._push_on_torch_function_stack(self._mode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from ctypes import memmove
 from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct, pack_into, unpack_from
@@ -86,18 +87,19 @@ class Message:
         ((0, 7, 1), tensor([1., 2.]))
     """
 
-    __slots__ = ("_body", "_fixed", "size_bytes")
+    __slots__ = ("_body", "_body_bytes", "_fixed", "size_bytes")
 
     def __init__(self, key: Key, content: object) -> None:
         holds, shape, stride, self._body = _packed(content)
-        self._fixed = (*key, holds, self._body.numel(), len(shape), *shape, *stride)
-        self.size_bytes = HEADER_BYTES + self._body.numel()
+        self._body_bytes = self._body.nbytes
+        self._fixed = (*key, holds, self._body_bytes, len(shape), *shape, *stride)
+        self.size_bytes = HEADER_BYTES + self._body_bytes
 
     def write(self, memory: Tensor) -> Tensor:
         """Write a copy into memory: bytes `[HEADER_BYTES + size of the body]`."""
         pack_into(f"={len(self._fixed)}q", memory.numpy().data, 0, *self._fixed)
-        if len(self._body):
-            memory[HEADER_BYTES:].copy_(self._body)
+        if self._body_bytes:  # whatever the order of dimensions, it is a stretch of memory
+            memmove(memory.data_ptr() + HEADER_BYTES, self._body.data_ptr(), self._body_bytes)
         return memory
 
     def bytes(self) -> Tensor:
@@ -125,7 +127,7 @@ def decode(header: Header, body: Tensor, device: torch.device) -> object:
 
 
 def _packed(content: object) -> tuple[int, tuple[int, ...], tuple[int, ...], Tensor]:
-    """What a header says of some content, and its bytes."""
+    """What a header says of some content, and a tensor whose memory holds it, without gaps."""
     if content is None:
         return _NOTHING, (), (), torch.empty(0, dtype=torch.uint8)
     if isinstance(content, Tensor) and content.layout != torch.strided:
@@ -133,18 +135,16 @@ def _packed(content: object) -> tuple[int, tuple[int, ...], tuple[int, ...], Ten
     if not isinstance(content, Tensor) or content.layout != torch.strided:
         return _PICKLED, (), (), torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
     content = _plain(content)
-    flat = content.as_strided((content.numel(),), (1,))
-    return _NUMBERS[content.dtype], tuple(content.shape), content.stride(), flat.view(torch.uint8)
+    return _NUMBERS[content.dtype], content.shape, content.stride(), content
 
 
 def _plain(tensor: Tensor) -> Tensor:
     """The same numbers on the CPU, as they lie in a stretch of memory."""
-    tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():  # its memory holds other numbers
         tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.device.type != "cpu":
-        tensor = tensor.cpu()
-    return tensor if is_dense(tensor) else tensor.contiguous()
+    if not tensor.is_cpu:
+        tensor = tensor.detach().cpu()
+    return tensor if is_dense(tensor) else tensor.detach().contiguous()
 
 
 def is_dense(tensor: Tensor) -> bool:

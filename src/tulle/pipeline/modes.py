@@ -22,7 +22,7 @@ Lent = dict[str, Tensor]
 """Tensors that are no parameters, and stand in the places of some, by name."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Mode:
     """How a program finds the modules.
 
@@ -74,10 +74,14 @@ class Modes:
         finally:
             self._begin_with([])
 
-    def look(self, module: nn.Module) -> None:
-        """A module is called, or a whole model: see whether something of it was set since the step began."""
+    def look(self, module: nn.Module) -> Mode | None:
+        """A module is called, or a whole model: see whether something of it was set since the step began.
+
+        Returns:
+            How all modules have been since then; None if it is one of no step, or any was set.
+        """
         if self._is_varied or id(module) not in self._training:
-            return
+            return None
         within = self._within.get(id(module))
         if within is None:
             inner = list(module.modules())
@@ -90,6 +94,7 @@ class Modes:
             self._is_varied = any(map(_lent, places))
             seen[:] = () if self._is_varied else now
         self._is_varied |= [one.training for one in inner] != training
+        return None if self._is_varied else self._begin
 
     def vary(self) -> None:
         """Something is about to be set."""

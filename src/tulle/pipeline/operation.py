@@ -15,7 +15,7 @@ from tulle.pipeline.holdings import Unit
 from tulle.pipeline.outcome import Outcome
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.shapes import GRADIENT
-from tulle.pipeline.structure import Spec, rebuild
+from tulle.pipeline.structure import Spec, rebuild_call
 from tulle.pipeline.tape import Tape
 from tulle.pipeline.values import Values
 
@@ -57,12 +57,16 @@ class Call:
             values: Has them.
             stage: Where tensors can be had that were not brought; None for all stages of this rank.
         """
-        native = {id(leaf): values.native(leaf) for leaf in self.placeholders}
-        return apart(self.function, [native.get(id(leaf), leaf) for leaf in self.leaves])
+        natives, known = list(self.leaves), dict[int, Tensor]()
+        for number, leaf in enumerate(natives):
+            if isinstance(leaf, Placeholder):
+                native = known.get(id(leaf))
+                natives[number] = known[id(leaf)] = values.native(leaf) if native is None else native
+        return natives if self.unit is not None else apart(self.function, natives)
 
     def arguments(self, natives: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What it is called with."""
-        return rebuild(self.spec, natives)
+        return rebuild_call(self.spec, natives)
 
     def prepare(self, tape: Tape, *, is_first: bool, stages: Mapping[int, int] | None) -> None:
         """It is about to run here.
@@ -72,6 +76,15 @@ class Call:
             is_first: Whether it is the first call of the operation or module in this program.
             stages: Of each parameter, by its identity, if the outcome is not known.
         """
+
+    def is_plain(self, tape: Tape, *, is_first: bool) -> bool:
+        """Whether it is a module's, and needs nothing of what `prepare` puts around one.
+
+        Args:
+            tape: Of this rank.
+            is_first: Whether it is the module's first call of this program.
+        """
+        return False
 
     def read(self, leaf: Placeholder) -> None:
         """What runs reads a placeholder."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tulle.pipeline.structure import Fixed, Spec, flatten
+from tulle.pipeline.structure import LEAF, Fixed, Spec, flatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,14 @@ class Outcome:
     varies: bool = False
     left: tuple[Left, ...] = ()
 
+    @property
+    def only(self) -> Described | None:
+        """The tensor that it gives, if that is its own, and it does nothing else; as most calls do."""
+        if self.spec is not LEAF or self.written or self.marked or self.left or self.varies:
+            return None
+        one = self.results[0]
+        return one if isinstance(one, Described) and one.base is None and one.layout == torch.strided else None
+
     def is_like(self, other: Outcome) -> bool:
         """Whether who goes by the one is not misled about the other: strides and memory may differ."""
         return self.spec == other.spec and list(map(_essence, self.results)) == list(map(_essence, other.results))
@@ -162,6 +170,18 @@ def describe(result: object, arguments: Sequence[object], versions: Sequence[int
     varies = any(isinstance(one, Constant) and not is_fixed(one.value) for one in results)
     trained = tuple(number for number in written if getattr(arguments[number], "requires_grad", False))
     return Outcome(tuple(results), spec, written, trained, varies=varies), leaves
+
+
+def is_own(result: object, only: Described, arguments: Sequence[object]) -> bool:
+    """Whether what a call gave is a tensor of its own, and such a one as was known."""
+    return (
+        type(result) is Tensor
+        and result.shape == only.shape
+        and result.dtype is only.dtype
+        and result.requires_grad is only.needs_grad
+        and result.layout is torch.strided
+        and id(result) not in map(id, arguments)
+    )
 
 
 def described(tensor: Tensor, base: int | None = None, kin: int | None = None) -> Described:

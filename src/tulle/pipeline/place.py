@@ -337,8 +337,11 @@ def _let_go(tensor: Tensor, name: str) -> None:
 
 
 def _as_unit(runtime: Runtime, unit: Unit) -> Callable[..., Any]:
-    @eager
+    untraced = eager(runtime.call_unit)
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        return runtime.call_unit(unit, args, kwargs)
+        # `eager` alone would do, but costs each call what the compiler wants to know first.
+        run = untraced if torch.compiler.is_dynamo_compiling() else runtime.call_unit
+        return run(unit, args, kwargs)
 
     return call

@@ -141,9 +141,6 @@ class Placeholder(Tensor):
         made.family, made.sent = Family(), {}
         return made
 
-    def __init__(self, *args: object) -> None:
-        """All is done in `__new__`."""
-
     @property
     def is_parameter(self) -> bool:
         """Whether it stands for a parameter of the model."""

@@ -159,8 +159,10 @@ class Program:
         if self._is_applying:  # shapes are being found out, on all ranks: whoever has the module will tell
             raise ModelError(f"what calls the placed module {unit.name!r} gives cannot be told by its shapes")
         self.models.add(unit.model)
-        run = unit.compiled or unit.module._call_impl
-        return with_hooks(unit.name, unit.module, run, partial(self._call, unit), (args, kwargs))
+        module, run = unit.module, unit.compiled or unit.module._call_impl
+        if not (module._forward_pre_hooks or module._forward_hooks):
+            return self._call(unit, run, args, kwargs)
+        return with_hooks(unit.name, module, run, partial(self._call, unit), (args, kwargs))
 
     def _call(self, unit: Unit, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with interception_aside():
@@ -297,6 +299,8 @@ class Program:
 
     def _wrapped(self, call: Call, stage: int, outcome: Outcome, values: Sequence[Any]) -> Any:
         """What the program gets to see of a result."""
+        if (only := outcome.only) is not None:
+            return self._stand_for(only, stage, values[0], None)
         for number in outcome.written:
             self._note_written(call, number, stage, is_trained=number in outcome.trained)
         note_marked(call, outcome)

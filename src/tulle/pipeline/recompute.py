@@ -52,6 +52,11 @@ class outside_of_checkpoint:  # noqa: N801 - used like a function; a class costs
             _autograd._push_saved_tensors_default_hooks(*self._hooks.pop())
 
 
+def is_checkpointed() -> bool:
+    """Whether the program is within a checkpointed function, or what is saved for backward goes elsewhere."""
+    return _is_asked.get() or _autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def as_checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
     """What runs a placed module; again during backward, if the program is within a checkpointed function."""
     if torch.is_grad_enabled() and (_is_asked.get() or _hooks_of_checkpoint() is not None):

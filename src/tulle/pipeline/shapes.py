@@ -77,9 +77,11 @@ def signature(what: Hashable, leaves: Sequence[Any], spec: Spec) -> Hashable:
 
 def mode() -> tuple[Hashable, ...]:
     """What outside of a call's arguments bears on its outcome."""
+    usual = torch.is_grad_enabled(), torch.get_default_dtype()
+    if not torch._C._is_any_autocast_enabled():
+        return usual
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    narrow = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
-    return torch.is_grad_enabled(), torch.get_default_dtype(), *narrow
+    return *usual, *((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
 
 
 def about(leaf: Any) -> Hashable:

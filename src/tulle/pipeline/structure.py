@@ -91,7 +91,22 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
 
 @cache
 def _of_leaves(count: int, names: tuple[str, ...]) -> Spec:
-    return flatten(((None,) * count, dict.fromkeys(names)))[1]
+    spec = flatten(((None,) * count, dict.fromkeys(names)))[1]
+    _FLAT[spec] = count, names
+    return spec
+
+
+def rebuild_call(spec: Spec, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`rebuild(spec, leaves)` of what `flatten_call` took apart, sooner where all of the arguments are leaves."""
+    known = _FLAT.get(spec)
+    if known is None:
+        return rebuild(spec, leaves)
+    count, names = known
+    return tuple(leaves[:count]), dict(zip(names, leaves[count:], strict=True))
+
+
+_FLAT: dict[Spec, tuple[int, tuple[str, ...]]] = {}
+"""Of calls whose arguments are all leaves, how many and which have names."""
 
 
 def can_flatten(value: object) -> bool:

@@ -64,7 +64,7 @@ class Entry:
 
     def tensor(self) -> Tensor:
         """The same memory as a tensor of this phase: no leaf, so that it may be written in, as in one process."""
-        return _Enter.apply(self.anchor, self)
+        return _enter(self.anchor, self)
 
     def take_given(self) -> Tensor:
         """Hand the tensor over, once."""
@@ -102,6 +102,10 @@ class _Enter(torch.autograd.Function):
         had = ctx.entry.gradient
         ctx.entry.gradient = gradient if had is None else had + gradient
         return None, None
+
+
+_enter = _Enter.apply
+"""Taken before `intercept_functions`, which would look at each."""
 
 
 class _Sent(NamedTuple):

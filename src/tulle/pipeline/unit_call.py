@@ -17,9 +17,9 @@ from tulle.pipeline.operation import Call
 from tulle.pipeline.outcome import Constant, Outcome
 from tulle.pipeline.past_arguments import absent_refused, cut_where_reached
 from tulle.pipeline.placeholder import Placeholder
-from tulle.pipeline.recompute import as_checkpointed
+from tulle.pipeline.recompute import as_checkpointed, is_checkpointed
 from tulle.pipeline.strays import strays_noted
-from tulle.pipeline.structure import flatten_call, rebuild
+from tulle.pipeline.structure import LEAF_KINDS, flatten_call, rebuild
 from tulle.pipeline.tape import Tape
 from tulle.pipeline.values import Values
 
@@ -53,6 +53,14 @@ class UnitCall(Call):
             leaves, caller = self.given.leaves, self.given.around(caller, args, kwargs)
         self._is_prepared = False
         super().__init__(caller, list(map(placed, leaves)), spec, unit.name, unit)
+
+    def is_plain(self, tape: Tape, *, is_first: bool) -> bool:
+        """Whether nothing of what `prepare` puts around the module is needed."""
+        assert self.unit is not None, "it is a call of one"
+        if self._is_open or self.unit.attributes.shown or self.unit.has_inner_hooks or is_checkpointed():
+            return False
+        is_uncut = is_first or len(tape.phases) == 1 or not torch.is_grad_enabled()
+        return is_uncut and LEAF_KINDS.issuperset(map(type, self.leaves))
 
     def prepare(self, tape: Tape, *, is_first: bool, stages: Mapping[int, int] | None) -> None:
         """It is about to run here, where what the module gives is told, and what it reads is watched."""

@@ -24,6 +24,7 @@ _HEADER = struct.Struct("<qqqq")
 _NOWHERE = -1
 _DESCRIPTOR_BYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 _TIME = struct.Struct("ll")
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +116,7 @@ class Connection:
             RuntimeError: If the other has gone, sends nothing in time, or something else, or it cannot be reached.
         """
         theirs, _, content = self.next()
-        if (theirs, len(content)) != (number, length):
-            raise RuntimeError(
-                f"rank {self._rank} sent {len(content):,} bytes as message {theirs} where {length:,} bytes as message "
-                f"{number} were expected: all ranks must begin the same exchanges, of one size, in one order"
-            )
+        self._check(theirs, len(content), number, length)
         return content
 
     def next(self) -> tuple[int, int | None, Tensor]:
@@ -133,9 +130,20 @@ class Connection:
         except OSError as error:
             raise self._failed(error) from error
 
-    def has_come(self) -> bool:
-        """Whether a message is there, or none will come any more."""
-        return self._poll(select.POLLIN, 0)
+    def has_heard(self, number: int) -> bool:
+        """Whether the message of this number, of which nothing but that is told, is there; then it is taken.
+
+        Raises:
+            RuntimeError: If the other has gone, or sent something else.
+        """
+        try:
+            theirs, _, content = self._next(socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise self._failed(error) from error
+        self._check(theirs, len(content), number, 0)
+        return True
 
     def await_message(self) -> None:
         """Wait, for however long, until a message is there, or none will come any more."""
@@ -156,6 +164,13 @@ class Connection:
                 self._socket.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for it in another thread
         self._socket.close()
 
+    def _check(self, theirs: int, their_length: int, number: int, length: int) -> None:
+        if (theirs, their_length) != (number, length):
+            raise RuntimeError(
+                f"rank {self._rank} sent {their_length:,} bytes as message {theirs} where {length:,} bytes as message "
+                f"{number} were expected: all ranks must begin the same exchanges, of one size, in one order"
+            )
+
     def _send(self, number: int, content: Tensor | None, place: Place | None, flags: int = 0) -> None:
         length = 0 if content is None else len(content)
         ancillary: list[tuple[int, int, array.array[int]]] = []
@@ -172,11 +187,11 @@ class Connection:
         if place is not None and ancillary:
             self._told[place.slot] = ref(place.region)
 
-    def _next(self) -> tuple[int, int | None, Tensor]:
+    def _next(self, how: int = 0) -> tuple[int, int | None, Tensor]:
         try:
-            taken, ancillary, flags, _ = self._take()
+            taken, ancillary, flags, _ = self._take(how)
         except ConnectionResetError:  # told once, before what the other sent last, where it left something unread
-            taken, ancillary, flags, _ = self._take()
+            taken, ancillary, flags, _ = self._take(how)
         if not taken:
             raise self._failed(None)
         if flags & socket.MSG_CTRUNC:  # what is known by the slot's number is not what it tells of
@@ -188,7 +203,7 @@ class Connection:
         for _, _, descriptor in ancillary:
             self._known[slot] = mapped(array.array("i", descriptor)[0])
         if offset == _NOWHERE:
-            return number, None, self._carried[:length]
+            return number, None, self._carried[:length] if length else _EMPTY
         return number, slot, self._known[slot][offset : offset + length]
 
     def _poll(self, event: int, timeout_ms: int | None) -> bool:
@@ -196,8 +211,8 @@ class Connection:
         poll.register(self._socket, event)
         return bool(poll.poll(timeout_ms))
 
-    def _take(self) -> tuple[int, list[tuple[int, int, bytes]], int, Any]:
-        return self._socket.recvmsg_into([self._buffer], _DESCRIPTOR_BYTES, socket.MSG_CMSG_CLOEXEC)
+    def _take(self, how: int) -> tuple[int, list[tuple[int, int, bytes]], int, Any]:
+        return self._socket.recvmsg_into([self._buffer], _DESCRIPTOR_BYTES, socket.MSG_CMSG_CLOEXEC | how)
 
     def _failed(self, error: OSError | None) -> RuntimeError:
         if isinstance(error, BlockingIOError):

@@ -101,8 +101,8 @@ class Sender:
             message = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
             place = None
         else:
-            while self._unread and self._connection.has_come():
-                self._hear()
+            while self._unread and self._connection.has_heard(self._unread[0][0]):
+                self._unread.popleft()
             if len(self._unread) == _SLOTS:
                 return False
             place = self._room(size_bytes)
@@ -119,11 +119,13 @@ class Sender:
         if size_bytes > _LARGE_BYTES:
             return Place(_ONCE, 0, Region.new(size_bytes))
         taken = {slot for _, slot in self._unread}
-        free = [slot for slot in range(_SLOTS) if slot not in taken]
-        fitting = [slot for slot in free if slot in self._slots and len(self._slots[slot]) >= size_bytes]
+        fitting = [
+            (len(one), slot) for slot, one in self._slots.items() if len(one) >= size_bytes and slot not in taken
+        ]
         if fitting:
-            slot = min(fitting, key=lambda one: len(self._slots[one]))
+            _, slot = min(fitting)
         else:
+            free = [slot for slot in range(_SLOTS) if slot not in taken]
             slot = next((one for one in free if one not in self._slots), free[0])
             self._slots[slot] = Region.new(size_bytes)
         return Place(slot, 0, self._slots[slot])
