@@ -16,6 +16,7 @@ from gigabit import give_network
 from pretended_hosts import pretend_hosts
 from ranks import on_ranks, run_on_ranks
 from tulle import RowSparse
+from tulle.comm import traffic
 from tulle.errors import PlanError
 from tulle.sync import SCHEMES, Table, announce, sum_gradients
 
@@ -191,6 +192,26 @@ def test_a_step_sums_rows_dense_and_absent_gradients_of_several_tables_together(
     assert isinstance(sums[4], RowSparse)
     assert sums[4].indices.tolist() == [2]
     assert sums[4].values.tolist() == [[3.0] * 5]
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_a_dense_tensor_of_any_rank_makes_the_sum_dense_and_travels_in_the_dtype_that_was_asked_for(op):
+    axis = tulle.init(data=-1)["data"]
+    rows = RowSparse(torch.tensor([axis.rank, 3, 3]), torch.full((3, 2), 1 / 3), 5)
+    expected = sum(RowSparse(torch.tensor([rank, 3, 3]), rows.values, 5).to_dense() for rank in range(axis.size))
+    expected = expected / axis.size if op == "mean" else expected
+    for mine in (rows, rows.to_sparse_coo()) if axis.rank else (rows.to_dense(), rows.to_dense()):
+        sent: list[int] = []
+        for wire_dtype, tolerance in ((None, 1e-6), ("bf16", 1e-2)):
+            before = traffic.total.bytes_sent
+            total = tulle.sync.all_reduce(mine, axis, op=op, wire_dtype=wire_dtype)
+            sent.append(traffic.total.bytes_sent - before)
+            assert (type(total), total.layout, total.dtype) == (Tensor, torch.strided, torch.float32)
+            torch.testing.assert_close(total, expected, rtol=tolerance, atol=0)
+        assert sent[0] - sent[1] == round(2 * (axis.size - 1) / axis.size * 40) - round(
+            (axis.size - 1) / axis.size * 40
+        )
 
 
 @on_ranks(2, 3)

@@ -385,3 +385,10 @@ def test_hooks_of_backward_around_placed_modules_are_refused():
 def test_a_number_of_what_a_step_returns_is_asked_for_by_name():
     with pytest.raises(DataError, match=r"write \.mean\(\)\.item\(\)"):
         float(pipeline.StepOutput([torch.tensor(1.0)], [1.0]))
+
+
+def test_numbers_that_a_step_returns_keep_their_digits():
+    losses = pipeline.StepOutput([0.1, 0.2], [0.5, 0.5])
+    assert losses.mean().item() == 0.1 * 0.5 + 0.2 * 0.5
+    assert losses.stack().tolist() == [0.1, 0.2]
+    assert pipeline.StepOutput([2, 3], [0.5, 0.5]).sum().item() == 5

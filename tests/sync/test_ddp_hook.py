@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import tulle
 from gigabit import give_network
 from ranks import on_ranks
+from tulle.comm import background as background_module
 from tulle.comm import gather_values
 from tulle.errors import MeshError, PlanError
 from tulle.sync import DDPState, Packet
@@ -102,6 +103,14 @@ def test_a_scheme_that_does_not_exist_is_told_when_the_state_is_made():
         DDPState(scheme="fastest")
 
 
+@on_ranks(1)
+def test_what_is_no_axis_is_told_when_the_state_is_made():
+    mesh = tulle.init(data=-1)
+    for given, kind in (("data", "str"), (mesh, "Mesh")):
+        with pytest.raises(MeshError, match=f"DDPState was given a {kind} as axis, expected one of a mesh, as mesh"):
+            DDPState(given)
+
+
 @on_ranks(2)
 def test_what_is_no_state_is_told():
     tulle.init(data=-1)
@@ -127,6 +136,57 @@ def test_an_error_reaches_the_user_as_itself_and_ddp_goes_on(options):
     model(ids_of(axis.rank, 0)).backward()
     for parameter, gradient in zip(model.parameters(), expected(axis.size, 0), strict=True):
         torch.testing.assert_close(parameter.grad.to_dense(), gradient, rtol=1e-12, atol=1e-14)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["any graph", "static graph"])
+@pytest.mark.parametrize("scheme", ["auto", "balanced"])
+def test_where_the_thread_takes_turns_as_on_a_gpu_all_is_done_when_ddp_begins_to_wait(scheme, options):
+    axis = tulle.init(data=-1)["data"]
+    state = DDPState(give_network(axis), scheme)
+    state._thread._turns = background_module._Turns()
+    model = DistributedDataParallel(Reader(), **options)
+    model.register_comm_hook(state, tulle.sync.ddp_hook)
+    for step in range(3):
+        model.zero_grad()
+        model(ids_of(axis.rank, step)).backward()
+        for parameter, gradient in zip(model.parameters(), expected(axis.size, step), strict=True):
+            torch.testing.assert_close(parameter.grad.to_dense(), gradient, rtol=1e-12, atol=1e-14)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("scheme", ["auto", "balanced"])
+def test_ranks_that_have_no_more_batches_add_nothing_to_the_gradients_of_others(scheme):
+    axis = tulle.init(data=-1)["data"]
+    model = DistributedDataParallel(Reader())
+    model.register_comm_hook(DDPState(give_network(axis), scheme), tulle.sync.ddp_hook)
+    with model.join():
+        for step in range(1, 3 + axis.rank):
+            model.zero_grad()
+            model(ids_of(axis.rank, step)).backward()
+            left = Reader()
+            for rank in range(max(0, step - 2), axis.size):
+                (left(ids_of(rank, step)) / axis.size).backward()
+            for parameter, gradient in zip(model.parameters(), left.parameters(), strict=True):
+                wanted = gradient.grad.to_dense()
+                torch.testing.assert_close(parameter.grad.to_dense(), wanted, rtol=1e-12, atol=1e-14)
+
+
+@on_ranks(2)
+def test_a_rank_that_has_no_more_batches_raises_what_others_raise():
+    axis = tulle.init(data=-1)["data"]
+    model, state = DistributedDataParallel(Reader()), DDPState(axis, "balanced")
+    model.register_comm_hook(state, tulle.sync.ddp_hook)
+
+    def train() -> None:
+        with model.join():
+            for step in range(2 + axis.rank):
+                state.scheme = "allgather" if step == 2 else "balanced"
+                state._reductions.clear()
+                model(ids_of(axis.rank, step)).backward()
+
+    with pytest.raises(PlanError, match="scheme 'allgather', op 'mean' on rank 1 of axis 'data' and scheme"):
+        train()
 
 
 @on_ranks(2)

@@ -54,6 +54,11 @@ class BackgroundThread:
         self._turns = _Turns() if is_on_gpu else None
         _threads.add(self)
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether jobs go on only in `submit` and in `result`, as on CUDA."""
+        return self._turns is not None
+
     def submit(self, work: Callable[[], T]) -> Job[T]:
         """Have some work done after all that was submitted before; call it from one thread at a time."""
         if self._thread is None:

@@ -66,7 +66,11 @@ class StepOutput:
         )
         if wrong is not None:
             raise DataError(f"{operation}() was asked of results that are {wrong}, expected tensors: use .outputs")
-        return [torch.as_tensor(output) for output in self.outputs]
+        # A number of Python's has 64 bits, as of `loss.item()`: torch would take it for one of 32.
+        return [
+            torch.tensor(output, dtype=torch.float64) if isinstance(output, float) else torch.as_tensor(output)
+            for output in self.outputs
+        ]
 
 
 def collected(results: Sequence[Any], shares: Sequence[float]) -> Any:

@@ -109,7 +109,12 @@ def _with_schemes(
     schemes: Mapping[str, str], mesh: Mapping[str, int], shapes: Shapes, dense: Shapes, *, reason: str = "given"
 ) -> Plan:
     for name, scheme in schemes.items():
-        if name not in shapes and (name not in dense or scheme not in PLACEMENTS):
+        if name in dense and name not in shapes and check_scheme(scheme, extra=(AUTO, *PLACEMENTS)) not in PLACEMENTS:
+            raise PlanError(
+                f"the plan gives {name!r} the scheme {scheme!r}, which is for sparse gradients, and this table's are "
+                f"dense: make it with sparse=True, split it by {' or '.join(PLACEMENTS)}, or leave it out"
+            )
+        if name not in shapes and name not in dense:
             known = ", ".join(shapes) or "none"
             splittable = f"; those that can be split besides: {', '.join(dense)}" if dense else ""
             raise PlanError(

@@ -85,17 +85,16 @@ def all_reduce(
     counts, sparse_dim = announce(local, refused or refusal, asked, axis)
     assert local is not None, "a refused gradient was raised by all ranks"
     assert asked is not None, "and so was a refused scheme"
-    wire = asked[-1]
-    factor = 1.0 / axis.size if op == "mean" else 1.0
-    if all(held == DENSE for held in counts):
-        assert isinstance(local.gradient, Tensor), "this rank announced a dense tensor"
-        sent = (local.gradient * factor).to(wire or local.dtype).contiguous()
-        return cast("G", reduce_dense(sent, axis, label="gradient").wait().to(local.dtype))
-    table = local.table(sparse_dim, wire)
-    if scheme == AUTO and DENSE not in counts:
+    table = local.table(sparse_dim, asked[-1])
+    mine = local.scaled(1.0 / axis.size if op == "mean" else 1.0, table)
+    if DENSE in counts:
+        dense = mine.to_dense() if isinstance(mine, RowSparse) else mine
+        total = reduce_dense(table.to_wire(dense), axis, label=table.name).wait()
+        return cast("G", table.from_wire(total).view(local.shape))
+    if scheme == AUTO:
         chooser = _chooser_of((local.shape, local.sparse_dim, table.dtype, table.wire_dtype), axis)
         scheme = chosen(chooser, local, table, counts, axis)
-    [total] = sum_gradients([local.scaled(factor, table)], [table], [[held] for held in counts], [scheme], axis).wait()
+    [total] = sum_gradients([mine], [table], [[held] for held in counts], [scheme], axis).wait()
     return cast("G", as_given(grad, total, local.shape, sparse_dim))
 
 
@@ -119,7 +118,7 @@ class Local:
         num_rows, width = math.prod(self.shape[:sparse_dim]), math.prod(self.shape[sparse_dim:])
         return Table("gradient", num_rows, width, self.dtype, device, wire_dtype)
 
-    def scaled(self, factor: float, table: Table) -> Gradient:
+    def scaled(self, factor: float, table: Table) -> RowSparse | Tensor:
         """The gradient times a factor; a dense one in the shape of the table."""
         if isinstance(self.gradient, RowSparse):
             return self.gradient.scaled(factor)

@@ -21,6 +21,8 @@ from tulle.sync.persistent import PersistentAllReduce, means_in_packet
 from tulle.sync.schemes import AUTO, check_scheme
 from tulle.sync.table import WireDtype, as_wire_dtype
 
+_NOT_RUNNING = -1
+"""What torch gives for the number of the backward where there is none."""
 _Means = Callable[[Sequence[PersistentAllReduce], Sequence[Tensor]], list[Tensor]]
 
 
@@ -40,6 +42,10 @@ class DDPState:
         axis: The axis or process group that DDP uses; None for all processes.
         scheme: For sparse gradients, one of `tulle.sync.SCHEMES`, or `"auto"`.
         wire_dtype: In which the values of sparse gradients travel; None loses nothing.
+
+    Raises:
+        MeshError: If `axis` is none of these.
+        PlanError: If there is no such scheme or dtype.
     """
 
     axis: Axis | dist.ProcessGroup | None = None
@@ -52,10 +58,19 @@ class DDPState:
     """Gradients of few rows, which travel as one when the last bucket has come."""
     _errors: list[Exception] = field(init=False, repr=False, default_factory=list)
     """What went wrong in this backward."""
+    _backward: int = field(init=False, repr=False, default=_NOT_RUNNING)
+    """Torch's number of it."""
+    _are_all_first: bool = field(init=False, repr=False, default=False)
+    """Whether another bucket was the first in it before."""
 
     def __post_init__(self) -> None:
         check_scheme(self.scheme)
         as_wire_dtype(self.wire_dtype)
+        if not isinstance(self.axis, Axis | dist.ProcessGroup | None):
+            raise MeshError(
+                f"tulle.sync.DDPState was given a {type(self.axis).__name__} as axis, expected one of a mesh, as "
+                "mesh['data'], the process group that DDP uses, or None for all processes"
+            )
         self._axis = self.axis if isinstance(self.axis, Axis) else axis_of(self.axis)
 
     def __reduce__(self) -> tuple[type, tuple[None, str, WireDtype]]:
@@ -76,6 +91,10 @@ class DDPState:
         DDP takes nothing but tensors from a future, so an error in one would reach the user as that of a cast.
         """
         self._errors = []
+        before, self._backward = self._backward, torch._C._current_graph_task_id()
+        self._are_all_first = before == self._backward != _NOT_RUNNING
+        if self._backward == _NOT_RUNNING:
+            return  # and `finish` raises it
         queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
         queue(partial(queue, partial(_raise_first, self._errors)))  # after DDP's own, which is queued by then
 
@@ -92,22 +111,37 @@ class DDPState:
             self._submit([waiting], _one_by_one)
         return future
 
-    def finish(self) -> None:
-        """Send what has waited for others to go together with: the last bucket has come."""
-        if self._waiting:
+    def finish(self, *, is_last: bool) -> None:
+        """Send what has waited for others, if the last bucket has come; wait for it where nobody else does.
+
+        Where the thread takes turns it goes on while it is waited for, and DDP waits in C++. In the first step of a
+        static graph DDP calls every bucket the first. And a rank that has no more batches (`with model.join():`), whose
+        zeros DDP sends out of any backward, is to raise what went wrong here.
+        """
+        if is_last and self._waiting:
             self._submit(self._waiting, means_in_packet)
             self._waiting = []
+        is_apart = self._backward == _NOT_RUNNING
+        is_done = is_last or self._are_all_first
+        if is_done and self._reductions and (is_apart or self._thread.takes_turns):
+            self._thread.submit(_nothing).result()
+        if is_last and is_apart:
+            _raise_first(self._errors)
 
     @property
     def _lane(self) -> Axis:
         return lane(self._axis, "ddp_hook")
 
-    def _submit(self, gradients: list[_Waiting], means: _Means) -> None:
+    @property
+    def _thread(self) -> BackgroundThread:
         # The process group's, not this state's: of two states on one axis the threads would submit in any order.
         kept, device = self._lane.kept, self._lane.device
         if BackgroundThread not in kept:
             kept[BackgroundThread] = BackgroundThread("tulle ddp_hook", device)
-        kept[BackgroundThread].submit(partial(_reduce, gradients, means, self._errors))
+        return kept[BackgroundThread]
+
+    def _submit(self, gradients: list[_Waiting], means: _Means) -> None:
+        self._thread.submit(partial(_reduce, gradients, means, self._errors))
 
 
 def ddp_hook(
@@ -145,13 +179,14 @@ def ddp_hook(
     if bucket.index() == 0:
         ready.begin()
     is_sparse = gradient.layout != torch.strided
-    started = ready.start(bucket.parameters()[0], gradient) if is_sparse else None
-    if bucket.is_last():
-        ready.finish()
-    if started is not None:
-        return started
-    mean = gradient.div_(ready._axis.size)
-    work = dist.all_reduce(mean, group=ready._axis.group, async_op=True)
+    mean = ready.start(bucket.parameters()[0], gradient) if is_sparse else _dense_mean(gradient, ready._axis)
+    ready.finish(is_last=bucket.is_last())
+    return mean
+
+
+def _dense_mean(gradient: Tensor, axis: Axis) -> torch.futures.Future[Tensor]:
+    """As DDP's own."""
+    work = dist.all_reduce(gradient.div_(axis.size), group=axis.group, async_op=True)
     assert work is not None, "an asynchronous collective returns its work on every rank of its group"
     return work.get_future().then(lambda future: future.value()[0])
 
@@ -175,6 +210,10 @@ def _reduce(gradients: list[_Waiting], means: _Means, errors: list[Exception]) -
         errors.append(error)
         for one in gradients:
             one.future.set_result(one.gradient)
+
+
+def _nothing() -> None:
+    """What is done behind all that was submitted."""
 
 
 def _raise_first(errors: list[Exception]) -> None:
