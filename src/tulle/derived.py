@@ -1,4 +1,7 @@
-"""`derived`: the class of a module with something put before it, made once, and gone with the class that it is of."""
+"""`derived`: the class of a module with something put before it, made once, and gone with the class that it is of.
+
+`put_before` has a module be of such a class, also if its forward was set on the object.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def is_derived(kind: type) -> bool:
     return _MADE in vars(kind)
 
 
-_MADE = "_tulle_made"
+_MADE, _FORWARD = "_tulle_made", "_tulle_forward_of_object"
 
 
 def derived(before: type, kind: type[nn.Module], *, name: str, module: str) -> type[nn.Module]:
@@ -73,6 +76,43 @@ def derived(before: type, kind: type[nn.Module], *, name: str, module: str) -> t
 
         setattr(made, "__reduce_ex__", reduce)  # noqa: B010 - of a class that was just made
     return made
+
+
+def put_before(before: type, module: nn.Module, name: str | None = None) -> None:
+    """Have a module be of its class with something put before it, in place.
+
+    A forward that was set on the object, as tools do that wrap it (Accelerate's autocast), would hide what is put
+    before the class's: it becomes what `super().forward` finds there.
+
+    Args:
+        before: What is put before the class.
+        module: The module.
+        name: Of the class that it gets; None for that of its own.
+
+    Example:
+        >>> class Doubled(nn.Module):
+        ...     def forward(self, x): return 2 * super().forward(x)
+        >>> module = nn.Identity()
+        >>> module.forward = lambda x: x + 1
+        >>> put_before(Doubled, module)
+        >>> module(4)
+        10
+    """
+    kind = type(module)
+    own, where = kind.__name__, kind.__module__
+    if (forward := module.__dict__.pop("forward", None)) is not None:
+        assert _FORWARD not in module.__dict__, "nothing is set on an object between what is put before its class"
+        module.__dict__[_FORWARD] = forward
+        kind = derived(_OfObject, kind, name=own, module=where)
+    object.__setattr__(module, "__class__", derived(before, kind, name=name or own, module=where))
+
+
+class _OfObject(nn.Module):
+    """What a module's class gains: its forward is the one that was set on the object."""
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """As it was set."""
+        return self.__dict__[_FORWARD](*arguments, **keywords)
 
 
 def _forward_of(before: type, kind: type[nn.Module]) -> dict[str, Any]:

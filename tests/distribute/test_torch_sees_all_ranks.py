@@ -101,6 +101,21 @@ def test_norms_of_any_order_are_those_of_one_process(norm_type, ours):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_infinite_gradient_of_one_stage_is_an_infinite_norm_on_all_ranks(stage):
+    """Were it NaN where it lies, a step left out for that would be left out on one rank."""
+    plan = tulle.Plan({"pipe": 2}, stages={"words": 0, "encoder.layers.0": 0, "encoder.layers.1": 1, "out": 1})
+    model, _, place = distributed("stack", {"pipe": 2}, plan)
+    train_step(model, batch_of(0, *place))
+    mine = [p for p in model.parameters() if p.grad is not None and not isinstance(p.grad, ProxyGradient)]
+    if torch.distributed.get_rank() == stage:
+        mine[0].grad.view(-1)[0] = math.inf
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0).item() == math.inf
+    finite = [p.grad for p in mine if p.grad.isfinite().all()]
+    assert not any(gradient.any() for gradient in finite), "scaled by 1 / inf, as in one process"
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("norm_type", [0.0, -math.inf])
 def test_an_order_that_is_not_put_together_from_parts_is_refused(norm_type):
     model, _, place = distributed("stack", {"model": 2})

@@ -168,3 +168,17 @@ def test_what_trainer_would_drop_or_deal_wrongly_is_refused_by_name(tmp_path):
         trainer_of(classifier, classifier(), tmp_path, torch_compile=True)
     with pytest.raises(tulle.errors.PlanError, match=r"ddp_bucket_cap_mb=5, .*: give TulleTrainer plan=tulle.Plan"):
         trainer_of(classifier, classifier(), tmp_path, ddp_bucket_cap_mb=5)
+
+
+@on_ranks(2)
+def test_mixed_precision_trains_under_full_sharding_as_without(tmp_path):
+    """Accelerate sets a forward on the model for it."""
+    weights = []
+    for full_shard in (False, True):
+        as_launched()
+        plan = tulle.Plan({"data": 2}, memory=tulle.Memory(full_shard=full_shard))
+        model = built(gpt2, 0).float()
+        trainer = trainer_of(gpt2, model, tmp_path / str(full_shard), plan=plan, bf16=True, save_strategy="no")
+        trainer.train()
+        weights.append(tulle.full_state_dict(model, everywhere=True))
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=1e-6)

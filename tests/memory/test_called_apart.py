@@ -1,6 +1,8 @@
 """Modules that are called without the one that gathers for them, or that write into parameters, train as ever."""
 
+import copy
 from functools import partial
+from types import MethodType
 
 import pytest
 import torch
@@ -210,3 +212,31 @@ def test_a_forward_without_gradients_finds_parameters_that_are_trained():
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             assert torch.allclose(model(x), expected)
+
+
+def doubling():
+    """A model whose own forward, and that of each layer, was set on the object, as Accelerate's autocast is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), Clamped(), nn.Linear(6, 6)).double()
+    for module in (model, *model.children()):
+        forward = type(module).forward
+        module.forward = MethodType(lambda self, x, forward=forward: 2 * forward(self, x), module)
+    return model
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("units", [[""], ["", "0", "1", "2"]], ids=str)
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_forwards_that_were_set_on_objects_run_on_wholes(units, recomputed):
+    axis, x = tulle.init(data=-1)["data"], torch.ones(3, 6, dtype=torch.float64)
+    model, plain = doubling(), doubling()
+    if recomputed:
+        recompute(model, ["0"])
+    cuts = share_out(model, axis, units)
+    assert torch.equal(model(x), plain(x))
+    assert torch.equal(copy.deepcopy(model)(x), plain(x))
+    for one in (model, plain):
+        one(x).sum().backward()
+    for name, parameter in plain.named_parameters():
+        expected = parameter.grad.tensor_split(axis.size, cuts[name].dim)[axis.rank]
+        assert torch.allclose(model.get_parameter(name).grad.as_subclass(torch.Tensor), expected)

@@ -276,3 +276,16 @@ def test_a_tensor_that_was_given_twice_is_one_when_forward_runs_again(is_keyword
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
         loss = attention(*arguments, **keywords)[0].sum()
     assert all(map(torch.equal, torch.autograd.grad(loss, list(attention.parameters())), grads))
+
+
+def test_a_forward_that_was_set_on_the_object_runs_again_too():
+    model, calls = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), []
+
+    def forward(x):
+        calls.append(1)
+        return nn.functional.linear(x, model[0].weight).sin()
+
+    model[0].forward = forward
+    recompute(model, ["0"])
+    model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert len(calls) == 2

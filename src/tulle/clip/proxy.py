@@ -67,7 +67,8 @@ class Proxied:
             return total
         others = [g for _, g in mine if g.data_ptr() != proxy.data_ptr() or not g.numel()]
         rest = get_total_norm(others, order).to(total) ** order if others else total.new_zeros(())
-        return (total**order - rest).clamp(min=0.0) ** (1 / order)
+        own = (total**order - rest).clamp(min=0.0) ** (1 / order)
+        return torch.where(total.isinf(), total, own)  # infinite on all ranks: from infinity a rest leaves NaN
 
 
 @taken_together

@@ -19,7 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from tulle.derived import derived
+from tulle.derived import put_before
 from tulle.errors import ModelError
 from tulle.memory.notes import Saved, naming
 from tulle.names import as_names
@@ -192,7 +192,5 @@ def offload(
     offloading = Offloading(device, horizon, smallest_bytes)
     for name in names:
         modules[name].__dict__[_OFFLOADING] = offloading
-        kind = type(modules[name])
-        offloaded = derived(_Offloaded, kind, name=f"Offloaded{kind.__name__}", module=__name__)
-        object.__setattr__(modules[name], "__class__", offloaded)
+        put_before(_Offloaded, modules[name], f"Offloaded{type(modules[name]).__name__}")
     return offloading

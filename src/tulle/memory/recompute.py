@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tulle.comm import gather_values
-from tulle.derived import derived
+from tulle.derived import put_before
 from tulle.errors import ModelError
 from tulle.memory.again import as_given
 from tulle.memory.notes import naming
@@ -74,8 +74,7 @@ def recompute(model: nn.Module, names: Sequence[str]) -> None:
             )
         kind = type(modules[name])
         if not issubclass(kind, _Recomputed):
-            recomputed = derived(_Recomputed, kind, name=f"Recomputed{kind.__name__}", module=__name__)
-            object.__setattr__(modules[name], "__class__", recomputed)
+            put_before(_Recomputed, modules[name], f"Recomputed{kind.__name__}")
 
 
 def choose_recomputed(costs: Sequence[Activation], *, free_bytes: int) -> list[str]:

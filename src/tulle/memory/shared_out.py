@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
 from tulle.comm import eager
-from tulle.derived import derived
+from tulle.derived import put_before
 from tulle.errors import ModelError
 from tulle.memory.ahead import EVALUATING, FORWARD, Ahead, sharing_within_hosts
 from tulle.memory.arrivals import Arrival, in_pass
@@ -79,9 +79,6 @@ def share_out(
     Returns:
         How each parameter that is shared out is cut, by its names in the model.
 
-    Raises:
-        ModelError: If the forward of one of the modules was set on the object.
-
     Example:
         >>> import torch, tulle
         >>> model = torch.nn.Linear(4, 4)
@@ -93,7 +90,6 @@ def share_out(
     cuts = {id(p): cut for p in model.parameters() if id(p) not in stays_whole and (cut := _cut(p, over)) is not None}
     units = [unit for unit in units if not makes_weights(model.get_submodule(unit))]
     members = _members(model, units, cuts)
-    _refuse_forwards_of_objects(model, members)
     ahead = Ahead(axis, within_hosts=within_hosts)
     gathered = {id(model.get_submodule(unit).get_parameter(name)) for unit, names in members.items() for name in names}
     named = model.named_parameters(remove_duplicate=False)
@@ -112,15 +108,6 @@ def share_out(
     return found
 
 
-def _refuse_forwards_of_objects(model: nn.Module, units: Collection[str]) -> None:
-    for name in units:
-        if "forward" in model.get_submodule(name).__dict__:
-            raise ModelError(
-                f"{name or type(model).__name__!r} has a forward of its own, which was set on the object, so that "
-                "nothing could be gathered before it runs: define it in a class, or compile it after tulle.distribute"
-            )
-
-
 def _read_unseen(model: nn.Module, axis: Axis) -> set[int]:
     """Identities of parameters that TorchScript reads, past what a module shows to Python: they stay whole."""
     scripted = [name for name, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
@@ -135,7 +122,7 @@ def _read_unseen(model: nn.Module, axis: Axis) -> set[int]:
 
 def _members(model: nn.Module, units: Collection[str], cuts: Mapping[int, Shard]) -> dict[str, list[str]]:
     """By unit, the names in it of the parameters that are gathered with it; of the model itself there may be none."""
-    members: dict[str, list[str]] = {name: [] for name in units if not name and "forward" not in model.__dict__}
+    members: dict[str, list[str]] = {name: [] for name in units if not name}
     homes = {id(model.get_submodule(unit)): unit for unit in units}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         path = name.split(".")
@@ -173,15 +160,13 @@ def _share_inside(
 
 
 def _is_called(module: nn.Module) -> bool:
-    return "forward" not in module.__dict__ and type(module).forward is not nn.Module.forward
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
 def _share(module: nn.Module, unit: Unit, ahead: Ahead) -> None:
     """Have a module gather a unit when it is called."""
-    kind = type(module)
     module.__dict__.update({_UNIT: unit, _AHEAD: ahead, _WITHIN: {}})
-    shared_out = derived(_SharedOut, kind, name=kind.__name__, module=kind.__module__)
-    object.__setattr__(module, "__class__", shared_out)
+    put_before(_SharedOut, module)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

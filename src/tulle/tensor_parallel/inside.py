@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tulle.derived import derived
+from tulle.derived import put_before
 from tulle.parts import lift, lower
 from tulle.tensor_parallel.placement import placements_of
 
@@ -59,6 +59,5 @@ def inside(module: nn.Module) -> None:
     Args:
         module: Which has parts, or whose rule says how those in it are used.
     """
-    kind = type(module)
     module.__dict__[_WITHIN] = tuple(one for one in module.modules() if one is not module and placements_of(one))
-    object.__setattr__(module, "__class__", derived(_Inside, kind, name=kind.__name__, module=kind.__module__))
+    put_before(_Inside, module)

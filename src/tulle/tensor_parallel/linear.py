@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.modules import module as hooks
 
 from tulle.comm import eager
-from tulle.derived import derived
+from tulle.derived import derived, put_before
 from tulle.errors import ModelError
 from tulle.tensor_parallel.placement import gather_uneven, length_on
 from tulle.tensor_parallel.region import Region
@@ -180,7 +180,5 @@ def summed_over(module: nn.Module, names: Iterable[str], region: Region) -> None
     """
     regions = module.__dict__.setdefault(_REGIONS, {})
     regions |= dict.fromkeys(names, Region(region.axis, region.label))
-    kind = type(module)
-    if not issubclass(kind, _Summed):
-        summed = derived(_Summed, kind, name=kind.__name__, module=kind.__module__)
-        object.__setattr__(module, "__class__", summed)
+    if not isinstance(module, _Summed):
+        put_before(_Summed, module)
