@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from tulle.comm.pending import Exchange, translated
-from tulle.errors import TulleError
+from tulle.errors import CommunicationError, TulleError
 from tulle.mesh import Axis
 
 T = TypeVar("T")
@@ -16,13 +16,29 @@ T = TypeVar("T")
 def gather_values(value: T, axis: Axis, *, label: str) -> list[T]:
     """Every rank's value, in the order of ranks; any value that pickles. For set-up, not for the hot path.
 
-    Every rank of the axis must call it.
+    Every rank of the axis must call it, with the same label.
+
+    Args:
+        value: This rank's.
+        axis: Whose ranks tell each other.
+        label: What it is about.
+
+    Raises:
+        CommunicationError: On every rank, if they came here for different things.
     """
-    values: list[T] = [value] * axis.size
-    if axis.size > 1:
-        with translated(Exchange("agreement", axis, label, 0, 0)):
-            dist.all_gather_object(values, value, group=axis.group)
-    return values
+    if axis.size == 1:
+        return [value]
+    told: list[tuple[str, T]] = [(label, value)] * axis.size
+    with translated(Exchange("agreement", axis, label, 0, 0)):
+        dist.all_gather_object(told, (label, value), group=axis.group)
+    first = told[0][0]
+    for rank, (theirs, _) in enumerate(told):
+        if theirs != first:
+            raise CommunicationError(
+                f"rank {rank} of axis {axis.name!r} has come to agree on {theirs!r}, rank 0 on {first!r}: all ranks must "
+                "call the same functions of tulle in the same order, also after an error that one of them has caught"
+            )
+    return [value for _, value in told]
 
 
 def raise_together(error: TulleError | None, axis: Axis, *, label: str) -> None:
