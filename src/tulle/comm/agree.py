@@ -35,8 +35,8 @@ def gather_values(value: T, axis: Axis, *, label: str) -> list[T]:
     for rank, (theirs, _) in enumerate(told):
         if theirs != first:
             raise CommunicationError(
-                f"rank {rank} of axis {axis.name!r} has come to agree on {theirs!r}, rank 0 on {first!r}: all ranks must "
-                "call the same functions of tulle in the same order, also after an error that one of them has caught"
+                f"rank {rank} of axis {axis.name!r} has come to agree on {theirs!r}, rank 0 on {first!r}: all ranks "
+                "must call the same functions of tulle in the same order, also after an error that one has caught"
             )
     return [value for _, value in told]
 
