@@ -144,6 +144,15 @@ def test_a_pipeline_needs_a_stage_for_each_piece():
         lower(plan_of(profile, mesh={"pipe": 2, "data": 2}), profile, CLUSTER)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_stages_without_pieces_take_nothing(stage):
+    profile, cluster = replace(profile_of(0), tables=()), cluster_of(3)
+    plan = Plan({"pipe": 3}, stages={piece.name: stage for piece in profile.modules}, micro_batches=2)
+    forecast = run(lower(plan, profile, cluster, batch=24))
+    alone = run(lower(Plan({"data": 1}, micro_batches=2), profile, cluster_of(1), batch=24))
+    assert forecast.step_s == pytest.approx(alone.step_s, rel=0.05)  # and what the run-time takes of a pipeline
+
+
 def test_a_stage_of_a_module_holds_for_what_is_within():
     profile = profile_of()
     by_prefix = replace(in_two(profile), stages={"embed": 0, "layers": 1})

@@ -214,7 +214,8 @@ class _Lowering:
 
     def _over(self, turn: Turn, run: Run) -> None:
         """The turn's last task, and what is sent to other stages."""
-        self.ends[turn] = self.over[turn.stage % self.share.pipe] = run.end()[0]
+        ended = run.end() or [self.tasks.compute("nothing", 0.0, stage=turn.stage)]  # of a stage without pieces
+        self.ends[turn] = self.over[turn.stage % self.share.pipe] = ended[0]
         for (source, target), cost in self.deal.flows.items():
             if self._is_sent(turn, source, target):
                 here, there = (target, source) if turn.is_backward else (source, target)

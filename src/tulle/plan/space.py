@@ -23,7 +23,7 @@ BUCKETS_BYTES = (BUCKET_BYTES, 4 * MIB, 100 * MIB)
 FILLED = 4
 """With so many micro-batches a stage the bubble is negligible: Huang et al., *GPipe* (NeurIPS'19), section 2.3."""
 MOST_CUTS = 64
-"""If there are more ways to cut a model into stages, dynamic programming finds one."""
+"""If there are more ways to cut a model into stages, one is found by dynamic programming."""
 MOST_SUBSETS = 4
 """If more modules than this can be split, or recompute, not all subsets of them are tried."""
 
