@@ -157,9 +157,10 @@ class Space:
 
     def emptiness(self, ranks: int, profile: Profile, batch: int) -> str:
         """Why there is nothing to choose from."""
+        samples = "sample" if batch == 1 else "samples"
         if all(batch < mesh[DATA] for mesh in self.meshes(ranks, profile)):
             return (
-                f"a step of {batch} samples is too small for every mesh of {ranks} ranks that this model can use: each "
+                f"a step of {batch} {samples} is too small for every mesh of {ranks} ranks that this model can use: each "
                 "replica needs a sample"
             )
         return (
