@@ -160,8 +160,8 @@ class Space:
         samples = "sample" if batch == 1 else "samples"
         if all(batch < mesh[DATA] for mesh in self.meshes(ranks, profile)):
             return (
-                f"a step of {batch} {samples} is too small for every mesh of {ranks} ranks that this model can use: each "
-                "replica needs a sample"
+                f"a step of {batch} {samples} is too small for every mesh of {ranks} ranks that this model can use: "
+                "each replica needs a sample"
             )
         return (
             f"none of the space's memories can be used on {ranks} ranks: state and parameters are shared out over an "
