@@ -244,6 +244,8 @@ def test_a_plan_that_names_modules_or_tables_of_another_model_is_refused(job, ca
         assert told in capsys.readouterr().err
     replace(staged, stages=stages).save(job / "plan.json")
     simulated(job, capsys)
+    assert execute(["simulate", str(job / "plan.json"), "--hosts", "1"]) == 1
+    assert "axes have 2 ranks ({'pipe': 2}), which does not divide the 1 of 1 host x 1" in capsys.readouterr().err
 
 
 def test_a_plan_that_names_its_model_is_for_no_other(job, capsys):

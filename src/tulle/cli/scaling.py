@@ -74,11 +74,12 @@ class Job:
         Raises:
             PlanError: If their number is no multiple of the other axes.
         """
-        others = math.prod(size for name, size in self.plan.mesh.items() if name != "data")
+        fixed = {name: size for name, size in self.plan.mesh.items() if name != DATA}
+        others = math.prod(fixed.values())
         if cluster.ranks % others:
             raise PlanError(
-                f"the plan's other axes have {others} ranks ({dict(self.plan.mesh)}), which does not divide the "
-                f"{cluster.ranks} of {cluster.hosts} hosts x {cluster.processes_per_host}: "
+                f"the plan's other axes have {others} ranks ({fixed}), which does not divide the "
+                f"{cluster.ranks} of {quantity.plural(cluster.hosts, 'host')} x {cluster.processes_per_host}: "
                 f"simulate a multiple of {others} ranks"
             )
         data = cluster.ranks // others
