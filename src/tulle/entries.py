@@ -174,6 +174,16 @@ class Entries:
         return found
 
 
+def cause(error: Exception) -> object:
+    """Why a file cannot be read, without its path, which whoever tells of it names.
+
+    Example:
+        >>> cause(FileNotFoundError(2, "No such file or directory", "plan.json")), str(cause(ValueError("no JSON")))
+        ('No such file or directory', 'no JSON')
+    """
+    return error.strerror if isinstance(error, OSError) and error.strerror else error
+
+
 def finite(value: float) -> bool:
     """Whether a number is positive and not endless."""
     return 0 < value < math.inf

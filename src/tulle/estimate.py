@@ -92,6 +92,9 @@ def estimate(
 ) -> StepEstimate:
     """How much memory a training step needs on each rank. Nothing is sent, and the model stays as it is.
 
+    Tensors are counted, not what kernels take inside: a CPU's convolutions have, while they run, about the size of what
+    goes in and comes out of them besides.
+
     Args:
         model: Not distributed yet; on any device, `meta` included.
         sample: One rank's batch, as the model is called with it: a mapping is passed as keywords, a tuple as

@@ -115,8 +115,11 @@ def test_a_folder_that_is_no_run_has_no_report(tmp_path, capsys):
 def test_a_report_is_drawn_where_it_is_asked_for(tmp_path, capsys):
     run = _recorded(tmp_path)
     page = tmp_path / "page.html"
-    assert main(["report", str(run), "--output", str(page)]) == 0
-    assert capsys.readouterr().out.split() == [str(page)]
+    for option in ("--output", "-o"):
+        page.unlink(missing_ok=True)
+        assert main(["report", str(run), option, str(page)]) == 0
+        assert page.exists()
+        assert capsys.readouterr().out.split() == [str(page)]
     assert "<html" in page.read_text()
 
 

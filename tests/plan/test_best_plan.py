@@ -16,6 +16,7 @@ from tulle.plan.exchange import Tariff
 from tulle.plan.found import handicap
 from tulle.plan.lateness import WORTH_S, put_off_s
 from tulle.plan.problem import Problem
+from tulle.plan.saving import with_recomputed
 from tulle.plan.search import MOST_WORK, Search
 from tulle.plan.space import BUCKETS_BYTES
 from tulle.plan.work import share_of
@@ -133,6 +134,24 @@ def test_it_is_the_best_of_those_that_fit(share):
     assert [one.peak_bytes for one in kept] == [*plan.prediction.memory_bytes]
     found_s = seconds_of(plan, profile, cluster, plan.prediction.batch)
     assert found_s == pytest.approx(best_of_all(profile, cluster, memory_bytes=limit_bytes), rel=1e-12)
+
+
+def test_a_stage_that_fits_recomputes_nothing():
+    """The first stage of 1F1B holds activations of two micro-batches, the last of one."""
+    profile, cluster = replace(profile_of(3, layers=8, activations=10), tables=()), cluster_of(2)
+    stages = {piece.name: 5 * number // len(profile.modules) // 3 for number, piece in enumerate(profile.modules)}
+    plan = Plan({"pipe": 2, "data": 1}, stages=stages, micro_batches=4)
+
+    def peaks(memory):
+        found = footprints(replace(plan, memory=memory), profile, cluster, batch=32)
+        return [one.peak_bytes for one in found]
+
+    first, last = peaks(Memory())
+    assert last < 0.9 * first
+    [memory] = with_recomputed(plan, profile, peaks, int(0.9 * first)).memories
+    assert max(peaks(memory)) <= 0.9 * first
+    assert {stages[name] for name in memory.recompute} == {0}
+    assert peaks(memory)[1] == last
 
 
 def test_a_bound_that_is_too_high_is_found_out(monkeypatch):
@@ -336,7 +355,7 @@ def test_memories_that_are_fixed_stay_and_are_named_where_none_can_be_used():
 
 
 def test_a_step_with_fewer_samples_than_replicas_is_refused_as_such():
-    with pytest.raises(PlanError, match="a step of 1 samples is too small for every mesh of 4 ranks"):
+    with pytest.raises(PlanError, match="a step of 1 sample is too small for every mesh of 4 ranks"):
         best_plan(profile_of(), cluster_of(4), batch=1, space=Space(mesh={"data": 4}))
 
 

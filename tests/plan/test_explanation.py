@@ -31,6 +31,11 @@ def test_a_faster_runner_up_says_why_it_was_not_taken():
     assert not any("not taken" in line for line in slower)
 
 
+def test_one_sample_is_not_several():
+    for batch, told in ((1, "a step of 1 sample on 4 ranks"), (2, "a step of 2 samples on 4 ranks")):
+        assert told in Prediction(batch, 4, 0.1, {"forward": 0.1}, {}, (10**9,), bound_s=0.1).explain()[0]
+
+
 def test_it_does_not_say_of_a_plan_that_none_is_faster_if_the_runner_up_is():
     pieces = tuple(
         ModuleProfile(f"{number}", 1e-3, 2e-3, parameters_bytes=10**7, reads={f"{number - 1}": 8} if number else {})

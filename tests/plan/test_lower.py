@@ -19,7 +19,7 @@ from tulle.simulate import run
 from tulle.sync import AUTO, Packet, Table
 from tulle.sync.packet import WORDS, Section, room_for
 from tulle.tables import PLACEMENTS
-from tulle.workload import Machine
+from tulle.workload import Machine, Split
 
 CLUSTER = cluster_of(4)
 
@@ -57,6 +57,16 @@ def test_dense_gradients_are_reduced_once():
     assert len(reduced) > 1
     promised = all_reduce_cost(dense_bytes, CLUSTER.network(4), 4).bytes
     assert sum(task.sent_bytes for task in reduced) == pytest.approx(promised, rel=1e-5)
+
+
+def test_what_is_gathered_over_axis_model_is_not_called_a_sum():
+    profile = replace(profile_of(), tables=())
+    body = replace(profile.modules[-1], split=Split(1.0, 0, 10_000, 10_000))
+    profile = replace(profile, modules=(*profile.modules[:-1], body))
+    names = names_of(lower(Plan({"model": 4}), profile, CLUSTER), "model")
+    assert f"gather {body.name}" in names
+    assert f"all-reduce gradient of {body.name}" in names
+    assert f"all-reduce {body.name}" not in names
 
 
 def test_rows_are_fetched_before_they_are_looked_up_and_pushed_after():
@@ -142,6 +152,15 @@ def test_a_pipeline_needs_a_stage_for_each_piece():
     profile = profile_of()
     with pytest.raises(PlanError, match=r"no stage for 'embed'"):
         lower(plan_of(profile, mesh={"pipe": 2, "data": 2}), profile, CLUSTER)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_stages_without_pieces_take_nothing(stage):
+    profile, cluster = replace(profile_of(0), tables=()), cluster_of(3)
+    plan = Plan({"pipe": 3}, stages={piece.name: stage for piece in profile.modules}, micro_batches=2)
+    forecast = run(lower(plan, profile, cluster, batch=24))
+    alone = run(lower(Plan({"data": 1}, micro_batches=2), profile, cluster_of(1), batch=24))
+    assert forecast.step_s == pytest.approx(alone.step_s, rel=0.05)  # and what the run-time takes of a pipeline
 
 
 def test_a_stage_of_a_module_holds_for_what_is_within():

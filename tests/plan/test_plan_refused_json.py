@@ -16,9 +16,13 @@ from tulle.sync import SCHEMES
 from tulle.workload import Profile
 
 
-def test_a_file_that_is_missing_is_named(tmp_path):
-    with pytest.raises(PlanError, match=re.escape(f"cannot read a plan from {str(tmp_path / 'no.json')!r}: ")):
-        Plan.load(tmp_path / "no.json")
+@pytest.mark.parametrize("kind", [Plan, Profile])
+def test_a_file_that_is_missing_is_named_once(kind, tmp_path):
+    path = tmp_path / "no.json"
+    told = re.escape(f"cannot read a {kind.__name__.lower()} from {str(path)!r}: No such file or directory")
+    with pytest.raises(PlanError, match=told) as raised:
+        kind.load(path)
+    assert str(raised.value).count("no.json") == 1
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,35 @@ def test_a_plan_for_another_model_is_refused(job, capsys):
         assert told in capsys.readouterr().err
 
 
+def test_a_plan_that_names_modules_or_tables_of_another_model_is_refused(job, capsys):
+    profile = Profile.load(job / "profile.json")
+    best = best_plan(profile, profile.cluster)
+    staged = replace(best, mesh={"pipe": 2, "data": 2})
+    stages = {"embedding": 0, "body": 1}
+    for plan, told in (
+        (replace(staged, stages=stages | {"tail": 1}), "the plan's stages name 'tail', which that has not"),
+        (replace(best, mesh={"model": 4}, tensor_parallel=("h.0",)), "the plan's tensor_parallel name 'h.0'"),
+        (replace(best, tables=(*best.tables, replace(best.tables[0], name="items"))), "the plan has 'items' among"),
+    ):
+        plan.save(job / "plan.json")
+        assert execute(["simulate", str(job / "plan.json")]) == 1
+        assert told in capsys.readouterr().err
+    replace(staged, stages=stages).save(job / "plan.json")
+    simulated(job, capsys)
+    assert execute(["simulate", str(job / "plan.json"), "--hosts", "1"]) == 1
+    assert "axes have 2 ranks ({'pipe': 2}), which does not divide the 1 of 1 host x 1" in capsys.readouterr().err
+
+
+def test_a_plan_that_names_its_model_is_for_no_other(job, capsys):
+    best = ["plan", str(job / "profile.json"), "--anew", "-o", str(job / "plan.json")]
+    assert execute(best) == 0
+    capsys.readouterr()
+    simulated(job, capsys)
+    replace(Profile.load(job / "profile.json"), model="Others").save(job / "profile.json")
+    assert execute(["simulate", str(job / "plan.json")]) == 1
+    assert "it was made for 'Words', the profile is of 'Others'" in capsys.readouterr().err
+
+
 def test_a_plan_can_name_its_profile(job, capsys):
     (job / "profile.json").rename(job / "measured.json")
     named = json.loads((job / "plan.json").read_text()) | {"profile": "measured.json"}

@@ -11,7 +11,7 @@ from torch.nn import functional
 import tulle
 from ranks import on_ranks
 from tulle import tensor_parallel
-from tulle.errors import ModelError
+from tulle.errors import GradientError, ModelError
 from tulle.tensor_parallel.splitter import Splitter
 
 
@@ -326,3 +326,21 @@ def test_norms_of_gradients_in_half_precision_are_as_large_as_these_may_be():
         return clip(model.parameters() if axis is None else model, 1.0).item(), model[0].weight.grad.max().item()
 
     assert clipped(tulle.init(model=-1)["model"]) == pytest.approx(clipped(), rel=1e-3)
+
+
+@on_ranks(1, 2)
+def test_norms_of_orders_without_sums_are_those_of_torch_or_refused_of_parts():
+    for order in (0, -float("inf")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, float(number))
+        alone = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()], order)
+        assert tensor_parallel.gradient_norm(model, order) == alone
+        axis = tulle.init(model=-1)["model"]
+        if axis.size > 1:
+            model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            tensor_parallel.apply(model, axis, select={"0": "column", "1": "row"})
+            model(torch.ones(1, 4)).sum().backward()
+            with pytest.raises(GradientError, match="no norm of order"):
+                tensor_parallel.gradient_norm(model, order)

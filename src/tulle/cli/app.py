@@ -319,7 +319,8 @@ def _report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of the run, as tulle run named it.")],
     compare: Compare = None,
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The page to write. Default: report.html in RUN.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="The page to write. Default: report.html in RUN."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

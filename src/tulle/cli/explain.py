@@ -93,8 +93,9 @@ def _planned(folder: Path) -> Plan | None:
     path = folder / NAME
     if not path.exists():
         return None
-    found = PlanRequest(Change()).plan(Profile.load(path), is_anew=True)
-    found.save(folder / BEST, profile=path)
+    profile = Profile.load(path)
+    found = PlanRequest(Change()).plan(profile, is_anew=True)
+    found.save(folder / BEST, profile=path, model=profile.model)
     return found
 
 

@@ -135,7 +135,7 @@ def plan(  # noqa: PLR0913 - typer makes each argument an option
         found = request.plan(measured, is_anew=anew)
     if output is not None:
         try:
-            found.save(output, profile=profile)
+            found.save(output, profile=profile, model=measured.model)
         except OSError as error:
             raise PlanError(f"the plan cannot be saved as {str(output)!r}: {error.strerror}") from error
     print(json.dumps(found.to_json()) if as_json else found.explain())

@@ -20,7 +20,7 @@ from tulle.plan.lower import lower
 from tulle.plan.plan import TOLD
 from tulle.plan.prediction import some
 from tulle.plan.search import best_plan
-from tulle.plan.work import DATA, samples_a_rank
+from tulle.plan.work import DATA, is_within, samples_a_rank
 from tulle.report import quantity
 from tulle.report.forecast import bits
 from tulle.simulate import Change, Point, Step, Stragglers, Weather, law_of, looks, sweep
@@ -74,11 +74,12 @@ class Job:
         Raises:
             PlanError: If their number is no multiple of the other axes.
         """
-        others = math.prod(size for name, size in self.plan.mesh.items() if name != "data")
+        fixed = {name: size for name, size in self.plan.mesh.items() if name != DATA}
+        others = math.prod(fixed.values())
         if cluster.ranks % others:
             raise PlanError(
-                f"the plan's other axes have {others} ranks ({dict(self.plan.mesh)}), which does not divide the "
-                f"{cluster.ranks} of {cluster.hosts} hosts x {cluster.processes_per_host}: "
+                f"the plan's other axes have {others} ranks ({fixed}), which does not divide the "
+                f"{cluster.ranks} of {quantity.plural(cluster.hosts, 'host')} x {cluster.processes_per_host}: "
                 f"simulate a multiple of {others} ranks"
             )
         data = cluster.ranks // others
@@ -124,7 +125,8 @@ def load(plan: Path, profile: Path | None) -> tuple[Plan, Profile]:
         PlanError: If one of them is missing or broken, or the profile is of another model.
     """
     loaded = Plan.load(plan)
-    named = json.loads(plan.read_text(encoding="utf-8")).get("profile") or "profile.json"
+    parsed = json.loads(plan.read_text(encoding="utf-8"))
+    named = parsed.get("profile") or "profile.json"
     if not isinstance(named, str):
         raise PlanError(f"{str(plan)!r} is not a plan that this version reads (profile is {named!r}, expected a path)")
     beside = plan.parent / named
@@ -132,12 +134,37 @@ def load(plan: Path, profile: Path | None) -> tuple[Plan, Profile]:
         raise PlanError(f"a plan alone does not say how long anything takes: give --profile, or put {beside} there")
     path = profile or beside
     found = Profile.load(path)
-    _check_same_tables(loaded, found, f"{str(plan)!r} is no plan for the model of {str(path)!r}")
+    told = f"{str(plan)!r} is no plan for the model of {str(path)!r}"
+    if parsed.get("model", found.model) != found.model:
+        raise PlanError(f"{told}: it was made for {parsed['model']!r}, the profile is of {found.model!r}")
+    _check_same_modules(loaded, found, told)
+    _check_same_tables(loaded, found, told)
     return loaded, found
+
+
+def _check_same_modules(plan: Plan, profile: Profile, told: str) -> None:
+    """Refuse a plan that names modules of which the profile knows nothing: no piece, none around one, none within."""
+    pieces = [piece.name for piece in profile.modules]
+    around = {outer for piece in profile.modules for outer in piece.around}
+    for field_name, names in (("stages", plan.stages), ("tensor_parallel", plan.tensor_parallel)):
+        others = [
+            name
+            for name in names
+            if name not in around and not any(is_within(one, name) or is_within(name, one) for one in pieces)
+        ]
+        if others:
+            raise PlanError(
+                f"{told}: the plan's {field_name} name {some([repr(one) for one in others])}, which that has not"
+            )
 
 
 def _check_same_tables(plan: Plan, profile: Profile, told: str) -> None:
     """Refuse a plan of other tables: one that was made of a profile says something of each with sparse gradients."""
+    known = {table.name for table in profile.tables}
+    if plan.prediction is not None and (others := [table.name for table in plan.tables if table.name not in known]):
+        raise PlanError(
+            f"{told}: the plan has {some([repr(one) for one in others])} among its tables, which that has not"
+        )
     planned = {table.name: (table.rows, table.width) for table in plan.tables}
     for table in profile.tables:
         size = planned.get(table.name)

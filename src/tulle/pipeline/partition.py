@@ -6,7 +6,8 @@ pieces,
     B(k, i) = min over j < i of  max(B(k-1, j), time of pieces j..i as stage k)
 
 where a stage that needs more memory than there is takes forever. What a stage takes is its pieces' time and the time of
-the bytes that come to it from stages before.
+the bytes that come to it from stages before; if micro-batches are few, each also its share of the wait until the first
+has come through the pieces before j.
 
 B(k-1, j) grows with j, and the pieces' time falls, so the best j is near where they meet: from there the search goes up
 and down only as far as one of them alone is less than the best that was found. Thousands of pieces take a second.
@@ -39,6 +40,7 @@ class Piece:
         parameter_bytes: Of its parameters.
         activation_bytes: What its forward keeps for backward, of one micro-batch.
         incoming: Bytes that it reads of what earlier pieces made, by their number.
+        once_s: Seconds of a step that do not grow with the micro-batches: of its update, say.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Piece:
     parameter_bytes: int = 0
     activation_bytes: int = 0
     incoming: Mapping[int, int] | None = None
+    once_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,13 @@ class Limits:
         memory_bytes: Of one rank; None for as much as it takes.
         bytes_per_s: Of the network between ranks.
         pins: Stage of some pieces, by name.
+        micro_batches: Of a step; None for so many that no stage's wait for the first one counts.
     """
 
     memory_bytes: int | None = None
     bytes_per_s: float = math.inf
     pins: Mapping[str, int] | None = None
+    micro_batches: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +180,8 @@ class _Search:
         self._apart = [[piece for piece in pieces if apart.get(piece.name) == stage] for stage in range(stages)]
         self._within = [within.get(piece.name) for _, piece in self._pieces]
         self._time = [0.0, *accumulate(piece.time_s for _, piece in self._pieces)]
+        self._once = [0.0, *accumulate(piece.once_s for _, piece in self._pieces)]
+        self._a_micro_batch = 1 / limits.micro_batches if limits.micro_batches else 0.0
         self._parameters = [0, *accumulate(piece.parameter_bytes for _, piece in self._pieces)]
         self._activations = [0, *accumulate(piece.activation_bytes for _, piece in self._pieces)]
         self._arrivals = _arrivals(self._pieces)
@@ -221,10 +228,13 @@ class _Search:
             return math.inf, 0
 
         def least(begin: int) -> float:
-            return self._memory(stage, begin, end) if by_memory else self._time[end] - self._time[begin]
+            return self._memory(stage, begin, end) if by_memory else self._least_time(begin, end)
 
         def whole(begin: int) -> float:
-            return max(slowest[begin], least(begin) if by_memory else self._stage_time(stage, begin, end))
+            if by_memory:
+                return max(slowest[begin], least(begin))
+            waited_s = self._a_micro_batch * self._time[begin]
+            return max(slowest[begin], self._stage_time(stage, begin, end) + waited_s)
 
         meeting = first + bisect_left(range(first, end), 0.0, key=lambda begin: slowest[begin] - least(begin))
         best = whole(meeting)
@@ -237,8 +247,14 @@ class _Search:
         latest = min(end, bisect_right(slowest, best) - 1)
         return best, next((begin for begin in range(latest, first - 1, -1) if whole(begin) <= best), 0)
 
+    def _least_time(self, begin: int, end: int) -> float:
+        """What a stage takes without what comes to it, but with its part of the wait for the stages before."""
+        once_s = self._once[end] - self._once[begin]
+        return self._time[end] - (1 - self._a_micro_batch) * self._time[begin] + self._a_micro_batch * once_s
+
     def _stage_time(self, stage: int, begin: int, end: int) -> float:
         time_s = self._time[end] - self._time[begin] + sum(piece.time_s for piece in self._apart[stage])
+        time_s += self._a_micro_batch * (self._once[end] - self._once[begin])
         if self._limits.bytes_per_s == math.inf or begin == end:
             return time_s
         readers, sizes = self._arrivals[begin]

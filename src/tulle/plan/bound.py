@@ -73,8 +73,11 @@ class Bound:
             ]
         working_s, sending_s = (_least_maximum(one, share.pipe, is_sharp=is_sharp) for one in (device_s, link_s))
         calls_s = self._calls_s(share)
+        messages_s = self._messages_s(share, pieces)
         is_behind_lookups = share.pipe == 1 and schedule != AT_READ
-        busiest_s = max(working_s + count * calls_s, sending_s + (count * calls_s if is_behind_lookups else 0.0))
+        busiest_s = max(
+            working_s + count * (calls_s + messages_s), sending_s + (count * calls_s if is_behind_lookups else 0.0)
+        )
         turns_s = [max(0.0, total_s(piece) - self.puts_off * piece.weights_s) for piece in pieces]
         through_s = sum(turns_s)  # of one micro-batch
         if self._is_chain:
@@ -84,8 +87,13 @@ class Bound:
         if crowding is None:
             return least_s
         # With axis `model` a piece's seconds hold sums that it waits for.
-        mean_s = sum(device_s) / share.pipe + count * calls_s + rest if share.model == 1 else 0.0
+        mean_s = sum(device_s) / share.pipe + count * (calls_s + messages_s) + rest if share.model == 1 else 0.0
         return max(crowding.least * least_s, crowding.least_mean * mean_s)
+
+    def once_s(self, share: Share, memory: Memory) -> dict[str, float]:
+        """By piece, what is done once a step: its update, and the sum of its gradients."""
+        both = zip(self.pieces(share), self._updates(share, memory), self._reduced(share, memory), strict=True)
+        return {piece.name: updated_s + reduced_s for piece, updated_s, reduced_s in both}
 
     def _calls_s(self, share: Share) -> float:
         """What each rank takes to run a micro-batch past all modules that are placed, if they are as few as can be.
@@ -99,8 +107,14 @@ class Bound:
         if share.model > 1:
             return 0.0
         placed = {next((outer for outer in one.around if outer), one.name) for one in self.profile.modules}
-        messages = 2 * MESSAGES if self._is_connected else 0.0
-        return len(placed) * self.cluster.machine.call_s + (1 + messages) * self.cluster.machine.micro_batch_s
+        return len(placed) * self.cluster.machine.call_s + self.cluster.machine.micro_batch_s
+
+    def _messages_s(self, share: Share, pieces: Sequence[Work]) -> float:
+        """What a stage sends and hears at least of a micro-batch; where one has everything, that computes all."""
+        if share.pipe == 1 or share.model > 1 or not self._is_connected:
+            return 0.0
+        others_s = (1 - 1 / share.pipe) * sum(map(total_s, pieces))
+        return min(2 * MESSAGES * self.cluster.machine.micro_batch_s, others_s)
 
     @property
     def _is_chain(self) -> bool:

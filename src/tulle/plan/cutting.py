@@ -1,9 +1,10 @@
-"""`fast_cuts`: cuts of a model into stages of which the slowest is as fast as can be, by dynamic programming."""
+"""`fast_cut`: a cut of a model into stages that promises the fastest step, of several by dynamic programming."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 from tulle.cost import Network
 from tulle.pipeline.partition import Limits, Piece, partition
@@ -11,27 +12,69 @@ from tulle.plan.work import Work, total_s
 
 MOST_GROUPS = 64
 """Between so many groups of pieces cuts are looked for, where there are too many pieces to look between all of them."""
+MANY = 1024
+"""Micro-batches, of which the first do not count."""
+_SENT_TIMES = (0, 0.25, 1, 4)
+"""How often what comes to a stage is counted, in cuts that are made: part of it goes beside what is computed."""
 
 
-def fast_cuts(works: Sequence[Work], stages: int, network: Network) -> list[tuple[int, ...]]:
-    """The stage of each piece, with what comes to a stage left out, and counted.
+def fast_cut(
+    works: Sequence[Work],
+    stages: int,
+    network: Network,
+    *,
+    micro_batches: int = MANY,
+    once_s: Mapping[str, float] | None = None,
+) -> tuple[int, ...]:
+    """The stage of each piece.
+
+    The slowest stage is what many micro-batches wait for. Of few each also waits for all stages before and for what is
+    sent on its way: on a slow link cuts are better that send less, of fewer stages, down to one that has everything.
 
     Args:
         works: The pieces, as they run.
-        stages: How many there are.
+        stages: How many there may be.
         network: Between them.
+        micro_batches: Of a step.
+        once_s: By piece, what it takes once a step.
     """
     groups = grouped(works, max(MOST_GROUPS, 2 * stages))
     numbers = {work.name: number for number, group in enumerate(groups) for work in group}
+    once_s = once_s or {}
     pieces = [
-        Piece(group[0].name, sum(map(total_s, group)), incoming=_incoming(group, number, numbers))
+        Piece(
+            group[0].name,
+            sum(map(total_s, group)),
+            incoming=_incoming(group, number, numbers),
+            once_s=sum(once_s.get(work.name, 0.0) for work in group),
+        )
         for number, group in enumerate(groups)
     ]
-    found: dict[tuple[int, ...], None] = {}
-    for bytes_per_s in (math.inf, network.bandwidth_bytes_per_s):
-        of_groups = partition(pieces, stages, Limits(bytes_per_s=bytes_per_s)).stages
-        found[tuple(of_groups[numbers[work.name]] for work in works)] = None
-    return [*found]
+    found: set[tuple[int, ...]] = set()
+    for count, times in product({stages, 3 * stages // 4, stages // 2, 1}, _SENT_TIMES):
+        bytes_per_s = network.bandwidth_bytes_per_s / times if times else math.inf
+        found.add(tuple(partition(pieces, max(1, count), Limits(None, bytes_per_s, None, micro_batches)).stages))
+    best = min(found, key=lambda cut: (_step_s(pieces, cut, network, micro_batches), cut))
+    return tuple(best[numbers[work.name]] for work in works)
+
+
+def _step_s(pieces: Sequence[Piece], cut: Sequence[int], network: Network, micro_batches: int) -> float:
+    """What a step takes about, if each stage waits for the one before, and sends beside what it computes."""
+    turn_s, ended_s = [0.0] * (cut[-1] + 1), [0.0] * (cut[-1] + 1)
+    arriving: list[dict[int, int]] = [{} for _ in turn_s]
+    for piece, stage in zip(pieces, cut, strict=True):
+        turn_s[stage] += piece.time_s
+        ended_s[stage] += piece.once_s
+        for source, size_bytes in (piece.incoming or {}).items():
+            if cut[source] != stage:
+                arriving[stage][source] = max(size_bytes, arriving[stage].get(source, 0))
+    begin_s = step_s = 0.0
+    for turned_s, ended, values in zip(turn_s, ended_s, arriving, strict=True):
+        sent_s = 2 * (network.latency_s * bool(values) + sum(values.values()) / network.bandwidth_bytes_per_s)
+        begin_s += sent_s
+        step_s = max(step_s, begin_s + turned_s + (micro_batches - 1) * max(turned_s, sent_s) + ended)
+        begin_s += turned_s
+    return step_s
 
 
 def grouped(works: Sequence[Work], most: int) -> list[list[Work]]:

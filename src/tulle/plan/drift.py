@@ -68,8 +68,9 @@ class Drift:
         self._is_told = True
         took_s, called = median(self._steps_s), round(median(self._called))
         if are_apart(called, self.samples):
+            samples = "sample" if self.samples == 1 else "samples"
             return (
-                f"the plan predicted {ms(self.predicted_s)} a step of {self.samples:,} samples a replica, the last "
+                f"the plan predicted {ms(self.predicted_s)} a step of {self.samples:,} {samples} a replica, the last "
                 f"{WATCHED_STEPS} were of {called:,} and took {ms(took_s)}: give, as sample=, a batch as steps have it"
             )
         return (

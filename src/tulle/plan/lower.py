@@ -158,6 +158,13 @@ class _Lowering:
         verb = "backward" if turn.is_backward else "forward"
         return Run(self.tasks, turn.stage, verb, label, waits, is_coarse=is_coarse)
 
+    def _along_model(self, work: Work) -> str:
+        """What is done over axis `model` with what a piece makes."""
+        split = self.deal.profile.modules[work.number].split
+        if split is None or not split.gathered_bytes:
+            return "all-reduce"
+        return "all-reduce and gather" if split.all_reduced_bytes else "gather"
+
     def _pass_by(self, turn: Turn, seconds: float) -> None:
         """The rank runs the program past modules of others, which need not have come to them: shapes are known."""
         if seconds:
@@ -178,7 +185,7 @@ class _Lowering:
             self.tables.look_up(run, work)
             run.add(work.name, work.forward_s + here_s, fetched.get(work.number, ()))
             here_s = 0.0
-            run.sum_up(f"all-reduce {work.name}", work.all_reduced)
+            run.sum_up(f"{self._along_model(work)} {work.name}", work.all_reduced)
         self._over(turn, run)
         self._pass_by(turn, behind_s)
 
@@ -214,7 +221,8 @@ class _Lowering:
 
     def _over(self, turn: Turn, run: Run) -> None:
         """The turn's last task, and what is sent to other stages."""
-        self.ends[turn] = self.over[turn.stage % self.share.pipe] = run.end()[0]
+        ended = run.end() or [self.tasks.compute("nothing", 0.0, stage=turn.stage)]  # of a stage without pieces
+        self.ends[turn] = self.over[turn.stage % self.share.pipe] = ended[0]
         for (source, target), cost in self.deal.flows.items():
             if self._is_sent(turn, source, target):
                 here, there = (target, source) if turn.is_backward else (source, target)

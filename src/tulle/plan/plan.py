@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tulle.cost import Network
-from tulle.entries import Entries
+from tulle.entries import Entries, cause
 from tulle.errors import PlanError
 from tulle.memory import Memory
 from tulle.mesh import Mesh
@@ -165,18 +165,22 @@ class Plan:
                 lines.append(f"{name}: {mine.get(name, 'not there')} against {theirs.get(name, 'not there')}")
         return lines
 
-    def save(self, path: str | os.PathLike[str], *, profile: str | os.PathLike[str] | None = None) -> None:
+    def save(
+        self, path: str | os.PathLike[str], *, profile: str | os.PathLike[str] | None = None, model: str = ""
+    ) -> None:
         """Write it as JSON; the file is complete or absent.
 
         Args:
             path: The file.
             profile: That of what it was made from, so that `tulle simulate` finds it.
+            model: What that calls its model, of which `tulle simulate` then takes no other.
 
         Raises:
             PlanError: Naming what no plan can have; nothing is written then.
         """
         self.check_values()
-        named = {} if profile is None else {"profile": os.path.relpath(profile, Path(path).parent)}
+        named = {"model": model} if model else {}
+        named |= {} if profile is None else {"profile": os.path.relpath(profile, Path(path).parent)}
         write_whole(Path(path), json.dumps(self.to_json() | named, indent=2) + "\n")
 
     @staticmethod
@@ -191,7 +195,7 @@ class Plan:
         try:
             parsed = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise PlanError(f"cannot read a plan from {os.fspath(path)!r}: {error}") from error
+            raise PlanError(f"cannot read a plan from {os.fspath(path)!r}: {cause(error)}") from error
         return Plan.read(parsed, repr(os.fspath(path)))
 
     @staticmethod
@@ -208,13 +212,10 @@ class Plan:
         try:
             return Plan.from_json(parsed)
         except PlanError as error:
+            told = f"{name} is not a plan that this version reads ({error}): write it with Plan.save"
             if is_profile(parsed):
-                raise PlanError(
-                    f"{name} is a profile, expected a plan: make one of it with tulle plan profile.json -o plan.json"
-                ) from error
-            raise PlanError(
-                f"{name} is not a plan that this version reads ({error}): write it with Plan.save"
-            ) from error
+                told = f"{name} is a profile, expected a plan: make one of it with tulle plan profile.json -o plan.json"
+            raise PlanError(told) from error
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -243,7 +244,7 @@ class Plan:
         Raises:
             PlanError: Naming the entry that is wrong, and where it stands.
         """
-        entries = Entries.of(parsed, "", Plan, besides=("format", "profile"))
+        entries = Entries.of(parsed, "", Plan, besides=("format", "profile", "model"))
         if entries.get("format", int, f"{FORMAT}") != FORMAT:
             raise entries.wrong("format", f"{FORMAT}")
         tables = [TablePlan.from_json(one.values, one.path) for one in entries.objects("tables", TablePlan)]
@@ -291,10 +292,7 @@ class Plan:
         self.memory.checked()
 
     def check(
-        self,
-        mesh: Mapping[str, int],
-        tables: Mapping[str, tuple[int, int]],
-        modules: Collection[str] | None = None,
+        self, mesh: Mapping[str, int], tables: Mapping[str, tuple[int, int]], modules: Collection[str] | None = None
     ) -> None:
         """Check that the plan is for this mesh, these tables and these modules.
 

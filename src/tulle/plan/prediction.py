@@ -60,9 +60,10 @@ class Prediction:
         told = "no plan is faster" if self.is_exact else f"no plan takes less than {ms(self.bound_s)}"
         memory = ", ".join(dict.fromkeys(map(_mib, self.memory_bytes)))
         ranks = "rank" if self.ranks == 1 else "ranks"
+        samples = "sample" if self.batch == 1 else "samples"
         parts, links = (_told(by_name) for by_name in (self.parts_s, self.links_s))
         lines = [
-            f"predicted: {ms(self.step_s)} a step of {self.batch:,} samples on {self.ranks} {ranks}; {told}",
+            f"predicted: {ms(self.step_s)} a step of {self.batch:,} {samples} on {self.ranks} {ranks}; {told}",
             f"  of which {parts}",
             f"  links are busy with {links}" if links else "  nothing is sent",
             f"  memory of a rank: {memory}",

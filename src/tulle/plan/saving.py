@@ -1,6 +1,7 @@
 """`with_recomputed`: which modules are to recompute their activations so that a plan fits in memory.
 
-The choice is a knapsack: seconds of forward that run again against bytes that are not kept.
+The choice is a knapsack: seconds of forward that run again against bytes that are not kept. Of a pipeline each rank has
+one of its own: it holds other pieces, of another number of micro-batches, and what it does not keep helps no other.
 
 Source: Chen et al., *Training Deep Nets with Sublinear Memory Cost* (2016), section 3.
 """
@@ -11,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tulle.memory import Memory
-from tulle.plan.plan import Plan
+from tulle.plan.plan import PIPE, Plan
 from tulle.plan.space import MOST_SUBSETS, subsets
+from tulle.plan.work import stages_of
 from tulle.workload import ModuleProfile, Profile
 
 Peaks = Callable[[Memory], Sequence[int]]
@@ -57,12 +59,33 @@ def with_recomputed(plan: Plan, profile: Profile, peaks: Peaks, limit_bytes: int
             if not any({*smaller} <= {*subset} for smaller in fitting) and _fits(plan, subset, peaks, limit_bytes):
                 fitting.append(subset)
         return Recomputed(tuple(_with(plan, subset) for subset in fitting), True, least_bytes, everything)
-    # Fewest by bisection: what is cheap for its bytes first.
-    low, high = 1, len(names)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _fits(plan, names[:middle], peaks, limit_bytes) else (middle + 1, high)
-    return Recomputed((_with(plan, names[:low]),), False, least_bytes, everything)
+    fewest = _fewest(plan, _by_rank(plan, profile, names), peaks, limit_bytes)
+    return Recomputed((_with(plan, fewest),), False, least_bytes, everything)
+
+
+def _by_rank(plan: Plan, profile: Profile, names: Sequence[str]) -> list[list[str]]:
+    """The names of the pieces of each rank of axis `pipe`, in the order in which they are given."""
+    pipe = plan.mesh.get(PIPE, 1)
+    stages = zip(profile.modules, stages_of(plan, profile), strict=True)
+    ranks = {piece.name: stage % pipe for piece, stage in stages}
+    return [[name for name in names if ranks[name] == rank] for rank in range(pipe)]
+
+
+def _fewest(plan: Plan, by_rank: Sequence[Sequence[str]], peaks: Peaks, limit_bytes: int) -> list[str]:
+    """What each rank recomputes at least, to fit, cheap for its bytes first: by bisection, of all ranks at once."""
+    low, high = [0] * len(by_rank), [len(names) for names in by_rank]
+
+    def first(counts: Sequence[int]) -> list[str]:
+        return [name for names, count in zip(by_rank, counts, strict=True) for name in names[:count]]
+
+    while low != high:
+        middle = [(least + most) // 2 for least, most in zip(low, high, strict=True)]
+        for rank, peak_bytes in enumerate(peaks(_with(plan, first(middle)))):
+            if peak_bytes <= limit_bytes:
+                high[rank] = middle[rank]
+            elif low[rank] < high[rank]:
+                low[rank] = middle[rank] + 1
+    return first(low)
 
 
 def _with(plan: Plan, names: Sequence[str]) -> Memory:

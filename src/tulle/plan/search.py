@@ -1,7 +1,7 @@
 """`best_plan`: the plan of least predicted seconds that fits in memory, by branch and bound over what can be chosen.
 
     mesh, memory, micro-batches     all of them, the least lower bound first, until no bound is below the best
-      cut into stages               all if they are few, else that of the fastest slowest stage (dynamic programming)
+      cut into stages               all if they are few, else the one that promises most (dynamic programming)
         layers to split             all subsets if they are few, else all and those that gain
           each table                all placements, and the schemes that are not worse throughout
             recomputation           the fewest modules that fit, if none do not
@@ -28,7 +28,7 @@ from tulle.plan.answer import refusal, told
 from tulle.plan.bound import Bound
 from tulle.plan.choices import splits
 from tulle.plan.crowding import Crowding
-from tulle.plan.cutting import fast_cuts
+from tulle.plan.cutting import fast_cut
 from tulle.plan.deal import Deal
 from tulle.plan.exchange import Tariff
 from tulle.plan.explanation import MemoryLackedError
@@ -260,7 +260,15 @@ class Search:
             else:
                 self._left_out_s = min(self._left_out_s, self.least_s(frame))
                 network = share.network(PIPE, self.problem.cluster, self.problem.profile)
-                found = fast_cuts(self._bound.pieces(share), share.pipe, network)
+                found = [
+                    fast_cut(
+                        self._bound.pieces(share),
+                        share.pipe,
+                        network,
+                        micro_batches=share.micro_batches,
+                        once_s=self._bound.once_s(share, frame.memory),
+                    )
+                ]
             for stages in found:
                 placed = placed_as_one(dict(zip(names, stages, strict=True)), self._around)
                 yield replace(frame, stages=placed, pipeline_schedule=schedule)

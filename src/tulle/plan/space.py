@@ -23,7 +23,7 @@ BUCKETS_BYTES = (BUCKET_BYTES, 4 * MIB, 100 * MIB)
 FILLED = 4
 """With so many micro-batches a stage the bubble is negligible: Huang et al., *GPipe* (NeurIPS'19), section 2.3."""
 MOST_CUTS = 64
-"""If there are more ways to cut a model into stages, dynamic programming finds one."""
+"""If there are more ways to cut a model into stages, one is found by dynamic programming."""
 MOST_SUBSETS = 4
 """If more modules than this can be split, or recompute, not all subsets of them are tried."""
 
@@ -157,10 +157,11 @@ class Space:
 
     def emptiness(self, ranks: int, profile: Profile, batch: int) -> str:
         """Why there is nothing to choose from."""
+        samples = "sample" if batch == 1 else "samples"
         if all(batch < mesh[DATA] for mesh in self.meshes(ranks, profile)):
             return (
-                f"a step of {batch} samples is too small for every mesh of {ranks} ranks that this model can use: each "
-                "replica needs a sample"
+                f"a step of {batch} {samples} is too small for every mesh of {ranks} ranks that this model can use: "
+                "each replica needs a sample"
             )
         return (
             f"none of the space's memories can be used on {ranks} ranks: state and parameters are shared out over an "

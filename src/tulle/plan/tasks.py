@@ -110,7 +110,7 @@ class Run:
     def end(self) -> list[int]:
         """Write the rest; the index of what ends last."""
         if self._summed.seconds:
-            self.interrupt("all-reduces", self._summed, axis=MODEL, kind="model")
+            self.interrupt("exchanges", self._summed, axis=MODEL, kind="model")
         after = self.write()
         return self.waits or after
 

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from tulle.comm import all_reduce
+from tulle.errors import GradientError
 from tulle.mesh import Axis
 from tulle.tables import ShardGradient
 from tulle.tensor_parallel.placement import placements_of
@@ -23,6 +25,9 @@ def gradient_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     Args:
         model: Split or not.
         norm_type: Order of the norm; `inf` for the largest absolute value.
+
+    Raises:
+        GradientError: If the order is 0 or `-inf`, and ranks have parts of gradients.
 
     Example:
         >>> import torch
@@ -44,6 +49,10 @@ def gradient_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
                 whole.append(parameter.grad)
             else:
                 parts.setdefault(id(placement.axis.group), (placement.axis, []))[1].append(parameter.grad)
+    if norm_type in (0, -math.inf):  # no sums of powers, nor largest ones
+        if parts:
+            raise GradientError(f"no norm of order {norm_type} is taken over ranks: take one of order 2, say, or inf")
+        return get_total_norm(whole, norm_type)
     powers = [_power(whole, norm_type)]
     for axis, gradients in parts.values():
         power = _power(gradients, norm_type).to(axis.device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tulle.cost import Network
-from tulle.entries import Entries
+from tulle.entries import Entries, cause
 from tulle.errors import PlanError
 from tulle.whole_file import write_whole
 from tulle.workload.cluster import Cluster, cluster_from_json, network_from_json, network_to_json
@@ -174,7 +174,7 @@ class Profile:
             parsed = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise PlanError(
-                f"cannot read a profile from {os.fspath(path)!r}: {error}: give the profile.json that tulle "
+                f"cannot read a profile from {os.fspath(path)!r}: {cause(error)}: give the profile.json that tulle "
                 "profile SCRIPT leaves in its run folder"
             ) from error
         try:
