@@ -52,6 +52,31 @@ def test_a_class_of_the_users_own_is_split_by_its_factory():
     check_exact(nn.Sequential(Gated(), nn.LayerNorm(6), Gated()).double(), gated_loss)
 
 
+class Sloped(Gated):
+    """A buffer has a number for each inner feature, as ALiBi's slopes are one a head."""
+
+    def __init__(self, *, persistent: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("slopes", torch.arange(10.0) / 7, persistent=persistent)
+
+    def forward(self, x):
+        return self.down(self.up(x) * self.slopes * self.gate(x).sigmoid())
+
+
+def split_sloped(module: Sloped, to: tensor_parallel.Splitter) -> None:
+    split_gated(module, to)
+    to.cut(module, "slopes", dim=0)
+
+
+@on_ranks(2, 3)
+def test_a_buffer_is_cut_that_no_checkpoint_has():
+    tensor_parallel.register(Sloped, split_sloped)
+    torch.manual_seed(0)
+    check_exact(nn.Sequential(Sloped(), nn.LayerNorm(6)).double(), gated_loss)
+    with pytest.raises(ModelError, match=r"has a buffer slopes, of which each checkpoint .* persistent=False"):
+        tensor_parallel.apply(nn.Sequential(Sloped(persistent=True)), model_axis(), select=["0"])
+
+
 @on_ranks(2)
 def test_the_check_names_what_a_wrong_factory_breaks():
     axis = model_axis()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor, nn
 
 from tulle.derived import is_derived
@@ -217,26 +218,27 @@ class Splitter:
     def cut(self, module: nn.Module, name: str, *, dim: int, sections: Sequence[int] | None = None) -> None:
         """Have a module's parameter, if it has one of that name, hold this rank's part only.
 
+        A buffer too, such as one number a head, if no checkpoint has it.
+
         Args:
-            module: Whose parameter.
+            module: Whose parameter, or buffer.
             name: Its name in the module.
             dim: The dimension that is cut.
             sections: Lengths of the sections along it, each of which is cut; one if None.
 
         Raises:
-            ModelError: If it is tied to one that is cut another way, of another module, or too short for the ranks.
+            ModelError: If it is tied to one that is cut another way, of another module, too short for the ranks, or a
+                buffer that `state_dict` has.
         """
+        if module._buffers.get(name) is not None:
+            self._cut_buffer(module, name, dim, sections)
+            return
         parameter = self._own_parameter(module, name)
         if parameter is None:
             return
         known = self.cuts.get(id(parameter))
         shape = known[1].shape if known else parameter.shape
-        placement = Placement(self.axis, dim, shape, tuple(sections or [shape[dim]]))
-        if min(placement.sections) < self.axis.size:
-            raise ModelError(
-                f"{self.name} has {name} of shape {list(shape)}, too short along dimension {dim} for the "
-                f"{self.axis.size} ranks of axis {self.axis.name!r}: leave it out with select"
-            )
+        placement = self._placement(name, shape, dim, sections)
         if known is None:
             parameter.grad = None
             hold(parameter, placement.part(parameter))
@@ -248,6 +250,24 @@ class Splitter:
                 f"{list(known[1].sections)}: untie them, or leave one of the modules out with select"
             )
         place(module, name, placement)
+
+    def _placement(self, name: str, shape: torch.Size, dim: int, sections: Sequence[int] | None) -> Placement:
+        placement = Placement(self.axis, dim, shape, tuple(sections or [shape[dim]]))
+        if min(placement.sections) < self.axis.size:
+            raise ModelError(
+                f"{self.name} has {name} of shape {list(shape)}, too short along dimension {dim} for the "
+                f"{self.axis.size} ranks of axis {self.axis.name!r}: leave it out with select"
+            )
+        return placement
+
+    def _cut_buffer(self, module: nn.Module, name: str, dim: int, sections: Sequence[int] | None) -> None:
+        if name not in module._non_persistent_buffers_set:
+            raise ModelError(
+                f"{self.name} has a buffer {name}, of which each checkpoint would have one rank's "
+                "part: register it with persistent=False, or make it a parameter"
+            )
+        whole = module.get_buffer(name)
+        module._buffers[name] = self._placement(name, whole.shape, dim, sections).part(whole).clone()
 
     def _own_parameter(self, module: nn.Module, name: str) -> nn.Parameter | None:
         """The parameter of a name that a module itself has, and nobody makes or lends; None if there is none."""
