@@ -199,7 +199,9 @@ class Trip:
             return divide(self._routes_in_turn(), following._routes_in_turn(), self._way.axis)
 
         divisions = self._way.background.submit(work)
-        self.delay = Delay(following, later, divisions, (following.may_pass, are_replicas_read))
+        # Where threads take turns these would hold up whom they wait for: there all go in the order of submits.
+        let_pass = () if later.background.takes_turns else (following.may_pass, are_replicas_read)
+        self.delay = Delay(following, later, divisions, let_pass)
 
     def begin_fetch(self) -> None:
         """Have the values under way, as they are now, unless these are already. Every rank must call it."""
