@@ -124,6 +124,7 @@ class Trip:
         self._came = came
         self._bound = (how.max_norm, how.norm_type) if how is not None and how.max_norm else None
         """The largest norm of a row, and its order, if lookups renormalize."""
+        self._is_one_lookup = how is not None
         self.is_scaled = how is not None and how.scale_grad_by_freq
 
         # What is told:
@@ -267,6 +268,7 @@ class Trip:
             counted = places if padding_place is None else places[places != padding_place]
             lookups = occurrences(counted.reshape(-1), len(wanted)).int()
         values = self._values.result()[bundle]
+        self._values = None if self._is_one_lookup else self._values
         if is_trained:
             self._returned.expect(table)
             rows = cast("Tensor", _Rows.apply(table.parameter, values, self, table, lookups))
