@@ -289,6 +289,8 @@ def _made_of(cls: type[Any], data: torch.Tensor, requires_grad: bool = False, **
 def _set_data(tensor: torch.Tensor, values: torch.Tensor) -> None:
     if _is_ours(values) == _is_ours(tensor):
         _data.__set__(tensor, values)
+        if "_inner" in vars(values):
+            tensor._inner = values._inner
     else:  # from one device to the other
         torch._C._swap_tensor_impl(tensor, _made_of(type(tensor), values.detach(), tensor.requires_grad))
 

@@ -4,10 +4,12 @@ import emulated_cuda as emulated  # isort: skip  before torch
 
 import copy
 import json
+import math
 import os
 import sys
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from torch import nn
 
 import tulle
 from models import batches, momentum
+from tulle.engine import returned, split_tables
 
 
 class Bags(nn.Module):
@@ -96,6 +99,16 @@ def train(mesh: tulle.Mesh, plan: tulle.Plan | str, *, is_ahead: bool = False) -
     return {"difference": max(losses), "waits": dict(waits[-2])}
 
 
+def delayed(mesh: tulle.Mesh) -> tulle.Plan:
+    """A plan in which rows that the next batch does not want go later, and wait for nobody."""
+    split_tables.WORTH_S = 0.0  # small tables never pay
+    returned._LONGEST_WAIT_S = math.inf  # to wait so long raises
+    model = Bags().to(mesh.device)
+    plan = tulle.plan(model, momentum(model), mesh)
+    tables = {"words.weight": (40, 6), "tags.weight": (30, 6)}
+    return replace(plan.with_rows_split(tables, "a test"), schedule="read")
+
+
 def save_memory(mesh: tulle.Mesh) -> float:
     """With full sharding, recomputation, offload, mixed precision, a scaler and clipping: the last loss."""
     torch.manual_seed(0)
@@ -124,6 +137,7 @@ if __name__ == "__main__":
     told["rows"] = train(mesh, "rows", is_ahead=True)
     told["columns"] = train(mesh, "columns")
     told["late"] = train(mesh, tulle.Plan(mesh.shape, schedule="read"))
+    told["delayed"] = train(mesh, delayed(mesh), is_ahead=True)
     told["memory"] = save_memory(mesh)
     told["races"], told["calls"], told["order"] = emulated.races, emulated.calls, emulated.order
     print(json.dumps(told))

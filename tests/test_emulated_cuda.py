@@ -60,7 +60,7 @@ def test_the_emulation_refuses_and_finds_what_cuda_and_nccl_would_not_do(told):
         assert one["checks"]["own thread"]
 
 
-@pytest.mark.parametrize("plan", ["replicas", "rows", "columns", "late"])
+@pytest.mark.parametrize("plan", ["replicas", "rows", "columns", "late", "delayed"])
 def test_training_is_that_of_the_cpu(told, plan):
     assert max(one[plan]["difference"] for one in told) < 1e-12
 

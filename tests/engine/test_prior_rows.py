@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import models
 import tulle
+import tulle.comm.background as background_module
 import tulle.engine.returned
 import tulle.engine.split_tables
 from models import Words, batches, build, difference_of_parts
@@ -203,6 +204,19 @@ def test_rows_that_nobody_wants_next_let_gradients_pass_that_the_next_forward_wa
             assert model.out.weight.isfinite().all()
             tables._later.background.submit(lambda: None).result()
             assert delayed.is_over
+    assert difference_of_parts(*both)[0] < TOLERANCE
+
+
+@on_ranks(2)
+def test_where_threads_take_turns_as_on_a_gpu_these_rows_wait_for_nobody_who_waits_for_them():
+    mesh = tulle.init(data=-1)
+    patches.setattr(tulle.engine.returned, "_LONGEST_WAIT_S", float("inf"))  # to wait so long raises
+    model, *_ = both = pair(AllUsed, models.sgd, mesh)
+    tables = engine_of(model).split_tables
+    tables._later.background._turns = background_module._Turns()
+    for number in steps(*both, mesh):
+        if 4 <= number < STEPS - 1:
+            assert tables._late_tables[tables.tables["words.weight"].number]._rows.delayed.is_over
     assert difference_of_parts(*both)[0] < TOLERANCE
 
 

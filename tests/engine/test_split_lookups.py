@@ -106,6 +106,33 @@ def test_a_lookup_may_stay_out_of_the_loss_on_some_ranks():
     assert worst(model, reference) < TOLERANCE
 
 
+class OneOfTwo(nn.Module):
+    """Looks up in two tables, and lets go of what it took of one: the other counts for the sum of ids."""
+
+    def __init__(self):
+        super().__init__()
+        self.even, self.odd = (nn.Embedding(ROWS, WIDTH, sparse=True) for _ in range(2))
+
+    def forward(self, ids):
+        even, odd = self.even(ids), self.odd(ids)
+        return (odd if ids.sum() % 2 else even).pow(2).mean()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("placement", ["rows", "columns"])
+def test_a_lookup_of_which_forward_drops_what_it_took_does_too(placement):
+    mesh = tulle.init(data=-1)
+    torch.manual_seed(0)
+    model = OneOfTwo().double()
+    reference = copy.deepcopy(model)
+    [theirs, ours] = [[SGD(one.parameters(), lr=0.5)] for one in (reference, model)]
+    model, ours = tulle.distribute(model, ours, mesh, plan={"even": placement, "odd": placement})
+    for ids in batches(6, 4 * mesh.size):
+        step(reference, theirs, [sum(reference(part) for part in ids.chunk(mesh.size)) / mesh.size])
+        step(model, ours, [model(ids.chunk(mesh.size)[mesh.rank])])
+    assert worst(model, reference) < TOLERANCE
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("is_sparse", [True, False])
 def test_clipping_takes_the_norm_of_the_whole(is_sparse):

@@ -193,6 +193,8 @@ def test_the_likeliest_classes_are_those_of_the_whole_table():
     close(values, expected.topk(4).values)
     assert torch.equal(rows, expected.topk(4).indices)
     assert torch.equal(split.predict(hidden), expected.argmax(-1))
+    one = whole.weight[3]
+    close(split.log_prob(one), F.linear(one, whole.weight, whole.bias).log_softmax(0))
     every_row = split.top_k(hidden, ROWS)[1].sort(-1).values
     assert torch.equal(every_row, torch.arange(ROWS).expand(*hidden.shape[:-1], ROWS))
 

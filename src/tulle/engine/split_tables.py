@@ -15,7 +15,7 @@ process group of its own beside those pushes, says what follows.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -38,6 +38,8 @@ from tulle.tables import Lookup, ShardGradient, gradient_of_table, placement_of,
 
 _AGREED_AT_ONCE = 63
 _LABEL = "gradients of split tables"
+_KEPT = 256
+"""So many trips are kept for other ranks' gradients where this rank's graph is gone."""
 _BITS_IF_CHECKED = 2
 """In the numbers of trips whose rows are looked at once more before they are used, and of backwards before which ranks
 tell that they have made all lookups: many at first, ever fewer later."""
@@ -85,11 +87,12 @@ class SplitTables:
         """Whether it pays to let rows come later; None as long as none were told ahead."""
         self._late_tables: dict[int, LateTable] = {}
         """The last late gradient of each table."""
-        self._trips = 0
-        self._rows: dict[int, int] = {}
+        self._trips, self._rows = 0, dict[int, int]()
         self._alive: WeakValueDictionary[int, Trip] = WeakValueDictionary()
         self._expected: list[int] = []
         """Trips whose gradients should come in the next backward, ascending."""
+        self._kept: deque[Trip] = deque(maxlen=_KEPT)
+        """The last of them: a loss may leave one out, so that no graph holds it here, and another rank's not."""
         self._came: set[tuple[int, int]] = set()
         """Numbers of trip and table of each gradient that came in this backward."""
         self._pushes: list[tuple[Trip, tuple[Pushes, Pushes | None]]] = []
@@ -149,11 +152,7 @@ class SplitTables:
             self._departures.over()
 
     def update_late(self, late: LateUpdates) -> None:
-        """Let gradients of rows that the next batch does not want come later, if it pays. Every rank must call it.
-
-        Args:
-            late: Where their updates wait.
-        """
+        """Let rows' gradients, of which the updates wait in `late`, come later if it pays. Every rank must call it."""
         self._late = late
         self._later = Way(lane(self._axis, "delayed rows"), BackgroundThread("tulle delayed rows", self._axis.device))
 
@@ -308,8 +307,8 @@ class SplitTables:
             self._push(trip, tables)
         self._backwards, self._told_alike = self._backwards + 1, None
         pushes, self._pushes = self._pushes, []
-        self._came.clear()
-        self._expected.clear()
+        for of_backward in (self._came, self._expected, self._kept):
+            of_backward.clear()
         came = Counter(number for _, (first, _) in pushes for number in first.result())
         for trip, (first, later) in pushes:
             for number, pushed in first.result().items():
@@ -342,6 +341,7 @@ class SplitTables:
             is_new = self._expected[place : place + 1] != [trip.number]
             if is_new and any(table.parameter.requires_grad for table in trip.tables.values()):
                 self._expected.insert(place, trip.number)
+                self._kept.append(trip)
 
     def _gradient_came(self, trip: Trip, table: SplitTable, gradient: Tensor) -> None:
         self._report(table.name, gradient)

@@ -124,6 +124,7 @@ class Trip:
         self._came = came
         self._bound = (how.max_norm, how.norm_type) if how is not None and how.max_norm else None
         """The largest norm of a row, and its order, if lookups renormalize."""
+        self._is_one_lookup = how is not None
         self.is_scaled = how is not None and how.scale_grad_by_freq
 
         # What is told:
@@ -199,7 +200,9 @@ class Trip:
             return divide(self._routes_in_turn(), following._routes_in_turn(), self._way.axis)
 
         divisions = self._way.background.submit(work)
-        self.delay = Delay(following, later, divisions, (following.may_pass, are_replicas_read))
+        # Where threads take turns these would hold up whom they wait for: there all go in the order of submits.
+        let_pass = () if later.background.takes_turns else (following.may_pass, are_replicas_read)
+        self.delay = Delay(following, later, divisions, let_pass)
 
     def begin_fetch(self) -> None:
         """Have the values under way, as they are now, unless these are already. Every rank must call it."""
@@ -265,6 +268,7 @@ class Trip:
             counted = places if padding_place is None else places[places != padding_place]
             lookups = occurrences(counted.reshape(-1), len(wanted)).int()
         values = self._values.result()[bundle]
+        self._values = None if self._is_one_lookup else self._values
         if is_trained:
             self._returned.expect(table)
             rows = cast("Tensor", _Rows.apply(table.parameter, values, self, table, lookups))

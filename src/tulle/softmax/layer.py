@@ -90,7 +90,8 @@ class SoftmaxLayer(nn.Module, ABC):
         Every rank that shares the table must call it. Of many classes `top_k` has far less to send.
         """
         ranking, states = self._ranking(hidden)
-        return ranking.log_prob(states).unflatten(0, hidden.shape[:-1])
+        found = ranking.log_prob(states)
+        return found.view(*hidden.shape[:-1], found.shape[1])
 
     def top_k(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """The k likeliest classes, likeliest first, without a gradient. Every rank that shares the table must call it.
