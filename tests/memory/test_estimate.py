@@ -111,6 +111,22 @@ def test_options_divide_what_they_shard():
     assert "peak" in str(plain)
 
 
+def test_what_is_frozen_has_no_masters_and_does_not_travel():
+    model, sample = network()
+    model[:5].requires_grad_(False)
+    trained_bytes = sum(p.nbytes for p in model[5].parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    plain = estimate(model, optimizer, sample, ranks=2)
+    zero = estimate(model, optimizer, sample, ranks=2, options=Memory(shard_optimizer=True))
+    narrow = estimate(model, optimizer, sample, ranks=2, options=Memory(shard_optimizer=True, precision="bf16"))
+    full = estimate(model, optimizer, sample, ranks=2, options=Memory(full_shard=True, precision="bf16"))
+    assert zero.peak_bytes < plain.peak_bytes + trained_bytes
+    assert narrow.parameters_bytes == plain.parameters_bytes // 2 + trained_bytes // 2
+    assert full.parameters_bytes == (plain.parameters_bytes + trained_bytes) // 4
+    found = {line.option: line for line in lines(model, optimizer, sample, ranks=2)}
+    assert found["shard_optimizer"].sent_bytes == trained_bytes // 2
+
+
 def test_each_option_is_a_line_with_its_saving_and_its_price():
     model, sample = encoder()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -62,6 +62,41 @@ def test_a_group_that_is_added_later_is_sharded_too():
     assert difference(its.state_dict(), expected.state_dict()) < 1e-12
 
 
+@on_ranks(3)
+@pytest.mark.parametrize("narrow", [None, torch.bfloat16])
+def test_what_is_frozen_has_no_master_and_does_not_travel_until_it_is_trained(narrow):
+    """As the base of adapters in an optimizer over all parameters."""
+    mesh = tulle.init(data=-1)
+
+    def frozen():
+        model, optimizer = make("AdamW")
+        model.convolution.requires_grad_(False)
+        return model, optimizer
+
+    reference, expected = frozen()
+    model, optimizer = frozen()
+    shards = shard_optimizer(optimizer, mesh["data"], narrow=narrow)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    for one, its in ((reference, expected), (model, optimizer)):
+        one.convolution.requires_grad_(False)
+        train(one, its, None, [0, 2])
+    assert sum(sum(bucket.lengths) for bucket in shards.buckets) == trained
+    for one, its in ((reference, expected), (model, optimizer)):
+        one.convolution.requires_grad_(True)
+        train(one, its, None, [1, 2])
+    found = optimizer.state_dict()
+    if narrow is None:
+        assert difference(dict(model.state_dict()), dict(reference.state_dict())) < 1e-12
+        assert difference(found, expected.state_dict()) < 1e-12
+    else:
+        assert all(state["master"].dtype == torch.float64 for state in found["state"].values())
+    resumed, its = frozen()
+    shard_optimizer(its, mesh["data"], narrow=narrow)
+    resumed.load_state_dict(model.state_dict())
+    its.load_state_dict(copy.deepcopy(found))  # what it remembers of what is frozen is not lost
+    assert difference(its.state_dict(), found) == 0
+
+
 @on_ranks(2)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler

@@ -79,6 +79,8 @@ class Phases:
     """Most in forward and backward beyond parameters: activations, gradients so far, and what comes and goes."""
     step_bytes: int
     """Most in the optimizer's step beyond parameters, gradients and state."""
+    stepped_bytes: int
+    """Of those parameters that the optimizer steps: what is frozen has no masters, and does not travel."""
 
 
 def estimate(
@@ -153,7 +155,7 @@ def _shared_out(phases: Phases, ranks: int, widening: int, gathered_bytes: int) 
         backward_bytes += whole_bytes + whole_gradients_bytes + gradients_bytes - phases.gradients_bytes
     return replace(
         phases,
-        parameters_bytes=phases.parameters_bytes * widening // ranks,
+        parameters_bytes=(phases.parameters_bytes + phases.stepped_bytes * (widening - 1)) // ranks,
         gradients_bytes=gradients_bytes,
         optimizer_bytes=phases.optimizer_bytes * widening // ranks,
         backward_bytes=backward_bytes,
@@ -163,8 +165,8 @@ def _shared_out(phases: Phases, ranks: int, widening: int, gathered_bytes: int) 
 
 def _stepped_in_shares(phases: Phases, sharing: int, widening: int) -> Phases:
     """Parameters and gradients whole; of the optimizer's state and of masters, if they are narrow, a rank's share."""
-    masters_bytes = phases.parameters_bytes * widening // sharing if widening > 1 else 0
-    stepped_bytes = min(phases.parameters_bytes, BUCKET_BYTES)
+    masters_bytes = phases.stepped_bytes * widening // sharing if widening > 1 else 0
+    stepped_bytes = min(phases.stepped_bytes, BUCKET_BYTES)
     travelling_bytes = stepped_bytes + stepped_bytes // sharing if sharing > 1 or masters_bytes else 0
     step_bytes = phases.step_bytes * widening // sharing + masters_bytes  # masters have gradients too
     return replace(
@@ -258,6 +260,7 @@ def _count(model: nn.Module, optimizer: Optimizer, sample: Any, options: Memory,
         activations_bytes,
         max(backward_bytes, inside_bytes),
         step_bytes,
+        tensor_bytes(p for group in optimizer.param_groups for p in group["params"] if p.requires_grad),
     )
 
 

@@ -72,14 +72,15 @@ def lines(
     plain = estimate(model, optimizer, sample, ranks=ranks, loss=loss)
     names = tuple(repeated(model)) if recompute is None else as_names(recompute)
     parameters_bytes = sum(p.nbytes for p in model.parameters())
-    gathered_bytes = parameters_bytes * (ranks - 1) // ranks
-    narrowed_bytes = gathered_bytes * torch.bfloat16.itemsize // next(model.parameters()).itemsize
+    trained_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    gathered_bytes, stepped_bytes = (size * (ranks - 1) // ranks for size in (parameters_bytes, trained_bytes))
+    narrowed_bytes = stepped_bytes * torch.bfloat16.itemsize // next(model.parameters()).itemsize
     narrow = Memory(shard_optimizer=True, precision="bf16")
     offers = [
-        ("shard_optimizer", Memory(shard_optimizer=True), gathered_bytes, "exact"),
+        ("shard_optimizer", Memory(shard_optimizer=True), stepped_bytes, "exact"),
         ("full_shard", Memory(full_shard=True), gathered_bytes, "exact; layers wait for their parameters"),
         ("recompute", Memory(recompute=names), 0, f"exact; forward of {len(names)} modules runs twice"),
-        ("precision", narrow, narrowed_bytes - gathered_bytes, "bfloat16 where float32 was"),
+        ("precision", narrow, narrowed_bytes - stepped_bytes, "bfloat16 where float32 was"),
     ]
     found: list[Line] = []
     for option, options, sent_bytes, price in offers:

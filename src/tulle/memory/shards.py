@@ -10,7 +10,7 @@ Source: Rajbhandari et al., *ZeRO: Memory Optimizations Toward Training Trillion
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,19 +56,22 @@ class OptimizerShards:
     narrow: torch.dtype | None
     buckets: list[Bucket] = field(init=False)
     _owned: dict[nn.Parameter, Piece | None] = field(init=False)
-    """By parameter, this rank's piece of it, or None."""
+    """By parameter, this rank's piece of it, or None; what is frozen is not cut, until it is trained."""
+    _wide: dict[nn.Parameter, torch.dtype] = field(init=False)
+    """By parameter that was narrowed, what its master is in."""
     _whole: list[list[nn.Parameter]] | None = field(init=False, default=None)
     """The groups' own parameters, while their pieces stand in for them."""
 
     def __post_init__(self) -> None:
-        self.buckets, self._owned = [], {}
-        self._deal_out(self._stepped_here())
+        self.buckets, self._owned, self._wide = [], {}, {}
+        self._deal_out([p for p in self._here() if p.requires_grad or p in self.optimizer.state])
         if self.narrow:
             for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
                 if parameter.is_floating_point():
+                    self._wide[parameter] = parameter.dtype
                     parameter.data = parameter.data.to(self.narrow)
 
-    def _stepped_here(self) -> list[nn.Parameter]:
+    def _here(self) -> list[nn.Parameter]:
         """The optimizer's parameters that it can train; those on device meta live at other stages of a pipeline."""
         groups = self._whole or [group["params"] for group in self.optimizer.param_groups]
         return [p for group in groups for p in group if not p.is_meta and (p.is_floating_point() or p.is_complex())]
@@ -88,17 +91,18 @@ class OptimizerShards:
             for piece in bucket.pieces[self.axis.rank]:
                 self._owned[piece.parameter] = piece
                 values = flat(piece.parameter.data)[piece.start : piece.stop]
-                piece.tensor = nn.Parameter(values.clone() if self.narrow else values)
+                wide = self._wide.get(piece.parameter, values.dtype)
+                piece.tensor = nn.Parameter(values.to(wide, copy=True) if self.narrow else values)
 
-    def _deal_out_added(self) -> None:
-        """Cut what was added to the optimizer since its state was sharded, as `add_param_group` does.
+    def _deal_out_added(self, remembered: Collection[Any] = ()) -> None:
+        """Cut what was added since, or is trained now, or is among parameters that a state remembers.
 
         Raises:
             ModelError: If that cannot be cut any more.
         """
-        added = [parameter for parameter in self._stepped_here() if parameter not in self._owned]
+        added = [p for p in self._here() if p not in self._owned and (p.requires_grad or p in remembered)]
         for parameter in added:
-            if self.narrow or split_of(parameter) is not None:
+            if (self.narrow and parameter not in self._wide) or split_of(parameter) is not None:
                 what = "has a master in full precision" if self.narrow else "steps no tables that are split"
                 raise ModelError(
                     f"a parameter of shape {list(parameter.shape)} was added to an optimizer after its state was "
@@ -134,7 +138,7 @@ class OptimizerShards:
             GradientError: If the step has failed on another rank.
         """
         self._put_back()
-        increment_version([p for p in self._stepped_here() if p.grad is not None])  # what has a graph of them is old
+        increment_version([p for p in self._here() if p.grad is not None])  # what has a graph of them is old
         if failed := self._share(has_failed=False):
             raise GradientError(
                 f"the step of {type(self.optimizer).__name__} failed on rank {failed[0]} of axis {self.axis.name!r}, "
@@ -176,13 +180,12 @@ class OptimizerShards:
 
     def take_parts(self, whole: Mapping[Any, Any]) -> None:
         """Of whole states by parameter, keep this rank's parts; what is kept by a name is of none, and stays whole."""
-        self._deal_out_added()
+        self._deal_out_added(whole)
         self._guard_state()
         self.optimizer.state.clear()
         self.optimizer.state.update({key: kept for key, kept in whole.items() if not isinstance(key, Tensor)})
         for parameter, state in whole.items():
-            piece = self._owned.get(parameter)
-            if piece is None or piece.tensor is None:
+            if (piece := self._owned.get(parameter)) is None or piece.tensor is None:
                 continue
             parts = {name: _part(name, value, piece) for name, value in state.items()}
             if (master := parts.pop(_MASTER, None)) is not None and self.narrow:

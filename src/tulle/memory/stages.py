@@ -186,6 +186,7 @@ def _phases(
         round(counted[0]),
         round(counted[1]),
         round(trained_bytes * step_share),
+        round(trained_bytes),
     )
 
 
