@@ -201,6 +201,28 @@ def test_a_model_is_saved_alone_and_gives_no_optimizer_a_state(tmp_path):
         tulle.load(tmp_path / "a", model, optimizers)
 
 
+def test_what_a_module_reads_of_a_state_by_itself_comes_back_with_the_version_of_its_class(tmp_path):
+    class Counting(nn.Linear):
+        _version, found_version, words = 3, None, ()
+
+        def get_extra_state(self) -> dict:
+            return {"words": list(self.words)}
+
+        def set_extra_state(self, state: dict) -> None:
+            self.words = state["words"]
+
+        def _load_from_state_dict(self, state, prefix, metadata, *rest):
+            self.found_version = metadata["version"]
+            super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    saved, loaded = Counting(2, 1), Counting(2, 1)
+    saved.words = ["a", "b"]
+    tulle.save(tmp_path / "checkpoint", nn.ModuleList([saved]), SGD(saved.parameters(), 0.1))
+    tulle.load(tmp_path / "checkpoint", nn.ModuleList([loaded]), SGD(loaded.parameters(), 0.1))
+    assert (loaded.words, loaded.found_version) == (["a", "b"], 3)
+    assert torch.equal(loaded.weight, saved.weight)
+
+
 def test_extra_comes_back_as_it_was(tmp_path):
     extra = {
         "step": 3,

@@ -9,6 +9,7 @@ import tulle
 from ranks import on_ranks
 from tulle.errors import ModelError
 from tulle.memory import recompute, repeated, shard_fully, whole_state_dict
+from tulle.memory.shard import Shard
 
 
 def train(model, rank=0, size=1, steps=4):
@@ -37,6 +38,14 @@ def test_training_is_that_of_one_process(recomputed):
     assert max(((found[name] - expected[name]).abs().max()).item() for name in expected) < 1e-12
     held = sum(p.to_local().numel() for p in model.parameters())
     assert held <= sum(p.numel() for p in reference.parameters()) / axis.size * 1.35
+
+
+@on_ranks(2)
+def test_a_parameter_is_cut_where_parts_are_equal_and_else_where_it_is_longest():
+    axis = tulle.init(data=-1)["data"]
+    of_shapes = {(5, 4): 1, (4, 6): 1, (6, 4): 0, (5, 3): 0, (3, 7, 2): 2, (2,): 0, (1, 1): None, (0, 4): None}
+    cuts = {shape: Shard.of(torch.empty(shape), axis) for shape in of_shapes}
+    assert {shape: cut and cut.dim for shape, cut in cuts.items()} == of_shapes
 
 
 @on_ranks(2)

@@ -26,6 +26,7 @@ from tulle.memory import (
     repeated,
     share_out,
 )
+from tulle.memory.recompute import _undominated
 
 
 def kept_bytes(model, x):
@@ -183,6 +184,16 @@ def test_no_other_choice_frees_enough_in_less_time(sizes, free_bytes):
         return
     assert sum(cost.saved_bytes for cost in chosen) >= free_bytes
     assert sum(c.forward_s for c in chosen) == min(sum(c.forward_s for c in some) for some in enough)
+
+
+def test_of_layers_that_are_alike_one_choice_of_each_number_is_weighed():
+    """Else as many choices are weighed as there are subsets."""
+    alike = [(1.0, 5, (name,)) for name in "abc"]
+    assert list(_undominated([(0.0, 0, ()), *alike, (2.0, 5, ("d",)), (2.0, 9, ("e",))])) == [
+        (0.0, 0, ()),
+        alike[0],
+        (2.0, 9, ("e",)),
+    ]
 
 
 @on_ranks(2)

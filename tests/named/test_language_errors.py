@@ -183,6 +183,10 @@ def test_a_parameter_must_be_initialized_where_it_is_used():
             lambda: tn.wrap(torch.nn.Linear(8, 3), d, heads)(ones(d)),
             "Linear gave a tensor of shape (3,), expected (4,)",
         ),
+        (
+            lambda: tn.wrap(torch.nn.ReLU(), d, d)(ones(batch, heads)),
+            "wrap was given dimension d_model=8, but the tensor has (batch=4, heads=4): name one of these",
+        ),
         (lambda: tn.concat([ones(d), ones(d)], [d, d], heads), "cannot give heads=4"),
         (lambda: tn.gather(ones(d, heads), ones(batch), d), "expected integers without that dimension"),
         (lambda: tn.dropout(ones(d), 1.0), "dropout was given the share 1.0"),

@@ -260,6 +260,23 @@ def test_a_checkpoint_of_other_sizes_is_refused_by_name(sizes, shape, tmp_path):
 
 
 @on_ranks(2)
+def test_a_checkpoint_of_a_larger_model_is_refused_by_what_it_has_besides(tmp_path):
+    def model(*names):
+        made = tn.Module()
+        for name in names:
+            setattr(made, name, tn.param(*tn.dims(vocab=12, d_model=4)))
+        return made.init()
+
+    with tn.use(tulle.init(data=2), "vocab:data"):
+        large, small = model("first", "second"), model("first")
+        tn.save(tmp_path / "saved", large, torch.optim.Adam(large.parameters()))
+        before = small.first.detach().local.clone()
+        with pytest.raises(CheckpointError, match=r"has 'model\.second' besides, which the model has not"):
+            tn.load(tmp_path / "saved", small)
+        assert torch.equal(small.first.detach().local, before)
+
+
+@on_ranks(2)
 def test_a_checkpoint_that_a_rank_does_not_see_is_refused_on_all(tmp_path):
     mesh = tulle.init(data=-1)
     with tn.use(mesh, "batch:data"):

@@ -50,6 +50,13 @@ def test_it_does_not_say_of_a_plan_that_none_is_faster_if_the_runner_up_is():
     assert not any("no plan is faster" in line for line in found.explain())
 
 
+def test_it_does_not_say_when_rows_are_told_where_nobody_is_there_to_be_told():
+    profile = profile_of(1, ranks=2)
+    space = replace(SPACE, schemes={table.name: "rows" for table in profile.tables if table.is_sparse})
+    told = [best_plan(profile, cluster_of(hosts), space=space).explain() for hosts in (1, 2)]
+    assert ["rows of split tables are told" in one for one in told] == [False, True]
+
+
 def test_a_profile_in_which_nothing_takes_time_is_refused():
     cluster = cluster_of(2)
     piece = ModuleProfile("all", 0.0, 0.0)

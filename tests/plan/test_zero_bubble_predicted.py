@@ -7,6 +7,7 @@ from torch import nn
 import tulle
 from tulle.cost import Network
 from tulle.memory import Memory
+from tulle.pipeline.schedule import kept_at_once
 from tulle.plan import Plan, Space, best_plan
 from tulle.plan.lower import lower
 from tulle.plan.moving import on_machine
@@ -79,6 +80,24 @@ def test_all_that_is_put_off_is_done_and_no_more_is_kept_than_the_first_rank_hol
             most = max(most, kept)
         assert kept == pytest.approx(0.0)
         assert most <= RANKS + 1e-6
+
+
+def test_a_rank_begins_none_while_it_keeps_as_many_as_the_run_time_lets_it():
+    """With stages of unequal length what is put off waits long, in several micro-batches at once."""
+    forward_s, backward_s, put_off_s = (0.5, 2.0, 0.5, 1.0), (1.0, 1.0, 4.0, 2.0), (0.0, 0.9, 2.0, 1.8)
+    found = turns("zb-h1", forward_s, backward_s, RANKS, 8, put_off_s)
+    most_of = []
+    for stage in range(RANKS):
+        held, most, owed = 0, 0, {}
+        for turn in (turn for turn in found if turn.stage == stage):
+            if turn.weights:
+                owed[turn.micro_batch] -= turn.weights
+            else:
+                held += -1 if turn.is_backward else 1
+                owed |= {turn.micro_batch: 1.0} if turn.is_backward and put_off_s[stage] else {}
+            most = max(most, held + sum(left > 1e-6 for left in owed.values()))
+        most_of.append(most)
+    assert max(most_of) == kept_at_once("zb-h1", 0, RANKS, RANKS, 8)
 
 
 def test_what_is_put_off_and_shorter_than_a_clock_tells_is_done():

@@ -235,6 +235,17 @@ def test_states_of_two_models_on_one_axis_share_a_thread_so_that_their_exchanges
     assert len(threads) == 1
 
 
+@on_ranks(2)
+def test_models_on_other_processes_have_another_state():
+    """The twins of `DDPState`: what is registered with a process group alone."""
+    axis = tulle.init(data=-1)["data"]
+    alone = [dist.new_group([rank]) for rank in axis.ranks][axis.rank]
+    assert _state_of(alone) is _state_of(alone)
+    assert _state_of(alone)._axis.size == 1
+    assert _state_of(None) is _state_of(dist.group.WORLD)
+    assert _state_of(None)._axis.size == 2
+
+
 def test_a_process_group_that_was_destroyed_leaves_no_thread_behind():
     for _ in range(3):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -89,6 +89,23 @@ def test_the_check_names_what_a_wrong_factory_breaks():
         tensor_parallel.apply(model, axis, check=True)
 
 
+@on_ranks(2)
+def test_the_check_is_without_dropout_and_leaves_the_model_in_training():
+    model = nn.Sequential(nn.Linear(6, 10), nn.Dropout(0.5), nn.Linear(10, 6)).double()
+    chosen = {"0": "column", "2": "row"}
+    tensor_parallel.apply(model, model_axis(), select=chosen, sample=numbers(5, 6, seed=0), check=True)
+    assert all(module.training for module in model.modules())
+
+
+@on_ranks(2)
+def test_a_state_is_of_parts_within_the_context_and_whole_after_it():
+    model = nn.Sequential(nn.Linear(6, 10))
+    tensor_parallel.apply(model, model_axis(), select={"0": "column"})
+    with tensor_parallel.state_of_parts():
+        assert model.state_dict()["0.weight"].shape == (5, 6)
+    assert model.state_dict()["0.weight"].shape == (10, 6)
+
+
 @on_ranks(2, 3)
 def test_a_state_is_whole_and_can_be_loaded_whole():
     axis = model_axis()

@@ -155,7 +155,7 @@ def _check_there(path: Path) -> None:
 
 
 def _check_alike(path: Path, state: Mapping[str, torch.Tensor], stored: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that lacks something, or has it in another shape, of which torch tells by a traceback.
+    """Refuse a checkpoint that lacks something, has it in another shape, or has more of a model than this one.
 
     Raises:
         CheckpointError: Naming the first such thing.
@@ -169,6 +169,10 @@ def _check_alike(path: Path, state: Mapping[str, torch.Tensor], stored: Mapping[
                 f"the checkpoint at {path} has {name!r} of shape {there}, the model of {here}: it is of another model; "
                 "build this one with the sizes, and the order of dimensions, of that one"
             )
+    if besides := sorted(name for name in stored if name.startswith("model.") and name not in state):
+        raise CheckpointError(
+            f"the checkpoint at {path} has {besides[0]!r} besides, which the model has not: it is of another model"
+        )
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

@@ -142,7 +142,10 @@ def param(
 
 
 def ones(*dims: Dim, dtype: torch.dtype | None = None) -> Parameter:
-    """Declare a parameter that begins as ones, such as the gain of a norm."""
+    """Declare a parameter that begins as ones, such as the gain of a norm. Arguments as for `param`.
+
+    One that begins as zeros, such as a bias, is `param(..., std=0)`: `zeros` makes numbers that are not trained.
+    """
     check_once(as_dims(dims), "ones")
     return Parameter(dims, None, dtype)
 

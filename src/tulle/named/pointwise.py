@@ -129,14 +129,14 @@ def range(dim: Dim, *, dtype: torch.dtype = torch.int64) -> Tensor:
 
 
 def full(dims: Dim | Sequence[Dim], value: Scalar, *, dtype: torch.dtype | None = None) -> Tensor:
-    """One value everywhere."""
+    """One value everywhere, under the layout in force; not trained."""
     scope, dims = current(), as_dims(dims)
     scope.axes(dims, "full")
     return Tensor(torch.full(scope.local_shape(dims), value, dtype=dtype, device=scope.device), dims)
 
 
 def zeros(dims: Dim | Sequence[Dim], *, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros."""
+    """Zeros, which are not trained: a parameter that begins as zeros is `param(..., std=0)`."""
     return full(dims, 0.0, dtype=dtype)
 
 
