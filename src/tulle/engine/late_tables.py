@@ -13,7 +13,7 @@ Source: Li et al., *EmbRace* (ICPP'22), vertical scheduling.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -143,20 +143,19 @@ class _Rows:
         kind: Of the part.
         prior: What has come.
         delayed: What is on the way.
-        let_pass: To be set when delayed rows need not let others pass any more.
+        let_pass: To be set when delayed rows need not let others pass any more; none are left when those have.
         axis: Whose ranks hold the table.
     """
 
     kind: Kind
     prior: MeanRows
     delayed: Pushes
-    let_pass: Sequence[threading.Event]
+    let_pass: list[threading.Event]
     axis: Axis
 
     def whole(self) -> MeanRows:
-        if not self.delayed.is_over:
-            for others in self.let_pass:
-                others.set()
+        for others in [*self.let_pass]:
+            others.set()
         delayed = MeanRows.of(self.delayed.result()[self.kind.number], self.kind, self.axis)
         return self.prior.together(delayed)
 

@@ -114,9 +114,13 @@ class Parcel:
         pairs = [pair for some in zip(self.tables, came, strict=True) for pair in zip(*some, strict=True)]
         return {number: part for number, part in pairs if number is not None}
 
-    def push_after(self, others: Sequence[threading.Event], axis: Axis) -> dict[int, Pushed]:
-        """The same, when others have passed, or after a while: a rank that they wait for may be waiting for this."""
+    def push_after(self, others: list[threading.Event], axis: Axis) -> dict[int, Pushed]:
+        """The same, when others have passed, or after a while: a rank that they wait for may be waiting for this.
+
+        Of the others none are left when they have.
+        """
         last_s = now_s() + _LONGEST_WAIT_S
-        for one in others:
-            one.wait(max(0.0, last_s - now_s()))
+        while others:
+            others[0].wait(max(0.0, last_s - now_s()))
+            others.pop(0)
         return self.push(axis, "delayed rows")

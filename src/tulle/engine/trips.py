@@ -83,7 +83,7 @@ class Delay:
     following: Trip
     way: Way
     divisions: Job[list[Division]]
-    let_pass: Sequence[threading.Event]
+    let_pass: list[threading.Event]
 
 
 class Trip:
@@ -201,7 +201,7 @@ class Trip:
 
         divisions = self._way.background.submit(work)
         # Where threads take turns these would hold up whom they wait for: there all go in the order of submits.
-        let_pass = () if later.background.takes_turns else (following.may_pass, are_replicas_read)
+        let_pass = [] if later.background.takes_turns else [following.may_pass, are_replicas_read]
         self.delay = Delay(following, later, divisions, let_pass)
 
     def begin_fetch(self) -> None:
