@@ -33,15 +33,19 @@ def compile_guard(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What two ranks saw."""
-    folder = tmp_path_factory.mktemp("emulated")
+    return told_by("emulated_rank.py", 2, tmp_path_factory.mktemp("emulated"))
+
+
+def told_by(program: str, ranks: int, folder: Path) -> list[dict]:
+    """What each rank of a program beside this file wrote last."""
     shared = {
         "TULLE_EMULATED_GUARD": str(compile_guard(folder)),
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src")]),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--redirects=3"]
-    command += [f"--log-dir={folder}", str(HERE / "emulated_rank.py")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += ["--redirects=3", f"--log-dir={folder}", str(HERE / program)]
     ended = subprocess.run(command, env={**os.environ, **shared}, timeout=240, check=False)
     logs = sorted(folder.rglob("stderr.log"))
     assert ended.returncode == 0, "\n".join(path.read_text()[-3000:] for path in logs)
@@ -90,3 +94,11 @@ def test_the_host_waits_for_the_device_no_more_than_it_must(told, plan, in_front
 
 def test_ranks_that_save_memory_have_one_loss(told):
     assert told[0]["memory"] == told[1]["memory"]
+
+
+def test_replicas_of_stages_with_tables_wait_for_nobody_for_ever(tmp_path):
+    told = told_by("emulated_stages_rank.py", 4, tmp_path)
+    assert len(told) == 4
+    for one in told:
+        assert max(one["replicas"], one["rows"]) < 1e-12
+        assert not one["races"]
