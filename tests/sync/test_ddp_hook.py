@@ -54,6 +54,11 @@ def expected(ranks: int, step: int) -> list[Tensor]:
     return [parameter.grad.to_dense() for parameter in model.parameters()]
 
 
+def check_gradients(model: nn.Module, wanted: list[Tensor]) -> None:
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad.to_dense(), gradient, rtol=1e-12, atol=1e-14)
+
+
 @on_ranks(1)
 def test_alone_a_process_takes_its_gradients_as_they_are_and_starts_no_thread():
     tulle.init(data=-1)
@@ -85,8 +90,7 @@ def test_gradients_are_those_of_one_process_with_and_without_packets(monkeypatch
         for step in range(7):
             model.zero_grad()
             model(ids_of(axis.rank, step)).backward()
-            for parameter, gradient in zip(model.parameters(), expected(axis.size, step), strict=True):
-                torch.testing.assert_close(parameter.grad.to_dense(), gradient, rtol=1e-12, atol=1e-14)
+            check_gradients(model, expected(axis.size, step))
         heard = gather_values(sent, axis, label="here")
         if is_in_packets:
             assert [len(of_rank) for of_rank in heard] == [6] * axis.size, "three tables in one, from step 1 on"
@@ -134,8 +138,7 @@ def test_an_error_reaches_the_user_as_itself_and_ddp_goes_on(options):
     state.scheme = "balanced"
     state._reductions.clear()
     model(ids_of(axis.rank, 0)).backward()
-    for parameter, gradient in zip(model.parameters(), expected(axis.size, 0), strict=True):
-        torch.testing.assert_close(parameter.grad.to_dense(), gradient, rtol=1e-12, atol=1e-14)
+    check_gradients(model, expected(axis.size, 0))
 
 
 @on_ranks(2)
@@ -150,8 +153,7 @@ def test_where_the_thread_takes_turns_as_on_a_gpu_all_is_done_when_ddp_begins_to
     for step in range(3):
         model.zero_grad()
         model(ids_of(axis.rank, step)).backward()
-        for parameter, gradient in zip(model.parameters(), expected(axis.size, step), strict=True):
-            torch.testing.assert_close(parameter.grad.to_dense(), gradient, rtol=1e-12, atol=1e-14)
+        check_gradients(model, expected(axis.size, step))
 
 
 @on_ranks(2, 3)
@@ -167,9 +169,7 @@ def test_ranks_that_have_no_more_batches_add_nothing_to_the_gradients_of_others(
             left = Reader()
             for rank in range(max(0, step - 2), axis.size):
                 (left(ids_of(rank, step)) / axis.size).backward()
-            for parameter, gradient in zip(model.parameters(), left.parameters(), strict=True):
-                wanted = gradient.grad.to_dense()
-                torch.testing.assert_close(parameter.grad.to_dense(), wanted, rtol=1e-12, atol=1e-14)
+            check_gradients(model, [parameter.grad.to_dense() for parameter in left.parameters()])
 
 
 @on_ranks(2)
@@ -230,8 +230,7 @@ def test_states_of_two_models_on_one_axis_share_a_thread_so_that_their_exchanges
                 model.zero_grad()
             sum(model(ids_of(axis.rank, step)) for model in pair).backward()
             for model in pair:
-                for parameter, gradient in zip(model.parameters(), expected(axis.size, step), strict=True):
-                    torch.testing.assert_close(parameter.grad.to_dense(), gradient, rtol=1e-12, atol=1e-14)
+                check_gradients(model, expected(axis.size, step))
     assert len(threads) == 1
 
 

@@ -10,7 +10,7 @@ from tulle.pipeline.in_place import check_written, put_back, unseen_refused
 from tulle.pipeline.inside import Inside
 from tulle.pipeline.objects import told
 from tulle.pipeline.operation import Call, check_family, check_nested
-from tulle.pipeline.outcome import Outcome, describe, is_own, untrained_of, versions_of, with_marked
+from tulle.pipeline.outcome import Described, Outcome, describe, is_own, untrained_of, versions_of, with_marked
 from tulle.pipeline.randomness import forked_generators, forked_python, forked_torch, seed_of, seed_of_numbers
 from tulle.pipeline.recompute import outside_of_checkpoint
 from tulle.pipeline.values import Values
@@ -48,8 +48,9 @@ class Execution:
         Returns:
             Its outcome, and the leaves of what it gives.
         """
-        if known is not None and outcome is not None and self._is_plain(call, outcome, number, known):
-            return self._again(call, outcome, number)
+        only = None if known is None or known.draws is not False or outcome is None else outcome.only
+        if only is not None and not self._is_by_stage and call.is_plain(self._values.tape, is_first=number == 1):
+            return self._again(call, outcome, only, number)
         is_new = outcome is None or outcome.varies
         call.prepare(self._values.tape, is_first=number == 1, stages=self._holdings.stages if is_new else None)
         if known is None and (target := call.written(outcome)) is not None:
@@ -70,15 +71,12 @@ class Execution:
         self._see(call, natives, seen, values, outcome)
         return seen, values
 
-    def _is_plain(self, call: Call, outcome: Outcome, number: int, known: Known) -> bool:
-        """Whether such a call is known to give one tensor and to do nothing else, and needs nothing around it."""
-        is_known = outcome.only is not None and known.draws is False and not self._is_by_stage
-        return is_known and call.is_plain(self._values.tape, is_first=number == 1)
+    def _again(self, call: Call, outcome: Outcome | None, only: Described, number: int) -> tuple[Outcome, list[Any]]:
+        """Run a module of which it is known that it gives one tensor, and does nothing else.
 
-    def _again(self, call: Call, outcome: Outcome, number: int) -> tuple[Outcome, list[Any]]:
-        """What `run` comes to then, with few calls: behind a module the caches are cold, and each costs what ten do."""
-        only = outcome.only
-        assert only is not None, "it is plain"
+        It is what `run` comes to then, with few calls: behind a module the caches are cold, and each costs what ten do.
+        """
+        assert outcome is not None, "it has the tensor"
         natives = call.natives(self._values, None)
         versions = versions_of(natives)
         args, kwargs = call.arguments(natives)

@@ -17,8 +17,7 @@ from tulle.pipeline.mailbox import Mailbox
 from tulle.pipeline.modes import Mode, Modes
 from tulle.pipeline.outcome import Outcome
 from tulle.pipeline.randomness import seed_of
-from tulle.pipeline.shapes import Shapes, mode, signature
-from tulle.pipeline.shapes import about as about_leaf
+from tulle.pipeline.shapes import Shapes, signature
 from tulle.pipeline.structure import LEAF, Spec, is_atom
 from tulle.pipeline.tape import Walk
 
@@ -91,14 +90,12 @@ class Recent(NamedTuple):
 
     Args:
         found: How it found all modules; of one step.
-        spec: Of its arguments.
         about: All else that its outcome could depend on.
         known: Of such calls.
     """
 
     found: Mode
-    spec: Spec
-    about: tuple[Hashable, ...]
+    about: Hashable
     known: Known
 
 
@@ -158,25 +155,16 @@ class Holdings:
         Of words that are generated one after the other nothing is, if a unit is given an object (a cache of keys and
         values), or one again that is not taken apart, which an earlier call may have filled: all is told at each call.
         """
-        found = self.modes.look(unit.module)
-        twins = _twins(leaves)
-        if not is_in_step or found is None:
-            return self._looked_up(unit, leaves, spec, (objects, twins), is_in_step=is_in_step)
-        about = objects, twins, mode(), *map(about_leaf, leaves)
-        recent = unit.recent
-        if recent is None or recent.found is not found or recent.spec is not spec or recent.about != about:
-            known = self._looked_up(unit, leaves, spec, (objects, twins), is_in_step=True)
-            recent = unit.recent = Recent(found, spec, about, known)
-        return recent.known
-
-    def _looked_up(
-        self, unit: Unit, leaves: Sequence[Any], spec: Spec, given: tuple[Hashable, ...], *, is_in_step: bool
-    ) -> Known:
-        """What is known of calls by all that their outcome can depend on."""
-        facts = self._mode_of(unit)
-        if is_in_step or torch.is_grad_enabled() or (given[0] is None and not self._is_met(unit, leaves)):
-            return self.known(signature((facts, *given), leaves, spec))
-        return replace(self.known(facts), outcome=_TOLD_EACH_TIME)
+        found, recent = self.modes.look(unit.module), unit.recent
+        about = signature((objects, _twins(leaves)), leaves, spec)
+        if found is not None and recent is not None and recent.found is found and recent.about == about:
+            return recent.known
+        mode = self._mode_of(unit)
+        if not (is_in_step or torch.is_grad_enabled()) and (objects is not None or self._is_met(unit, leaves)):
+            return replace(self.known(mode), outcome=_TOLD_EACH_TIME)
+        known = self.known((mode, about))
+        unit.recent = None if found is None else Recent(found, about, known)
+        return known
 
     def after(self, known: Known, what: Hashable) -> Known:
         """What is known of calls once something has come to the unit that it wanted."""

@@ -87,19 +87,18 @@ class Message:
         ((0, 7, 1), tensor([1., 2.]))
     """
 
-    __slots__ = ("_body", "_body_bytes", "_fixed", "size_bytes")
+    __slots__ = ("_body", "_fixed", "size_bytes")
 
     def __init__(self, key: Key, content: object) -> None:
         holds, shape, stride, self._body = _packed(content)
-        self._body_bytes = self._body.nbytes
-        self._fixed = (*key, holds, self._body_bytes, len(shape), *shape, *stride)
-        self.size_bytes = HEADER_BYTES + self._body_bytes
+        self._fixed = (*key, holds, self._body.nbytes, len(shape), *shape, *stride)
+        self.size_bytes = HEADER_BYTES + self._body.nbytes
 
     def write(self, memory: Tensor) -> Tensor:
         """Write a copy into memory: bytes `[HEADER_BYTES + size of the body]`."""
         pack_into(f"={len(self._fixed)}q", memory.numpy().data, 0, *self._fixed)
-        if self._body_bytes:  # whatever the order of dimensions, it is a stretch of memory
-            memmove(memory.data_ptr() + HEADER_BYTES, self._body.data_ptr(), self._body_bytes)
+        if body_bytes := self.size_bytes - HEADER_BYTES:  # whatever the order of dimensions, a stretch of memory
+            memmove(memory.data_ptr() + HEADER_BYTES, self._body.data_ptr(), body_bytes)
         return memory
 
     def bytes(self) -> Tensor:

@@ -27,8 +27,7 @@ _strays = WeakTensorKeyDictionary()
 
 def strays_noted(function: Callable[..., Any], unit: Unit) -> Callable[..., Any]:
     """What runs a placed module, and notes what is made in it if the user has put hooks on modules within."""
-    inner = ((name, one) for name, one in unit.within if one._forward_hooks or one._forward_pre_hooks)
-    hooked = [name for name, one in inner if is_hooked(one)]
+    hooked = [name for name, one in unit.within if is_hooked(one)] if unit.has_inner_hooks else []
     if not hooked or unit.compiled is not None:
         return function
     where = unit.name, ", ".join(map(repr, hooked[:4])) + (", ..." if hooked[4:] else "")

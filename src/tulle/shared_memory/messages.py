@@ -147,11 +147,11 @@ class Connection:
 
     def await_message(self) -> None:
         """Wait, for however long, until a message is there, or none will come any more."""
-        self._poll(select.POLLIN, None)
+        self._await(select.POLLIN)
 
     def await_room(self) -> None:
         """Wait, for however long, until there is room for another message, or nobody to take it."""
-        self._poll(select.POLLOUT, None)
+        self._await(select.POLLOUT)
 
     def forget(self, slot: int) -> None:
         """Let go of the other's memory of this number; it lasts as long as a tensor in it."""
@@ -206,10 +206,10 @@ class Connection:
             return number, None, self._carried[:length] if length else _EMPTY
         return number, slot, self._known[slot][offset : offset + length]
 
-    def _poll(self, event: int, timeout_ms: int | None) -> bool:
+    def _await(self, event: int) -> None:
         poll = select.poll()
         poll.register(self._socket, event)
-        return bool(poll.poll(timeout_ms))
+        poll.poll()
 
     def _take(self, how: int) -> tuple[int, list[tuple[int, int, bytes]], int, Any]:
         return self._socket.recvmsg_into([self._buffer], _DESCRIPTOR_BYTES, socket.MSG_CMSG_CLOEXEC | how)
