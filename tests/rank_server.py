@@ -22,5 +22,6 @@ OFTEN = (
     "tulle.named",
     "transformers.models.gpt2.modeling_gpt2",
 )
-for name in (*NEEDED, *(OFTEN if os.environ.get("TULLE_TESTS_MANY") else ())):
+IS_MANY = os.environ.get("TULLE_TESTS_MANY") and not os.environ.get("TULLE_TEST_DEVICE")  # some begin with CUDA
+for name in (*NEEDED, *(OFTEN if IS_MANY else ())):
     importlib.import_module(name)

@@ -59,6 +59,22 @@ def test_gaps_and_repeats_in_memory_do_not_travel(tensor):
     assert passed_on(tensor).equal(tensor)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.bool], ids=str)
+def test_an_announcement_says_what_room_the_numbers_need(dtype):
+    tensor = torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1).to(dtype)
+    message = Message((Kind.VALUE, 7, 1), tensor)
+    announced = message.announcement().bytes()
+    assert announced.numel() == HEADER_BYTES
+    header = decode_header(announced)
+    assert header.message_bytes == HEADER_BYTES
+    assert decode(header, announced[HEADER_BYTES:], CPU) is header
+    empty, raw = header.room(CPU)
+    assert not empty._is_view()  # it may be written in place, whatever made it
+    raw.copy_(message.bytes()[HEADER_BYTES:])
+    assert empty.equal(tensor)
+    assert empty.stride() == tensor.stride()
+
+
 def test_conjugates_and_negatives_travel_as_numbers():
     tensor = torch.tensor([1 + 2j, 3 - 4j])
     assert passed_on(tensor.conj()).equal(torch.tensor([1 - 2j, 3 + 4j]))

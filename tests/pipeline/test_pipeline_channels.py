@@ -3,11 +3,13 @@
 import os
 
 import pytest
+import torch.distributed as dist
 from pipeline_networks import Branches, Chain, TiedEnds, Translator, compare, make, spread
 
 import tulle
 from rank_process import patches
 from ranks import on_ranks
+from tulle.pipeline import through_nccl
 from tulle.pipeline.mailbox import mailbox_of
 from tulle.pipeline.through_gloo import ThroughGloo
 from tulle.pipeline.through_memory import ThroughMemory
@@ -31,3 +33,13 @@ def test_the_last_of_three_stages_is_on_another_host():
         for schedule in ("1f1b", "zb-h1"):
             assignment = spread(make(kind), mesh.size)
             assert compare(kind, mesh, assignment, schedule=schedule, micro_batches=5) < TOLERANCE, kind.__name__
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@on_ranks(3)
+def test_one_rank_can_keep_all_from_sending_by_nccl(rank):
+    patches.setattr(through_nccl, "backend_of", lambda group, device_type: "nccl")  # which gloo cannot be taken for
+    if dist.get_rank() == rank:
+        patches.setenv(through_nccl.SWITCH, "0")
+    channels = mailbox_of(tulle.init(pipe=-1)["pipe"])._channels
+    assert {type(channel) for channel in channels.values()} <= {ThroughMemory, ThroughGloo}

@@ -10,6 +10,7 @@ from tulle.mesh import Axis
 from tulle.pipeline.channel import Channel
 from tulle.pipeline.through_gloo import ThroughGloo, await_readers, have_read
 from tulle.pipeline.through_memory import ThroughMemory
+from tulle.pipeline.through_nccl import by_nccl
 from tulle.process_groups import new_group
 from tulle.shared_memory import one_way
 
@@ -21,7 +22,7 @@ def channels_of(axis: Axis) -> dict[int, Channel]:
     """A channel to each other rank of an axis, by its rank, ascending. Every rank of the axis must call it."""
     if axis.size == 1:
         return {}
-    # Always gloo: a receiver does not know what comes next, which nccl wants it to. Bodies go through the CPU.
+    # Always gloo: a receiver does not know what comes next, which nccl wants it to.
     group = new_group(axis.ranks, _PATIENT_S, purpose=f"{axis.name}, messages", backend="gloo")
     lane = replace(axis, group=group, lanes={}, measured=[], kept={})
     have_read(lane.ranks)  # they have come to here, and have read what they wanted of earlier meshes
@@ -31,8 +32,9 @@ def channels_of(axis: Axis) -> dict[int, Channel]:
         ends = one_way(group, axis.ranks, axis.timeout_s)
     except OSError as error:
         raise CommunicationError(f"rank {axis.rank} of axis {axis.name!r} does not reach another: {error}") from error
-    return {
+    channels: dict[int, Channel] = {
         place: ThroughMemory(lane, *ends[rank]) if rank in ends else ThroughGloo(lane, place)
         for place, rank in enumerate(axis.ranks)
         if place != axis.rank
     }
+    return by_nccl(axis, channels, lane, _PATIENT_S)

@@ -27,6 +27,7 @@ from tulle.mesh import Axis, will_wait
 from tulle.pipeline.bell import Bell
 from tulle.pipeline.channels import channels_of
 from tulle.pipeline.messages import Key, Kind, Message
+from tulle.pipeline.through_nccl import Arriving
 
 _SENDS_KEPT = 2
 """Sends to one rank that may be under way within a step; the memory of older ones is waited for, and given back."""
@@ -92,6 +93,8 @@ class Mailbox:
         """The content of a message that is there."""
         with self._lock:
             content = self._messages.pop(key)
+        if isinstance(content, Arriving):
+            return content.taken()
         if isinstance(content, Tensor):
             used_here(content)  # a thread that listens has brought it to the device
         return content

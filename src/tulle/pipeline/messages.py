@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from copy import copy
 from ctypes import memmove
 from dataclasses import dataclass
 from enum import IntEnum
@@ -43,6 +44,8 @@ _DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.d
 _NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _NOTHING, _PICKLED = -1, -2
 """Stand where else a dtype's number does."""
+_APART = 1 << 16
+"""Is added to a dtype's number if the numbers do not come with the message."""
 _FIXED = Struct("=6q")
 """The key, what the body holds, its bytes and dimensions; lengths and strides of these follow."""
 
@@ -70,6 +73,11 @@ class Header:
         """Of both."""
         return HEADER_BYTES + self.body_bytes
 
+    def room(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """An empty tensor of which this announces the numbers, and its memory: bytes, each once."""
+        empty = torch.empty_strided(self.shape, self.stride, dtype=_DTYPES[self.holds - _APART], device=device)
+        return empty, _raw(empty)
+
 
 # Between two messages a rank computes, so that each finds the caches of the processor cold, where an operation of torch
 # takes 20 to 40 us: there are few of them here.
@@ -87,19 +95,36 @@ class Message:
         ((0, 7, 1), tensor([1., 2.]))
     """
 
-    __slots__ = ("_body", "_fixed", "size_bytes")
+    __slots__ = ("_apart", "_body", "_fixed", "size_bytes")
 
     def __init__(self, key: Key, content: object) -> None:
         holds, shape, stride, self._body = _packed(content)
         self._fixed = (*key, holds, self._body.nbytes, len(shape), *shape, *stride)
         self.size_bytes = HEADER_BYTES + self._body.nbytes
+        self._apart: Tensor | None = None
 
     def write(self, memory: Tensor) -> Tensor:
-        """Write a copy into memory: bytes `[HEADER_BYTES + size of the body]`."""
+        """Write a copy into memory of the CPU: bytes `[HEADER_BYTES + size of the body]`."""
         pack_into(f"={len(self._fixed)}q", memory.numpy().data, 0, *self._fixed)
         if body_bytes := self.size_bytes - HEADER_BYTES:  # whatever the order of dimensions, a stretch of memory
+            if not self._body.is_cpu:
+                self._body = self._body.cpu()
             memmove(memory.data_ptr() + HEADER_BYTES, self._body.data_ptr(), body_bytes)
         return memory
+
+    def on_device(self) -> Tensor | None:
+        """A copy of the numbers on their GPU: bytes, as they lie in memory; None if they are on none."""
+        if self._apart is None and self._body.is_cuda and self._body.numel():
+            self._apart = _raw(self._body.detach().clone())
+        return self._apart
+
+    def announcement(self) -> Message:
+        """A message that says all but the numbers, which come by another way."""
+        told = copy(self)
+        key, (holds, _, *form) = self._fixed[:3], self._fixed[3:]
+        told._fixed = (*key, holds + _APART, 0, *form)
+        told.size_bytes = HEADER_BYTES
+        return told
 
     def bytes(self) -> Tensor:
         """A copy in memory of its own."""
@@ -115,7 +140,12 @@ def decode_header(message: Tensor) -> Header:
 
 
 def decode(header: Header, body: Tensor, device: torch.device) -> object:
-    """The content of a message; a tensor lies in the memory of its body, if it is to be on the CPU."""
+    """The content of a message, or the header, if it comes apart.
+
+    A tensor lies in the memory of its body, if it is to be on the CPU.
+    """
+    if header.holds >= _APART:
+        return header
     if header.holds == _NOTHING:
         return None
     if header.holds == _PICKLED:
@@ -138,12 +168,17 @@ def _packed(content: object) -> tuple[int, tuple[int, ...], tuple[int, ...], Ten
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The same numbers on the CPU, as they lie in a stretch of memory."""
+    """The same numbers, as they lie in a stretch of memory."""
     if tensor.is_conj() or tensor.is_neg():  # its memory holds other numbers
         tensor = tensor.resolve_conj().resolve_neg()
-    if not tensor.is_cpu:
+    if not (tensor.is_cpu or tensor.is_cuda):
         tensor = tensor.detach().cpu()
     return tensor if is_dense(tensor) else tensor.detach().contiguous()
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    """The stretch of memory that a tensor fills, as bytes."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def is_dense(tensor: Tensor) -> bool:

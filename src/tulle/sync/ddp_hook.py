@@ -193,8 +193,14 @@ def _dense_mean(gradient: Tensor, axis: Axis) -> torch.futures.Future[Tensor]:
 
 def _done(gradient: Tensor) -> torch.futures.Future[Tensor]:
     future = _future_on(gradient.device)
-    future.set_result(gradient)
+    _give(future, gradient)
     return future
+
+
+def _give(future: torch.futures.Future[Tensor], gradient: Tensor) -> None:
+    """Be done with a gradient as it is; on a GPU torch wants to see its rows, which it can if each is there once."""
+    is_sparse = gradient.layout != torch.strided
+    future.set_result(gradient.coalesce() if is_sparse and gradient.is_cuda else gradient)
 
 
 def _future_on(device: torch.device) -> torch.futures.Future[Tensor]:
@@ -209,7 +215,7 @@ def _reduce(gradients: list[_Waiting], means: _Means, errors: list[Exception]) -
     except Exception as error:
         errors.append(error)
         for one in gradients:
-            one.future.set_result(one.gradient)
+            _give(one.future, one.gradient)
 
 
 def _nothing() -> None:
