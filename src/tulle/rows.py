@@ -194,13 +194,17 @@ class Merge:
             values: Of the stored rows.
             are_long: Whether a row may be stored very often, as words are looked up: a GPU sums such runs in pieces.
         """
+        return self.wide_sum(values, are_long=are_long).to(values.dtype)
+
+    def wide_sum(self, values: Tensor, *, are_long: bool = False) -> Tensor:
+        """As `sum`, with sums of half-precision values in float32: their mean may be finite where they are not."""
         if len(self.rows) == len(self.order):
             return values.index_select(0, self.order)
         is_half = values.dtype in (torch.float16, torch.bfloat16)
         wide = values.float() if is_half else values.contiguous()
         if are_long and values.is_cuda and len(self.order) >= _PIECE * _PIECE:
-            return self._sum_of_pieces(wide, _PIECE).to(values.dtype)
-        return F.embedding_bag(self.order, wide, self.starts, mode="sum").to(values.dtype)
+            return self._sum_of_pieces(wide, _PIECE)
+        return F.embedding_bag(self.order, wide, self.starts, mode="sum")
 
     def _sum_of_pieces(self, values: Tensor, length: int) -> Tensor:
         """As `sum`, in two passes: a GPU adds up a run in one thread a column, and all wait for the longest.

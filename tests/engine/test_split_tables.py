@@ -196,3 +196,14 @@ def test_bytes_of_tables_that_travel_as_one_count_by_their_rows(placement):
         optimizer.step()
     many, few = sent["many.weight"].bytes_sent, sent["few.weight"].bytes_sent
     assert 9 < many / few < 11
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("is_sparse", [True, False])
+@pytest.mark.parametrize("placement", ["rows", "columns"])
+def test_a_mean_in_half_precision_is_finite_where_the_sum_is_not(placement, is_sparse):
+    mesh = tulle.init(data=-1)
+    words = nn.Embedding(models.WORDS, models.WIDTH, sparse=is_sparse, dtype=torch.float16)
+    tulle.distribute(words, torch.optim.SGD(words.parameters(), lr=1e-4), mesh, plan={"weight": placement})
+    words(torch.arange(models.WORDS)).mul(30_000).sum().backward()
+    assert words.weight.grad.to_dense().abs().max() == 30_000

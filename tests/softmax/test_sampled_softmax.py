@@ -126,6 +126,52 @@ def test_under_autocast_the_loss_is_float32():
     assert softmax.table.weight.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize(("states", "targets"), [(1, 5), (5, 1), (6, 5)])
+def test_one_target_for_each_state_is_asked_for_in_training_too(states, targets):
+    softmax, hidden, target = layer()
+    message = rf"hidden states of shape \[{states}, 5\] and targets of shape \[{targets}\].*: one target for each state"
+    with pytest.raises(ModelError, match=message):
+        softmax(hidden[:states], target[:targets])
+
+
+class Scaled(nn.Embedding):
+    """Word vectors as translation models scale them."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 3
+
+
+@pytest.mark.parametrize("table", [Scaled(ROWS, WIDTH), nn.Embedding(ROWS, WIDTH, scale_grad_by_freq=True)])
+def test_a_table_whose_lookups_are_not_its_rows_is_refused(table):
+    with pytest.raises(ModelError, match=r"given as table .*: training would not be .*a plain nn.Embedding"):
+        SampledSoftmax(table, samples=SAMPLES)
+
+
+@on_ranks(2)
+def test_a_plain_table_takes_the_rows_of_one_that_scales_them():
+    class Model(LanguageModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = Scaled(ROWS, WIDTH, sparse=True, padding_idx=0)
+            self.softmax.table.weight = self.words.weight
+
+    mesh = tulle.init(data=-1)
+    torch.manual_seed(2)
+    model, reference = Model().double(), Model().double()
+    reference.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.Adagrad(one.parameters(), lr=0.1) for one in (model, reference)]
+    tulle.distribute(model, optimizers[0], mesh, plan="rows")
+    for batch in torch.randint(ROWS, (3, 6, 4), generator=torch.Generator().manual_seed(5)):
+        for one, optimizer, share in zip(
+            (model, reference), optimizers, (batch.chunk(mesh.size)[mesh.rank], batch), strict=True
+        ):
+            one(share).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in tulle.full_state_dict(model, everywhere=True).items():
+        torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-12, atol=1e-12)
+
+
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_ranks_train_as_one_process_on_the_concatenated_batch(is_tied):

@@ -70,7 +70,7 @@ class MeanRows:
             is_held = pushed.lookups > 0
             if not bool(is_held.all()):
                 places, values = places[is_held], values[is_held]
-        return MeanRows(places, values.to(kind.dtype).div_(axis.size))
+        return MeanRows(places, values.div_(axis.size).to(kind.dtype))
 
     def together(self, other: MeanRows) -> MeanRows:
         """With other rows, none of which is among these."""

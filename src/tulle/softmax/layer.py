@@ -70,7 +70,7 @@ class SoftmaxLayer(nn.Module, ABC):
         """
         weight, bias, shard = self._here("exact_loss")
         is_counted, rows = self._counted(target)
-        error = self._check_hidden(hidden) or self._check_target(hidden, target, rows)
+        error = self._check_hidden(hidden) or self._check_shapes(hidden, target) or self._check_target(target, rows)
         tokens = Tokens.agree(len(rows), error, shard.axis(), label=shard.label, are_trained=hidden.requires_grad)
         terms = Terms(
             shard,
@@ -170,12 +170,15 @@ class SoftmaxLayer(nn.Module, ABC):
             f"width {weight.shape[1]} in {weight.dtype}: cast them, or use torch.autocast"
         )
 
-    def _check_target(self, hidden: Tensor, target: Tensor, rows: Tensor) -> ModelError | None:
-        if hidden.shape[:-1] != target.shape:
-            return ModelError(
-                f"{type(self).__name__} was given hidden states of shape {list(hidden.shape)} and targets of shape "
-                f"{list(target.shape)}, expected [..., width] and [...]: one target for each state"
-            )
+    def _check_shapes(self, hidden: Tensor, target: Tensor) -> ModelError | None:
+        if hidden.shape[:-1] == target.shape:
+            return None
+        return ModelError(
+            f"{type(self).__name__} was given hidden states of shape {list(hidden.shape)} and targets of shape "
+            f"{list(target.shape)}, expected [..., width] and [...]: one target for each state"
+        )
+
+    def _check_target(self, target: Tensor, rows: Tensor) -> ModelError | None:
         if target.is_floating_point() or target.is_complex():
             return ModelError(
                 f"{type(self).__name__} was given targets in {target.dtype}, expected class numbers in int64"

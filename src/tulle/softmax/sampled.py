@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tulle.errors import ModelError
 from tulle.softmax.layer import Reduction, SoftmaxLayer
 from tulle.softmax.negatives import LogUniform
+from tulle.tables import has_own_forward
 
 _NOT_RUNNING = -1
 """In place of a backward's number, where there is none."""
@@ -22,7 +23,8 @@ class SampledSoftmax(SoftmaxLayer):
     drawn, and however `tulle.distribute` keeps that table, replicated or split, only those travel.
 
     Args:
-        table: `[num_rows, width]`, of its own or the model's input table; `sparse=True` suits it.
+        table: `[num_rows, width]`, of its own or the model's input table; `sparse=True` suits it. Its lookups are plain
+            ones: the row of a `padding_idx` is scored, but not trained.
         samples: How often a row is drawn; each is kept once.
         ignore_index: A target that does not count.
         reduction: `"mean"` over this rank's targets that count, `"sum"`, or `"none"`.
@@ -32,7 +34,8 @@ class SampledSoftmax(SoftmaxLayer):
         draws: How many times rows were drawn in training, from which those of the next follow.
 
     Raises:
-        ModelError: If the table is no `nn.Embedding`, or `samples` no number above zero.
+        ModelError: If the table is no `nn.Embedding` with the lookup of torch's own, without `scale_grad_by_freq`, or
+            `samples` no number above zero.
 
     Example:
         >>> import torch, tulle
@@ -64,6 +67,12 @@ class SampledSoftmax(SoftmaxLayer):
                 f"SampledSoftmax was given a {type(table).__name__} as table and samples={samples!r}, expected an "
                 "nn.Embedding, which looks up the rows that are drawn, and how many to draw, 1 at least"
             )
+        if has_own_forward(table) or table.scale_grad_by_freq:
+            raise ModelError(
+                f"SampledSoftmax was given as table {table}, which looks up in a way of its own, or scales gradients "
+                "by how often rows are looked up: training would not be for what evaluation scores. "
+                "Give it a plain nn.Embedding of the same shape whose weight is that of this one"
+            )
         self.table = table
         self.sampler = LogUniform(table.num_embeddings, samples)
         self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
@@ -81,10 +90,12 @@ class SampledSoftmax(SoftmaxLayer):
             A number, or `[...]` with reduction "none"; float32 if the products are of half precision.
 
         Raises:
-            ModelError: If it is to draw in backward, where forward is computed again.
+            ModelError: If shapes do not fit, or it is to draw in backward, where forward is computed again.
         """
         if drawn is None and not self.training:
             return self.exact_loss(hidden, target)
+        if (error := self._check_shapes(hidden, target)) is not None:
+            raise error  # else one state would be taken for those of all targets
         is_counted, rows = self._counted(target)
         states = hidden.reshape(-1, hidden.shape[-1])
         states = states if is_counted is None else states[is_counted]

@@ -46,7 +46,7 @@ class Pushed:
 
     Args:
         places: `[rows]` places in this rank's part, ascending.
-        values: `[rows, width]`, or this rank's columns of them.
+        values: `[rows, width]`, or this rank's columns of them; in float32 if they are sums of half-precision values.
         lookups: `[rows]` how often all ranks looked each up, if that was asked for.
     """
 
@@ -263,7 +263,7 @@ def push(
     pushed: list[list[Pushed]] = []
     for b, blocks in enumerate(values_under_way.wait()):
         one = sums[b]
-        values = one.by_table(one.merge.sum(blocks.stacked()))
+        values = one.by_table(one.merge.wide_sum(blocks.stacked()))
         totals: Sequence[Tensor | None] = [None] * len(values)
         if b in heard:
             every = heard[b].stacked().view(-1)[one.merge.order]
