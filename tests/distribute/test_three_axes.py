@@ -142,6 +142,14 @@ def test_an_optimizer_that_needs_wholes_is_refused_where_layers_are_split(name):
         tulle.distribute(model, optimizer, tulle.init(model=-1), plan="densify")
 
 
+@on_ranks(2)
+def test_a_table_that_has_a_scheme_stays_whole_where_layers_are_split():
+    model = nn.Sequential(nn.Embedding(1024, 256), nn.Linear(256, 1024))  # each large enough to be split
+    optimizer = torch.optim.SGD(model.parameters())
+    tulle.distribute(model, optimizer, tulle.init(model=-1), plan={"0.weight": "rows"})
+    assert [list(layer.weight.shape) for layer in model] == [[1024, 256], [512, 256]]
+
+
 class Prodigy(torch.optim.SGD):
     """One of those that look at all gradients at once; tulle does not know it."""
 

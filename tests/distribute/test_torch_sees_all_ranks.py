@@ -52,6 +52,27 @@ def test_the_proxy_is_looked_for_once_a_backward(monkeypatch):
         assert sum(isinstance(p.grad, ProxyGradient) for p in model.parameters()) == 1
 
 
+class Later(nn.Module):
+    """Its first norm is of use in some calls only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.layer = nn.LayerNorm(8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x, is_all):
+        y = self.second(self.layer(x))
+        return y + self.first(x) if is_all else y
+
+
+@on_ranks(2)
+def test_there_is_one_proxy_also_when_a_gradient_before_it_comes_later():
+    mesh, model = tulle.init(model=-1), Later()
+    tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh, plan=Plan(mesh.shape))
+    for is_all in (False, True):
+        model(torch.arange(16.0).view(2, 8), is_all).pow(2).sum().backward()
+        assert sum(isinstance(p.grad, ProxyGradient) for p in model.parameters()) == 1
+
+
 @on_ranks(4)
 def test_clipping_some_parameters_is_tulles_alone():
     reference = build("stack")

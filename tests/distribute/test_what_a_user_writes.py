@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import tulle
 from gigabit import give_cluster
 from ranks import on_ranks
 from tulle import tensor_parallel
+from tulle.distribute import steppers
 from tulle.engine import living_split_tables
 from tulle.errors import ModelError
 from tulle.parts import Part
@@ -382,6 +384,16 @@ class Counts(torch.optim.SGD):
     def step(self, closure=None):
         self.state["steps"] = self.state.get("steps", 0) + 1
         return super().step(closure)
+
+
+@on_ranks(2)
+def test_an_optimizer_that_is_made_later_and_not_known_is_doubted_once():
+    mesh = tulle.init(data=-1)
+    model, _ = make()
+    tulle.distribute(model, Counts(model.parameters(), lr=0.1), mesh, plan="rows")
+    with patch.object(steppers.logger, "warning") as warn:
+        plain_loop(model, Counts(model.parameters(), lr=0.1), batches(mesh.rank, mesh.size))
+    assert [call.args[1] for call in warn.call_args_list] == ["Counts"]
 
 
 @on_ranks(2)

@@ -40,6 +40,17 @@ def drop_one(optimizer: Optimizer) -> None:
     assert optimizer.state.get(first) is None
 
 
+def zero_what_is_or_begin(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for value in optimizer.state.setdefault(parameter, {}).values():
+                value.zero_()
+
+
+def begin_anew(optimizer: Optimizer) -> None:
+    optimizer.state.update({parameter: {} for group in optimizer.param_groups for parameter in group["params"]})
+
+
 def scale_all(optimizer: Optimizer) -> None:
     for state in optimizer.state.values():
         for value in state.values():
@@ -57,6 +68,8 @@ def trained(change: Change, kind: Callable[..., Optimizer], mesh: tulle.Mesh | N
         model(x.chunk(mesh.size)[mesh.rank] if mesh else x).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        if step == 0:
+            assert len(optimizer.state) == 4, "each parameter has been stepped"
         if step == 2:
             assert mesh is None or late_names(model)
             change(optimizer)
@@ -73,7 +86,7 @@ def adam(parameters):
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [momentum, adam])
-@pytest.mark.parametrize("change", [put_anew, clear, zero, drop_one, scale_all])
+@pytest.mark.parametrize("change", [put_anew, clear, zero, drop_one, zero_what_is_or_begin, begin_anew, scale_all])
 def test_a_state_that_is_read_or_changed_is_that_of_one_process(change, kind):
     model, reference = trained(change, kind, tulle.init(data=-1)), trained(change, kind, None)
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):

@@ -127,6 +127,15 @@ def test_what_is_frozen_has_no_masters_and_does_not_travel():
     assert found["shard_optimizer"].sent_bytes == trained_bytes // 2
 
 
+def test_lines_are_of_the_loss_that_is_given():
+    model, sample = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(4, 8)
+    optimizer, options = torch.optim.SGD(model.parameters()), {"loss": lambda y: torch.cat([y] * 16).square().mean()}
+    plain = estimate(model, optimizer, sample, ranks=2, **options)
+    assert plain.peak_bytes > estimate(model, optimizer, sample, ranks=2).peak_bytes
+    for line in lines(model, optimizer, sample, ranks=2, **options):
+        assert line.saving_bytes == plain.peak_bytes - line.estimate.peak_bytes
+
+
 def test_each_option_is_a_line_with_its_saving_and_its_price():
     model, sample = encoder()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -25,6 +25,7 @@ def test_who_asks_for_the_state_of_a_parameter_is_told_where_it_is():
         "get": lambda: optimizer.state.get(model.bias),
         "in": lambda: model.weight in optimizer.state,
         "reset": lambda: optimizer.state.pop(model.weight, None),
+        "read or begin": lambda: optimizer.state.setdefault(model.bias, {}),
         "put anew": lambda: optimizer.state.__setitem__(model.weight, {}),
     }
     for _ in range(3):

@@ -17,7 +17,7 @@ import tulle
 from ranks import on_ranks
 from tulle import pipeline
 from tulle.errors import TulleError
-from tulle.pipeline import recompute
+from tulle.pipeline import recompute, shapes
 from tulle.pipeline.shapes import Shapes
 from tulle.pipeline.structure import flatten
 
@@ -76,6 +76,32 @@ class Detaches(nn.Module):
 @on_ranks(2)
 def test_what_is_detached_in_place_is_so_on_all_ranks():
     worst, _, _ = both(Detaches, {"first": 0, "second": 1, "third": 1}, steps=2)
+    assert worst < 1e-12
+
+
+class Marks(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.requires_grad_())
+
+
+class Marked(nn.Module):
+    """The input of `second` needs a gradient from when that has run."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), Marks(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.first(x).detach()
+        assert not y.requires_grad
+        z = self.second(y)
+        assert y.requires_grad
+        return z + self.first(y * 2)
+
+
+@on_ranks(2)
+def test_what_a_module_makes_need_a_gradient_does_so_on_all_ranks():
+    worst, _, _ = both(Marked, {"first": 0, "second": 1}, steps=2)
     assert worst < 1e-12
 
 
@@ -141,6 +167,16 @@ def test_shapes_of_pools_follow_from_fractions_too():
         leaves, spec = flatten(((torch.zeros(1, 1, 20, 20), 2), {"output_ratio": (ratio, ratio)}))
         outcome = shapes.outcome(F.fractional_max_pool2d, leaves, spec)
         assert outcome.results[0].shape == (1, 1, length, length)
+
+
+@on_ranks(1)
+def test_no_more_than_the_last_shapes_are_remembered(monkeypatch):
+    monkeypatch.setattr(shapes, "_REMEMBERED", 2)
+    known = Shapes()
+    for length in (1, 2, 3, 2):
+        leaves, spec = flatten(((torch.zeros(length),), {}))
+        assert known.outcome(torch.exp, leaves, spec).results[0].shape == (length,)
+    assert [key[2][0][0] for key in known._known] == [(2,), (3,)]
 
 
 @on_ranks(1)

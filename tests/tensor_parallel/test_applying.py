@@ -335,6 +335,11 @@ def test_what_is_dropped_between_layers_that_names_select_leaves_ranks_in_step()
     masks = tulle.comm.gather_values(kept[0].tolist(), axis, label="test")
     assert masks[0] != masks[1], "and what they have parts of, unlike"
     assert not torch.equal(kept[0], kept[1])
+    model[0].share = 2.0
+    with pytest.raises(ValueError, match="dropout probability"):
+        model(numbers(64, 6, seed=0))
+    first, second = tulle.comm.gather_values(torch.get_rng_state().tolist(), axis, label="test")
+    assert first == second, "a forward that fails on its way leaves the shared numbers to all"
 
 
 @on_ranks(2)

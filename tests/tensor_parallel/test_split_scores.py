@@ -10,6 +10,7 @@ from torch.nn import functional
 from ranks import on_ranks
 from tulle import tensor_parallel
 from tulle.errors import ModelError
+from tulle.tensor_parallel.loss import CausalLoss
 
 
 @on_ranks(1, 2, 3, 4)
@@ -30,6 +31,17 @@ def test_cross_entropy_of_split_scores_is_that_of_whole_ones(reduction, smoothin
     assert (part.grad - whole.grad.tensor_split(axis.size, 1)[axis.rank]).abs().max() < 1e-12
     with pytest.raises(ModelError, match=r"scores \[7, 12\] for 7 targets"):
         tensor_parallel.cross_entropy(numbers(7, 12, seed=0), targets, axis, words=11)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("count", [None, 5, torch.tensor(5)])
+def test_the_loss_of_causal_models_is_a_mean_or_is_divided_by_what_the_trainer_counts(count):
+    axis = model_axis()
+    scores, labels = numbers(2, 4, 11, seed=0), ids(2, 4, seed=1, words=11)
+    found = CausalLoss(axis)(scores.tensor_split(2, -1)[axis.rank], labels, 11, num_items_in_batch=count)
+    reduction = "mean" if count is None else "sum"
+    expected = functional.cross_entropy(scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction=reduction)
+    torch.testing.assert_close(found, expected / (count or 1))
 
 
 @on_ranks(2)

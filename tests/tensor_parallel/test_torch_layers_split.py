@@ -105,14 +105,21 @@ def test_dropout_along_sequences_is_that_of_one_process():
 
 
 @on_ranks(2)
-def test_dropout_inside_attention_leaves_ranks_in_step_and_differs_between_them():
+def test_dropout_inside_attention_leaves_ranks_in_step_and_differs_between_them(monkeypatch):
     axis = tulle.init(model=-1)["model"]
     model = tensor_parallel.apply(make(Words, dropout=0.5), axis)
+    seeds, attend = [], functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        functional, "scaled_dot_product_attention", lambda *a: (seeds.append(torch.initial_seed()), attend(*a))[1]
+    )
     torch.manual_seed(1)
     loss = words_loss(model, 0)
     state = torch.get_rng_state()
     gathered = tulle.comm.gather_values((loss.item(), state.tolist()), axis, label="test")
     assert gathered[0] == gathered[1]
+    first, second = tulle.comm.gather_values(seeds, axis, label="test")
+    assert first, "there are layers of attention"
+    assert len({*first, *second}) == 2 * len(first), "no two draw the same numbers, on one rank or on two"
     assert loss.item() != words_loss(model, 0).item()
 
 

@@ -45,6 +45,11 @@ class LateState(defaultdict[Tensor, Any]):
         _make_true(parameter)
         return super().pop(parameter, *default)
 
+    def setdefault(self, parameter: Any, default: Any = None) -> Any:
+        """As of a dictionary."""
+        _make_true(parameter)
+        return super().setdefault(parameter, default)
+
     def __setitem__(self, parameter: Tensor, value: Any) -> None:
         _make_true(parameter)
         super().__setitem__(parameter, value)
@@ -52,6 +57,10 @@ class LateState(defaultdict[Tensor, Any]):
     def __delitem__(self, parameter: Tensor) -> None:
         _make_true(parameter)
         super().__delitem__(parameter)
+
+    def __len__(self) -> int:
+        self._make_all_true()
+        return super().__len__()
 
     def __iter__(self) -> Any:
         self._make_all_true()
@@ -71,6 +80,11 @@ class LateState(defaultdict[Tensor, Any]):
         """As of a dictionary."""
         self._make_all_true()
         return super().items()
+
+    def update(self, *others: Any, **named: Any) -> None:
+        """As of a dictionary."""
+        self._make_all_true()
+        super().update(*others, **named)
 
     def clear(self) -> None:
         """As of a dictionary."""

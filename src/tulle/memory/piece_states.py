@@ -42,6 +42,11 @@ class PieceStates(defaultdict[Tensor, Any]):
         self._check(parameter)
         return super().pop(parameter, *default)
 
+    def setdefault(self, parameter: Any, default: Any = None) -> Any:
+        """As of a dictionary."""
+        self._check(parameter)
+        return super().setdefault(parameter, default)
+
     def __setitem__(self, parameter: Tensor, value: Any) -> None:
         self._check(parameter)
         super().__setitem__(parameter, value)

@@ -33,6 +33,8 @@ def note_marked(call: Call, outcome: Outcome) -> None:
         leaf = call.leaves[number]
         if isinstance(leaf, Placeholder):
             mark(leaf, needs_grad=True)
+            if leaf.local is not None:  # the module may have marked a copy, on another rank
+                leaf.local.requires_grad_()
         else:
             leaf.requires_grad_()
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.structure import Fixed, Spec, rebuild
 
 _REMEMBERED = 8192
+"""Outcomes of so many calls that differ."""
 _UNKNOWN: Any = object()
 GRADIENT = Tensor.grad.__get__  # type: ignore[attr-defined]
 _NUMBERS = (Tensor.__float__, Tensor.__int__, Tensor.__complex__, Tensor.__bool__, Tensor.__index__)
@@ -36,25 +36,13 @@ _BY_VALUE = (
     *(torch.dtype, torch.Size, torch.layout, torch.memory_format),
 )
 """Leaves of which the value counts, not the class alone."""
-T = TypeVar("T")
-
-
-class Remembered(OrderedDict[Hashable, T]):
-    """The values of the last several thousand keys."""
-
-    def remember(self, key: Hashable, value: T) -> T:
-        """Put a value in, and the oldest out if there are too many."""
-        self[key] = value
-        if len(self) > _REMEMBERED:
-            self.popitem(last=False)
-        return value
 
 
 class Shapes:
     """What operations were found to give, by function and by what is known of their arguments."""
 
     def __init__(self) -> None:
-        self._known: Remembered[Outcome | None] = Remembered()
+        self._known: dict[Hashable, Outcome | None] = {}
 
     def outcome(self, function: Callable[..., Any], leaves: Sequence[Any], spec: Spec) -> Outcome | None:
         """What a function gives, or None if that depends on values.
@@ -67,7 +55,11 @@ class Shapes:
         fractions = [leaf for leaf in leaves if isinstance(leaf, float)] if function in _RESIZING else ()
         key = signature((function, *fractions), leaves, spec)
         known = self._known.get(key, _UNKNOWN)
-        return self._known.remember(key, _infer(function, leaves, spec)) if known is _UNKNOWN else known
+        if known is _UNKNOWN:
+            known = self._known[key] = _infer(function, leaves, spec)
+            if len(self._known) > _REMEMBERED:
+                del self._known[next(iter(self._known))]  # the oldest
+        return known
 
 
 def signature(what: Hashable, leaves: Sequence[Any], spec: Spec) -> Hashable:
