@@ -96,7 +96,8 @@ def measure_peak_bytes(step: Callable[[], object], device: torch.device) -> int:
 
     Args:
         step: What to run: a forward, backward and step of the optimizer, say.
-        device: Whose allocator; of a CPU, torch's profiler counts.
+        device: Whose allocator; of a CPU, torch's profiler counts, which sees what this thread and backward
+            allocate: not what `full_shard`, say, gathers and sends in a thread beside them.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SparseAdam
 from torch.optim.optimizer import Optimizer
 
+from tulle.errors import ModelError
+
 ELEMENTWISE = (SGD, ASGD, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop, Rprop, SparseAdam)
 """Optimizers that treat every element by itself, so that a part of a parameter is updated as in the whole."""
 SHARDABLE = tuple(kind for kind in ELEMENTWISE if kind is not SparseAdam)
@@ -31,13 +33,26 @@ def register_elementwise(kind: _Kind) -> _Kind:
     Returns:
         The class, so that this is a decorator too.
 
+    Raises:
+        ModelError: If it is one of torch's own that is known not to: LBFGS, Adafactor, Muon.
+
     Example:
         >>> class Signed(SGD): ...
         >>> register_elementwise(Signed) is Signed, is_elementwise(Signed([nn.Parameter(torch.ones(1))]))
         (True, True)
     """
+    if is_of_wholes(kind):
+        raise ModelError(
+            f"register_elementwise was given torch.optim.{kind.__name__}, which looks at whole parameters, not at "
+            "every number by itself: of parts it would make other steps than one process"
+        )
     _registered.add(kind)
     return kind
+
+
+def is_of_wholes(kind: type[Optimizer]) -> bool:
+    """Whether a class is one of torch's own that do not treat every number by itself."""
+    return kind.__module__.startswith("torch.optim") and kind not in ELEMENTWISE
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 import tulle
 from rank_process import patches
 from ranks import on_ranks
+from tulle.comm import traffic
 from tulle.errors import ModelError
 from tulle.memory import Shard, execution_order
 from tulle.memory.unit import Unit
@@ -43,6 +44,17 @@ def test_in_the_first_steps_both_modules_are_named(widths):
     text = rf"parameters of 'experts\.{theirs}.*' on rank {theirs}, parameters of 'experts\.{ours}.*' on rank {ours}"
     with pytest.raises(ModelError, match=text):
         model(torch.ones(2, WIDTH), expert=mesh.rank)
+
+
+@on_ranks(2)
+def test_what_a_forward_gathers_is_of_the_step_that_it_begins():
+    model, optimizer, _ = shared_out([8, 8])
+    steps: list[int] = []  # of which an error would speak
+    model.experts[0][0].register_forward_hook(lambda *_: steps.append(traffic.step))
+    for _ in range(2):
+        model(torch.ones(2, WIDTH), expert=0).backward()
+        optimizer.step()
+    assert steps == [1, 2]
 
 
 @on_ranks(2)

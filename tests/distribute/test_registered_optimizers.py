@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import tulle
 from ranks import on_ranks
-from tulle.errors import PlanError
+from tulle.errors import ModelError, PlanError
 from tulle.memory import register_elementwise
 from tulle.plan import Memory, Plan
 
@@ -89,3 +89,14 @@ def test_of_which_it_was_not_said_is_refused_with_the_way_to_say_it(how):
         PlanError, match=r"Lion is not known to .*, or say that it does by tulle\.memory\.register_elem"
     ):
         tulle.distribute(model, Lion(model.parameters()), mesh, plan=Plan(mesh.shape, **PLANS[how]))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS])
+@pytest.mark.parametrize("how", ["full_shard", "shard_optimizer"])
+def test_what_of_torchs_looks_at_wholes_is_refused_and_may_not_be_registered(kind, how):
+    model = nn.Linear(4, 4)
+    plan = Plan({"data": 1}, memory=Memory(**{how: True}))
+    with pytest.raises(PlanError, match=f"{kind.__name__} looks at whole parameters, .*: use one of [^:]*Rprop$"):
+        tulle.distribute(model, kind(model.parameters()), tulle.init(data=-1), plan=plan)
+    with pytest.raises(ModelError, match=rf"was given torch\.optim\.{kind.__name__}, which looks at whole"):
+        register_elementwise(kind)

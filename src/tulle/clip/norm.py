@@ -12,7 +12,7 @@ from torch.nn.utils import get_total_norm
 
 from tulle.clip.proxy import plain
 from tulle.clip.total import is_summed, norm_over_ranks
-from tulle.engine import average_by_hand, engine_of
+from tulle.engine import average_by_hand, engines_of
 from tulle.errors import GradientError
 from tulle.rows import RowSparse
 from tulle.spread import Spread, is_counted, spread_of_all
@@ -57,17 +57,21 @@ def clip_grad_norm_(
     named = list(_named(parameters))
     _check_clippers(named)
     order = _checked_order(max_norm, norm_type)
-    owners = {engine for _, p in named if (engine := engine_of(p)) is not None and engine.home.size > 1}
-    average_by_hand([p for _, p in named], owners)
-    gradients = [(name, p, _values(p.grad)) for name, p in named if p.grad is not None]
+    asked = [p for _, p in named]
+    average_by_hand(asked, [engine for engine in engines_of(asked) if engine.home.size > 1])
     # torch has no infinity norm of nothing. Of a part of a table every rank takes the norm, be it empty here.
-    found = [(name, p, part) for name, p, part in gradients if part.numel() or isinstance(part, ShardGradient)]
-    spread = spread_of_all(p for _, p in named)
+    found = [
+        (p, part)
+        for p in asked
+        if (gradient := p.grad) is not None and ((part := _values(gradient)).numel() or isinstance(part, ShardGradient))
+    ]
+    spread = spread_of_all(asked)
     if spread is None and not found:
         return torch.tensor(0.0)
-    total = _norm([(p, part) for _, p, part in found], [p for _, p in named], spread, order)
+    total = _norm(found, asked, spread, order)
     if error_if_nonfinite and not torch.isfinite(total):
-        to_blame = next((name for name, _, part in found if not part.isfinite().all()), "all")
+        infinite = {id(p) for p, part in found if not part.isfinite().all()}
+        to_blame = next((_said(name) for name, p in named if id(p) in infinite), "all")
         raise GradientError(
             f"the gradient norm is {total.item()}, expected a finite one; the first parameter to blame is {to_blame}: "
             "call tulle.distribute with check_finite=True to learn on which rank it began"
@@ -75,9 +79,11 @@ def clip_grad_norm_(
     # As in torch: a multiplication by 1 costs less than asking a GPU whether clipping is needed.
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     scale = vars(torch)["_foreach_mul_"]  # documented, but not exported
-    parts = [part for _, _, part in found]
-    for device in {part.device for part in parts}:
-        scale([part for part in parts if part.device == device], factor.to(device))
+    parts = [part for _, part in found]
+    devices = {part.device for part in parts}
+    for device in devices:
+        there = parts if len(devices) == 1 else [part for part in parts if part.device == device]
+        scale(there, factor.to(device))
     return total
 
 
@@ -105,16 +111,21 @@ def _norm(
     return norm_over_ranks(counted, spread, norm_type).to(dtype)
 
 
-def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> Iterable[tuple[str, Tensor]]:
+def _named(parameters: nn.Module | Tensor | Iterable[Tensor]) -> Iterable[tuple[str | int, Tensor]]:
+    """Parameters with their names in a model, or else their numbers."""
     if isinstance(parameters, nn.Module):
         return parameters.named_parameters()
     several = [parameters] if isinstance(parameters, Tensor) else parameters
     if not isinstance(several, Iterable):
         raise GradientError(f"clip_grad_norm_ was given a {type(several).__name__}, {_EXPECTED}")
-    return ((f"number {number}", parameter) for number, parameter in enumerate(several))
+    return enumerate(several)
 
 
-def _check_clippers(named: Iterable[tuple[str, Tensor]]) -> None:
+def _said(name: str | int) -> str:
+    return f"number {name}" if isinstance(name, int) else name
+
+
+def _check_clippers(named: Iterable[tuple[str | int, Tensor]]) -> None:
     for name, parameter in named:
         if not isinstance(parameter, Tensor):
             raise GradientError(
@@ -123,7 +134,8 @@ def _check_clippers(named: Iterable[tuple[str, Tensor]]) -> None:
         clipper = getattr(parameter, "clipped_with", None)
         if isinstance(clipper, str):
             raise GradientError(
-                f"of the parameter {name!r} this rank has a part; only {clipper} knows how it is laid out: call that"
+                f"of the parameter {_said(name)!r} this rank has a part; only {clipper} knows how it is laid out: call "
+                "that"
             )
 
 
@@ -142,7 +154,7 @@ def _checked_order(max_norm: object, norm_type: Any) -> float:
 def _values(gradient: Tensor) -> Tensor:
     """The numbers of a gradient, each row of a sparse one once; scaling them in place scales the gradient."""
     if gradient.layout == torch.strided:
-        return plain(gradient)
+        return gradient if type(gradient) is Tensor else plain(gradient)
     if not gradient.is_coalesced():
         with torch._C.DisableTorchFunctionSubclass():  # of a part, what this rank has
             gradient.copy_(RowSparse.from_tensor(gradient).coalesce().to_sparse_coo())

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from tulle.comm import eager
+from tulle.comm import eager, traffic
 from tulle.derived import Copied, derived, is_derived
 from tulle.distribute.axes import Axes
 from tulle.engine import ENGINE, DataParallel, SplitTables, adopt, engine_of
@@ -123,6 +123,8 @@ def adopt_model(model: nn.Module, engine: DataParallel, plan: Plan, axes: Axes) 
         if axes.pipe is None:  # calls of several micro-batches are under way at once
             model.register_forward_pre_hook(cast("Any", _begin_call), with_kwargs=True)
             model.register_forward_hook(cast("Any", _end_call), always_call=True)
+    if plan.memory.full_shard:  # which sends in forward
+        model.register_forward_pre_hook(_begin_step)
     plain = type(model)
     # Past Module.__setattr__, which is for parameters, buffers and submodules.
     model.__dict__.update({ENGINE: engine, _PLAN: plan, _AXES: axes, _CLASS: plain})
@@ -170,6 +172,13 @@ def _refuse_hook(name: str, *_: object) -> NoReturn:
 def _begin_call(model: nn.Module, arguments: tuple[object, ...], keywords: dict[str, object]) -> None:
     if (tables := _split_tables_of(model)) is not None and model.training and torch.is_grad_enabled():
         tables.begin_call((arguments, keywords))
+
+
+@eager
+def _begin_step(model: nn.Module, *_: object) -> None:
+    """Have errors in forward speak of the step that it begins, as those in backward do, and not of the last one."""
+    if (engine := engine_of(model)) is not None and torch.is_grad_enabled():
+        traffic.step = engine.steps + 1
 
 
 @eager

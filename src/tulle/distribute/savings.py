@@ -16,7 +16,7 @@ from tulle.mesh import Axis
 from tulle.pipeline import placement_of
 from tulle.plan import Plan
 from tulle.profiling import sparse_tables
-from tulle.traits import SHARDABLE, is_shardable
+from tulle.traits import SHARDABLE, is_of_wholes, is_shardable
 
 
 def check_savings(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) -> None:
@@ -44,16 +44,7 @@ def check_savings(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer],
         if all(id(parameter) in of_tables for parameter in stepped):
             continue
         if not is_shardable(optimizer):
-            why = (
-                "takes sparse gradients alone, and steps parameters that are in no table with such"
-                if isinstance(optimizer, SparseAdam)
-                else "is not known to treat every number of a parameter by itself"
-            )
-            raise PlanError(
-                f"the plan has {what}, but {type(optimizer).__name__} {why}: use one of "
-                f"{', '.join(kind.__name__ for kind in SHARDABLE)}, or say that it does by "
-                "tulle.memory.register_elementwise"
-            )
+            raise PlanError(f"the plan has {what}, but {_why_not(optimizer)}")
         has_pieces = memory.shard_optimizer or memory.precision
         if has_pieces and any(id(parameter) in of_tables for parameter in stepped):
             raise PlanError(
@@ -62,6 +53,22 @@ def check_savings(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer],
             )
     if memory.precision and axes.data.device.type == "cpu" and memory.precision == "fp16":
         raise PlanError("the plan has precision='fp16', which the CPU computes hardly anything in: use 'bf16'")
+
+
+def _why_not(optimizer: Optimizer) -> str:
+    """Why an optimizer cannot step parts, and what could; only what is not torch's own may be said to."""
+    kind = type(optimizer)
+    mend = f"use one of {', '.join(one.__name__ for one in SHARDABLE)}"
+    if isinstance(optimizer, SparseAdam):
+        return (
+            f"{kind.__name__} takes sparse gradients alone, and steps parameters that are in no table with such: {mend}"
+        )
+    if is_of_wholes(kind):
+        return f"{kind.__name__} looks at whole parameters, not at every number by itself: {mend}"
+    return (
+        f"{kind.__name__} is not known to treat every number of a parameter by itself: {mend}, or say that it does by "
+        "tulle.memory.register_elementwise"
+    )
 
 
 def _check_hosts(axis: Axis) -> None:

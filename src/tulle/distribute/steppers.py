@@ -15,7 +15,7 @@ from tulle.distribute.whole_states import take_wholes_later
 from tulle.engine import ENGINE
 from tulle.errors import ModelError
 from tulle.tables import split_of, step_plainly
-from tulle.traits import ELEMENTWISE, has_hooks, is_elementwise
+from tulle.traits import ELEMENTWISE, has_hooks, is_elementwise, is_of_wholes
 
 logger = logging.getLogger("tulle")
 _doubted: WeakSet[Optimizer] = WeakSet()
@@ -49,7 +49,7 @@ def _look(optimizer: Optimizer, *_: object) -> None:
     if part is None:
         return
     has = f"a rank has a part only of what it steps, of shape {list(part.shape)} here"
-    if kind.__module__.startswith("torch.optim"):
+    if is_of_wholes(kind):
         raise ModelError(
             f"{kind.__name__} does not treat every element by itself, and {has}: the plan splits tables or layers, or "
             f"has full_shard. Use one of {', '.join(one.__name__ for one in ELEMENTWISE)}, or another plan"

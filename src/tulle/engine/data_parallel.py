@@ -129,9 +129,9 @@ class DataParallel:
 
     def tie(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Have parameters know this engine, and the modules that have them hold it."""
-        tied = {id(parameter) for parameter in parameters}
+        tied, tie = {id(parameter) for parameter in parameters}, Tie(self)
         for parameter in parameters:
-            setattr(parameter, ENGINE, Tie(self))
+            setattr(parameter, ENGINE, tie)
         for module in model.modules():
             if not tied.isdisjoint(map(id, module._parameters.values())):
                 module.__dict__[_KEPT] = self
@@ -300,6 +300,12 @@ def engine_of(owner: nn.Module | Tensor) -> DataParallel | None:
     """The engine that keeps a model, or one parameter, in step, or None."""
     found: DataParallel | Tie[DataParallel] | None = attribute_of(owner, ENGINE)
     return found() if isinstance(found, Tie) else found
+
+
+def engines_of(parameters: Iterable[Tensor]) -> set[DataParallel]:
+    """The engines that keep some parameters in step."""
+    ties: set[Tie[DataParallel] | None] = {getattr(parameter, ENGINE, None) for parameter in parameters}
+    return {engine for tie in ties if tie is not None and (engine := tie()) is not None}
 
 
 def is_cut_off(parameter: Tensor) -> bool:
