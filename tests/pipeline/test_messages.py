@@ -75,6 +75,14 @@ def test_an_announcement_says_what_room_the_numbers_need(dtype):
     assert empty.stride() == tensor.stride()
 
 
+def test_what_is_on_the_cpu_stays_there():
+    lengths = torch.tensor([3, 1])  # as pack_padded_sequence wants them, on a mesh of GPUs too
+    message = Message((Kind.VALUE, 1, 1), lengths).bytes()
+    found = decode(decode_header(message), message[HEADER_BYTES:], torch.device("meta"))
+    assert found.is_cpu
+    assert found.equal(lengths)
+
+
 def test_conjugates_and_negatives_travel_as_numbers():
     tensor = torch.tensor([1 + 2j, 3 - 4j])
     assert passed_on(tensor.conj()).equal(torch.tensor([1 - 2j, 3 + 4j]))

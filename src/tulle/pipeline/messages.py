@@ -44,8 +44,9 @@ _DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.d
 _NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _NOTHING, _PICKLED = -1, -2
 """Stand where else a dtype's number does."""
-_APART = 1 << 16
-"""Is added to a dtype's number if the numbers do not come with the message."""
+_APART, _OF_HOST = 1 << 16, 1 << 17
+"""Are added to a dtype's number if the numbers do not come with the message, and if the tensor is on the CPU."""
+_DTYPE = _APART - 1
 _FIXED = Struct("=6q")
 """The key, what the body holds, its bytes and dimensions; lengths and strides of these follow."""
 
@@ -75,7 +76,7 @@ class Header:
 
     def room(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """An empty tensor of which this announces the numbers, and its memory: bytes, each once."""
-        empty = torch.empty_strided(self.shape, self.stride, dtype=_DTYPES[self.holds - _APART], device=device)
+        empty = torch.empty_strided(self.shape, self.stride, dtype=_DTYPES[self.holds & _DTYPE], device=device)
         return empty, _raw(empty)
 
 
@@ -142,17 +143,17 @@ def decode_header(message: Tensor) -> Header:
 def decode(header: Header, body: Tensor, device: torch.device) -> object:
     """The content of a message, or the header, if it comes apart.
 
-    A tensor lies in the memory of its body, if it is to be on the CPU.
+    A tensor that was on a GPU comes to this device; one on the CPU lies in the memory of its body.
     """
-    if header.holds >= _APART:
-        return header
     if header.holds == _NOTHING:
         return None
     if header.holds == _PICKLED:
         content = pickle.loads(body.numpy().data)
         return content.to(device) if isinstance(content, Tensor) else content
-    tensor = body.view(_DTYPES[header.holds]).as_strided(header.shape, header.stride)
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
+    if header.holds & _APART:
+        return header
+    tensor = body.view(_DTYPES[header.holds & _DTYPE]).as_strided(header.shape, header.stride)
+    return tensor if header.holds & _OF_HOST or device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
 def _packed(content: object) -> tuple[int, tuple[int, ...], tuple[int, ...], Tensor]:
@@ -164,7 +165,8 @@ def _packed(content: object) -> tuple[int, tuple[int, ...], tuple[int, ...], Ten
     if not isinstance(content, Tensor) or content.layout != torch.strided:
         return _PICKLED, (), (), torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
     content = _plain(content)
-    return _NUMBERS[content.dtype], content.shape, content.stride(), content
+    holds = _NUMBERS[content.dtype] | (_OF_HOST if content.is_cpu else 0)
+    return holds, content.shape, content.stride(), content
 
 
 def _plain(tensor: Tensor) -> Tensor:
