@@ -37,4 +37,4 @@ def channels_of(axis: Axis) -> dict[int, Channel]:
         for place, rank in enumerate(axis.ranks)
         if place != axis.rank
     }
-    return by_nccl(axis, channels, lane, _PATIENT_S)
+    return by_nccl(axis, channels, lane)

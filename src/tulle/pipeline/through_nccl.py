@@ -109,7 +109,7 @@ class ThroughNccl(Channel):
                 raise self._told(error, "recv", raw.nbytes) from error
 
 
-def by_nccl(axis: Axis, channels: dict[int, Channel], lane: Axis, patience_s: float) -> dict[int, Channel]:
+def by_nccl(axis: Axis, channels: dict[int, Channel], lane: Axis) -> dict[int, Channel]:
     """The same channels; those to the stages before and after this one by nccl, if the axis has it.
 
     All ranks of the axis must call it. Other pairs stay as they are: they send each other few tensors, and
@@ -119,14 +119,13 @@ def by_nccl(axis: Axis, channels: dict[int, Channel], lane: Axis, patience_s: fl
         axis: It.
         channels: To each other rank, by its place in the axis.
         lane: The axis on a process group that is not nccl's, for agreement.
-        patience_s: Time-out of nccl's: a rank that does not send for long is not late until a program waits for it.
     """
     if backend_of(axis.group, axis.device.type) != "nccl":
         return channels
     if "0" in gather_values(os.environ.get(SWITCH, ""), lane, label=_LABEL):
         return channels
     stream = torch.cuda.Stream(axis.device)
-    groups = {pair: _group(axis, pair, patience_s) for pair in _directions(axis.size) if axis.rank in pair}
+    groups = {pair: _group(axis, pair) for pair in _directions(axis.size) if axis.rank in pair}
     return channels | {
         peer: ThroughNccl(
             lane, channels[peer], groups[axis.rank, peer], groups[peer, axis.rank], int(peer > axis.rank), stream
@@ -145,11 +144,11 @@ def _directions(size: int) -> list[tuple[int, int]]:
     return sorted({(place, (place + way) % size) for place in range(size) for way in (1, -1)})
 
 
-def _group(axis: Axis, pair: tuple[int, int], patience_s: float) -> dist.ProcessGroup:
+def _group(axis: Axis, pair: tuple[int, int]) -> dist.ProcessGroup:
     """A process group of nccl's for one direction, connected: the first send would wait until its rank receives."""
     source, target = (axis.ranks[place] for place in pair)
     purpose = f"{axis.name}, tensors from {source} to {target}"
-    group = new_group(sorted((source, target)), patience_s, purpose=purpose, backend="nccl")
+    group = new_group(sorted((source, target)), axis.timeout_s, purpose=purpose, backend="nccl")
     byte, is_source = torch.zeros(1, dtype=torch.uint8, device=axis.device), axis.rank == pair[0]
     (group.send if is_source else group.recv)([byte], int((source < target) == is_source), 0).wait()
     return group
