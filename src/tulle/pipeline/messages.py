@@ -31,6 +31,7 @@ Key = tuple[Kind, int, int]
 Programs, steps and the placing of models are numbered as one, from 1 (`Runtime.programs`), so no two mean the same:
 
     VALUE     program p, n      the n-th thing that p moves (`Values`)
+              step s, -1-n      the n-th group of what micro-batches returned
               step s, n         what was written in a buffer of no unit
               -model, n         a tensor that several ranks hold, when it is placed
     GRADIENT  program p, n      of a value of p, for its backward

@@ -31,7 +31,7 @@ from tulle.pipeline.inside import Inside, at_work
 from tulle.pipeline.interception import interception_aside
 from tulle.pipeline.losses import scaled
 from tulle.pipeline.messages import is_dense
-from tulle.pipeline.objects import Wanted, mapped
+from tulle.pipeline.objects import Wanted, holds_objects, mapped
 from tulle.pipeline.operation import (
     SETS_DATA,
     SETS_TRAINED,
@@ -221,10 +221,14 @@ class Program:
         self._held.clear()
         return mapped(value, lambda leaves: list(map(self.adopted.placed, leaves))) if self.adopted else value
 
-    def share(self, value: object) -> Any:
-        """A value with plain tensors instead of placeholders, on all ranks. Every rank comes here."""
+    def give(self, value: object) -> Any:
+        """A value of which all ranks are told at the end of the step, as `results.told` does. Every rank comes here.
+
+        What objects hold they are told at once: other micro-batches may be given the same ones.
+        """
         self._inside.check_goes_on()
-        return mapped(value, lambda leaves: self.values.share(list(map(self.adopted.placed, leaves))))
+        share = self.values.share if holds_objects(value) else self.values.kept
+        return mapped(value, lambda leaves: share(list(map(self.adopted.placed, leaves))))
 
     def end(self) -> None:
         """Forget the graph."""

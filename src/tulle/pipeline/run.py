@@ -27,6 +27,7 @@ from tulle.pipeline.placeholder import running
 from tulle.pipeline.program import Program
 from tulle.pipeline.randomness import forked, seed_of
 from tulle.pipeline.resident import Resident
+from tulle.pipeline.results import body_of, told
 from tulle.pipeline.schedule import Schedule, is_split
 from tulle.pipeline.tied import Aside
 from tulle.pipeline.turn import Turn
@@ -166,6 +167,9 @@ class Runtime:
             self._add_up_tied(self.ran, number)
             self._even_out(number)
             self.holdings.forget_calls()
+            began_s = now_s()
+            results = told([turn.result for turn in turns], mailbox, number)
+            idle_s += now_s() - began_s
         except BaseException as error:
             self._undo_tied()
             self.holdings.is_full = False
@@ -178,7 +182,7 @@ class Runtime:
         idle_s += now_s() - end_s  # the last ranks are done before the first ones
         self.bubble = idle_s / max(now_s() - begin_s, 1e-9)
         traffic.span("step", f"bubble {self.bubble:.0%}", begin_s, now_s())
-        return [turn.result for turn in turns]
+        return results
 
     def _see_what_is_carried(self, carried: Mapping[int, Carried], programs: Sequence[Program]) -> None:
         is_kept = any(program.is_kept for program in programs)
@@ -215,7 +219,7 @@ class Runtime:
         program = Program(
             values, self.holdings, seed=seed, around_backward=partial(self._backward_of, turn), scale=scale
         )
-        turn.begin(program, _body(step, turn, program))
+        turn.begin(program, body_of(step.function, *step.calls[micro_batch], turn, program))
         return turn
 
     def _outside_of_steps(self, given: object) -> Program:
@@ -377,20 +381,6 @@ class Runtime:
         for number, model in self.models.items():
             needed = bytes(parameter.requires_grad for parameter in model.parameters)
             self.holdings.frozen[number] = seed_of(needed)
-
-
-def _body(step: Step, turn: Turn, program: Program) -> Callable[[], Any]:
-    args, kwargs = step.calls[turn.micro_batch]
-
-    def body() -> Any:
-        with run_in_this_thread(program):
-            result = step.function(*args, **kwargs)
-        turn.holds_nothing = True
-        shared = program.share(result)
-        program.end()
-        return shared
-
-    return body
 
 
 def runtime_of(axis: Axis, seed: int = 0) -> Runtime:

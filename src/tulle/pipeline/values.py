@@ -11,6 +11,7 @@ import pickle
 import re
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -21,14 +22,29 @@ from torch.autograd.graph import get_gradient_edge
 from tulle.errors import ModelError
 from tulle.pipeline.holdings import Holdings, Known
 from tulle.pipeline.messages import Key, Kind
-from tulle.pipeline.outcome import Outcome, Raised
+from tulle.pipeline.outcome import Described, Outcome, Raised
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.split_backward import Work
-from tulle.pipeline.structure import is_atom
+from tulle.pipeline.structure import Fixed, is_atom
 from tulle.pipeline.tape import Phase, Tape, Walk
 
 Wait = Callable[[Key, int, str], None]
 """Called with a key, the rank it comes from and what it is for; returns when it is there and this program's turn is."""
+
+
+@dataclass(eq=False, slots=True)
+class Result(Fixed):
+    """A tensor that a program returned.
+
+    Args:
+        home: The rank that has it.
+        described: What all ranks know of it.
+        tensor: It, without a graph; None on other ranks until they are told.
+    """
+
+    home: int
+    described: Described
+    tensor: Tensor | None
 
 
 class Later(Protocol):
@@ -170,6 +186,10 @@ class Values:
                 self._tell_all((Kind.VALUE, self._number, number), leaf.local)
         return [self._shared(leaf, number) for leaf, number in zip(leaves, numbers, strict=True)]
 
+    def kept(self, leaves: list[Any]) -> list[Any]:
+        """The same with a `Result` for each placeholder, of which all ranks are told later. Every rank comes here."""
+        return [self._result(leaf) if isinstance(leaf, Placeholder) else leaf for leaf in leaves]
+
     def hear(self, name: str, rank: int, outcome: Outcome | None, known: Known | None) -> Outcome:
         """What the rank that runs an operation tells of its outcome, if it is not known.
 
@@ -266,6 +286,14 @@ class Values:
 
     def _tell_all(self, key: Key, content: object) -> None:
         self._mailbox.send(key, content, to=[rank for rank in range(self._size) if rank != self._rank])
+
+    def _result(self, placeholder: Placeholder) -> Result:
+        placeholder.check_up_to_date("the step")
+        home, mine = self.rank_of(placeholder.stage), None
+        if home == self._rank:
+            assert placeholder.local is not None, "the owner has the value"
+            mine = placeholder.local.detach()
+        return Result(home, placeholder.described(), mine)
 
     def _shared(self, leaf: Any, number: int) -> Any:
         if not isinstance(leaf, Placeholder):
