@@ -23,6 +23,8 @@ CARRIED_BYTES = 8 * 1024
 _HEADER = struct.Struct("<qqqq")
 _NOWHERE = -1
 _DESCRIPTOR_BYTES = socket.CMSG_SPACE(array.array("i").itemsize)
+_AT_ONCE, _CLOSED_ON_EXEC, _CUT = map(int, (socket.MSG_DONTWAIT, socket.MSG_CMSG_CLOEXEC, socket.MSG_CTRUNC))
+"""As plain numbers: Python puts flags together in 3 us."""
 _TIME = struct.Struct("ll")
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -98,7 +100,7 @@ class Connection:
             RuntimeError: If the other has gone.
         """
         try:
-            self._send(number, content, place, socket.MSG_DONTWAIT)
+            self._send(number, content, place, _AT_ONCE)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -137,7 +139,7 @@ class Connection:
             RuntimeError: If the other has gone, or sent something else.
         """
         try:
-            theirs, _, content = self._next(socket.MSG_DONTWAIT)
+            theirs, _, content = self._next(_AT_ONCE)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -194,7 +196,7 @@ class Connection:
             taken, ancillary, flags, _ = self._take(how)
         if not taken:
             raise self._failed(None)
-        if flags & socket.MSG_CTRUNC:  # what is known by the slot's number is not what it tells of
+        if flags & _CUT:  # what is known by the slot's number is not what it tells of
             raise RuntimeError(
                 f"no file descriptor was left to reach what rank {self._rank} sent: let processes have more of them "
                 "(ulimit -n)"
@@ -212,7 +214,7 @@ class Connection:
         poll.poll()
 
     def _take(self, how: int) -> tuple[int, list[tuple[int, int, bytes]], int, Any]:
-        return self._socket.recvmsg_into([self._buffer], _DESCRIPTOR_BYTES, socket.MSG_CMSG_CLOEXEC | how)
+        return self._socket.recvmsg_into([self._buffer], _DESCRIPTOR_BYTES, _CLOSED_ON_EXEC | how)
 
     def _failed(self, error: OSError | None) -> RuntimeError:
         if isinstance(error, BlockingIOError):
