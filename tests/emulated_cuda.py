@@ -9,6 +9,7 @@ compiled; then call `install`. As on a GPU:
   that is given back while another stream still uses it; `syncs` lists what makes the host wait for the device.
 - A collective must be one that nccl can do, and runs on a stream of its own. It travels by gloo; `calls` lists those of
   each communicator, which must be the same on all its ranks, and `order` the communicators in the order of all.
+  `messages` lists what each sends and receives: what one rank sends the other must receive, in one order.
 
 It cannot show: kernels (which exist, how they round, how fast they are), nccl itself (deadlocks between communicators,
 failures), waits that C++ does (DistributedDataParallel, the autograd of several streams), CUDA graphs, compiled code,
@@ -32,9 +33,11 @@ from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["calls", "install", "order", "races", "syncs"]
+__all__ = ["calls", "install", "messages", "order", "races", "syncs"]
 
 calls: dict[str, list[tuple[str, ...]]] = {}
+messages: dict[str, list[tuple[str, int]]] = {}
+"""By communicator "send" or "recv_", and how many bytes."""
 order: list[str] = []
 """The communicators of all those, in the order in which they were begun."""
 _works: dict[Work, tuple[object, int]] = {}
@@ -233,7 +236,9 @@ def _collective(func: Any, args: Any, kwargs: dict[str, Any], flat: Any) -> Any:
             raise ValueError(f"Tensors must be contiguous: {name} at {where()}")
     is_message = name in ("send", "recv_")
     assert not is_message or args[2] != dist.get_rank(group), "nccl sends nothing to itself"
-    if not is_message:
+    if is_message:
+        messages.setdefault(group.group_name, []).append((name, ours[0].nbytes))
+    else:
         sizes = [] if "alltoall" in name else [f"{leaf.dtype} {leaf.numel()}" for leaf in ours]
         calls.setdefault(group.group_name, []).append((name, *sizes))
         order.append(group.group_name)
@@ -293,6 +298,12 @@ def _set_data(tensor: torch.Tensor, values: torch.Tensor) -> None:
             tensor._inner = values._inner
     else:  # from one device to the other
         torch._C._swap_tensor_impl(tensor, _made_of(type(tensor), values.detach(), tensor.requires_grad))
+
+
+def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+    if tensor.layout != torch.strided:
+        raise NotImplementedError("Could not run 'aten::record_stream' with arguments from the 'SparseCUDA' backend")
+    _memory(tensor).kept_for.add(stream.key)
 
 
 def _get_backend(group: Any = None) -> str:
@@ -355,7 +366,7 @@ def _install_tensors() -> None:
     tensor._make_subclass = staticmethod(_made_of)
     tensor.as_subclass = lambda self, cls: _made_of(cls, self) if _is_ours(self) else as_subclass(self, cls)
     tensor.data = property(_data.__get__, _set_data)
-    tensor.record_stream = lambda self, stream: _memory(self).kept_for.add(stream.key)
+    tensor.record_stream = _record_stream
     tensor.__repr__ = lambda self, **_: _repr(self.detach().cpu() if _is_ours(self) else self)
     tensor.__torch_dispatch__ = classmethod(_device_of)
     storage.device = property(lambda s: s.emulated.device if hasattr(s, "emulated") else _storage_device.__get__(s))

@@ -92,7 +92,7 @@ if __name__ == "__main__":
     random.seed(mesh.rank)
     plan = tulle.Plan(mesh=mesh.shape, stages={"words": 0, "first": 0, "tags": 1, "second": 1})
     told = {"rows": train(mesh, plan.with_rows_split(TABLES, "a test")), "replicas": train(mesh, plan)}
-    print(json.dumps(told | {"races": emulated.races}))
+    print(json.dumps(told | {"races": emulated.races, "messages": emulated.messages}))
     sys.stdout.flush()
     dist.barrier()
     os._exit(0)

@@ -102,3 +102,19 @@ def test_replicas_of_stages_with_tables_wait_for_nobody_for_ever(tmp_path):
     for one in told:
         assert max(one["replicas"], one["rows"]) < 1e-12
         assert not one["races"]
+    # Each way between stages is a communicator on which one rank sends, and the other receives all of that in order.
+    ways = {name for one in told for name in one["messages"] if ", tensors from " in name}
+    assert len(ways) == 4
+    for way in ways:
+        sent, received = sorted((one["messages"][way] for one in told if way in one["messages"]), reverse=True)
+        assert {kind for kind, _ in sent} == {"send"}
+        assert [["recv_", size] for _, size in sent] == received
+
+
+def test_through_the_hosts_each_tensor_comes_to_the_device_and_stream_that_read_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("TULLE_SHARED_MEMORY", "0")
+    monkeypatch.setenv("TULLE_PIPELINE_NCCL", "0")
+    for one in told_by("emulated_kinds_rank.py", 2, tmp_path):
+        assert one["difference"] < 1e-12
+        assert one["device"] == ["cpu"]
+        assert not one["races"]

@@ -126,6 +126,17 @@ def test_a_message_goes_from_one_rank_to_another():
         assert counted("received") == (0, 0)
 
 
+@on_ranks(3)
+def test_a_message_wants_nothing_of_other_ranks():
+    """The first batch in a process group of nccl connects all of it, and would wait for those that have no message."""
+    axis = tulle.init(data=-1)["data"]
+    patches.setattr(parts.dist, "batch_isend_irecv", lambda messages: 1 / 0)
+    if axis.rank == 0:
+        comm.send(torch.ones(2), axis, to=2, label="here").wait()
+    if axis.rank == 2:
+        assert comm.receive(torch.zeros(2), axis, source=0, label="here").wait().tolist() == [1, 1]
+
+
 @on_ranks(4)
 def test_parts_stay_within_their_axis():
     mesh = tulle.init(data=2, pipe=2)

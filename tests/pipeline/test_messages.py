@@ -1,9 +1,14 @@
 """What a message says is what comes out of it: any tensor that stages pass on, in the order of its memory."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from tulle.pipeline.messages import HEADER_BYTES, Kind, Message, decode, decode_header, is_dense
+from tulle.pipeline import messages
+from tulle.pipeline.messages import HEADER_BYTES, Kind, Message, OnHost, decode, decode_header, is_dense
+from tulle.pipeline.outcome import described
+from tulle.pipeline.placeholder import Placeholder
 
 CPU = torch.device("cpu")
 
@@ -81,6 +86,47 @@ def test_what_is_on_the_cpu_stays_there():
     found = decode(decode_header(message), message[HEADER_BYTES:], torch.device("meta"))
     assert found.is_cpu
     assert found.equal(lengths)
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(2, 3), torch.eye(3).to_sparse()], ids=["strided", "sparse"])
+def test_what_is_for_a_gpu_comes_there_by_who_takes_it(tensor, monkeypatch):
+    """For the stream of that one reads it: a thread that listens has another."""
+    monkeypatch.setattr(messages._Pickler, "is_for_device", True)
+    message = Message((Kind.VALUE, 1, 1), tensor).bytes()
+    header = decode_header(message)
+    header.holds &= ~messages._OF_HOST if header.holds >= 0 else -1
+    found = decode(header, message[HEADER_BYTES:], torch.device("meta"))
+    assert isinstance(found, OnHost)
+    taken = found.taken()
+    assert taken.shape == tensor.shape
+    assert taken.layout == tensor.layout
+
+
+def test_what_is_within_an_object_is_for_the_gpu_of_who_reads_it(monkeypatch):
+    """Torch's own pickles name the writer's."""
+    away = {"mean": torch.ones(2), "lengths": [3, 1]}
+    monkeypatch.setattr(messages._Pickler, "persistent_id", lambda self, obj: _noted(self, obj))
+    message = Message((Kind.OUTCOME, 1, 1), away).bytes()
+    found = decode(decode_header(message), message[HEADER_BYTES:], torch.device("meta"))
+    assert isinstance(found, OnHost)
+    taken = found.taken()
+    assert taken["mean"].is_meta
+    assert taken["lengths"] == [3, 1]
+
+
+def _noted(pickler, obj):
+    """As of a GPU's tensor."""
+    if not isinstance(obj, torch.Tensor) or pickler.is_for_device:
+        return None
+    pickler.is_for_device = True
+    return obj
+
+
+def test_a_placeholder_is_on_the_device_of_what_it_stands_for():
+    meta = torch.device("meta")  # stands for the GPU of the rank, which may be of another number than the owner's
+    for tensor, device in ((torch.ones(2), "cpu"), (torch.ones(2, device=meta), "meta")):
+        made = Placeholder(described(tensor), 0, SimpleNamespace(graph=None), meta)
+        assert made.device.type == device
 
 
 def test_conjugates_and_negatives_travel_as_numbers():

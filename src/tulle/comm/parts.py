@@ -137,20 +137,23 @@ def exchange_by_backend(
     return Pending(exchange, [work], lambda: received)
 
 
+# Not in a batch: the first of a process group connects, by nccl, all its ranks, of which two alone come here.
 def send(tensor: Tensor, axis: Axis, *, to: int, label: Label) -> Pending[Tensor]:
     """Send a tensor to rank `to` of the axis, which must call `receive`."""
     exchange = Exchange("send", axis, label, tensor.nbytes, 1)
     with translated(exchange):
-        works = _post([dist.P2POp(dist.isend, as_sent(tensor), axis.ranks[to], axis.group)])
-    return Pending(exchange, works, lambda: tensor)
+        work = dist.isend(as_sent(tensor), axis.ranks[to], axis.group)
+    assert work is not None, "this rank is one of the group's"
+    return Pending(exchange, [work], lambda: tensor)
 
 
 def receive(tensor: Tensor, axis: Axis, *, source: int, label: Label) -> Pending[Tensor]:
     """Fill a contiguous tensor with what rank `source` of the axis sends."""
     exchange = Exchange("receive", axis, label, 0, 0)
     with translated(exchange):
-        works = _post([dist.P2POp(dist.irecv, tensor, axis.ranks[source], axis.group)])
-    return Pending(exchange, works, lambda: tensor)
+        work = dist.irecv(tensor, axis.ranks[source], axis.group)
+    assert work is not None, "this rank is one of the group's"
+    return Pending(exchange, [work], lambda: tensor)
 
 
 def _exchange(

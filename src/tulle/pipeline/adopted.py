@@ -56,7 +56,7 @@ class Adopted:
             return known
         stage = self._holdings.stages.get(id(leaf))
         if stage is not None:
-            made = self._stand_for(described(leaf), stage)
+            made = self._stand_for(_described(leaf), stage)
             if self._axis.rank == stage % self._axis.size:
                 made.local = leaf  # a leaf of autograd: no phase of the tape
             made.graph = self._graph
@@ -95,7 +95,7 @@ class Adopted:
         base = _lender(tensor)
         if base is not None:
             self.adopt(base, stage, phase, is_trained=is_trained)
-        about = described(tensor)
+        about = _described(tensor)
         if is_trained is not None:
             about = replace(about, needs_grad=is_trained)
         made = self._stand_for(about, stage)
@@ -163,6 +163,11 @@ def with_lender(function: object, args: Sequence[Any], result: Any) -> Any:
     if function in _LENT_BY and args and type(result) is Tensor:
         result._tulle_lender = args[0]  # type: ignore[attr-defined]
     return result
+
+
+def _described(tensor: Tensor) -> Described:
+    """A tensor, as if on the device of its rank: where it does not live it is on none."""
+    return replace(described(tensor), is_of_host=False)
 
 
 def _lender(tensor: Tensor) -> Tensor | None:

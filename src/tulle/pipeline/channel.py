@@ -45,7 +45,7 @@ class Channel(ABC):
 
     @abstractmethod
     def receive(self) -> tuple[Key, object]:
-        """Wait for the next message; its key and its content, a tensor on the axis' device."""
+        """Wait for the next message; its key and its content, `OnHost` if it is for a GPU."""
 
     def _told(self, error: RuntimeError, operation: str, size_bytes: int) -> CommunicationError:
         """What is raised for what gloo, or a channel of memory, raised."""

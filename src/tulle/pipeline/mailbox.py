@@ -18,15 +18,13 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
-from torch import Tensor
-
 from tulle.board import departed, first_failure
-from tulle.comm import now_s, traffic, used_here
+from tulle.comm import now_s, traffic
 from tulle.errors import CommunicationError
 from tulle.mesh import Axis, will_wait
 from tulle.pipeline.bell import Bell
 from tulle.pipeline.channels import channels_of
-from tulle.pipeline.messages import Key, Kind, Message
+from tulle.pipeline.messages import Key, Kind, Message, OnHost
 from tulle.pipeline.through_nccl import Arriving
 
 _SENDS_KEPT = 2
@@ -93,15 +91,13 @@ class Mailbox:
         """The content of a message that is there."""
         with self._lock:
             content = self._messages.pop(key)
-        if isinstance(content, Arriving):
-            return content.taken()
-        if isinstance(content, Tensor):
-            used_here(content)  # a thread that listens has brought it to the device
-        return content
+        return _taken(content)
 
     def look(self, key: Key) -> Any:
         """The content of a message that is there, and stays for others to read."""
-        return self._messages[key]
+        with self._lock:
+            content = self._messages[key] = _taken(self._messages[key])
+        return content
 
     def await_any(self, wanted: Mapping[int, Collection[Key]], what: Callable[[], str]) -> None:
         """Wait until one of the messages is there.
@@ -295,6 +291,10 @@ class Mailbox:
             self._failed[source] = run, why
             if run >= self._run and self.failure is None:
                 self.failure = why
+
+
+def _taken(content: Any) -> Any:
+    return content.taken() if isinstance(content, Arriving | OnHost) else content
 
 
 def mailbox_of(axis: Axis) -> Mailbox:

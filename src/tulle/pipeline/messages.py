@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+from collections.abc import Callable
 from copy import copy
 from ctypes import memmove
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from struct import Struct, pack_into, unpack_from
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,8 +47,8 @@ Programs, steps and the placing of models are numbered as one, from 1 (`Runtime.
 """
 _DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
 _NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
-_NOTHING, _PICKLED = -1, -2
-"""Stand where else a dtype's number does."""
+_NOTHING, _PICKLED, _PICKLED_FOR_DEVICE = -1, -2, -3
+"""Stand where else a dtype's number does; the last if tensors on a GPU are within."""
 _APART, _OF_HOST = 1 << 16, 1 << 17
 """Are added to a dtype's number if the numbers do not come with the message, and if the tensor is on the CPU."""
 _DTYPE = _APART - 1
@@ -81,6 +85,21 @@ class Header:
         return empty, _raw(empty)
 
 
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """What lies on the host and is for a GPU: whoever takes it brings it there, on the stream that reads it.
+
+    Args:
+        bring: What does.
+    """
+
+    bring: Callable[[], object]
+
+    def taken(self) -> object:
+        """It, on the GPU."""
+        return self.bring()
+
+
 # Between two messages a rank computes, so that each finds the caches of the processor cold, where an operation of torch
 # takes 20 to 40 us: there are few of them here.
 class Message:
@@ -114,9 +133,9 @@ class Message:
             memmove(memory.data_ptr() + HEADER_BYTES, self._body.data_ptr(), body_bytes)
         return memory
 
-    def on_device(self) -> Tensor | None:
-        """A copy of the numbers on their GPU: bytes, as they lie in memory; None if they are on none."""
-        if self._apart is None and self._body.is_cuda and self._body.numel():
+    def on_device(self, device: torch.device) -> Tensor | None:
+        """A copy of the numbers on this GPU: bytes, as they lie in memory; None if they are elsewhere."""
+        if self._apart is None and self._body.device == device and self._body.numel():
             self._apart = _raw(self._body.detach().clone())
         return self._apart
 
@@ -144,30 +163,60 @@ def decode_header(message: Tensor) -> Header:
 def decode(header: Header, body: Tensor, device: torch.device) -> object:
     """The content of a message, or the header, if it comes apart.
 
-    A tensor that was on a GPU comes to this device; one on the CPU lies in the memory of its body.
+    What was on a GPU is `OnHost` until it comes to this device; a tensor of the CPU lies in the memory of its body.
     """
     if header.holds == _NOTHING:
         return None
-    if header.holds == _PICKLED:
-        content = pickle.loads(body.numpy().data)
-        return content.to(device) if isinstance(content, Tensor) else content
+    if header.holds in (_PICKLED, _PICKLED_FOR_DEVICE):
+        load = _Unpickler(body, device).load
+        return load() if header.holds == _PICKLED else OnHost(load)
     if header.holds & _APART:
         return header
     tensor = body.view(_DTYPES[header.holds & _DTYPE]).as_strided(header.shape, header.stride)
-    return tensor if header.holds & _OF_HOST or device.type == "cpu" else tensor.to(device, non_blocking=True)
+    if header.holds & _OF_HOST or device.type == "cpu":
+        return tensor
+    return OnHost(partial(tensor.to, device, non_blocking=True))
 
 
 def _packed(content: object) -> tuple[int, tuple[int, ...], tuple[int, ...], Tensor]:
     """What a header says of some content, and a tensor whose memory holds it, without gaps."""
     if content is None:
         return _NOTHING, (), (), torch.empty(0, dtype=torch.uint8)
-    if isinstance(content, Tensor) and content.layout != torch.strided:
-        content = content.detach().cpu()  # a sparse one is several tensors
-    if not isinstance(content, Tensor) or content.layout != torch.strided:
-        return _PICKLED, (), (), torch.frombuffer(bytearray(pickle.dumps(content)), dtype=torch.uint8)
+    if not isinstance(content, Tensor) or content.layout != torch.strided:  # a sparse one is several tensors
+        return _pickled(content.detach() if isinstance(content, Tensor) else content)
     content = _plain(content)
     holds = _NUMBERS[content.dtype] | (_OF_HOST if content.is_cpu else 0)
     return holds, content.shape, content.stride(), content
+
+
+def _pickled(content: object) -> tuple[int, tuple[int, ...], tuple[int, ...], Tensor]:
+    file = io.BytesIO()
+    pickler = _Pickler(file, pickle.HIGHEST_PROTOCOL)
+    pickler.dump(content)
+    holds = _PICKLED_FOR_DEVICE if pickler.is_for_device else _PICKLED
+    return holds, (), (), torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)
+
+
+class _Pickler(pickle.Pickler):
+    """Has tensors on a GPU come to the receiver's, not to that of this rank's number, which torch names."""
+
+    is_for_device = False
+
+    def persistent_id(self, obj: Any) -> Tensor | None:
+        """What to write instead."""
+        if not isinstance(obj, Tensor) or not obj.is_cuda:
+            return None
+        self.is_for_device = True
+        return obj.detach().cpu()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, body: Tensor, device: torch.device) -> None:
+        super().__init__(io.BytesIO(body.numpy().data))
+        self._device = device
+
+    def persistent_load(self, pid: Tensor) -> Tensor:
+        return pid.to(self._device)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ class Described:
         base: Number of the argument whose memory it shares, or None.
         kin: Number of an earlier result whose memory it shares, or None.
         layout: Of its memory; one that is not strided has no strides.
+        is_of_host: Whether it is on the CPU, else on the device of its rank.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +36,7 @@ class Described:
     base: int | None = None
     kin: int | None = None
     layout: torch.layout = torch.strided
+    is_of_host: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -180,6 +182,7 @@ def is_own(result: object, only: Described, arguments: Sequence[object]) -> bool
         and result.dtype is only.dtype
         and result.requires_grad is only.needs_grad
         and result.layout is torch.strided
+        and result.is_cpu is only.is_of_host
         and id(result) not in map(id, arguments)
     )
 
@@ -187,7 +190,8 @@ def is_own(result: object, only: Described, arguments: Sequence[object]) -> bool
 def described(tensor: Tensor, base: int | None = None, kin: int | None = None) -> Described:
     """A tensor, by itself unless an argument or an earlier result is named whose memory it shares."""
     stride = tensor.stride() if tensor.layout == torch.strided else ()
-    return Described(tuple(tensor.shape), stride, tensor.dtype, tensor.requires_grad, base, kin, tensor.layout)
+    shape, needs_grad = tuple(tensor.shape), tensor.requires_grad
+    return Described(shape, stride, tensor.dtype, needs_grad, base, kin, tensor.layout, tensor.is_cpu)
 
 
 def versions_of(arguments: Sequence[object]) -> list[int]:

@@ -102,13 +102,15 @@ _METADATA = {
 _TENSOR_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag", "data"}
 _LAYOUTS = {"is_sparse": torch.sparse_coo, "is_sparse_csr": torch.sparse_csr}
 """What a property asks for."""
+_CPU = torch.device("cpu")
 _REFUSED = {"register_hook", "retain_grad", "data_ptr", "untyped_storage", "storage", "share_memory_", "__reduce_ex__"}
 
 
 class Placeholder(Tensor):
     """A tensor that lives on the rank of one stage. All ranks have it; the values are at the owner.
 
-    Its shape, strides and dtype are known everywhere. An operation on it is run by the program that it belongs to.
+    Its shape, strides and dtype are known everywhere, and whether it is on the CPU. An operation on it is run by the
+    program that it belongs to.
     """
 
     stage: int
@@ -131,7 +133,8 @@ class Placeholder(Tensor):
     def __new__(
         cls: type[Placeholder], described: Described, stage: int, program: Operator, device: torch.device
     ) -> Placeholder:
-        """Stand for a tensor of that description."""
+        """Stand for a tensor of that description, on this device if it is not on the CPU."""
+        device = _CPU if described.is_of_host else device
         made = Tensor._make_wrapper_subclass(
             cls, described.shape, strides=described.stride or None, dtype=described.dtype, device=device
         )

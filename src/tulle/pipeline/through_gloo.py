@@ -84,7 +84,7 @@ class ThroughGloo(Channel):
             _unread.discard(self._outbox)
 
     def receive(self) -> tuple[Key, object]:
-        """Wait for the next message; its key and its content, a tensor on the axis' device."""
+        """Wait for the next message; its key and its content, `OnHost` if it is for a GPU."""
         room, message = self._room_here, self._spare
         self._spare = None
         if message is None:

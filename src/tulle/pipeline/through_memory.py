@@ -43,7 +43,7 @@ class ThroughMemory(Channel):
             raise self._told(error, "send", 0) from error
 
     def receive(self) -> tuple[Key, object]:
-        """Wait for the next message; its key and its content, a tensor on the axis' device."""
+        """Wait for the next message; its key and its content, `OnHost` if it is for a GPU."""
         try:
             message = self._receiver.receive()
         except RuntimeError as error:

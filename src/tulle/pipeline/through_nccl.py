@@ -81,7 +81,7 @@ class ThroughNccl(Channel):
 
     def send(self, message: Message, *, is_expected: bool = True) -> None:
         """Send a message without waiting, neither here nor on the GPU."""
-        body = message.on_device()
+        body = message.on_device(self._lane.device)
         if body is not None:
             try:
                 self._outgoing.send([body], self._peer, 0)  # the process group keeps it until it has gone
