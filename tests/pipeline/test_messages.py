@@ -68,11 +68,12 @@ def test_gaps_and_repeats_in_memory_do_not_travel(tensor):
 def test_an_announcement_says_what_room_the_numbers_need(dtype):
     tensor = torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1).to(dtype)
     message = Message((Kind.VALUE, 7, 1), tensor)
-    announced = message.announcement().bytes()
+    announced = message.announcement(3).bytes()
     assert announced.numel() == HEADER_BYTES
     header = decode_header(announced)
     assert header.message_bytes == HEADER_BYTES
     assert decode(header, announced[HEADER_BYTES:], CPU) is header
+    assert header.apart_before == 3
     empty, raw = header.room(CPU)
     assert not empty._is_view()  # it may be written in place, whatever made it
     raw.copy_(message.bytes()[HEADER_BYTES:])

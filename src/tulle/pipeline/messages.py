@@ -52,6 +52,8 @@ _NOTHING, _PICKLED, _PICKLED_FOR_DEVICE = -1, -2, -3
 _APART, _OF_HOST = 1 << 16, 1 << 17
 """Are added to a dtype's number if the numbers do not come with the message, and if the tensor is on the CPU."""
 _DTYPE = _APART - 1
+_COUNT = 1 << 20
+"""So many times is added, too, how many came apart before, on that way."""
 _FIXED = Struct("=6q")
 """The key, what the body holds, its bytes and dimensions; lengths and strides of these follow."""
 
@@ -78,6 +80,11 @@ class Header:
     def message_bytes(self) -> int:
         """Of both."""
         return HEADER_BYTES + self.body_bytes
+
+    @property
+    def apart_before(self) -> int:
+        """How many came apart before this one, on its way."""
+        return self.holds // _COUNT
 
     def room(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """An empty tensor of which this announces the numbers, and its memory: bytes, each once."""
@@ -139,11 +146,15 @@ class Message:
             self._apart = _raw(self._body.detach().clone())
         return self._apart
 
-    def announcement(self) -> Message:
-        """A message that says all but the numbers, which come by another way."""
+    def announcement(self, before: int) -> Message:
+        """A message that says all but the numbers, which come by another way.
+
+        Args:
+            before: How many came so before, on that way.
+        """
         told = copy(self)
         key, (holds, _, *form) = self._fixed[:3], self._fixed[3:]
-        told._fixed = (*key, holds + _APART, 0, *form)
+        told._fixed = (*key, holds + _APART + before * _COUNT, 0, *form)
         told.size_bytes = HEADER_BYTES
         return told
 

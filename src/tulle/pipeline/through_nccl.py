@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tulle.comm import gather_values, traffic, used_here
+from tulle.errors import CommunicationError
 from tulle.mesh import Axis
 from tulle.pipeline.channel import LABEL, Channel
 from tulle.pipeline.messages import Header, Key, Message
@@ -73,6 +74,7 @@ class ThroughNccl(Channel):
         super().__init__(lane)
         self._announcements, self._outgoing, self._incoming = announcements, outgoing, incoming
         self._peer, self._stream = peer, stream
+        self._sent, self._begun_before = 0, 0
 
     @property
     def descriptor(self) -> int | None:
@@ -88,7 +90,8 @@ class ThroughNccl(Channel):
             except RuntimeError as error:
                 raise self._told(error, "send", body.nbytes) from error
             traffic.sent(LABEL, body.nbytes, 1)
-            message = message.announcement()
+            message = message.announcement(self._sent)
+            self._sent += 1
         self._announcements.send(message, is_expected=is_expected)
 
     def flush(self, *, but: int) -> None:
@@ -101,6 +104,12 @@ class ThroughNccl(Channel):
         return key, self._begun(content) if isinstance(content, Header) else content
 
     def _begun(self, header: Header) -> Arriving:
+        if header.apart_before != self._begun_before:
+            raise CommunicationError(
+                f"rank {self._lane.rank} of axis {self._lane.name!r} was told of tensor {header.apart_before} of "
+                f"another rank, after {self._begun_before}: a send was interrupted; begin anew from a checkpoint"
+            )
+        self._begun_before += 1
         with torch.inference_mode(mode=False), torch.no_grad(), torch.cuda.stream(self._stream):
             tensor, raw = header.room(self._lane.device)
             try:
