@@ -11,7 +11,7 @@ import tulle
 from rank_process import patches
 from ranks import on_ranks
 from tulle.comm import traffic
-from tulle.errors import ModelError
+from tulle.errors import CommunicationError, ModelError
 from tulle.memory import Shard, execution_order
 from tulle.memory.unit import Unit
 
@@ -28,8 +28,10 @@ class Experts(nn.Module):
         return self.experts[expert](x).pow(2).mean()
 
 
-def shared_out(widths: list[int]) -> tuple[nn.Module, torch.optim.Optimizer, tulle.Mesh]:
-    mesh = tulle.init(data=-1, timeout=8)
+def shared_out(
+    widths: list[int], mesh: tulle.Mesh | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer, tulle.Mesh]:
+    mesh = mesh or tulle.init(data=-1, timeout=8)
     model = Experts(widths)
     optimizer = torch.optim.AdamW(model.parameters())
     tulle.distribute(model, optimizer, mesh, plan=tulle.Plan({"data": 2}, memory=FULL))
@@ -91,6 +93,47 @@ def test_unlike_numbers_of_micro_batches_are_told(steps):
     one, other = (first, third) if mesh.rank else (third, first)
     with pytest.raises(ModelError, match=rf"{other} on rank {1 - mesh.rank}, {one} on"):
         train(2, 2 if mesh.rank else 3)
+
+
+def epoch(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.ones(2, WIDTH), expert=0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("late", [False, True], ids=["in the first step", "in a later one"])
+def test_what_one_rank_alone_has_frozen_is_named(late):
+    patches.setattr(execution_order, "LONG_S", 0.1)
+    model, optimizer, mesh = shared_out([8, 8])
+    epoch(model, optimizer, 3 * late)
+    model.experts[0][1].bias.requires_grad_(mesh.rank == 0)
+    ours, theirs = r"gradients of 'experts\.0' on rank 0", r"gradients of 'experts\.0' without 1\.bias.* on rank 1"
+    one, other = (theirs, ours) if mesh.rank == 0 else (ours, theirs)
+    with pytest.raises(ModelError, match=rf"{one}, {other}.*freeze the same parameters"):
+        epoch(model, optimizer, 1)
+
+
+@on_ranks(2)
+def test_after_an_error_that_a_rank_catches_all_are_told_at_once_with_other_models_too():
+    """What the others wait for would end at the time-out only, and what comes later behind it."""
+    patches.setattr(execution_order, "LONG_S", 0.1)
+    model, optimizer, mesh = shared_out([8, 8])
+    epoch(model, optimizer, 3)
+    fails = model.experts[0][1].register_forward_pre_hook(lambda *_: [].pop()) if mesh.rank else None
+    if fails is not None:
+        with pytest.raises(IndexError):
+            epoch(model, optimizer, 1)
+        fails.remove()
+    with pytest.raises(ModelError, match=r"parameters of 'experts\.0.*', time 2 since the last step"):
+        epoch(model, optimizer, 1)
+    for other in (model, shared_out([8, 8], mesh)[0]):
+        begin_s = time.monotonic()
+        with pytest.raises(CommunicationError, match=r"cannot be exchanged any more on axis 'data'.* start anew"):
+            other(torch.ones(2, WIDTH), expert=0)
+        assert time.monotonic() - begin_s < 1
+    epoch(*shared_out([8, 8])[:2], 3)  # on a new mesh
 
 
 class Layers(nn.Module):

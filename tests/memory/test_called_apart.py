@@ -69,6 +69,17 @@ class Attending(nn.Module):
         return self.out(self.attention(x[:, None], x[:, None], x[:, None])[0])
 
 
+class Conjugated(nn.Module):
+    """Autograd saves its weight twice, the second time as its conjugate, in the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.complex128))
+
+    def forward(self, x):
+        return torch.tanh(x @ (self.weight * self.weight.conj() + self.weight.mH).real)
+
+
 def whole(model, x):
     return model(x).pow(2).mean()
 
@@ -83,6 +94,7 @@ KINDS = {
     "written": (lambda: nn.Sequential(Clamped(), Clamped()), whole),
     "given other memory": (lambda: nn.Sequential(Replaced(), Replaced()), whole),
     "called in parts": (Attending, in_parts),
+    "conjugated": (lambda: nn.Sequential(Conjugated(), Conjugated()), whole),
 }
 
 

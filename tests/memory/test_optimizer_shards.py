@@ -13,7 +13,31 @@ from ranks import on_ranks
 from tulle import board
 from tulle.errors import CommunicationError, ModelError
 from tulle.memory import compute_in, shard_optimizer
+from tulle.memory.pieces import lay_out
 from tulle.plan import Memory
+
+
+class Sized:
+    """A parameter of one number that counts how often it is asked for its size."""
+
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def __init__(self):
+        self.asked = 0
+
+    def numel(self):
+        return 1
+
+    @property
+    def nbytes(self):
+        self.asked += 1
+        return 4
+
+
+def test_the_time_to_lay_out_grows_with_the_number_of_parameters_and_not_with_its_square():
+    parameters = [Sized() for _ in range(20)]
+    assert list(lay_out(parameters)) == [parameters]
+    assert {parameter.asked for parameter in parameters} == {1}
 
 
 @on_ranks(3)

@@ -128,7 +128,7 @@ class Ahead:
         if leaving is not None:
             leaving.result()
         which = "gradients", self._time(unit, "gradients")
-        exchange = f"gradients of {unit.name!r}{_for_time(which[1])}"
+        exchange = f"gradients of {unit.name!r}{_frozen(unit, parts)}{_for_time(which[1])}"
         job = self._order.submit(exchange, which, partial(unit.reduce, gradients, parts))
         self._leaving = ref(job)
         return job
@@ -227,6 +227,13 @@ def ahead_of(part: Tensor | None) -> Ahead | None:
     """What gathers a part when a module runs, or None."""
     follower = getattr(part, _FOLLOWER, None)
     return None if follower is None else follower()
+
+
+def _frozen(unit: Unit, parts: Sequence[Tensor]) -> str:
+    """What of a unit has no gradients, so that ranks which freeze other parameters are told which."""
+    frozen = {number for number, part in enumerate(parts) if not part.requires_grad}
+    named = dict.fromkeys(f"{path}.{name}".lstrip(".") for path, name, number in unit.places if number in frozen)
+    return f" without {', '.join(named)}, which is frozen" if named else ""
 
 
 def _for_time(number: int) -> str:

@@ -3,7 +3,8 @@
 What came after an exchange the last time is expected to come again, by all ranks alike, and goes at once. Any other is
 announced before it goes. So ranks that take other branches do not meet in exchanges of other sizes, at which gloo ends
 the process, nor in any: one of them announces, and the other does not hear it. Who waits for long tells the store where
-it is, and looks there for the others.
+it is, and looks there for the others. What such ranks have begun never ends, and all that comes later would wait behind
+it, of other models too: from then on each rank is told so at once.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class ExecutionOrder:
         """What came after an exchange the last time."""
         self._last: tuple[str, Hashable] = "", None
         self._exchanges = 0
+        self._ended_by: Exception | None = None
 
     def submit(self, exchange: str, which: Hashable, do: Callable[[], T]) -> Sent[T]:
         """Have an exchange done in its turn. Every rank of the axis must call it, in the same order.
@@ -44,12 +46,26 @@ class ExecutionOrder:
             exchange: What it is, in words.
             which: Of several such in a step; not the same one is followed by the same.
             do: Does it.
+
+        Raises:
+            CommunicationError: If one has failed before, which ended all of this axis.
         """
+        if self._ended_by is not None:
+            raise CommunicationError(
+                f"{exchange} cannot be exchanged any more on axis {self.axis.name!r}, on which full_shard has failed "
+                f"before, and ranks are out of step since, for other models too: {self._ended_by}. Have all "
+                "ranks end where one catches an error; or have all make a new mesh by tulle.init, distribute a new "
+                "model on it, and start anew from a checkpoint"
+            ) from self._ended_by
         is_expected = self._followed.get(self._last) == (exchange, which)
         self._followed[self._last] = self._last = exchange, which
         self._exchanges += 1
         job = self._background.submit(do if is_expected else partial(_announced, exchange, self.axis, do))
-        return Sent(job, exchange, self._exchanges, self.axis)
+        return Sent(job, exchange, self._exchanges, self)
+
+    def end(self, error: Exception) -> None:
+        """No exchange of this axis can be had any more, by what this rank has just been told."""
+        self._ended_by = self._ended_by or error
 
 
 class Sent(Generic[T]):
@@ -59,11 +75,11 @@ class Sent(Generic[T]):
         job: Does it.
         exchange: What it is.
         number: Of the exchange on this axis.
-        axis: Whose ranks take part.
+        order: It is one of.
     """
 
-    def __init__(self, job: Job[T], exchange: str, number: int, axis: Axis) -> None:
-        self._job, self._exchange, self._number, self._axis = job, exchange, number, axis
+    def __init__(self, job: Job[T], exchange: str, number: int, order: ExecutionOrder) -> None:
+        self._job, self._exchange, self._number, self._order, self._axis = job, exchange, number, order, order.axis
         self._is_asking = False
 
     def result(self) -> T:
@@ -76,7 +92,9 @@ class Sent(Generic[T]):
         try:
             result = self._job.result(meanwhile=self._ask, after_s=LONG_S)
         except CommunicationError as error:
-            raise CommunicationError(f"while this rank was at {self._exchange}: {error}") from error
+            told = CommunicationError(f"while this rank was at {self._exchange}: {error}")
+            self._order.end(told)
+            raise told from error
         if self._is_asking:
             forget_place(self._key, self._axis.rank)
         return result
@@ -88,7 +106,11 @@ class Sent(Generic[T]):
     def _ask(self) -> None:
         self._is_asking = True
         for rank, theirs in places(self._key, self._axis.rank, self._exchange, self._axis.size).items():
-            _check(self._exchange, theirs, rank, self._axis)
+            try:
+                _check(self._exchange, theirs, rank, self._axis)
+            except ModelError as error:
+                self._order.end(error)  # which waits in vain from now on
+                raise
 
 
 def other_branch(said: str) -> ModelError:
@@ -97,7 +119,7 @@ def other_branch(said: str) -> ModelError:
         f"full_shard gathers the parameters of a module from all ranks, but these are at different ones: {said}. Have "
         "all ranks call the same modules in the same order, as often a step (as many micro-batches each), also where "
         "data or the rank decide (experts, early exits; model.state_dict(), of which one rank may save what all have "
-        "made), or leave full_shard out of the plan"
+        "made), and freeze the same parameters, or leave full_shard out of the plan"
     )
 
 

@@ -71,8 +71,9 @@ def noting(gathered: Gathered, wholes: Sequence[Tensor]) -> Iterator[None]:
 
     def note(tensor: Tensor) -> Any:
         number = numbers.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
-        if number is not None and tensor.dtype == gathered.dtypes[number]:
-            return _Note(gathered, number, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        if number is not None and tensor.dtype == gathered.dtypes[number] and not tensor.is_neg():
+            offset = int(tensor.storage_offset())
+            return _Note(gathered, number, tensor.shape, tensor.stride(), offset, is_conjugate=tensor.is_conj())
         return outer[0](tensor) if outer is not None else Saved.of(tensor)
 
     @untraced  # by a backward within a function that is compiled, too
@@ -107,9 +108,11 @@ class _Note:
     size: Sequence[int]
     stride: Sequence[int]
     offset: int
+    is_conjugate: bool
 
     def read(self) -> Tensor:
-        return self.gathered.whole(self.number).as_strided(self.size, self.stride, self.offset)
+        view = self.gathered.whole(self.number).as_strided(self.size, self.stride, self.offset)
+        return view.conj() if self.is_conjugate else view
 
 
 @dataclass(frozen=True, slots=True)

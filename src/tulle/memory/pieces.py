@@ -8,6 +8,7 @@ rank 2                                                |=====================|
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -43,11 +44,14 @@ class Bucket:
 def lay_out(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Cut parameters that have elements into buckets of one dtype and device each."""
     open_buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    filled_bytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
     for parameter in (one for one in parameters if one.numel()):
-        bucket = open_buckets.setdefault((parameter.dtype, parameter.device), [])
-        bucket.append(parameter)
-        if sum(p.nbytes for p in bucket) >= BUCKET_BYTES:
-            yield open_buckets.pop((parameter.dtype, parameter.device))
+        kind = parameter.dtype, parameter.device
+        open_buckets.setdefault(kind, []).append(parameter)
+        filled_bytes[kind] += parameter.nbytes
+        if filled_bytes[kind] >= BUCKET_BYTES:
+            del filled_bytes[kind]
+            yield open_buckets.pop(kind)
     yield from open_buckets.values()
 
 
