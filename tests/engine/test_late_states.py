@@ -51,6 +51,15 @@ def begin_anew(optimizer: Optimizer) -> None:
     optimizer.state.update({parameter: {} for group in optimizer.param_groups for parameter in group["params"]})
 
 
+def merge(optimizer: Optimizer) -> None:
+    optimizer.state |= {parameter: {} for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def drop_by_pairs(optimizer: Optimizer) -> None:
+    for _ in range(4):
+        optimizer.state.popitem()
+
+
 def scale_all(optimizer: Optimizer) -> None:
     for state in optimizer.state.values():
         for value in state.values():
@@ -86,7 +95,10 @@ def adam(parameters):
 
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [momentum, adam])
-@pytest.mark.parametrize("change", [put_anew, clear, zero, drop_one, zero_what_is_or_begin, begin_anew, scale_all])
+@pytest.mark.parametrize(
+    "change",
+    [put_anew, clear, zero, drop_one, drop_by_pairs, zero_what_is_or_begin, begin_anew, merge, scale_all],
+)
 def test_a_state_that_is_read_or_changed_is_that_of_one_process(change, kind):
     model, reference = trained(change, kind, tulle.init(data=-1)), trained(change, kind, None)
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
@@ -98,6 +110,8 @@ def copied(optimizer: Optimizer) -> None:
         copy.copy(optimizer.state),
         copy.deepcopy(optimizer.state),
         pickle.loads(pickle.dumps(optimizer.state)),
+        optimizer.state | {},
+        {} | optimizer.state,
     ):
         assert type(state) in (defaultdict, dict)
         assert len(state) == 4

@@ -156,6 +156,45 @@ def test_trainer_gives_the_numbers_of_a_plain_loop_and_goes_on_from_what_it_save
         check_weights(last, expected)
 
 
+@pytest.mark.parametrize("plan", ["rows", "full_shard"])
+@on_ranks(2)
+def test_processes_with_parts_may_generate_texts_of_unlike_lengths(plan, tmp_path):
+    from transformers import BartConfig, BartForConditionalGeneration, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from tulle.integrations.huggingface import TulleTrainer
+
+    class Translating(TulleTrainer, Seq2SeqTrainer):
+        pass
+
+    as_launched()
+    sizes = {"vocab_size": ROWS, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 8}
+    heads = {"decoder_ffn_dim": 8, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    torch.manual_seed(0)
+    config = BartConfig(
+        **sizes, **heads, max_position_embeddings=16, tie_word_embeddings=False, forced_eos_token_id=None
+    )
+    model, plain_model = BartForConditionalGeneration(config), BartForConditionalGeneration(config)
+    tables = [name for name, _ in model.named_parameters() if "embed_tokens" in name or "shared" in name]
+    plans = {
+        "rows": dict.fromkeys(tables, "rows"),
+        "full_shard": tulle.Plan({"data": 2}, memory=tulle.Memory(full_shard=True)),
+    }
+    batches = {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_steps": 1}
+    quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
+    given = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, predict_with_generate=True, **batches, **quiet)
+    ids = torch.randint(3, ROWS, (4, 5), generator=torch.Generator().manual_seed(1))
+    samples = [{"input_ids": one, "labels": one} for one in ids]
+    trainer = Translating(model, given, train_dataset=samples, plan=plans[plan])
+    trainer.train()
+    plain_model.load_state_dict(tulle.full_state_dict(trainer.model, everywhere=True))
+
+    lengths = [3, 8]
+    found = trainer.predict(samples, max_new_tokens=lengths[dist.get_rank()], min_new_tokens=2).predictions
+    for rank, length in enumerate(lengths):
+        theirs = plain_model.eval().generate(ids[2 * rank :][:2], max_new_tokens=length, min_new_tokens=2)
+        assert found[2 * rank :][:2, : theirs.shape[1]].tolist() == theirs.tolist()
+
+
 @on_ranks(2)
 def test_what_trainer_would_drop_or_deal_wrongly_is_refused_by_name(tmp_path):
     as_launched()

@@ -123,6 +123,31 @@ def test_gradients_that_add_up_are_finite_where_each_is():
         model(ids.chunk(mesh.size)[mesh.rank]).backward()
 
 
+@on_ranks(2, 3)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_gradient_of_a_bias_of_half_precision_is_finite_where_that_of_one_process_is(dtype):
+    mesh = tulle.init(data=-1)
+    softmax = ShardedSoftmax(WORDS, WIDTH, bias=True).to(dtype)
+    tulle.distribute(softmax, torch.optim.SGD(softmax.parameters(), lr=0.1), mesh, plan={"weight": "rows"})
+    hidden, target = torch.zeros(2, WIDTH, dtype=dtype), torch.tensor([0, 1])
+    (softmax(hidden, target) * 60_000).backward()
+    bias = torch.zeros(WORDS, requires_grad=True)
+    with torch.no_grad():
+        bias.copy_(softmax.bias)
+    (torch.nn.functional.cross_entropy(bias.expand(2, -1), target) * 60_000).backward()
+    assert torch.allclose(softmax.bias.grad.float(), bias.grad, rtol=1e-2)
+
+
+@on_ranks(2)
+def test_ranks_may_give_targets_in_unlike_integers():
+    mesh = tulle.init(data=-1)
+    softmax = build(lambda: ShardedSoftmax(WORDS, WIDTH), 0)
+    hidden, target = torch.ones(2, WIDTH, dtype=torch.float64), torch.tensor([0, 1])
+    expected = softmax(hidden, target)
+    tulle.distribute(softmax, torch.optim.SGD(softmax.parameters(), lr=0.1), mesh, plan={"weight": "rows"})
+    assert torch.allclose(softmax(hidden, target.int() if mesh.rank else target), expected, rtol=TOLERANCE)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("kind", [Tied, TiedSampled], ids=lambda kind: kind.__name__)
 def test_columns_are_refused_before_training(kind):

@@ -91,9 +91,32 @@ class LateState(defaultdict[Tensor, Any]):
         self._make_all_true()
         super().clear()
 
+    def popitem(self) -> Any:
+        """As of a dictionary."""
+        self._make_all_true()
+        return super().popitem()
+
     def copy(self) -> Any:
         """A plain one."""
         return defaultdict(dict, {**self})
+
+    def __reversed__(self) -> Any:
+        self._make_all_true()
+        return super().__reversed__()
+
+    def __eq__(self, other: object) -> bool:
+        self._make_all_true()
+        return super().__eq__(other)
+
+    def __ior__(self, other: Any) -> Any:
+        self.update(other)
+        return self
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return defaultdict(dict, other) | self.copy()
 
     __copy__ = copy
 

@@ -15,9 +15,11 @@ from tulle.checkpoint import full_optimizer_state_dict, full_state_dict
 from tulle.clip import clip_grad_norm_
 from tulle.distribute import distribute, is_distributed
 from tulle.errors import MeshError, PlanError
+from tulle.memory import shard_of
 from tulle.mesh import Mesh, init
 from tulle.plan import PlanLike
 from tulle.sync import AUTO
+from tulle.tables import split_of
 
 try:
     from accelerate import Accelerator  # Trainer is there without it, and fails when it is made
@@ -79,6 +81,13 @@ class TulleTrainer(Trainer):
     def _clip(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         self.accelerator.unscale_gradients()
         return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As of `Trainer`; what `Seq2SeqTrainer` generates takes as many steps on all processes, if they have parts."""
+        options = vars(self).get("_gen_kwargs")  # of Seq2SeqTrainer
+        if options is not None and any(split_of(one) or shard_of(one) for one in self._module.parameters()):
+            options.setdefault("synced_gpus", True)
+        return super().prediction_step(*args, **kwargs)
 
     # Every process must call these, as Trainer does.
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:

@@ -36,8 +36,8 @@ def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: Ten
 
     Returns:
         `[tokens]`, in float32 if the products are of half precision. The gradient of `weight` is, for the rows here,
-        the mean over ranks of the gradients of their losses. The gradient of `bias` is zero but for the rows here,
-        such that its mean over ranks is that mean too.
+        the mean over ranks of the gradients of their losses. The mean over ranks of the gradient of `bias` is that
+        mean too: it is zero but for the rows here, or, in float16, the mean already.
     """
     return cast("Tensor", _CrossEntropy.apply(hidden, weight, bias, rows, terms))
 
@@ -73,7 +73,7 @@ class _CrossEntropy(torch.autograd.Function):
             given = (
                 gradients.hidden() if terms.tokens.are_trained else gradients.visit_all(),
                 gradients.weight() if of_weight else None,
-                gradients.bias() if of_bias else None,
+                gradients.bias(bias.dtype) if of_bias else None,
             )
         cast_to = zip(given, ctx.dtypes, strict=True)
         return *(None if gradient is None else gradient.to(dtype) for gradient, dtype in cast_to), None, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tulle.comm import all_reduce
 from tulle.softmax.part import add_product, product
 from tulle.softmax.scoring import Found
 
@@ -54,8 +55,15 @@ class Gradients:
             total.addr_(held, self._of_all @ found.hidden.to(total.dtype))
         return total.div_(found.terms.shard.ranks)
 
-    def bias(self) -> Tensor:
-        """`[num_rows]`, zero but for the rows here: the sum over ranks, as its mean over ranks will be taken."""
+    def bias(self, dtype: torch.dtype) -> Tensor:
+        """`[num_rows]`, such that its mean over ranks is the mean of theirs. Every rank must call it.
+
+        Zero but for the rows here, of which it is the sum over ranks. A float16 may be too small for that where it is
+        not for the mean: there all ranks have the mean.
+
+        Args:
+            dtype: In which it is kept.
+        """
         assert self._of_logits is not None, "it was said to be wanted"
         found = self._found
         of_rows = self._of_logits + self._of_all.sum()
@@ -63,7 +71,11 @@ class Gradients:
         if found.candidates.is_held is not None:
             rows, of_rows = rows[found.candidates.is_held], of_rows[found.candidates.is_held]
         whole = of_rows.new_zeros(found.terms.shard.num_rows).index_copy_(0, rows, of_rows)
-        return whole.index_add_(0, found.targets.rows, self._of_targets)
+        whole.index_add_(0, found.targets.rows, self._of_targets)
+        axis = found.terms.tokens.axis
+        if dtype is not torch.float16 or axis is None:
+            return whole
+        return all_reduce(whole, axis, label=found.terms.tokens.label).wait().div_(axis.size)
 
     def _visit(self, rank: int) -> Tensor:
         """Add what a rank's tokens give the rows here, and return what the rows here give those."""

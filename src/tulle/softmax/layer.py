@@ -60,7 +60,7 @@ class SoftmaxLayer(nn.Module, ABC):
 
         Args:
             hidden: `[..., width]`, this rank's own.
-            target: `[...]` int64 class numbers, or `ignore_index`.
+            target: `[...]` class numbers, or `ignore_index`, of any integers.
 
         Returns:
             A number, or `[...]` with reduction "none"; float32 if the products are of half precision.
@@ -81,7 +81,7 @@ class SoftmaxLayer(nn.Module, ABC):
             is_trained=torch.is_grad_enabled(),
         )
         states = hidden.reshape(-1, hidden.shape[-1])
-        losses = cross_entropy(states if is_counted is None else states[is_counted], weight, bias, rows, terms)
+        losses = cross_entropy(states if is_counted is None else states[is_counted], weight, bias, rows.long(), terms)
         return self._reduced(losses, is_counted, target)
 
     def log_prob(self, hidden: Tensor) -> Tensor:
