@@ -3,7 +3,6 @@
 import copy
 import gc
 import weakref
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import tulle
 from gigabit import give_cluster
 from ranks import on_ranks
 from tulle import tensor_parallel
-from tulle.distribute import steppers
 from tulle.engine import living_split_tables
 from tulle.errors import ModelError
 from tulle.parts import Part
@@ -376,35 +374,3 @@ def test_what_one_rank_alone_asks_of_what_is_shared_out_is_told_by_name():
     tulle.distribute(model, torch.optim.SGD(model.parameters(), 0.01), mesh, plan=plan)
     with pytest.raises(ModelError, match=r"one number of all of '0.linear1.weight' on rank 0"):
         model(X) if mesh.rank else model[0].linear1.weight.norm()
-
-
-class Counts(torch.optim.SGD):
-    """Keeps what is of no parameter by a name, as torch lets it."""
-
-    def step(self, closure=None):
-        self.state["steps"] = self.state.get("steps", 0) + 1
-        return super().step(closure)
-
-
-@on_ranks(2)
-def test_an_optimizer_that_is_made_later_and_not_known_is_doubted_once():
-    mesh = tulle.init(data=-1)
-    model, _ = make()
-    tulle.distribute(model, Counts(model.parameters(), lr=0.1), mesh, plan="rows")
-    with patch.object(steppers.logger, "warning") as warn:
-        plain_loop(model, Counts(model.parameters(), lr=0.1), batches(mesh.rank, mesh.size))
-    assert [call.args[1] for call in warn.call_args_list] == ["Counts"]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("is_made_later", [False, True])
-def test_optimizers_may_keep_what_is_of_no_parameter(is_made_later):
-    mesh = tulle.init(data=-1)
-    (model, _), (reference, _) = make(), make()
-    theirs, optimizer = (Counts(one.parameters(), lr=0.1) for one in (reference, model))
-    tulle.distribute(model, optimizer, mesh, plan="rows")
-    optimizer = Counts(model.parameters(), lr=0.1) if is_made_later else optimizer
-    plain_loop(reference, theirs, batches(0, 1))
-    plain_loop(model, optimizer, batches(mesh.rank, mesh.size))
-    assert optimizer.state["steps"] == theirs.state["steps"] == 3
-    assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12

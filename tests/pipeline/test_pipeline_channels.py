@@ -13,6 +13,7 @@ from tulle.pipeline import through_nccl
 from tulle.pipeline.mailbox import mailbox_of
 from tulle.pipeline.through_gloo import ThroughGloo
 from tulle.pipeline.through_memory import ThroughMemory
+from tulle.pipeline.through_nccl import SWITCH as SWITCHES_NCCL
 from tulle.shared_memory import SWITCH
 from tulle.shared_memory.neighbours import Neighbours
 
@@ -35,11 +36,11 @@ def test_the_last_of_three_stages_is_on_another_host():
             assert compare(kind, mesh, assignment, schedule=schedule, micro_batches=5) < TOLERANCE, kind.__name__
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("rank", "name", "value"), [(0, SWITCHES_NCCL, "0"), (2, "CUDA_DEVICE_MAX_CONNECTIONS", "1")])
 @on_ranks(3)
-def test_one_rank_can_keep_all_from_sending_by_nccl(rank):
+def test_one_rank_can_keep_all_from_sending_by_nccl(rank, name, value):
     patches.setattr(through_nccl, "backend_of", lambda group, device_type: "nccl")  # which gloo cannot be taken for
     if dist.get_rank() == rank:
-        patches.setenv(through_nccl.SWITCH, "0")
+        patches.setenv(name, value)
     channels = mailbox_of(tulle.init(pipe=-1)["pipe"])._channels
     assert {type(channel) for channel in channels.values()} <= {ThroughMemory, ThroughGloo}

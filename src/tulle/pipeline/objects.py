@@ -280,14 +280,14 @@ def mapped(value: Any, function: Callable[[list[Any]], list[Any]]) -> Any:
     return _whole(rebuild(spec, others[given.count :]), given.objects)
 
 
-def holds_objects(value: Any) -> bool:
-    """Whether a value is an object, or one is in it."""
-    return any(map(is_plain, flatten(value)[0]))
+def holds_objects(leaves: Sequence[Any]) -> bool:
+    """Whether an object is among the leaves of a value."""
+    return any(map(is_plain, leaves))
 
 
 def told(value: Any) -> Any:
     """What all ranks are told of a value in which there may be objects; `taken` makes the value of it again."""
-    return _told(value, (), {}, {}) if holds_objects(value) else value
+    return _told(value, (), {}, {}) if holds_objects(flatten(value)[0]) else value
 
 
 def _told(value: Any, objects: Sequence[Any], numbers: dict[int, int], unread: dict[int, int]) -> Told:

@@ -48,7 +48,7 @@ from tulle.pipeline.outcome import Constant, Described, Outcome, Same, Twin
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.recompute import outside_of_checkpoint
 from tulle.pipeline.shapes import writes_in_many
-from tulle.pipeline.structure import flatten_call, rebuild
+from tulle.pipeline.structure import flatten, flatten_call, rebuild
 from tulle.pipeline.tape import Graph
 from tulle.pipeline.unit_call import UnitCall
 from tulle.pipeline.values import Values
@@ -227,8 +227,10 @@ class Program:
         What objects hold they are told at once: other micro-batches may be given the same ones.
         """
         self._inside.check_goes_on()
-        share = self.values.share if holds_objects(value) else self.values.kept
-        return mapped(value, lambda leaves: share(list(map(self.adopted.placed, leaves))))
+        leaves, spec = flatten(value)
+        if holds_objects(leaves):
+            return mapped(value, lambda leaves: self.values.share(list(map(self.adopted.placed, leaves))))
+        return rebuild(spec, self.values.kept(list(map(self.adopted.placed, leaves))))
 
     def end(self) -> None:
         """Forget the graph."""

@@ -6,8 +6,7 @@ with what later micro-batches return, small tensors of one shape, as losses are,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Hashable, Sequence
 from math import prod
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor
 from tulle.pipeline.interception import run_in_this_thread
 from tulle.pipeline.mailbox import Mailbox
 from tulle.pipeline.messages import Kind
-from tulle.pipeline.outcome import Described
 from tulle.pipeline.program import Program
 from tulle.pipeline.structure import flatten, rebuild
 from tulle.pipeline.turn import Turn
@@ -62,21 +60,13 @@ def told(values: Sequence[Any], mailbox: Mailbox, run: int) -> list[Any]:
 
 def _groups(results: Sequence[Result]) -> list[list[Result]]:
     """Those that go together, alike on all ranks."""
-    numbered = sorted(enumerate(results), key=lambda pair: (*_sort_of(pair[1]), pair[0]))
-    return [
-        [result for _, result in group]
-        for _, group in groupby(numbered, key=lambda pair: (*_sort_of(pair[1]), 0 if _is_small(pair[1]) else pair[0]))
-    ]
-
-
-def _sort_of(result: Result) -> tuple[int, str]:
-    described = result.described
-    return result.home, f"{described.dtype} {described.layout} {list(described.shape)}"
-
-
-def _is_small(result: Result) -> bool:
-    described: Described = result.described
-    return described.layout == torch.strided and prod(described.shape) <= _SMALL
+    groups: dict[Hashable, list[Result]] = {}
+    for number, one in enumerate(results):
+        known = one.described
+        is_small = known.layout == torch.strided and prod(known.shape) <= _SMALL
+        key = (one.home, known.dtype, known.is_of_host, known.shape) if is_small else number
+        groups.setdefault(key, []).append(one)
+    return [*groups.values()]
 
 
 def _exchange(groups: Sequence[Sequence[Result]], mailbox: Mailbox, run: int) -> None:
@@ -84,7 +74,10 @@ def _exchange(groups: Sequence[Sequence[Result]], mailbox: Mailbox, run: int) ->
     keys = [(Kind.VALUE, run, -1 - number) for number in range(len(groups))]
     for key, group in zip(keys, groups, strict=True):
         if group[0].home == me:
-            mailbox.send(key, _together([_here(one) for one in group]), to=[rank for rank in range(size) if rank != me])
+            tensors = [_here(one) for one in group]
+            device = tensors[0].device  # a tensor of the user's own may be elsewhere, which this rank alone sees
+            together = tensors[0] if len(tensors) == 1 else torch.stack([one.to(device) for one in tensors])
+            mailbox.send(key, together, to=[rank for rank in range(size) if rank != me])
     for key, group in zip(keys, groups, strict=True):
         if group[0].home != me:
             if not mailbox.has(key):
@@ -92,14 +85,6 @@ def _exchange(groups: Sequence[Sequence[Result]], mailbox: Mailbox, run: int) ->
             come = mailbox.take(key)
             for one, tensor in zip(group, [come] if len(group) == 1 else come, strict=True):
                 one.tensor = tensor if len(group) == 1 else tensor.clone()
-
-
-def _together(tensors: list[Tensor]) -> object:
-    """One tensor; or a list, if some are on the CPU and others on a GPU, which their rank alone knows."""
-    if len(tensors) == 1:
-        return tensors[0]
-    is_alike = len({tensor.device for tensor in tensors}) == 1
-    return torch.stack(tensors) if is_alike else [tensor.cpu() for tensor in tensors]
 
 
 def _here(result: Result) -> Tensor:

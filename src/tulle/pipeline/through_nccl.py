@@ -13,6 +13,7 @@ is waited for, by the stream that reads it, when it is taken.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -131,7 +132,7 @@ def by_nccl(axis: Axis, channels: dict[int, Channel], lane: Axis) -> dict[int, C
     """
     if backend_of(axis.group, axis.device.type) != "nccl":
         return channels
-    if "0" in gather_values(os.environ.get(SWITCH, ""), lane, label=_LABEL):
+    if not all(gather_values(_is_allowed(os.environ), lane, label=_LABEL)):
         return channels
     stream = torch.cuda.Stream(axis.device)
     groups = {pair: _group(axis, pair) for pair in _directions(axis.size) if axis.rank in pair}
@@ -141,6 +142,11 @@ def by_nccl(axis: Axis, channels: dict[int, Channel], lane: Axis) -> dict[int, C
         )
         for peer in {to for _, to in groups} - {axis.rank}
     }
+
+
+def _is_allowed(environment: Mapping[str, str]) -> bool:
+    """Whether nothing here is against it: with one queue for all streams a send that is not read yet holds up all."""
+    return environment.get(SWITCH) != "0" and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
 
 
 def _directions(size: int) -> list[tuple[int, int]]:
