@@ -19,12 +19,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from speed import Gpt
-from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from speed import of_torch, of_tulle
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B
 
 import tulle
-from tulle import pipeline
 from tulle.pipeline.mailbox import mailbox_of
 
 WARM_STEPS = 3
@@ -39,6 +38,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--out", type=Path)
+    parser.set_defaults(model="gpt2")
     options = parser.parse_args()
     if torch.cuda.is_available():
         own = f"rank {os.environ['RANK']}"
@@ -49,8 +49,8 @@ def main() -> None:
     mesh = tulle.init(pipe=-1)
     shape = (options.samples * options.micro_batches, options.length, options.width)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(mesh.device)
-    model, ours = of_tulle(options, mesh, x)
-    stage, theirs = of_torch(options, mesh, x)
+    model, ours = of_tulle(options, mesh, x, "1f1b", [])
+    stage, theirs = of_torch(options, mesh, x, Schedule1F1B)
     difference = compare(model, ours, stage, theirs, mesh)
     times = take_turns({"tulle": ours, "torch": theirs}, [*model.parameters(), *stage.parameters()], options.steps)
     ratios = [a / b for a, b in zip(times["tulle"], times["torch"], strict=True)]
@@ -69,42 +69,6 @@ def main() -> None:
         if options.out:
             options.out.write_text(json.dumps(result, indent=1))
     dist.destroy_process_group()
-
-
-def build(options: argparse.Namespace, device: torch.device) -> Gpt:
-    torch.manual_seed(0)
-    return Gpt(options.width, options.depth).to(device)
-
-
-def of_tulle(options: argparse.Namespace, mesh: tulle.Mesh, x: Tensor) -> tuple[nn.Module, Callable[[], object]]:
-    """The placed model, and a step of it."""
-    share = options.depth // mesh.size
-    stages = {f"layers.{n}": n // share for n in range(options.depth)}
-    model = pipeline.place(build(options, mesh.device), mesh["pipe"], stages)
-
-    @pipeline.step(micro_batches=options.micro_batches, schedule="1f1b")
-    def train(model: nn.Module, x: Tensor) -> Tensor:
-        loss = model(x).pow(2).mean()
-        loss.backward()
-        return loss
-
-    return model, lambda: train(model, x)
-
-
-def of_torch(options: argparse.Namespace, mesh: tulle.Mesh, x: Tensor) -> tuple[nn.Module, Callable[[], object]]:
-    """This rank's layers, with the names that they have in the model, and a step of torch's schedule over them."""
-    share = options.depth // mesh.size
-    mine = range(mesh.rank * share, (mesh.rank + 1) * share)
-    layers = build(options, mesh.device).layers
-    module = nn.Sequential(*(layers[n] for n in mine))
-    stage = PipelineStage(module, mesh.rank, mesh.size, mesh.device)
-    schedule = Schedule1F1B(stage, options.micro_batches, loss_fn=lambda y, _: y.pow(2).mean())
-    if mesh.rank == 0:
-        return module, lambda: schedule.step(x)
-    if mesh.rank < mesh.size - 1:
-        return module, schedule.step
-    target = torch.zeros(len(x), device=x.device)
-    return module, lambda: schedule.step(target=target, losses=[])
 
 
 def compare(

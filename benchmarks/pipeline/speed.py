@@ -181,9 +181,9 @@ def take_turns(options: argparse.Namespace) -> None:
     x = torch.randn(options.samples * options.micro_batches, *shape, generator=torch.Generator().manual_seed(0))
     bubbles = [0.0]
     if options.rival in TORCHS:
-        step = of_torch(options, mesh, x, TORCHS[options.rival])
+        _, step = of_torch(options, mesh, x, TORCHS[options.rival])
     else:
-        step = of_tulle(options, mesh, x, options.rival, bubbles)
+        _, step = of_tulle(options, mesh, x, options.rival, bubbles)
     store = turns_at(options.turns, is_master=False)
     for turn in range(options.steps + 1):
         store.wait([f"begin {options.rival} {turn}"], A_STEP_AT_MOST)
@@ -201,31 +201,36 @@ def middle_of_ratios(times_s: Sequence[float], others_s: Sequence[float]) -> flo
     return round(statistics.median(a / b for a, b in zip(times_s, others_s, strict=True)), 3)
 
 
-def build(options: argparse.Namespace) -> Blocks:
+def build(options: argparse.Namespace, device: torch.device) -> Blocks:
     torch.manual_seed(0)
-    return (Gpt if options.model == "gpt2" else Blocks)(options.width, options.depth)
+    return (Gpt if options.model == "gpt2" else Blocks)(options.width, options.depth).to(device)
 
 
-def of_torch(options: argparse.Namespace, mesh: tulle.Mesh, x: Tensor, kind: Any) -> Callable[[], object]:
-    """A step of one of torch's own schedules, over the same stages."""
+def of_torch(
+    options: argparse.Namespace, mesh: tulle.Mesh, x: Tensor, kind: Any
+) -> tuple[nn.Module, Callable[[], object]]:
+    """This rank's layers, and a step of one of torch's own schedules, over the same stages."""
     share = options.depth // mesh.size
-    layers = list(build(options).layers)[mesh.rank * share : (mesh.rank + 1) * share]
-    stage = PipelineStage(nn.Sequential(*layers), mesh.rank, mesh.size, torch.device("cpu"))
+    layers = nn.Sequential(*list(build(options, mesh.device).layers)[mesh.rank * share : (mesh.rank + 1) * share])
+    stage = PipelineStage(layers, mesh.rank, mesh.size, mesh.device)
     given = [stage] if kind is ScheduleInterleavedZeroBubble else stage
     schedule = cast("Any", kind)(given, options.micro_batches, loss_fn=lambda y, _: y.pow(2).mean())
     if mesh.rank == 0:
-        return lambda: schedule.step(x)
+        return layers, lambda: schedule.step(x)
     if mesh.rank < mesh.size - 1:
-        return schedule.step
-    return lambda: schedule.step(target=torch.zeros(len(x)), losses=[])
+        return layers, schedule.step
+    target = torch.zeros(len(x), device=x.device)
+    return layers, lambda: schedule.step(target=target, losses=[])
 
 
 def of_tulle(
     options: argparse.Namespace, mesh: tulle.Mesh, x: Tensor, schedule: str, bubbles: list[float]
-) -> Callable[[], object]:
-    """The same with placed modules; notes the bubble of each step."""
+) -> tuple[nn.Module, Callable[[], object]]:
+    """The same with placed modules, of the whole model; notes the bubble of each step."""
     share = options.depth // mesh.size
-    model = pipeline.place(build(options), mesh["pipe"], {f"layers.{n}": n // share for n in range(options.depth)})
+    model = pipeline.place(
+        build(options, mesh.device), mesh["pipe"], {f"layers.{n}": n // share for n in range(options.depth)}
+    )
     placed = pipeline.placement_of(model)
     assert placed is not None, "it was just placed"
 
@@ -239,7 +244,7 @@ def of_tulle(
         train(model, x)
         bubbles.append(placed.runtime.bubble)
 
-    return step
+    return model, step
 
 
 if __name__ == "__main__":

@@ -28,15 +28,20 @@ def many_kinds(model, x, number):
     }
 
 
+def placed():
+    """A mesh, and a chain with a stage on each of its ranks."""
+    mesh, model = tulle.init(pipe=-1), make(Chain)
+    return mesh, pipeline.place(model, mesh["pipe"], spread(model, mesh.size))
+
+
 def leaves(result):
     return torch.utils._pytree.tree_leaves(result)
 
 
 @on_ranks(1, 2, 3)
 def test_results_of_all_kinds_and_stages_are_those_of_one_process():
-    mesh = tulle.init(pipe=-1)
-    model, reference = make(Chain), make(Chain)
-    pipeline.place(model, mesh["pipe"], spread(model, mesh.size))
+    _, model = placed()
+    reference = make(Chain)
     step = pipeline.step(micro_batches=4)(many_kinds)
     for number in range(2):
         found, expected = (leaves(step(one, data(), number)) for one in (model, reference))
@@ -53,9 +58,7 @@ def test_results_of_all_kinds_and_stages_are_those_of_one_process():
 
 @on_ranks(2)
 def test_small_results_of_all_micro_batches_go_in_one_message_and_belong_to_the_user():
-    mesh = tulle.init(pipe=-1)
-    model = make(Chain)
-    pipeline.place(model, mesh["pipe"], spread(model, 2))
+    mesh, model = placed()
 
     @pipeline.step(micro_batches=8)
     def step(model, x):
@@ -80,9 +83,7 @@ class Metrics:
 
 @on_ranks(2)
 def test_tensors_in_an_object_that_is_returned_are_plain_ones():
-    mesh = tulle.init(pipe=-1)
-    model = make(Chain)
-    pipeline.place(model, mesh["pipe"], spread(model, 2))
+    _, model = placed()
 
     @pipeline.step(micro_batches=3)
     def step(model, x):

@@ -87,6 +87,18 @@ class Mailbox:
                     pass
         return key in self._messages
 
+    def receive(self, key: Key, source: int, what: Callable[[], str]) -> Any:
+        """The content of a message, as soon as it is there; raises as `await_any`.
+
+        Args:
+            key: Of it.
+            source: The rank that sends it.
+            what: Says what it is for, for the error.
+        """
+        if not self.has(key):
+            self.await_any({source: [key]}, what)
+        return self.take(key)
+
     def take(self, key: Key) -> Any:
         """The content of a message that is there."""
         with self._lock:

@@ -222,7 +222,7 @@ class Program:
         return mapped(value, lambda leaves: list(map(self.adopted.placed, leaves))) if self.adopted else value
 
     def give(self, value: object) -> Any:
-        """A value of which all ranks are told at the end of the step, as `results.told` does. Every rank comes here.
+        """A value of which all ranks are told at the end of the step, by `results.told_to_all`. Every rank comes here.
 
         What objects hold they are told at once: other micro-batches may be given the same ones.
         """

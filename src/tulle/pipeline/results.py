@@ -40,7 +40,7 @@ def body_of(function: Callable[..., Any], args: Any, kwargs: Any, turn: Turn, pr
 
 
 @torch.no_grad()
-def told(values: Sequence[Any], mailbox: Mailbox, run: int) -> list[Any]:
+def told_to_all(values: Sequence[Any], mailbox: Mailbox, run: int) -> list[Any]:
     """What micro-batches returned, with plain tensors on all ranks. Every rank of the axis must call it, in the step.
 
     Args:
@@ -80,9 +80,7 @@ def _exchange(groups: Sequence[Sequence[Result]], mailbox: Mailbox, run: int) ->
             mailbox.send(key, together, to=[rank for rank in range(size) if rank != me])
     for key, group in zip(keys, groups, strict=True):
         if group[0].home != me:
-            if not mailbox.has(key):
-                mailbox.await_any({group[0].home: [key]}, lambda: "what the step returned")
-            come = mailbox.take(key)
+            come = mailbox.receive(key, group[0].home, lambda: "what the step returned")
             for one, tensor in zip(group, [come] if len(group) == 1 else come, strict=True):
                 one.tensor = tensor if len(group) == 1 else tensor.clone()
 

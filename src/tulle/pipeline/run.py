@@ -27,7 +27,7 @@ from tulle.pipeline.placeholder import running
 from tulle.pipeline.program import Program
 from tulle.pipeline.randomness import forked, seed_of
 from tulle.pipeline.resident import Resident
-from tulle.pipeline.results import body_of, told
+from tulle.pipeline.results import body_of, told_to_all
 from tulle.pipeline.schedule import Schedule, is_split
 from tulle.pipeline.tied import Aside
 from tulle.pipeline.turn import Turn
@@ -168,7 +168,7 @@ class Runtime:
             self._even_out(number)
             self.holdings.forget_calls()
             began_s = now_s()
-            results = told([turn.result for turn in turns], mailbox, number)
+            results = told_to_all([turn.result for turn in turns], mailbox, number)
             idle_s += now_s() - began_s
         except BaseException as error:
             self._undo_tied()

@@ -69,9 +69,7 @@ class Aside:
 
     def _from(self, mailbox: Mailbox, number: tuple[int, int], rank: int) -> Tensor | None:
         key = self._key(number, rank, mailbox)
-        if not mailbox.has(key):
-            mailbox.await_any({rank: [key]}, lambda: f"the gradient of the tied parameter {self._tied.name!r}")
-        return mailbox.take(key)
+        return mailbox.receive(key, rank, lambda: f"the gradient of the tied parameter {self._tied.name!r}")
 
     @staticmethod
     def _key(number: tuple[int, int], rank: int, mailbox: Mailbox) -> tuple[Kind, int, int]:

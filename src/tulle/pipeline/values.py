@@ -177,14 +177,11 @@ class Values:
 
     def share(self, leaves: list[Any]) -> list[Any]:
         """The values of placeholders on all ranks, and what is none as it is. Every rank comes here."""
-        numbers = [self._next() if isinstance(leaf, Placeholder) else 0 for leaf in leaves]
-        for leaf in leaves:
-            if isinstance(leaf, Placeholder):
-                leaf.check_up_to_date("the step")
-        for leaf, number in zip(leaves, numbers, strict=True):
-            if isinstance(leaf, Placeholder) and self._rank == self.rank_of(leaf.stage):
-                self._tell_all((Kind.VALUE, self._number, number), leaf.local)
-        return [self._shared(leaf, number) for leaf, number in zip(leaves, numbers, strict=True)]
+        kept = [(leaf, (Kind.VALUE, self._number, self._next())) for leaf in self.kept(leaves)]
+        for leaf, key in kept:
+            if isinstance(leaf, Result) and leaf.home == self._rank:
+                self._tell_all(key, leaf.tensor)
+        return [self._shared(leaf, key) for leaf, key in kept]
 
     def kept(self, leaves: list[Any]) -> list[Any]:
         """The same with a `Result` for each placeholder, of which all ranks are told later. Every rank comes here."""
@@ -295,14 +292,10 @@ class Values:
             mine = placeholder.local.detach()
         return Result(home, placeholder.described(), mine)
 
-    def _shared(self, leaf: Any, number: int) -> Any:
-        if not isinstance(leaf, Placeholder):
+    def _shared(self, leaf: Any, key: Key) -> Any:
+        if not isinstance(leaf, Result):
             return leaf
-        home = self.rank_of(leaf.stage)
-        if home == self._rank:
-            assert leaf.local is not None, "the owner has the value"
-            return leaf.local.detach()
-        return self._await((Kind.VALUE, self._number, number), home, "a result")
+        return leaf.tensor if leaf.home == self._rank else self._await(key, leaf.home, "a result")
 
     def _await(self, key: Key, rank: int, purpose: str) -> Any:
         self._wait(key, rank, f"{purpose} ({self.name})")
