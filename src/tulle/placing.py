@@ -16,7 +16,7 @@ from tulle.deferred import give, materialize
 from tulle.engine import SplitTable
 from tulle.errors import PlanError
 from tulle.mesh import Axis
-from tulle.parts import WHOSE, load_part, refuse_to_checkpoint
+from tulle.parts import WHOSE, load_part, refuse_to_checkpoint, stated_part
 from tulle.softmax import SoftmaxLayer
 from tulle.tables import (
     PLACEMENTS,
@@ -225,7 +225,7 @@ def _hook_states(model: nn.Module, parameter: Tensor, split: Split) -> None:
     for owner in model.modules():
         for key in [key for key, other in owner._parameters.items() if other is parameter]:
             owner.register_load_state_dict_pre_hook(partial(_take_part, split, key))
-            owner.register_state_dict_post_hook(partial(_say_whose, split))
+            owner.register_state_dict_post_hook(partial(_say_whose, split, key))
 
 
 def _take_part(split: Split, key: str, owner: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
@@ -243,10 +243,14 @@ def _take_part(split: Split, key: str, owner: nn.Module, state: dict[str, Any], 
     load_part(part, name, state, errors, shape=split.shape, take=split.take)
 
 
-def _say_whose(split: Split, _owner: nn.Module, _state: dict[str, Any], _prefix: str, said: dict[str, Any]) -> None:
-    """Have what is told of a module beside its state say of which rank it is: of another's rows shapes may be equal."""
+def _say_whose(
+    split: Split, key: str, _owner: nn.Module, state: dict[str, Any], prefix: str, said: dict[str, Any]
+) -> None:
+    """Have a state, and what is told beside it, say of which rank it is: of another's rows shapes may be equal."""
     refuse_to_checkpoint(f"the state of a model with the table {split.name!r}, of which each rank has a part")
     said[WHOSE] = _whose(split)
+    if not isinstance(part := state[prefix + key], nn.Parameter):  # with `keep_vars`
+        state[prefix + key] = stated_part(part, f"{_whose(split)}'s part of {prefix + key!r}")
 
 
 def _whose(split: Split) -> str:

@@ -18,7 +18,7 @@ from tulle.engine import engine_of
 from tulle.errors import CheckpointError
 from tulle.memory import named_shards
 from tulle.mesh import Axis
-from tulle.parts import WHOSE, refuse_to_checkpoint
+from tulle.parts import WHOSE, StatedPart, refuse_to_checkpoint, stated_part
 from tulle.tables import split_of
 from tulle.tensor_parallel import placements
 from tulle.traits import has_hooks, states_of
@@ -105,10 +105,22 @@ def _whose(cuts: Mapping[Tensor, Cuts], pipe: Axis | None, optimizer: Optimizer)
 def _say_whose(
     cuts: Mapping[Tensor, Cuts], pipe: Axis | None, optimizer: Optimizer, state: dict[str, Any]
 ) -> dict[str, Any] | None:
-    whose = _whose(cuts, pipe, optimizer)
-    if whose:
-        refuse_to_checkpoint(f"the state of an optimizer ({type(optimizer).__name__}) that has the parts of {whose}")
-    return {**state, WHOSE: whose} if whose else None
+    whose, kind = _whose(cuts, pipe, optimizer), type(optimizer).__name__
+    if not whose:
+        return None
+    refuse_to_checkpoint(f"the state of an optimizer ({kind}) that has the parts of {whose}")
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    stated = dict(state["state"])
+    for number, parameter in enumerate(parameters):
+        if parameter in cuts and number in stated:
+            said = f"{whose}'s part of {kind}'s state"
+            stated[number] = {
+                key: stated_part(value.detach(), said)
+                if isinstance(value, Tensor) and value.shape == parameter.shape
+                else value
+                for key, value in stated[number].items()
+            }
+    return {**state, "state": stated, WHOSE: whose}
 
 
 def _refuse_stages(model: nn.Module, state: dict[str, Any], *_: object) -> None:
@@ -136,6 +148,7 @@ def _take_parts(
 
 
 def _part(value: Any, cuts: Cuts) -> Any:
+    value = value.as_subclass(Tensor) if isinstance(value, StatedPart) else value
     for shape, cut in cuts.items() if isinstance(value, Tensor) else ():
         is_cut = cut.shape_of_part(value.shape) is not None if cut.shape_of_part else tuple(value.shape) == shape
         value = cut.take(value) if is_cut else value

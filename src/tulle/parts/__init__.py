@@ -17,6 +17,7 @@ from tulle.parts.part import (
     writes_by_data,
 )
 from tulle.parts.reductions import Reduction, Together, norm_of_whole, number_of_whole
+from tulle.parts.stated import StatedPart, stated_part
 from tulle.parts.torch_functions import (
     DRAWS,
     EACH_BY_ITSELF,
@@ -57,6 +58,7 @@ __all__ = [
     "Extent",
     "Part",
     "Reduction",
+    "StatedPart",
     "Together",
     "Whole",
     "extent_of_joined",
@@ -81,6 +83,7 @@ __all__ = [
     "refuse_to_checkpoint",
     "refuses_saved_hooks",
     "rows_by_number",
+    "stated_part",
     "taken_together",
     "tensors_in",
     "unwrapped",
