@@ -116,7 +116,7 @@ def test_ranks_whose_lookups_or_optimizers_differ_are_told_where():
     with every_rank_raises(ModelError, "differ: optimizer SGD lr=0.1 "):
         distribute(model, SGD(model.parameters(), lr=0.1 + rank))
     model = nn.Linear(2, 2)
-    with every_rank_raises(ModelError, "optimizer SGD whose next parameter is 'bias' is only on one of them: build"):
+    with every_rank_raises(ModelError, "only on one of them: build the same model on every rank, and give an"):
         distribute(model, SGD([model.weight, model.bias][: 2 - rank], lr=0.1))
     text = "optimizer SGD whose next parameter is 'weight' against optimizer SGD whose next parameter is 'bias': build"
     with every_rank_raises(ModelError, text):

@@ -1,5 +1,6 @@
 """Operations between the modules of a pipeline: in place, detached, by functions of one's own, of any shape."""
 
+import copy
 import logging
 from enum import Enum
 from inspect import getattr_static
@@ -115,6 +116,25 @@ class Signs(torch.autograd.Function):
         return gradient
 
 
+signs = Signs.apply
+
+
+class QuantizedBetween(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.second(signs(self.first(x).tanh()) + x)
+
+
+@on_ranks(2)
+def test_a_function_that_was_given_a_name_before_runs_between_modules():
+    worst, _, _ = both(QuantizedBetween, {"first": 0, "second": 1}, steps=2)
+    assert worst < 1e-12
+    assert Signs.apply.__func__.__module__ == "torch.autograd.function"  # else names taken before escape us
+
+
 class Quantized(nn.Linear):
     def inner(self, x):
         return F.linear(x, Signs.apply(self.weight), self.bias).tanh()
@@ -141,6 +161,48 @@ def test_a_function_of_a_parameter_that_a_module_recomputes_stays_in_it():
 def test_functions_apply_may_be_a_class_method_of_c(monkeypatch):
     monkeypatch.setattr(recompute, "_apply", getattr_static(dict, "fromkeys"))  # of the type that torch 2.15 has
     assert recompute._application.__wrapped__(dict)(["a"]) == {"a": None}
+
+
+class Graph(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("edges", torch.eye(WIDTH, dtype=DTYPE).roll(1, 0).to_sparse())
+
+    def forward(self, x):
+        x = torch.sparse.mm(self.edges, self.first(x).T).T.tanh()
+        return torch.sparse.mm(self.edges, self.second(x).T).T
+
+
+@on_ranks(2)
+def test_a_sparse_buffer_may_be_read_at_several_stages():
+    worst, _, _ = both(Graph, {"first": 0, "second": 1}, steps=2)
+    assert worst < 1e-12
+    mesh, graph = tulle.init(pipe=-1), Graph()
+    graph.edges *= 1 + mesh.rank
+    pipeline.place(graph, mesh["pipe"], {"first": 0, "second": 1})
+    assert graph.edges.to_dense().sum() == WIDTH  # the first rank's
+
+
+class CopyingOnTheWay(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        frozen = copy.deepcopy(self.layer).requires_grad_(False)
+        return self.layer(x).tanh() + frozen(x)
+
+
+class Copying(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH), CopyingOnTheWay(), nn.Linear(WIDTH, WIDTH))
+
+
+@on_ranks(2)
+def test_a_module_that_forward_copies_stays_with_who_copies_it():
+    worst, _, _ = both(Copying, None, steps=2, by_profile=True)
+    assert worst < 1e-12
 
 
 class Pyramid(nn.Module):

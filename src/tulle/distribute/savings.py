@@ -66,8 +66,8 @@ def _why_not(optimizer: Optimizer) -> str:
     if is_of_wholes(kind):
         return f"{kind.__name__} looks at whole parameters, not at every number by itself: {mend}"
     return (
-        f"{kind.__name__} is not known to treat every number of a parameter by itself: {mend}, or say that it does by "
-        "tulle.memory.register_elementwise"
+        f"{kind.__module__}.{kind.__name__} is not known to treat every number of a parameter by itself: {mend}, or "
+        "say that it does by tulle.memory.register_elementwise"
     )
 
 

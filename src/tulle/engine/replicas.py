@@ -24,6 +24,7 @@ _PARTS = {
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
 """Methods that give the parts of sparse tensors."""
+_ORDER = ", and give an optimizer a list: what was a set has another order on each"
 
 
 def check_alike(model: nn.Module, axis: Axis, optimizers: Sequence[Optimizer] = ()) -> None:
@@ -42,7 +43,7 @@ def check_alike(model: nn.Module, axis: Axis, optimizers: Sequence[Optimizer] = 
         if difference := next((one for one in found if one is not None), None):
             raise ModelError(
                 f"the models of rank 0 and rank {rank} of axis {axis.name!r} differ: {difference}: "
-                "build the same model on every rank"
+                f"build the same model on every rank{_ORDER if 'whose next' in difference else ''}"
             )
 
 

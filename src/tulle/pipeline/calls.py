@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ class Calls:
     asking: set[str] = field(default_factory=set)
     """Modules whose own forward runs a backward, such as one that gives forces, the gradients of an energy, puts a hook
     on a tensor's gradient, or calls another module with other tensors for its parameters, within a transform
-    (`torch.func`), or in a `Function`."""
+    (`torch.func`), or in a `Function`; and those that call a copy of a module, made on the way."""
 
     def children(self) -> dict[str, list[str]]:
         """Of each module those whose first call came directly from within its call."""
@@ -69,11 +69,16 @@ def watch(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Call
 def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Calls:
     calls, begins_s = Calls(), []
     stack: list[nn.Module] = []
+    foreign = _Foreign()
     names = {module: name for name, module in model.named_modules()}
     compiled = [module for module in names if is_compiled(module)]
     whole = {inner for module in compiled for inner in module.modules() if inner is not module}
 
     def enter(module: nn.Module, _: object) -> None:
+        if module not in names:  # a copy that forward makes (copy.deepcopy), with our hooks: part of who calls it
+            calls.asking.update(names[outer] for outer in stack[-1:])
+            foreign.copied.update((id(parameter), parameter) for parameter in module.parameters())
+            return
         if is_within_function():  # its backward may call the module again, on one rank: who applies it stays whole
             calls.asking.update(names[outer] for outer in stack[-1:] if any(True for _ in module.parameters()))
             return
@@ -85,7 +90,7 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
         begins_s.append(time.perf_counter())
 
     def leave(module: nn.Module, _: object, __: object) -> None:
-        if is_within_function():
+        if is_within_function() or module not in names:
             return
         name = names[stack.pop()]
         calls.time_s[name] = calls.time_s.get(name, 0.0) + time.perf_counter() - begins_s.pop()
@@ -105,19 +110,40 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
         owners = having.get(id(parameter)) or {
             module for module in stack if any(one is parameter for one in module._parameters.values())
         }
-        calls.borrowers.update(names[module] for module in stack if inside[module].isdisjoint(owners))
+        calls.borrowers.update(names[module] for module in stack if owners and inside[module].isdisjoint(owners))
+        foreign.read += [] if owners else [(parameter, list(stack))]
 
     intercept_functions()
     seen = [module for module in names if module not in whole]
-    hooks = [module.register_forward_pre_hook(enter) for module in seen]
-    hooks += [module.register_forward_hook(leave) for module in seen]
+    with _hooked(seen, enter, leave), _uncompiled() if compiled else nullcontext(), _Reads(read, computed, asked):
+        model(*args, **kwargs)
+    calls.borrowers.update(names[module] for module in foreign.readers())
+    return calls
+
+
+@dataclass(slots=True)
+class _Foreign:
+    """Parameters that were read, and that no module has which the model had, or which runs."""
+
+    copied: dict[int, nn.Parameter] = field(default_factory=dict)
+    """Those of copies of modules that forward makes and calls, by their numbers."""
+    read: list[tuple[nn.Parameter, list[nn.Module]]] = field(default_factory=list)
+    """Each with the modules that ran."""
+
+    def readers(self) -> set[nn.Module]:
+        """Modules in whose calls others than those of copies were read; copies are read before they are called, too."""
+        return {module for one, running in self.read if id(one) not in self.copied for module in running}
+
+
+@contextmanager
+def _hooked(modules: Sequence[nn.Module], enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    hooks = [module.register_forward_pre_hook(enter) for module in modules]
+    hooks += [module.register_forward_hook(leave) for module in modules]
     try:
-        with _uncompiled() if compiled else nullcontext(), _Reads(read, computed, asked):
-            model(*args, **kwargs)
+        yield
     finally:
         for hook in hooks:
             hook.remove()
-    return calls
 
 
 def _looked_into(module: nn.Module, name: str) -> set[str]:

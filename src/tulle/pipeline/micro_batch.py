@@ -117,7 +117,8 @@ def _cut_leaf(name: str, leaf: Any, dimension: int, count: int, lengths: dict[st
     if not -leaf.dim() <= dimension < leaf.dim():
         raise DataError(f"{name!r} is to be cut along dimension {dimension}, but has the shape {list(leaf.shape)}")
     lengths[f"{name} of shape {list(leaf.shape)}"] = leaf.shape[dimension]
-    return leaf.tensor_split(count, dimension)
+    parts = leaf.tensor_split(count, dimension)
+    return [part.contiguous() for part in parts] if leaf.is_contiguous() else parts  # `.view` works as on a batch
 
 
 def _with(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:

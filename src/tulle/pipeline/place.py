@@ -294,7 +294,7 @@ def _made_equal(model: nn.Module, owners: Mapping[str, Sequence[int]], runtime: 
     tied: list[Tied] = []
     for number, (name, tensor) in enumerate(tensors_of(model)):
         if len(owners[name]) > 1:
-            if tensor.layout != torch.strided:
+            if tensor.layout not in (torch.strided, torch.sparse_coo):
                 raise ModelError(
                     f"{name!r} is {tensor.layout} and is held by the ranks {list(owners[name])}, but such values do "
                     "not travel between stages: register it in the placed module that reads it"

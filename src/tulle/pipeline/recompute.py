@@ -3,7 +3,8 @@
 `torch.utils.checkpoint` runs a function again during backward. Of a function that calls placed modules only one rank
 would do that, and it would meet placeholders; so within it each placed module is checkpointed by itself on its owner,
 and operations between modules keep what they save. The reentrant variant, and every other `autograd.Function` that is
-applied to placeholders or parameters, is met at `Function.apply`, which no other hook of torch sees.
+applied to placeholders or parameters, is met where `Function.apply` ends, which no other hook of torch sees: by the
+class above, so that `square = Square.apply`, taken as a name before the model was placed, is met, too.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from tulle.pipeline.placeholder import Placeholder, running
 _is_asked: ContextVar[bool] = ContextVar("_is_asked", default=False)
 """Whether the reentrant variant is around us."""
 _is_within_function: ContextVar[bool] = ContextVar("_is_within_function", default=False)
-_apply = getattr_static(Function, "apply")
-"""A class method of Python's, from torch 2.15 on one of C's, which has no `__func__`."""
+_above: Any = Function.__base__ if hasattr(getattr_static(Function, "apply"), "__func__") else Function
+"""Whose `apply` is ours: `Function.apply` calls that of the class above; from torch 2.15 on it is one of C's itself."""
+_apply = getattr_static(_above, "apply")
 _autograd: Any = vars(torch._C)["_autograd"]
 
 
@@ -66,7 +68,7 @@ def as_checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def intercept_functions() -> None:
     """From now on, have `autograd.Function`s that are applied to placeholders run as operations between modules."""
-    Function.apply = classmethod(_apply_where_it_belongs)  # pyright: ignore[reportAttributeAccessIssue]
+    _above.apply = classmethod(_apply_where_it_belongs)
 
 
 def _apply_where_it_belongs(kind: type[Function], *args: Any, **kwargs: Any) -> Any:

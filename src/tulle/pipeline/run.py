@@ -203,11 +203,12 @@ class Runtime:
         """
         key: Key = (Kind.VALUE, *number)
         mailbox, me = self.holdings.mailbox, self.axis.rank
+        written = each_once(tensor) if tensor.layout == torch.strided else tensor
         if me == ranks[0]:
-            mailbox.send(key, each_once(tensor), to=ranks[1:])
+            mailbox.send(key, written, to=ranks[1:])
         elif me in ranks:
             mailbox.await_any({ranks[0]: [key]}, lambda: f"the first value of {name!r}")
-            each_once(tensor).copy_(mailbox.take(key))
+            written.copy_(mailbox.take(key))
 
     def _turn(self, step: Step, micro_batch: int) -> Turn:
         number = self._next_number()
