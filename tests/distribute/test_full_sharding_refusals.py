@@ -73,6 +73,21 @@ def test_what_was_made_of_wholes_is_not_averaged_with_parts_that_torch_would_rep
 
 
 @on_ranks(2)
+def test_a_forward_that_reads_a_parameter_from_a_list_of_its_own_is_told_to_read_it_by_name():
+    class Listed(nn.Linear):
+        def forward(self, x):
+            return x * self.listed[0][1]
+
+    mesh, model = tulle.init(data=-1), Listed(4, 4)
+    model.listed = [model.bias]
+    tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh, plan=Plan(mesh.shape, memory=FULL))
+    with pytest.raises(
+        ModelError, match=r"^__getitem__ was given 'bias' .* from a list say\. Read it .* by its name, "
+    ):
+        model(torch.ones(1, 4))
+
+
+@on_ranks(2)
 def test_what_cannot_be_shared_out_is_refused():
     mesh = tulle.init(data=-1)
     model = build("stack")
