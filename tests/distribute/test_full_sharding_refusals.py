@@ -12,7 +12,7 @@ from torch import nn
 
 import tulle
 from ranks import on_ranks
-from tulle.errors import ModelError, PlanError
+from tulle.errors import GradientError, ModelError, PlanError
 from tulle.memory import named_shards
 from tulle.plan import Memory, Plan
 
@@ -39,6 +39,52 @@ def test_a_part_is_not_taken_for_the_whole():
     loaded = torch.load(kept)
     assert type(loaded) is nn.Parameter
     assert torch.equal(loaded, weight.detach())
+
+
+@on_ranks(2)
+def test_what_was_made_of_wholes_is_not_averaged_with_parts_that_torch_would_repeat():
+    mesh, model = tulle.init(data=-1), nn.Linear(2, 2, bias=False).double()
+    average, fisher = copy.deepcopy(model).weight, torch.zeros(2, 2).double()
+    tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh, plan=Plan(mesh.shape, memory=FULL))
+    model(torch.ones(3, 2).double()).sum().backward()
+    part, gradient = model.weight.data, model.weight.grad
+    assert part.shape == (1, 2), "a row, which torch repeats"
+    wrong = {
+        "add_": lambda: average.mul_(0.9).add_(part, alpha=0.1),
+        "lerp_": lambda: average.lerp_(part, 0.1),
+        "_foreach_lerp_": lambda: torch._foreach_lerp_([average], [part], 0.1),
+        "add": lambda: 0.9 * average.data + 0.1 * part,
+    }
+    for taker, take in wrong.items():
+        with (
+            torch.no_grad(),
+            pytest.raises(ModelError, match=rf"^{taker} was given 'weight' as if .* made after tulle\.distribute$"),
+        ):
+            take()
+    for taker, take in {"add_": lambda: fisher.add_(gradient), "mul": lambda: gradient.mul(fisher)}.items():
+        with pytest.raises(
+            GradientError, match=rf"^{taker} was given a gradient of which this rank has a part, \[1, 2"
+        ):
+            take()
+    made_after = copy.deepcopy(model).weight
+    with torch.no_grad():
+        made_after.mul_(0.9).add_(model.weight.data, alpha=0.1)
+    assert torch.allclose(made_after, model.weight.detach())
+
+
+@on_ranks(2)
+def test_a_forward_that_reads_a_parameter_from_a_list_of_its_own_is_told_to_read_it_by_name():
+    class Listed(nn.Linear):
+        def forward(self, x):
+            return x * self.listed[0][1]
+
+    mesh, model = tulle.init(data=-1), Listed(4, 4)
+    model.listed = [model.bias]
+    tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh, plan=Plan(mesh.shape, memory=FULL))
+    with pytest.raises(
+        ModelError, match=r"^__getitem__ was given 'bias' .* from a list say\. Read it .* by its name, "
+    ):
+        model(torch.ones(1, 4))
 
 
 @on_ranks(2)

@@ -9,8 +9,8 @@ numbers drawn anew would be others than one process has, without a word:
 
 These raise, and so does what mixes numbers along the dimension that is cut: of a table of which a rank has whole rows
 `F.normalize(weight, dim=1)` and `weight.norm(dim=1)` are right, and with `dim=0` they are not. Of `parameter.data` only
-this, rows read or written by number, numbers drawn and what leaves torch (`numpy()`, `tolist()`) are refused, of
-`parameter.detach()` nothing: it is for who knows that only a part lies here.
+this, rows read or written by number, numbers drawn, what leaves torch (`numpy()`, `tolist()`) and tensors as long as
+the whole are refused, of `parameter.detach()` nothing: it is for who knows that only a part lies here.
 
 One number of all (`weight.norm()`, `weight.pow(2).sum()`, `weight.data.abs().max()`) is that of the whole, for which
 every rank must ask; sums, means and norms have gradients. What cannot be made of the ranks' numbers raises.
@@ -41,11 +41,12 @@ from tulle.parts.torch_functions import (
     REDUCED,
     fits,
     goes_by_place,
+    is_number,
     mixes,
     name_of,
     tensors_in,
 )
-from tulle.parts.wholes import OF_ROWS, Became, Whole, answer_of_whole, extent_of_whole, may_be_equal
+from tulle.parts.wholes import OF_ROWS, Became, Whole, answer_of_whole, check_no_whole, extent_of_whole, may_be_equal
 
 T = TypeVar("T", bound=Tensor)
 Function = Callable[..., Any]
@@ -124,6 +125,8 @@ class _Part(Tensor):
         is_mixed = is_taken or any(mixes(name, self, dim, args, keywords) for dim in getattr(self, _WHOLE).dims)
         if is_mixed and given[0] is self:
             _refuse(self, name)
+        if name not in PRODUCTS | JOINED:
+            check_no_whole(name, [one for one in given if type(one) not in _KINDS], self, getattr(self, _WHOLE))
 
     def _checked(self, func: Function, result: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """What a function gave, if nobody need look at it; one number of all is that of the whole."""
@@ -194,7 +197,9 @@ class _Guarded(_Part):
     def _check_given(self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Keywords) -> None:
         super()._check_given(name, given, args, keywords)
         others = [one for one in given if not _is_of_each_row(one, self)]
-        if name in PRODUCTS or not all(fits(one, self) or _is_number(one) for one in others):
+        if name in PRODUCTS or not all(
+            fits(one, self) or (is_number(one) and type(one) not in _KINDS) for one in others
+        ):
             _refuse(self, name)
         layout = getattr(self, _WHOLE).layout
         if any(isinstance(one, _Part) and getattr(one, _WHOLE).layout != layout for one in others):
@@ -359,11 +364,6 @@ def _is_of_each_row(tensor: Tensor, part: Tensor) -> bool:
     return became is not None and became.layout == (whole.layout, tuple(whole.dims)) and [*tensor.shape] == shape
 
 
-def _is_number(tensor: Tensor) -> bool:
-    """Whether a tensor is one number for all, whatever its dimensions; not a place, nor what became of a part."""
-    return tensor.numel() == 1 and tensor.is_floating_point() and not isinstance(tensor, _Part)
-
-
 def _refuse(part: Tensor, name: str) -> NoReturn:
     whole: Whole = getattr(part, _WHOLE)
     hint = ""
@@ -379,8 +379,10 @@ def _each_checked(func: Function, args: Sequence[Any], results: Any) -> Any:
     for t, result in enumerate(results if isinstance(results, tuple | list) else args[0] if results is None else ()):
         given = [one[t] if isinstance(one, list | tuple) and one else one for one in args]  # or an empty list
         part = next((one for one in given if isinstance(one, _Part)), None)
-        if part is not None and isinstance(result, Tensor) and result.shape == part.shape:
-            part._checked(func, result, given, {})
+        if part is not None and isinstance(result, Tensor):
+            check_no_whole(name_of(func), [result], part, getattr(part, _WHOLE))
+            if result.shape == part.shape:
+                part._checked(func, result, given, {})
     return results
 
 

@@ -202,6 +202,11 @@ def fits(tensor: Tensor, part: Tensor) -> bool:
     return not tensor.dim() or tensor.shape == part.shape
 
 
+def is_number(tensor: Tensor) -> bool:
+    """Whether a tensor is one number for all, whatever its dimensions, and not a place."""
+    return tensor.numel() == 1 and tensor.is_floating_point()
+
+
 def _is_of_all(index: Any, part: Tensor) -> bool:
     """Whether an index takes numbers wherever they lie: all of them, or those under a mask."""
     if isinstance(index, Tensor):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tulle.errors import ModelError
 from tulle.parts.extents import Extent
 from tulle.parts.reductions import Reduction
 from tulle.parts.torch_functions import LOOKUPS, rows_by_number
@@ -160,6 +161,17 @@ def _shape_of(tensor: Tensor, whole: Whole | None) -> tuple[int, ...] | None:
     shape, [cut] = list(tensor.shape), whole.dims
     shape[cut] = whole.count * shape[cut] // tensor.numel()
     return tuple(shape)
+
+
+def check_no_whole(name: str, given: Iterable[Tensor], part: Tensor, whole: Whole) -> None:
+    """Raise if a function was given a part's numbers and plain ones of the shape of the whole.
+
+    Where the part is 1 long torch would repeat it along them, and say nothing.
+    """
+    shapes = {tuple(one.shape) for one in given if one.dim() == part.dim() and one.shape != part.shape}
+    if shapes and _shape_of(part, whole) in shapes:
+        mend = "; what is to follow it, a moving average say, is made after tulle.distribute"
+        raise ModelError(whole.refusal(name) + mend)
 
 
 def load_part(

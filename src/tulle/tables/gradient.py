@@ -123,10 +123,13 @@ class ShardGradient(torch.Tensor):
         keywords = kwargs or {}
         check_alone(func, args, keywords)
         with torch._C.DisableTorchFunctionSubclass():
+            given = [*tensors_in(args), *tensors_in(keywords.values())]
+            if any(1 in one.shape for one in given):
+                _check_shapes(name_of(func), given)  # which torch would repeat
             try:
                 result = func(*args, **keywords)
             except RuntimeError as error:
-                _explain_shapes(name_of(func), [*tensors_in(args), *tensors_in(keywords.values())], error)
+                _check_shapes(name_of(func), given, error)
                 raise
         if func is UNSCALE:
             for axis in axes_of(args[0]):
@@ -263,16 +266,23 @@ def _check_products(name: str, given: Sequence[Tensor]) -> None:
             _refuse_along(name, one, one.cuts[0])
 
 
-def _explain_shapes(name: str, given: Sequence[Tensor], error: RuntimeError) -> None:
-    """Raise by name if a function failed that was given a part and what is longer where that is cut: a mask, say."""
+def _check_shapes(name: str, given: Sequence[Tensor], error: RuntimeError | None = None) -> None:
+    """Raise by name if a part met what is longer where that is cut (a mask, say), and failed, or would be repeated."""
     for part in (one for one in given if isinstance(one, ShardGradient)):
         for other in (one for one in given if one.dim() == part.dim() and not isinstance(one, ShardGradient)):
-            if any(other.shape[cut] > part.shape[cut] for cut in part.cuts):
+            if any(other.shape[cut] > part.shape[cut] for cut in part.cuts) and (error or _repeats(name, part, other)):
                 raise GradientError(
                     f"{name} was given a gradient of which this rank has a part, {list(part.shape)}, and a tensor of "
                     f"shape {list(other.shape)}: that would need the whole. Take a plan that leaves the parameter "
                     f"whole, or that tensor's part; {_MEND}"
                 ) from error
+
+
+def _repeats(name: str, part: ShardGradient, other: Tensor) -> bool:
+    """Whether torch repeats a part that is 1 long where it is cut along what is as long there as the whole."""
+    if name in PRODUCTS | JOINED or len(part.cuts) != 1 or part.shape[part.cuts[0]] != 1 or not part.numel():
+        return False
+    return other.shape[part.cuts[0]] * part.numel() == part.count
 
 
 def _refuse_along(name: str, gradient: ShardGradient, cut: int) -> NoReturn:
