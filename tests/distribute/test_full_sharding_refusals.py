@@ -41,6 +41,29 @@ def test_a_part_is_not_taken_for_the_whole():
     assert torch.equal(loaded, weight.detach())
 
 
+class Scaled(nn.Module):
+    """Reads its scale by a list of its own, of which torch does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.0, 3.0]))
+        self.kept = [self.scale]
+
+    def forward(self, x):
+        return x * self.kept[0]
+
+
+@on_ranks(2)
+def test_a_part_that_a_list_keeps_is_not_taken_for_the_whole_within_forward():
+    """A part of one number would be multiplied in silence."""
+    model, mesh = Scaled(), tulle.init(data=-1)
+    tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh, plan=Plan(mesh.shape, memory=FULL))
+    with pytest.raises(
+        ModelError, match=r"^mul was given 'scale' .* as its attribute \(what a list or a closure keeps"
+    ):
+        model(torch.ones(4, 2))
+
+
 @on_ranks(2)
 def test_what_was_made_of_wholes_is_not_averaged_with_parts_that_torch_would_repeat():
     mesh, model = tulle.init(data=-1), nn.Linear(2, 2, bias=False).double()

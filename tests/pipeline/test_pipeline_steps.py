@@ -89,6 +89,44 @@ def test_a_mapping_of_ones_own_is_cut_and_left_as_it_is():
     assert len(batch["x"]) == 4
 
 
+def of_arrays(model, x, ids):
+    loss = (model(torch.from_numpy(x)).sum(-1) * torch.from_numpy(ids)).mean()
+    loss.backward()
+    return loss
+
+
+def test_arrays_of_numpy_are_cut_as_tensors_are():
+    x, ids = data(5).numpy(), torch.arange(5.0, dtype=DTYPE).numpy()
+    sizes = []
+    pipeline.step(micro_batches=2)(lambda x, batch: sizes.append((x.shape, len(batch["ids"]))))(x, {"ids": ids})
+    pipeline.step(micro_batches=2, split={"x": 1, "ids": None})(lambda x, ids: sizes.append((x.shape, len(ids))))(
+        x, ids
+    )
+    assert sizes == [((3, WIDTH), 3), ((2, WIDTH), 2), ((5, 3), 5), ((5, 3), 5)]
+    model, whole = make(Chain), make(Chain)
+    step = pipeline.step(micro_batches=2)(of_arrays)
+    torch.testing.assert_close(step(model, x, ids).mean(), of_arrays(whole, x, ids).detach())
+    assert worst_gradient(model, whole) < 1e-14
+    with pytest.raises(
+        DataError, match=r"numbers of samples: x of shape \[5, 6\]: 5, ids of shape \[4\]: 4; say split="
+    ):
+        step(model, x, ids[:4])
+
+
+@pytest.mark.parametrize("as_array", [False, True])
+def test_what_is_cut_along_another_dimension_has_no_gaps_if_the_batch_has_none(as_array):
+    def flat(x):
+        seen.append(torch.as_tensor(x).view(-1).tolist())
+
+    seen: list[list[int]] = []
+    batch = torch.arange(8).view(2, 4)
+    pipeline.step(micro_batches=2, split={"x": 1})(flat)(batch.numpy() if as_array else batch)
+    assert seen == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    strides = []
+    pipeline.step(micro_batches=2, split={"x": 1})(lambda x: strides.append(x.stride()))(batch.t().contiguous().t())
+    assert strides == [(1, 2), (1, 2)]  # what is laid out otherwise stays so, and is not copied
+
+
 def of_pictures(model, pictures, boxes):
     assert [len(of_one["where"]) for of_one in boxes] == [int(x[0]) for x in pictures]
     loss = torch.stack(

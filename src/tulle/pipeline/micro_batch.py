@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,9 +28,9 @@ def cut(
 ) -> tuple[list[tuple[Sequence[Any], dict[str, Any]]], list[float]]:
     """Cut a call's arguments into those of `count` calls.
 
-    Every tensor in them is cut along dimension 0, or as `split` says by the argument's name, or by `"name.key"` for
-    what an argument holds under a key, a list between its items if `split` says `"items"`; tensors without dimensions
-    and everything else go whole to each. One call gets what was given.
+    Every tensor and array of numpy in them is cut along dimension 0, or as `split` says by the argument's name, or by
+    `"name.key"` for what an argument holds under a key, a list between its items if `split` says `"items"`; tensors
+    without dimensions and everything else go whole to each. One call gets what was given.
 
     Returns:
         Arguments and keywords of each call, and each one's share of the samples.
@@ -104,9 +105,9 @@ def _cut_object(name: str, given: Lent, dimension: int, count: int, lengths: dic
 
 
 def _cut_leaf(name: str, leaf: Any, dimension: int, count: int, lengths: dict[str, int]) -> Sequence[Any]:
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+    if not isinstance(leaf, Tensor | np.ndarray) or leaf.ndim == 0:
         return [leaf] * count
-    if leaf.is_nested or leaf.layout != torch.strided:
+    if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
         if count == 1:
             return [leaf]
         kind = "a nested tensor" if leaf.is_nested else f"a tensor of the layout {leaf.layout}"
@@ -114,11 +115,19 @@ def _cut_leaf(name: str, leaf: Any, dimension: int, count: int, lengths: dict[st
             f"{name!r} is or holds {kind}, which cannot be cut into {count} micro-batches: say split={{name: None}} "
             "(by the argument's name, or 'name.key') if all are to get it whole; else give a dense one"
         )
-    if not -leaf.dim() <= dimension < leaf.dim():
+    if not -leaf.ndim <= dimension < leaf.ndim:
         raise DataError(f"{name!r} is to be cut along dimension {dimension}, but has the shape {list(leaf.shape)}")
     lengths[f"{name} of shape {list(leaf.shape)}"] = leaf.shape[dimension]
-    parts = leaf.tensor_split(count, dimension)
-    return [part.contiguous() for part in parts] if leaf.is_contiguous() else parts  # `.view` works as on a batch
+    return _laid_out_like(leaf, count, dimension)
+
+
+def _laid_out_like(whole: Tensor | np.ndarray, count: int, dimension: int) -> Sequence[Any]:
+    """Its pieces, without gaps in memory if it has none: `ids.view(-1)` is to work on a micro-batch as on a batch."""
+    if isinstance(whole, Tensor):
+        parts = whole.tensor_split(count, dimension)
+        return [part.contiguous() for part in parts] if whole.is_contiguous() else parts
+    parts = np.array_split(whole, count, dimension)
+    return [np.ascontiguousarray(part) for part in parts] if whole.flags.c_contiguous else parts
 
 
 def _with(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
