@@ -69,7 +69,7 @@ def _lent_buffers(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 def is_lacking(tensor: Tensor, device: torch.device) -> bool:
     """Whether a tensor has no values, or none on a device."""
-    return is_deferred(tensor) or tensor.device.type != device.type
+    return tensor.is_meta or is_deferred(tensor) or tensor.device.type != device.type
 
 
 class _Loans:

@@ -21,6 +21,7 @@ from tulle.errors import ModelError, PlanError, TulleError
 from tulle.mesh import Axis
 from tulle.pipeline.automatic import deal
 from tulle.pipeline.carried import Carried
+from tulle.pipeline.elsewhere import elsewhere
 from tulle.pipeline.holdings import Unit
 from tulle.pipeline.homes import Assignment, homes, outermost, ranks_of, tensors_of
 from tulle.pipeline.kept import shared_in
@@ -98,7 +99,8 @@ def place(
 
     Afterwards every rank calls the same model with the same batch: a placed module runs on its owner, and all other
     ranks go on with placeholders. Parameters of other ranks turn into `meta` tensors, the same objects still, so that
-    an optimizer made before has state for those of this rank only.
+    an optimizer made before has state for those of this rank only. Their `device` is the axis' one, where their
+    `new_zeros` and the like make tensors; `is_meta` tells.
 
     Args:
         model: Built alike on all ranks.
@@ -311,6 +313,8 @@ def _let_go_of_others(model: nn.Module, owners: Mapping[str, Sequence[int]], axi
         for name, tensor in tensors_of(model):
             if axis.rank not in owners[name]:
                 _let_go(tensor, name)
+                if type(tensor) is nn.Parameter:
+                    elsewhere(tensor, axis.device)
     except ModelError as error:
         return error
     return None
@@ -325,10 +329,11 @@ def _let_go(tensor: Tensor, name: str) -> None:
     if tensor.is_meta:
         return
     empty = torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        empty = nn.Parameter(empty, tensor.requires_grad)
+    vars(empty).update(vars(tensor))  # what was set on it
     try:
-        torch.utils.swap_tensors(
-            tensor, nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-        )
+        torch.utils.swap_tensors(tensor, empty)
     except RuntimeError as error:
         raise ModelError(
             f"the memory of {name!r}, which lives at another stage, cannot be given back, because something refers to "

@@ -1,0 +1,100 @@
+"""What a program asks a model's first parameter outside of steps, it is answered on all ranks."""
+
+import copy
+import pickle
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import tulle
+from ranks import on_ranks
+from tulle import pipeline
+from tulle.pipeline.elsewhere import Elsewhere
+
+WORDS, WIDTH, LAYERS, LENGTH, SAMPLES = 12, 6, 2, 5, 4
+SPLIT = {"ids": 1, "targets": 1, "hidden": 1}
+
+
+class WordModel(nn.Module):
+    """As of PyTorch's examples: it makes its first hidden state by its first parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.rnn = nn.Embedding(WORDS, WIDTH), nn.LSTM(WIDTH, WIDTH, LAYERS)
+        self.out = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids, hidden):
+        states, hidden = self.rnn(self.words(ids), hidden)
+        return self.out(states).view(-1, WORDS), hidden
+
+    def init_hidden(self, samples):
+        weight = next(self.parameters())
+        return weight.new_zeros(LAYERS, samples, WIDTH), weight.data.new(LAYERS, samples, WIDTH).zero_()
+
+
+def train_step(model, ids, targets, hidden):
+    scores, hidden = model(ids, hidden)
+    loss = functional.cross_entropy(scores, targets.reshape(-1))
+    loss.backward()
+    return {"loss": loss.detach()}
+
+
+def losses_of(model, step):
+    generator = torch.Generator().manual_seed(1)
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.5), []
+    device = next(model.parameters()).device
+    for _ in range(3):
+        ids, targets = (torch.randint(WORDS, (LENGTH, SAMPLES), generator=generator).to(device) for _ in range(2))
+        found.append(step(model, ids, targets, model.init_hidden(SAMPLES))["loss"].mean().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        scores, _ = model.eval()(ids, model.init_hidden(SAMPLES))
+        return [*found, functional.cross_entropy(scores, targets.reshape(-1)).item()]
+
+
+def built():
+    torch.manual_seed(0)
+    return WordModel().double()
+
+
+@on_ranks(2)
+def test_states_made_by_the_first_parameter_are_those_of_one_process():
+    step = pipeline.step(micro_batches=2, split=SPLIT)(train_step)
+    expected = losses_of(built(), step)
+    mesh = tulle.init(pipe=-1, timeout=8)
+    for first in (0, 1):
+        stages = {"words": first, "rnn": 1 - first, "out": 1 - first}
+        assert losses_of(pipeline.place(built(), mesh["pipe"], stages), step) == expected
+    with tulle.deferred_init():
+        late = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipeline.place(late, mesh["pipe"], {"0": 0, "1": 1})
+    assert [one.device.type for one in late.parameters()] == ["cpu"] * 4
+
+
+@on_ranks(2)
+def test_a_parameter_that_lives_elsewhere_is_one_of_its_device_and_keeps_what_was_set_on_it():
+    mesh, model = tulle.init(pipe=-1, timeout=8), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    for parameter in model.parameters():
+        parameter.decays = False
+    pipeline.place(model, mesh["pipe"], {"0": 0, "1": 1})
+    away = model[1 - mesh.rank].weight
+    assert (type(away), away.is_meta, away.device.type) == (Elsewhere, True, "cpu")
+    assert away.data.device.type == "cpu"
+    assert away.detach().device.type == "cpu"
+    assert away.detach().is_meta
+    assert away.to("cpu") is away
+    assert away.to("cpu", torch.float64).dtype == torch.float64
+    assert not away.decays
+    assert away.new_tensor([1.0]).item() == 1.0
+    assert away.new_ones(2, dtype=torch.int64).tolist() == [1, 1]
+    again, read = copy.deepcopy(away), pickle.loads(pickle.dumps(away))
+    assert (type(again), again.device.type, type(read)) == (Elsewhere, "cpu", nn.Parameter)
+    state = pickle.loads(pickle.dumps(model.state_dict()))
+    assert {type(value) for value in state.values()} == {torch.Tensor}
+    assert sum(value.is_meta for value in state.values()) == 2
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert len(optimizer.state) == 2
