@@ -52,7 +52,7 @@ class Execution:
         if only is not None and not self._is_by_stage and call.is_plain(self._values.tape, is_first=number == 1):
             return self._again(call, outcome, only, number)
         is_new = outcome is None or outcome.varies
-        call.prepare(self._values.tape, is_first=number == 1, stages=self._holdings.stages if is_new else None)
+        call.prepare(self._values.tape, is_first=number == 1, holdings=self._holdings if is_new else None)
         if known is None and (target := call.written(outcome)) is not None:
             check_family(call.leaves[target], self._values.tape.phase, by=call.name)  # now that what it reads has come
         natives = call.natives(self._values, stage if self._is_by_stage else None)

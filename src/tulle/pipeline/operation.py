@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tulle.errors import ModelError
+from tulle.mesh import Axis
 from tulle.pipeline.counted import apart
-from tulle.pipeline.holdings import Unit
+from tulle.pipeline.holdings import Holdings, Unit
 from tulle.pipeline.outcome import Outcome
 from tulle.pipeline.placeholder import Placeholder
+from tulle.pipeline.sending import waits_for_others
 from tulle.pipeline.shapes import GRADIENT
 from tulle.pipeline.structure import Spec, rebuild_call
 from tulle.pipeline.tape import Tape
@@ -68,13 +70,13 @@ class Call:
         """What it is called with."""
         return rebuild_call(self.spec, natives)
 
-    def prepare(self, tape: Tape, *, is_first: bool, stages: Mapping[int, int] | None) -> None:
+    def prepare(self, tape: Tape, *, is_first: bool, holdings: Holdings | None) -> None:
         """It is about to run here.
 
         Args:
             tape: Of this rank.
             is_first: Whether it is the first call of the operation or module in this program.
-            stages: Of each parameter, by its identity, if the outcome is not known.
+            holdings: What lives where, if the outcome is not known.
         """
 
     def is_plain(self, tape: Tape, *, is_first: bool) -> bool:
@@ -158,6 +160,17 @@ def check_asks(function: Callable[..., Any], args: Sequence[Any], placeholders: 
             "a step asks between modules for gradients by torch.autograd.grad, or for .grad of a tensor that is no "
             "parameter: each rank has only a part of them. For those of parameters take loss.backward(), and set .grad "
             "afterwards; ask for others inside one module"
+        )
+
+
+def check_sends(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], axis: Axis) -> None:
+    """Refuse a collective on what lives at one stage: its rank would wait for those that do not come."""
+    if waits_for_others(function, args, kwargs, axis.ranks):
+        raise ModelError(
+            f"{function.__name__}() of torch.distributed was called between modules of a pipeline on a tensor that "
+            f"lives at one stage, whose rank alone of axis {axis.name!r} runs it, and would wait for the others: "
+            "reduce what the step gives after it (losses.mean()), give a group of the ranks of other axes "
+            '(group=mesh["data"].group), or take its number before (x.item()), which all ranks have'
         )
 
 

@@ -12,7 +12,7 @@ autograd numbers its nodes in the order in which a thread makes them, which tell
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from tulle.comm import eager
 from tulle.errors import ModelError
-from tulle.pipeline.holdings import Unit
+from tulle.pipeline.holdings import Holdings, Unit
 from tulle.pipeline.placeholder import Placeholder, is_about_shape
+from tulle.pipeline.sending import waits_for_others
 from tulle.pipeline.structure import flatten, is_atom, rebuild
 from tulle.pipeline.tape import Tape
 from tulle.traits import is_compiled
@@ -57,31 +58,32 @@ def cut_where_reached(
     return run
 
 
-def absent_refused(function: Callable[..., Any], unit: Unit, stages: Mapping[int, int]) -> Callable[..., Any]:
+def absent_refused(function: Callable[..., Any], unit: Unit, holdings: Holdings) -> Callable[..., Any]:
     """What runs a placed module, and refuses what lives at other stages and is read past its arguments.
 
     On a CPU torch multiplies a tensor with one on `meta`, and gives whatever lay in memory. It is for a module's first
-    call with arguments of such shapes: each operation is looked at. Compiled modules are left alone.
+    call with arguments of such shapes: each operation is looked at. Compiled modules are left alone. Collectives with
+    ranks of other stages, which do not run the module, are refused, too.
 
     Args:
         function: What runs it.
         unit: The module.
-        stages: Of each parameter, by its identity.
+        holdings: What lives where.
     """
     if _is_compiled(unit):
         return function
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _AbsentRefused(unit, stages):
+        with _AbsentRefused(unit, holdings):
             return function(*args, **kwargs)
 
     return run
 
 
 class _AbsentRefused(TorchFunctionMode):
-    def __init__(self, unit: Unit, stages: Mapping[int, int]) -> None:
+    def __init__(self, unit: Unit, holdings: Holdings) -> None:
         super().__init__()
-        self._unit, self._stages = unit, stages
+        self._unit, self._stages, self._axis = unit, holdings.stages, holdings.mailbox.axis
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -89,7 +91,17 @@ class _AbsentRefused(TorchFunctionMode):
         """Run an operation of the module."""
         if not is_about_shape(func) and not _is_property(func):
             self._check(getattr(func, "__name__", str(func)), flatten((args, kwargs))[0])
+            self._check_sends(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    @eager
+    def _check_sends(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if waits_for_others(function, args, kwargs, self._axis.ranks):
+            raise ModelError(
+                f"{self._unit.name!r} calls {function.__name__}() of torch.distributed, but along axis "
+                f"{self._axis.name!r} one rank alone runs it, and would wait for the others: have it send to none, or "
+                'to a group of the ranks of other axes (group=mesh["data"].group)'
+            )
 
     @eager
     def _check(self, name: str, leaves: Sequence[Any]) -> None:

@@ -40,6 +40,7 @@ from tulle.pipeline.operation import (
     check_backward,
     check_given,
     check_nested,
+    check_sends,
     dealt_out,
     is_for_all,
     set_data,
@@ -47,6 +48,7 @@ from tulle.pipeline.operation import (
 from tulle.pipeline.outcome import Constant, Described, Outcome, Same, Twin
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.recompute import outside_of_checkpoint
+from tulle.pipeline.sending import is_collective
 from tulle.pipeline.shapes import writes_in_many
 from tulle.pipeline.structure import flatten, flatten_call, rebuild
 from tulle.pipeline.tape import Graph
@@ -120,7 +122,8 @@ class Program:
         if self._axis.size > 1:
             check_asks(function, args, placeholders)
         if not placeholders:
-            self._has_left |= kwargs.get("generator") is not None  # whoever draws first has other numbers
+            # whoever draws first has other numbers, and collectives of micro-batches are to meet their own
+            self._has_left |= kwargs.get("generator") is not None or is_collective(function)
             with outside_of_checkpoint():
                 result = scaled(function, args, kwargs, self.scale)
             return with_lender(function, args, result)
@@ -128,6 +131,7 @@ class Program:
             if function == SETS_DATA:
                 return set_data(self.operate, *args, is_placed=isinstance(leaves[0], Placeholder))
             check_given(call)
+            check_sends(function, args, kwargs, self._axis)
             if writes_in_many(function) and len(dealt := dealt_out(args, kwargs, self.adopted.stage_of)) > 1:
                 for part, named in dealt:
                     self.operate(function, part, named)

@@ -104,7 +104,7 @@ def _application(kind: type[Function]) -> Callable[..., Any]:
         finally:
             _is_within_function.reset(token)
 
-    apply.__name__ = kind.__name__
+    apply.__name__, apply.__module__ = kind.__name__, kind.__module__
     return apply
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from tulle.pipeline.aliases import as_before, pattern_of
 from tulle.pipeline.asking import Asked
 from tulle.pipeline.filled import can_be_filled, changeable_in, fill, unmarked, with_filled
 from tulle.pipeline.held import Settled
-from tulle.pipeline.holdings import Unit
+from tulle.pipeline.holdings import Holdings, Unit
 from tulle.pipeline.objects import Wanted, lent, taken, telling
 from tulle.pipeline.operation import Call
 from tulle.pipeline.outcome import Constant, Outcome
@@ -62,13 +62,13 @@ class UnitCall(Call):
         is_uncut = is_first or len(tape.phases) == 1 or not torch.is_grad_enabled()
         return is_uncut and LEAF_KINDS.issuperset(map(type, self.leaves))
 
-    def prepare(self, tape: Tape, *, is_first: bool, stages: Mapping[int, int] | None) -> None:
+    def prepare(self, tape: Tape, *, is_first: bool, holdings: Holdings | None) -> None:
         """It is about to run here, where what the module gives is told, and what it reads is watched."""
         assert self.unit is not None, "it is a call of one"
         if self._is_prepared:
             return
         self._is_prepared = True
-        function = self.function if stages is None else absent_refused(self.function, self.unit, stages)
+        function = self.function if holdings is None else absent_refused(self.function, self.unit, holdings)
         function = as_checkpointed(strays_noted(function, self.unit))
         if self._is_open:
             function = as_before(with_filled(function), pattern_of((self._args, self._kwargs)))
