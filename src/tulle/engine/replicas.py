@@ -127,9 +127,9 @@ def _describe_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> I
 
 
 def _plain(option: object) -> object:
-    """What says the same on all ranks that have the same: no device, no address."""
-    if isinstance(option, Tensor):
-        return option.tolist()
+    """What says the same on all ranks that have the same: no device, no address, no numbers of memory to write in."""
+    if isinstance(option, Tensor):  # Muon's buffers of updates are in its groups, made by torch.empty
+        return option.tolist() if option.numel() == 1 else f"{option.dtype} {list(option.shape)}"
     if isinstance(option, list | tuple):
         return [_plain(one) for one in option]
     return option if isinstance(option, int | float | str | None) else type(option).__name__
