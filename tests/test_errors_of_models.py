@@ -124,6 +124,13 @@ def test_ranks_whose_lookups_or_optimizers_differ_are_told_where():
 
 
 @on_ranks(2)
+def test_options_of_a_group_may_stand_in_any_order():
+    options = [("lr", 0.1), ("weight_decay", 0.0), ("layer", 1), ("depth", 2)]  # as of a set, S4's own way
+    model = nn.Linear(2, 2)
+    distribute(model, SGD([{"params": model.parameters(), **dict(options[:: (1, -1)[dist.get_rank()]])}]))
+
+
+@on_ranks(2)
 def test_memory_that_optimizers_keep_in_their_groups_may_hold_anything():
     # Muon has update_buffer=torch.empty(...) there, of which its ranks send each other updates.
     for is_alike in (True, False):

@@ -119,7 +119,9 @@ def _describe_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> I
     names = {id(parameter): repr(name) for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            options = [f"{key}={_plain(value)}" for key, value in group.items() if not key.startswith("param")]
+            # In the optimizer's order: a group's own is that of a set for those that were made from one.
+            keys = [*dict.fromkeys([*optimizer.defaults, *sorted(group)])]
+            options = [f"{key}={_plain(group[key])}" for key in keys if key in group and not key.startswith("param")]
             yield " ".join([f"optimizer {type(optimizer).__name__}", *options])
             for parameter in group["params"]:  # states go by their order, and so does who steps which piece
                 name = names.get(id(parameter), f"a parameter {list(parameter.shape)} of no module of this model")
