@@ -123,6 +123,28 @@ def test_ranks_whose_lookups_or_optimizers_differ_are_told_where():
         distribute(model, SGD([model.bias, model.weight] if rank else [model.weight, model.bias], lr=0.1))
 
 
+@on_ranks(2)
+def test_options_of_a_group_may_stand_in_any_order():
+    options = [("lr", 0.1), ("weight_decay", 0.0), ("layer", 1), ("depth", 2)]  # as of a set, S4's own way
+    model = nn.Linear(2, 2)
+    distribute(model, SGD([{"params": model.parameters(), **dict(options[:: (1, -1)[dist.get_rank()]])}]))
+
+
+@on_ranks(2)
+def test_memory_that_optimizers_keep_in_their_groups_may_hold_anything():
+    # Muon has update_buffer=torch.empty(...) there, of which its ranks send each other updates.
+    for is_alike in (True, False):
+        model = nn.Linear(2, 2)
+        optimizer = SGD(model.parameters(), lr=torch.tensor(0.1))
+        rows = 2 if is_alike else 2 + dist.get_rank()
+        optimizer.param_groups[0]["update_buffer"] = [torch.full((rows, 2), float(dist.get_rank()))]
+        if is_alike:
+            distribute(model, optimizer)
+        else:
+            with every_rank_raises(ModelError, "update_buffer=['torch.float32 [2, 2]'] against"):
+                distribute(model, optimizer)
+
+
 @on_ranks(1, 2)
 def test_a_model_on_the_meta_device_that_nothing_fills():
     model = nn.Module()

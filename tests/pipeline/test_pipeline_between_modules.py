@@ -205,6 +205,26 @@ def test_a_module_that_forward_copies_stays_with_who_copies_it():
     assert worst < 1e-12
 
 
+class MakingOnTheWay(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return nn.LayerNorm(WIDTH, dtype=DTYPE)(self.layer(x).tanh() + x)
+
+
+class Making(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH), MakingOnTheWay(), nn.Linear(WIDTH, WIDTH), MakingOnTheWay())
+
+
+@on_ranks(2)
+def test_a_module_that_forward_makes_stays_with_who_makes_it():
+    worst, _, _ = both(Making, None, steps=2, by_profile=True)
+    assert worst < 1e-12
+
+
 class Pyramid(nn.Module):
     def __init__(self):
         super().__init__()

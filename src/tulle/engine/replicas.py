@@ -119,7 +119,9 @@ def _describe_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> I
     names = {id(parameter): repr(name) for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            options = [f"{key}={_plain(value)}" for key, value in group.items() if not key.startswith("param")]
+            # In the optimizer's order: a group's own is that of a set for those that were made from one.
+            keys = [*dict.fromkeys([*optimizer.defaults, *sorted(group)])]
+            options = [f"{key}={_plain(group[key])}" for key in keys if key in group and not key.startswith("param")]
             yield " ".join([f"optimizer {type(optimizer).__name__}", *options])
             for parameter in group["params"]:  # states go by their order, and so does who steps which piece
                 name = names.get(id(parameter), f"a parameter {list(parameter.shape)} of no module of this model")
@@ -127,9 +129,9 @@ def _describe_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> I
 
 
 def _plain(option: object) -> object:
-    """What says the same on all ranks that have the same: no device, no address."""
-    if isinstance(option, Tensor):
-        return option.tolist()
+    """What says the same on all ranks that have the same: no device, no address, no numbers of memory to write in."""
+    if isinstance(option, Tensor):  # Muon's buffers of updates are in its groups, made by torch.empty
+        return option.tolist() if option.numel() == 1 else f"{option.dtype} {list(option.shape)}"
     if isinstance(option, list | tuple):
         return [_plain(one) for one in option]
     return option if isinstance(option, int | float | str | None) else type(option).__name__

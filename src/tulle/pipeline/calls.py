@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -41,7 +42,7 @@ class Calls:
     asking: set[str] = field(default_factory=set)
     """Modules whose own forward runs a backward, such as one that gives forces, the gradients of an energy, puts a hook
     on a tensor's gradient, or calls another module with other tensors for its parameters, within a transform
-    (`torch.func`), or in a `Function`; and those that call a copy of a module, made on the way."""
+    (`torch.func`), or in a `Function`; and those that make a module with parameters on the way, such as a copy."""
 
     def children(self) -> dict[str, list[str]]:
         """Of each module those whose first call came directly from within its call."""
@@ -74,10 +75,13 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
     compiled = [module for module in names if is_compiled(module)]
     whole = {inner for module in compiled for inner in module.modules() if inner is not module}
 
+    def made(parameters: Iterable[nn.Parameter]) -> None:
+        asked()
+        foreign.take(parameters)
+
     def enter(module: nn.Module, _: object) -> None:
         if module not in names:  # a copy that forward makes (copy.deepcopy), with our hooks: part of who calls it
-            calls.asking.update(names[outer] for outer in stack[-1:])
-            foreign.copied.update((id(parameter), parameter) for parameter in module.parameters())
+            made(module.parameters())
             return
         if is_within_function():  # its backward may call the module again, on one rank: who applies it stays whole
             calls.asking.update(names[outer] for outer in stack[-1:] if any(True for _ in module.parameters()))
@@ -99,8 +103,7 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
     having = _having(names)
 
     def computed() -> None:
-        if stack:
-            calls.operations[names[stack[-1]]] += 1
+        calls.operations.update(map(names.__getitem__, stack[-1:]))
 
     def asked() -> None:
         calls.asking.update(map(names.__getitem__, stack[-1:]))
@@ -115,7 +118,12 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
 
     intercept_functions()
     seen = [module for module in names if module not in whole]
-    with _hooked(seen, enter, leave), _uncompiled() if compiled else nullcontext(), _Reads(read, computed, asked):
+    with (
+        _hooked(seen, enter, leave),
+        _making(names, made),
+        _uncompiled() if compiled else nullcontext(),
+        _Reads(read, computed, asked),
+    ):
         model(*args, **kwargs)
     calls.borrowers.update(names[module] for module in foreign.readers())
     return calls
@@ -125,14 +133,18 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
 class _Foreign:
     """Parameters that were read, and that no module has which the model had, or which runs."""
 
-    copied: dict[int, nn.Parameter] = field(default_factory=dict)
-    """Those of copies of modules that forward makes and calls, by their numbers."""
+    made: dict[int, nn.Parameter] = field(default_factory=dict)
+    """Those of modules that forward makes, copies too, by their numbers."""
     read: list[tuple[nn.Parameter, list[nn.Module]]] = field(default_factory=list)
     """Each with the modules that ran."""
 
+    def take(self, made: Iterable[nn.Parameter]) -> None:
+        """Take note of parameters that forward makes."""
+        self.made.update((id(parameter), parameter) for parameter in made)
+
     def readers(self) -> set[nn.Module]:
-        """Modules in whose calls others than those of copies were read; copies are read before they are called, too."""
-        return {module for one, running in self.read if id(one) not in self.copied for module in running}
+        """Modules in whose calls others than `made` were read; copies are read before they are called, too."""
+        return {module for one, running in self.read if id(one) not in self.made for module in running}
 
 
 @contextmanager
@@ -144,6 +156,21 @@ def _hooked(modules: Sequence[nn.Module], enter: Callable[..., None], leave: Cal
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def _making(known: Collection[nn.Module], made: Callable[[Iterable[nn.Parameter]], None]) -> Iterator[None]:
+    """Tell of the parameters of other modules that are made within this context."""
+
+    def registered(module: nn.Module, _: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and module not in known:
+            made((parameter,))
+
+    hook = register_module_parameter_registration_hook(registered)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _looked_into(module: nn.Module, name: str) -> set[str]:

@@ -17,7 +17,7 @@ from tulle.workload import Cluster, Profile
 
 CACHE = "TULLE_CACHE"
 """Names a folder for what is kept; else `$XDG_CACHE_HOME/tulle`, else `~/.cache/tulle`."""
-PLANNER = 9
+PLANNER = 10
 """To be raised when the planner would choose otherwise: plans that an older one made are not taken again."""
 
 
