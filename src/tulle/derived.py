@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import FunctionType
 from typing import Any, NoReturn
@@ -42,20 +43,52 @@ def is_derived(kind: type) -> bool:
     return _MADE in vars(kind)
 
 
+class _Equal(type):
+    """The class of classes that `derived` makes: each equals the one it stands for, and other such ones of it.
+
+    A penalty that goes over modules, or a forward, asks `type(module) == nn.Linear`, or looks up `kinds[type(module)]`.
+    """
+
+    def __eq__(cls, other: object) -> bool:
+        return isinstance(other, type) and _given(cls) is _given(other)
+
+    def __hash__(cls) -> int:
+        return hash(_given(cls))
+
+
+def _given(kind: type) -> type:
+    """The class for which one that `derived` has made stands."""
+    while is_derived(kind):
+        kind = vars(kind)[_MADE]
+    return kind
+
+
+@cache
+def _equal(kind: type[type]) -> type[type]:
+    """`_Equal`, for classes whose own class is `kind`, as `abc.ABCMeta`."""
+    if issubclass(kind, _Equal):
+        return kind
+    return _Equal if kind is type else type("_Equal", (_Equal, kind), {})
+
+
 _MADE, _FORWARD = "_tulle_made", "_tulle_forward_of_object"
 
 
-def derived(before: type, kind: type[nn.Module], *, name: str, module: str) -> type[nn.Module]:
+def derived(
+    before: type, kind: type[nn.Module], *, name: str, module: str, given: type[nn.Module] | None = None
+) -> type[nn.Module]:
     """The class that derives from both, the first first: the same for all modules of one class.
 
     A table of them would keep classes that a user makes in functions, with what their methods have seen there.
-    A forward that takes whatever it is given, to pass it on, says that it takes what the class's own does.
+    A forward that takes whatever it is given, to pass it on, says that it takes what the class's own does. The class
+    equals the one of the module (`type(module) == nn.Linear` goes on holding), though it is not the same.
 
     Args:
         before: What is put before the class.
         kind: The class of a module.
         name: That it gets.
         module: Where it is said to be defined.
+        given: Which it equals; None for `kind`.
 
     Example:
         >>> class Doubled(nn.Module):
@@ -64,10 +97,11 @@ def derived(before: type, kind: type[nn.Module], *, name: str, module: str) -> t
         >>> kind()(4), derived(Doubled, nn.Identity, name="Twice", module=__name__) is kind
         (8, True)
     """
+    given = given or kind
     for one in type.__subclasses__(kind):  # which python holds weakly
-        if one.__bases__ == (before, kind):
+        if vars(one).get(_MADE) is given and one.__bases__[0] is before and one.__bases__[-1] is kind:
             return one
-    made = type(name, (before, kind), {"__module__": module, _MADE: True, **_forward_of(before, kind)})
+    made = _equal(type(kind))(name, (before, kind), {"__module__": module, _MADE: given, **_forward_of(before, kind)})
     if before.__reduce_ex__ is object.__reduce_ex__:  # else it says itself what is copied
 
         def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:

@@ -374,3 +374,15 @@ def test_what_one_rank_alone_asks_of_what_is_shared_out_is_told_by_name():
     tulle.distribute(model, torch.optim.SGD(model.parameters(), 0.01), mesh, plan=plan)
     with pytest.raises(ModelError, match=r"one number of all of '0.linear1.weight' on rank 0"):
         model(X) if mesh.rank else model[0].linear1.weight.norm()
+
+
+@on_ranks(2)
+def test_a_model_with_stages_may_be_moved_and_converted():
+    mesh = tulle.init(pipe=2)
+    torch.manual_seed(0)
+    model, optimizer = make()
+    tulle.distribute(model, optimizer, mesh, sample=next(batches(0, 1)))
+    here = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
+    model.to(mesh.device).cpu().to(mesh.device, torch.float64)
+    assert {name for name, parameter in model.named_parameters() if not parameter.is_meta} == here
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tulle.comm import eager, traffic
@@ -37,6 +37,12 @@ class Distributed:
         """
         with self.__dict__[ENGINE].no_sync():
             yield
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:  # noqa: FBT001 - torch's
+        """Move or convert, as `model.to` does: of what lives at other stages there is nothing to move."""
+        if self.__dict__[_AXES].pipe is not None:
+            fn = partial(_apply_here, fn)
+        return cast("Any", super())._apply(fn, recurse)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Iterator[str]:
@@ -68,6 +74,11 @@ class DistributedWithParts(Distributed):
         """
         with self.__dict__[ENGINE].split_tables.forward():
             return cast("Any", super()).__call__(*args, **kwargs)
+
+
+def _apply_here(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """What becomes of a tensor; of one on device meta, which torch would not move, its dtype alone."""
+    return tensor.to(fn(tensor.new_empty(0, device="cpu")).dtype) if tensor.is_meta else fn(tensor)
 
 
 def _refuse_ddp() -> Iterator[str]:

@@ -77,9 +77,8 @@ def adopt(module: TableModule, tables: SplitTables) -> None:
     kind = SplitByItself if has_own_forward(module) else kind
     module.__dict__[_RUN_TIME] = tables
     read_by(table, _Reader(tables, tables.table_of(Lookup(table)).split))
-    if kind is SplitByItself or plain not in (nn.Embedding, nn.EmbeddingBag):
-        kind = derived(kind, plain, name=plain.__name__, module=plain.__module__)
-    object.__setattr__(module, "__class__", kind)
+    name = kind.__name__ if plain in (nn.Embedding, nn.EmbeddingBag) else plain.__name__
+    object.__setattr__(module, "__class__", derived(kind, plain, name=name, module=plain.__module__))
 
 
 @dataclass(frozen=True, slots=True)

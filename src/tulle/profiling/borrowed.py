@@ -79,7 +79,7 @@ def _is_plain(parameter: nn.Parameter) -> bool:
 def _only_looks_up(module: nn.Module) -> bool:
     """Whether a module is torch's own, reads rows and gives them gradients as rows; with `max_norm` it writes them."""
     return (
-        type(module) in (nn.Embedding, nn.EmbeddingBag)
+        any(type(module) is kind for kind in (nn.Embedding, nn.EmbeddingBag))
         and isinstance(module.weight, nn.Parameter)
         and (module.sparse is True or not module.weight.requires_grad)
         and module.max_norm is None

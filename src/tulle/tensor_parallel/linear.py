@@ -106,9 +106,12 @@ def take_on(module: nn.Module, added: type[nn.Module], *, inside: bool = False, 
         attributes: What it needs.
     """
     own = type(module)
-    first, second = (own, added) if inside else (added, own)
-    name = f"{first.__name__}{second.__name__}"
-    kind = added if issubclass(added, own) else derived(first, second, name=name, module=__name__)
+    if issubclass(added, own):
+        first, second, name = added, own, added.__name__
+    else:
+        first, second = (own, added) if inside else (added, own)
+        name = f"{first.__name__}{second.__name__}"
+    kind = derived(first, second, name=name, module=__name__, given=own)
     module.__dict__.update(attributes)  # past Module.__setattr__, which is for parameters, buffers and submodules
     object.__setattr__(module, "__class__", kind)
     _watch_places()

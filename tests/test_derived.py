@@ -1,0 +1,99 @@
+"""A class that tulle puts in the place of a module's own equals it, for code that asks `type(module) == nn.Linear`."""
+
+import abc
+
+import pytest
+import torch
+from torch import nn
+
+import tulle
+from ranks import on_ranks
+from tulle.derived import derived, is_derived
+from tulle.plan import Memory, Plan
+
+
+class Before(nn.Module):
+    """What is put before a class."""
+
+
+def of(kind, **options):
+    return derived(Before, kind, name=kind.__name__, module=__name__, **options)
+
+
+def test_a_class_that_was_made_equals_the_one_it_is_of_and_is_another():
+    made = of(nn.Linear)
+    again = derived(nn.Identity, made, name="Again", module=__name__)
+    assert is_derived(made)
+    assert made is not nn.Linear
+    assert of(nn.Linear) is made
+    assert made == nn.Linear == again == made
+    assert again in (nn.Conv1d, nn.Linear)
+    assert {nn.Linear: 1}[again] == 1
+    for other in (nn.Identity, of(nn.Identity), "Linear"):
+        assert made != other
+    assert not isinstance(nn.Linear(1, 1), made)
+    assert of(nn.Identity, given=nn.Linear) == nn.Linear
+
+
+def test_a_class_that_derives_from_one_that_was_made_is_one_of_its_own():
+    class Own(of(nn.Linear)):
+        pass
+
+    made = derived(nn.Identity, Own, name="Own", module=__name__)
+    assert made == Own
+    assert nn.Linear not in (made, Own)
+
+
+def test_the_class_of_a_class_stays_what_it_was():
+    class Abstract(nn.Module, abc.ABC):
+        pass
+
+    assert of(Abstract) == Abstract
+    assert isinstance(of(Abstract), abc.ABCMeta)
+
+
+class Penalized(nn.Module):
+    """Its loss adds the weights of the modules of two classes, as FuxiCTR's models do, and its forward asks for one."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(12, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)])
+
+    def forward(self, ids):
+        hidden = self.words(ids)
+        for layer in self.layers:
+            hidden = layer(hidden) + hidden if type(layer) == nn.Linear else layer(hidden)  # noqa: E721
+        return hidden
+
+    def loss(self, ids):
+        penalized = [module for module in self.modules() if type(module) in (nn.Embedding, nn.Linear)]
+        return self(ids).pow(2).mean() + sum(0.1 * module.weight.norm() ** 2 for module in penalized)
+
+
+IDS = torch.arange(12).view(4, 3)
+PLANS = {
+    "rows": {"words": "rows"},
+    "columns": {"words": "columns"},
+    "full sharding": Plan({"data": 2}, memory=Memory(full_shard=True)),
+    "recomputation": Plan({"data": 2}, memory=Memory(recompute=("layers.0", "layers.2"))),
+}
+
+
+def stepped(ids, mesh=None, plan=None):
+    torch.manual_seed(0)
+    model = Penalized().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if mesh is not None:
+        tulle.distribute(model, optimizer, mesh, plan=plan)
+    model.loss(ids).backward()
+    optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@on_ranks(2)
+def test_what_goes_over_modules_by_their_class_does_what_it_did(plan):
+    mesh = tulle.init(data=-1)
+    found = tulle.full_state_dict(stepped(IDS.chunk(2)[mesh.rank], mesh, plan), everywhere=True)
+    torch.testing.assert_close(found, dict(stepped(IDS).state_dict()), rtol=1e-12, atol=1e-14)
