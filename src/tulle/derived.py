@@ -46,14 +46,15 @@ def is_derived(kind: type) -> bool:
 class _Equal(type):
     """The class of classes that `derived` makes: each equals the one it stands for, and other such ones of it.
 
-    A penalty that goes over modules, or a forward, asks `type(module) == nn.Linear`, or looks up `kinds[type(module)]`.
+    A penalty that goes over modules, or a forward, asks `type(module) == nn.Linear`, or `in (nn.Linear, nn.Conv2d)`.
+    Their hash is their own: torch's `fully_shard` keeps the classes that it has made in a table by class, and would
+    give a module the one that it made of the plain class, without what is put before it.
     """
 
     def __eq__(cls, other: object) -> bool:
         return isinstance(other, type) and _given(cls) is _given(other)
 
-    def __hash__(cls) -> int:
-        return hash(_given(cls))
+    __hash__ = type.__hash__
 
 
 def _given(kind: type) -> type:

@@ -103,7 +103,7 @@ def test_a_forward_that_reads_a_parameter_from_a_list_of_its_own_is_told_to_read
     model.listed = [model.bias]
     tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh, plan=Plan(mesh.shape, memory=FULL))
     with pytest.raises(
-        ModelError, match=r"^__getitem__ was given 'bias' .* from a list say\. Read it .* by its name, "
+        ModelError, match=r"^__getitem__ was given 'bias' .* from a list or a closure say\. Read it .* by its name, "
     ):
         model(torch.ones(1, 4))
 

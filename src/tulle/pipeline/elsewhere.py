@@ -67,6 +67,10 @@ for _name, _answer in {"device": property(_device_of), **{name: _made_at_home(na
 class ElsewhereData(_AtHome):
     """`parameter.data` of one, and what `state_dict` gives of it."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A plain tensor without memory."""
+        return memo.setdefault(id(self), self.clone())
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle of a plain tensor without memory."""
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
