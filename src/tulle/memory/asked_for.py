@@ -30,7 +30,7 @@ class _Given(NamedTuple):
 
 def keep_in_mind(wholes: Sequence[Tensor], parts: Sequence[nn.Parameter]) -> None:
     """Have the operation that gathered know its wholes for `asked_for`."""
-    node = next((whole.grad_fn for whole in wholes if whole.grad_fn is not None), None)
+    node: Any = next((whole.grad_fn for whole in wholes if whole.grad_fn is not None), None)
     if node is not None:
         node.metadata[_KEY] = _Given(parts, [ref(whole) for whole in wholes])
 
