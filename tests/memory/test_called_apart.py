@@ -80,6 +80,42 @@ class Conjugated(nn.Module):
         return torch.tanh(x @ (self.weight * self.weight.conj() + self.weight.mH).real)
 
 
+class Again(torch.autograd.Function):
+    """Runs a function again in backward, and asks for the gradients of what it was told that that reads."""
+
+    @staticmethod
+    def forward(ctx, run, saves, x, *parameters):
+        ctx.run, ctx.x, ctx.parameters = run, x.detach(), None if saves else parameters
+        if saves:
+            ctx.save_for_backward(*parameters)
+        return run(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        parameters = [p for p in ctx.parameters or ctx.saved_tensors if p.requires_grad]
+        of_x, *rest = torch.autograd.grad(y, (x, *parameters), gradient, allow_unused=True)
+        found = iter(rest)
+        return None, None, of_x, *(next(found) if needed else None for needed in ctx.needs_input_grad[3:])
+
+
+class Adjoint(nn.Module):
+    """Owes the gradients of its parameters to a function of its own, as an ODE's block does (torchdiffeq)."""
+
+    def __init__(self, *, saves, frozen=False):
+        super().__init__()
+        self.first, self.second, self.saves = nn.Linear(6, 9), nn.Linear(9, 6), saves
+        self.first.weight.requires_grad_(not frozen)
+
+    def run(self, x):
+        return x + self.second(self.first(x).tanh())
+
+    def forward(self, x):
+        return Again.apply(self.run, self.saves, x, *self.parameters())
+
+
 def whole(model, x):
     return model(x).pow(2).mean()
 
@@ -94,6 +130,8 @@ KINDS = {
     "written": (lambda: nn.Sequential(Clamped(), Clamped()), whole),
     "given other memory": (lambda: nn.Sequential(Replaced(), Replaced()), whole),
     "called in parts": (Attending, in_parts),
+    "asked for, kept": (lambda: nn.Sequential(Adjoint(saves=False), Adjoint(saves=False, frozen=True)), whole),
+    "asked for, saved": (lambda: nn.Sequential(Adjoint(saves=True), Adjoint(saves=True, frozen=True)), whole),
     "conjugated": (lambda: nn.Sequential(Conjugated(), Conjugated()), whole),
 }
 

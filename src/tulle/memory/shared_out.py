@@ -31,6 +31,7 @@ from tulle.derived import put_before
 from tulle.errors import ModelError
 from tulle.memory.ahead import EVALUATING, FORWARD, Ahead, sharing_within_hosts
 from tulle.memory.arrivals import Arrival, in_pass
+from tulle.memory.asked_for import asked_for, keep_in_mind
 from tulle.memory.notes import Gathered, naming, noting
 from tulle.memory.shard import Shard
 from tulle.memory.unit import Unit
@@ -277,7 +278,10 @@ def _run(module: nn.Module, unit: Unit, forward: Callable[[], Any]) -> Any:
         arrival, views = whole.views(unit, parts)
         what = FORWARD if torch.is_grad_enabled() else EVALUATING
         call = _Call(unit, parts, module.__dict__[_AHEAD], arrival, whole.number, what)
-        wholes: Sequence[Tensor] = _Gather.apply(call, *views) if parts else ()
+        asked = asked_for(parts)
+        wholes: Sequence[Tensor] = _Gather.apply(call, *views) if len(asked) < len(parts) else ()
+        keep_in_mind(wholes, parts)
+        wholes = [asked[n] if n in asked else wholes[n] for n in range(len(parts))]
         if what == EVALUATING:
             for part, one in zip(parts, wholes, strict=True):
                 one.requires_grad_(part.requires_grad)  # as a forward that looks finds its parameters
