@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -66,7 +68,7 @@ def load(
     with ranks.alike():
         reader.read_into(tensors)
     known = {name: value for name, value in of_model.items() if name not in standing.unknown}
-    model.load_state_dict(with_versions(known, run["versions"]))
+    _taker(model)(with_versions(known, run["versions"]))
     for one, state in zip(optimizers, of_optimizers, strict=True):
         one.load_state_dict(state)
     if optimizer is not None:
@@ -75,3 +77,11 @@ def load(
     if recorder is not None and isinstance(run["extra"].get("step"), int):
         recorder.resume(run["extra"]["step"])
     return run["extra"]
+
+
+def _taker(model: nn.Module) -> Callable[[Mapping[str, Any]], object]:
+    """A model's own `load_state_dict`; torch's if its own takes something else, as a checkpoint's file (OpenNMT-py)."""
+    first, *others = inspect.signature(model.load_state_dict).parameters.values()
+    positional = [other.name for other in others if other.kind is other.POSITIONAL_OR_KEYWORD]
+    is_torchs = first.name == "state_dict" or positional[:1] in ([], ["strict"])
+    return model.load_state_dict if is_torchs else partial(nn.Module.load_state_dict, model)
