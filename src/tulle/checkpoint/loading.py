@@ -31,7 +31,8 @@ def load(
 
     Args:
         path: The folder, which every rank must be able to read.
-        model: Of the names, shapes and dtypes that were saved, distributed or plain, its tables split or not.
+        model: Of the names, shapes and dtypes that were saved, distributed or plain, its tables split or not. Its
+            own `load_state_dict` takes the state, if it has one with the arguments of torch's.
         optimizer: One, or a list of as many as were saved. None loads the model alone, for an evaluation say; random
             states then stay as they are.
 
