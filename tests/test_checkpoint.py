@@ -223,6 +223,32 @@ def test_what_a_module_reads_of_a_state_by_itself_comes_back_with_the_version_of
     assert torch.equal(loaded.weight, saved.weight)
 
 
+def test_a_model_whose_load_state_dict_takes_something_else_is_loaded_past_it(tmp_path):
+    class OfFiles(nn.Linear):
+        def load_state_dict(self, checkpoint, precision=torch.float32, strict=True):
+            super().load_state_dict({**checkpoint["model"], **checkpoint["generator"]}, strict=strict)
+
+    saved, loaded = OfFiles(2, 1), OfFiles(2, 1)
+    tulle.save(tmp_path / "checkpoint", saved, SGD(saved.parameters(), 0.1))
+    tulle.load(tmp_path / "checkpoint", loaded, SGD(loaded.parameters(), 0.1))
+    assert torch.equal(loaded.weight, saved.weight)
+
+
+def test_a_load_state_dict_of_the_models_own_with_the_arguments_of_torchs_is_called(tmp_path):
+    class Told(nn.Linear):
+        calls = 0
+
+        def load_state_dict(self, state, strict=True, config=None):
+            self.calls += 1
+            return super().load_state_dict(state, strict=strict)
+
+    saved, loaded = Told(2, 1), Told(2, 1)
+    tulle.save(tmp_path / "checkpoint", saved, SGD(saved.parameters(), 0.1))
+    tulle.load(tmp_path / "checkpoint", loaded, SGD(loaded.parameters(), 0.1))
+    assert loaded.calls == 1
+    assert torch.equal(loaded.weight, saved.weight)
+
+
 def test_extra_comes_back_as_it_was(tmp_path):
     extra = {
         "step": 3,

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -91,10 +92,55 @@ def test_a_parameter_that_lives_elsewhere_is_one_of_its_device_and_keeps_what_wa
     assert away.new_ones(2, dtype=torch.int64).tolist() == [1, 1]
     again, read = copy.deepcopy(away), pickle.loads(pickle.dumps(away))
     assert (type(again), again.device.type, type(read)) == (Elsewhere, "cpu", nn.Parameter)
-    for state in (pickle.loads(pickle.dumps(model.state_dict())), copy.deepcopy(model.state_dict())):
-        assert {type(value) for value in state.values()} == {torch.Tensor}
-        assert sum(value.is_meta for value in state.values()) == 2
+    state = pickle.loads(pickle.dumps(copy.deepcopy(model.state_dict())))
+    assert {type(value) for value in state.values()} == {torch.Tensor}
+    assert sum(value.is_meta for value in state.values()) == 2
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     assert len(optimizer.state) == 2
+
+
+@on_ranks(2)
+def test_what_is_computed_of_a_parameter_that_lives_elsewhere_has_no_values_either():
+    mesh, model = tulle.init(pipe=-1, timeout=8), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pipeline.place(model, mesh["pipe"], {"0": 0, "1": 1})
+    away = model[1 - mesh.rank].weight
+    for one in (away, away.data, away.detach()):
+        made = [
+            one * 0.5,
+            0.5 * one + one,
+            one.pow(2).sum(),
+            torch.zeros_like(one),
+            torch.stack([one, one]),
+            one.norm(),
+        ]
+        assert all(value.is_meta and value.device.type == "meta" for value in made)
+        with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+            one.sum().item()
+    assert type(away) is Elsewhere
+
+
+@on_ranks(2)
+def test_averages_that_take_turns_with_parameters_and_copies_of_states_are_those_of_one_process():
+    def scores_of(model, ids):
+        best, averages = copy.deepcopy(model.state_dict()), [one.detach() for one in model.parameters()]
+        averages = [
+            0.5 * average + one.detach() * 0.25 for average, one in zip(averages, model.parameters(), strict=True)
+        ]
+        kept = [one.data for one in model.parameters()]
+        for one, average in zip(model.parameters(), averages, strict=True):
+            one.data = average.data
+        scores = [model(ids)]
+        for one, own in zip(model.parameters(), kept, strict=True):
+            one.data = own
+        model.load_state_dict(best)
+        return torch.stack([*scores, model(ids)]).detach()
+
+    def made():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).double()
+
+    ids, mesh = torch.ones(3, 2, dtype=torch.float64), tulle.init(pipe=-1, timeout=8)
+    expected = scores_of(made(), ids)
+    assert torch.equal(scores_of(pipeline.place(made(), mesh["pipe"], {"0": 0, "1": 1}), ids), expected)

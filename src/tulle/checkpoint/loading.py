@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -29,7 +31,8 @@ def load(
 
     Args:
         path: The folder, which every rank must be able to read.
-        model: Of the names, shapes and dtypes that were saved, distributed or plain, its tables split or not.
+        model: Of the names, shapes and dtypes that were saved, distributed or plain, its tables split or not. Its
+            own `load_state_dict` takes the state, if it has one with the arguments of torch's.
         optimizer: One, or a list of as many as were saved. None loads the model alone, for an evaluation say; random
             states then stay as they are.
 
@@ -66,7 +69,7 @@ def load(
     with ranks.alike():
         reader.read_into(tensors)
     known = {name: value for name, value in of_model.items() if name not in standing.unknown}
-    model.load_state_dict(with_versions(known, run["versions"]))
+    _taker(model)(with_versions(known, run["versions"]))
     for one, state in zip(optimizers, of_optimizers, strict=True):
         one.load_state_dict(state)
     if optimizer is not None:
@@ -75,3 +78,11 @@ def load(
     if recorder is not None and isinstance(run["extra"].get("step"), int):
         recorder.resume(run["extra"]["step"])
     return run["extra"]
+
+
+def _taker(model: nn.Module) -> Callable[[Mapping[str, Any]], object]:
+    """A model's own `load_state_dict`; torch's if its own takes something else, as a checkpoint's file (OpenNMT-py)."""
+    first, *others = inspect.signature(model.load_state_dict).parameters.values()
+    positional = [other.name for other in others if other.kind is other.POSITIONAL_OR_KEYWORD]
+    is_torchs = first.name == "state_dict" or positional[:1] in ([], ["strict"])
+    return model.load_state_dict if is_torchs else partial(nn.Module.load_state_dict, model)

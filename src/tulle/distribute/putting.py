@@ -233,7 +233,8 @@ def _give_values(model: nn.Module, plan: Plan, placements: dict[str, str], axes:
 def _start_stages(model: nn.Module, pipe: Axis) -> None:
     """Give all stages rank 0's values, which alone may have read them, unless a rank has built without memory."""
     if not any(gather_values(is_deferred(model), pipe, label="initial parameters")):
-        broadcast_tensors([*model.parameters(), *model.buffers()], pipe, label="initial parameters")
+        parameters = [parameter for _, parameter in model.named_parameters()]  # `parameters()` may give some only
+        broadcast_tensors([*parameters, *model.buffers()], pipe, label="initial parameters")
 
 
 def _make_engine(

@@ -203,7 +203,7 @@ def _having(modules: Iterable[nn.Module]) -> dict[int, set[nn.Module]]:
     """The modules that have each parameter, by its identity."""
     having: dict[int, set[nn.Module]] = {}
     for module in modules:
-        for parameter in module.parameters(recurse=False):
+        for _, parameter in module.named_parameters(recurse=False):
             having.setdefault(id(parameter), set()).add(module)
     return having
 
@@ -268,7 +268,7 @@ def pieces_of(model: nn.Module, calls: Calls, weights: dict[str, float], largest
         is_whole = name in calls.asking or hears_gradients(model.get_submodule(name))
         children = [] if is_whole else children_of.get(name, [])
         children = [child for child in children if len(calls.chains[child]) == 1 or _has_state(model, child)]
-        has_own = next(model.get_submodule(name).parameters(recurse=False), None) is not None
+        has_own = next(model.get_submodule(name).named_parameters(recurse=False), None) is not None
         is_small = weights[name] <= (4 * largest if has_own else largest)
         if name and name not in calls.borrowers and (is_small or not children):
             return [name]

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from tulle.pipeline.placeholder import running
 from tulle.pipeline.structure import LEAF_KINDS
@@ -44,7 +45,24 @@ class _AtHome(Tensor):
 
     _home: torch.device
 
-    __torch_function__ = cast("Any", torch._C._disabled_torch_function_impl)
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What torch computes with it stays on `meta`: of some operations it asks the device itself where to make them.
+
+        They would come without values, but with memory. So they are given it as what it is, a plain tensor.
+        """
+        is_alone = len(args) == 1 and not kwargs and isinstance(args[0], _AtHome)
+        leaves = args if is_alone else tree_leaves((args, kwargs))
+        kinds = [(leaf, type(leaf)) for leaf in leaves if isinstance(leaf, _AtHome)]
+        for tensor, kind in kinds:
+            object.__setattr__(tensor, "__class__", nn.Parameter if issubclass(kind, nn.Parameter) else Tensor)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            for tensor, kind in kinds:
+                object.__setattr__(tensor, "__class__", kind)
 
     def detach(self) -> Tensor:
         """As of any tensor."""
@@ -68,8 +86,8 @@ class ElsewhereData(_AtHome):
     """`parameter.data` of one, and what `state_dict` gives of it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A plain tensor without memory."""
-        return memo.setdefault(id(self), self.clone())
+        """As of any tensor."""
+        return memo.setdefault(id(self), _at_home(ElsewhereData, self.clone(), self._home))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle of a plain tensor without memory."""

@@ -238,7 +238,9 @@ def held_by_unknown(model: nn.Module) -> set[int]:
     second name on the head, and tie its weight to the table of words.
     """
     whole = (module for module in model.modules() if factory_of(module) is None or _is_bound_to_stay(module))
-    held = {id(own) for module in whole for own in module.parameters(recurse=False)} | set(map(id, read_past(model)))
+    held = {id(own) for module in whole for _, own in module.named_parameters(recurse=False)} | set(
+        map(id, read_past(model))
+    )
     layers = [{id(own) for own in module.parameters()} for module in model.modules() if is_alone(module)]
     while tied := [layer for layer in layers if layer & held and not layer <= held]:
         held = held.union(*tied)
