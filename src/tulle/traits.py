@@ -104,6 +104,16 @@ def is_compiled(module: nn.Module) -> bool:
     return by_itself or attribute_of(module, "_orig_mod") is not None
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: `nn.ModuleList` and the like only hold others.
+
+    Example:
+        >>> has_forward(nn.Sequential()), has_forward(nn.ModuleList())
+        (True, False)
+    """
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+
+
 def has_hooks(optimizer: Optimizer) -> bool:
     """Whether `Optimizer.__init__` has run; wrappers that do without have no hooks, or those of steps alone.
 

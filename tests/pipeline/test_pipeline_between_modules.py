@@ -1,9 +1,7 @@
 """Operations between the modules of a pipeline: in place, detached, by functions of one's own, of any shape."""
 
-import copy
 import logging
 from enum import Enum
-from inspect import getattr_static
 
 import numpy as np
 import pytest
@@ -12,13 +10,12 @@ import torch.nn.functional as F
 from beside_one_process import DTYPE, both, data, loss_of
 from pipeline_networks import WIDTH, Chain, TiedEnds, make
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import tulle
 from ranks import on_ranks
 from tulle import pipeline
 from tulle.errors import TulleError
-from tulle.pipeline import recompute, shapes
+from tulle.pipeline import shapes
 from tulle.pipeline.shapes import Shapes
 from tulle.pipeline.structure import flatten
 
@@ -106,63 +103,6 @@ def test_what_a_module_makes_need_a_gradient_does_so_on_all_ranks():
     assert worst < 1e-12
 
 
-class Signs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight):
-        return weight.sign() * weight.abs().mean()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-signs = Signs.apply
-
-
-class QuantizedBetween(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.second(signs(self.first(x).tanh()) + x)
-
-
-@on_ranks(2)
-def test_a_function_that_was_given_a_name_before_runs_between_modules():
-    worst, _, _ = both(QuantizedBetween, {"first": 0, "second": 1}, steps=2)
-    assert worst < 1e-12
-    assert Signs.apply.__func__.__module__ == "torch.autograd.function"  # else names taken before escape us
-
-
-class Quantized(nn.Linear):
-    def inner(self, x):
-        return F.linear(x, Signs.apply(self.weight), self.bias).tanh()
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
-class QuantizedTwo(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = Quantized(WIDTH, WIDTH), Quantized(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
-@on_ranks(2)
-def test_a_function_of_a_parameter_that_a_module_recomputes_stays_in_it():
-    worst, _, _ = both(QuantizedTwo, {"first": 0, "second": 1}, steps=2)
-    assert worst < 1e-12
-
-
-def test_functions_apply_may_be_a_class_method_of_c(monkeypatch):
-    monkeypatch.setattr(recompute, "_apply", getattr_static(dict, "fromkeys"))  # of the type that torch 2.15 has
-    assert recompute._application.__wrapped__(dict)(["a"]) == {"a": None}
-
-
 class Graph(nn.Module):
     def __init__(self):
         super().__init__()
@@ -182,47 +122,6 @@ def test_a_sparse_buffer_may_be_read_at_several_stages():
     graph.edges *= 1 + mesh.rank
     pipeline.place(graph, mesh["pipe"], {"first": 0, "second": 1})
     assert graph.edges.to_dense().sum() == WIDTH  # the first rank's
-
-
-class CopyingOnTheWay(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        frozen = copy.deepcopy(self.layer).requires_grad_(False)
-        return self.layer(x).tanh() + frozen(x)
-
-
-class Copying(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(WIDTH, WIDTH), CopyingOnTheWay(), nn.Linear(WIDTH, WIDTH))
-
-
-@on_ranks(2)
-def test_a_module_that_forward_copies_stays_with_who_copies_it():
-    worst, _, _ = both(Copying, None, steps=2, by_profile=True)
-    assert worst < 1e-12
-
-
-class MakingOnTheWay(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return nn.LayerNorm(WIDTH, dtype=DTYPE)(self.layer(x).tanh() + x)
-
-
-class Making(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(WIDTH, WIDTH), MakingOnTheWay(), nn.Linear(WIDTH, WIDTH), MakingOnTheWay())
-
-
-@on_ranks(2)
-def test_a_module_that_forward_makes_stays_with_who_makes_it():
-    worst, _, _ = both(Making, None, steps=2, by_profile=True)
-    assert worst < 1e-12
 
 
 class Pyramid(nn.Module):

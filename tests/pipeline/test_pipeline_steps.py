@@ -45,21 +45,6 @@ def test_what_a_tokenizer_gives_is_cut():
     step(model, batch, (Encoding({"x": data()}), data()))
 
 
-def on_times(model, batch):
-    hidden = model(batch["x"].view(-1, WIDTH))
-    loss = (hidden - batch["y"].view(-1, 1)).pow(2).mean()
-    loss.backward()
-    return loss
-
-
-@on_ranks(2)
-def test_pieces_of_a_batch_with_time_first_can_be_viewed():
-    model = placed_chain(tulle.init(pipe=-1))
-    x = torch.arange(3 * 4 * WIDTH).view(3, 4, WIDTH).double() / 100
-    step = pipeline.step(micro_batches=2, split={"batch": 1})(on_times)
-    step(model, {"x": x, "y": x.sum(-1)})
-
-
 class Batch(collections.abc.MutableMapping):
     """A mapping that keeps its items in a dictionary of its own."""
 

@@ -38,7 +38,7 @@ from tulle.memory.unit import Unit
 from tulle.memory.whole_states import cut_in_place
 from tulle.mesh import Axis
 from tulle.parts import is_transformed
-from tulle.traits import makes_weights
+from tulle.traits import has_forward, makes_weights
 
 logger = logging.getLogger("tulle")
 
@@ -156,12 +156,8 @@ def _share_inside(
     """Have the modules inside of a unit's gather what they have of it, if they are called apart."""
     for path, inner in module.named_modules():
         below = [member[len(path) + 1 :] for member in members if member.startswith(f"{path}.")]
-        if below and _UNIT not in inner.__dict__ and _is_called(inner):
+        if below and _UNIT not in inner.__dict__ and has_forward(inner):
             _share(inner, _unit(inner, f"{name}.{path}", below, cuts, ahead, is_apart=True), ahead)
-
-
-def _is_called(module: nn.Module) -> bool:
-    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
 def _share(module: nn.Module, unit: Unit, ahead: Ahead) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tulle.errors import PlanError
 from tulle.mesh import Axis
 from tulle.pipeline.holdings import Unit
+from tulle.traits import has_forward
 
 Assignment = Mapping[str, int]
 """The stage of each placed module by its name."""
@@ -41,6 +42,9 @@ def by_first_names(model: nn.Module, assignment: Assignment) -> dict[str, int]:
 def outermost(model: nn.Module, assignment: Assignment) -> dict[str, int]:
     """The assignment without modules that go with one around them, each by the first of its names.
 
+    Of what is never called (`nn.ModuleList`, `nn.ModuleDict`) the modules in it are dealt: what they compute would run
+    between modules, operation by operation.
+
     Raises:
         PlanError: If a name is not a module's, a stage is no number from 0, or modules within one another are dealt to
             different stages.
@@ -63,7 +67,22 @@ def outermost(model: nn.Module, assignment: Assignment) -> dict[str, int]:
                 f"the assignment deals {name!r} to stage {stage} and {around!r}, which is around it, to "
                 f"{kept[around]}: deal the modules within {around!r} one by one"
             )
-    return {name: kept[name] for name in assignment if name in kept}
+    first = {module: name for name, module in modules.items()}
+    within = {
+        first[called]: kept[name] for name in assignment if name in kept for called in _called_within(modules[name])
+    }
+    return {**within, **{name: kept[name] for name in within.keys() & kept.keys()}}
+
+
+def _called_within(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, or those in it if it only holds them."""
+    has_own = any(one is not None for one in (*module._parameters.values(), *module._buffers.values()))
+    children = list(module.children())
+    if has_forward(module) or has_own or not children:
+        yield module
+        return
+    for child in children:
+        yield from _called_within(child)
 
 
 def homes_of(model: nn.Module, assignment: Assignment) -> dict[str, list[int]]:

@@ -105,8 +105,9 @@ def place(
     Args:
         model: Built alike on all ranks.
         axis: Such as `mesh["pipe"]`.
-        assignment: Stage of modules by name. What is within a placed module goes with it; a parameter of none goes with
-            the first placed module beside it. None for a partition by profile: see `deal`.
+        assignment: Stage of modules by name. What is within a placed module goes with it, and the modules of an
+            `nn.ModuleList` are placed one by one; a parameter of none goes with the first placed module beside it. None
+            for a partition by profile: see `deal`.
         sample: One micro-batch, for the profile.
         stages: How many, for the profile; default one a rank.
         memory_bytes: What a stage may take, for the profile.

@@ -1,0 +1,50 @@
+"""Modules that a forward copies or makes stay with who does."""
+
+import copy
+
+from beside_one_process import DTYPE, both
+from pipeline_networks import WIDTH
+from torch import nn
+
+from ranks import on_ranks
+
+
+class CopyingOnTheWay(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        frozen = copy.deepcopy(self.layer).requires_grad_(False)
+        return self.layer(x).tanh() + frozen(x)
+
+
+class Copying(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH), CopyingOnTheWay(), nn.Linear(WIDTH, WIDTH))
+
+
+@on_ranks(2)
+def test_a_module_that_forward_copies_stays_with_who_copies_it():
+    worst, _, _ = both(Copying, None, steps=2, by_profile=True)
+    assert worst < 1e-12
+
+
+class MakingOnTheWay(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return nn.LayerNorm(WIDTH, dtype=DTYPE)(self.layer(x).tanh() + x)
+
+
+class Making(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH), MakingOnTheWay(), nn.Linear(WIDTH, WIDTH), MakingOnTheWay())
+
+
+@on_ranks(2)
+def test_a_module_that_forward_makes_stays_with_who_makes_it():
+    worst, _, _ = both(Making, None, steps=2, by_profile=True)
+    assert worst < 1e-12
