@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_what_a_user_writes import plain_loop
 from torch import nn
 
 import tulle
@@ -28,22 +29,11 @@ def made(seed):
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def losses_of(model, optimizer, x):
-    losses = []
-    for _ in range(3):
-        loss = model(x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 @pytest.mark.parametrize("kind", ["replicas", "dealt", "by hand", "model"])
 @on_ranks(2)
 def test_every_rank_begins_with_all_parameters_of_rank_0(kind):
     x = torch.arange(8.0, dtype=torch.float64).view(2, 4)
-    expected = losses_of(*made(0), x)
+    expected = plain_loop(*made(0), [x] * 3)
     axis = {"replicas": "data", "model": "model"}.get(kind, "pipe")
     mesh = tulle.init(**{axis: 2}, timeout=8)
     options = {
@@ -53,4 +43,4 @@ def test_every_rank_begins_with_all_parameters_of_rank_0(kind):
         "model": {"plan": Plan({"model": 2})},
     }[kind]
     model, optimizer = tulle.distribute(*made(mesh.rank), mesh, **options)
-    assert losses_of(model, optimizer, x) == pytest.approx(expected, rel=1e-12)
+    assert plain_loop(model, optimizer, [x] * 3) == pytest.approx(expected, rel=1e-12)

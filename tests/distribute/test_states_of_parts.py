@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import tulle
 from ranks import on_ranks
 from test_checkpoint import told
-from tulle.parts import stated
+from tulle.parts import StatedPart
 from tulle.plan import Memory, Plan
 
 
@@ -50,7 +50,7 @@ def test_torchs_checkpoints_refuse_states_that_they_were_given(how, tmp_path):
 @on_ranks(2)
 def test_the_log_says_once_that_a_part_is_pickled():
     model, optimizer = distributed("rows")
-    stated._warned.clear()
+    StatedPart._is_warned = False
     with told() as said:
         torch.save(tulle.full_state_dict(model), io.BytesIO())
         copy.deepcopy(model.state_dict())

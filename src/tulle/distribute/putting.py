@@ -43,6 +43,7 @@ from tulle.errors import PlanError
 from tulle.lookups import explain_lookups
 from tulle.mesh import Axis, Mesh
 from tulle.pipeline import Usual, make_usual
+from tulle.pipeline.homes import tensors_of
 from tulle.pipeline.schedule import checked
 from tulle.placing import check_placements, materialize_parts, place
 from tulle.plan import AT_READ, Plan, PlanLike, replayed
@@ -233,8 +234,8 @@ def _give_values(model: nn.Module, plan: Plan, placements: dict[str, str], axes:
 def _start_stages(model: nn.Module, pipe: Axis) -> None:
     """Give all stages rank 0's values, which alone may have read them, unless a rank has built without memory."""
     if not any(gather_values(is_deferred(model), pipe, label="initial parameters")):
-        parameters = [parameter for _, parameter in model.named_parameters()]  # `parameters()` may give some only
-        broadcast_tensors([*parameters, *model.buffers()], pipe, label="initial parameters")
+        # By name: a model's own `parameters()` may give some only.
+        broadcast_tensors([tensor for _, tensor in tensors_of(model)], pipe, label="initial parameters")
 
 
 def _make_engine(

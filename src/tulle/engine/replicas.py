@@ -24,6 +24,7 @@ _PARTS = {
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
 """Methods that give the parts of sparse tensors."""
+_NEXT = "whose next parameter is"
 _ORDER = ", and give an optimizer a list: what was a set has another order on each"
 
 
@@ -43,7 +44,7 @@ def check_alike(model: nn.Module, axis: Axis, optimizers: Sequence[Optimizer] = 
         if difference := next((one for one in found if one is not None), None):
             raise ModelError(
                 f"the models of rank 0 and rank {rank} of axis {axis.name!r} differ: {difference}: "
-                f"build the same model on every rank{_ORDER if 'whose next' in difference else ''}"
+                f"build the same model on every rank{_ORDER if _NEXT in difference else ''}"
             )
 
 
@@ -125,7 +126,7 @@ def _describe_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> I
             yield " ".join([f"optimizer {type(optimizer).__name__}", *options])
             for parameter in group["params"]:  # states go by their order, and so does who steps which piece
                 name = names.get(id(parameter), f"a parameter {list(parameter.shape)} of no module of this model")
-                yield f"optimizer {type(optimizer).__name__} whose next parameter is {name}"
+                yield f"optimizer {type(optimizer).__name__} {_NEXT} {name}"
 
 
 def _plain(option: object) -> object:

@@ -14,21 +14,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tulle.errors import CheckpointError
 from tulle.parts.part import meets_parts
+from tulle.parts.stated import Stated, refusal_to_checkpoint
 from tulle.parts.torch_functions import tensors_in
 
 
 @meets_parts
-class Gathered(Tensor):
-    """A whole, or a view of one; to torch's functions, to pickle and to `copy.deepcopy` it is a plain tensor."""
+class Gathered(Stated):
+    """A whole, or a view of one; to torch's functions it is a plain tensor."""
 
     _write_back: Callable[[], None]
-
-    # What `nn.Parameter(whole)` sets, as `load_state_dict(assign=True)` has it: it is to be a parameter like any other.
-    _is_param = cast(
-        "Any", property(lambda _: False, lambda self, _: object.__setattr__(self, "__class__", nn.Parameter))
-    )
 
     @classmethod
     def __torch_function__(
@@ -59,15 +54,6 @@ class Gathered(Tensor):
         """That of a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return repr(self.as_subclass(Tensor))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A plain tensor of the same numbers."""
-        return memo.setdefault(id(self), self.clone())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A pickle of a plain tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 _PLAIN = {Gathered, Tensor, nn.Parameter}
@@ -116,10 +102,7 @@ def refuse_to_checkpoint(what: str) -> None:
     frame = sys._getframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint."):
-            raise CheckpointError(
-                f"torch.distributed.checkpoint asked for {what}, and would keep those of one rank for all: take "
-                "tulle.save and tulle.load, which write an ordinary checkpoint of it, or tulle.full_state_dict(model)"
-            )
+            raise refusal_to_checkpoint(f"asked for {what}, and would keep those")
         frame = frame.f_back
 
 

@@ -197,9 +197,8 @@ class _Guarded(_Part):
     def _check_given(self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Keywords) -> None:
         super()._check_given(name, given, args, keywords)
         others = [one for one in given if not _is_of_each_row(one, self)]
-        if name in PRODUCTS or not all(
-            fits(one, self) or (is_number(one) and type(one) not in _KINDS) for one in others
-        ):
+        unfit = [one for one in others if not fits(one, self)]
+        if name in PRODUCTS or any(type(one) in _KINDS or not is_number(one) for one in unfit):
             _refuse(self, name)
         layout = getattr(self, _WHOLE).layout
         if any(isinstance(one, _Part) and getattr(one, _WHOLE).layout != layout for one in others):

@@ -7,7 +7,7 @@ as loops for DDP have it, writes a file that lacks the rows of all others: both 
 from __future__ import annotations
 
 import logging
-from typing import Any, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,18 +15,31 @@ from torch import Tensor, nn
 from tulle.errors import CheckpointError
 
 logger = logging.getLogger("tulle")
-_warned = set[type]()
 
 
-class StatedPart(Tensor):
-    """To torch's functions and `copy.deepcopy` a plain tensor; `torch.distributed.checkpoint` is refused it."""
+class Stated(Tensor):
+    """What `state_dict()` gives; to pickle, to `copy.deepcopy` and to `nn.Parameter` it is a plain tensor."""
 
-    _said: str
-
-    # As of `Gathered`.
+    # What `nn.Parameter(one)` sets, as `load_state_dict(assign=True)` has it: it is to be a parameter like any other.
     _is_param = cast(
         "Any", property(lambda _: False, lambda self, _: object.__setattr__(self, "__class__", nn.Parameter))
     )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A plain tensor of the same numbers."""
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A pickle of a plain tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+class StatedPart(Stated):
+    """To torch's functions a plain tensor; `torch.distributed.checkpoint` is refused it."""
+
+    _said: str
+    _is_warned: ClassVar[bool] = False
 
     __torch_function__ = cast("Any", torch._C._disabled_torch_function_impl)
 
@@ -34,29 +47,30 @@ class StatedPart(Tensor):
         """The same part, as `nn.Parameter` wants it."""
         return stated_part(super().detach(), self._said)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A plain tensor of the same numbers."""
-        return memo.setdefault(id(self), self.clone())
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle of a plain tensor, of which the log says once that it is a part."""
-        if StatedPart not in _warned:
-            _warned.add(StatedPart)
+        if not StatedPart._is_warned:
+            StatedPart._is_warned = True
             logger.warning(
                 "%s is pickled, and maybe more like it: a file of one rank lacks what the others have; "
                 "tulle.save(path, model, optimizer) writes all, and tulle.full_state_dict(model), on every rank, "
                 "gives rank 0 what torch.save may write",
                 self._said,
             )
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+        return super().__reduce_ex__(protocol)
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise CheckpointError(
-            f"torch.distributed.checkpoint was given {self._said}, and would keep that of one rank for all: take "
-            "tulle.save and tulle.load, which write an ordinary checkpoint of it, or tulle.full_state_dict(model)"
-        )
+        raise refusal_to_checkpoint(f"was given {self._said}, and would keep that")
 
     __create_write_items__ = __create_chunk_list__ = __get_tensor_shard__ = _refuse
+
+
+def refusal_to_checkpoint(what: str) -> CheckpointError:
+    """What to raise where `torch.distributed.checkpoint` would take a part for the whole."""
+    return CheckpointError(
+        f"torch.distributed.checkpoint {what} of one rank for all: take tulle.save and tulle.load, which write an "
+        "ordinary checkpoint of it, or tulle.full_state_dict(model)"
+    )
 
 
 def stated_part(part: Tensor, said: str) -> Tensor:

@@ -68,10 +68,11 @@ def outermost(model: nn.Module, assignment: Assignment) -> dict[str, int]:
                 f"{kept[around]}: deal the modules within {around!r} one by one"
             )
     first = {module: name for name, module in modules.items()}
-    within = {
-        first[called]: kept[name] for name in assignment if name in kept for called in _called_within(modules[name])
-    }
-    return {**within, **{name: kept[name] for name in within.keys() & kept.keys()}}
+    dealt: dict[str, int] = {}
+    for name in (name for name in assignment if name in kept):
+        for own in (first[called] for called in _called_within(modules[name])):
+            dealt[own] = kept.get(own, kept[name])  # a module of a list may be dealt by a name of its own, too
+    return dealt
 
 
 def _called_within(module: nn.Module) -> Iterator[nn.Module]:
