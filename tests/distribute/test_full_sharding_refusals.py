@@ -41,27 +41,6 @@ def test_a_part_is_not_taken_for_the_whole():
     assert torch.equal(loaded, weight.detach())
 
 
-class Scaled(nn.Module):
-    """Reads its scale by a list of its own, of which torch does not know."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([1.0, 3.0]))
-        self.kept = [self.scale]
-
-    def forward(self, x):
-        return x * self.kept[0]
-
-
-@on_ranks(2)
-def test_a_part_that_a_list_keeps_is_not_taken_for_the_whole_within_forward():
-    """A part of one number would be multiplied in silence."""
-    model, mesh = Scaled(), tulle.init(data=-1)
-    tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh, plan=Plan(mesh.shape, memory=FULL))
-    with pytest.raises(ModelError, match=r"^mul was given 'scale' .* past its attribute, from a list or a closure say"):
-        model(torch.ones(4, 2))
-
-
 @on_ranks(2)
 def test_what_was_made_of_wholes_is_not_averaged_with_parts_that_torch_would_repeat():
     mesh, model = tulle.init(data=-1), nn.Linear(2, 2, bias=False).double()
@@ -94,17 +73,19 @@ def test_what_was_made_of_wholes_is_not_averaged_with_parts_that_torch_would_rep
 
 
 @on_ranks(2)
-def test_a_forward_that_reads_a_parameter_from_a_list_of_its_own_is_told_to_read_it_by_name():
-    class Listed(nn.Linear):
-        def forward(self, x):
-            return x * self.listed[0][1]
+def test_what_a_list_keeps_of_another_unit_is_not_taken_for_the_whole():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4)) for _ in range(2)])
+            self.kept = [self.layers[0][0].bias]
 
-    mesh, model = tulle.init(data=-1), Listed(4, 4)
-    model.listed = [model.bias]
+        def forward(self, x):
+            return self.layers[1](self.layers[0](x)) * self.kept[0]
+
+    mesh, model = tulle.init(data=-1), Listed()
     tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh, plan=Plan(mesh.shape, memory=FULL))
-    with pytest.raises(
-        ModelError, match=r"^__getitem__ was given 'bias' .* from a list or a closure say\. Read it .* by its name, "
-    ):
+    with pytest.raises(ModelError, match=r"^mul was given 'layers.0.0.bias' .* Read it in the forward of the module"):
         model(torch.ones(1, 4))
 
 

@@ -37,7 +37,7 @@ from tulle.memory.shard import Shard
 from tulle.memory.unit import Unit
 from tulle.memory.whole_states import cut_in_place
 from tulle.mesh import Axis
-from tulle.parts import is_transformed
+from tulle.parts import is_transformed, present
 from tulle.traits import has_forward, makes_weights
 
 logger = logging.getLogger("tulle")
@@ -194,7 +194,9 @@ class _Call:
                 "full_shard"
             )
         self.arrival.expect(self.ahead.reduce(self.unit, gradients, self.parts))
-        return [part.new_zeros(()).expand_as(part) if part.requires_grad else None for part in self.parts]
+        shapes = [shard.local_shape for shard in self.unit.shards]
+        zero = [part.new_zeros(()) if part.requires_grad else None for part in self.parts]
+        return [None if one is None else one.expand(shape) for one, shape in zip(zero, shapes, strict=True)]
 
 
 class _Gather(torch.autograd.Function):
@@ -283,7 +285,7 @@ def _run(module: nn.Module, unit: Unit, forward: Callable[[], Any]) -> Any:
                 one.requires_grad_(part.requires_grad)  # as a forward that looks finds its parameters
         gathered = Gathered(unit, parts, call.ahead, call.number, [w.detach() for w in wholes] if unit.stays else [])
         notes = nullcontext() if unit.is_apart else noting(gathered, wholes)
-        with _in_place_of(owners, wholes), naming("full_shard", module), notes:
+        with _in_place_of(owners, wholes), present(parts, wholes), naming("full_shard", module), notes:
             before = [_written(whole) for whole in wholes]
             result = forward()
         _write_back(call, wholes, before)

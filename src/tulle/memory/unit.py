@@ -65,9 +65,10 @@ class Unit:
     def pack(self, parts: Sequence[Tensor]) -> Packed:
         """Copies of this rank's parts, and the unit's mark, for `gather`."""
         packed = []
-        for numbers in by_dtype(parts):
-            mark = parts[numbers[0]].new_tensor([self._mark(parts[numbers[0]].dtype)])
-            packed.append((numbers, torch.cat([*(parts[n].detach().reshape(-1) for n in numbers), mark])))
+        own = [part.detach() for part in parts]
+        for numbers in by_dtype(own):
+            mark = own[numbers[0]].new_tensor([self._mark(own[numbers[0]].dtype)])
+            packed.append((numbers, torch.cat([*(own[number].reshape(-1) for number in numbers), mark])))
         return packed
 
     def reduce(self, gradients: Sequence[Tensor | None], parts: Sequence[Tensor]) -> list[Tensor | None]:

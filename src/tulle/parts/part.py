@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from tulle.errors import ModelError
 from tulle.parts.extents import ALIKE, JOINED, extent_of_joined, held_alone, made_of, picks
+from tulle.parts.present import with_wholes
 from tulle.parts.reductions import Together, has_gradient_of_parts, number_of_whole
 from tulle.parts.torch_functions import (
     DRAWS,
@@ -79,11 +80,7 @@ class _Part(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Function, types: Sequence[type], args: Sequence[Any] = (), kwargs: Keywords | None = None
     ) -> Any:
         """Let pass what treats every number by itself; and what backward does with a part that forward was let have.
 
@@ -91,6 +88,8 @@ class _Part(Tensor):
             ModelError: Naming the parameter, what it was given to, and the mend.
         """
         keywords = kwargs or {}
+        if func not in OF_NO_VALUES and (given := with_wholes(func, args, keywords)) is not None:
+            return func(*given[0], **given[1])
         if func in OF_ROWS and (answer := answer_of_whole(func, args, keywords)) is not NotImplemented:
             return answer
         is_asked = name_of(func) in LIKE and not isinstance(args[0], _Part)
