@@ -59,6 +59,8 @@ class Pass:
         self.number = next(_numbers)
         self.called: dict[Unit, Sequence[nn.Parameter]] = {}
         """Units and their parts, so far."""
+        self.running: list[tuple[Sequence[nn.Parameter], Sequence[Tensor]]] = []
+        """Of the units that run, the outermost first: parts, and the wholes that modules see in their places."""
         self._views: dict[Unit, _Views] = {}
         if torch.is_grad_enabled():
             self._views |= {unit: _Views(parts) for unit, parts in expected.items()}
@@ -87,6 +89,13 @@ def in_pass(last: Mapping[Unit, Sequence[nn.Parameter]]) -> Iterator[tuple[Pass,
         yield new, True
     finally:
         _running.reset(token)
+
+
+def part_of(there: Tensor) -> Tensor:
+    """The part in whose place a whole of a unit that runs stands; what is no such whole as it is."""
+    running = _running.get()
+    units = () if running is None or isinstance(there, nn.Parameter) else running.running
+    return next((part for unit in units for part, whole in zip(*unit, strict=True) if whole is there), there)
 
 
 class _Arrive(torch.autograd.Function):

@@ -30,7 +30,7 @@ from tulle.comm import eager
 from tulle.derived import put_before
 from tulle.errors import ModelError
 from tulle.memory.ahead import EVALUATING, FORWARD, Ahead, sharing_within_hosts
-from tulle.memory.arrivals import Arrival, in_pass
+from tulle.memory.arrivals import Arrival, in_pass, part_of
 from tulle.memory.asked_for import asked_for, keep_in_mind
 from tulle.memory.notes import Gathered, naming, noting
 from tulle.memory.shard import Shard
@@ -223,6 +223,8 @@ class _SharedOut(nn.Module):
         if unit.places:
             _, name, number = unit.places[0]
             _, given = _at(self, unit, *unit.places[0])
+            if not unit.is_apart:  # a module that is also in what is around it, which runs, is gathered again
+                given = part_of(given)
             if not isinstance(given, nn.Parameter):  # what is around it runs
                 if not unit.is_apart:
                     _check_whole(given, unit.shards[number], name, unit)
@@ -266,7 +268,7 @@ def _run(module: nn.Module, unit: Unit, forward: Callable[[], Any]) -> Any:
         _refuse_transforms(module)
     found = [(name, number, *_at(module, unit, path, name, number)) for path, name, number in unit.places]
     owners = [(owner, name, number) for name, number, owner, _ in found]
-    by_number = {number: part for _, number, _, part in found}
+    by_number = {number: part_of(part) for _, number, _, part in found}
     parts = [part for _, part in sorted(by_number.items()) if isinstance(part, nn.Parameter)]
     if len(parts) < len(unit.shards):
         _refuse_some(unit)
@@ -283,9 +285,13 @@ def _run(module: nn.Module, unit: Unit, forward: Callable[[], Any]) -> Any:
                 one.requires_grad_(part.requires_grad)  # as a forward that looks finds its parameters
         gathered = Gathered(unit, parts, call.ahead, call.number, [w.detach() for w in wholes] if unit.stays else [])
         notes = nullcontext() if unit.is_apart else noting(gathered, wholes)
-        with _in_place_of(owners, wholes), naming("full_shard", module), notes:
-            before = [_written(whole) for whole in wholes]
-            result = forward()
+        whole.running.append((parts, wholes))
+        try:
+            with _in_place_of(owners, wholes), naming("full_shard", module), notes:
+                before = [_written(whole) for whole in wholes]
+                result = forward()
+        finally:
+            whole.running.pop()
         _write_back(call, wholes, before)
         if is_outermost:
             module.__dict__[_WITHIN] = whole.called
