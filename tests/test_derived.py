@@ -1,6 +1,8 @@
 """A class that tulle puts in the place of a module's own equals it, for code that asks `type(module) == nn.Linear`."""
 
 import abc
+import copy
+import typing
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch import nn
 
 import tulle
 from ranks import on_ranks
-from tulle.derived import derived, is_derived
+from tulle.derived import derived, is_derived, put_before
 from tulle.plan import Memory, Plan
 
 
@@ -50,6 +52,54 @@ def test_the_class_of_a_class_stays_what_it_was():
 
     assert of(Abstract) == Abstract
     assert isinstance(of(Abstract), abc.ABCMeta)
+
+
+class Twice(nn.Module):
+    """What is put before a class, and asks it."""
+
+    def forward(self, *arguments):
+        return 2 * super().forward(*arguments)
+
+
+class Mixin:
+    """Has no attributes of objects."""
+
+    __slots__ = ()
+
+
+class Abstract(abc.ABC, nn.Identity):
+    """Python lays its objects out in another way than a module's, for a base without attributes comes first."""
+
+
+class Generic(typing.Generic[typing.TypeVar("T")], nn.Identity):
+    """The same."""
+
+
+class Slotted(Mixin, nn.Identity):
+    """The same."""
+
+
+class Below(Abstract):
+    """The same, for what it derives from."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+@pytest.mark.parametrize("kind", [Abstract, Generic, Slotted, Below])
+def test_an_object_of_a_class_whose_first_base_has_no_attributes_takes_what_is_put_before(kind):
+    module = kind()
+    before = module(4)
+    put_before(Twice, module)
+    put_before(nn.Identity, module, name="Again")
+    copied = copy.deepcopy(module)
+    for one in (module, copied):
+        assert type(one) == kind  # noqa: E721
+        assert isinstance(one, kind)
+        assert Twice.forward(one, 4) == one(4) == 2 * before
+    another = kind()
+    put_before(Twice, another)
+    assert type(another) is type(module).__bases__[0]
 
 
 class Penalized(nn.Module):

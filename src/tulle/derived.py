@@ -56,6 +56,25 @@ class _Equal(type):
 
     __hash__ = type.__hash__
 
+    def mro(cls) -> list[type]:
+        """What is put before a class is asked before it, also where it comes behind it among the bases."""
+        if not is_derived(cls) or _is_laid_out_as_modules(cls):
+            return super().mro()
+        kind, before = cls.__bases__
+        return [cls, *(one for one in before.__mro__ if one not in kind.__mro__), *kind.__mro__]
+
+
+def _is_laid_out_as_modules(kind: type) -> bool:
+    """Whether its objects may become ones of a class whose first base is another module's.
+
+    Python allows it unless the class, or one that it derives from, has a base without attributes before the module's
+    (`class Net(abc.ABC, nn.Module)`, `typing.Generic`): its objects' attributes are then of that class, not a module's.
+    """
+    base = kind.__base__
+    while base is not None and base.__dictoffset__:
+        kind, base = base, base.__base__
+    return base is object
+
 
 def _given(kind: type) -> type:
     """The class for which one that `derived` has made stands."""
@@ -100,9 +119,10 @@ def derived(
     """
     given = given or kind
     for one in type.__subclasses__(kind):  # which python holds weakly
-        if vars(one).get(_MADE) is given and one.__bases__[0] is before and one.__bases__[-1] is kind:
+        if vars(one).get(_MADE) is given and before in one.__bases__:
             return one
-    made = _equal(type(kind))(name, (before, kind), {"__module__": module, _MADE: given, **_forward_of(before, kind)})
+    bases = (before, kind) if _is_laid_out_as_modules(kind) else (kind, before)  # objects are laid out as the first's
+    made = _equal(type(kind))(name, bases, {"__module__": module, _MADE: given, **_forward_of(before, kind)})
     if before.__reduce_ex__ is object.__reduce_ex__:  # else it says itself what is copied
 
         def reduce(self: Any, protocol: Any) -> tuple[Any, ...]:

@@ -290,3 +290,46 @@ def test_forwards_that_were_set_on_objects_run_on_wholes(units, recomputed):
     for name, parameter in plain.named_parameters():
         expected = parameter.grad.tensor_split(axis.size, cuts[name].dim)[axis.rank]
         assert torch.allclose(model.get_parameter(name).grad.as_subclass(torch.Tensor), expected)
+
+
+class Banked(nn.Module):
+    """A layer of its own, and vectors that all layers and the model have, in one module."""
+
+    def __init__(self, bank):
+        super().__init__()
+        self.bank, self.mix = bank, nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + torch.tanh(self.mix(x)) @ self.bank["vectors"]
+
+
+class WithBank(nn.Module):
+    """As VB-LoRA's model of `peft`."""
+
+    def __init__(self, is_checkpointed):
+        super().__init__()
+        self.bank = nn.ParameterDict({"vectors": torch.randn(6, 6)})
+        self.layers = nn.ModuleList(Banked(self.bank) for _ in range(3))
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
+        return (x @ self.bank["vectors"]).pow(2).mean()
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["as it is", "checkpointed"])
+@on_ranks(2)
+def test_a_module_that_units_and_the_model_have_is_gathered_for_each(is_checkpointed):
+    mesh = tulle.init(data=-1)
+    torch.manual_seed(0)
+    model = WithBank(is_checkpointed).double()
+    alone, batch = copy.deepcopy(model), torch.randn(4, 6, dtype=torch.float64)
+    share_out(model, mesh["data"], ["", *(f"layers.{number}" for number in range(3))])
+    for one, share in ((model, batch.chunk(2)[mesh.rank]), (alone, batch)):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        for _ in range(3):
+            one(share).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(dict(model.state_dict()), dict(alone.state_dict()), rtol=1e-12, atol=1e-14)

@@ -37,7 +37,7 @@ from tulle.memory.shard import Shard
 from tulle.memory.unit import Unit
 from tulle.memory.whole_states import cut_in_place
 from tulle.mesh import Axis
-from tulle.parts import is_transformed, present
+from tulle.parts import is_transformed, part_of, present
 from tulle.traits import has_forward, makes_weights
 
 logger = logging.getLogger("tulle")
@@ -225,6 +225,8 @@ class _SharedOut(nn.Module):
         if unit.places:
             _, name, number = unit.places[0]
             _, given = _at(self, unit, *unit.places[0])
+            if not unit.is_apart:  # a module that is also in what is around it, which runs, is gathered again
+                given = part_of(given)
             if not isinstance(given, nn.Parameter):  # what is around it runs
                 if not unit.is_apart:
                     _check_whole(given, unit.shards[number], name, unit)
@@ -268,7 +270,7 @@ def _run(module: nn.Module, unit: Unit, forward: Callable[[], Any]) -> Any:
         _refuse_transforms(module)
     found = [(name, number, *_at(module, unit, path, name, number)) for path, name, number in unit.places]
     owners = [(owner, name, number) for name, number, owner, _ in found]
-    by_number = {number: part for _, number, _, part in found}
+    by_number = {number: part_of(part) for _, number, _, part in found}
     parts = [part for _, part in sorted(by_number.items()) if isinstance(part, nn.Parameter)]
     if len(parts) < len(unit.shards):
         _refuse_some(unit)

@@ -16,7 +16,7 @@ from tulle.parts.part import (
     whole_of,
     writes_by_data,
 )
-from tulle.parts.present import present
+from tulle.parts.present import part_of, present
 from tulle.parts.reductions import Reduction, Together, norm_of_whole, number_of_whole
 from tulle.parts.stated import StatedPart, stated_part
 from tulle.parts.torch_functions import (
@@ -79,6 +79,7 @@ __all__ = [
     "name_of",
     "norm_of_whole",
     "number_of_whole",
+    "part_of",
     "picks",
     "present",
     "read_by",

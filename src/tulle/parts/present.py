@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_PRESENT = "_tulle_present"
-"""The attribute by which a part has its whole meanwhile."""
+_PRESENT, _BEHIND = "_tulle_present", "_tulle_behind"
+"""The attributes by which a part has its whole meanwhile, and that its part."""
 _OF_THE_PART = frozenset(
     {
         torch.autograd.grad,
@@ -38,14 +38,22 @@ def present(parts: Sequence[nn.Parameter], wholes: Sequence[Tensor]) -> Iterator
         parts: Guarded ones.
         wholes: Of each, what was gathered.
     """
-    before = [getattr(part, _PRESENT, None) for part in parts]
+    before = [(getattr(part, _PRESENT, None), getattr(wholes[t], _BEHIND, None)) for t, part in enumerate(parts)]
     try:
         for part, whole in zip(parts, wholes, strict=True):
             setattr(part, _PRESENT, whole)
+            setattr(whole, _BEHIND, part)
         yield
     finally:
-        for part, earlier in zip(parts, before, strict=True):
+        for part, whole, (earlier, behind) in zip(parts, wholes, before, strict=True):
             setattr(part, _PRESENT, earlier)
+            setattr(whole, _BEHIND, behind)
+
+
+def part_of(there: Tensor) -> Tensor:
+    """The part that a whole stands for while a module runs; what stands for none as it is."""
+    part = getattr(there, _BEHIND, None)
+    return there if part is None else part
 
 
 def with_wholes(
