@@ -57,6 +57,12 @@ def test_an_optimizer_of_another_model():
     )
     with every_rank_raises(ModelError, text, found_by=0):
         distribute(model, sgd(build(Words, 0)))
+    log_alpha = torch.zeros(1, requires_grad=True)  # as implementations of soft actor-critic have it
+    text = (
+        "distribute torch.nn.ModuleList of them, a tensor of your own as an nn.Parameter, in a torch.nn.ParameterList"
+    )
+    with every_rank_raises(ModelError, text, found_by=0):
+        distribute(model, [sgd(model), SGD([log_alpha], lr=0.1)])
 
 
 @on_ranks(3)
