@@ -102,6 +102,14 @@ def test_an_object_of_a_class_whose_first_base_has_no_attributes_takes_what_is_p
     assert type(another) is type(module).__bases__[0]
 
 
+def test_a_class_may_derive_from_one_that_was_made_and_from_an_abstract_one():
+    class Patched(of(nn.Linear), abc.ABC):  # as higher makes of type(module), whose inner loops MAML runs
+        pass
+
+    assert isinstance(Patched(1, 1), nn.Linear)
+    assert nn.Linear not in (Patched, derived(nn.Identity, Patched, name="Patched", module=__name__))
+
+
 class Penalized(nn.Module):
     """Its loss adds the weights of the modules of two classes, as FuxiCTR's models do, and its forward asks for one."""
 

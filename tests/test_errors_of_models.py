@@ -57,6 +57,12 @@ def test_an_optimizer_of_another_model():
     )
     with every_rank_raises(ModelError, text, found_by=0):
         distribute(model, sgd(build(Words, 0)))
+    log_alpha = torch.zeros(1, requires_grad=True)  # as implementations of soft actor-critic have it
+    text = (
+        "distribute torch.nn.ModuleList of them, a tensor of your own as an nn.Parameter, in a torch.nn.ParameterList"
+    )
+    with every_rank_raises(ModelError, text, found_by=0):
+        distribute(model, [sgd(model), SGD([log_alpha], lr=0.1)])
 
 
 @on_ranks(3)
@@ -116,11 +122,11 @@ def test_ranks_whose_lookups_or_optimizers_differ_are_told_where():
     with every_rank_raises(ModelError, "differ: optimizer SGD lr=0.1 "):
         distribute(model, SGD(model.parameters(), lr=0.1 + rank))
     model = nn.Linear(2, 2)
-    with every_rank_raises(ModelError, "only on one of them: build the same model on every rank, and give an"):
-        distribute(model, SGD([model.weight, model.bias][: 2 - rank], lr=0.1))
-    text = "optimizer SGD whose next parameter is 'weight' against optimizer SGD whose next parameter is 'bias': build"
+    with every_rank_raises(ModelError, "optimizer SGD which steps 'weight' is only on one of them: build the same"):
+        distribute(model, SGD([model.bias, model.weight][: 2 - rank], lr=0.1))
+    text = "optimizer SGD which steps 'weight' against optimizer SGD which steps 'bias': build"
     with every_rank_raises(ModelError, text):
-        distribute(model, SGD([model.bias, model.weight] if rank else [model.weight, model.bias], lr=0.1))
+        distribute(model, SGD([model.bias if rank else model.weight], lr=0.1))
 
 
 @on_ranks(2)

@@ -17,6 +17,7 @@ from tulle.tables import table_modules
 from tulle.traits import attribute_of, has_hooks, memory_key, saved_otherwise
 
 O = TypeVar("O", bound=Optimizer | Sequence[Optimizer])  # noqa: E741
+_OF_ONES_OWN = ", a tensor of your own as an nn.Parameter, in a torch.nn.ParameterList among these"
 
 
 def as_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -104,11 +105,12 @@ def _check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
         for number, group in enumerate(optimizer.param_groups):
             for position, parameter in enumerate(group["params"]):
                 if id(parameter) not in known:
+                    of_ones_own = "" if isinstance(parameter, nn.Parameter) else _OF_ONES_OWN
                     raise ModelError(
                         f"parameter {position} of group {number} of {type(optimizer).__name__}, of shape "
                         f"{list(parameter.shape)}, is not a parameter of this {type(model).__name__}: "
                         "make it from model.parameters() after the model is complete; for one optimizer over several "
-                        "models, distribute torch.nn.ModuleList of them"
+                        f"models, distribute torch.nn.ModuleList of them{of_ones_own}"
                     )
 
 

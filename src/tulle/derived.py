@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections.abc import Callable
 from functools import cache
 from inspect import CO_VARARGS, CO_VARKEYWORDS
@@ -43,8 +44,10 @@ def is_derived(kind: type) -> bool:
     return _MADE in vars(kind)
 
 
-class _Equal(type):
+class _Equal(ABCMeta):
     """The class of classes that `derived` makes: each equals the one it stands for, and other such ones of it.
+
+    An `ABCMeta`, as libraries derive from a module's class and an abstract one of their own (`higher`).
 
     A penalty that goes over modules, or a forward, asks `type(module) == nn.Linear`, or `in (nn.Linear, nn.Conv2d)`.
     Their hash is their own: torch's `fully_shard` keeps the classes that it has made in a table by class, and would
@@ -85,10 +88,10 @@ def _given(kind: type) -> type:
 
 @cache
 def _equal(kind: type[type]) -> type[type]:
-    """`_Equal`, for classes whose own class is `kind`, as `abc.ABCMeta`."""
+    """`_Equal`, for classes whose own class is `kind`."""
     if issubclass(kind, _Equal):
         return kind
-    return _Equal if kind is type else type("_Equal", (_Equal, kind), {})
+    return _Equal if issubclass(_Equal, kind) else type("_Equal", (_Equal, kind), {})
 
 
 _MADE, _FORWARD = "_tulle_made", "_tulle_forward_of_object"

@@ -9,6 +9,7 @@ from torch import nn
 
 import tulle
 from ranks import on_ranks
+from tulle import Memory, Plan
 from tulle.distribute import steppers
 
 
@@ -53,3 +54,27 @@ def test_they_may_keep_what_is_of_no_parameter(is_made_later):
     train(model, optimizer, mesh.rank, mesh.size)
     assert optimizer.state["steps"] == theirs.state["steps"] == 3
     assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("memory", [Memory(), Memory(shard_optimizer=True), Memory(full_shard=True)])
+def test_a_set_of_parameters_has_another_order_on_each_rank(memory, tmp_path):
+    # FT-Transformer's own make_parameter_groups gives sets, and PyTorch Geometric's example of TGN is trained by one.
+    mesh, model, reference = tulle.init(data=-1), make(), make()
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    mine = [*model.named_parameters()][:: (1, -1)[mesh.rank]]
+    optimizer = torch.optim.AdamW(mine, lr=0.1)
+    tulle.distribute(model, optimizer, mesh, plan=Plan({"data": mesh.size}, memory=memory))
+    (group,) = optimizer.param_groups
+    assert group["param_names"] == [name for name, _ in model.named_parameters()]
+    assert [*map(id, group["params"])] == [*map(id, model.parameters())]
+    train(reference, theirs)
+    train(model, optimizer, mesh.rank, mesh.size)
+    assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+    tulle.save(tmp_path / "checkpoint", model, optimizer, step=3)
+    other = make()
+    resumed = torch.optim.AdamW(other.parameters(), lr=0.1)
+    tulle.load(tmp_path / "checkpoint", other, resumed)
+    train(other, resumed)
+    train(reference, theirs)
+    assert worst_difference(other.state_dict(), reference.state_dict()) < 1e-12

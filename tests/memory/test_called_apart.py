@@ -333,3 +333,51 @@ def test_a_module_that_units_and_the_model_have_is_gathered_for_each(is_checkpoi
             optimizer.step()
             optimizer.zero_grad()
     torch.testing.assert_close(dict(model.state_dict()), dict(alone.state_dict()), rtol=1e-12, atol=1e-14)
+
+
+class Agent(nn.Module):
+    """Has a method besides forward that reads a parameter of its own, as policies and models with losses have."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.log_std = nn.Linear(6, 4), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return self.mean(x)
+
+    def evaluate(self, x):
+        return (self(x) * self.log_std.exp() - x[:, :4]).pow(2).mean()
+
+
+class Evaluated(nn.Module):
+    """Around it: its forward calls the method."""
+
+    def __init__(self, agent):
+        super().__init__()
+        self.agent = agent
+
+    def forward(self, x):
+        return self.agent.evaluate(x)
+
+
+@on_ranks(2)
+def test_another_method_reads_parameters_where_a_module_around_calls_it():
+    mesh = tulle.init(data=-1)
+    plan = tulle.Plan({"data": mesh.size}, memory=tulle.Memory(full_shard=True))
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).double()
+    agent = Agent().double()
+    tulle.distribute(agent, torch.optim.SGD(agent.parameters(), lr=0.1), mesh, plan=plan)
+    with pytest.raises(ModelError, match="distribute a module around the model whose forward calls the method"):
+        agent.evaluate(x)
+    torch.manual_seed(0)
+    model = Evaluated(Agent()).double()
+    reference = copy.deepcopy(model)
+    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference))
+    tulle.distribute(model, ours, mesh, plan=plan)
+    for _ in range(3):
+        for one, optimizer, mine in ((model, ours, x.chunk(mesh.size)[mesh.rank]), (reference, theirs, x)):
+            one(mine).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in tulle.full_state_dict(model, everywhere=True).items():
+        torch.testing.assert_close(value, reference.state_dict()[name], rtol=0, atol=1e-12)

@@ -45,6 +45,11 @@ def test_a_mapping_may_name_a_table_by_its_module():
         plan_as_given({"tags": "allgather", "tags.weight": "densify"}, MESH, SHAPES)
 
 
+def test_who_gives_stages_for_schemes_is_told_where_they_go():
+    with pytest.raises(PlanError, match=r"the plan names 'encoder', .*; stages of modules go into tulle\.Plan\("):
+        plan_as_given({"encoder": 0, "decoder": 1}, MESH, SHAPES)
+
+
 def test_a_plan_stays_as_it_is_also_as_json():
     assert plan_as_given(GIVEN, MESH, SHAPES) is GIVEN
     assert plan_as_given(GIVEN.to_json(), MESH, SHAPES) == GIVEN

@@ -86,6 +86,15 @@ def test_what_takes_a_part_for_the_whole_is_refused_by_name(placement):
     assert torch.equal(table.detach(), before), "nothing was written"
 
 
+@pytest.mark.parametrize("placement", ["rows", "columns"])
+def test_who_writes_all_of_a_table_is_told_of_load_state_dict(placement):
+    # NVIDIA's DLRM sets embedding.weight.data to the weights that it has read, and words' vectors come by copy_.
+    table, whole = part_of(placement), torch.randn(ROWS, WIDTH, dtype=torch.float64)
+    for write in (lambda: table.data.copy_(whole), lambda: setattr(table, "data", whole)):
+        with pytest.raises(ModelError, match=r"; model\.load_state_dict, called on every rank, takes of whole weights"):
+            write()
+
+
 @on_ranks(2)
 def test_what_treats_every_number_by_itself_goes_on_with_the_numbers_of_one_process():
     mesh = tulle.init(data=-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -24,28 +25,29 @@ _PARTS = {
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
 """Methods that give the parts of sparse tensors."""
-_NEXT = "whose next parameter is"
-_ORDER = ", and give an optimizer a list: what was a set has another order on each"
+_NEXT = "which steps"
 
 
 def check_alike(model: nn.Module, axis: Axis, optimizers: Sequence[Optimizer] = ()) -> None:
     """Raise on every rank, saying what differs, if the ranks' models or optimizers do not agree.
 
     Models agree in the names, shapes and dtypes of parameters and buffers and in how tables are looked up, optimizers
-    in kind, options, and which parameters they step, in which order. Every rank of the axis must call it.
+    in kind, options, and which parameters they step. Where only the order of these differs, groups take the model's.
+    Every rank of the axis must call it.
     """
     mine = [_describe(model), [*_describe_optimizers(optimizers, model)]]
     digests = gather_values(sha256(repr(mine).encode()).hexdigest(), axis, label="the model")
     if len(set(digests)) == 1:
         return
-    described = gather_values(mine, axis, label="the model")
+    described = [[models, _whatever_order(stepped)] for models, stepped in gather_values(mine, axis, label="the model")]
     for rank, theirs in enumerate(described):
         found = (_first_difference(*both) for both in zip(described[0], theirs, strict=True))
         if difference := next((one for one in found if one is not None), None):
             raise ModelError(
                 f"the models of rank 0 and rank {rank} of axis {axis.name!r} differ: {difference}: "
-                f"build the same model on every rank{_ORDER if _NEXT in difference else ''}"
+                "build the same model on every rank"
             )
+    _put_in_order(optimizers, model)
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], axis: Axis, *, label: str) -> None:
@@ -124,9 +126,24 @@ def _describe_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> I
             keys = [*dict.fromkeys([*optimizer.defaults, *sorted(group)])]
             options = [f"{key}={_plain(group[key])}" for key in keys if key in group and not key.startswith("param")]
             yield " ".join([f"optimizer {type(optimizer).__name__}", *options])
-            for parameter in group["params"]:  # states go by their order, and so does who steps which piece
+            for parameter in group["params"]:
                 name = names.get(id(parameter), f"a parameter {list(parameter.shape)} of no module of this model")
                 yield f"optimizer {type(optimizer).__name__} {_NEXT} {name}"
+
+
+def _whatever_order(lines: Sequence[str]) -> list[str]:
+    """What describes optimizers, with the parameters of each group in one order."""
+    runs = groupby(lines, key=lambda line: _NEXT in line)
+    return [line for is_parameters, run in runs for line in (sorted(run) if is_parameters else run)]
+
+
+def _put_in_order(optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+    """Give groups the model's order: that of a set differs in each process, and who steps which piece goes by it."""
+    position = {id(parameter): number for number, (_, parameter) in enumerate(model.named_parameters())}
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        order = sorted(range(len(group["params"])), key=lambda at: position.get(id(group["params"][at]), -1))
+        for key in {"params", "param_names"} & group.keys():
+            group[key][:] = [group[key][at] for at in order]
 
 
 def _plain(option: object) -> object:

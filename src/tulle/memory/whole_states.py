@@ -43,8 +43,9 @@ class _SharedOut:
         return (
             f"{taker} was given {self.name!r} as if all of it were here, but full_shard shares it out: this rank has "
             f"{self.shard.local_shape} of {tuple(self.shard.shape)} while no module runs that it belongs to. Read it "
-            "in the forward of the module that holds it, take it from model.state_dict(), leave full_shard out of the "
-            "plan, or take its .detach(), which is this rank's part"
+            "in the forward of the module that holds it, distribute a module around the model whose forward calls the "
+            "method that reads it, take it from model.state_dict(), leave full_shard out of the plan, or take its "
+            ".detach(), which is this rank's part"
         )
 
     @property

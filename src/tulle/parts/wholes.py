@@ -171,6 +171,8 @@ def check_no_whole(name: str, given: Iterable[Tensor], part: Tensor, whole: Whol
     shapes = {tuple(one.shape) for one in given if one.dim() == part.dim() and one.shape != part.shape}
     if shapes and _shape_of(part, whole) in shapes:
         mend = "; what is to follow it, a moving average say, is made after tulle.distribute"
+        if name in {"copy_", "__set__"}:
+            mend = f"; model.load_state_dict, called on every rank, takes of whole weights what is this rank's{mend}"
         raise ModelError(whole.refusal(name) + mend)
 
 

@@ -117,9 +117,10 @@ def _with_schemes(
         if name not in shapes and name not in dense:
             known = ", ".join(shapes) or "none"
             splittable = f"; those that can be split besides: {', '.join(dense)}" if dense else ""
+            stages = "; stages of modules go into tulle.Plan(mesh.shape, stages=...)" if isinstance(scheme, int) else ""
             raise PlanError(
                 f"the plan names {name!r}, the model's tables with sparse gradients are: {known}{splittable}"
-                f"{was_meant(name, [*shapes, *dense])}"
+                f"{was_meant(name, [*shapes, *dense])}{stages}"
             )
     tables = [
         TablePlan(name, rows, width, check_scheme(schemes.get(name, AUTO), extra=(AUTO, *PLACEMENTS)), reason)
