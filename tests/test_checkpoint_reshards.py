@@ -354,3 +354,30 @@ def test_what_an_optimizer_keeps_of_each_row_is_dealt_like_the_rows(tmp_path):
         ours.state[model.weight]["sum"].zero_()
         load()
         assert torch.equal(ours.state[model.weight]["sum"], kept)
+
+
+def is_vector(parameter: Tensor) -> bool:
+    return parameter.dim() == 1
+
+
+class Filtered(SGD):
+    """As LARS of VICReg and DINO: a function in its groups says which parameters decay."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1, momentum=0.9)
+        self.param_groups[0]["filter"] = is_vector
+
+
+@on_ranks(2)
+def test_functions_in_an_optimizers_groups_stay_the_programs_own(tmp_path):
+    mesh = tulle.init(data=-1)
+    model, other = (nn.Linear(3, 2) for _ in range(2))
+    _, ours = tulle.distribute(model, Filtered(model), mesh)
+    model(torch.ones(1, 3)).sum().backward()
+    ours.step()
+    tulle.save(tmp_path / "checkpoint", model, ours)
+    again = Filtered(other)
+    again.param_groups[0]["lr"] = 0.5
+    tulle.load(tmp_path / "checkpoint", other, again)
+    assert again.state_dict()["param_groups"] == ours.state_dict()["param_groups"]
+    assert torch.equal(again.state[other.bias]["momentum_buffer"], ours.state[model.bias]["momentum_buffer"])

@@ -131,7 +131,7 @@ def test_what_treats_every_number_by_itself_goes_on_with_the_numbers_of_one_proc
     for same in (copy.deepcopy(table.data), pickle.loads(pickle.dumps(table.data))):
         assert type(same) is torch.Tensor
         assert torch.equal(same, table.detach())
-    assert type(copy.deepcopy(table)) is nn.Parameter
+    assert type(copy.deepcopy(table)) is Part
 
 
 class Half:

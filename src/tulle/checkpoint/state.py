@@ -103,7 +103,7 @@ class State:
             "model": _mapped(dict(own), ("model",), _by_name(standing), outlined),
             "versions": versions_of(own),
             "optimizers": [
-                _mapped(unmarked(one.state_dict()), ("optimizers", number), _of_parameters(one, standing), outlined)
+                _mapped(_saved_of(one), ("optimizers", number), _of_parameters(one, standing), outlined)
                 for number, one in enumerate(optimizers)
             ],
             "kinds": [type(one).__name__ for one in optimizers],
@@ -175,7 +175,14 @@ def optimizer_room(
         tensors.append(places.place(path, made, share))
         return made
 
-    own = {**outline, "state": {index: one for index, one in outline["state"].items() if index not in elsewhere}}
+    own = {
+        **outline,
+        "state": {index: one for index, one in outline["state"].items() if index not in elsewhere},
+        "param_groups": [
+            _functions(ours) | saved
+            for ours, saved in zip(optimizer.param_groups, outline["param_groups"], strict=True)
+        ],
+    }
     return _mapped(own, ("optimizers", number), _of_parameters(optimizer, standing), fresh), tensors
 
 
@@ -188,6 +195,17 @@ def versions_of(state: Mapping[str, Any]) -> dict[str, Any]:
 def unmarked(state: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state without the word whose parts it has: those of all ranks are saved."""
     return {key: value for key, value in state.items() if key != WHOSE}
+
+
+def _saved_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Its state but for functions in its groups (LARS asks one what to leave alone): those are the program's."""
+    state = unmarked(optimizer.state_dict())
+    groups = [{key: value for key, value in group.items() if not callable(value)} for group in state["param_groups"]]
+    return {**state, "param_groups": groups}
+
+
+def _functions(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if callable(value)}
 
 
 def with_versions(state: Mapping[str, Any], versions: Mapping[str, Any]) -> OrderedDict[str, Any]:

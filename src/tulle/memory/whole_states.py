@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tulle.comm import weighed
+from tulle.errors import ModelError
 from tulle.memory.ahead import ahead_of
 from tulle.memory.shard import Shard, mark, shard_of
 from tulle.mesh import Axis
@@ -70,7 +71,11 @@ class _SharedOut:
         """Over the axis; a rank that is alone with it is told by name."""
         parameter = self.parameter()
         ahead = None if parameter is None else ahead_of(parameter)
-        assert ahead is not None, "whose numbers these are is there, and so is what gathers it"
+        if ahead is None:
+            raise ModelError(
+                f"one number of all of {self.name!r} was asked of a copy, but the model that it was copied from is "
+                "gone: keep that as long as the copy"
+            )
         whole = ahead.number(number.detach(), op, self.name)
         return weighed(_Made.apply(number, whole), self.shard.axis) if number.requires_grad else whole
 

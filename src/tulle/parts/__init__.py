@@ -2,15 +2,12 @@
 
 from tulle.parts.extents import ALIKE, BY_ROW, JOINED, Extent, extent_of_joined, held_alone, made_of, picks
 from tulle.parts.gathered import refuse_to_checkpoint, write_through
+from tulle.parts.lent import guard_again, keep_plainly, lift, lower
 from tulle.parts.part import (
     OF_NO_VALUES,
     WHOSE,
     Part,
     guard,
-    guard_again,
-    keep_plainly,
-    lift,
-    lower,
     make_gradients_by,
     meets_parts,
     whole_of,

@@ -25,7 +25,6 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from tulle.errors import ModelError
 from tulle.parts.extents import ALIKE, JOINED, extent_of_joined, held_alone, made_of, picks
@@ -230,6 +229,14 @@ def _give_gradient(part: Tensor, gradient: Tensor | None) -> None:
         _GRADIENT.__set__(part, gradient)
 
 
+def _guard_gradient(part: Tensor) -> None:
+    """Have what backward gave a copy, of which no engine knows, be the gradient of a part."""
+    gradient = _gradient_of(part)
+    if type(gradient) is Tensor:
+        for make in _GRADIENTS_OF:
+            make(gradient, getattr(part, _WHOLE))
+
+
 class Part(_Guarded, nn.Parameter):
     """A parameter that holds a part of what it stands for."""
 
@@ -237,8 +244,12 @@ class Part(_Guarded, nn.Parameter):
     grad = cast("Any", property(_gradient_of, _give_gradient, partial(_give_gradient, gradient=None)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter of the same numbers."""
-        return memo.setdefault(id(self), nn.Parameter(self.detach().clone(), self.requires_grad))
+        """One that holds a part of the same, with numbers of its own."""
+        copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        guard(copied, getattr(self, _WHOLE))
+        if copied.requires_grad:
+            copied.register_post_accumulate_grad_hook(_guard_gradient)
+        return memo.setdefault(id(self), copied)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle of a plain parameter."""
@@ -266,8 +277,6 @@ class PartData(_Part):
         return result
 
 
-_PLAIN = {Part: nn.Parameter, PartValues: Tensor}
-"""By class of what may be lent to code that knows parts, what it is then."""
 _GRADIENTS_OF: list[Callable[[Tensor, Whole], Any]] = []
 _KINDS = {Part, PartValues, PartData}
 _KNOWN = {*_KINDS, Tensor, nn.Parameter}
@@ -305,7 +314,8 @@ def guard(parameter: nn.Parameter, whole: Whole) -> None:
         tulle.errors.ModelError: T was given half of it
     """
     setattr(parameter, _WHOLE, whole)
-    guard_again([parameter])
+    if type(parameter) is nn.Parameter:
+        object.__setattr__(parameter, "__class__", Part)
 
 
 def writes_by_data(parameter: Tensor) -> int:
@@ -316,37 +326,6 @@ def writes_by_data(parameter: Tensor) -> int:
 def whole_of(parameter: Tensor) -> Whole | None:
     """What a guarded parameter holds a part of; None of a plain one."""
     return getattr(parameter, _WHOLE, None) if isinstance(parameter, Part) else None
-
-
-def guard_again(parts: Iterable[nn.Parameter], optimizer: Optimizer | None = None, *_: object) -> None:
-    """Guard those that `lift` made plain for a step of an optimizer; what its state keeps of the others is plain."""
-    for part in parts:
-        if type(part) is nn.Parameter:
-            object.__setattr__(part, "__class__", Part)
-        elif optimizer is not None:  # it was one in the step, too
-            keep_plainly(optimizer, part)
-
-
-def keep_plainly(optimizer: Optimizer, part: nn.Parameter) -> None:
-    """Have what an optimizer's state keeps of a part be plain, for good."""
-    kept = optimizer.state.get(part, {}).values()
-    for lifted in lift(value for value in kept if isinstance(value, Tensor)):
-        vars(lifted[0]).clear()
-
-
-def lift(tensors: Iterable[Tensor | None]) -> list[tuple[Tensor, type[Tensor]]]:
-    """Have those that are guarded be plain, for code that knows that they are parts; give them, for `lower`."""
-    lifted = [(one, type(one)) for one in tensors if one is not None and type(one) in _PLAIN]
-    for part, kind in lifted:
-        object.__setattr__(part, "__class__", _PLAIN[kind])
-    return lifted
-
-
-def lower(lifted: Iterable[tuple[Tensor, type[Tensor]]]) -> None:
-    """Guard again what `lift` gave."""
-    for part, kind in lifted:
-        if type(part) is _PLAIN[kind]:
-            object.__setattr__(part, "__class__", kind)
 
 
 def _become(kind: type[_Part], result: Tensor, whole: Whole) -> Tensor:
