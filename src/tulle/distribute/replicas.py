@@ -26,6 +26,7 @@ from tulle.engine.ends import NOT_RUNNING
 from tulle.engine.slots import Slot
 from tulle.memory import shard_of
 from tulle.mesh import Axis
+from tulle.parts import hook_arrival
 from tulle.plan import Memory
 from tulle.tables import ShardGradient, split_of
 from tulle.tensor_parallel import placements
@@ -64,12 +65,12 @@ class Replicas(DataParallel):
         self.tie(held, [*shared.values()])
         for name, parameter in shared.items():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_shard_arrived(ref(self), name))
+                hook_arrival(parameter, _shard_arrived(ref(self), name))
         if axes.data.size == 1 and axes.pipe is None:  # else each backward is followed to its end
             arrived = _marked_at_end(ref(self))
             for proxy in self._proxies:
                 for parameter in proxy.parameters:
-                    parameter.register_post_accumulate_grad_hook(arrived)
+                    hook_arrival(parameter, arrived)
 
     def came(self, name: str, gradient: Tensor) -> None:
         """A gradient that others have kept in step is complete."""

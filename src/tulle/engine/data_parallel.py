@@ -45,7 +45,7 @@ from tulle.engine.ties import Tie
 from tulle.engine.weighing import check_weighed
 from tulle.errors import GradientError
 from tulle.mesh import Axis
-from tulle.parts import unwrapped
+from tulle.parts import hook_arrival, unwrapped
 from tulle.tables import TableModule, table_modules, table_of
 from tulle.traits import attribute_of
 
@@ -121,11 +121,11 @@ class DataParallel:
         """Have each gradient seen when it is complete."""
         for table in splits:
             if self.home.size > 1 and table.parameter.requires_grad:  # a softmax over it has gradients of its own
-                table.parameter.register_post_accumulate_grad_hook(partial(_split_arrived, ref(self), table.name))
+                hook_arrival(table.parameter, partial(_split_arrived, ref(self), table.name))
         for slot in self._slots.values():
             if self.home.size > 1 or self._non_finite is not None:
                 hook = partial(_arrived, ref(self), slot.name)
-                slot.hook = slot.parameter.register_post_accumulate_grad_hook(hook).id
+                slot.hook = hook_arrival(slot.parameter, hook).id
 
     def tie(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
         """Have parameters know this engine, and the modules that have them hold it."""

@@ -2,13 +2,13 @@
 
 from tulle.parts.extents import ALIKE, BY_ROW, JOINED, Extent, extent_of_joined, held_alone, made_of, picks
 from tulle.parts.gathered import refuse_to_checkpoint, write_through
+from tulle.parts.hooks import hook_arrival, make_gradients_by
 from tulle.parts.lent import guard_again, keep_plainly, lift, lower
 from tulle.parts.part import (
     OF_NO_VALUES,
     WHOSE,
     Part,
     guard,
-    make_gradients_by,
     meets_parts,
     whole_of,
     writes_by_data,
@@ -64,6 +64,7 @@ __all__ = [
     "guard",
     "guard_again",
     "held_alone",
+    "hook_arrival",
     "is_transformed",
     "keep_plainly",
     "lift",

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from tulle.errors import ModelError
 from tulle.parts.extents import ALIKE, JOINED, extent_of_joined, held_alone, made_of, picks
+from tulle.parts.hooks import GRADIENT, OfGradient, OfParameter, become_gradient, hook_arrival, tell_hooks
 from tulle.parts.present import with_wholes
 from tulle.parts.reductions import Together, has_gradient_of_parts, number_of_whole
 from tulle.parts.torch_functions import (
@@ -61,7 +62,6 @@ OF_NO_VALUES = frozenset(
 )
 """What may be asked of any tensor as it is: all that `zero_grad` asks, and that who fetches rows asks."""
 _AS_IT_IS = OF_NO_VALUES | {Tensor.detach}
-_GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
 _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _WHOLE = "_tulle_part_of"
 """The attribute by which a part knows what it is a part of."""
@@ -218,23 +218,21 @@ class _Guarded(_Part):
 
 def _gradient_of(part: Tensor) -> Tensor | None:
     with torch._C.DisableTorchFunctionSubclass():
-        return _GRADIENT.__get__(part)
+        return GRADIENT.__get__(part)
 
 
 def _give_gradient(part: Tensor, gradient: Tensor | None) -> None:
     if isinstance(gradient, PartValues | PartData):
-        for make in _GRADIENTS_OF:
-            make(gradient, getattr(gradient, _WHOLE))
+        become_gradient(gradient, getattr(gradient, _WHOLE))
     with torch._C.DisableTorchFunctionSubclass():
-        _GRADIENT.__set__(part, gradient)
+        GRADIENT.__set__(part, gradient)
 
 
 def _guard_gradient(part: Tensor) -> None:
     """Have what backward gave a copy, of which no engine knows, be the gradient of a part."""
     gradient = _gradient_of(part)
     if type(gradient) is Tensor:
-        for make in _GRADIENTS_OF:
-            make(gradient, getattr(part, _WHOLE))
+        become_gradient(gradient, getattr(part, _WHOLE))
 
 
 class Part(_Guarded, nn.Parameter):
@@ -243,12 +241,20 @@ class Part(_Guarded, nn.Parameter):
     # Each step asks for it several times; by way of `__torch_function__` that takes four times as long.
     grad = cast("Any", property(_gradient_of, _give_gradient, partial(_give_gradient, gradient=None)))
 
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """As of any parameter; the hook is given what knows that it is a part's gradient."""
+        return super().register_hook(OfGradient(hook, getattr(self, _WHOLE)))
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """As of any parameter; to the hook `.grad` knows that it is a part's."""
+        return super().register_post_accumulate_grad_hook(OfParameter(hook, getattr(self, _WHOLE)))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """One that holds a part of the same, with numbers of its own."""
         copied = nn.Parameter(self.detach().clone(), self.requires_grad)
         guard(copied, getattr(self, _WHOLE))
         if copied.requires_grad:
-            copied.register_post_accumulate_grad_hook(_guard_gradient)
+            hook_arrival(copied, _guard_gradient)
         return memo.setdefault(id(self), copied)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -277,7 +283,6 @@ class PartData(_Part):
         return result
 
 
-_GRADIENTS_OF: list[Callable[[Tensor, Whole], Any]] = []
 _KINDS = {Part, PartValues, PartData}
 _KNOWN = {*_KINDS, Tensor, nn.Parameter}
 
@@ -286,11 +291,6 @@ def meets_parts(kind: type[T]) -> type[T]:
     """Have parts take a class of tensors for plain ones where both are given to a function."""
     _KNOWN.add(kind)
     return kind
-
-
-def make_gradients_by(make: Callable[[Tensor, Whole], Any]) -> None:
-    """Have what became of parts, and is given to a parameter for its gradient, be what gradients of parts are."""
-    _GRADIENTS_OF.append(make)
 
 
 def guard(parameter: nn.Parameter, whole: Whole) -> None:
@@ -314,6 +314,7 @@ def guard(parameter: nn.Parameter, whole: Whole) -> None:
         tulle.errors.ModelError: T was given half of it
     """
     setattr(parameter, _WHOLE, whole)
+    tell_hooks(parameter, whole)
     if type(parameter) is nn.Parameter:
         object.__setattr__(parameter, "__class__", Part)
 

@@ -1,0 +1,86 @@
+"""Hooks of a part's gradient are given what knows that it is a part's.
+
+    weight.register_hook(lambda gradient: gradient / gradient.norm())
+    weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.clamp_(max=weight.grad.norm()))
+    table.register_hook(forget_the_first_row)
+
+Of plain tensors the first two would take norms of parts, other ones on each rank, and the third another row. Norms are
+those of the whole, for which every rank must ask, and what goes by place is refused, as of `.grad` after backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tulle.parts.wholes import Whole
+
+GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
+_makers: list[Callable[[Tensor, Whole], Any]] = []
+
+
+def make_gradients_by(make: Callable[[Tensor, Whole], Any]) -> None:
+    """Have what became of parts, and is given to a parameter for its gradient, be what gradients of parts are."""
+    _makers.append(make)
+
+
+def become_gradient(tensor: Tensor, whole: Whole) -> None:
+    """Have a tensor be the gradient of a part; it stays the object that it is."""
+    for make in _makers:
+        make(tensor, whole)
+
+
+@dataclass(frozen=True, slots=True)
+class OfGradient:
+    """A hook of `register_hook`, which gets a gradient and may give another."""
+
+    hook: Callable[[Tensor], Tensor | None]
+    whole: Whole
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        """Call it with a gradient of a part, and give plain tensors back to autograd."""
+        if type(gradient) is not Tensor or gradient.layout != torch.strided:
+            return self.hook(gradient)
+        given = gradient.view_as(gradient)
+        become_gradient(given, self.whole)
+        found = self.hook(given)
+        with torch._C.DisableTorchFunctionSubclass():
+            return found.view_as(found) if isinstance(found, Tensor) else found
+
+
+@dataclass(frozen=True, slots=True)
+class OfParameter:
+    """A hook of `register_post_accumulate_grad_hook`, which gets the parameter."""
+
+    hook: Callable[[Tensor], None]
+    whole: Whole
+
+    def __call__(self, part: Tensor) -> None:
+        """Call it while the parameter's gradient knows; for who averages it, it is as it was afterwards."""
+        with torch._C.DisableTorchFunctionSubclass():
+            gradient: Tensor | None = GRADIENT.__get__(part)
+        if type(gradient) is not Tensor or gradient.layout != torch.strided:
+            return self.hook(part)
+        become_gradient(gradient, self.whole)
+        try:
+            self.hook(part)
+        finally:
+            object.__setattr__(gradient, "__class__", Tensor)
+
+
+def tell_hooks(parameter: nn.Parameter, whole: Whole) -> None:
+    """Have the hooks that somebody has put on a parameter's gradient know that it is a part's."""
+    for kind, hooks in ((OfGradient, parameter._backward_hooks), (OfParameter, parameter._post_accumulate_grad_hooks)):
+        for number, hook in cast("dict[int, Any]", hooks or {}).items():
+            plain = hook.hook if isinstance(hook, kind) else hook
+            hooks[number] = kind(plain, whole)
+
+
+def hook_arrival(parameter: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+    """`register_post_accumulate_grad_hook` for who averages gradients, and takes those of parts as they are."""
+    return Tensor.register_post_accumulate_grad_hook(parameter, hook)
