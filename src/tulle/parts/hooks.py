@@ -75,10 +75,14 @@ class OfParameter:
 
 def tell_hooks(parameter: nn.Parameter, whole: Whole) -> None:
     """Have the hooks that somebody has put on a parameter's gradient know that it is a part's."""
-    for kind, hooks in ((OfGradient, parameter._backward_hooks), (OfParameter, parameter._post_accumulate_grad_hooks)):
-        for number, hook in cast("dict[int, Any]", hooks or {}).items():
-            plain = hook.hook if isinstance(hook, kind) else hook
-            hooks[number] = kind(plain, whole)
+    _tell(parameter._backward_hooks, OfGradient, whole)
+    _tell(parameter._post_accumulate_grad_hooks, OfParameter, whole)
+
+
+def _tell(hooks: dict[int, Any] | None, kind: Any, whole: Whole) -> None:
+    if hooks is not None:
+        own = {number: hook.hook if isinstance(hook, kind) else hook for number, hook in hooks.items()}
+        hooks |= {number: kind(hook, whole) for number, hook in own.items()}
 
 
 def hook_arrival(parameter: Tensor, hook: Callable[[Tensor], Any]) -> RemovableHandle:
