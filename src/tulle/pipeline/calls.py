@@ -42,7 +42,7 @@ class Calls:
     asking: set[str] = field(default_factory=set)
     """Modules whose own forward runs a backward, such as one that gives forces, the gradients of an energy, puts a hook
     on a tensor's gradient, or calls another module with other tensors for its parameters, within a transform
-    (`torch.func`), or in a `Function`; and those that make a module with parameters on the way, such as a copy."""
+    (`torch.func`), or in a `Function`; and those that make parameters on the way, or a module that has some."""
 
     def children(self) -> dict[str, list[str]]:
         """Of each module those whose first call came directly from within its call."""
@@ -108,13 +108,13 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
     def asked() -> None:
         calls.asking.update(map(names.__getitem__, stack[-1:]))
 
-    def read(parameter: nn.Parameter) -> None:
+    def read(parameter: nn.Parameter, *, is_made: bool) -> None:
         # One that nobody had is lent, to a module that runs.
         owners = having.get(id(parameter)) or {
             module for module in stack if any(one is parameter for one in module._parameters.values())
         }
         calls.borrowers.update(names[module] for module in stack if owners and inside[module].isdisjoint(owners))
-        foreign.read += [] if owners else [(parameter, list(stack))]
+        foreign.read += [] if owners else [_Read(parameter, list(stack), is_made=is_made)]
 
     intercept_functions()
     seen = [module for module in names if module not in whole]
@@ -122,11 +122,29 @@ def _watched(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> C
         _hooked(seen, enter, leave),
         _making(names, made),
         _uncompiled() if compiled else nullcontext(),
-        _Reads(read, computed, asked),
+        _Reads(model.parameters(), read, computed, asked),
     ):
         model(*args, **kwargs)
     calls.borrowers.update(names[module] for module in foreign.readers())
+    calls.asking.update(
+        names[module] for module in foreign.makers([one for one in names if names[one] in calls.borrowers])
+    )
     return calls
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A parameter that an operation read while some modules ran, the innermost last.
+
+    Args:
+        parameter: It.
+        running: These modules.
+        is_made: Whether forward has made it, of others or of what it computed: it has the memory of that.
+    """
+
+    parameter: nn.Parameter
+    running: Sequence[nn.Module]
+    is_made: bool
 
 
 @dataclass(slots=True)
@@ -135,16 +153,21 @@ class _Foreign:
 
     made: dict[int, nn.Parameter] = field(default_factory=dict)
     """Those of modules that forward makes, copies too, by their numbers."""
-    read: list[tuple[nn.Parameter, list[nn.Module]]] = field(default_factory=list)
-    """Each with the modules that ran."""
+    read: list[_Read] = field(default_factory=list)
 
     def take(self, made: Iterable[nn.Parameter]) -> None:
         """Take note of parameters that forward makes."""
         self.made.update((id(parameter), parameter) for parameter in made)
 
     def readers(self) -> set[nn.Module]:
-        """Modules in whose calls others than `made` were read; copies are read before they are called, too."""
-        return {module for one, running in self.read if id(one) not in self.made for module in running}
+        """Modules in whose calls others than those made were read; copies are read before they are called, too."""
+        others = (one for one in self.read if not one.is_made and id(one.parameter) not in self.made)
+        return {module for one in others for module in one.running}
+
+    def makers(self, borrowers: Collection[nn.Module]) -> set[nn.Module]:
+        """Modules that make some by themselves; of a weight that was handed on, the one around that has it."""
+        within = ([module for module in one.running if module not in borrowers] for one in self.read if one.is_made)
+        return {module for running in within for module in running[-1:]}
 
 
 @contextmanager
@@ -216,11 +239,13 @@ class _Reads(TorchFunctionMode):
     """Tells of each parameter that an operation reads, of each operation on what was made of some, and of backwards."""
 
     def __init__(
-        self, read: Callable[[nn.Parameter], None], computed: Callable[[], None], asked: Callable[[], None]
+        self, own: Iterable[Tensor], read: Callable[..., None], computed: Callable[[], None], asked: Callable[[], None]
     ) -> None:
         super().__init__()
         self._read, self._computed, self._asked = read, computed, asked
         self._made = WeakTensorKeyDictionary()
+        self._memory = set(map(_memory, own))
+        """That of the model's own parameters, and what operations have taken since: what was there before has none."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -233,7 +258,7 @@ class _Reads(TorchFunctionMode):
         given = _tensors((args, kwargs))
         parameters = [one for one in given if isinstance(one, nn.Parameter)]
         for parameter in parameters:
-            self._read(parameter)
+            self._read(parameter, is_made=_memory(parameter) in self._memory)
         if any(one in self._made for one in given):
             self._computed()
         elif not parameters:
@@ -241,7 +266,16 @@ class _Reads(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         for one in _tensors(result):
             self._made[one] = True
+        self._memory.update({*map(_memory, _tensors(result))}.difference(map(_memory, given)))
         return result
+
+
+def _memory(tensor: Tensor) -> int:
+    """A number of a tensor's memory; of one that has none, or is transformed, its own."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
 
 
 def _tensors(value: object) -> list[Tensor]:
