@@ -133,19 +133,41 @@ class Ahead:
         self._leaving = ref(job)
         return job
 
-    def whole(self, part: Tensor, shard: Shard, name: str) -> Tensor:
-        """What is shared out, for a state. Every rank of the axis must call it, in the same order.
+    def whole(self, part: Tensor, shard: Shard, name: str, reader: str = "model.state_dict()") -> Tensor:
+        """All of what is shared out. Every rank of the axis must call it, in the same order.
 
         Args:
             part: This rank's.
             shard: How it is cut.
             name: Of the parameter.
+            reader: Whom it is for.
 
         Raises:
             ModelError: If other ranks are at something else.
         """
         gather = partial(replace(shard, axis=self.axis).whole, part, label=f"state_dict {name}")
-        return self._order.submit(f"{name!r} for model.state_dict()", _STATE, gather).result()
+        return self._order.submit(f"{name!r} for {reader}", _STATE, gather).result()
+
+    def mean(self, gradient: Tensor, shard: Shard, name: str) -> Tensor:
+        """Of the mean of all ranks' gradients of a whole this rank's part. Every rank of the axis must call it.
+
+        Args:
+            gradient: This rank's.
+            shard: How the parameter is cut.
+            name: Of the parameter.
+
+        Raises:
+            ModelError: If other ranks are at something else.
+        """
+        label = f"the gradient of all of {name!r}"
+
+        def reduce() -> Tensor:
+            mean = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+            for axis in (self.axis, self.across):
+                mean = mean if axis is None else all_reduce(mean, axis, label=label).wait() / axis.size
+            return replace(shard, axis=self.axis).part(mean).to(gradient.dtype)
+
+        return self._order.submit(label, _STATE, reduce).result()
 
     def number(self, number: Tensor, op: Reduction, name: str) -> Tensor:
         """What all ranks' numbers of one of their parts make. Every rank of the axis must call it, in the same order.

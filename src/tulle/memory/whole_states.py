@@ -12,10 +12,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from tulle.comm import weighed
 from tulle.errors import ModelError
-from tulle.memory.ahead import ahead_of
+from tulle.memory.ahead import Ahead, ahead_of
 from tulle.memory.shard import Shard, mark, shard_of
 from tulle.mesh import Axis
 from tulle.parts import Reduction, guard, load_part, write_through
@@ -43,10 +44,9 @@ class _SharedOut:
         """Names the parameter, its shapes, and the mend."""
         return (
             f"{taker} was given {self.name!r} as if all of it were here, but full_shard shares it out: this rank has "
-            f"{self.shard.local_shape} of {tuple(self.shard.shape)} while no module runs that it belongs to. Read it "
-            "in the forward of the module that holds it, distribute a module around the model whose forward calls the "
-            "method that reads it, take it from model.state_dict(), leave full_shard out of the plan, or take its "
-            ".detach(), which is this rank's part"
+            f"{self.shard.local_shape} of {tuple(self.shard.shape)} while no module runs that it belongs to. Have the "
+            "forward of the module that holds it do so, take it from model.state_dict() and give it back by "
+            "model.load_state_dict, leave full_shard out of the plan, or take its .detach(), which is this rank's part"
         )
 
     @property
@@ -69,8 +69,7 @@ class _SharedOut:
 
     def over(self, number: Tensor, op: Reduction) -> Tensor:
         """Over the axis; a rank that is alone with it is told by name."""
-        parameter = self.parameter()
-        ahead = None if parameter is None else ahead_of(parameter)
+        ahead = self._ahead()
         if ahead is None:
             raise ModelError(
                 f"one number of all of {self.name!r} was asked of a copy, but the model that it was copied from is "
@@ -79,8 +78,40 @@ class _SharedOut:
         whole = ahead.number(number.detach(), op, self.name)
         return weighed(_Made.apply(number, whole), self.shard.axis) if number.requires_grad else whole
 
+    def gather(self, part: Tensor) -> Tensor | None:
+        """All of what ranks have such parts of, with a gradient: the mean of the ranks'. Every rank must call it.
+
+        Args:
+            part: This rank's numbers, of the parameter or of what became of it.
+
+        Returns:
+            None if it is cut otherwise, or nobody gathers it any more.
+        """
+        ahead = self._ahead()
+        if ahead is None or tuple(part.shape) != self.shard.local_shape:
+            return None
+        return _Gathered.apply(part, ahead, self)
+
+    def _ahead(self) -> Ahead | None:
+        parameter = self.parameter()
+        return None if parameter is None else ahead_of(parameter)
+
     def refusal_of_gradient(self) -> None:
         """That of the part is given."""
+
+
+class _Gathered(torch.autograd.Function):
+    """A part to the whole, outside of the modules that it belongs to; the gradient is the mean, as theirs are."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ahead: Ahead, of: _SharedOut) -> Tensor:
+        ctx.ahead, ctx.of = ahead, of
+        return ahead.whole(part, of.shard, of.name, "what takes all of it")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.ahead.mean(gradient, ctx.of.shard, ctx.of.name), None, None
 
 
 class _Made(torch.autograd.Function):

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from tulle.errors import ModelError
 from tulle.parts.extents import ALIKE, JOINED, extent_of_joined, held_alone, made_of, picks
 from tulle.parts.hooks import GRADIENT, OfGradient, OfParameter, become_gradient, hook_arrival, tell_hooks
-from tulle.parts.present import with_wholes
+from tulle.parts.present import PART_OF as _WHOLE
+from tulle.parts.present import gathered, with_wholes
 from tulle.parts.reductions import Together, has_gradient_of_parts, number_of_whole
 from tulle.parts.torch_functions import (
     DRAWS,
@@ -47,7 +48,16 @@ from tulle.parts.torch_functions import (
     name_of,
     tensors_in,
 )
-from tulle.parts.wholes import OF_ROWS, Became, Whole, answer_of_whole, check_no_whole, extent_of_whole, may_be_equal
+from tulle.parts.wholes import (
+    OF_ROWS,
+    Became,
+    PartError,
+    Whole,
+    answer_of_whole,
+    check_no_whole,
+    extent_of_whole,
+    may_be_equal,
+)
 
 T = TypeVar("T", bound=Tensor)
 Function = Callable[..., Any]
@@ -63,8 +73,6 @@ OF_NO_VALUES = frozenset(
 """What may be asked of any tensor as it is: all that `zero_grad` asks, and that who fetches rows asks."""
 _AS_IT_IS = OF_NO_VALUES | {Tensor.detach}
 _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
-_WHOLE = "_tulle_part_of"
-"""The attribute by which a part knows what it is a part of."""
 _OWNER, _WRITES = "_tulle_data_of", "_tulle_writes"
 """The attributes by which `parameter.data` knows its parameter, and that how often it was written in by way of it."""
 
@@ -82,6 +90,8 @@ class _Part(Tensor):
         cls, func: Function, types: Sequence[type], args: Sequence[Any] = (), kwargs: Keywords | None = None
     ) -> Any:
         """Let pass what treats every number by itself; and what backward does with a part that forward was let have.
+
+        To what would take a part for the whole that is given, if all ranks can gather it.
 
         Raises:
             ModelError: Naming the parameter, what it was given to, and the mend.
@@ -101,21 +111,12 @@ class _Part(Tensor):
         if name in ONE_NUMBER_OF_EACH:
             return [ONE_NUMBER_OF_EACH[name](one, *args[1:], **keywords) for one in args[0]]
         with torch._C.DisableTorchFunctionSubclass():
-            if func is torch.autograd.backward:
-                return func(*args, **keywords)
-            if name.startswith(EACH_BY_ITSELF):
-                return _each_checked(func, args, func(*args, **keywords))
-            given = [*tensors_in(args), *tensors_in(keywords.values())]
-            parts = [one for one in given if isinstance(one, _Part)]
-            part = min(parts, key=lambda one: (not isinstance(one, _Guarded), -one.numel()))
-            if func is torch.autograd.grad:
-                _check_gradients(given)
-                return _of_parts(keywords.get("inputs", args[1] if len(args) > 1 else ()), func(*args, **keywords))
-            if name == "equal" and not may_be_equal((one, getattr(one, _WHOLE, None)) for one in given):
-                return False
-            part._check_given(name, given, args, keywords)
-            result = func(*args, **keywords)
-            return part._checked(func, result, args, keywords)
+            try:
+                return _done_with_parts(func, name, args, keywords)
+            except PartError:
+                if (given := gathered(name, args, keywords)) is None:
+                    raise
+        return func(*given[0], **given[1])
 
     def _check_given(self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Keywords) -> None:
         """Refuse what is not to see a part, alone or together with other tensors."""
@@ -214,6 +215,29 @@ class _Guarded(_Part):
             setattr(result, _OWNER, self if name == "data" else None)
             return _become(PartData, result, getattr(self, _WHOLE))  # of its own, unlike what is written in place gives
         return super()._checked(func, result, args, keywords)
+
+
+def _done_with_parts(func: Function, name: str, args: Sequence[Any], keywords: Keywords) -> Any:
+    """What a function gives of parts.
+
+    Raises:
+        PartError: If that would not be what it gives of wholes.
+    """
+    if func is torch.autograd.backward:
+        return func(*args, **keywords)
+    if name.startswith(EACH_BY_ITSELF):
+        return _each_checked(func, args, func(*args, **keywords))
+    given = [*tensors_in(args), *tensors_in(keywords.values())]
+    parts = [one for one in given if isinstance(one, _Part)]
+    part = min(parts, key=lambda one: (not isinstance(one, _Guarded), -one.numel()))
+    if func is torch.autograd.grad:
+        _check_gradients(given)
+        return _of_parts(keywords.get("inputs", args[1] if len(args) > 1 else ()), func(*args, **keywords))
+    if name == "equal" and not may_be_equal((one, getattr(one, _WHOLE, None)) for one in given):
+        return False
+    part._check_given(name, given, args, keywords)
+    result = func(*args, **keywords)
+    return part._checked(func, result, args, keywords)
 
 
 def _gradient_of(part: Tensor) -> Tensor | None:
@@ -349,7 +373,7 @@ def _refuse(part: Tensor, name: str) -> NoReturn:
         hint = "; sums, means and norms of all of it are known, p.pow(2).sum() say, and have gradients"
     elif name in LEAVES_TORCH:
         hint = "; tulle.full_state_dict(model), called on every rank, gives rank 0 all of it"
-    raise ModelError(whole.refusal(name) + hint)
+    raise PartError(whole.refusal(name) + hint)
 
 
 def _each_checked(func: Function, args: Sequence[Any], results: Any) -> Any:

@@ -1,18 +1,24 @@
-"""`present`: while a module runs, a part stands for the whole that was gathered for it, wherever it is read from.
+"""Functions of torch are given wholes for parts: those that are there, or such as all ranks gather for it.
 
-A module sees wholes where its parameters are. What it keeps in a list of its own, or a closure does, are the parameters
-themselves, and these are parts: functions of torch are given the whole instead.
+A module sees wholes where its parameters are, while it runs. What it keeps in a list of its own, or a closure does, are
+the parameters themselves, and these are parts, which stand for their wholes meanwhile (`present`). Where none is there,
+what would take a part for the whole has it gathered (`gathered`), if what the part is of knows how to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tulle.parts.torch_functions import DRAWS, is_transformed, tensors_in
+
+PART_OF = "_tulle_part_of"
+"""The attribute by which a part knows what it is a part of."""
+_WRITE = frozenset({"__setitem__", "__set__", "__delete__"})
 _PRESENT, _BEHIND = "_tulle_present", "_tulle_behind"
 """The attributes by which a part has its whole meanwhile, and that its part."""
 _OF_THE_PART = frozenset(
@@ -62,12 +68,46 @@ def with_wholes(
     """What a function is given, with wholes for parts that stand for them; None if it has none, or wants parts."""
     if func in _OF_THE_PART:
         return None
+    return _replaced(args, keywords, lambda one: getattr(one, _PRESENT, None))
+
+
+def gathered(
+    name: str, args: Sequence[Any], keywords: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """What a function is given that would take parts for wholes, with these. Every rank that has a part must call it.
+
+    Args:
+        name: Of the function.
+        args: Its arguments, and
+        keywords: those by name.
+
+    Returns:
+        None if nobody can gather them, or the function would write in a part, draws numbers, or has written by now.
+    """
+    parts = [one for one in tensors_in([*args, *keywords.values()]) if hasattr(one, PART_OF)]
+    of_parts = {id(one): getattr(getattr(one, PART_OF), "gather", None) for one in parts}
+    writes = name in _WRITE or (name.endswith("_") and not name.startswith("__"))
+    is_barred = "out" in keywords or name in DRAWS or is_transformed()
+    if (
+        is_barred
+        or None in of_parts.values()
+        or (writes and (name.startswith("_foreach") or hasattr(args[0], PART_OF)))
+    ):
+        return None
+    wholes = {id(one): of_parts[id(one)](one) for one in parts}
+    return None if None in wholes.values() else _replaced(args, keywords, lambda one: wholes.get(id(one)))
+
+
+def _replaced(
+    args: Sequence[Any], keywords: Mapping[str, Any], whole_of: Callable[[Tensor], Tensor | None]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Arguments with wholes for those tensors that have one; None if none has."""
     found = False
 
     def replaced(value: Any) -> Any:
         nonlocal found
         if isinstance(value, Tensor):
-            whole = getattr(value, _PRESENT, None)
+            whole = whole_of(value)
             found = found or whole is not None
             return value if whole is None else whole
         if type(value) in (list, tuple):

@@ -22,6 +22,10 @@ _READER = "_tulle_reader"
 """The attribute by which a part knows who has the rest."""
 
 
+class PartError(ModelError):
+    """A function was given a part as if it were the whole."""
+
+
 class Whole(Protocol):
     """What a parameter holds a part of."""
 
@@ -173,7 +177,7 @@ def check_no_whole(name: str, given: Iterable[Tensor], part: Tensor, whole: Whol
         mend = "; what is to follow it, a moving average say, is made after tulle.distribute"
         if name in {"copy_", "__set__"}:
             mend = f"; model.load_state_dict, called on every rank, takes of whole weights what is this rank's{mend}"
-        raise ModelError(whole.refusal(name) + mend)
+        raise PartError(whole.refusal(name) + mend)
 
 
 def load_part(
