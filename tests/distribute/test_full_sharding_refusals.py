@@ -2,6 +2,7 @@
 
 import copy
 import io
+import operator
 import pickle
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 import tulle
 from ranks import on_ranks
 from tulle.errors import GradientError, ModelError, PlanError
+from tulle.memory import named_shards
 from tulle.plan import Memory, Plan
 
 
@@ -20,15 +22,23 @@ from tulle.plan import Memory, Plan
 def test_a_part_is_not_written_in_as_if_it_were_the_whole():
     model, _, _ = distributed("stack", {"data": 2}, plan=planned("stack", {"data": 2}, FULL))
     weight = model.encoder.layers[0].linear1.weight
+    shard = named_shards(model)["encoder.layers.0.linear1.weight"]
+    whole = torch.ones(shard.shape).double()
 
     @torch.no_grad()
-    def write(row):
-        weight[row] = 0
+    def write(function):
+        function(weight)
 
-    wrong = {"normal_": lambda: nn.init.normal_(weight), "__setitem__": lambda: write(0)}
+    wrong = {
+        "normal_": nn.init.normal_,
+        "__setitem__": lambda weight: weight.__setitem__(0, 0),
+        "mul_": lambda weight: weight.mul_(whole),
+        "add_": lambda weight: operator.iadd(weight, whole),
+        "copy_": lambda weight: weight.copy_(whole),
+    }
     for taker, take in wrong.items():
         with pytest.raises(ModelError, match=rf"^{taker} was given 'encoder\.layers\.0\.linear1\.weight' as if all"):
-            take()
+            write(take)
     (gradient,) = torch.autograd.grad((weight**2).sum(), [weight])
     assert torch.equal(gradient, 2 * weight.detach())
     kept = io.BytesIO()

@@ -18,7 +18,12 @@ from tulle.parts.torch_functions import DRAWS, is_transformed, tensors_in
 
 PART_OF = "_tulle_part_of"
 """The attribute by which a part knows what it is a part of."""
-_WRITE = frozenset({"__setitem__", "__set__", "__delete__"})
+_WRITE = frozenset(
+    {"__setitem__", "__set__", "__delete__"}
+    | {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "matmul")}
+    | {f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift")}
+)
+"""Names of operators that write; of functions the names end in an underscore."""
 _PRESENT, _BEHIND = "_tulle_present", "_tulle_behind"
 """The attributes by which a part has its whole meanwhile, and that its part."""
 _OF_THE_PART = frozenset(
@@ -85,17 +90,17 @@ def gathered(
         None if nobody can gather them, or the function would write in a part, draws numbers, or has written by now.
     """
     parts = [one for one in tensors_in([*args, *keywords.values()]) if hasattr(one, PART_OF)]
-    of_parts = {id(one): getattr(getattr(one, PART_OF), "gather", None) for one in parts}
-    writes = name in _WRITE or (name.endswith("_") and not name.startswith("__"))
-    is_barred = "out" in keywords or name in DRAWS or is_transformed()
-    if (
-        is_barred
-        or None in of_parts.values()
-        or (writes and (name.startswith("_foreach") or hasattr(args[0], PART_OF)))
-    ):
+    of_parts: dict[int, Any] = {id(one): getattr(getattr(one, PART_OF), "gather", None) for one in parts}
+    first, *_ = (*args, *keywords.values())
+    writes_in_part = _writes(name) and (name.startswith("_foreach") or hasattr(first, PART_OF))
+    if writes_in_part or "out" in keywords or name in DRAWS or None in of_parts.values() or is_transformed():
         return None
     wholes = {id(one): of_parts[id(one)](one) for one in parts}
     return None if None in wholes.values() else _replaced(args, keywords, lambda one: wholes.get(id(one)))
+
+
+def _writes(name: str) -> bool:
+    return name in _WRITE or (name.endswith("_") and not name.endswith("__"))
 
 
 def _replaced(
