@@ -107,6 +107,7 @@ def test_averages_that_write_into_states_are_one_process():
     def made():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+        model.append(model[0])  # of which a state has two names, and an average writes twice
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
     expected = trained(*made())
