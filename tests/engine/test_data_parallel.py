@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 from contextlib import nullcontext
 from functools import partial
 
@@ -78,6 +79,20 @@ def test_gradients_travel_if_their_forward_lay_outside_of_no_sync_as_under_ddp()
         reference = build(Words, 0)
         reference(whose).backward()
         assert torch.allclose(seen, reference.out.weight.grad, atol=1e-15)
+
+
+@on_ranks(2)
+def test_a_traced_model_is_distributed_by_a_module_around_it():
+    mesh, ids = tulle.init(data=-1), batches(1, 12)[0]
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        traced = torch.jit.trace(build(Words, 0), ids[:6])
+    with pytest.raises(ModelError, match=r"or give a module around it \(torch.nn.Sequential\(model\)\)"):
+        tulle.distribute(traced, dummy(traced), mesh)
+    model, _ = tulle.distribute(model := nn.Sequential(traced), dummy(model), mesh)
+    reference = build(Words, 0)
+    model(ids.chunk(2)[mesh.rank]).backward()
+    reference(ids).backward()
+    assert torch.allclose(traced.out.weight.grad, reference.out.weight.grad, atol=1e-15)
 
 
 @on_ranks(1, 2)
