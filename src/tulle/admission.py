@@ -53,7 +53,10 @@ def check_model(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], me
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ModelError("the model is wrapped in DistributedDataParallel, expected a plain one: give model.module")
     if isinstance(model, torch.jit.ScriptModule):
-        raise ModelError("the model is a ScriptModule, expected a plain torch.nn.Module: script what it is made of")
+        raise ModelError(
+            "the model is a ScriptModule, expected a plain torch.nn.Module: script what it is made of, or give a "
+            "module around it (torch.nn.Sequential(model))"
+        )
     if attribute_of(model, "no_sync") is not None:
         raise ModelError(
             f"{type(model).__name__} has a no_sync of its own, which tulle.distribute would hide: rename it, or give "

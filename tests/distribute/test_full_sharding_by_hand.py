@@ -87,7 +87,7 @@ def test_what_loops_do_to_parameters_number_by_number_is_one_process():
 
 @on_ranks(2)
 def test_averages_that_write_into_states_are_one_process():
-    """The habit of timm and of detectors: of a plain model a state is the parameters' own memory."""
+    """The habit of timm and of detectors: of a plain model a state is the parameters' own memory, by all names."""
 
     def trained(model, optimizer, rank=0, size=1):
         average = copy.deepcopy(model)
@@ -107,7 +107,7 @@ def test_averages_that_write_into_states_are_one_process():
     def made():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+        return model.append(model[0]), torch.optim.SGD(model.parameters(), lr=0.1)
 
     expected = trained(*made())
     for axes, memory in (({"data": 2}, FULL), ({"data": 1, "model": 2}, Memory())):

@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import warnings
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -57,6 +59,40 @@ def test_a_model_called_by_its_parts_is_kept_in_step():
     reference.out(reference.words(ids).mean(1)).mean().backward()
     assert torch.allclose(model.words.weight.grad.to_dense(), reference.words.weight.grad.to_dense(), atol=1e-15)
     assert torch.allclose(model.out.weight.grad, reference.out.weight.grad, atol=1e-15)
+
+
+@on_ranks(2)
+def test_gradients_travel_if_their_forward_lay_outside_of_no_sync_as_under_ddp():
+    mesh = tulle.init(data=-1)
+    model, ids = build(Words, 0), batches(1, 12)[0]
+    model, _ = tulle.distribute(model, dummy(model), mesh)
+    mine, means = ids.chunk(2)[mesh.rank], []
+    for first, second in [(nullcontext, model.no_sync), (model.no_sync, model.no_sync)]:
+        model.zero_grad()
+        model(mine)  # whose backward never comes
+        with first():
+            loss = model(mine)
+        with second():
+            loss.backward()
+        means.append(model.out.weight.grad.clone())
+    for seen, whose in zip(means, (ids, mine), strict=True):
+        reference = build(Words, 0)
+        reference(whose).backward()
+        assert torch.allclose(seen, reference.out.weight.grad, atol=1e-15)
+
+
+@on_ranks(2)
+def test_a_traced_model_is_distributed_by_a_module_around_it():
+    mesh, ids = tulle.init(data=-1), batches(1, 12)[0]
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        traced = torch.jit.trace(build(Words, 0), ids[:6])
+    with pytest.raises(ModelError, match=r"or give a module around it \(torch.nn.Sequential\(model\)\)"):
+        tulle.distribute(traced, dummy(traced), mesh)
+    model, _ = tulle.distribute(model := nn.Sequential(traced), dummy(model), mesh)
+    reference = build(Words, 0)
+    model(ids.chunk(2)[mesh.rank]).backward()
+    reference(ids).backward()
+    assert torch.allclose(traced.out.weight.grad, reference.out.weight.grad, atol=1e-15)
 
 
 @on_ranks(1, 2)

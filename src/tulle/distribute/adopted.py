@@ -33,9 +33,10 @@ class Distributed:
         """Let gradients add up on each rank within this context, without communication, as DDP's `no_sync`.
 
         The first backward outside of it averages the sums over the ranks. To accumulate gradients over several
-        micro-batches, run all but the last within.
+        micro-batches, run all but the last within, forward and backward: as under DDP, what ran forward before it is
+        averaged all the same.
         """
-        with self.__dict__[ENGINE].no_sync():
+        with self.__dict__[ENGINE].syncing.off():
             yield
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:  # noqa: FBT001 - torch's
@@ -134,6 +135,8 @@ def adopt_model(model: nn.Module, engine: DataParallel, plan: Plan, axes: Axes) 
         if axes.pipe is None:  # calls of several micro-batches are under way at once
             model.register_forward_pre_hook(cast("Any", _begin_call), with_kwargs=True)
             model.register_forward_hook(cast("Any", _end_call), always_call=True)
+    if axes.pipe is None and engine.home.size > 1:  # gradients of steps of stages travel at their end
+        model.register_forward_pre_hook(_begin_forward)
     if plan.memory.full_shard:  # which sends in forward
         model.register_forward_pre_hook(_begin_step)
     plain = type(model)
@@ -183,6 +186,11 @@ def _refuse_hook(name: str, *_: object) -> NoReturn:
 def _begin_call(model: nn.Module, arguments: tuple[object, ...], keywords: dict[str, object]) -> None:
     if (tables := _split_tables_of(model)) is not None and model.training and torch.is_grad_enabled():
         tables.begin_call((arguments, keywords))
+
+
+def _begin_forward(model: nn.Module, *_: object) -> None:
+    if not torch.compiler.is_compiling() and torch.is_grad_enabled() and (engine := engine_of(model)) is not None:
+        engine.syncing.begin_forward()
 
 
 @eager

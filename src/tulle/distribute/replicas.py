@@ -79,11 +79,12 @@ class Replicas(DataParallel):
 
     def end_backward(self) -> None:
         """All gradients are there."""
+        have_travelled = bool(self.syncing)
         super().end_backward()
         self._tell_parts()
-        if self.is_syncing:
+        if have_travelled:
             self.mark_proxies()
-        self._check_whole()
+            self._check_whole()
 
     def _begin_backward(self) -> None:
         """Have gradients of parts of layers be plain for those that average them."""
@@ -111,10 +112,11 @@ class Replicas(DataParallel):
         """All gradients are there, and nobody has averaged them."""
         self._tell_parts()
         self.mark_proxies()
-        self._check_whole()
+        if self.syncing:
+            self._check_whole()
 
     def _check_whole(self) -> None:
-        if self._whole is not None and self.is_syncing:
+        if self._whole is not None:
             self._whole.check()
 
     def mark_proxies(self) -> None:

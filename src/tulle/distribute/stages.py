@@ -79,10 +79,10 @@ def _added_up(engines: Collection[DataParallel], having: Callable[[], Collection
     """
     with ExitStack() as stack:
         for engine in engines:
-            stack.enter_context(engine.no_sync())
+            stack.enter_context(engine.syncing.off_for_all())
         yield
     for engine in sorted(having(), key=lambda engine: engine.number):
-        if engine.is_syncing:
+        if engine.syncing:
             engine.synchronize()
 
 

@@ -64,7 +64,7 @@ def average_by_hand(
         before = None if optimizer is None else engine.stepped.get(optimizer, Stepped())
         has_no_backward = before is not None and before.backwards == engine.backwards
         is_any_unknown = any(engine.slot_of(parameter) is not None for parameter in unknown)
-        if engine.is_syncing and (is_any_unknown or has_no_backward):
+        if engine.syncing and (is_any_unknown or has_no_backward):
             _average(engine, parameters, before, has_closure=has_closure)
         if optimizer is not None:
             engine.stepped[optimizer] = engine.now

@@ -60,7 +60,7 @@ def _look(
         _check_covered(trained)
         average_by_hand(parameters, engines, optimizer, has_closure=has_closure)
         for engine in engines:
-            if engine.is_syncing:
+            if engine.syncing:
                 engine.alike.look(parameters, engine.steps, optimizer)
     if not engines or not has_closure:
         return None

@@ -16,8 +16,7 @@ Source: Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parall
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -40,6 +39,7 @@ from tulle.engine.slots import Slot
 from tulle.engine.split_table import SplitTable
 from tulle.engine.split_tables import SplitTables
 from tulle.engine.stepped import Stepped
+from tulle.engine.syncing import Syncing
 from tulle.engine.tables import TableSettings, compact
 from tulle.engine.ties import Tie
 from tulle.engine.weighing import check_weighed
@@ -105,7 +105,8 @@ class DataParallel:
         if splits:
             remember(axis)
         self._by_parameter = {id(slot.parameter): slot for slot in self._slots.values()}
-        self._is_syncing = True
+        self.syncing = Syncing()
+        """Whether gradients travel, not merely add up."""
         self._backward = NOT_RUNNING
         buffers = Buffers(model, self.axis)
         foresights = _watch_lookups(model, self._slots.values()) if axis.size > 1 else {}
@@ -135,20 +136,6 @@ class DataParallel:
         for module in model.modules():
             if not tied.isdisjoint(map(id, module._parameters.values())):
                 module.__dict__[_KEPT] = self
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let gradients add up on each rank within this context; the first backward after it sends the sums."""
-        before, self._is_syncing = self._is_syncing, False
-        try:
-            yield
-        finally:
-            self._is_syncing = before
-
-    @property
-    def is_syncing(self) -> bool:
-        """Whether gradients travel, not merely add up."""
-        return self._is_syncing
 
     def synchronize(self) -> None:
         """Send the sums of what has added up within `no_sync`, without a backward. Every rank must call it."""
@@ -217,7 +204,7 @@ class DataParallel:
         slot.is_fired |= is_there
         if self._non_finite is not None:
             self._non_finite.look(slot.name, slot.parameter.grad)
-        if not self._is_syncing:
+        if not self.syncing:
             compact(slot.parameter)
             return
         if _running() != self._backward:  # as that asks first; but most gradients are not the first of a backward
@@ -237,26 +224,26 @@ class DataParallel:
         if backward == self._backward:
             return
         if self.axis.size > 1:
-            _check_followed(is_syncing=self._is_syncing)
+            _check_followed(is_syncing=bool(self.syncing))
         if self.split_tables is not None and not is_under_way(self._backward):
             self.split_tables.check_ended()
         self._backward = backward
         self.reducer.begin_backward()
         traffic.begin(self.steps + 1)
         end_with(backward, self)
-        if self._is_syncing:
+        if self.syncing:
             self.reducer.foresee_all(self.steps + 1)
 
     def _looked_up(self, parameter: Tensor, module: TableModule, ids: Tensor) -> None:
         """Note a lookup, and tell the other ranks its rows if it was the last one of a group."""
         self.reducer.foresights[id(parameter)].note(module, ids)
-        if self._is_syncing and module.training:
+        if self.syncing.is_on and module.training:
             self.reducer.foresee_looked_up(self.steps + 1)
 
     def end_backward(self) -> None:
         """All gradients are there: submit what has not been, and wait for everything."""
         self._backward = NOT_RUNNING
-        if not self._is_syncing:  # gradients of replicas add up; those of split tables have no other place than owners
+        if not self.syncing.end_backward():  # those of replicas add up; of split tables only owners have any
             if self.split_tables is not None:
                 self.split_tables.end_backward()
             return

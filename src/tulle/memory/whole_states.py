@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 from weakref import ref
 
@@ -19,7 +20,7 @@ from tulle.errors import ModelError
 from tulle.memory.ahead import Ahead, ahead_of
 from tulle.memory.shard import Shard, mark, shard_of
 from tulle.mesh import Axis
-from tulle.parts import Reduction, guard, load_part, write_through
+from tulle.parts import Reduction, guard, load_part, one_whole, write_through
 from tulle.traits import hold
 
 _SHARDS = "_tulle_shards"
@@ -172,12 +173,15 @@ def cut_in_place(model: nn.Module, name: str, shard: Shard) -> None:
 
 def _give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
     for name, shard in module.__dict__[_SHARDS].items() if not _gives_parts.get() else ():
-        if prefix + name in state:
-            key = prefix + name
-            ahead = ahead_of(module._parameters[name])
-            part = state[key]
-            whole = shard.whole(part, label=f"state_dict {key}") if ahead is None else ahead.whole(part, shard, key)
-            state[key] = write_through(whole, part, shard.part)
+        key, parameter = prefix + name, module._parameters[name]
+        if key in state and parameter is not None:
+            one_whole(parameter, state, key, partial(_whole, parameter, state[key], shard, key))
+
+
+def _whole(parameter: nn.Parameter, part: Tensor, shard: Shard, key: str) -> Tensor:
+    ahead = ahead_of(parameter)
+    whole = shard.whole(part, label=f"state_dict {key}") if ahead is None else ahead.whole(part, shard, key)
+    return write_through(whole, part, shard.part)
 
 
 def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:

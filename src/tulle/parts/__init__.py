@@ -1,7 +1,7 @@
 """Parameters of which a rank has a part: what torch may do with the part, and what is of the whole."""
 
 from tulle.parts.extents import ALIKE, BY_ROW, JOINED, Extent, extent_of_joined, held_alone, made_of, picks
-from tulle.parts.gathered import refuse_to_checkpoint, write_through
+from tulle.parts.gathered import one_whole, refuse_to_checkpoint, write_through
 from tulle.parts.hooks import hook_arrival, make_gradients_by
 from tulle.parts.lent import guard_again, keep_plainly, lift, lower
 from tulle.parts.part import (
@@ -77,6 +77,7 @@ __all__ = [
     "name_of",
     "norm_of_whole",
     "number_of_whole",
+    "one_whole",
     "part_of",
     "picks",
     "present",

@@ -10,9 +10,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tulle.parts.part import meets_parts
 from tulle.parts.stated import Stated, refusal_to_checkpoint
@@ -86,6 +88,27 @@ def write_through(whole: Tensor, part: Tensor, take: Callable[[Tensor], Tensor])
         part.copy_(take(plain))
 
     return _become_gathered(whole, write_back)
+
+
+def one_whole(parameter: Tensor, state: dict[str, Any], key: str, gather: Callable[[], Tensor]) -> None:
+    """Put a whole into a state; what a parameter has several names for is one tensor under all of them, as in torch.
+
+    A moving average that goes over names writes into it once for each.
+
+    Args:
+        parameter: Of which this rank has a part.
+        state: That `state_dict()` fills.
+        key: The name that the parameter is met under.
+        gather: Gives the whole, if the state has none.
+    """
+    before: tuple[str, ref[Tensor]] | None = _given.get(parameter)
+    found = None if before is None else before[1]()
+    state[key] = found if before is not None and found is not None and state.get(before[0]) is found else gather()
+    _given[parameter] = key, ref(state[key])
+
+
+_given = WeakTensorKeyDictionary()
+"""The name and the whole that a state was last given, by parameter."""
 
 
 def refuse_to_checkpoint(what: str) -> None:

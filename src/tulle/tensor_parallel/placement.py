@@ -15,6 +15,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from tulle.comm import enter, gather, number_of_all
 from tulle.mesh import Axis
-from tulle.parts import Reduction, Whole, guard, load_part, whole_of, write_through
+from tulle.parts import Reduction, Whole, guard, load_part, one_whole, whole_of, write_through
 
 _PLACEMENTS = "_tulle_placements"
 """The attribute by which a module holds the placements of its own parameters."""
@@ -268,14 +269,17 @@ def _named_placements(model: nn.Module) -> Iterator[tuple[str, Placement]]:
 
 def _give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
     for name, placement in placements_of(module).items() if not _gives_parts.get() else ():
-        key = prefix + name
-        if key in state:
+        key, parameter = prefix + name, module._parameters.get(name)
+        if key in state and parameter is not None:
             part = state[key].full_tensor() if hasattr(state[key], "full_tensor") else state[key]
             if part.is_meta:  # lives at another stage of a pipeline
                 state[key] = part.new_empty(placement.shape)
             else:
-                whole = placement.whole(part, label=f"state_dict {key}")
-                state[key] = write_through(whole, part, placement.part)
+                one_whole(parameter, state, key, partial(_whole, part, placement, key))
+
+
+def _whole(part: Tensor, placement: Placement, key: str) -> Tensor:
+    return write_through(placement.whole(part, label=f"state_dict {key}"), part, placement.part)
 
 
 def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
