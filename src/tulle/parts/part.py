@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from tulle.errors import ModelError
 from tulle.parts.extents import ALIKE, JOINED, extent_of_joined, held_alone, made_of, picks
 from tulle.parts.hooks import GRADIENT, OfGradient, OfParameter, become_gradient, hook_arrival, tell_hooks
-from tulle.parts.present import PART_OF as _WHOLE
 from tulle.parts.present import gathered, with_wholes
 from tulle.parts.reductions import Together, has_gradient_of_parts, number_of_whole
 from tulle.parts.torch_functions import (
@@ -50,12 +49,14 @@ from tulle.parts.torch_functions import (
 )
 from tulle.parts.wholes import (
     OF_ROWS,
+    PART_OF,
     Became,
     PartError,
     Whole,
     answer_of_whole,
     check_no_whole,
     extent_of_whole,
+    is_of_each_row,
     may_be_equal,
 )
 
@@ -121,15 +122,15 @@ class _Part(Tensor):
     def _check_given(self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Keywords) -> None:
         """Refuse what is not to see a part, alone or together with other tensors."""
         is_taken = goes_by_place(name, self, args) or name in DRAWS or name in LEAVES_TORCH
-        is_mixed = is_taken or any(mixes(name, self, dim, args, keywords) for dim in getattr(self, _WHOLE).dims)
+        is_mixed = is_taken or any(mixes(name, self, dim, args, keywords) for dim in getattr(self, PART_OF).dims)
         if is_mixed and given[0] is self:
             _refuse(self, name)
         if name not in PRODUCTS | JOINED:
-            check_no_whole(name, [one for one in given if type(one) not in _KINDS], self, getattr(self, _WHOLE))
+            check_no_whole(name, [one for one in given if type(one) not in _KINDS], self, getattr(self, PART_OF))
 
     def _checked(self, func: Function, result: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """What a function gave, if nobody need look at it; one number of all is that of the whole."""
-        whole: Whole = getattr(self, _WHOLE)
+        whole: Whole = getattr(self, PART_OF)
         if isinstance(result, bool) and name_of(func) in ALIKE:
             return bool(whole.over(torch.tensor(float(result), device=self.device), "min"))
         for one in result if isinstance(result, tuple | list) else ():
@@ -150,15 +151,15 @@ class _Part(Tensor):
 
     def _joined(self, func: Function, given: Sequence[Tensor], result: Tensor) -> Whole:
         """What several parts in one tensor are a part of."""
-        parts = [(one, whole) for one in given if (whole := getattr(one, _WHOLE, None)) is not None]
+        parts = [(one, whole) for one in given if (whole := getattr(one, PART_OF, None)) is not None]
         extent = extent_of_joined(func, [(one, extent_of_whole(whole)) for one, whole in parts], result)
-        first: Whole = getattr(self, _WHOLE)
+        first: Whole = getattr(self, PART_OF)
         is_alike = len(parts) == len(given) and all(whole.axes == first.axes for _, whole in parts)
         return Became(first, replace(extent, is_known=extent.is_known and is_alike))
 
     def _number(self, func: Function, result: Tensor, args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor:
         """One number of the whole, from that of this part, or of what lies in it where no place is empty."""
-        name, whole = name_of(func), cast("Whole", getattr(self, _WHOLE))
+        name, whole = name_of(func), cast("Whole", getattr(self, PART_OF))
         extent = extent_of_whole(whole)
         given, result = held_alone(func, extent, (cast("Tensor", self), tuple(args), dict(keywords)), result)
         has_gradient = torch.is_grad_enabled() and has_gradient_of_parts(name, *given)
@@ -195,12 +196,12 @@ class _Guarded(_Part):
 
     def _check_given(self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Keywords) -> None:
         super()._check_given(name, given, args, keywords)
-        others = [one for one in given if not _is_of_each_row(one, self)]
+        others = [one for one in given if not is_of_each_row(one, self)]
         unfit = [one for one in others if not fits(one, self)]
         if name in PRODUCTS or any(type(one) in _KINDS or not is_number(one) for one in unfit):
             _refuse(self, name)
-        layout = getattr(self, _WHOLE).layout
-        if any(isinstance(one, _Part) and getattr(one, _WHOLE).layout != layout for one in others):
+        layout = getattr(self, PART_OF).layout
+        if any(isinstance(one, _Part) and getattr(one, PART_OF).layout != layout for one in others):
             _refuse(self, name)
 
     def _checked(self, func: Function, result: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
@@ -213,7 +214,9 @@ class _Guarded(_Part):
             _refuse(self, name)
         if name == "data" or (name == "cpu" and result is not self and not result.requires_grad):
             setattr(result, _OWNER, self if name == "data" else None)
-            return _become(PartData, result, getattr(self, _WHOLE))  # of its own, unlike what is written in place gives
+            return _become(
+                PartData, result, getattr(self, PART_OF)
+            )  # of its own, unlike what is written in place gives
         return super()._checked(func, result, args, keywords)
 
 
@@ -233,7 +236,7 @@ def _done_with_parts(func: Function, name: str, args: Sequence[Any], keywords: K
     if func is torch.autograd.grad:
         _check_gradients(given)
         return _of_parts(keywords.get("inputs", args[1] if len(args) > 1 else ()), func(*args, **keywords))
-    if name == "equal" and not may_be_equal((one, getattr(one, _WHOLE, None)) for one in given):
+    if name == "equal" and not may_be_equal((one, getattr(one, PART_OF, None)) for one in given):
         return False
     part._check_given(name, given, args, keywords)
     result = func(*args, **keywords)
@@ -247,7 +250,7 @@ def _gradient_of(part: Tensor) -> Tensor | None:
 
 def _give_gradient(part: Tensor, gradient: Tensor | None) -> None:
     if isinstance(gradient, PartValues | PartData):
-        become_gradient(gradient, getattr(gradient, _WHOLE))
+        become_gradient(gradient, getattr(gradient, PART_OF))
     with torch._C.DisableTorchFunctionSubclass():
         GRADIENT.__set__(part, gradient)
 
@@ -256,7 +259,7 @@ def _guard_gradient(part: Tensor) -> None:
     """Have what backward gave a copy, of which no engine knows, be the gradient of a part."""
     gradient = _gradient_of(part)
     if type(gradient) is Tensor:
-        become_gradient(gradient, getattr(part, _WHOLE))
+        become_gradient(gradient, getattr(part, PART_OF))
 
 
 class Part(_Guarded, nn.Parameter):
@@ -267,16 +270,16 @@ class Part(_Guarded, nn.Parameter):
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """As of any parameter; the hook is given what knows that it is a part's gradient."""
-        return super().register_hook(OfGradient(hook, getattr(self, _WHOLE)))
+        return super().register_hook(OfGradient(hook, getattr(self, PART_OF)))
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
         """As of any parameter; to the hook `.grad` knows that it is a part's."""
-        return super().register_post_accumulate_grad_hook(OfParameter(hook, getattr(self, _WHOLE)))
+        return super().register_post_accumulate_grad_hook(OfParameter(hook, getattr(self, PART_OF)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """One that holds a part of the same, with numbers of its own."""
         copied = nn.Parameter(self.detach().clone(), self.requires_grad)
-        guard(copied, getattr(self, _WHOLE))
+        guard(copied, getattr(self, PART_OF))
         if copied.requires_grad:
             hook_arrival(copied, _guard_gradient)
         return memo.setdefault(id(self), copied)
@@ -337,7 +340,7 @@ def guard(parameter: nn.Parameter, whole: Whole) -> None:
             ...
         tulle.errors.ModelError: T was given half of it
     """
-    setattr(parameter, _WHOLE, whole)
+    setattr(parameter, PART_OF, whole)
     tell_hooks(parameter, whole)
     if type(parameter) is nn.Parameter:
         object.__setattr__(parameter, "__class__", Part)
@@ -350,24 +353,17 @@ def writes_by_data(parameter: Tensor) -> int:
 
 def whole_of(parameter: Tensor) -> Whole | None:
     """What a guarded parameter holds a part of; None of a plain one."""
-    return getattr(parameter, _WHOLE, None) if isinstance(parameter, Part) else None
+    return getattr(parameter, PART_OF, None) if isinstance(parameter, Part) else None
 
 
 def _become(kind: type[_Part], result: Tensor, whole: Whole) -> Tensor:
     object.__setattr__(result, "__class__", kind)
-    setattr(result, _WHOLE, whole)
+    setattr(result, PART_OF, whole)
     return result
 
 
-def _is_of_each_row(tensor: Tensor, part: Tensor) -> bool:
-    """Whether a tensor is what became of a part's rows, a number of each: their norms, with `keepdim=True`."""
-    whole, became = getattr(part, _WHOLE), getattr(tensor, _WHOLE, None)
-    shape = [length if dim in whole.dims else 1 for dim, length in enumerate(part.shape)]
-    return became is not None and became.layout == (whole.layout, tuple(whole.dims)) and [*tensor.shape] == shape
-
-
 def _refuse(part: Tensor, name: str) -> NoReturn:
-    whole: Whole = getattr(part, _WHOLE)
+    whole: Whole = getattr(part, PART_OF)
     hint = ""
     if name in REDUCED:
         hint = "; sums, means and norms of all of it are known, p.pow(2).sum() say, and have gradients"
@@ -382,7 +378,7 @@ def _each_checked(func: Function, args: Sequence[Any], results: Any) -> Any:
         given = [one[t] if isinstance(one, list | tuple) and one else one for one in args]  # or an empty list
         part = next((one for one in given if isinstance(one, _Part)), None)
         if part is not None and isinstance(result, Tensor):
-            check_no_whole(name_of(func), [result], part, getattr(part, _WHOLE))
+            check_no_whole(name_of(func), [result], part, getattr(part, PART_OF))
             if result.shape == part.shape:
                 part._checked(func, result, given, {})
     return results
@@ -392,12 +388,12 @@ def _of_parts(inputs: Any, gradients: Any) -> Any:
     """What `torch.autograd.grad` gave, those of parts as parts."""
     for part, gradient in zip([inputs] if isinstance(inputs, Tensor) else inputs, gradients, strict=True):
         if isinstance(part, _Part) and type(gradient) is Tensor:
-            _become(PartData, gradient, getattr(part, _WHOLE))
+            _become(PartData, gradient, getattr(part, PART_OF))
     return gradients
 
 
 def _check_gradients(given: Iterable[Tensor]) -> None:
     for part in given:
-        whole: Whole | None = getattr(part, _WHOLE, None)
+        whole: Whole | None = getattr(part, PART_OF, None)
         if whole is not None and (refusal := whole.refusal_of_gradient()) is not None:
             raise ModelError(refusal)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tulle.parts.torch_functions import DRAWS, is_transformed, tensors_in
+from tulle.parts.wholes import PART_OF
 
-PART_OF = "_tulle_part_of"
-"""The attribute by which a part knows what it is a part of."""
 _WRITE = frozenset(
     {"__setitem__", "__set__", "__delete__"}
     | {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "matmul")}

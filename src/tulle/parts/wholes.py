@@ -18,6 +18,8 @@ from tulle.parts.torch_functions import LOOKUPS, rows_by_number
 _SHAPES = {vars(torch._C.TensorBase)["shape"].__get__, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement}
 OF_ROWS = LOOKUPS | _SHAPES | {Tensor.__getitem__, Tensor.index_select, torch.index_select}
 """What asks for rows by their numbers, or may do so, or for how many there are."""
+PART_OF = "_tulle_part_of"
+"""The attribute by which a part knows what it is a part of."""
 _READER = "_tulle_reader"
 """The attribute by which a part knows who has the rest."""
 
@@ -149,6 +151,13 @@ class Became:
 def extent_of_whole(whole: Whole) -> Extent:
     """Which numbers of a whole lie in this rank's part."""
     return whole.extent if isinstance(whole, Became) else Extent(tuple(whole.dims), whole.count, whole.held())
+
+
+def is_of_each_row(tensor: Tensor, part: Tensor) -> bool:
+    """Whether a tensor is what became of a part's rows, a number of each: their norms, with `keepdim=True`."""
+    whole, became = getattr(part, PART_OF), getattr(tensor, PART_OF, None)
+    shape = [length if dim in whole.dims else 1 for dim, length in enumerate(part.shape)]
+    return became is not None and became.layout == (whole.layout, tuple(whole.dims)) and [*tensor.shape] == shape
 
 
 def may_be_equal(given: Iterable[tuple[Tensor, Whole | None]]) -> bool:
