@@ -346,3 +346,26 @@ def test_a_step_that_fails_has_done_nothing_and_can_be_done_again(is_done_again)
 
 def fail_of_memory(*_: object) -> None:
     raise RuntimeError("out of memory")
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_an_optimizer_has_twice_is_stepped_twice():
+    mesh = tulle.init(data=-1)
+
+    def trained(*, is_distributed: bool) -> nn.Module:
+        torch.manual_seed(0)
+        shared = nn.Linear(4, 4)
+        model = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), shared) for _ in range(2)]).double()
+        optimizer = SGD([*model[0].parameters(), *model[1].parameters()], lr=0.1, momentum=0.9)
+        if is_distributed:
+            tulle.distribute(model, optimizer, mesh, plan=tulle.Plan({"data": 2}, schedule="read"))
+        for batch in torch.linspace(-1, 1, 3 * 4 * 4, dtype=torch.float64).view(3, 4, 4):
+            optimizer.zero_grad()
+            share = batch.chunk(2)[mesh.rank] if is_distributed else batch
+            model[1](model[0](share).tanh()).sub(1).pow(2).mean().backward()
+            optimizer.step()
+        return model
+
+    difference, name = worst_difference(trained(is_distributed=True), trained(is_distributed=False))
+    assert difference < TOLERANCE, name

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from tulle.checkpoint.called import Called
 from tulle.checkpoint.placed import Part, Sharded, Share, memory_of
 from tulle.checkpoint.ranks import Ranks, distributed
 from tulle.distribute.adopted import axes_of
@@ -18,6 +19,8 @@ from tulle.pipeline import placement_of
 from tulle.tables.split import split_of
 from tulle.tensor_parallel import placements, state_of_parts
 from tulle.traits import saved_otherwise
+
+T = TypeVar("T")
 
 
 class Standing:
@@ -53,7 +56,7 @@ class Standing:
         """Whether other ranks have other tensors."""
         self.stage_rank = pipe.rank if pipe else 0
         """Along axis `pipe`."""
-        tensors = {**parameters, **_saved_buffers(model)}
+        tensors = self._tensors = {**parameters, **_saved_buffers(model)}
         self._held = {n: (tensor.dtype, tuple(tensor.shape)) for n, tensor in tensors.items() if not tensor.is_meta}
         """Dtype and shape of each tensor that this rank has, all or a part."""
         told = Ranks(pipe).gather((self._held, frozenset(tensors)))
@@ -75,16 +78,35 @@ class Standing:
         """Which draws random numbers in a way of its own."""
 
     def state(self) -> Mapping[str, Any]:
-        """The model's `state_dict`, with this rank's parts of what is split by `distribute`."""
+        """The model's `state_dict`, with this rank's parts of what is split by `distribute`.
+
+        Every rank must call it, before it asks for what this rank has of a tensor: the state may call it otherwise.
+
+        Raises:
+            CheckpointError: On every rank, if parts cannot be told from wholes in it.
+        """
         if self.axes is None:
             return self._model.state_dict()
         with state_of_parts(), state_of_shards():
             state = self._model.state_dict()
+        if self.parts or self.is_staged:
+            self._learn_names(state)
         for name in self._others.keys() & state.keys():  # a forward may have made it another
             state[name] = state[name].to(self._others[name][0])
         for name in self._made_late:  # in one order on all ranks
             state[name] = state.pop(name) if name in self._held else _empty(*self._others[name])
         return state
+
+    def _learn_names(self, state: Mapping[str, Any]) -> None:
+        """Know what a state calls otherwise than the model does, as where a hook leaves out a prefix."""
+        held = {name: tensor for name, tensor in self._tensors.items() if name in self._held}
+        found = Called.of(state, held, known=self.holders, parts=held if self.is_staged else self.parts)
+        called = Called.together(self.ranks.gather(found), type(self._model).__name__)
+        _know_too(self.parts, called)
+        _know_too(self.holders, called)
+        _know_too(self._held, called)
+        _know_too(self._others, called)
+        self._in_step |= {key for key, name in called.items() if name in self._in_step}
 
     def first_names(self, state: Mapping[str, Any]) -> dict[str, str]:
         """Of each tensor of the model's state the first of its names. Every rank of the mesh must call it."""
@@ -144,6 +166,11 @@ class Standing:
     def is_elsewhere(self, name: str) -> bool:
         """Whether a tensor lives at other stages only."""
         return name in self.holders and name not in self._held
+
+
+def _know_too(known: dict[str, T], called: Mapping[str, str]) -> None:
+    """Enter under each other name what is known by a name."""
+    known |= {key: known[name] for key, name in called.items() if name in known}
 
 
 def _empty(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -229,7 +229,7 @@ class LateUpdates:
             if parameter.grad is None and is_late(gradient):  # no backward has come since
                 parameter.grad = gradient
         has_closure = any(argument is not None for argument in (*arguments[1:], *keywords.values()))
-        if has_closure or any(group.get("differentiable") for group in optimizer.param_groups):
+        if has_closure or any(group.get("differentiable") or _repeats(group) for group in optimizer.param_groups):
             self.make_all_true()
             return
         for group in optimizer.param_groups:
@@ -291,6 +291,11 @@ def _complete(
     else:  # the model is gone, and nothing is to be updated
         alone(gradient)
         make_plain(gradient)
+
+
+def _repeats(group: dict[str, Any]) -> bool:
+    """Whether a parameter is in it twice, as where two models that share it are chained: it is stepped twice."""
+    return len(group["params"]) > len({id(parameter) for parameter in group["params"]})
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
