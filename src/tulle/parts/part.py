@@ -114,9 +114,9 @@ class _Part(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             try:
                 return _done_with_parts(func, name, args, keywords)
-            except PartError:
+            except PartError as error:
                 if (given := gathered(name, args, keywords)) is None:
-                    raise
+                    raise ModelError(str(error)) from None
         return func(*given[0], **given[1])
 
     def _check_given(self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Keywords) -> None:

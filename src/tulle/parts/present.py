@@ -34,6 +34,7 @@ _OF_THE_PART = frozenset(
         Tensor.requires_grad_,
         Tensor.retain_grad,
         Tensor.register_hook,
+        Tensor.register_post_accumulate_grad_hook,
         *(getattr(vars(torch._C.TensorBase)["data"], kind) for kind in ("__get__", "__set__")),
     }
 )
