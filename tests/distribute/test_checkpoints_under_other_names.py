@@ -1,18 +1,17 @@
 """Where a model's `state_dict` calls its parameters otherwise than they are, what is saved of parts is the whole."""
 
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
 from axes_models import build
+from sharded_plans import step_by_ones, stepped_in_parts
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import tulle
 from ranks import on_ranks
 from tulle.errors import CheckpointError
-from tulle.plan import Memory, Plan
 
 HOWS = ("rows", "full_shard", "model", "pipe")
 
@@ -45,19 +44,10 @@ def recomputed() -> nn.Module:
 
 
 def distributed(model, how):
-    mesh = tulle.init(**({how: 2} if how in ("model", "pipe") else {"data": 2}))
-    plan = Plan(mesh.shape, memory=Memory(full_shard=how == "full_shard"))
     names = {name.rpartition(".")[2]: name for name, _ in model.named_modules() if "_wrapped" not in name}
-    if how == "pipe":
-        plan = replace(plan, stages={names["words"]: 0, names["tags"]: 0, names["layers"]: 1, names["out"]: 1})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    stages = {names["words"]: 0, names["tags"]: 0, names["layers"]: 1, names["out"]: 1}
     table = next(name for name, module in model.named_modules() if isinstance(module, nn.Embedding))
-    tulle.distribute(model, optimizer, mesh, plan={table: "rows"} if how == "rows" else plan)
-    for parameter in model.parameters():
-        if not parameter.is_meta:
-            parameter.grad = torch.ones_like(parameter.detach())
-    optimizer.step()
-    return model, optimizer
+    return stepped_in_parts(model, how, stages, table)
 
 
 @on_ranks(2)
@@ -65,10 +55,7 @@ def distributed(model, how):
 @pytest.mark.parametrize("made", [Task, recomputed])
 def test_what_is_split_is_saved_whole_and_comes_back(made, how, tmp_path):
     plain = made()
-    momentum = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    for parameter in plain.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    momentum.step()
+    step_by_ones(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
     expected = plain.state_dict()
     model, optimizer = distributed(made(), how)
     full = tulle.full_state_dict(model, everywhere=True)

@@ -2,12 +2,12 @@
 
 import copy
 import io
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from axes_models import build
+from sharded_plans import stepped_in_parts
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -15,22 +15,10 @@ import tulle
 from ranks import on_ranks
 from test_checkpoint import told
 from tulle.parts import StatedPart
-from tulle.plan import Memory, Plan
 
 
 def distributed(how):
-    mesh = tulle.init(**({how: 2} if how in ("model", "pipe") else {"data": 2}))
-    plan = Plan(mesh.shape, memory=Memory(full_shard=how == "full_shard"))
-    if how == "pipe":
-        plan = replace(plan, stages={"words": 0, "tags": 0, "layers": 1, "out": 1})
-    model = build("dense words")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    tulle.distribute(model, optimizer, mesh, plan={"words.weight": "rows"} if how == "rows" else plan)
-    for parameter in model.parameters():
-        if not parameter.is_meta:
-            parameter.grad = torch.ones_like(parameter.detach())
-    optimizer.step()
-    return model, optimizer
+    return stepped_in_parts(build("dense words"), how, {"words": 0, "tags": 0, "layers": 1, "out": 1}, "words.weight")
 
 
 @on_ranks(2)

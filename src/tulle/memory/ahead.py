@@ -145,8 +145,9 @@ class Ahead:
         Raises:
             ModelError: If other ranks are at something else.
         """
-        gather = partial(replace(shard, axis=self.axis).whole, part, label=f"state_dict {name}")
-        return self._order.submit(f"{name!r} for {reader}", _STATE, gather).result()
+        label = f"{name!r} for {reader}"
+        gather = partial(replace(shard, axis=self.axis).whole, part, label=label)
+        return self._order.submit(label, _STATE, gather).result()
 
     def mean(self, gradient: Tensor, shard: Shard, name: str) -> Tensor:
         """Of the mean of all ranks' gradients of a whole this rank's part. Every rank of the axis must call it.

@@ -194,9 +194,10 @@ class _Call:
                 "full_shard"
             )
         self.arrival.expect(self.ahead.reduce(self.unit, gradients, self.parts))
-        shapes = [shard.local_shape for shard in self.unit.shards]
-        zero = [part.new_zeros(()) if part.requires_grad else None for part in self.parts]
-        return [None if one is None else one.expand(shape) for one, shape in zip(zero, shapes, strict=True)]
+        return [
+            part.new_zeros(()).expand(shard.local_shape) if part.requires_grad else None
+            for part, shard in zip(self.parts, self.unit.shards, strict=True)
+        ]
 
 
 class _Gather(torch.autograd.Function):

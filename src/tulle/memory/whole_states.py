@@ -91,7 +91,7 @@ class _SharedOut:
         ahead = self._ahead()
         if ahead is None or tuple(part.shape) != self.shard.local_shape:
             return None
-        return _Gathered.apply(part, ahead, self)
+        return _GatheredApart.apply(part, ahead, self)
 
     def _ahead(self) -> Ahead | None:
         parameter = self.parameter()
@@ -101,7 +101,7 @@ class _SharedOut:
         """That of the part is given."""
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredApart(torch.autograd.Function):
     """A part to the whole, outside of the modules that it belongs to; the gradient is the mean, as theirs are."""
 
     @staticmethod

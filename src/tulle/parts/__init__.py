@@ -35,6 +35,7 @@ from tulle.parts.torch_functions import (
     taken_together,
     tensors_in,
     unwrapped,
+    writes,
 )
 from tulle.parts.wholes import Whole, load_part, read_by
 
@@ -91,5 +92,6 @@ __all__ = [
     "unwrapped",
     "whole_of",
     "write_through",
+    "writes",
     "writes_by_data",
 ]

@@ -20,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 
 from tulle.parts.wholes import Whole
 
-GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
 _makers: list[Callable[[Tensor, Whole], Any]] = []
 
 
@@ -62,8 +61,7 @@ class OfParameter:
 
     def __call__(self, part: Tensor) -> None:
         """Call it while the parameter's gradient knows; for who averages it, it is as it was afterwards."""
-        with torch._C.DisableTorchFunctionSubclass():
-            gradient: Tensor | None = GRADIENT.__get__(part)
+        gradient = part.grad
         if type(gradient) is not Tensor or gradient.layout != torch.strided:
             return self.hook(part)
         become_gradient(gradient, self.whole)

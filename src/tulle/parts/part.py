@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from tulle.errors import ModelError
 from tulle.parts.extents import ALIKE, JOINED, extent_of_joined, held_alone, made_of, picks
-from tulle.parts.hooks import GRADIENT, OfGradient, OfParameter, become_gradient, hook_arrival, tell_hooks
+from tulle.parts.hooks import OfGradient, OfParameter, become_gradient, hook_arrival, tell_hooks
 from tulle.parts.present import gathered, with_wholes
 from tulle.parts.reductions import Together, has_gradient_of_parts, number_of_whole
 from tulle.parts.torch_functions import (
@@ -73,6 +73,7 @@ OF_NO_VALUES = frozenset(
 )
 """What may be asked of any tensor as it is: all that `zero_grad` asks, and that who fetches rows asks."""
 _AS_IT_IS = OF_NO_VALUES | {Tensor.detach}
+_GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
 _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _OWNER, _WRITES = "_tulle_data_of", "_tulle_writes"
 """The attributes by which `parameter.data` knows its parameter, and that how often it was written in by way of it."""
@@ -115,7 +116,7 @@ class _Part(Tensor):
             try:
                 return _done_with_parts(func, name, args, keywords)
             except PartError as error:
-                if (given := gathered(name, args, keywords)) is None:
+                if (given := gathered(func, args, keywords)) is None:
                     raise ModelError(str(error)) from None
         return func(*given[0], **given[1])
 
@@ -245,14 +246,14 @@ def _done_with_parts(func: Function, name: str, args: Sequence[Any], keywords: K
 
 def _gradient_of(part: Tensor) -> Tensor | None:
     with torch._C.DisableTorchFunctionSubclass():
-        return GRADIENT.__get__(part)
+        return _GRADIENT.__get__(part)
 
 
 def _give_gradient(part: Tensor, gradient: Tensor | None) -> None:
     if isinstance(gradient, PartValues | PartData):
         become_gradient(gradient, getattr(gradient, PART_OF))
     with torch._C.DisableTorchFunctionSubclass():
-        GRADIENT.__set__(part, gradient)
+        _GRADIENT.__set__(part, gradient)
 
 
 def _guard_gradient(part: Tensor) -> None:

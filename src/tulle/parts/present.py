@@ -14,15 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tulle.parts.torch_functions import DRAWS, is_transformed, tensors_in
+from tulle.parts.torch_functions import DRAWS, EACH_BY_ITSELF, is_transformed, name_of, tensors_in, writes
 from tulle.parts.wholes import PART_OF
 
-_WRITE = frozenset(
-    {"__setitem__", "__set__", "__delete__"}
-    | {f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "matmul")}
-    | {f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift")}
-)
-"""Names of operators that write; of functions the names end in an underscore."""
 _PRESENT, _BEHIND = "_tulle_present", "_tulle_behind"
 """The attributes by which a part has its whole meanwhile, and that its part."""
 _OF_THE_PART = frozenset(
@@ -77,12 +71,12 @@ def with_wholes(
 
 
 def gathered(
-    name: str, args: Sequence[Any], keywords: Mapping[str, Any]
+    func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """What a function is given that would take parts for wholes, with these. Every rank that has a part must call it.
 
     Args:
-        name: Of the function.
+        func: The function.
         args: Its arguments, and
         keywords: those by name.
 
@@ -92,15 +86,12 @@ def gathered(
     parts = [one for one in tensors_in([*args, *keywords.values()]) if hasattr(one, PART_OF)]
     of_parts: dict[int, Any] = {id(one): getattr(getattr(one, PART_OF), "gather", None) for one in parts}
     first, *_ = (*args, *keywords.values())
-    writes_in_part = _writes(name) and (name.startswith("_foreach") or hasattr(first, PART_OF))
+    name = name_of(func)
+    writes_in_part = writes(func) and (name.startswith(EACH_BY_ITSELF) or hasattr(first, PART_OF))
     if writes_in_part or "out" in keywords or name in DRAWS or None in of_parts.values() or is_transformed():
         return None
     wholes = {id(one): of_parts[id(one)](one) for one in parts}
     return None if None in wholes.values() else _replaced(args, keywords, lambda one: wholes.get(id(one)))
-
-
-def _writes(name: str) -> bool:
-    return name in _WRITE or (name.endswith("_") and not name.endswith("__"))
 
 
 def _replaced(

@@ -26,6 +26,25 @@ _BY_PLACE = _INDEXED | {
     *("channel_shuffle", "multinomial", "argwhere"),
 }
 """Names of what depends on where a number lies."""
+_WRITE = {"__setitem__", "__set__", "__delete__"} | {
+    f"__i{name}__"
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+        "lshift",
+        "rshift",
+    )
+}
+"""Names of operators that write; of functions the names end in an underscore."""
 LEAVES_TORCH = {"numpy", "tolist", "__array__", "__dlpack__"}
 """Names of what takes the numbers out of torch, where nothing knows any more that they are a part."""
 DRAWS = {
@@ -172,6 +191,17 @@ def name_of(func: Callable[..., Any]) -> str:
     """The name of a function of torch, or of the property that it reads."""
     name = getattr(func, "__name__", "")
     return getattr(func, "__self__", func).__name__ if name == "__get__" else name
+
+
+def writes(func: Callable[..., Any]) -> bool:
+    """Whether a function of torch writes in what it is given, by its name.
+
+    Example:
+        >>> writes(torch.Tensor.add_), writes(torch.Tensor.__setitem__), writes(torch.add)
+        (True, True, False)
+    """
+    name = getattr(func, "__name__", "")
+    return name in _WRITE or (name.endswith("_") and not name.endswith("__"))
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:

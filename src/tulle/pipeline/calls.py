@@ -22,6 +22,7 @@ from tulle.pipeline.placeholder import is_about_shape
 from tulle.pipeline.recompute import intercept_functions, is_within_function
 from tulle.pipeline.trial import trial
 from tulle.pipeline.unfit import kinds_of, refuse_replaced
+from tulle.pipeline.written import memory_of
 from tulle.traits import is_compiled
 
 
@@ -244,7 +245,7 @@ class _Reads(TorchFunctionMode):
         super().__init__()
         self._read, self._computed, self._asked = read, computed, asked
         self._made = WeakTensorKeyDictionary()
-        self._memory = set(map(_memory, own))
+        self._memory = set(map(memory_of, own))
         """That of the model's own parameters, and what operations have taken since: what was there before has none."""
 
     def __torch_function__(
@@ -258,7 +259,7 @@ class _Reads(TorchFunctionMode):
         given = _tensors((args, kwargs))
         parameters = [one for one in given if isinstance(one, nn.Parameter)]
         for parameter in parameters:
-            self._read(parameter, is_made=_memory(parameter) in self._memory)
+            self._read(parameter, is_made=memory_of(parameter) in self._memory)
         if any(one in self._made for one in given):
             self._computed()
         elif not parameters:
@@ -266,16 +267,8 @@ class _Reads(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         for one in _tensors(result):
             self._made[one] = True
-        self._memory.update({*map(_memory, _tensors(result))}.difference(map(_memory, given)))
+        self._memory.update({*map(memory_of, _tensors(result))}.difference(map(memory_of, given)))
         return result
-
-
-def _memory(tensor: Tensor) -> int:
-    """A number of a tensor's memory; of one that has none, or is transformed, its own."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)
 
 
 def _tensors(value: object) -> list[Tensor]:

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tulle.parts import unwrapped
+from tulle.parts import unwrapped, writes
 from tulle.pipeline.structure import flatten
 from tulle.traits import memory_key
-
-_WRITES = {"__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__"}
 
 
 class written_back(TorchFunctionMode):  # noqa: N801 - used like a function
@@ -27,18 +25,17 @@ class written_back(TorchFunctionMode):  # noqa: N801 - used like a function
         super().__init__()
         self._parameters: dict[int, list[nn.Parameter]] = {}
         for parameter in model.parameters():
-            self._parameters.setdefault(_memory_of(parameter), []).append(parameter)
+            self._parameters.setdefault(memory_of(parameter), []).append(parameter)
         self._before: list[tuple[nn.Parameter, Tensor]] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Look at operations that write, and let everything through."""
-        name = getattr(func, "__name__", "")
-        if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
+        if writes(func):
             for leaf in flatten((args, kwargs))[0]:
                 if type(leaf) is Tensor or type(leaf) is nn.Parameter:
-                    written = self._parameters.pop(_memory_of(leaf), ())
+                    written = self._parameters.pop(memory_of(leaf), ())
                     self._before += [(parameter, parameter.detach().clone()) for parameter in written]
         return func(*args, **(kwargs or {}))
 
@@ -49,6 +46,7 @@ class written_back(TorchFunctionMode):  # noqa: N801 - used like a function
                 parameter.copy_(before)
 
 
-def _memory_of(tensor: Tensor) -> int:
+def memory_of(tensor: Tensor) -> int:
+    """What tells a tensor's memory from other memory."""
     tensor = unwrapped(tensor)  # what a transform of `torch.func` goes by says of no memory where it lies
     return memory_key(tensor)
