@@ -130,4 +130,4 @@ def distributed(kind, shape, plan=MappingProxyType({}), **options):
 
 def worst_difference(found, wanted):
     assert list(found) == list(wanted)
-    return max((found[name].double() - wanted[name].double()).abs().max().item() for name in wanted)
+    return max((found[name].double().cpu() - wanted[name].double().cpu()).abs().max().item() for name in wanted)

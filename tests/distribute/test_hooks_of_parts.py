@@ -65,7 +65,7 @@ def test_norms_in_them_are_those_of_the_whole(how, hook, is_before):
             optimizer.step()
             optimizer.zero_grad()
     for name, value in tulle.full_state_dict(model, everywhere=True).items():
-        torch.testing.assert_close(value, expected.state_dict()[name], rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(value, expected.state_dict()[name].cpu(), rtol=1e-12, atol=1e-14)
 
 
 @on_ranks(2)

@@ -14,6 +14,8 @@ from tulle.errors import GradientError
 from tulle.spread import Spread
 from tulle.tables import ShardGradient
 
+_WITH_DOUBLES = ("cpu", "cuda")
+
 
 def norm_over_ranks(counted: Sequence[Tensor], spread: Spread, norm_type: float) -> Tensor:
     """The norm of all ranks' gradients. Every rank of the axes must call it.
@@ -24,7 +26,8 @@ def norm_over_ranks(counted: Sequence[Tensor], spread: Spread, norm_type: float)
         norm_type: Order of the norm.
 
     Returns:
-        In the precision in which it was summed (float64 on CPUs), since a rank that counts nothing knows no other.
+        In the precision in which it was summed, since a rank that counts nothing knows no other: float64, if there is
+        one on the device.
 
     Raises:
         GradientError: If there is no norm of that order, or none that is put together from those of parts here.
@@ -33,7 +36,7 @@ def norm_over_ranks(counted: Sequence[Tensor], spread: Spread, norm_type: float)
         raise GradientError(f"no norm of order {norm_type} is taken over ranks: clip by one of order 2, say, or inf")
     is_max = math.isinf(norm_type)
     device = spread.axes[0].device
-    power = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
+    power = torch.zeros((), device=device, dtype=torch.float64 if device.type in _WITH_DOUBLES else torch.float32)
     if counted:
         norm = get_total_norm([_own(gradient, spread) for gradient in counted], norm_type).to(power)
         power = norm if is_max else norm**norm_type

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from tulle.comm.lane import on_host
 from tulle.comm.pending import Exchange, translated
 from tulle.errors import CommunicationError, TulleError
 from tulle.mesh import Axis
@@ -16,7 +17,8 @@ T = TypeVar("T")
 def gather_values(value: T, axis: Axis, *, label: str) -> list[T]:
     """Every rank's value, in the order of ranks; any value that pickles. For set-up, not for the hot path.
 
-    Every rank of the axis must call it, with the same label.
+    Every rank of the axis must call it, with the same label. It goes by gloo, whatever the axis computes on: ranks that
+    have come for an exchange of tensors instead would give nccl another length, for which it reads past the memory.
 
     Args:
         value: This rank's.
@@ -29,8 +31,9 @@ def gather_values(value: T, axis: Axis, *, label: str) -> list[T]:
     if axis.size == 1:
         return [value]
     told: list[tuple[str, T]] = [(label, value)] * axis.size
+    group = axis.group if axis.device.type == "cpu" else on_host(axis, "agreement").group
     with translated(Exchange("agreement", axis, label, 0, 0)):
-        dist.all_gather_object(told, (label, value), group=axis.group)
+        dist.all_gather_object(told, (label, value), group=group)
     first = told[0][0]
     for rank, (theirs, _) in enumerate(told):
         if theirs != first:

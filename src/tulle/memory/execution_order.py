@@ -3,39 +3,51 @@
 What came after an exchange the last time is expected to come again, by all ranks alike, and goes at once. Any other is
 announced before it goes. So ranks that take other branches do not meet in exchanges of other sizes, at which gloo ends
 the process, nor in any: one of them announces, and the other does not hear it. Who waits for long tells the store where
-it is, and looks there for the others. What such ranks have begun never ends, and all that comes later would wait behind
-it, of other models too: from then on each rank is told so at once.
+it was lately, and looks there for the others. What such ranks have begun never ends, and all that comes later would
+wait behind it, of other models too: from then on each rank is told so at once.
+
+On GPUs a host runs ahead of what its GPU waits for, and nccl, which is given another size, reads past the memory. There
+announcements go from host to host, before anything is begun.
 """
 
 from __future__ import annotations
 
+import json
+from collections import deque
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Generic, TypeVar
 
+import torch
+
 from tulle.board import forget_place, places
-from tulle.comm import BackgroundThread, Job, gather_values
+from tulle.comm import BackgroundThread, Job, gather_values, on_host
 from tulle.errors import CommunicationError, ModelError
 from tulle.mesh import Axis
 
 T = TypeVar("T")
 LONG_S = 3.0
 """After so many seconds of waiting ranks look where the others are."""
+_REMEMBERED = 1000
+"""So many exchanges are told then: a host may have begun those of a whole forward when its GPU waits for the first."""
 
 
 class ExecutionOrder:
     """The exchanges of one axis, which all its ranks must have in the same order.
 
     Args:
-        axis: On a process group that nothing else uses.
+        axis: On a process group that nothing else uses. Every rank of it must make one.
     """
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
         self._background = BackgroundThread("tulle shared out", axis.device)
+        self._hosts = on_host(axis, "announcements") if self._background.takes_turns else axis
+        self._announcing = BackgroundThread("tulle announces", torch.device("cpu"))
         self._followed: dict[tuple[str, Hashable], tuple[str, Hashable]] = {}
         """What came after an exchange the last time."""
         self._last: tuple[str, Hashable] = "", None
+        self._lately = deque[str](maxlen=_REMEMBERED)
         self._exchanges = 0
         self._ended_by: Exception | None = None
 
@@ -60,8 +72,36 @@ class ExecutionOrder:
         is_expected = self._followed.get(self._last) == (exchange, which)
         self._followed[self._last] = self._last = exchange, which
         self._exchanges += 1
-        job = self._background.submit(do if is_expected else partial(_announced, exchange, self.axis, do))
-        return Sent(job, exchange, self._exchanges, self)
+        self._lately.append(exchange)
+        if not is_expected and self._background.takes_turns:
+            Sent(self._announcing.submit(partial(_announce, exchange, self._hosts)), exchange, self).result()
+        elif not is_expected:
+            do = partial(_announced, exchange, self.axis, do)
+        return Sent(self._background.submit(do), exchange, self)
+
+    def ask(self) -> None:
+        """Leave word of the latest exchanges, and look at those of the other ranks.
+
+        Raises:
+            ModelError: If one of them was another on another rank.
+        """
+        mine = {self._exchanges - back: exchange for back, exchange in enumerate(reversed(self._lately))}
+        for rank, told in places(self._key, self.axis.rank, json.dumps(mine), self.axis.size).items():
+            theirs = {int(number): exchange for number, exchange in json.loads(told).items()}
+            for number in sorted(mine.keys() & theirs.keys()):
+                try:
+                    _check(mine[number], theirs[number], rank, self.axis)
+                except ModelError as error:
+                    self.end(error)  # which waits in vain from now on
+                    raise
+
+    def go_on(self) -> None:
+        """Take back that this rank waits."""
+        forget_place(self._key, self.axis.rank)
+
+    @property
+    def _key(self) -> str:
+        return self.axis.group.group_name
 
     def end(self, error: Exception) -> None:
         """No exchange of this axis can be had any more, by what this rank has just been told."""
@@ -74,12 +114,11 @@ class Sent(Generic[T]):
     Args:
         job: Does it.
         exchange: What it is.
-        number: Of the exchange on this axis.
         order: It is one of.
     """
 
-    def __init__(self, job: Job[T], exchange: str, number: int, order: ExecutionOrder) -> None:
-        self._job, self._exchange, self._number, self._order, self._axis = job, exchange, number, order, order.axis
+    def __init__(self, job: Job[T], exchange: str, order: ExecutionOrder) -> None:
+        self._job, self._exchange, self._order = job, exchange, order
         self._is_asking = False
 
     def result(self) -> T:
@@ -96,21 +135,12 @@ class Sent(Generic[T]):
             self._order.end(told)
             raise told from error
         if self._is_asking:
-            forget_place(self._key, self._axis.rank)
+            self._order.go_on()
         return result
-
-    @property
-    def _key(self) -> str:
-        return f"{self._axis.group.group_name}/{self._number}"
 
     def _ask(self) -> None:
         self._is_asking = True
-        for rank, theirs in places(self._key, self._axis.rank, self._exchange, self._axis.size).items():
-            try:
-                _check(self._exchange, theirs, rank, self._axis)
-            except ModelError as error:
-                self._order.end(error)  # which waits in vain from now on
-                raise
+        self._order.ask()
 
 
 def other_branch(said: str) -> ModelError:
@@ -129,9 +159,13 @@ def _announced(exchange: str, axis: Axis, do: Callable[[], T]) -> T:
     Raises:
         ModelError: On every rank, if they do not.
     """
+    _announce(exchange, axis)
+    return do()
+
+
+def _announce(exchange: str, axis: Axis) -> None:
     for rank, theirs in enumerate(gather_values(exchange, axis, label="what comes next")):
         _check(exchange, theirs, rank, axis)
-    return do()
 
 
 def _check(exchange: str, theirs: str, rank: int, axis: Axis) -> None:
