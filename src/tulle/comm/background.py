@@ -59,8 +59,17 @@ class BackgroundThread:
         """Whether jobs go on only in `submit` and in `result`, as on CUDA."""
         return self._turns is not None
 
-    def submit(self, work: Callable[[], T]) -> Job[T]:
-        """Have some work done after all that was submitted before; call it from one thread at a time."""
+    def submit(
+        self, work: Callable[[], T], *, meanwhile: Callable[[], None] | None = None, after_s: float = 1.0
+    ) -> Job[T]:
+        """Have some work done after all that was submitted before; call it from one thread at a time.
+
+        Args:
+            work: It.
+            meanwhile: On CUDA, called each time the thread has not come back for so many seconds; what it raises ends
+                the wait.
+            after_s: These.
+        """
         if self._thread is None:
             self._thread = will_wait(
                 threading.Thread(target=_deliver, args=(self._jobs, self._turns), name=self._name, daemon=True)
@@ -71,7 +80,7 @@ class BackgroundThread:
         job = Job(work, self._stream, self._turns)
         self._jobs.put(job.run)
         while self._turns is not None and not job.is_begun:  # those before it are done first
-            self._turns.give()
+            self._turns.give(meanwhile, after_s)
         return job
 
     def close(self) -> None:

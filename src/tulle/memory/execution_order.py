@@ -49,6 +49,7 @@ class ExecutionOrder:
         self._last: tuple[str, Hashable] = "", None
         self._lately = deque[str](maxlen=_REMEMBERED)
         self._exchanges = 0
+        self._is_asking = False
         self._ended_by: Exception | None = None
 
     def submit(self, exchange: str, which: Hashable, do: Callable[[], T]) -> Sent[T]:
@@ -77,7 +78,7 @@ class ExecutionOrder:
             Sent(self._announcing.submit(partial(_announce, exchange, self._hosts)), exchange, self).result()
         elif not is_expected:
             do = partial(_announced, exchange, self.axis, do)
-        return Sent(self._background.submit(do), exchange, self)
+        return Sent(self._background.submit(do, meanwhile=self.ask, after_s=LONG_S), exchange, self)
 
     def ask(self) -> None:
         """Leave word of the latest exchanges, and look at those of the other ranks.
@@ -85,6 +86,7 @@ class ExecutionOrder:
         Raises:
             ModelError: If one of them was another on another rank.
         """
+        self._is_asking = True
         mine = {self._exchanges - back: exchange for back, exchange in enumerate(reversed(self._lately))}
         for rank, told in places(self._key, self.axis.rank, json.dumps(mine), self.axis.size).items():
             theirs = {int(number): exchange for number, exchange in json.loads(told).items()}
@@ -96,8 +98,10 @@ class ExecutionOrder:
                     raise
 
     def go_on(self) -> None:
-        """Take back that this rank waits."""
-        forget_place(self._key, self.axis.rank)
+        """Take back that this rank waits, if it has said so."""
+        if self._is_asking:
+            forget_place(self._key, self.axis.rank)
+            self._is_asking = False
 
     @property
     def _key(self) -> str:
@@ -119,7 +123,6 @@ class Sent(Generic[T]):
 
     def __init__(self, job: Job[T], exchange: str, order: ExecutionOrder) -> None:
         self._job, self._exchange, self._order = job, exchange, order
-        self._is_asking = False
 
     def result(self) -> T:
         """Wait for it, and give what it gave.
@@ -129,18 +132,13 @@ class Sent(Generic[T]):
             CommunicationError: If a rank is gone, or does not come, naming the exchange.
         """
         try:
-            result = self._job.result(meanwhile=self._ask, after_s=LONG_S)
+            result = self._job.result(meanwhile=self._order.ask, after_s=LONG_S)
         except CommunicationError as error:
             told = CommunicationError(f"while this rank was at {self._exchange}: {error}")
             self._order.end(told)
             raise told from error
-        if self._is_asking:
-            self._order.go_on()
+        self._order.go_on()
         return result
-
-    def _ask(self) -> None:
-        self._is_asking = True
-        self._order.ask()
 
 
 def other_branch(said: str) -> ModelError:
