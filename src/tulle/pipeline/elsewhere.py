@@ -1,29 +1,39 @@
-"""`Elsewhere`: a parameter that lives at another stage, outside of steps: its shape and dtype, and no values.
+"""`Elsewhere`: a parameter or buffer that lives at another stage, outside of steps: its shape and dtype, and no values.
 
 Programs ask a model's first parameter where tensors are to be made (`model.device`, `ids.to(next(model.parameters())
 .device)`, `next(model.parameters()).new_zeros(...)`). Within steps a placeholder answers; outside of them it is this.
+Random numbers that are drawn for it there are drawn in vain here: a rank that left them out would draw others from then
+on, of batches, say, than the rank that has it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tulle.deferred.draws import can_draw_in_chunks, draw_in_chunks
+from tulle.parts import DRAWS, PLAIN, name_of
 from tulle.pipeline.placeholder import running
 from tulle.pipeline.structure import LEAF_KINDS
 
 _DEVICE: Any = vars(torch._C.TensorBase)["device"]
 _DATA: Any = vars(torch._C.TensorBase)["data"]
+_IS_META: Any = vars(torch._C.TensorBase)["is_meta"]
+_DRAWS = DRAWS - {"view_as"}
+_DRAWN_BYTES = 64 << 20
+"""Of numbers that are drawn in vain, this many are there at once, if their kind can be drawn so."""
 _MAKES = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
 def _is_away(tensor: Tensor) -> bool:
     """Whether it has no values, and no step runs, whose placeholder would answer."""
-    return running.get() is None and tensor.is_meta
+    return running.get() is None and _IS_META.__get__(tensor)
 
 
 def _device_of(tensor: _AtHome) -> torch.device:
@@ -56,13 +66,18 @@ class _AtHome(Tensor):
         is_alone = len(args) == 1 and not kwargs and isinstance(args[0], _AtHome)
         leaves = args if is_alone else tree_leaves((args, kwargs))
         kinds = [(leaf, type(leaf)) for leaf in leaves if isinstance(leaf, _AtHome)]
+        if name_of(func) in _DRAWS and all(_is_away(tensor) for tensor, _ in kinds):
+            _draw_in_vain(func, args, kwargs or {})
         for tensor, kind in kinds:
             object.__setattr__(tensor, "__class__", nn.Parameter if issubclass(kind, nn.Parameter) else Tensor)
         try:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
         finally:
             for tensor, kind in kinds:
                 object.__setattr__(tensor, "__class__", kind)
+        if not kinds or name_of(func) in PLAIN:
+            return result
+        return tree_map_only(Tensor, partial(_computed, home=kinds[0][0]._home), result)
 
     def detach(self) -> Tensor:
         """As of any tensor."""
@@ -78,12 +93,31 @@ class _AtHome(Tensor):
         return super().to(*args, **kwargs)
 
 
-for _name, _answer in {"device": property(_device_of), **{name: _made_at_home(name) for name in _MAKES}}.items():
+def _data_of(tensor: _AtHome) -> Tensor:
+    data = _DATA.__get__(tensor)
+    return _at_home(ElsewhereData, data, tensor._home) if _is_away(tensor) else data
+
+
+def _is_on_meta(tensor: _AtHome) -> bool:
+    """As of any tensor. Functions of `torch.nn.init` that ask it draw nothing where it is so: here in vain."""
+    asks = sys._getframe(1)
+    if asks.f_code.co_filename == nn.init.__file__ and _is_away(tensor):
+        function, names = asks.f_code, asks.f_code.co_varnames[: asks.f_code.co_argcount]
+        _draw_in_vain(getattr(nn.init, function.co_name), (), {name: asks.f_locals[name] for name in names})
+    return _IS_META.__get__(tensor)
+
+
+_PROPERTIES = {
+    "device": property(_device_of),
+    "data": property(_data_of, _DATA.__set__),
+    "is_meta": property(_is_on_meta),
+}
+for _name, _answer in {**_PROPERTIES, **{name: _made_at_home(name) for name in _MAKES}}.items():
     setattr(_AtHome, _name, _answer)
 
 
 class ElsewhereData(_AtHome):
-    """`parameter.data` of one, and what `state_dict` gives of it."""
+    """A buffer, and what is computed of one or of a parameter."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """As of any tensor."""
@@ -94,15 +128,8 @@ class ElsewhereData(_AtHome):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-def _data_of(parameter: Elsewhere) -> Tensor:
-    data = _DATA.__get__(parameter)
-    return _at_home(ElsewhereData, data, parameter._home) if _is_away(parameter) else data
-
-
 class Elsewhere(_AtHome, nn.Parameter):
     """A parameter that lives at another stage."""
-
-    data = cast("Any", property(_data_of, _DATA.__set__))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """As of any parameter."""
@@ -110,17 +137,17 @@ class Elsewhere(_AtHome, nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle of a plain parameter without memory."""
-        return nn.Parameter(Tensor.detach(self), self.requires_grad).__reduce_ex__(protocol)
+        return nn.Parameter(self.as_subclass(Tensor).detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
-LEAF_KINDS.add(Elsewhere)
+LEAF_KINDS |= {Elsewhere, ElsewhereData}
 
 
-def elsewhere(parameter: Tensor, home: torch.device) -> Tensor:
-    """Have a plain parameter on device `meta` be one that lives elsewhere. It is given back.
+def elsewhere(tensor: Tensor, home: torch.device) -> Tensor:
+    """Have a plain parameter or buffer on device `meta` be one that lives elsewhere. It is given back.
 
     Args:
-        parameter: That other ranks have.
+        tensor: That other ranks have.
         home: Where this rank computes.
 
     Example:
@@ -128,10 +155,36 @@ def elsewhere(parameter: Tensor, home: torch.device) -> Tensor:
         >>> weight.is_meta, weight.device, weight.new_zeros(1)
         (True, device(type='cpu'), tensor([0.]))
     """
-    return _at_home(Elsewhere, parameter, home)
+    return _at_home(Elsewhere if isinstance(tensor, nn.Parameter) else ElsewhereData, tensor, home)
 
 
 def _at_home(kind: type[_AtHome], tensor: Tensor, home: torch.device) -> Tensor:
     object.__setattr__(tensor, "__class__", kind)
     cast("_AtHome", tensor)._home = home
     return tensor
+
+
+def _computed(result: Tensor, home: torch.device) -> Tensor:
+    return _at_home(ElsewhereData, result, home) if type(result) is Tensor and result.is_meta else result
+
+
+def _draw_in_vain(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Have generators stand where they do at the stage that has what numbers are drawn for."""
+    drawn, name = args[0] if args else None, name_of(func)
+    if isinstance(drawn, _AtHome) and not kwargs and _is_drawn_in_chunks(drawn, name):
+        for _ in draw_in_chunks(cast("Any", name), drawn.shape, drawn.dtype, args[1:], chunk_bytes=_DRAWN_BYTES):
+            pass
+        return
+    with torch.no_grad():
+        args, kwargs = tree_map_only(_AtHome, _stand_in, (args, kwargs))
+        func(*args, **kwargs)
+
+
+def _is_drawn_in_chunks(tensor: Tensor, name: str) -> bool:
+    is_many = tensor.nbytes > _DRAWN_BYTES and tensor.device.type == "cpu" and tensor.is_contiguous()
+    return is_many and can_draw_in_chunks(name, tensor.dtype, tensor.numel())
+
+
+def _stand_in(tensor: _AtHome) -> Tensor:
+    zeros = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return zeros.zero_()  # what stands for a probability must be one

@@ -314,7 +314,7 @@ def _let_go_of_others(model: nn.Module, owners: Mapping[str, Sequence[int]], axi
         for name, tensor in tensors_of(model):
             if axis.rank not in owners[name]:
                 _let_go(tensor, name)
-                if type(tensor) is nn.Parameter:
+                if type(tensor) in (nn.Parameter, Tensor) and tensor.layout == torch.strided:
                     elsewhere(tensor, axis.device)
     except ModelError as error:
         return error
