@@ -170,5 +170,5 @@ def hold(parameter: nn.Parameter, part: Tensor) -> None:
         tensor([1., 1.])
     """
     other = torch.bfloat16 if parameter.dtype == torch.float16 else torch.float16
-    parameter.data = part.new_empty(0, dtype=other)
+    parameter.data = torch.empty_like(part[:0], dtype=other)
     parameter.data = part

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -75,9 +74,7 @@ class _AtHome(Tensor):
         finally:
             for tensor, kind in kinds:
                 object.__setattr__(tensor, "__class__", kind)
-        if not kinds or name_of(func) in PLAIN:
-            return result
-        return tree_map_only(Tensor, partial(_computed, home=kinds[0][0]._home), result)
+        return _computed(result, kinds[0][0]._home) if kinds and name_of(func) not in PLAIN else result
 
     def detach(self) -> Tensor:
         """As of any tensor."""
@@ -164,7 +161,9 @@ def _at_home(kind: type[_AtHome], tensor: Tensor, home: torch.device) -> Tensor:
     return tensor
 
 
-def _computed(result: Tensor, home: torch.device) -> Tensor:
+def _computed(result: Any, home: torch.device) -> Any:
+    if type(result) in (tuple, list):  # torch's own walk leaves cycles behind
+        return type(result)(_computed(one, home) for one in result)
     return _at_home(ElsewhereData, result, home) if type(result) is Tensor and result.is_meta else result
 
 

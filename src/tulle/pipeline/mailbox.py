@@ -66,8 +66,8 @@ class Mailbox:
         self._ended: dict[int, int] = {}
         """By rank the last run that is over there, and of those that failed why."""
         self._failed: dict[int, tuple[int, str]] = {}
-        self._counts: dict[int, list[int]] = {}
-        """What ranks counted in runs that are over there, by run."""
+        self._words: dict[int, dict[int, Any]] = {}
+        """By run what ranks said last, by rank, in those that are over there."""
         self._is_open = False
         """Whether a step runs, in which all ranks are listened to."""
 
@@ -162,20 +162,20 @@ class Mailbox:
             self._is_open = True
             self._listen(self._others())
 
-    def close(self, error: BaseException | None = None, *, count: int = 0) -> int:
+    def close(self, error: BaseException | None = None, *, word: object = None) -> dict[int, Any]:
         """A step ends, here with an error or not: tell the others, and wait until they have come here too.
 
         Args:
             error: What ended it here, if it did not end well.
-            count: Some number of this rank's.
+            word: To the others.
 
         Returns:
-            The largest count of any rank.
+            Theirs, by rank.
 
         Raises:
             CommunicationError: If another rank failed.
         """
-        self.tell(error, count=count)
+        self.tell(error, word=word)
         deadline_s = now_s() + (self.axis.timeout_s if error is None else _GRACE_S)
         with self._lock:
             while not all(map(self._has_ended, self._others())) and (self.failure is None or error is not None):
@@ -187,25 +187,25 @@ class Mailbox:
                     break
             self._is_open = False
             self._ended = {rank: run for rank, run in self._ended.items() if run > self._run}
-            most = max([count, *self._counts.get(self._run, ())])
-            self._counts = {run: counts for run, counts in self._counts.items() if run > self._run}
+            words = self._words.get(self._run, {})
+            self._words = {run: told for run, told in self._words.items() if run > self._run}
             # Outcomes are told once: after a step that failed, some have not been looked at.
             self._messages = {key: content for key, content in self._messages.items() if key[:2] == (Kind.OUTCOME, 0)}
         if error is None and self.failure is not None:
             raise CommunicationError(f"rank {self.axis.rank} of axis {self.axis.name!r} ends its step: {self.failure}")
         for channel in self._listened.values() if self.failure is None else ():
             channel.flush(but=0)
-        return most
+        return words
 
     def forget_outcomes(self) -> None:
         """Throw away what was told once, of calls that all ranks forget."""
         with self._lock:
             self._messages = {key: content for key, content in self._messages.items() if key[:2] != (Kind.OUTCOME, 0)}
 
-    def tell(self, error: BaseException | None, *, count: int = 0) -> None:
+    def tell(self, error: BaseException | None, *, word: object = None) -> None:
         """Tell all ranks that this one is done with the step, or that what runs now, in a step or not, failed."""
         if error is None:
-            self.send((Kind.END, self._run, 0), count, to=self._others())
+            self.send((Kind.END, self._run, 0), word, to=self._others())
             return
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         for rank in self._others():
@@ -287,8 +287,8 @@ class Mailbox:
     def _note(self, source: int, key: Key, content: object) -> None:
         """A message came; the lock is held."""
         if key[0] in (Kind.END, Kind.ERROR):
-            if key[0] == Kind.END and isinstance(content, int):
-                self._counts.setdefault(key[1], []).append(content)
+            if key[0] == Kind.END:
+                self._words.setdefault(key[1], {})[source] = content
             if key[1] == _FOR_EVER:
                 self._ended.update(dict.fromkeys(self._others(), _FOR_EVER))
             self._note_end(source, key[1], content if key[0] == Kind.ERROR else None)

@@ -28,6 +28,7 @@ from tulle.pipeline.program import Program
 from tulle.pipeline.randomness import forked, seed_of
 from tulle.pipeline.resident import Resident
 from tulle.pipeline.results import body_of, told_to_all
+from tulle.pipeline.same_batch import SameBatch
 from tulle.pipeline.schedule import Schedule, is_split
 from tulle.pipeline.tied import Aside
 from tulle.pipeline.turn import Turn
@@ -86,6 +87,7 @@ class Runtime:
         """How many models ever were."""
         self.programs = 0
         """The last number that a program, a step or the placing of a model was given; the same on all ranks."""
+        self._same_batch = SameBatch(axis)
         self._before = 0
         """How many programs more there were by the checkpoint that training goes on from."""
         self.ran = set[int]()
@@ -178,7 +180,7 @@ class Runtime:
             raise
         end_s = now_s()
         self.holdings.is_full = False  # also if another rank failed
-        self.holdings.count_calls(mailbox.close(count=len(self.holdings.calls)))
+        self.holdings.count_calls(self._same_batch.end_step(mailbox, step.calls, len(self.holdings.calls)))
         idle_s += now_s() - end_s  # the last ranks are done before the first ones
         self.bubble = idle_s / max(now_s() - begin_s, 1e-9)
         traffic.span("step", f"bubble {self.bubble:.0%}", begin_s, now_s())
