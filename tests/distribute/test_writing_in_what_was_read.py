@@ -4,6 +4,7 @@ import pytest
 import torch
 from sharded_plans import FULL
 from torch import nn
+from torch.nn import functional as F
 
 import tulle
 from ranks import on_ranks
@@ -65,3 +66,18 @@ def test_what_was_read_before_a_step_does_not_bring_its_numbers_back():
     with pytest.raises(ModelError, match=r"^what was read of '0\.weight' some time ago is written in, but .* anew"):
         kept.zero_()
     assert torch.equal(tulle.full_state_dict(model, everywhere=True)["0.weight"], before)
+
+
+@on_ranks(2)
+def test_dropout_of_a_table_outside_of_forward_is_that_of_the_whole():
+    """As RecBole's CORE scores items, in a method of its own; in place it would write in a part."""
+    mesh, (model, optimizer), (reference, _) = tulle.init(data=-1), made(), made()
+    tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, memory=FULL))
+    for one in (model, reference):
+        torch.manual_seed(1)
+        (F.dropout(one[0].weight, 0.5) @ torch.ones(6).double()).pow(2).sum().backward()
+    gradient = reference[0].weight.grad
+    assert gradient is not None
+    assert model[0].weight.grad.norm().item() == pytest.approx(gradient.norm().item(), rel=1e-12)
+    with pytest.raises(ModelError, match=r"^dropout was given '0\.weight' as if all"):
+        F.dropout(model[0].weight, 0.5, inplace=True)
