@@ -91,7 +91,11 @@ class _SharedOut:
         ahead = self._ahead()
         if ahead is None or tuple(part.shape) != self.shard.local_shape:
             return None
-        return _GatheredApart.apply(part, ahead, self)
+        refusal = (
+            f"what was read of {self.name!r} some time ago is written in, but all of it was gathered for that: numbers "
+            "that were written into the parameter since would be lost. Read it anew, and write then"
+        )
+        return write_through(_GatheredApart.apply(part, ahead, self), part, self.shard.part, refusal=refusal)
 
     def _ahead(self) -> Ahead | None:
         parameter = self.parameter()

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tulle.parts.part import meets_parts
+from tulle.errors import ModelError
+from tulle.parts.part import OWNER, meets_parts, writes_by_data
 from tulle.parts.stated import Stated, refusal_to_checkpoint
 from tulle.parts.torch_functions import tensors_in
 
@@ -43,14 +44,14 @@ class Gathered(Stated):
             given = [one for one in tensors_in([*args, *keywords.values()]) if isinstance(one, Gathered)]
             before = [one._version for one in given]
             result = func(*args, **keywords)
-            for one, version in zip(given, before, strict=True):
-                if one._version != version:
-                    one._write_back()
+            written = [one for one, version in zip(given, before, strict=True) if one._version != version]
             for view in tensors_in(result if isinstance(result, tuple | list) else [result]):
                 for one in given:
                     if type(view) is Tensor and _share_memory(one, view):
                         _become_gathered(view, one._write_back)
-            return result
+        for one in written:  # outside: parts are to see that they are written in
+            one._write_back()
+        return result
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:
         """That of a plain tensor."""
@@ -61,7 +62,9 @@ class Gathered(Stated):
 _PLAIN = {Gathered, Tensor, nn.Parameter}
 
 
-def write_through(whole: Tensor, part: Tensor, take: Callable[[Tensor], Tensor]) -> Tensor:
+def write_through(
+    whole: Tensor, part: Tensor, take: Callable[[Tensor], Tensor], *, refusal: str | None = None
+) -> Tensor:
     """Have what is written into a whole, in place, be written into the part that this rank has of it, too.
 
     Every rank must write the same, as with all that lies on several. Sends nothing.
@@ -70,6 +73,7 @@ def write_through(whole: Tensor, part: Tensor, take: Callable[[Tensor], Tensor])
         whole: A plain tensor, which nobody else has; it is given back.
         part: What this rank has of it.
         take: This rank's part of a whole.
+        refusal: What to raise where the part was written in meanwhile, whose numbers of before would come back.
 
     Example:
         >>> part = torch.zeros(2)
@@ -81,11 +85,15 @@ def write_through(whole: Tensor, part: Tensor, take: Callable[[Tensor], Tensor])
     """
     if whole.is_inference() or whole is part:
         return whole  # which counts no writes, or is no copy
-    plain = whole.data  # a view would keep whole, which keeps it, for good
+    plain, known = whole.data, _writes_in(part)  # a view would keep whole, which keeps it, for good
 
     @torch.no_grad()
     def write_back() -> None:
+        nonlocal known
+        if refusal is not None and _writes_in(part) != known:
+            raise ModelError(refusal)
         part.copy_(take(plain))
+        known = _writes_in(part)
 
     return _become_gathered(whole, write_back)
 
@@ -133,6 +141,14 @@ def _become_gathered(tensor: Tensor, write_back: Callable[[], None]) -> Tensor:
     object.__setattr__(tensor, "__class__", Gathered)
     cast("Gathered", tensor)._write_back = write_back
     return tensor
+
+
+def _writes_in(part: Tensor) -> tuple[int, int]:
+    """What is another after somebody has written in a part, or in what `.data` is of."""
+    with torch._C.DisableTorchFunctionSubclass():
+        owner = getattr(part, OWNER, None)
+        parameter = part if owner is None else owner
+        return parameter._version, writes_by_data(parameter)
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:

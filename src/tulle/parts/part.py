@@ -75,7 +75,7 @@ OF_NO_VALUES = frozenset(
 _AS_IT_IS = OF_NO_VALUES | {Tensor.detach}
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
 _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
-_OWNER, _WRITES = "_tulle_data_of", "_tulle_writes"
+OWNER, _WRITES = "_tulle_data_of", "_tulle_writes"
 """The attributes by which `parameter.data` knows its parameter, and that how often it was written in by way of it."""
 
 
@@ -214,7 +214,7 @@ class _Guarded(_Part):
         if not fits(result, self) and name not in REDUCED:  # along what is not cut: else it was refused
             _refuse(self, name)
         if name == "data" or (name == "cpu" and result is not self and not result.requires_grad):
-            setattr(result, _OWNER, self if name == "data" else None)
+            setattr(result, OWNER, self if name == "data" else None)
             return _become(
                 PartData, result, getattr(self, PART_OF)
             )  # of its own, unlike what is written in place gives
@@ -303,10 +303,10 @@ class PartData(_Part):
     ) -> Any:
         """As of any part; what is written by way of `parameter.data` is counted, as torch does not."""
         with torch._C.DisableTorchFunctionSubclass():
-            before = [(one, one._version) for one in tensors_in(args[:1]) if getattr(one, _OWNER, None) is not None]
+            before = [(one, one._version) for one in tensors_in(args[:1]) if getattr(one, OWNER, None) is not None]
         result = super().__torch_function__(func, types, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            for owner in (getattr(one, _OWNER) for one, version in before if one._version != version):
+            for owner in (getattr(one, OWNER) for one, version in before if one._version != version):
                 setattr(owner, _WRITES, writes_by_data(owner) + 1)
         return result
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tulle.parts.torch_functions import DRAWS, EACH_BY_ITSELF, is_transformed, name_of, tensors_in, writes
+from tulle.parts.torch_functions import DRAWS, DROPS, EACH_BY_ITSELF, is_transformed, name_of, tensors_in, writes
 from tulle.parts.wholes import PART_OF
 
 _PRESENT, _BEHIND = "_tulle_present", "_tulle_behind"
@@ -81,14 +81,16 @@ def gathered(
         keywords: those by name.
 
     Returns:
-        None if nobody can gather them, or the function would write in a part, draws numbers, or has written by now.
+        None if nobody can gather them, or the function would write in a part, draws numbers of its shape, or has
+        written by now.
     """
     parts = [one for one in tensors_in([*args, *keywords.values()]) if hasattr(one, PART_OF)]
     of_parts: dict[int, Any] = {id(one): getattr(getattr(one, PART_OF), "gather", None) for one in parts}
     first, *_ = (*args, *keywords.values())
     name = name_of(func)
     writes_in_part = writes(func) and (name.startswith(EACH_BY_ITSELF) or hasattr(first, PART_OF))
-    if writes_in_part or "out" in keywords or name in DRAWS or None in of_parts.values() or is_transformed():
+    draws = name in DRAWS and (name not in DROPS or keywords.get("inplace"))
+    if writes_in_part or "out" in keywords or draws or None in of_parts.values() or is_transformed():
         return None
     wholes = {id(one): of_parts[id(one)](one) for one in parts}
     return None if None in wholes.values() else _replaced(args, keywords, lambda one: wholes.get(id(one)))

@@ -47,10 +47,12 @@ _WRITE = {"__setitem__", "__set__", "__delete__"} | {
 """Names of operators that write; of functions the names end in an underscore."""
 LEAVES_TORCH = {"numpy", "tolist", "__array__", "__dlpack__"}
 """Names of what takes the numbers out of torch, where nothing knows any more that they are a part."""
+DROPS = {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout"}
+"""Names of what gives its argument with random numbers taken out."""
 DRAWS = {
     *("uniform_", "normal_", "kaiming_uniform_", "bernoulli_", "exponential_", "log_normal_", "random_", "view_as"),
     *("rand_like", "randn_like", "randint_like", "bernoulli", "normal", "poisson", "cauchy_", "geometric_"),
-    *("dropout", "dropout_", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "native_dropout"),
+    *("dropout_", *DROPS),
 }
 """Names of what draws random numbers, methods of tensors or functions of `torch.nn.init`; by the last of the first line
 `orthogonal_` does, and nobody else needs it of a parameter."""
