@@ -11,8 +11,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_leaves
 
+from tulle.errors import ModelError
 from tulle.pipeline.placeholder import running
 from tulle.pipeline.structure import LEAF_KINDS
 
@@ -114,6 +116,31 @@ class Elsewhere(_AtHome, nn.Parameter):
 
 
 LEAF_KINDS.add(Elsewhere)
+
+
+def refuse_in_place_of_own() -> None:
+    """From now on raise where a parameter of another stage is put in the place of one that this rank has.
+
+    Whether a module reads such is looked at in its first call with arguments of a shape. In a later one torch would
+    multiply what is on `meta`, on a CPU, as if there were numbers.
+    """
+    global _is_refusing
+    if not _is_refusing:
+        register_module_parameter_registration_hook(_check_put)
+        _is_refusing = True
+
+
+_is_refusing = False
+
+
+def _check_put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    before = module._parameters.get(name)
+    if isinstance(parameter, Elsewhere) and _is_away(parameter) and before is not None and not before.is_meta:
+        raise ModelError(
+            f"{name!r} of a {type(module).__name__}, of shape {list(before.shape)}, was set to a parameter that lives "
+            "at another stage, which this rank's module cannot read: tie parameters before the model is placed, or "
+            "write the values into the one that is there"
+        )
 
 
 def elsewhere(parameter: Tensor, home: torch.device) -> Tensor:
