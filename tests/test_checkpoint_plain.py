@@ -172,3 +172,39 @@ def test_an_export_that_fails_fails_on_all_and_nobody_waits(tmp_path):
     assert gather_values(rank, engine_of(model).axis, label="after it") == [0, 1, 2]
     assert (tmp_path / "a").read_bytes() == before
     assert os.listdir(tmp_path) == ["a"]
+
+
+class Observing(nn.Linear):
+    """Gives its buffer a number for each input, in place, as observers of quantization do in their first forward."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("least", torch.tensor([]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.least.resize_(x.shape[1]).copy_(x.detach().amin(0))
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_a_buffer_that_one_stage_has_resized_is_saved_as_it_is(tmp_path):
+    mesh = tulle.init(pipe=-1)
+    model, optimizer = stages_that_observe(mesh)
+    model(torch.ones(3, 2))
+    state = full_state_dict(model, everywhere=True)
+    assert [tuple(state[f"{name}.least"].shape) for name in "01"] == [(2,), (2,)]
+    assert state["0.least"].tolist() == [1.0, 1.0]
+    tulle.save(tmp_path / "saved", model, optimizer)
+    wanted = {name: value.clone() for name, value in state.items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    tulle.load(tmp_path / "saved", model, optimizer)
+    state = full_state_dict(model, everywhere=True)
+    assert all(torch.equal(state[name], value) for name, value in wanted.items())
+
+
+def stages_that_observe(mesh: tulle.Mesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(Observing(), Observing())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return tulle.distribute(model, optimizer, mesh, plan=tulle.Plan({"pipe": 2}, stages={"0": 0, "1": 1}))

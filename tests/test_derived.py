@@ -11,6 +11,7 @@ from torch import nn
 import tulle
 from ranks import on_ranks
 from tulle.derived import derived, is_derived, put_before
+from tulle.errors import ModelError
 from tulle.plan import Memory, Plan
 
 
@@ -155,3 +156,22 @@ def test_what_goes_over_modules_by_their_class_does_what_it_did(plan):
     mesh = tulle.init(data=-1)
     found = tulle.full_state_dict(stepped(IDS.chunk(2)[mesh.rank], mesh, plan), everywhere=True)
     torch.testing.assert_close(found, dict(stepped(IDS).state_dict()), rtol=1e-12, atol=1e-14)
+
+
+@on_ranks(2)
+def test_a_parametrization_that_is_removed_from_a_class_that_tulle_has_made_is_refused_by_name():
+    mesh = tulle.init(data=-1)
+    model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, memory=Memory(full_shard=True)))
+    with pytest.raises(ModelError, match="'weight' was to be taken from the class of a ParametrizedLinear, as torch's"):
+        torch.nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+
+
+def test_what_a_class_that_was_made_has_itself_can_be_taken_from_it():
+    made = of(nn.Bilinear)
+    made.noted = 1
+    del made.noted
+    assert not hasattr(made, "noted")
+    with pytest.raises(AttributeError):
+        del made.noted

@@ -59,6 +59,16 @@ class _Equal(ABCMeta):
 
     __hash__ = type.__hash__
 
+    def __delattr__(cls, name: str) -> None:
+        """As of any class; what is of the module's own class cannot be taken from there (torch's parametrizations)."""
+        if is_derived(cls) and name not in vars(cls) and hasattr(cls, name):
+            raise ModelError(
+                f"{name!r} was to be taken from the class of a {cls.__name__}, as torch's remove_parametrizations "
+                "does, but tulle has changed the module's class: do it before tulle.distribute, or to a plain model "
+                "that has loaded tulle.full_state_dict(model)"
+            )
+        super().__delattr__(name)
+
     def mro(cls) -> list[type]:
         """What is put before a class is asked before it, also where it comes behind it among the bases."""
         if not is_derived(cls) or _is_laid_out_as_modules(cls):

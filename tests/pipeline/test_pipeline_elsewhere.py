@@ -11,6 +11,7 @@ from torch.nn import functional
 import tulle
 from ranks import on_ranks
 from tulle import pipeline
+from tulle.errors import ModelError
 from tulle.pipeline.elsewhere import Elsewhere
 
 WORDS, WIDTH, LAYERS, LENGTH, SAMPLES = 12, 6, 2, 5, 4
@@ -144,3 +145,37 @@ def test_averages_that_take_turns_with_parameters_and_copies_of_states_are_those
     ids, mesh = torch.ones(3, 2, dtype=torch.float64), tulle.init(pipe=-1, timeout=8)
     expected = scores_of(made(), ids)
     assert torch.equal(scores_of(pipeline.place(made(), mesh["pipe"], {"0": 0, "1": 1}), ids), expected)
+
+
+class Tieable(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False))
+
+
+@on_ranks(2)
+def test_a_weight_that_is_tied_to_another_stages_after_placing_is_refused_where_it_has_no_values():
+    mesh = tulle.init(pipe=-1, timeout=8)
+    model = pipeline.place(Tieable(), mesh["pipe"], {"0": 0, "1": 1})
+    ids = torch.arange(WORDS)
+    with torch.no_grad():
+        model(ids)  # what the head reads was looked at in this call
+    if mesh["pipe"].rank == 0:
+        model[1].weight = model[0].weight
+        return
+    with pytest.raises(ModelError, match=r"'weight' of a Linear, of shape .*, was set to a parameter that lives at"):
+        model[1].weight = model[0].weight
+    assert not model[1].weight.is_meta
+
+
+@on_ranks(2)
+def test_stages_take_parameters_of_their_own_and_layers_change_places():
+    mesh = tulle.init(pipe=-1, timeout=8)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+    reference = copy.deepcopy(model)
+    pipeline.place(model, mesh["pipe"], {"0": 0, "1": 0, "2": 1})
+    for one in (model, reference):
+        one[0].weight = one[1].weight
+        one[0], one[2] = one[2], one[0]
+    x = torch.ones(2, WIDTH)
+    with torch.no_grad():
+        assert model(x).sum().item() == reference(x).sum().item()

@@ -9,6 +9,7 @@ import torch
 from beside_one_process import both
 from pipeline_networks import WIDTH
 from torch import nn
+from torch.utils._pytree import register_pytree_node
 
 from ranks import on_ranks
 
@@ -179,3 +180,43 @@ class Thinned(nn.Module):
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_what_is_sparse_says_so_on_all_ranks():
     assert both(Thinned, {"first": 0, "second": 1, "third": 0}, steps=1)[0] < 1e-12
+
+
+class Registered:
+    """Is taken apart by torch, with lists and dictionaries beside its tensors, as `TensorDict` is."""
+
+    def __init__(self, held, note):
+        self.held, self.note = held, note
+
+
+register_pytree_node(
+    Registered,
+    lambda one: (list(one.held.values()), {"names": [*one.held], "note": one.note}),
+    lambda values, said: Registered(dict(zip(said["names"], values, strict=True)), said["note"]),
+)
+
+
+class Adding(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, one):
+        return Registered({**one.held, "y": super().forward(one.held["x"]).tanh()}, one.note)
+
+
+class Registering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Adding(), Adding()
+
+    def forward(self, x):
+        one = self.first(Registered({"x": x}, {"sizes": [len(x)]}))
+        assert one.note == {"sizes": [len(x)]}
+        return self.second(Registered({"x": one.held["y"] + one.held["x"]}, one.note)).held["y"]
+
+
+@pytest.mark.parametrize("by_profile", [False, True])
+@on_ranks(2)
+def test_what_torch_takes_apart_with_a_dictionary_beside(by_profile):
+    worst, _, _ = both(Registering, {"first": 0, "second": 1}, by_profile=by_profile)
+    assert worst < 1e-12

@@ -55,3 +55,25 @@ def test_what_a_forward_registers_goes_with_the_trial():
     assert model.late is None
     model.register_buffer("mean", torch.zeros(2))
     assert list(model.state_dict()) == ["scale", "mean"]
+
+
+class Observing(nn.Module):
+    """Gives its buffer a number for each channel that it sees, in place, as observers of quantization do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("least", torch.tensor([]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        least = x.detach().amin(0)
+        self.least.resize_(least.shape)
+        self.least.copy_(least)
+        return x
+
+
+def test_a_buffer_that_forward_resizes_has_its_shape_again():
+    model = Observing()
+    with untouched(model):
+        model(torch.randn(4, 3))
+        assert model.least.shape == (3,)
+    assert model.least.shape == (0,)

@@ -92,10 +92,17 @@ class Standing:
         if self.parts or self.is_staged:
             self._learn_names(state)
         for name in self._others.keys() & state.keys():  # a forward may have made it another
-            state[name] = state[name].to(self._others[name][0])
+            dtype, shape = self._others[name]
+            is_other = name not in self.parts and state[name].shape != shape
+            state[name] = _empty(dtype, shape) if is_other else state[name].to(dtype)
         for name in self._made_late:  # in one order on all ranks
             state[name] = state.pop(name) if name in self._held else _empty(*self._others[name])
         return state
+
+    def as_known_here(self, name: str, value: Tensor) -> Tensor:
+        """What `load_state_dict` takes here for a tensor of another stage, where a forward may have resized it."""
+        here = self._tensors.get(name, value)
+        return value if here.shape == value.shape else here
 
     def _learn_names(self, state: Mapping[str, Any]) -> None:
         """Know what a state calls otherwise than the model does, as where a hook leaves out a prefix."""

@@ -128,8 +128,10 @@ def model_room(
     places, tensors = Places(), dict[object, Placed]()
 
     def placed(path: Path, value: object, share: Share) -> object:
-        if not isinstance(value, Tensor) or not _is_strided(value) or standing.is_elsewhere(str(path[1])):
+        if not isinstance(value, Tensor) or not _is_strided(value):
             return value
+        if standing.is_elsewhere(str(path[1])):
+            return standing.as_known_here(str(path[1]), value)
         if value.is_meta:  # within an extra state
             value = torch.empty(value.shape, dtype=value.dtype)
         made = places.place(path, value, share)

@@ -9,14 +9,16 @@ on, of batches, say, than the rank that has it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tulle.deferred.draws import can_draw_in_chunks, draw_in_chunks
+from tulle.errors import ModelError
 from tulle.parts import DRAWS, PLAIN, name_of
 from tulle.pipeline.placeholder import running
 from tulle.pipeline.structure import LEAF_KINDS
@@ -24,6 +26,8 @@ from tulle.pipeline.structure import LEAF_KINDS
 _DEVICE: Any = vars(torch._C.TensorBase)["device"]
 _DATA: Any = vars(torch._C.TensorBase)["data"]
 _IS_META: Any = vars(torch._C.TensorBase)["is_meta"]
+_BY_SHAPE = {"view_as", "expand_as", "reshape_as", "to", "type_as", "__get__", "__set__"}
+"""Names of what asks a tensor of another for its shape, dtype or device alone."""
 _DRAWS = DRAWS - {"view_as"}
 _DRAWN_BYTES = 64 << 20
 """Of numbers that are drawn in vain, this many are there at once, if their kind can be drawn so."""
@@ -71,10 +75,19 @@ class _AtHome(Tensor):
             object.__setattr__(tensor, "__class__", nn.Parameter if issubclass(kind, nn.Parameter) else Tensor)
         try:
             result = func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if "meta" in str(error) and _has_values(leaves):
+                raise _mixed(func, kinds[0][0]) from error
+            raise
         finally:
             for tensor, kind in kinds:
                 object.__setattr__(tensor, "__class__", kind)
-        return _computed(result, kinds[0][0]._home) if kinds and name_of(func) not in PLAIN else result
+        if not kinds or name_of(func) in PLAIN:
+            return result
+        is_said_to_be_here = isinstance(result, Tensor) and not _IS_META.__get__(result)
+        if is_said_to_be_here and name_of(func) not in _BY_SHAPE and _has_values(leaves):
+            raise _mixed(func, kinds[0][0])  # a CPU has computed with what lay in memory
+        return _computed(result, kinds[0][0]._home)
 
     def detach(self) -> Tensor:
         """As of any tensor."""
@@ -140,6 +153,31 @@ class Elsewhere(_AtHome, nn.Parameter):
 LEAF_KINDS |= {Elsewhere, ElsewhereData}
 
 
+def refuse_in_place_of_own() -> None:
+    """From now on raise where a parameter of another stage is put in the place of one that this rank has.
+
+    Whether a module reads such is looked at in its first call with arguments of a shape. In a later one torch would
+    multiply what is on `meta`, on a CPU, as if there were numbers.
+    """
+    global _is_refusing
+    if not _is_refusing:
+        register_module_parameter_registration_hook(_check_put)
+        _is_refusing = True
+
+
+_is_refusing = False
+
+
+def _check_put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    before = module._parameters.get(name)
+    if isinstance(parameter, Elsewhere) and _is_away(parameter) and before is not None and not before.is_meta:
+        raise ModelError(
+            f"{name!r} of a {type(module).__name__}, of shape {list(before.shape)}, was set to a parameter that lives "
+            "at another stage, which this rank's module cannot read: tie parameters before the model is placed, or "
+            "write the values into the one that is there"
+        )
+
+
 def elsewhere(tensor: Tensor, home: torch.device) -> Tensor:
     """Have a plain parameter or buffer on device `meta` be one that lives elsewhere. It is given back.
 
@@ -159,6 +197,19 @@ def _at_home(kind: type[_AtHome], tensor: Tensor, home: torch.device) -> Tensor:
     object.__setattr__(tensor, "__class__", kind)
     cast("_AtHome", tensor)._home = home
     return tensor
+
+
+def _has_values(leaves: Iterable[object]) -> bool:
+    """Whether a tensor among arguments is here, and more than a number."""
+    return any(isinstance(one, Tensor) and one.dim() and not _IS_META.__get__(one) for one in leaves)
+
+
+def _mixed(func: Callable[..., Any], away: Tensor) -> ModelError:
+    return ModelError(
+        f"{name_of(func)} was given a parameter or buffer of shape {list(away.shape)} that lives at another stage, and "
+        "has no values here, together with a tensor that has: use it within tulle.step, between modules, or in a "
+        "module of its own stage; tie parameters, and put modules into others, before the model is placed"
+    )
 
 
 def _computed(result: Any, home: torch.device) -> Any:

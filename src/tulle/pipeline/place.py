@@ -21,7 +21,7 @@ from tulle.errors import ModelError, PlanError, TulleError
 from tulle.mesh import Axis
 from tulle.pipeline.automatic import deal
 from tulle.pipeline.carried import Carried
-from tulle.pipeline.elsewhere import elsewhere
+from tulle.pipeline.elsewhere import elsewhere, refuse_in_place_of_own
 from tulle.pipeline.holdings import Unit
 from tulle.pipeline.homes import Assignment, homes, outermost, ranks_of, tensors_of
 from tulle.pipeline.kept import shared_in
@@ -310,6 +310,7 @@ def _made_equal(model: nn.Module, owners: Mapping[str, Sequence[int]], runtime: 
 
 def _let_go_of_others(model: nn.Module, owners: Mapping[str, Sequence[int]], axis: Axis) -> ModelError | None:
     """Free the memory of what this rank does not hold."""
+    refuse_in_place_of_own()
     try:
         for name, tensor in tensors_of(model):
             if axis.rank not in owners[name]:

@@ -194,9 +194,24 @@ class _List:
     items: tuple[Any, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Dictionary:
+    """A dictionary within a context, as that of a TensorDict is one."""
+
+    items: tuple[tuple[Any, Any], ...]
+
+
 def _frozen(context: Any) -> Any:
-    return _List(tuple(map(_frozen, context))) if isinstance(context, list) else context
+    if isinstance(context, list):
+        return _List(tuple(map(_frozen, context)))
+    if type(context) is dict:
+        return _Dictionary(tuple((key, _frozen(value)) for key, value in context.items()))
+    return context
 
 
 def _thawed(context: Any) -> Any:
-    return list(map(_thawed, context.items)) if isinstance(context, _List) else context
+    if isinstance(context, _List):
+        return list(map(_thawed, context.items))
+    if isinstance(context, _Dictionary):
+        return {key: _thawed(value) for key, value in context.items}
+    return context

@@ -134,6 +134,8 @@ def _reset(value: Any, before: State) -> None:
 def _rewrite(value: Tensor, version: int, before: Tensor) -> None:
     if value._version != version or not _is_equal(value, before):
         with torch.no_grad():
+            if value.shape != before.shape:  # observers of quantization give theirs one number a channel, in place
+                value.resize_(before.shape)
             value.copy_(before)
 
 
