@@ -38,6 +38,7 @@ MAKE_ANEW = "TULLE_ANEW"
 _SHOWN = 5
 """Of what two plans do differently."""
 _OFFER = "everything is chosen, from a profile that takes seconds, if sample= is a batch that the model trains on"
+_MUCH_BYTES = 4 << 20
 logger = logging.getLogger("tulle")
 
 
@@ -223,11 +224,37 @@ def _choose_now(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, a
     for name in (name for name in split if decided.placements.get(name) != "rows"):
         decided = decided.with_rows_split({name: shape_of(model, name)}, split[name])
     offered = [*decided.offers, *(offers(model, axes.data.size) if axes.data.size > 1 else [])]
+    if asked.sample is None and axes.whole.rank == 0 and axes.data.size > 1:
+        say_what_is_dense(model)
     if axes.whole.size > 1 and found.plan is None:
         offered = [*offered, _OFFER if asked.sample is None else f"{_OFFER}; with this one {found.reason}"]
     mine = replace(decided, offers=tuple(offered), wire_dtype=_wire_name(asked.lossy))
     plan = gather_values(mine, axes.whole, label="the plan")[0]  # each line along axis data has measured
     return Chosen(plan, found.key if found.plan else "")
+
+
+def say_what_is_dense(model: nn.Module) -> None:
+    """Log which tables' gradients travel whole, if they are most of what does: without a sample they are not split.
+
+    Tables that another layer has, too, as an output layer has, are left out: all of their rows get gradients.
+    """
+    tables = trained_tables(model)
+    others = {
+        id(one)
+        for module in model.modules()
+        if module not in tables.values()
+        for one in vars(module)["_parameters"].values()
+    }
+    dense = {name: one.weight.nbytes for name, one in tables.items() if not one.sparse and id(one.weight) not in others}
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    if sum(dense.values()) > max(_MUCH_BYTES, trained / 2):
+        logger.info(
+            "the gradients of %s are dense, %.0f of %.0f MB that are sent in each step: a batch as sample= has tulle "
+            "choose whether to split them, and sparse=True has the rows sent that were looked up",
+            ", ".join(dense),
+            sum(dense.values()) / 1e6,
+            trained / 1e6,
+        )
 
 
 def _by_tables(model: nn.Module, optimizers: Sequence[Optimizer], axis: Axis, mesh: Mesh, asked: Asked) -> Plan:
