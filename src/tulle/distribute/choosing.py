@@ -243,7 +243,7 @@ def say_what_is_dense(model: nn.Module) -> None:
         id(one)
         for module in model.modules()
         if module not in tables.values()
-        for one in vars(module)["_parameters"].values()
+        for one in module.parameters(recurse=False)
     }
     dense = {name: one.weight.nbytes for name, one in tables.items() if not one.sparse and id(one.weight) not in others}
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
