@@ -1,24 +1,21 @@
 """The page of `benchmarks/common-models` shows what its raw result says, and its models train."""
 
-import importlib.util
 import json
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[1] / "benchmarks" / "common-models"
+from benchmark_modules import BENCHMARKS, load
+
+FOLDER = BENCHMARKS / "common-models"
 
 
 @pytest.fixture
 def command(monkeypatch) -> ModuleType:
     """The benchmark as a module."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    spec = importlib.util.spec_from_file_location("common_models_command", FOLDER / "__main__.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("common-models")
 
 
 def test_its_table_is_of_the_raw_result(command):

@@ -1,26 +1,18 @@
 """The benchmark of forecasts picks plans that are legal, and tells errors as they are."""
 
-import importlib.util
 import json
-import sys
+from functools import partial
 from itertools import islice
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+import benchmark_modules
+from benchmark_modules import BENCHMARKS
 from tulle.cost import Network
 from tulle.workload import Cluster, Machine, ModuleProfile, OptimizerProfile, Profile, TableProfile
 
-FOLDER = Path(__file__).parents[1] / "benchmarks" / "forecast"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"forecast_{name}", FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+FOLDER = BENCHMARKS / "forecast"
+load = partial(benchmark_modules.load, "forecast")
 
 
 def profile(*tables: TableProfile) -> Profile:

@@ -1,20 +1,17 @@
 """The page of `benchmarks/overhead` shows what its raw results say."""
 
-import importlib.util
 import json
-from pathlib import Path
 from types import ModuleType
 
-FOLDER = Path(__file__).parents[1] / "benchmarks" / "overhead"
+from benchmark_modules import BENCHMARKS, load
+
+FOLDER = BENCHMARKS / "overhead"
 
 
 def command(monkeypatch) -> ModuleType:
     """The benchmark as a module."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    spec = importlib.util.spec_from_file_location("overhead_command", FOLDER / "__main__.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("overhead")
 
 
 def test_its_tables_are_of_the_raw_results(monkeypatch):

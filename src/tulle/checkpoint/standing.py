@@ -91,10 +91,11 @@ class Standing:
             state = self._model.state_dict()
         if self.parts or self.is_staged:
             self._learn_names(state)
-        buffers = _saved_buffers(self._model)
         for name in self._others.keys() & state.keys():  # a forward may have made it another
             dtype, shape = self._others[name]
-            is_resized = name in buffers and name not in self.parts and state[name].shape != shape
+            here = self._tensors.get(name)
+            is_buffer = here is not None and not isinstance(here, nn.Parameter) and name not in self.parts
+            is_resized = is_buffer and state[name].shape != shape
             state[name] = _empty(dtype, shape) if is_resized else state[name].to(dtype)
         for name in self._made_late:  # in one order on all ranks
             state[name] = state.pop(name) if name in self._held else _empty(*self._others[name])

@@ -30,6 +30,7 @@ from tulle.profiling.refusals import together
 from tulle.profiling.tables import looked_up
 from tulle.softmax import offers
 from tulle.sync import AUTO, Table, WireDtype, as_wire_dtype, gather_presence
+from tulle.tables import table_modules
 
 ANEW = "anew"
 """As a plan: `"auto"`, but what was kept of an earlier run does not count."""
@@ -39,6 +40,7 @@ _SHOWN = 5
 """Of what two plans do differently."""
 _OFFER = "everything is chosen, from a profile that takes seconds, if sample= is a batch that the model trains on"
 _MUCH_BYTES = 4 << 20
+"""Of dense gradients of tables, from which on they are told of."""
 logger = logging.getLogger("tulle")
 
 
@@ -238,12 +240,9 @@ def say_what_is_dense(model: nn.Module) -> None:
 
     Tables that another layer has, too, as an output layer has, are left out: all of their rows get gradients.
     """
-    tables = trained_tables(model)
+    tables, lookups = trained_tables(model), {id(module) for _, module, _ in table_modules(model)}
     others = {
-        id(one)
-        for module in model.modules()
-        if module not in tables.values()
-        for one in module.parameters(recurse=False)
+        id(one) for module in model.modules() if id(module) not in lookups for one in module.parameters(recurse=False)
     }
     dense = {name: one.weight.nbytes for name, one in tables.items() if not one.sparse and id(one.weight) not in others}
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)

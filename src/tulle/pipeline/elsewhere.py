@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -19,14 +20,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tulle.deferred.draws import can_draw_in_chunks, draw_in_chunks
 from tulle.errors import ModelError
-from tulle.parts import DRAWS, PLAIN, name_of
+from tulle.parts import DRAWS, LIKE, PLAIN, name_of
 from tulle.pipeline.placeholder import running
 from tulle.pipeline.structure import LEAF_KINDS
 
 _DEVICE: Any = vars(torch._C.TensorBase)["device"]
-_DATA: Any = vars(torch._C.TensorBase)["data"]
 _IS_META: Any = vars(torch._C.TensorBase)["is_meta"]
-_BY_SHAPE = {"view_as", "expand_as", "reshape_as", "to", "type_as", "__get__", "__set__"}
+_BY_SHAPE = LIKE | {"view_as", "expand_as", "reshape_as", "__set__"}
 """Names of what asks a tensor of another for its shape, dtype or device alone."""
 _DRAWS = DRAWS - {"view_as"}
 _DRAWN_BYTES = 64 << 20
@@ -69,30 +69,26 @@ class _AtHome(Tensor):
         is_alone = len(args) == 1 and not kwargs and isinstance(args[0], _AtHome)
         leaves = args if is_alone else tree_leaves((args, kwargs))
         kinds = [(leaf, type(leaf)) for leaf in leaves if isinstance(leaf, _AtHome)]
-        if name_of(func) in _DRAWS and all(_is_away(tensor) for tensor, _ in kinds):
+        name = name_of(func)
+        if name in _DRAWS and all(_is_away(tensor) for tensor, _ in kinds):
             _draw_in_vain(func, args, kwargs or {})
         for tensor, kind in kinds:
             object.__setattr__(tensor, "__class__", nn.Parameter if issubclass(kind, nn.Parameter) else Tensor)
         try:
             result = func(*args, **(kwargs or {}))
         except RuntimeError as error:
-            if "meta" in str(error) and _has_values(leaves):
-                raise _mixed(func, kinds[0][0]) from error
+            if kinds and "meta" in str(error) and _has_values(leaves):
+                raise _mixed(name, kinds[0][0]) from error
             raise
         finally:
             for tensor, kind in kinds:
                 object.__setattr__(tensor, "__class__", kind)
-        if not kinds or name_of(func) in PLAIN:
+        if not kinds or name in PLAIN:
             return result
         is_said_to_be_here = isinstance(result, Tensor) and not _IS_META.__get__(result)
-        if is_said_to_be_here and name_of(func) not in _BY_SHAPE and _has_values(leaves):
-            raise _mixed(func, kinds[0][0])  # a CPU has computed with what lay in memory
+        if is_said_to_be_here and name not in _BY_SHAPE and _has_values(leaves):
+            raise _mixed(name, kinds[0][0])  # a CPU has computed with what lay in memory
         return _computed(result, kinds[0][0]._home)
-
-    def detach(self) -> Tensor:
-        """As of any tensor."""
-        detached = super().detach()
-        return _at_home(ElsewhereData, detached, self._home) if _is_away(self) else detached
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         """As of a tensor of its device: what torch's moving averages bring there is there."""
@@ -101,11 +97,6 @@ class _AtHome(Tensor):
             if device is not None and device.type == self._home.type:
                 return self if dtype in (None, self.dtype) else super().to(dtype)
         return super().to(*args, **kwargs)
-
-
-def _data_of(tensor: _AtHome) -> Tensor:
-    data = _DATA.__get__(tensor)
-    return _at_home(ElsewhereData, data, tensor._home) if _is_away(tensor) else data
 
 
 def _is_on_meta(tensor: _AtHome) -> bool:
@@ -117,11 +108,7 @@ def _is_on_meta(tensor: _AtHome) -> bool:
     return _IS_META.__get__(tensor)
 
 
-_PROPERTIES = {
-    "device": property(_device_of),
-    "data": property(_data_of, _DATA.__set__),
-    "is_meta": property(_is_on_meta),
-}
+_PROPERTIES = {"device": property(_device_of), "is_meta": property(_is_on_meta)}
 for _name, _answer in {**_PROPERTIES, **{name: _made_at_home(name) for name in _MAKES}}.items():
     setattr(_AtHome, _name, _answer)
 
@@ -153,19 +140,14 @@ class Elsewhere(_AtHome, nn.Parameter):
 LEAF_KINDS |= {Elsewhere, ElsewhereData}
 
 
+@cache
 def refuse_in_place_of_own() -> None:
     """From now on raise where a parameter of another stage is put in the place of one that this rank has.
 
     Whether a module reads such is looked at in its first call with arguments of a shape. In a later one torch would
     multiply what is on `meta`, on a CPU, as if there were numbers.
     """
-    global _is_refusing
-    if not _is_refusing:
-        register_module_parameter_registration_hook(_check_put)
-        _is_refusing = True
-
-
-_is_refusing = False
+    register_module_parameter_registration_hook(_check_put)
 
 
 def _check_put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -204,9 +186,9 @@ def _has_values(leaves: Iterable[object]) -> bool:
     return any(isinstance(one, Tensor) and one.dim() and not _IS_META.__get__(one) for one in leaves)
 
 
-def _mixed(func: Callable[..., Any], away: Tensor) -> ModelError:
+def _mixed(name: str, away: Tensor) -> ModelError:
     return ModelError(
-        f"{name_of(func)} was given a parameter or buffer of shape {list(away.shape)} that lives at another stage, and "
+        f"{name} was given a parameter or buffer of shape {list(away.shape)} that lives at another stage, and "
         "has no values here, together with a tensor that has: use it within tulle.step, between modules, or in a "
         "module of its own stage; tie parameters, and put modules into others, before the model is placed"
     )

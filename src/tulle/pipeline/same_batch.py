@@ -87,14 +87,14 @@ def sampled(call: Call) -> list[Sample | None]:
     return [_sample(leaf) for leaf in tree_leaves((list(args), dict(kwargs)))]
 
 
-def _sample(leaf: object) -> Sample | None:
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
-        flat = leaf.reshape(-1)[:: max(1, leaf.size // _LOOKED_AT)][:_LOOKED_AT]
-        return leaf.shape, flat.astype(np.float64).tolist()
-    if type(leaf) is not Tensor or leaf.layout != torch.strided or leaf.is_meta or leaf.is_complex():
+def _sample(leaf: Any) -> Sample | None:
+    is_array = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf"
+    is_tensor = type(leaf) is Tensor and leaf.layout == torch.strided and not (leaf.is_meta or leaf.is_complex())
+    if not is_array and not is_tensor:
         return None
-    flat = leaf.detach().reshape(-1)
-    return tuple(leaf.shape), flat[:: max(1, len(flat) // _LOOKED_AT)][:_LOOKED_AT].double().tolist()
+    flat = leaf.reshape(-1)
+    some = flat[:: max(1, len(flat) // _LOOKED_AT)][:_LOOKED_AT]
+    return tuple(leaf.shape), [float(number) for number in some.tolist()]
 
 
 def _are_alike(one: Sample, other: Sample) -> bool:
