@@ -241,9 +241,7 @@ def say_what_is_dense(model: nn.Module) -> None:
     Tables that another layer has, too, as an output layer has, are left out: all of their rows get gradients.
     """
     tables, lookups = trained_tables(model), {id(module) for _, module, _ in table_modules(model)}
-    others = {
-        id(one) for module in model.modules() if id(module) not in lookups for one in module.parameters(recurse=False)
-    }
+    others = {id(one) for each in model.modules() if id(each) not in lookups for one in each._parameters.values()}
     dense = {name: one.weight.nbytes for name, one in tables.items() if not one.sparse and id(one.weight) not in others}
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     if sum(dense.values()) > max(_MUCH_BYTES, trained / 2):
