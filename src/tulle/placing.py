@@ -16,7 +16,7 @@ from tulle.deferred import give, materialize
 from tulle.engine import SplitTable
 from tulle.errors import PlanError
 from tulle.mesh import Axis
-from tulle.parts import WHOSE, load_part, refuse_to_checkpoint, stated_part
+from tulle.parts import WHOSE, load_part, local_of, refuse_to_checkpoint, stated_part
 from tulle.softmax import SoftmaxLayer
 from tulle.tables import (
     PLACEMENTS,
@@ -239,7 +239,7 @@ def _take_part(split: Split, key: str, owner: nn.Module, state: dict[str, Any], 
             f"{name}: the state has the part of {whose}, and this is {own}: load the whole, as tulle.full_state_dict "
             "gives it, or all parts, by tulle.save and tulle.load"
         )
-        state[name] = part.detach()
+        state[name] = local_of(part)
     load_part(part, name, state, errors, shape=split.shape, take=split.take)
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import operator
 import pickle
 
 import pytest
@@ -23,30 +22,25 @@ def test_a_part_is_not_written_in_as_if_it_were_the_whole():
     model, _, _ = distributed("stack", {"data": 2}, plan=planned("stack", {"data": 2}, FULL))
     weight = model.encoder.layers[0].linear1.weight
     shard = named_shards(model)["encoder.layers.0.linear1.weight"]
-    whole = torch.ones(shard.shape).double()
-
-    @torch.no_grad()
-    def write(function):
-        function(weight)
-
     wrong = {
         "normal_": nn.init.normal_,
-        "__setitem__": lambda weight: weight.__setitem__(0, 0),
-        "mul_": lambda weight: weight.mul_(whole),
-        "add_": lambda weight: operator.iadd(weight, whole),
-        "copy_": lambda weight: weight.copy_(whole),
+        "bernoulli_": lambda weight: weight.data.bernoulli_(),
+        "t_": lambda weight: weight.data.t_(),
+        "__set__": lambda weight: setattr(weight, "data", torch.ones(shard.shape)),  # another dtype
+        "nn.Parameter": lambda weight: nn.Parameter(weight.data * 2),
+        "__setitem__": lambda weight: weight.__setitem__(0, 0),  # as torch does of what has a gradient
     }
     for taker, take in wrong.items():
         with pytest.raises(ModelError, match=rf"^{taker} was given 'encoder\.layers\.0\.linear1\.weight' as if all"):
-            write(take)
+            take(weight)
     (gradient,) = torch.autograd.grad((weight**2).sum(), [weight])
-    assert torch.equal(gradient, 2 * weight.detach())
+    assert torch.equal(gradient, 2 * weight.to_local())
     kept = io.BytesIO()
     torch.save(weight, kept)
     kept.seek(0)
     loaded = torch.load(kept)
     assert type(loaded) is nn.Parameter
-    assert torch.equal(loaded, weight.detach())
+    assert torch.equal(loaded, weight.to_local())
 
 
 @on_ranks(2)

@@ -1,5 +1,6 @@
 """What was read of a parameter of which a rank has a part is written in: the parameter is, too, as a view has it."""
 
+import numpy
 import pytest
 import torch
 from sharded_plans import FULL
@@ -38,6 +39,14 @@ def write(model):
     words.weight[3].detach().neg_()
     out.weight.data.unbind()[1].copy_(torch.arange(6))
     words.weight.data[torch.tensor([4])].zero_()  # a copy, in one process too
+    mask = torch.arange(18).view(3, 6) % 4 != 0
+    words.weight.data[6], out.weight.data[:, 1] = 0.5, torch.arange(3)
+    with torch.no_grad():
+        out.weight[0] = 1
+        out.weight *= mask
+        out.weight.detach().masked_fill_(~mask, 0.25).index_fill_(0, torch.tensor([2]), 2)
+        out.bias.copy_(out.bias + torch.arange(3)).sub_(torch.arange(3))
+    words.weight.data = torch.nn.functional.normalize(words.weight.detach(), dim=1) * torch.arange(7)[:, None]
 
 
 @on_ranks(2, 3)
@@ -66,6 +75,48 @@ def test_what_was_read_before_a_step_does_not_bring_its_numbers_back():
     with pytest.raises(ModelError, match=r"^what was read of '0\.weight' some time ago is written in, but .* anew"):
         kept.zero_()
     assert torch.equal(tulle.full_state_dict(model, everywhere=True)["0.weight"], before)
+
+
+READ = {
+    "numpy": lambda w: torch.tensor(w.detach().cpu().numpy()),
+    "asarray": lambda w: torch.tensor(numpy.asarray(w.data)),
+    "product": lambda w: w.detach() @ w.data.T,
+    "rows": lambda w: torch.stack([w.detach()[1], w.data.select(0, 2), w.detach().split(2)[1][0], w.data.unbind()[-1]]),
+    "histogram": lambda w: torch.histc(w.detach(), 4),
+    "covariance": lambda w: torch.cov(w.data),
+    "singular values": lambda w: torch.linalg.svdvals(w.detach()),
+    "distances": lambda w: torch.pdist(w.detach()),
+    "reversed": lambda w: reversed(w.detach()),
+    "by rows": lambda w: (w.detach() * torch.arange(7)[:, None]).sum(),
+    "a norm": lambda w: w.detach().norm(),
+    "of many": lambda w: torch.cat([w.detach().flatten(), w.data.view(-1)]).norm(),
+}
+
+
+@on_ranks(2, 3)
+def test_what_is_detached_is_read_as_the_parameter_is():
+    """Embeddings as they are exported, looked at and drawn: a part of them is not taken for all."""
+    mesh, (model, optimizer), (reference, _) = tulle.init(data=-1), made(), made()
+    tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, memory=FULL))
+    part, whole = model[0].weight, reference[0].weight
+    for name, read in READ.items():
+        assert torch.allclose(read(part), read(whole), rtol=1e-12, atol=1e-14), name
+    with pytest.raises(ValueError, match="read-only"):
+        part.detach().numpy()[0] = 0
+    assert part.detach().flatten().size(0) == part.numel() < whole.numel()
+    assert type(part.to_local()) is type(part.data.to_local()) is torch.Tensor
+    assert part.to_local().data_ptr() == part.data_ptr()
+
+
+@on_ranks(2)
+def test_what_is_detached_of_a_split_table_is_not_taken_for_all_of_it():
+    mesh, (model, optimizer) = tulle.init(data=-1), made()
+    tulle.distribute(model, optimizer, mesh, plan="rows")
+    table, wrong = model[0].weight, {"numpy": READ["numpy"], "T": lambda w: torch.ones(1, 6).double() @ w.detach().T}
+    for taker, take in wrong.items():
+        with pytest.raises(ModelError, match=rf"^{taker} was given the table '0\.weight' as if all"):
+            take(table)
+    assert table.detach().norm().item() == pytest.approx(made()[0][0].weight.norm().item(), rel=1e-12)
 
 
 @on_ranks(2)

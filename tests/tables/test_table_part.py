@@ -76,14 +76,14 @@ def part_of(placement: str) -> nn.Parameter:
 @pytest.mark.parametrize("placement", ["rows", "columns"])
 def test_what_takes_a_part_for_the_whole_is_refused_by_name(placement):
     table, whole = part_of(placement), nn.Parameter(torch.randn(ROWS, WIDTH, dtype=torch.float64))
-    before = table.detach().clone()
+    before = table.to_local().clone()
     for context, wrong in ((torch.no_grad, WRONG), (torch.enable_grad, WRONG | WRONG_IN_TRAINING)):
         for name, read in wrong.items():
             with context(), pytest.raises(ModelError, match=rf"^{name} was .*the table 'words\.weight'.* split"):
                 read(table)
             with context():
                 read(whole)  # the twin: of a table that is not split it is right
-    assert torch.equal(table.detach(), before), "nothing was written"
+    assert torch.equal(table.to_local(), before), "nothing was written"
 
 
 @pytest.mark.parametrize("placement", ["rows", "columns"])
@@ -130,7 +130,7 @@ def test_what_treats_every_number_by_itself_goes_on_with_the_numbers_of_one_proc
     torch.testing.assert_close(table, expected, rtol=1e-12, atol=1e-14)
     for same in (copy.deepcopy(table.data), pickle.loads(pickle.dumps(table.data))):
         assert type(same) is torch.Tensor
-        assert torch.equal(same, table.detach())
+        assert torch.equal(same, table.to_local())
     assert type(copy.deepcopy(table)) is Part
 
 
@@ -190,8 +190,8 @@ ALONG = {
 
 @pytest.mark.parametrize("name", ALONG)
 def test_what_mixes_numbers_along_the_cut_dimension_is_refused_and_along_others_right(name):
-    part, whole = square(), nn.Parameter(square().detach().clone())
-    assert torch.equal(ALONG[name](part, 1).detach(), ALONG[name](whole, 1))
+    part, whole = square(), nn.Parameter(square().to_local().clone())
+    assert torch.equal(ALONG[name](part, 1).to_local(), ALONG[name](whole, 1))
     for context in (torch.no_grad, torch.enable_grad):
         with context(), pytest.raises(ModelError, match=f"^{name.split()[0]} was given half of it"):
             ALONG[name](part, 0)
@@ -217,10 +217,10 @@ def test_what_mixes_all_numbers_is_refused(name):
 @pytest.mark.parametrize("name", WRONG_IF_SQUARE)
 def test_a_square_part_is_not_taken_for_the_whole(name):
     weight = square()
-    before = weight.detach().clone()
+    before = weight.to_local().clone()
     with pytest.raises(ModelError, match=f"^{name} was given half of it"):
         WRONG_IF_SQUARE[name](weight)
-    assert torch.equal(weight.detach(), before), "nothing was written"
+    assert torch.equal(weight.to_local(), before), "nothing was written"
 
 
 def of_all(weight):
@@ -263,10 +263,10 @@ WRITES = [of_all, by_mask_of_data, by_mask, by_one_number, into_a_buffer, in_pla
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 def test_what_writes_every_number_by_itself_is_right_for_a_part(write):
-    part, whole = square(), nn.Parameter(square().detach().clone())
+    part, whole = square(), nn.Parameter(square().to_local().clone())
     write(part)
     write(whole)
-    assert torch.equal(part.detach(), whole.detach())
+    assert torch.equal(part.to_local(), whole.detach())
 
 
 ZEROS = torch.zeros(4, 4, dtype=torch.float64)
@@ -283,7 +283,7 @@ PENALTIES = {
 
 @pytest.mark.parametrize("name", PENALTIES)
 def test_penalties_that_add_up_number_by_number_are_right_for_a_part(name):
-    part, whole = square(), nn.Parameter(square().detach().clone())
+    part, whole = square(), nn.Parameter(square().to_local().clone())
     for weight in (part, whole):
         (0.1 * PENALTIES[name](weight)).backward()
     assert torch.equal(part.grad, whole.grad)
@@ -320,7 +320,7 @@ def test_what_was_computed_of_a_part_is_saved_as_a_plain_tensor():
     for values in (weight.clone(), weight.data):
         loaded = pickle.loads(pickle.dumps(values))
         assert type(loaded) is torch.Tensor
-        assert torch.equal(loaded, weight.detach())
+        assert torch.equal(loaded, weight.to_local())
 
 
 @on_ranks(2)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from tulle.checkpoint.placed import memory_of
 from tulle.errors import CheckpointError
+from tulle.parts import local_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Called:
             known: The names of all ranks' tensors.
             parts: Names of what is not whole here.
         """
-        memories = {name: memory for name, one in held.items() if (memory := memory_of(one.detach())) is not None}
+        memories = {name: memory for name, one in held.items() if (memory := memory_of(local_of(one))) is not None}
         by_memory = {memory: name for name, memory in reversed([*memories.items()])}
         found = {
             key: [memory for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and (memory := memory_of(leaf))]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tulle.memory import Shard
+from tulle.parts import local_of
 from tulle.tables.natural import RowOrder, block_rows_of, blocks_of_chunks
 from tulle.tables.split import ColumnSplit, RowSplit, Split
 from tulle.tensor_parallel import Placement
@@ -116,7 +117,7 @@ class Placed:
         self, path: Path, tensor: Tensor, shape: Sequence[int], boxes: Sequence[Box], *, is_writer: bool = True
     ) -> None:
         self.path = path
-        self.tensor = tensor.detach()
+        self.tensor = local_of(tensor)
         self.shape = tuple(shape)
         self.boxes = boxes
         self.writes: Sequence[int] = range(len(boxes)) if is_writer else ()
@@ -227,7 +228,7 @@ class BySections(Placed):
     def __init__(self, path: Path, tensor: Tensor, part: Placement | Sharded, *, is_writer: bool) -> None:
         boxes: list[Box] = []
         self._rooms: list[Tensor] = []
-        for offsets, stretch in _stretches(tensor.detach(), part):
+        for offsets, stretch in _stretches(local_of(tensor), part):
             for box in _row_blocks(stretch, offsets) if stretch.numel() else ():
                 boxes.append(box)
                 self._rooms.append(stretch.narrow(0, box.offsets[0] - offsets[0], box.sizes[0]))

@@ -21,6 +21,7 @@ from tulle.checkpoint.saving import await_saves
 from tulle.checkpoint.standing import Standing
 from tulle.checkpoint.whole import blocks_of_whole
 from tulle.errors import CheckpointError
+from tulle.parts import local_of
 
 _DTYPES = {
     torch.float64: "F64",
@@ -188,5 +189,5 @@ def _write(aside: Path, path: Path, header: bytes, blocks: Iterator[Tensor]) -> 
 
 
 def _write_bytes(file: IO[bytes], block: Tensor) -> None:
-    values = block.detach().cpu().contiguous().reshape(-1)
+    values = local_of(block).cpu().contiguous().reshape(-1)
     file.write(values.view(torch.uint8).numpy().data)

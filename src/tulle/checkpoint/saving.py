@@ -28,6 +28,7 @@ from tulle.checkpoint.standing import Standing
 from tulle.checkpoint.state import Names, State
 from tulle.comm import traffic
 from tulle.errors import CommunicationError, TulleError
+from tulle.parts import local_of
 
 logger = logging.getLogger("tulle")
 _under_way: list[Future[None]] = []
@@ -140,7 +141,7 @@ def save(
 def _copied(run: Mapping[str, Any]) -> dict[str, Any]:
     """A copy that training leaves as it is. Not all tensors have a deep copy: what has a graph has none."""
     tensors = (leaf for leaf in tree_leaves(run) if isinstance(leaf, Tensor))
-    return copy.deepcopy(dict(run), {id(tensor): tensor.detach().clone() for tensor in tensors})
+    return copy.deepcopy(dict(run), {id(tensor): local_of(tensor).clone() for tensor in tensors})
 
 
 def await_saves() -> None:

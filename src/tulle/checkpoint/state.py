@@ -16,7 +16,7 @@ from torch.utils._pytree import KeyPath, MappingKey, SequenceKey, tree_map_with_
 from tulle.checkpoint.placed import Path, Placed, Places, Share
 from tulle.checkpoint.standing import Standing
 from tulle.errors import CheckpointError
-from tulle.parts import WHOSE
+from tulle.parts import WHOSE, local_of
 from tulle.tables.split import Split
 
 
@@ -167,7 +167,7 @@ def optimizer_room(
             shape = part.local_shape if part is not None and tuple(value.shape) == tuple(part.shape) else None
         if not value.is_meta:
             return part.take(value) if isinstance(part, Split) and shape is not None else value
-        parameter = parameters[number].detach() if (number := _number_in(path)) is not None else None
+        parameter = local_of(parameters[number]) if (number := _number_in(path)) is not None else None
         if shape is not None and parameter is not None:
             made = torch.zeros(shape, dtype=value.dtype, device=parameter.device)
         elif parameter is not None and value.shape == parameter.shape:

@@ -17,6 +17,7 @@ from tulle.checkpoint.state import unmarked, versions_of, with_versions
 from tulle.comm import broadcast, lane, receive, send
 from tulle.distribute.axes import SAVING
 from tulle.mesh import Axis
+from tulle.parts import local_of
 from tulle.tables.natural import block_rows_of, natural_order
 from tulle.tables.split import Split
 from tulle.tensor_parallel import Placement
@@ -115,7 +116,7 @@ def blocks_of_whole(
 
 def _moved(block: Tensor, holder: int, pipe: Axis, *, everywhere: bool) -> Tensor:
     """A block that the first stage which has it gives to all, or to the first. Every rank of the axis must call it."""
-    axis, values = lane(pipe, SAVING), block.detach().contiguous()
+    axis, values = lane(pipe, SAVING), local_of(block).contiguous()
     if not values.numel():
         return values
     flat = values.reshape(-1).view(torch.uint8)  # as bytes: gloo has no bool, for one
@@ -155,7 +156,7 @@ def _shape(value: Tensor, part: Part | None) -> tuple[int, ...]:
 
 def _sparse(name: str, value: Tensor, standing: Standing) -> Tensor:
     """A copy of a sparse buffer, of which a stage has all."""
-    copied = None if standing.is_elsewhere(name) else value.detach().cpu().clone()
+    copied = None if standing.is_elsewhere(name) else local_of(value).cpu().clone()
     pipe = standing.axes.pipe if standing.axes else None
     found = Ranks(pipe).gather(copied)[standing.holders.get(name, 0) if pipe else 0]
     assert found is not None, "its holder has it"

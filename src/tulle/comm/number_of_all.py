@@ -28,7 +28,7 @@ def number_of_all(number: Tensor, op: Reduction, axis: Axis, name: str) -> Tenso
     """
     mend = (
         f"each rank has a part of {name}, so every rank must ask for its sum, norm or largest: do so in front of "
-        "`if rank == 0:`, or take its .detach(), which is this rank's part"
+        "`if rank == 0:`, or take its .to_local(), which is this rank's part"
     )
     monitored_barrier(axis, f"one number of all of {name}", mend)
     label = f"numbers of {name}"

@@ -18,7 +18,7 @@ from tulle.engine import engine_of
 from tulle.errors import CheckpointError
 from tulle.memory import named_shards
 from tulle.mesh import Axis
-from tulle.parts import WHOSE, StatedPart, refuse_to_checkpoint, stated_part
+from tulle.parts import WHOSE, StatedPart, local_of, refuse_to_checkpoint, stated_part
 from tulle.tables import split_of
 from tulle.tensor_parallel import placements
 from tulle.traits import has_hooks, states_of
@@ -115,7 +115,7 @@ def _say_whose(
         if parameter in cuts and number in stated:
             said = f"{whose}'s part of {kind}'s state"
             stated[number] = {
-                key: stated_part(value.detach(), said)
+                key: stated_part(local_of(value), said)
                 if isinstance(value, Tensor) and value.shape == parameter.shape
                 else value
                 for key, value in stated[number].items()

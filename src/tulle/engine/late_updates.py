@@ -41,6 +41,7 @@ from tulle.engine.late_states import LateState
 from tulle.engine.late_tables import LateTable
 from tulle.engine.late_tensors import COMPILED, LateParameter, is_late, make_late, make_plain
 from tulle.errors import PlanError, TulleError
+from tulle.parts import local_of
 from tulle.step_hooks import hook_last
 from tulle.tables import plain_in_step
 
@@ -98,7 +99,7 @@ class _Update:
         """
         [(parameter, _)] = self.pairs
         with torch._C.DisableTorchFunctionSubclass():  # as it was at the step
-            rows = nn.Parameter(parameter.detach().index_select(0, places))
+            rows = nn.Parameter(local_of(parameter).index_select(0, places))
             state = {
                 name: value.index_select(0, places) if _is_like(value, parameter) else deepcopy(value)
                 for name, value in self.state.as_it_is(parameter).items()
@@ -217,7 +218,7 @@ class LateUpdates:
         updates = self._waiting.get(table)
         if not updates:  # no step has asked for it, or all is done
             [(parameter, _)] = table.gradients
-            return parameter.detach().index_select(0, places)
+            return local_of(parameter).index_select(0, places)
         [update] = updates
         return update.ahead(places.long(), table.ahead(places))
 

@@ -267,7 +267,7 @@ class SplitTables:
         late = self._late_tables.get(table.number)
         if self._late is not None and late is not None and late.following is trip:
             return self._late.ahead(late, places)
-        return table.parameter.detach().index_select(0, places)
+        return table.parameter.detach().as_subclass(Tensor).index_select(0, places)
 
     def check_ended(self) -> None:
         """Raise if gradients of a backward before are on the way still, to be added to those of the one that begins.

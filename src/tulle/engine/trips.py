@@ -25,7 +25,7 @@ from tulle.engine.returned import Parcel, Returned
 from tulle.engine.split_table import SplitTable
 from tulle.errors import CommunicationError, ModelError
 from tulle.mesh import Axis
-from tulle.parts import writes_by_data
+from tulle.parts import local_of, writes_by_data
 from tulle.rows import occurrences
 from tulle.tables import (
     Division,
@@ -212,7 +212,7 @@ class Trip:
         if self._bound is not None and routes[0].places.numel():
             [table] = self.tables.values()
             with torch.no_grad():
-                torch.embedding_renorm_(table.parameter.detach(), torch.unique(routes[0].places).long(), *self._bound)
+                torch.embedding_renorm_(local_of(table.parameter), torch.unique(routes[0].places).long(), *self._bound)
         served = self._serve(routes)
         self._versions = self._current_versions()
         self._served = served if self.is_checked else None

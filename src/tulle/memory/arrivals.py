@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from tulle.memory.execution_order import Sent
 from tulle.memory.unit import Unit
+from tulle.parts import local_of
 
 _numbers = count()
 _running: ContextVar[Pass | None] = ContextVar("pass", default=None)
@@ -96,7 +97,7 @@ class _Arrive(torch.autograd.Function):
     def forward(ctx: Any, arrival: Arrival, *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.arrival = arrival
         ctx.set_materialize_grads(False)
-        given = tuple(part.detach() for part in parts)
+        given = tuple(local_of(part) for part in parts)
         ctx.mark_non_differentiable(*(g for g, p in zip(given, parts, strict=True) if not p.requires_grad))
         return given
 

@@ -18,7 +18,7 @@ from tulle.comm import untraced
 from tulle.errors import GradientError, ModelError
 from tulle.memory.ahead import BACKWARD, Ahead
 from tulle.memory.unit import Unit
-from tulle.parts import refuses_saved_hooks
+from tulle.parts import local_of, refuses_saved_hooks
 
 _autograd: Any = vars(torch._C)["_autograd"]
 
@@ -125,7 +125,7 @@ class Saved:
     @staticmethod
     def of(tensor: Tensor) -> Saved:
         """What holds its memory, and not the graph: of what an operation gave, that would hold itself."""
-        return Saved(tensor.detach(), tensor._version)
+        return Saved(local_of(tensor), tensor._version)
 
     def read(self) -> Tensor:
         """The tensor, unless it has changed since."""

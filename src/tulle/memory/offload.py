@@ -23,6 +23,7 @@ from tulle.derived import put_before
 from tulle.errors import ModelError
 from tulle.memory.notes import Saved, naming
 from tulle.names import as_names
+from tulle.parts import local_of
 
 HORIZON = 4
 SMALLEST_BYTES = 1024 * 1024
@@ -102,7 +103,7 @@ class Offloading:
             return _Parked(tensor.device, host)
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._stream):
-            host.copy_(tensor.detach(), non_blocking=True)
+            host.copy_(local_of(tensor), non_blocking=True)
         tensor.record_stream(self._stream)
         return _Parked(tensor.device, host)
 

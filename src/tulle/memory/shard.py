@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tulle.comm import all_gather_parts
 from tulle.mesh import Axis
+from tulle.parts import local_of
 
 _SHARD = "_tulle_shard"
 """The attribute by which a parameter knows that it is a part of one."""
@@ -72,7 +73,7 @@ class Shard:
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part, in memory of its own."""
-        part = whole.detach().narrow(self.dim, self.begin_on(self.axis.rank), self.length(self.axis.rank))
+        part = local_of(whole).narrow(self.dim, self.begin_on(self.axis.rank), self.length(self.axis.rank))
         return part.clone(memory_format=torch.contiguous_format)
 
     @torch.no_grad()
@@ -80,7 +81,7 @@ class Shard:
         """The whole, from all ranks' parts. Every rank of the axis must call it."""
         ranks = range(self.axis.size)
         sizes = [self.size_on(rank) for rank in ranks]
-        flat = all_gather_parts(part.detach().reshape(-1), sizes, self.axis, label=label).wait()
+        flat = all_gather_parts(local_of(part).reshape(-1), sizes, self.axis, label=label).wait()
         return torch.cat([flat.split(sizes)[rank].view(self.shape_on(rank)) for rank in ranks], self.dim)
 
     def __deepcopy__(self, memo: object) -> Shard:

@@ -14,6 +14,7 @@ from tulle.memory.execution_order import other_branch
 from tulle.memory.scattered import scatter_sums
 from tulle.memory.shard import Shard
 from tulle.mesh import Axis
+from tulle.parts import local_of
 
 _MARKS = {torch.bool: 2, torch.int8: 128, torch.uint8: 251}
 """How many marks there are in a dtype of one byte; floats of one byte hold few whole numbers."""
@@ -65,7 +66,7 @@ class Unit:
     def pack(self, parts: Sequence[Tensor]) -> Packed:
         """Copies of this rank's parts, and the unit's mark, for `gather`."""
         packed = []
-        own = [part.detach() for part in parts]
+        own = [local_of(part) for part in parts]
         for numbers in by_dtype(own):
             mark = own[numbers[0]].new_tensor([self._mark(own[numbers[0]].dtype)])
             packed.append((numbers, torch.cat([*(own[number].reshape(-1) for number in numbers), mark])))

@@ -47,7 +47,7 @@ class _SharedOut:
             f"{taker} was given {self.name!r} as if all of it were here, but full_shard shares it out: this rank has "
             f"{self.shard.local_shape} of {tuple(self.shard.shape)} while no module runs that it belongs to. Have the "
             "forward of the module that holds it do so, take it from model.state_dict() and give it back by "
-            "model.load_state_dict, leave full_shard out of the plan, or take its .detach(), which is this rank's part"
+            "model.load_state_dict, leave full_shard out of the plan, or take its .to_local(), this rank's part"
         )
 
     @property

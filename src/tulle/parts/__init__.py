@@ -37,7 +37,7 @@ from tulle.parts.torch_functions import (
     unwrapped,
     writes,
 )
-from tulle.parts.wholes import Whole, load_part, read_by
+from tulle.parts.wholes import Whole, load_part, local_of, read_by
 
 __all__ = [
     "ALIKE",
@@ -70,6 +70,7 @@ __all__ = [
     "keep_plainly",
     "lift",
     "load_part",
+    "local_of",
     "lower",
     "made_of",
     "make_gradients_by",

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tulle.parts.wholes import Whole
+from tulle.parts.wholes import PART_OF, Whole
+
+_GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
 
 _makers: list[Callable[[Tensor, Whole], Any]] = []
 
@@ -32,6 +34,27 @@ def become_gradient(tensor: Tensor, whole: Whole) -> None:
     """Have a tensor be the gradient of a part; it stays the object that it is."""
     for make in _makers:
         make(tensor, whole)
+
+
+def gradient_of(part: Tensor) -> Tensor | None:
+    """The gradient of a part, as it is."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _GRADIENT.__get__(part)
+
+
+def give_gradient(part: Tensor, gradient: Tensor | None) -> None:
+    """Have a part have a gradient; what became of parts is that of a part then."""
+    if hasattr(gradient, PART_OF) and not isinstance(gradient, nn.Parameter):
+        become_gradient(cast("Tensor", gradient), getattr(gradient, PART_OF))
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRADIENT.__set__(part, gradient)
+
+
+def guard_gradient(part: Tensor) -> None:
+    """Have what backward gave a copy, of which no engine knows, be the gradient of a part."""
+    gradient = gradient_of(part)
+    if type(gradient) is Tensor:
+        become_gradient(gradient, getattr(part, PART_OF))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ numbers drawn anew would be others than one process has, without a word:
 These raise, and so does what mixes numbers along the dimension that is cut: of a table of which a rank has whole rows
 `F.normalize(weight, dim=1)` and `weight.norm(dim=1)` are right, and with `dim=0` they are not. Of `parameter.data` only
 this, rows read or written by number, numbers drawn, what leaves torch (`numpy()`, `tolist()`) and tensors as long as
-the whole are refused, of `parameter.detach()` nothing: it is for who knows that only a part lies here.
+the whole are refused. `parameter.to_local()` is for who knows that only a part lies here.
 
 One number of all (`weight.norm()`, `weight.pow(2).sum()`, `weight.data.abs().max()`) is that of the whole, for which
 every rank must ask; sums, means and norms have gradients. What cannot be made of the ranks' numbers raises.
@@ -18,18 +18,27 @@ every rank must ask; sums, means and norms have gradients. What cannot be made o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from tulle.errors import ModelError
-from tulle.parts.extents import ALIKE, JOINED, extent_of_joined, held_alone, made_of, picks
-from tulle.parts.hooks import OfGradient, OfParameter, become_gradient, hook_arrival, tell_hooks
-from tulle.parts.present import gathered, with_wholes
+from tulle.parts.extents import ALIKE, JOINED, LAID_OUT, extent_of_joined, held_alone, made_of, picks
+from tulle.parts.hooks import (
+    OfGradient,
+    OfParameter,
+    give_gradient,
+    gradient_of,
+    guard_gradient,
+    hook_arrival,
+    tell_hooks,
+)
+from tulle.parts.present import SETS_DATA, can_gather, done_with_wholes, gathered, with_wholes
 from tulle.parts.reductions import Together, has_gradient_of_parts, number_of_whole
 from tulle.parts.torch_functions import (
     DRAWS,
@@ -46,6 +55,7 @@ from tulle.parts.torch_functions import (
     mixes,
     name_of,
     tensors_in,
+    writes,
 )
 from tulle.parts.wholes import (
     OF_ROWS,
@@ -54,10 +64,13 @@ from tulle.parts.wholes import (
     PartError,
     Whole,
     answer_of_whole,
+    check_gradients,
     check_no_whole,
     extent_of_whole,
     is_of_each_row,
+    local_of,
     may_be_equal,
+    refuse,
 )
 
 T = TypeVar("T", bound=Tensor)
@@ -72,9 +85,6 @@ OF_NO_VALUES = frozenset(
     for accessor in (getattr(vars(torch._C.TensorBase)[name], kind) for kind in ("__get__", "__set__", "__delete__"))
 )
 """What may be asked of any tensor as it is: all that `zero_grad` asks, and that who fetches rows asks."""
-_AS_IT_IS = OF_NO_VALUES | {Tensor.detach}
-_GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
-_SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 OWNER, _WRITES = "_tulle_data_of", "_tulle_writes"
 """The attributes by which `parameter.data` knows its parameter, and that how often it was written in by way of it."""
 
@@ -104,7 +114,7 @@ class _Part(Tensor):
         if func in OF_ROWS and (answer := answer_of_whole(func, args, keywords)) is not NotImplemented:
             return answer
         is_asked = name_of(func) in LIKE and not isinstance(args[0], _Part)
-        if func in _AS_IT_IS or is_asked or torch._C._current_graph_task_id() != -1:
+        if func in OF_NO_VALUES or is_asked or torch._C._current_graph_task_id() != -1:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **keywords)
         if not _KNOWN.issuperset(types):
@@ -118,14 +128,14 @@ class _Part(Tensor):
             except PartError as error:
                 if (given := gathered(func, args, keywords)) is None:
                     raise ModelError(str(error)) from None
-        return func(*given[0], **given[1])
+        return done_with_wholes(func, *given, instead_of=next(iter(args), None))
 
     def _check_given(self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Keywords) -> None:
         """Refuse what is not to see a part, alone or together with other tensors."""
         is_taken = goes_by_place(name, self, args) or name in DRAWS or name in LEAVES_TORCH
         is_mixed = is_taken or any(mixes(name, self, dim, args, keywords) for dim in getattr(self, PART_OF).dims)
         if is_mixed and given[0] is self:
-            _refuse(self, name)
+            refuse(self, name)
         if name not in PRODUCTS | JOINED:
             check_no_whole(name, [one for one in given if type(one) not in _KINDS], self, getattr(self, PART_OF))
 
@@ -140,8 +150,9 @@ class _Part(Tensor):
             return result
         if not result.dim():
             return self._number(func, result, args, keywords)
-        if type(result) is not Tensor or (result._base is not None and result is args[0]):
-            return result  # another's parameter, or a view of what others know, that was written in
+        is_given = any(result is one for one in tensors_in(args))
+        if type(result) is not Tensor or (is_given and (result._base is not None or not writes(func))):
+            return result  # another's, or a view of what others know, that was written in
         if name_of(func) in JOINED:
             return _become(self._kind, result, self._joined(func, args[0], result))
         if result.shape != self.shape or picks(func, args):
@@ -169,12 +180,22 @@ class _Part(Tensor):
             if extent.is_known:
                 found = number_of_whole(name, *given, number, Together(whole.over, whole.count))
         if found is None:
-            _refuse(self, name)
+            refuse(self, name)
         if result.requires_grad and not found.requires_grad:
             result.data.copy_(found)  # for who only looks at it
-            result.register_hook(lambda _: _refuse(self, name))
+            result.register_hook(lambda _: refuse(self, name))
             return result
         return found
+
+    def detach(self) -> Tensor:
+        """A part, too; no `nn.Parameter`, whose gradients nobody would bring together."""
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            raise ModelError(getattr(self, PART_OF).refusal("nn.Parameter"))
+        return super().detach()
+
+    def to_local(self) -> Tensor:
+        """The numbers that lie on this rank, in the same memory and without a graph, as of torch's DTensor."""
+        return local_of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A plain tensor of the same numbers."""
@@ -200,25 +221,26 @@ class _Guarded(_Part):
         others = [one for one in given if not is_of_each_row(one, self)]
         unfit = [one for one in others if not fits(one, self)]
         if name in PRODUCTS or any(type(one) in _KINDS or not is_number(one) for one in unfit):
-            _refuse(self, name)
+            refuse(self, name)
         layout = getattr(self, PART_OF).layout
         if any(isinstance(one, _Part) and getattr(one, PART_OF).layout != layout for one in others):
-            _refuse(self, name)
+            refuse(self, name)
 
     def _checked(self, func: Function, result: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         name = name_of(func)
-        if func == _SETS_DATA:
+        if func == SETS_DATA:
             setattr(self, _WRITES, writes_by_data(cast("Tensor", self)) + 1)
         if not isinstance(result, Tensor):
             return super()._checked(func, result, args, keywords)
-        if not fits(result, self) and name not in REDUCED:  # along what is not cut: else it was refused
-            _refuse(self, name)
-        if name == "data" or (name == "cpu" and result is not self and not result.requires_grad):
+        is_flat = isinstance(self, PartData) and name in LAID_OUT and result.dim() == 1
+        if not fits(result, self) and name not in REDUCED and not is_flat:  # along what is not cut: else it was refused
+            refuse(self, name)
+        if name in ("data", "detach") or (name == "cpu" and result is not self and not result.requires_grad):
             setattr(result, OWNER, self if name == "data" else None)
-            return _become(
-                PartData, result, getattr(self, PART_OF)
-            )  # of its own, unlike what is written in place gives
-        return super()._checked(func, result, args, keywords)
+            kind = PartData if name == "data" and not can_gather(self) else GuardedData
+            return _become(kind, result, getattr(self, PART_OF))
+        found = super()._checked(func, result, args, keywords)
+        return _become(PartData, found, getattr(found, PART_OF)) if is_flat else found
 
 
 def _done_with_parts(func: Function, name: str, args: Sequence[Any], keywords: Keywords) -> Any:
@@ -235,39 +257,25 @@ def _done_with_parts(func: Function, name: str, args: Sequence[Any], keywords: K
     parts = [one for one in given if isinstance(one, _Part)]
     part = min(parts, key=lambda one: (not isinstance(one, _Guarded), -one.numel()))
     if func is torch.autograd.grad:
-        _check_gradients(given)
+        check_gradients(given)
         return _of_parts(keywords.get("inputs", args[1] if len(args) > 1 else ()), func(*args, **keywords))
     if name == "equal" and not may_be_equal((one, getattr(one, PART_OF, None)) for one in given):
         return False
     part._check_given(name, given, args, keywords)
     result = func(*args, **keywords)
-    return part._checked(func, result, args, keywords)
-
-
-def _gradient_of(part: Tensor) -> Tensor | None:
-    with torch._C.DisableTorchFunctionSubclass():
-        return _GRADIENT.__get__(part)
-
-
-def _give_gradient(part: Tensor, gradient: Tensor | None) -> None:
-    if isinstance(gradient, PartValues | PartData):
-        become_gradient(gradient, getattr(gradient, PART_OF))
-    with torch._C.DisableTorchFunctionSubclass():
-        _GRADIENT.__set__(part, gradient)
-
-
-def _guard_gradient(part: Tensor) -> None:
-    """Have what backward gave a copy, of which no engine knows, be the gradient of a part."""
-    gradient = _gradient_of(part)
-    if type(gradient) is Tensor:
-        become_gradient(gradient, getattr(part, PART_OF))
+    try:
+        return part._checked(func, result, args, keywords)
+    except PartError as error:
+        if writes(func):  # it has, by now
+            raise ModelError(str(error)) from None
+        raise
 
 
 class Part(_Guarded, nn.Parameter):
     """A parameter that holds a part of what it stands for."""
 
     # Each step asks for it several times; by way of `__torch_function__` that takes four times as long.
-    grad = cast("Any", property(_gradient_of, _give_gradient, partial(_give_gradient, gradient=None)))
+    grad = cast("Any", property(gradient_of, give_gradient, partial(give_gradient, gradient=None)))
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
         """As of any parameter; the hook is given what knows that it is a part's gradient."""
@@ -279,15 +287,15 @@ class Part(_Guarded, nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """One that holds a part of the same, with numbers of its own."""
-        copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        copied = nn.Parameter(self.to_local().clone(), self.requires_grad)
         guard(copied, getattr(self, PART_OF))
         if copied.requires_grad:
-            hook_arrival(copied, _guard_gradient)
+            hook_arrival(copied, guard_gradient)
         return memo.setdefault(id(self), copied)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle of a plain parameter."""
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+        return nn.Parameter(self.to_local(), self.requires_grad).__reduce_ex__(protocol)
 
 
 class PartValues(_Guarded):
@@ -311,7 +319,16 @@ class PartData(_Part):
         return result
 
 
-_KINDS = {Part, PartValues, PartData}
+class GuardedData(PartData, _Guarded):
+    """`parameter.detach()`, and `.data` where all ranks can gather the whole; flat it is as long as `numel()` says."""
+
+    @property
+    def _kind(self) -> type[_Part]:
+        """The same."""
+        return GuardedData
+
+
+_KINDS = {Part, PartValues, PartData, GuardedData}
 _KNOWN = {*_KINDS, Tensor, nn.Parameter}
 
 
@@ -363,16 +380,6 @@ def _become(kind: type[_Part], result: Tensor, whole: Whole) -> Tensor:
     return result
 
 
-def _refuse(part: Tensor, name: str) -> NoReturn:
-    whole: Whole = getattr(part, PART_OF)
-    hint = ""
-    if name in REDUCED:
-        hint = "; sums, means and norms of all of it are known, p.pow(2).sum() say, and have gradients"
-    elif name in LEAVES_TORCH:
-        hint = "; tulle.full_state_dict(model), called on every rank, gives rank 0 all of it"
-    raise PartError(whole.refusal(name) + hint)
-
-
 def _each_checked(func: Function, args: Sequence[Any], results: Any) -> Any:
     """What a function gave that treats many tensors, each by itself: what it made, or wrote, of parts as parts."""
     for t, result in enumerate(results if isinstance(results, tuple | list) else args[0] if results is None else ()):
@@ -391,10 +398,3 @@ def _of_parts(inputs: Any, gradients: Any) -> Any:
         if isinstance(part, _Part) and type(gradient) is Tensor:
             _become(PartData, gradient, getattr(part, PART_OF))
     return gradients
-
-
-def _check_gradients(given: Iterable[Tensor]) -> None:
-    for part in given:
-        whole: Whole | None = getattr(part, PART_OF, None)
-        if whole is not None and (refusal := whole.refusal_of_gradient()) is not None:
-            raise ModelError(refusal)

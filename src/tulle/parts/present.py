@@ -11,12 +11,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
-from tulle.parts.torch_functions import DRAWS, DROPS, EACH_BY_ITSELF, is_transformed, name_of, tensors_in, writes
+from tulle.parts.torch_functions import (
+    DRAWS,
+    DROPS,
+    EACH_BY_ITSELF,
+    PRODUCTS,
+    is_transformed,
+    name_of,
+    tensors_in,
+    writes,
+)
 from tulle.parts.wholes import PART_OF
 
+SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
+"""`parameter.data = ...`."""
 _PRESENT, _BEHIND = "_tulle_present", "_tulle_behind"
 """The attributes by which a part has its whole meanwhile, and that its part."""
 _OF_THE_PART = frozenset(
@@ -70,6 +82,11 @@ def with_wholes(
     return _replaced(args, keywords, lambda one: getattr(one, _PRESENT, None))
 
 
+def can_gather(part: Tensor) -> bool:
+    """Whether all ranks can put together what a part is of."""
+    return hasattr(getattr(part, PART_OF), "gather")
+
+
 def gathered(
     func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -81,19 +98,52 @@ def gathered(
         keywords: those by name.
 
     Returns:
-        None if nobody can gather them, or the function would write in a part, draws numbers of its shape, or has
-        written by now.
+        None if nobody can gather them, or the function would write in several parts, or in what autograd follows, turn
+        a part in place, or draw numbers of its shape.
     """
     parts = [one for one in tensors_in([*args, *keywords.values()]) if hasattr(one, PART_OF)]
     of_parts: dict[int, Any] = {id(one): getattr(getattr(one, PART_OF), "gather", None) for one in parts}
     first, *_ = (*args, *keywords.values())
     name = name_of(func)
-    writes_in_part = writes(func) and (name.startswith(EACH_BY_ITSELF) or hasattr(first, PART_OF))
+    cannot_write = writes(func) and (name.startswith(EACH_BY_ITSELF) or not _may_be_written(func, first))
     draws = name in DRAWS and (name not in DROPS or keywords.get("inplace"))
-    if writes_in_part or "out" in keywords or draws or None in of_parts.values() or is_transformed():
+    if cannot_write or keywords.get("out") is not None or draws or None in of_parts.values() or is_transformed():
         return None
     wholes = {id(one): of_parts[id(one)](one) for one in parts}
-    return None if None in wholes.values() else _replaced(args, keywords, lambda one: wholes.get(id(one)))
+    if None in wholes.values() or (func == SETS_DATA and not _are_alike(wholes[id(first)], args[1])):
+        return None
+    return _replaced(args, keywords, lambda one: wholes.get(id(one)))
+
+
+def _may_be_written(func: Any, tensor: Any) -> bool:
+    is_followed = torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad
+    return func == SETS_DATA or not (is_followed or name_of(func) in PRODUCTS)  # which turn the tensor itself
+
+
+def _are_alike(tensor: Tensor, other: Tensor) -> bool:
+    return tensor.shape == other.shape and tensor.dtype == other.dtype
+
+
+def done_with_wholes(
+    func: Callable[..., Any], args: tuple[Any, ...], keywords: Mapping[str, Any], *, instead_of: Any
+) -> Any:
+    """What a function gives of wholes that were gathered for it. What it writes in one is written in the part.
+
+    An array of numpy is read-only, as what is written in that nobody sees.
+
+    Args:
+        func: The function.
+        args: Its arguments, and
+        keywords: those by name, with wholes.
+        instead_of: What the first argument stands for, which a function that writes in it gives.
+    """
+    if func == SETS_DATA:
+        args[0].detach().copy_(args[1])
+        return None
+    result = func(*args, **keywords)
+    if isinstance(result, numpy.ndarray):
+        result.setflags(write=False)
+    return instead_of if writes(func) and result is next(iter(args), None) else result
 
 
 def _replaced(

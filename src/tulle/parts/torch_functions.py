@@ -23,7 +23,7 @@ _BY_PLACE = _INDEXED | {
     *("unbind", "flip", "roll", "tril", "tril_", "triu", "triu_", "eye", "fill_diagonal_", "masked_scatter_"),
     *("index_add_", "index_copy_", "index_fill_", "index_put_", "put_", "scatter_", "scatter_add_", "scatter_reduce_"),
     *("fliplr", "flipud", "rot90", "take_along_dim", "gather", "take", "scatter", "scatter_add", "scatter_reduce"),
-    *("channel_shuffle", "multinomial", "argwhere"),
+    *("channel_shuffle", "multinomial", "argwhere", "__reversed__"),
 }
 """Names of what depends on where a number lies."""
 _WRITE = {"__setitem__", "__set__", "__delete__"} | {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ from torch.nn import functional
 from tulle.errors import ModelError
 from tulle.parts.extents import Extent
 from tulle.parts.reductions import Reduction
-from tulle.parts.torch_functions import LOOKUPS, rows_by_number
+from tulle.parts.torch_functions import LEAVES_TORCH, LOOKUPS, REDUCED, rows_by_number
 
 _SHAPES = {vars(torch._C.TensorBase)["shape"].__get__, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement}
 OF_ROWS = LOOKUPS | _SHAPES | {Tensor.__getitem__, Tensor.index_select, torch.index_select}
@@ -22,6 +22,15 @@ PART_OF = "_tulle_part_of"
 """The attribute by which a part knows what it is a part of."""
 _READER = "_tulle_reader"
 """The attribute by which a part knows who has the rest."""
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What of a tensor lies on this rank, without a graph: of a part what `.to_local()` gives, else `.detach()`."""
+    found = tensor.detach()  # which is waited for, if it is on the way
+    if not hasattr(found, PART_OF):
+        return found
+    with torch._C.DisableTorchFunctionSubclass():
+        return found.detach()
 
 
 class PartError(ModelError):
@@ -176,17 +185,45 @@ def _shape_of(tensor: Tensor, whole: Whole | None) -> tuple[int, ...] | None:
     return tuple(shape)
 
 
+def _is_as_long(tensor: Tensor, part: Tensor, whole: Whole) -> bool:
+    """Whether a tensor that meets a part is as long as the whole where that is cut, and the part is not."""
+    shape = _shape_of(part, whole)
+    if shape is None:
+        return False
+    [cut] = whole.dims
+    place = tensor.dim() - part.dim() + cut
+    return place >= 0 and tensor.shape[place] == shape[cut] != part.shape[cut]
+
+
 def check_no_whole(name: str, given: Iterable[Tensor], part: Tensor, whole: Whole) -> None:
-    """Raise if a function was given a part's numbers and plain ones of the shape of the whole.
+    """Raise if a function was given a part's numbers and plain ones as long as the whole where that is cut.
 
     Where the part is 1 long torch would repeat it along them, and say nothing.
     """
-    shapes = {tuple(one.shape) for one in given if one.dim() == part.dim() and one.shape != part.shape}
-    if shapes and _shape_of(part, whole) in shapes:
+    if any(_is_as_long(one, part, whole) for one in given):
         mend = "; what is to follow it, a moving average say, is made after tulle.distribute"
         if name in {"copy_", "__set__"}:
             mend = f"; model.load_state_dict, called on every rank, takes of whole weights what is this rank's{mend}"
         raise PartError(whole.refusal(name) + mend)
+
+
+def check_gradients(given: Iterable[Tensor]) -> None:
+    """Raise if `torch.autograd.grad` was given a part that it would not give the gradient of."""
+    for part in given:
+        whole: Whole | None = getattr(part, PART_OF, None)
+        if whole is not None and (refusal := whole.refusal_of_gradient()) is not None:
+            raise ModelError(refusal)
+
+
+def refuse(part: Tensor, name: str) -> NoReturn:
+    """Raise as a function, by its name, was given a part as if it were the whole."""
+    whole: Whole = getattr(part, PART_OF)
+    hint = ""
+    if name in REDUCED:
+        hint = "; sums, means and norms of all of it are known, p.pow(2).sum() say, and have gradients"
+    elif name in LEAVES_TORCH:
+        hint = "; tulle.full_state_dict(model), called on every rank, gives rank 0 all of it"
+    raise PartError(whole.refusal(name) + hint)
 
 
 def load_part(
@@ -218,4 +255,4 @@ def load_part(
             f"size mismatch for {key}: the state has a tensor of shape {list(value.shape)}, expected {list(shape)}, "
             "the whole, or this rank's part of it"
         )
-        state[key] = part.detach()  # or torch would say the same by the part's shape
+        state[key] = local_of(part)  # or torch would say the same by the part's shape

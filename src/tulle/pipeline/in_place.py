@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tulle.errors import ModelError
+from tulle.parts import local_of
 from tulle.pipeline.holdings import Holdings
 from tulle.pipeline.operation import Call
 from tulle.pipeline.outcome import Outcome, Same
@@ -86,7 +87,7 @@ def unseen_refused(call: Call, natives: Sequence[Any], rank: int, rank_of: Calla
         rank_of: Gives the rank of a stage.
     """
     watched = [
-        (native, native._version, native.detach().clone())
+        (native, native._version, local_of(native).clone())
         for leaf, native in zip(call.leaves, natives, strict=False)
         if isinstance(native, Tensor) and native.layout == torch.strided and not native.is_inference()
         if native.is_floating_point() and native.dtype.itemsize > 1 and not native.is_nested
@@ -94,7 +95,7 @@ def unseen_refused(call: Call, natives: Sequence[Any], rank: int, rank_of: Calla
     ]
     yield
     for native, version, before in watched:
-        if native._version == version and not torch.allclose(native.detach(), before, rtol=0, atol=0, equal_nan=True):
+        if native._version == version and not torch.allclose(local_of(native), before, rtol=0, atol=0, equal_nan=True):
             raise ModelError(
                 f"{call.name!r} writes in an argument of shape {list(native.shape)} in a way that torch does not count "
                 "(by .data, say), so that ranks that have a copy would not know: have it write within torch.no_grad(), "

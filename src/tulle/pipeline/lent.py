@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from tulle.deferred import is_deferred, values_of
+from tulle.parts import local_of
 from tulle.pipeline.placeholder import is_about_shape
 
 
@@ -83,7 +84,7 @@ class _Loans:
         if is_deferred(one):
             values = torch.randn(one.shape, dtype=one.dtype, device=self.device) * 0.02
         else:
-            values = one.detach().to(self.device)
+            values = local_of(one).to(self.device)
         self.storages.add(values.untyped_storage()._cdata)
         return nn.Parameter(values, one.requires_grad)
 

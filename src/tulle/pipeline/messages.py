@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tulle.parts import local_of
+
 HEADER_BYTES = 768
 
 
@@ -143,7 +145,7 @@ class Message:
     def on_device(self, device: torch.device) -> Tensor | None:
         """A copy of the numbers on this GPU: bytes, as they lie in memory; None if they are elsewhere."""
         if self._apart is None and self._body.device == device and self._body.numel():
-            self._apart = _raw(self._body.detach().clone())
+            self._apart = _raw(local_of(self._body).clone())
         return self._apart
 
     def announcement(self, before: int) -> Message:
@@ -194,7 +196,7 @@ def _packed(content: object) -> tuple[int, tuple[int, ...], tuple[int, ...], Ten
     if content is None:
         return _NOTHING, (), (), torch.empty(0, dtype=torch.uint8)
     if not isinstance(content, Tensor) or content.layout != torch.strided:  # a sparse one is several tensors
-        return _pickled(content.detach() if isinstance(content, Tensor) else content)
+        return _pickled(local_of(content) if isinstance(content, Tensor) else content)
     content = _plain(content)
     holds = _NUMBERS[content.dtype] | (_OF_HOST if content.is_cpu else 0)
     return holds, content.shape, content.stride(), content
@@ -218,7 +220,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, Tensor) or not obj.is_cuda:
             return None
         self.is_for_device = True
-        return obj.detach().cpu()
+        return local_of(obj).cpu()
 
 
 class _Unpickler(pickle.Unpickler):
@@ -235,8 +237,8 @@ def _plain(tensor: Tensor) -> Tensor:
     if tensor.is_conj() or tensor.is_neg():  # its memory holds other numbers
         tensor = tensor.resolve_conj().resolve_neg()
     if not (tensor.is_cpu or tensor.is_cuda):
-        tensor = tensor.detach().cpu()
-    return tensor if is_dense(tensor) else tensor.detach().contiguous()
+        tensor = local_of(tensor).cpu()
+    return tensor if is_dense(tensor) else local_of(tensor).contiguous()
 
 
 def _raw(tensor: Tensor) -> Tensor:
@@ -264,4 +266,4 @@ def each_once(tensor: Tensor) -> Tensor:
         >>> each_once(torch.arange(2).expand(3, 2))
         tensor([[0, 1]])
     """
-    return tensor.detach()[tuple(slice(None if stride else 1) for stride in tensor.stride())]
+    return local_of(tensor)[tuple(slice(None if stride else 1) for stride in tensor.stride())]

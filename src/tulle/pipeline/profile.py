@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from tulle.comm import alone
 from tulle.live import LiveBytes, looking_at_saved
 from tulle.mesh import Axis
-from tulle.parts import refuses_saved_hooks
+from tulle.parts import local_of, refuses_saved_hooks
 from tulle.pipeline.attributes import own_attributes
 from tulle.pipeline.calls import Calls, pieces_of, watch
 from tulle.pipeline.carried import state_within
@@ -86,7 +86,7 @@ def as_call(sample: object, device: torch.device) -> tuple[tuple[Any, ...], dict
         if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
             return leaf
         if id(leaf) not in moved:
-            moved[id(leaf)] = leaf.detach().to(device, copy=True).requires_grad_(leaf.requires_grad)
+            moved[id(leaf)] = local_of(leaf).to(device, copy=True).requires_grad_(leaf.requires_grad)
         return moved[id(leaf)]
 
     given = copied(sample, move)
@@ -263,7 +263,7 @@ def _apart(leaf: Any) -> Any:
     if isinstance(leaf, Placeholder):  # the module may read it, or not
         return leaf
     if isinstance(leaf, Tensor):
-        copied = leaf.detach().clone()
+        copied = local_of(leaf).clone()
         return Entry(copied).tensor() if leaf.requires_grad else copied  # no leaf of autograd: modules write in it
     if is_atom(leaf) or isinstance(leaf, nn.Module):
         return leaf

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tulle.comm import eager, now_s, traffic
 from tulle.errors import ModelError
 from tulle.mesh import Axis
+from tulle.parts import local_of
 from tulle.pipeline.carried import Carried
 from tulle.pipeline.graphs import is_made_by
 from tulle.pipeline.holdings import Holdings, Unit
@@ -346,7 +347,7 @@ class Runtime:
             home = value.stage % self.axis.size
             local = value.local if self.axis.rank == home else None
             empty = partial(torch.empty, value.shape, dtype=value.dtype, device=value.device)
-            tensor = empty() if local is None else local.detach()
+            tensor = empty() if local is None else local_of(local)
             self._copy_to_all(tensor, home, (number, next(messages)), name)
             self.holdings.replace(tensor, model, name)
             buffers[key] = tensor

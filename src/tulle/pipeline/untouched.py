@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tulle.parts import local_of
 from tulle.pipeline.attributes import own_attributes
 from tulle.pipeline.generators import GENERATORS, put_back, standing
 from tulle.pipeline.hooks import as_before
@@ -116,7 +117,7 @@ def _numbers(tensor: Tensor) -> Callable[[], None] | None:
     """What puts a tensor's numbers back, if it has some and tells that they were written."""
     if tensor.is_meta or tensor.is_inference():
         return None
-    return partial(_rewrite, tensor, tensor._version, tensor.detach().clone())
+    return partial(_rewrite, tensor, tensor._version, local_of(tensor).clone())
 
 
 def _refill(value: Any, before: Any) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from tulle.errors import ModelError
+from tulle.parts import local_of
 from tulle.pipeline.holdings import Holdings, Known
 from tulle.pipeline.messages import Key, Kind
 from tulle.pipeline.outcome import Described, Outcome, Raised
@@ -289,7 +290,7 @@ class Values:
         home, mine = self.rank_of(placeholder.stage), None
         if home == self._rank:
             assert placeholder.local is not None, "the owner has the value"
-            mine = placeholder.local.detach()
+            mine = local_of(placeholder.local)
         return Result(home, placeholder.described(), mine)
 
     def _shared(self, leaf: Any, key: Key) -> Any:

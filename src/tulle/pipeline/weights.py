@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tulle.deferred import give
 from tulle.errors import CheckpointError
+from tulle.parts import local_of
 from tulle.pipeline.lent import is_lacking
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -42,7 +43,7 @@ def read_weights(path: str | Path, tensors: Mapping[str, Tensor], device: torch.
         if is_lacking(tensor, device):
             give(tensor, value)
         else:
-            tensor.detach().copy_(value)
+            local_of(tensor).copy_(value)
         missing.discard(name)
     if missing:
         raise CheckpointError(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tulle.parts import unwrapped, writes
+from tulle.parts import local_of, unwrapped, writes
 from tulle.pipeline.structure import flatten
 from tulle.traits import memory_key
 
@@ -36,7 +36,7 @@ class written_back(TorchFunctionMode):  # noqa: N801 - used like a function
             for leaf in flatten((args, kwargs))[0]:
                 if type(leaf) is Tensor or type(leaf) is nn.Parameter:
                     written = self._parameters.pop(memory_of(leaf), ())
-                    self._before += [(parameter, parameter.detach().clone()) for parameter in written]
+                    self._before += [(parameter, local_of(parameter).clone()) for parameter in written]
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:

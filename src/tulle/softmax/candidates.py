@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tulle.parts import local_of
 from tulle.softmax.part import Part, wide
 from tulle.softmax.shard import Shard
 
@@ -41,9 +42,9 @@ class Candidates:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, shard: Shard, dtype: torch.dtype) -> None:
         self.shard = shard
-        self.table = weight.detach().to(dtype)
+        self.table = local_of(weight).to(dtype)
         self.wide = wide(dtype)
-        self._bias = None if bias is None else bias.detach().to(self.wide)
+        self._bias = None if bias is None else local_of(bias).to(self.wide)
         self.rows, is_held = (values.to(weight.device) for values in shard.rows())
         self.is_held = None if bool(is_held.all()) else is_held
         """`[places]` whether there is a row; None if there is one at each."""

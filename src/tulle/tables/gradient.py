@@ -58,7 +58,7 @@ _OF_ALL = {*REDUCED, "dot", "vdot"}
 """Names of what may give one number of all."""
 _NUMBERS = {"indices", "_indices"}
 """Names of what gives the numbers of the rows that a sparse gradient stores."""
-_MEND = ".detach().as_subclass(torch.Tensor) gives this rank's part"
+_MEND = ".to_local() gives this rank's part"
 
 
 @meets_parts
@@ -136,6 +136,12 @@ class ShardGradient(torch.Tensor):
                 all_reduce(args[1], axis, label=_LABEL, op="max").wait()
             return result
         return over_ranks(func, args, keywords, result)
+
+    def to_local(self) -> Tensor:
+        """The numbers that lie on this rank, in the same memory, as of torch's DTensor."""
+        there = self.detach()  # if it was on the way
+        with torch._C.DisableTorchFunctionSubclass():
+            return there.detach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A plain tensor of the same numbers."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from tulle.comm import all_to_all_parts, lane
 from tulle.mesh import Axis
 from tulle.partition import Contiguous, order_by_owner
+from tulle.parts import local_of
 from tulle.rows import inverse
 from tulle.tables.split import ColumnSplit, RowSplit, Split
 
@@ -51,7 +52,7 @@ class RowOrder:
         """
         position, lengths = self._by_owner(wanted[self.split.axis.rank], part)
         owned = self._owned(wanted, part)
-        came = self._exchange([part.detach().index_select(0, places) for places in owned], lengths)
+        came = self._exchange([local_of(part).index_select(0, places) for places in owned], lengths)
         return came.index_select(0, inverse(position))
 
     @cached_property
@@ -116,7 +117,7 @@ class ColumnOrder:
         """
         axis = lane(self.split.axis, _LANE)
         rows = len(wanted[axis.rank])
-        parts = [part.detach()[one.start : one.stop].reshape(-1) for one in wanted]
+        parts = [local_of(part)[one.start : one.stop].reshape(-1) for one in wanted]
         lengths = [rows * columns for columns in self.split.widths]
         came = all_to_all_parts(parts, lengths, axis, label=self.split.name).wait().split(lengths)
         columns = zip(came, self.split.widths, strict=True)

@@ -71,7 +71,7 @@ class _Table:
         return (
             f"{taker} was given the table {self.split.name!r} as if all of it were here, but it is split by {how} over "
             f"{self.split.axis.size} ranks: look rows up with its module, take tulle.ShardedSoftmax for an output "
-            f"layer, keep the table whole (another scheme than {how!r} in the plan), or take its .detach(), which is "
+            f"layer, keep the table whole (another scheme than {how!r} in the plan), or take its .to_local(), which is "
             "this rank's part"
         )
 

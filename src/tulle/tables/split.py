@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tulle.mesh import Axis
 from tulle.partition import Hashed
+from tulle.parts import local_of
 
 _BLOCK_BYTES = 8 * 1024 * 1024
 """Of rows that are copied at once."""
@@ -75,7 +76,7 @@ class RowSplit:
         part = whole.new_zeros(self.partition.places, *whole.shape[1:])
         block = max(1, _BLOCK_BYTES // max(1, whole[:1].nbytes))  # all at once would take the part's memory once more
         for some_rows, some_places in zip(rows.split(block), places.split(block), strict=True):
-            part.index_copy_(0, some_places, whole.detach().index_select(0, some_rows))
+            part.index_copy_(0, some_places, local_of(whole).index_select(0, some_rows))
         return part
 
     def put(self, part: Tensor, first_row: int, chunk: Tensor) -> None:
@@ -139,7 +140,7 @@ class ColumnSplit:
         if whole.is_sparse:
             rows, values = _stored(whole)
             return _by_rows(rows, values[:, own].contiguous(), self.num_rows)
-        return whole.detach()[:, own].clone()
+        return local_of(whole)[:, own].clone()
 
     def put(self, part: Tensor, first_row: int, chunk: Tensor) -> None:
         """Write what belongs to this rank of the consecutive rows `chunk` into its part."""
@@ -164,7 +165,7 @@ def split_of(tensor: Tensor) -> Split | None:
 
 def _stored(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """`[stored]` row numbers, each once, and `[stored, ...]` values of a row-sparse tensor."""
-    stored = tensor.detach().coalesce()
+    stored = local_of(tensor).coalesce()
     return stored.indices()[0], stored.values()
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from tulle.comm import enter, gather, number_of_all
 from tulle.mesh import Axis
-from tulle.parts import Reduction, Whole, guard, load_part, one_whole, whole_of, write_through
+from tulle.parts import Reduction, Whole, guard, load_part, local_of, one_whole, whole_of, write_through
 
 _PLACEMENTS = "_tulle_placements"
 """The attribute by which a module holds the placements of its own parameters."""
@@ -68,7 +68,7 @@ class Placement:
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part, in memory of its own."""
-        return self._taken(whole.detach()).clone(memory_format=torch.contiguous_format)
+        return self._taken(local_of(whole)).clone(memory_format=torch.contiguous_format)
 
     def lent_part(self, whole: Tensor, *, label: str) -> Tensor:
         """This rank's part of a whole, whose gradient is that of all ranks. Every rank of the axis must call it."""
@@ -83,7 +83,7 @@ class Placement:
     def whole(self, part: Tensor, *, label: str) -> Tensor:
         """The whole, from all ranks' parts. Every rank of the axis must call it."""
         every = [self.lengths(rank) for rank in range(self.axis.size)]
-        gathered = gather_uneven(part.detach(), [sum(lengths) for lengths in every], self.axis, self.dim, label=label)
+        gathered = gather_uneven(local_of(part), [sum(lengths) for lengths in every], self.axis, self.dim, label=label)
         parts = gathered.split([length for lengths in every for length in lengths], self.dim)
         by_section = [parts[number :: len(self.sections)] for number in range(len(self.sections))]
         return torch.cat([part for section in by_section for part in section], self.dim)
@@ -167,7 +167,7 @@ class _Split:
             f"{taker} was given {self.name!r} as if all of it were here, but axis {placement.axis.name!r} splits it: "
             f"this rank has {list(placement.local_shape)} of {list(placement.shape)}. Do it before tulle.distribute, "
             "leave the layer out of Plan.tensor_parallel, take the whole from model.state_dict() and give it back by "
-            "load_state_dict, or take its .detach(), which is this rank's part"
+            "load_state_dict, or take its .to_local(), which is this rank's part"
         )
 
     @property
