@@ -172,6 +172,39 @@ def test_the_twin_that_forgets_what_was_written_is_found(monkeypatch):
         compare("written")
 
 
+class Router(nn.Module):
+    """Computes in single precision, to which its layer is converted as it runs, as in Switch Transformers."""
+
+    def __init__(self, weight=None):
+        super().__init__()
+        self.layer = nn.Linear(6, 6, bias=False)
+        self.weight = weight
+
+    def forward(self, x):
+        if self.weight is not None:
+            self.layer.weight.data = self.weight
+        self.layer = self.layer.float()
+        return self.layer(x.float())
+
+
+@on_ranks(2)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's .to()
+def test_a_forward_that_converts_its_parameter_is_told_so():
+    axis, x = tulle.init(data=-1)["data"], torch.randn(3, 6)
+    for router, made in (
+        (Router().double(), r"float32 \[6, 6\], where it was torch.float64"),
+        (Router(x), r"\[3, 6\], w"),
+    ):
+        share_out(router, axis, [""])
+        with pytest.raises(
+            ModelError, match=rf"of 'Router' has made its parameter 'layer.weight' torch.*{made}.*befor"
+        ):
+            router(x)
+    converted = Router().float()
+    share_out(converted, axis, [""])
+    assert converted(x).dtype == torch.float32
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("units", [["", "2"], ["", "0", "2"]], ids=str)
 def test_transforms_take_wholes_and_say_so(units):

@@ -18,6 +18,7 @@ from tulle.errors import ModelError
 from tulle.memory import (
     Activation,
     LiveBytes,
+    again,
     choose_recomputed,
     offload,
     profile_activations,
@@ -122,6 +123,59 @@ def test_buffers_are_written_once_and_read_as_they_were():
             model.train(training)(torch.randn(3, 4)).pow(2).sum().backward()
         found.append({name: p.grad for name, p in model.named_parameters()} | dict(model.named_buffers()))
     assert alike(*found)
+
+
+class Remembering(nn.Module):
+    """Mixes in the frame before, weighed by what its user sets for each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        mixed = x * self.weight + getattr(self, "before", torch.zeros(4))
+        self.before, self.calls = x, self.calls + 1
+        return self.linear(mixed).tanh() * self.calls
+
+
+class Frames(nn.Module):
+    """Blocks that go over frames one by one, and forget them at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(Remembering()) for _ in range(2))
+
+    def forward(self, frames):
+        results = []
+        for number, x in enumerate(frames):
+            for block in self.blocks:
+                block[0].weight = number + 0.5
+                x = block(x)
+            results.append(x)
+        for block in self.blocks:
+            del block[0].before
+        return torch.stack(results)
+
+
+def trained_on_frames(recomputed):
+    torch.manual_seed(0)
+    model = Frames()
+    recompute(model, repeated(model) if recomputed else [])
+    for _ in range(2):
+        model(torch.randn(3, 5, 4)).pow(2).sum().backward()
+    held = {name: dict(vars(model.get_submodule(name))) for name in ("blocks.0.0", "blocks.1.0")}
+    assert all(held[name]["calls"] == 6 and "before" not in held[name] for name in held)
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_attributes_are_as_they_were_when_forward_runs_again():
+    assert alike(trained_on_frames(recomputed=True), trained_on_frames(recomputed=False))
+
+
+def test_the_twin_that_leaves_attributes_as_they_are_is_found(monkeypatch):
+    monkeypatch.setattr(again, "_hold", lambda *_: None)
+    with pytest.raises((AssertionError, AttributeError, RuntimeError)):
+        assert alike(trained_on_frames(recomputed=True), trained_on_frames(recomputed=False))
 
 
 class Spreading(nn.Module):

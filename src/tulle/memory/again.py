@@ -1,8 +1,9 @@
 """`as_given`: a forward that runs again in backward finds what it found the first time, and leaves nothing twice.
 
 `torch.utils.checkpoint` gives it the same objects again. What it has written to them by then, keys to a cache say, and
-to buffers of its module, statistics of batches say, it would read, and write once more. A module that was frozen while
-it ran, as a discriminator is for its generator's loss, would be trained if it runs again when it is no longer.
+to buffers of its module, statistics of batches say, it would read, and write once more. So it would what modules keep
+in attributes from one call to the next, the frame before say, or what is set there for each. A module that was frozen
+while it ran, as a discriminator is for its generator's loss, would be trained if it runs again when it is no longer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ Place = tuple[nn.Module, str]
 """Of a buffer: the module that has it, and its name there."""
 _copies: WeakKeyDictionary[nn.Module, dict[str, tuple[Tensor, int, Tensor]]] = WeakKeyDictionary()
 """Of buffers that no forward writes: which was copied, how often it had been written to by then, and the copy."""
+_OF_TORCH = frozenset(vars(nn.Module())) | {"_flat_weights"}
+"""Attributes that are not a module's own; a recurrent layer's list of parameters follows what is gathered for it."""
 
 
 def as_given(
@@ -45,6 +48,7 @@ def as_given(
         if (buffer := _buffer(place)) is not None and _has_values(buffer)
     }
     trained = [parameter.requires_grad for parameter in module.parameters()]
+    attributes = _attributes(module)
     may_change = bool(written) or any(map(_may_change, (*arguments, *keywords.values())))
     given = _copied((tuple(arguments), dict(keywords)), {}) if may_change else None  # tensors may be parked elsewhere
     alike = _alike((*arguments, *keywords.values()))
@@ -55,7 +59,7 @@ def as_given(
         if has_run:
             arguments, keywords = _merged(arguments, keywords, alike) if given is None else _copied(given, {})
             lent = {place: buffer for place, buffer in buffers.items() if written[place] is not False}
-            with _lent(lent), _frozen_as(module, trained):
+            with _lent(lent), _holding(attributes), _frozen_as(module, trained):
                 return forward(*arguments, **keywords)
         has_run = True
         before = {place: _identity(place) for place in written}
@@ -141,6 +145,34 @@ def _lent(buffers: Mapping[Place, Tensor]) -> Iterator[None]:
     finally:
         for (owner, name), buffer in own.items():
             owner._buffers[name] = buffer
+
+
+def _attributes(module: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """What modules hold besides parameters, buffers and each other; what is written within it stays written."""
+    return [(owner, _own(owner)) for owner in module.modules()]
+
+
+def _own(owner: nn.Module) -> dict[str, Any]:
+    return {name: it for name, it in vars(owner).items() if name not in _OF_TORCH and not name.startswith("_tulle")}
+
+
+@contextmanager
+def _holding(attributes: Sequence[tuple[nn.Module, dict[str, Any]]]) -> Iterator[None]:
+    """Have modules hold what they held."""
+    now = [(owner, _own(owner)) for owner, _ in attributes]
+    try:
+        for owner, held in attributes:
+            _hold(owner, held)
+        yield
+    finally:
+        for owner, held in now:
+            _hold(owner, held)
+
+
+def _hold(owner: nn.Module, held: Mapping[str, Any]) -> None:
+    for name in _own(owner).keys() - held.keys():
+        del vars(owner)[name]
+    vars(owner).update(held)
 
 
 @contextmanager

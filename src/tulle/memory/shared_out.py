@@ -324,10 +324,23 @@ def _written(whole: Tensor) -> tuple[int, int]:
 
 def _write_back(call: _Call, wholes: Sequence[Tensor], before: Sequence[tuple[int, int]]) -> None:
     """Have parts follow wholes into which forward wrote, alike on all ranks."""
-    for shard, part, whole, written in zip(call.unit.shards, call.parts, wholes, before, strict=True):
-        if _written(whole) != written:
+    for number, (shard, part, whole) in enumerate(zip(call.unit.shards, call.parts, wholes, strict=True)):
+        if _written(whole) != before[number]:
+            _check_kind(call.unit, number, whole, part.dtype)
             part.data.copy_(shard.part(whole))  # unseen: of a pipeline other micro-batches wait for their backward
             call.ahead.drop()
+
+
+def _check_kind(unit: Unit, number: int, whole: Tensor, dtype: torch.dtype) -> None:
+    """Raise if forward has given a parameter another dtype or shape: the optimizer would go on with what it was."""
+    shape = unit.shards[number].shape
+    if whole.dtype != dtype or whole.shape != shape:
+        name = next(f"{path}.{own}".lstrip(".") for path, own, place in unit.places if place == number)
+        raise ModelError(
+            f"the forward of {unit.name!r} has made its parameter {name!r} {whole.dtype} {list(whole.shape)}, where it "
+            f"was {dtype} {list(shape)} when full_shard shared it out over the ranks: convert it before "
+            "tulle.distribute, or leave full_shard out of the plan"
+        )
 
 
 @contextmanager
