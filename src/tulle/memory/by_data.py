@@ -57,8 +57,8 @@ def following(
     finally:
         for whole, is_plain in zip(wholes, plain, strict=True):
             if is_plain:
+                del cast("_Followed", whole)._through
                 object.__setattr__(whole, "__class__", Tensor)
-                del whole.__dict__["_through"]
 
 
 def _through(part: nn.Parameter, shard: Shard, drop: Callable[[], None], data: Tensor) -> Tensor:
