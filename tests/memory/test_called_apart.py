@@ -1,6 +1,7 @@
 """Modules that are called without the one that gathers for them, or that write into parameters, train as ever."""
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from types import MethodType
 
@@ -52,6 +53,23 @@ class Replaced(nn.Module):
         self.weight.data = self.weight.data.clamp(-0.3, 0.3)
         hidden = torch.tanh(x)
         return torch.tanh((hidden * hidden.sin() * 1.5) @ self.weight)
+
+
+class Begun(nn.Module):
+    """Begins by its first batch, past torch's counter, as GPyTorch's variational parameters and flows' ActNorm do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.shift = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.zeros(6))
+        self.register_buffer("is_begun", torch.zeros(()))
+
+    def forward(self, x):
+        if not self.is_begun:
+            self.shift.data.copy_(torch.linspace(-1, 1, 6).to(x))
+            self.weight.data[1:3].mul_(0.5)
+            self.is_begun.fill_(1)
+        self.weight.data.clamp_(-0.8, 0.8)
+        return torch.tanh(x @ nn.Parameter(self.weight) @ self.weight + self.shift)
 
 
 class Attending(nn.Module):
@@ -129,6 +147,7 @@ KINDS = {
     "recomputed by reentry": (lambda: nn.Sequential(nn.Linear(6, 6), Recomputing(True), Recomputing(True)), whole),
     "written": (lambda: nn.Sequential(Clamped(), Clamped()), whole),
     "given other memory": (lambda: nn.Sequential(Replaced(), Replaced()), whole),
+    "written by .data": (lambda: nn.Sequential(Begun(), nn.Linear(6, 6), Begun()), whole),
     "called in parts": (Attending, in_parts),
     "asked for, kept": (lambda: nn.Sequential(Adjoint(saves=False), Adjoint(saves=False, frozen=True)), whole),
     "asked for, saved": (lambda: nn.Sequential(Adjoint(saves=True), Adjoint(saves=True, frozen=True)), whole),
@@ -203,6 +222,13 @@ def test_a_forward_that_converts_its_parameter_is_told_so():
     converted = Router().float()
     share_out(converted, axis, [""])
     assert converted(x).dtype == torch.float32
+
+
+@on_ranks(2)
+def test_the_twin_that_forgets_what_was_written_by_data_is_found(monkeypatch):
+    monkeypatch.setattr(shared_out, "following", lambda *_: nullcontext())
+    with pytest.raises(AssertionError):
+        compare("written by .data")
 
 
 @on_ranks(2)

@@ -25,6 +25,18 @@ class Follower(nn.Module):
         return self.student(x) - self.teacher(x).detach()
 
 
+class Calling(nn.Module):
+    """Has a `__call__` of its own, as GPyTorch's models do, so that no hook sees it run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.first(x).tanh()).relu() * self.scale)
+
+
 class Decoder(nn.Module):
     """Is handed a module, and reads its weight."""
 
@@ -350,6 +362,7 @@ PROFILED = [
     Lender,
     Reversible,
     Watched,
+    Calling,
     Equilibrium,
     Collecting,
     Glancing,

@@ -12,7 +12,7 @@ from beside_one_process import data, loss_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_networks import WIDTH, Chain, TiedEnds, Translator, compare, make
-from pipeline_profiled import Forces, Glancing, Handing, Reversible
+from pipeline_profiled import Calling, Forces, Glancing, Handing, Reversible
 from torch.utils.checkpoint import checkpoint
 
 import tulle
@@ -220,6 +220,12 @@ def test_what_a_forward_hooks_for_a_while_is_cut():
     x, axis = torch.ones(2, WIDTH, dtype=torch.float64), tulle.init(pipe=1)["pipe"]
     dealt = pipeline.deal(make(Glancing), x, axis, stages=2, pins={"teacher": 0, "student": 1})
     assert dealt.assignment == {"teacher.0": 0, "teacher.1": 0, "student": 1}
+
+
+@on_ranks(1)
+def test_a_model_that_has_a_call_of_its_own_is_cut():
+    pieces, _ = profile(make(Calling), torch.ones(2, WIDTH, dtype=torch.float64), tulle.init(pipe=1)["pipe"], 1)
+    assert [piece.name for piece in pieces] == ["first", "second", "last"]
 
 
 @on_ranks(1)

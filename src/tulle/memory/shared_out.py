@@ -32,6 +32,7 @@ from tulle.errors import ModelError
 from tulle.memory.ahead import EVALUATING, FORWARD, Ahead, sharing_within_hosts
 from tulle.memory.arrivals import Arrival, in_pass
 from tulle.memory.asked_for import asked_for, keep_in_mind
+from tulle.memory.by_data import following
 from tulle.memory.notes import Gathered, naming, noting
 from tulle.memory.shard import Shard
 from tulle.memory.unit import Unit
@@ -288,7 +289,8 @@ def _run(module: nn.Module, unit: Unit, forward: Callable[[], Any]) -> Any:
                 one.requires_grad_(part.requires_grad)  # as a forward that looks finds its parameters
         gathered = Gathered(unit, parts, call.ahead, call.number, [w.detach() for w in wholes] if unit.stays else [])
         notes = nullcontext() if unit.is_apart else noting(gathered, wholes)
-        with _in_place_of(owners, wholes), present(parts, wholes), naming("full_shard", module), notes:
+        follows = following(parts, wholes, unit.shards, call.ahead.drop)
+        with _in_place_of(owners, wholes), present(parts, wholes), follows, naming("full_shard", module), notes:
             before = [_written(whole) for whole in wholes]
             result = forward()
         _write_back(call, wholes, before)

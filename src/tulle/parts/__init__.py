@@ -15,7 +15,7 @@ from tulle.parts.part import (
 )
 from tulle.parts.present import part_of, present
 from tulle.parts.reductions import Reduction, Together, norm_of_whole, number_of_whole
-from tulle.parts.stated import StatedPart, stated_part
+from tulle.parts.stated import Stated, StatedPart, stated_part
 from tulle.parts.torch_functions import (
     DRAWS,
     EACH_BY_ITSELF,
@@ -57,6 +57,7 @@ __all__ = [
     "Extent",
     "Part",
     "Reduction",
+    "Stated",
     "StatedPart",
     "Together",
     "Whole",

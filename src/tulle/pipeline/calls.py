@@ -46,11 +46,14 @@ class Calls:
     (`torch.func`), or in a `Function`; and those that make parameters on the way, or a module that has some."""
 
     def children(self) -> dict[str, list[str]]:
-        """Of each module those whose first call came directly from within its call."""
+        """Of each module those whose first call came directly from within its call.
+
+        A model with a `__call__` of its own (GPyTorch's) is not seen itself: what is called from nowhere is its.
+        """
         found: dict[str, list[str]] = {}
         for name, chains in self.chains.items():
-            if chains[0]:
-                found.setdefault(chains[0][-1], []).append(name)
+            if name:
+                found.setdefault(chains[0][-1] if chains[0] else "", []).append(name)
         return found
 
 
@@ -296,7 +299,7 @@ def pieces_of(model: nn.Module, calls: Calls, weights: dict[str, float], largest
         children = [] if is_whole else children_of.get(name, [])
         children = [child for child in children if len(calls.chains[child]) == 1 or _has_state(model, child)]
         has_own = next(model.get_submodule(name).named_parameters(recurse=False), None) is not None
-        is_small = weights[name] <= (4 * largest if has_own else largest)
+        is_small = weights.get(name, 0.0) <= (4 * largest if has_own else largest)
         if name and name not in calls.borrowers and (is_small or not children):
             return [name]
         return [piece for child in children for piece in within(child)]
