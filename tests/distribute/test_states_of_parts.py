@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import tulle
 from ranks import on_ranks
 from test_checkpoint import told
-from tulle.parts import StatedPart
+from tulle.parts import stated
 
 
 def distributed(how):
@@ -38,7 +38,7 @@ def test_torchs_checkpoints_refuse_states_that_they_were_given(how, tmp_path):
 @on_ranks(2)
 def test_the_log_says_once_that_a_part_is_pickled():
     model, optimizer = distributed("rows")
-    StatedPart._is_warned = False
+    stated._warned.clear()
     with told() as said:
         torch.save(tulle.full_state_dict(model), io.BytesIO())
         copy.deepcopy(model.state_dict())
@@ -48,6 +48,11 @@ def test_the_log_says_once_that_a_part_is_pickled():
     assert len(said) == 1
     assert "'s part of 'words.weight' is pickled" in said[0]
     assert "tulle.full_state_dict(model)" in said[0]
+    stated._warned.clear()
+    with told() as said:
+        torch.save([model.words.weight.data, model.words.weight], io.BytesIO())
+    assert len(said) == 1
+    assert "pickle was given the table 'words.weight' as if all of it were here" in said[0]
 
 
 @on_ranks(2)

@@ -18,6 +18,7 @@ from ranks import on_ranks
 from tulle.errors import ModelError, PlanError
 from tulle.mesh import Axis
 from tulle.parts import Part, guard
+from tulle.parts.part import PartData
 from tulle.tables import guard_table, split_as, split_of
 
 ROWS, WIDTH = 40, 6
@@ -128,9 +129,11 @@ def test_what_treats_every_number_by_itself_goes_on_with_the_numbers_of_one_proc
     assert split is not None
     expected = split.take(reference.words.weight)
     torch.testing.assert_close(table, expected, rtol=1e-12, atol=1e-14)
-    for same in (copy.deepcopy(table.data), pickle.loads(pickle.dumps(table.data))):
-        assert type(same) is torch.Tensor
-        assert torch.equal(same, table.to_local())
+    same, copied = pickle.loads(pickle.dumps(table.data)), copy.deepcopy(table.data)
+    assert type(same) is torch.Tensor
+    assert torch.equal(same, table.to_local())
+    assert type(copied) is PartData
+    assert torch.equal(copied, table.data)
     assert type(copy.deepcopy(table)) is Part
 
 

@@ -40,6 +40,7 @@ from tulle.parts.hooks import (
 )
 from tulle.parts.present import SETS_DATA, can_gather, done_with_wholes, gathered, with_wholes
 from tulle.parts.reductions import Together, has_gradient_of_parts, number_of_whole
+from tulle.parts.stated import warn_of_pickle
 from tulle.parts.torch_functions import (
     DRAWS,
     EACH_BY_ITSELF,
@@ -198,14 +199,15 @@ class _Part(Tensor):
         return local_of(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A plain tensor of the same numbers."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return memo.setdefault(id(self), self.clone())
+        """Of the same, with numbers of its own."""
+        return memo.setdefault(id(self), self.detach().clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A pickle of a plain tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+        """A pickle of a plain tensor, or parameter, of which the log says once that it is a part."""
+        warn_of_pickle(getattr(self, PART_OF).refusal("pickle"))
+        plain = self.to_local()
+        is_parameter = isinstance(self, nn.Parameter)
+        return (nn.Parameter(plain, self.requires_grad) if is_parameter else plain).__reduce_ex__(protocol)
 
 
 class _Guarded(_Part):
@@ -292,10 +294,6 @@ class Part(_Guarded, nn.Parameter):
         if copied.requires_grad:
             hook_arrival(copied, guard_gradient)
         return memo.setdefault(id(self), copied)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A pickle of a plain parameter."""
-        return nn.Parameter(self.to_local(), self.requires_grad).__reduce_ex__(protocol)
 
 
 class PartValues(_Guarded):

@@ -7,7 +7,7 @@ as loops for DDP have it, writes a file that lacks the rows of all others: both 
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ class StatedPart(Stated):
     """To torch's functions a plain tensor; `torch.distributed.checkpoint` is refused it."""
 
     _said: str
-    _is_warned: ClassVar[bool] = False
 
     __torch_function__ = cast("Any", torch._C._disabled_torch_function_impl)
 
@@ -49,20 +48,32 @@ class StatedPart(Stated):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle of a plain tensor, of which the log says once that it is a part."""
-        if not StatedPart._is_warned:
-            StatedPart._is_warned = True
-            logger.warning(
-                "%s is pickled, and maybe more like it: a file of one rank lacks what the others have; "
-                "tulle.save(path, model, optimizer) writes all, and tulle.full_state_dict(model), on every rank, "
-                "gives rank 0 what torch.save may write",
-                self._said,
-            )
+        warn_of_pickle(f"{self._said} is pickled")
         return super().__reduce_ex__(protocol)
 
     def _refuse(self, *_: object) -> NoReturn:
         raise refusal_to_checkpoint(f"was given {self._said}, and would keep that")
 
     __create_write_items__ = __create_chunk_list__ = __get_tensor_shard__ = _refuse
+
+
+_warned: list[str] = []
+
+
+def warn_of_pickle(said: str) -> None:
+    """Say in the log, once in a process, that a part is pickled.
+
+    Args:
+        said: Which, as a clause.
+    """
+    if not _warned:
+        _warned.append(said)
+        logger.warning(
+            "%s, and maybe more like it: a file of one rank lacks what the others have; "
+            "tulle.save(path, model, optimizer) writes all, and tulle.full_state_dict(model), on every rank, "
+            "gives rank 0 what torch.save may write",
+            said,
+        )
 
 
 def refusal_to_checkpoint(what: str) -> CheckpointError:
