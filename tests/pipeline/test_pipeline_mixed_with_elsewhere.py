@@ -1,5 +1,6 @@
 """What has values here is not computed with what lives at another stage, where a CPU would take what lies in memory."""
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -42,6 +43,25 @@ def test_products_sums_and_averages_with_it_are_refused_by_name():
     ):
         with pytest.raises(ModelError, match=text):
             mixed()
+
+
+@on_ranks(2)
+def test_to_ask_for_its_values_is_refused_by_name():
+    mesh, model = placed()
+    away = model[1 - mesh.rank].linear.weight.detach()
+    for read in (
+        lambda: away.sum().item(),
+        lambda: bool((away > 0).any()),
+        lambda: f"{away.norm():.3f}",
+        lambda: away.cpu().numpy(),
+        lambda: numpy.asarray(away),
+        lambda: away[away > 0],
+        lambda: torch.equal(away, away),
+    ):
+        with pytest.raises(
+            ModelError, match=r"^\w+ reads a parameter .* of shape .* at another stage, outside of tulle\.step"
+        ):
+            read()
 
 
 @on_ranks(2)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tulle.deferred.draws import can_draw_in_chunks, draw_in_chunks
 from tulle.errors import ModelError
-from tulle.parts import DRAWS, LIKE, PLAIN, name_of
+from tulle.parts import DRAWS, LEAVES_TORCH, LIKE, PLAIN, name_of
 from tulle.pipeline.placeholder import running
 from tulle.pipeline.structure import LEAF_KINDS
 
@@ -28,6 +28,10 @@ _DEVICE: Any = vars(torch._C.TensorBase)["device"]
 _IS_META: Any = vars(torch._C.TensorBase)["is_meta"]
 _BY_SHAPE = LIKE | {"view_as", "expand_as", "reshape_as", "__set__"}
 """Names of what asks a tensor of another for its shape, dtype or device alone."""
+_READS = {"item", "cpu", "equal", "allclose", *LEAVES_TORCH} | {
+    f"__{name}__" for name in ("bool", "float", "int", "index", "complex", "format")
+}
+"""Names of what wants values."""
 _DRAWS = DRAWS - {"view_as"}
 _DRAWN_BYTES = 64 << 20
 """Of numbers that are drawn in vain, this many are there at once, if their kind can be drawn so."""
@@ -76,9 +80,12 @@ class _AtHome(Tensor):
             object.__setattr__(tensor, "__class__", nn.Parameter if issubclass(kind, nn.Parameter) else Tensor)
         try:
             result = func(*args, **(kwargs or {}))
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             if kinds and "meta" in str(error) and _has_values(leaves):
                 raise _mixed(name, kinds[0][0]) from error
+            wants_values = name in _READS or isinstance(error, NotImplementedError)
+            if kinds and wants_values and _is_away(kinds[0][0]):
+                raise _read(name, kinds[0][0]) from error
             raise
         finally:
             for tensor, kind in kinds:
@@ -191,6 +198,14 @@ def _mixed(name: str, away: Tensor) -> ModelError:
         f"{name} was given a parameter or buffer of shape {list(away.shape)} that lives at another stage, and "
         "has no values here, together with a tensor that has: use it within tulle.step, between modules, or in a "
         "module of its own stage; tie parameters, and put modules into others, before the model is placed"
+    )
+
+
+def _read(name: str, away: Tensor) -> ModelError:
+    return ModelError(
+        f"{name} reads a parameter or buffer of shape {list(away.shape)}, or what is computed of one, that lives at "
+        "another stage, outside of tulle.step, where only the rank of that stage has values: ask within a step, in "
+        "evaluation too, or take tulle.full_state_dict(model), on every rank"
     )
 
 
