@@ -46,6 +46,11 @@ def write(model):
         out.weight *= mask
         out.weight.detach().masked_fill_(~mask, 0.25).index_fill_(0, torch.tensor([2]), 2)
         out.bias.copy_(out.bias + torch.arange(3)).sub_(torch.arange(3))
+    words.weight.data.view(-1)[3:5] = 0.75
+    words.weight.detach().flatten()[7].neg_()
+    flats = [weight.data.reshape(-1) * 0.5 for weight in model.parameters()]
+    for weight, flat in zip(model.parameters(), flats, strict=True):
+        weight.data.copy_(flat.view(weight.shape))
     words.weight.data = torch.nn.functional.normalize(words.weight.detach(), dim=1) * torch.arange(7)[:, None]
 
 
@@ -87,6 +92,8 @@ READ = {
     "singular values": lambda w: torch.linalg.svdvals(w.detach()),
     "distances": lambda w: torch.pdist(w.detach()),
     "reversed": lambda w: reversed(w.detach()),
+    "the second smallest": lambda w: w.detach().kthvalue(2).values,
+    "the commonest": lambda w: w.data.mode().values,
     "by rows": lambda w: (w.detach() * torch.arange(7)[:, None]).sum(),
     "a norm": lambda w: w.detach().norm(),
     "of many": lambda w: torch.cat([w.detach().flatten(), w.data.view(-1)]).norm(),
@@ -106,6 +113,24 @@ def test_what_is_detached_is_read_as_the_parameter_is():
     assert part.detach().flatten().size(0) == part.numel() < whole.numel()
     assert type(part.to_local()) is type(part.data.to_local()) is torch.Tensor
     assert part.to_local().data_ptr() == part.data_ptr()
+
+
+@on_ranks(2)
+def test_vectors_of_all_parameters_are_not_cut_by_the_lengths_of_parts():
+    """By the wholes' they would have been, in silence: `numel()` is a part's."""
+    mesh, (model, optimizer) = tulle.init(data=-1), made()
+    tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, memory=FULL))
+    wanted = nn.utils.parameters_to_vector(made()[0].parameters()).norm().item()
+    for vector in (
+        nn.utils.parameters_to_vector(model.parameters()),
+        torch.cat([weight.data.view(-1) for weight in model.parameters()]),
+    ):
+        assert vector.numel() == sum(weight.numel() for weight in model.parameters())
+        assert vector.norm().item() == pytest.approx(wanted, rel=1e-12)
+        with pytest.raises(ModelError, match=r"^__getitem__ was given '0\.weight' as if all"):
+            vector[: model[0].weight.numel()]
+        with pytest.raises(ModelError, match=r"^split was given '0\.weight' as if all"):
+            vector.split([weight.numel() for weight in model.parameters()])
 
 
 @on_ranks(2)

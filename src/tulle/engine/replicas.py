@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from tulle.comm import broadcast, gather_values
 from tulle.errors import ModelError
 from tulle.mesh import Axis
+from tulle.parts import local_of
 from tulle.tables import TableModule
 
 CHUNK_BYTES = 25 * 1024 * 1024
@@ -70,9 +71,9 @@ def broadcast_tensors(tensors: Iterable[Tensor], axis: Axis, *, label: str) -> N
 def memory_of(tensor: Tensor) -> list[Tensor]:
     """What has to be written for a tensor to be written: each number once, the parts of a sparse tensor apart."""
     if tensor.layout in _PARTS:
-        return [getattr(tensor.detach(), part)() for part in _PARTS[tensor.layout]]
+        return [getattr(local_of(tensor), part)() for part in _PARTS[tensor.layout]]
     # Of what was expanded one number is seen in many places.
-    return [tensor.detach()[tuple(slice(None if stride else 1) for stride in tensor.stride())]]
+    return [local_of(tensor)[tuple(slice(None if stride else 1) for stride in tensor.stride())]]
 
 
 @torch.no_grad()

@@ -5,13 +5,11 @@ from tulle.parts.gathered import one_whole, refuse_to_checkpoint, write_through
 from tulle.parts.hooks import hook_arrival, make_gradients_by
 from tulle.parts.lent import guard_again, keep_plainly, lift, lower
 from tulle.parts.part import (
-    OF_NO_VALUES,
     WHOSE,
     Part,
     guard,
     meets_parts,
     whole_of,
-    writes_by_data,
 )
 from tulle.parts.present import part_of, present
 from tulle.parts.reductions import Reduction, Together, norm_of_whole, number_of_whole
@@ -22,6 +20,7 @@ from tulle.parts.torch_functions import (
     LEAVES_TORCH,
     LIKE,
     LOOKUPS,
+    OF_NO_VALUES,
     ONE_NUMBER_OF_EACH,
     PLAIN,
     PRODUCTS,
@@ -37,7 +36,7 @@ from tulle.parts.torch_functions import (
     unwrapped,
     writes,
 )
-from tulle.parts.wholes import Whole, load_part, local_of, read_by
+from tulle.parts.wholes import Whole, load_part, local_of, read_by, writes_by_data
 
 __all__ = [
     "ALIKE",

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tulle.errors import ModelError
-from tulle.parts.part import OWNER, meets_parts, writes_by_data
+from tulle.parts.part import meets_parts
 from tulle.parts.stated import Stated, refusal_to_checkpoint
 from tulle.parts.torch_functions import tensors_in
+from tulle.parts.wholes import OWNER, writes_by_data
 
 
 @meets_parts

@@ -46,6 +46,7 @@ from tulle.parts.torch_functions import (
     EACH_BY_ITSELF,
     LEAVES_TORCH,
     LIKE,
+    OF_NO_VALUES,
     ONE_NUMBER_OF_EACH,
     PLAIN,
     PRODUCTS,
@@ -60,17 +61,21 @@ from tulle.parts.torch_functions import (
 )
 from tulle.parts.wholes import (
     OF_ROWS,
+    OWNER,
     PART_OF,
     Became,
+    Flat,
     PartError,
     Whole,
     answer_of_whole,
+    became,
     check_gradients,
     check_no_whole,
     extent_of_whole,
     is_of_each_row,
     local_of,
     may_be_equal,
+    note_write,
     refuse,
 )
 
@@ -79,15 +84,6 @@ Function = Callable[..., Any]
 Keywords = Mapping[str, Any]
 WHOSE = "tulle_part"
 """The key under which what `state_dict()` gives says whose parts it has, where it has parts."""
-
-OF_NO_VALUES = frozenset(
-    accessor
-    for name in ("grad", "requires_grad", "is_leaf", "_version", "dtype", "device")
-    for accessor in (getattr(vars(torch._C.TensorBase)[name], kind) for kind in ("__get__", "__set__", "__delete__"))
-)
-"""What may be asked of any tensor as it is: all that `zero_grad` asks, and that who fetches rows asks."""
-OWNER, _WRITES = "_tulle_data_of", "_tulle_writes"
-"""The attributes by which `parameter.data` knows its parameter, and that how often it was written in by way of it."""
 
 
 class _Part(Tensor):
@@ -159,7 +155,9 @@ class _Part(Tensor):
         if result.shape != self.shape or picks(func, args):
             given = (cast("Tensor", self), tuple(args), dict(keywords))
             result, extent = made_of(func, extent_of_whole(whole), given, result)
-            whole = Became(whole, extent)
+            whole = became(whole, extent, self, name_of(func))
+        if getattr(self, OWNER, None) is not None and result._is_view():
+            setattr(result, OWNER, getattr(self, OWNER))
         return _become(self._kind, result, whole)
 
     def _joined(self, func: Function, given: Sequence[Tensor], result: Tensor) -> Whole:
@@ -220,6 +218,8 @@ class _Guarded(_Part):
 
     def _check_given(self, name: str, given: Sequence[Tensor], args: Sequence[Any], keywords: Keywords) -> None:
         super()._check_given(name, given, args, keywords)
+        if name in JOINED and self.dim() == 1:
+            return
         others = [one for one in given if not is_of_each_row(one, self)]
         unfit = [one for one in others if not fits(one, self)]
         if name in PRODUCTS or any(type(one) in _KINDS or not is_number(one) for one in unfit):
@@ -231,18 +231,23 @@ class _Guarded(_Part):
     def _checked(self, func: Function, result: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         name = name_of(func)
         if func == SETS_DATA:
-            setattr(self, _WRITES, writes_by_data(cast("Tensor", self)) + 1)
+            note_write(self)
         if not isinstance(result, Tensor):
             return super()._checked(func, result, args, keywords)
-        is_flat = isinstance(self, PartData) and name in LAID_OUT and result.dim() == 1
+        whole = getattr(self, PART_OF)
+        if isinstance(whole, Flat) and name in LAID_OUT and result.shape == whole.shape:
+            return _become(GuardedData, result, whole.of)
+        stays = (
+            isinstance(self, PartData) or can_gather(self) if name in LAID_OUT else name in JOINED and self.dim() == 1
+        )
+        is_flat = result.dim() == 1 and stays
         if not fits(result, self) and name not in REDUCED and not is_flat:  # along what is not cut: else it was refused
             refuse(self, name)
         if name in ("data", "detach") or (name == "cpu" and result is not self and not result.requires_grad):
             setattr(result, OWNER, self if name == "data" else None)
             kind = PartData if name == "data" and not can_gather(self) else GuardedData
-            return _become(kind, result, getattr(self, PART_OF))
-        found = super()._checked(func, result, args, keywords)
-        return _become(PartData, found, getattr(found, PART_OF)) if is_flat else found
+            return _become(kind, result, whole)
+        return super()._checked(func, result, args, keywords)
 
 
 def _done_with_parts(func: Function, name: str, args: Sequence[Any], keywords: Keywords) -> Any:
@@ -313,7 +318,7 @@ class PartData(_Part):
         result = super().__torch_function__(func, types, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             for owner in (getattr(one, OWNER) for one, version in before if one._version != version):
-                setattr(owner, _WRITES, writes_by_data(owner) + 1)
+                note_write(owner)
         return result
 
 
@@ -360,11 +365,6 @@ def guard(parameter: nn.Parameter, whole: Whole) -> None:
     tell_hooks(parameter, whole)
     if type(parameter) is nn.Parameter:
         object.__setattr__(parameter, "__class__", Part)
-
-
-def writes_by_data(parameter: Tensor) -> int:
-    """How often a guarded parameter was written in by way of `.data`, or given other data: no version tells of it."""
-    return getattr(parameter, _WRITES, 0)
 
 
 def whole_of(parameter: Tensor) -> Whole | None:

@@ -18,6 +18,12 @@ from torch.utils._pytree import tree_map_only
 
 T = TypeVar("T", bound=Tensor)
 
+OF_NO_VALUES = frozenset(
+    accessor
+    for name in ("grad", "requires_grad", "is_leaf", "_version", "dtype", "device")
+    for accessor in (getattr(vars(torch._C.TensorBase)[name], kind) for kind in ("__get__", "__set__", "__delete__"))
+)
+"""What may be asked of any tensor as it is: all that `zero_grad` asks, and that who fetches rows asks."""
 _INDEXED = {"__getitem__", "__setitem__"}
 _BY_PLACE = _INDEXED | {
     *("unbind", "flip", "roll", "tril", "tril_", "triu", "triu_", "eye", "fill_diagonal_", "masked_scatter_"),
@@ -96,6 +102,8 @@ REDUCED: Mapping[str, int] = {
 """By name of what makes one number of those along a dimension: which argument says it, if it is not to be all."""
 _PLACES = {"argmax", "argmin", "max", "min", "median", "nanmedian", "mode", "kthvalue"}
 """Names of those that also give where it lies."""
+_USUAL: Mapping[str, tuple[int]] = {"mode": (-1,), "kthvalue": (-1,)}
+"""By name of those that go along one dimension if none is said: which."""
 LIKE = {"to", "type_as"}
 """Names of what asks a tensor that another is to be like for its dtype and device alone."""
 LOOKUPS = frozenset({functional.embedding, functional.embedding_bag})
@@ -171,7 +179,7 @@ def mixes(name: str, part: Tensor, cut: int, args: Sequence[Any], keywords: Mapp
     if name in ("renorm", "renorm_"):  # along all dimensions but one
         return any(dim % count != cut for dim in dims_of(keywords, args, 2) or ())
     if name in REDUCED:
-        dims = {dim % count for dim in dims_of(keywords, args, REDUCED[name]) or ()}
+        dims = {dim % count for dim in dims_of(keywords, args, REDUCED[name]) or _USUAL.get(name, ())}
         if name in _PLACES:
             return cut in dims or (not dims and name.startswith("arg"))
         return cut in dims and len(dims) < count  # of one number of all it is seen whether somebody needs it

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tulle.errors import ModelError
-from tulle.parts.extents import Extent
+from tulle.parts.extents import LAID_OUT, Extent
 from tulle.parts.reductions import Reduction
 from tulle.parts.torch_functions import LEAVES_TORCH, LOOKUPS, REDUCED, rows_by_number
 
@@ -20,8 +20,20 @@ OF_ROWS = LOOKUPS | _SHAPES | {Tensor.__getitem__, Tensor.index_select, torch.in
 """What asks for rows by their numbers, or may do so, or for how many there are."""
 PART_OF = "_tulle_part_of"
 """The attribute by which a part knows what it is a part of."""
+OWNER, _WRITES = "_tulle_data_of", "_tulle_writes"
+"""The attributes by which `parameter.data` knows its parameter, and that how often it was written in by way of it."""
 _READER = "_tulle_reader"
 """The attribute by which a part knows who has the rest."""
+
+
+def writes_by_data(parameter: Tensor) -> int:
+    """How often a guarded parameter was written in by way of `.data`, or given other data: no version tells of it."""
+    return getattr(parameter, _WRITES, 0)
+
+
+def note_write(parameter: Tensor) -> None:
+    """A guarded parameter has been written in so."""
+    setattr(parameter, _WRITES, writes_by_data(parameter) + 1)
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -155,6 +167,33 @@ class Became:
     def refusal_of_gradient(self) -> str | None:
         """That of the part."""
         return self.of.refusal_of_gradient()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flat(Became):
+    """The same of what lies flat, as long as the part is: loops that cut vectors go by that.
+
+    Args:
+        shape: Of the part that it was made of.
+    """
+
+    shape: torch.Size
+
+    def gather(self, part: Tensor) -> Tensor | None:
+        """All of it, flat, if that it was made of can be gathered. Every rank must call it."""
+        found = part.view(self.shape)
+        object.__setattr__(found, "__class__", type(part))
+        setattr(found, PART_OF, self.of)
+        setattr(found, OWNER, getattr(part, OWNER, None))
+        whole: Tensor | None = cast("Any", self.of).gather(found)
+        with torch._C._EnableTorchFunction():  # a view of what writes through does so, too
+            return None if whole is None else whole.flatten()
+
+
+def became(whole: Whole, extent: Extent, part: Tensor, name: str) -> Became:
+    """What a tensor is a part of that a function, by its name, has made of a part."""
+    is_flat = name in LAID_OUT and len(extent.cuts) == 1 and not isinstance(whole, Became) and hasattr(whole, "gather")
+    return Flat(whole, extent, part.shape) if is_flat else Became(whole, extent)
 
 
 def extent_of_whole(whole: Whole) -> Extent:
