@@ -21,7 +21,6 @@ from tulle.engine.late_tensors import is_late
 from tulle.engine.slots import Slot
 from tulle.errors import ModelError
 from tulle.mesh import Axis
-from tulle.parts import local_of
 
 _LABEL = "whether replicas are alike"
 _BLOCKS, _BLOCK = 2**12, 2**4
@@ -155,7 +154,7 @@ def _is_plain(parameter: Tensor) -> bool:
 def _numbers(parameter: Tensor, start: float) -> Tensor:
     """`[2]`: sum and norm, of a large one those of some of its numbers, from `start` between 0 and 1 on."""
     with torch._C.DisableTorchFunctionSubclass():
-        values = torch.view_as_real(local_of(parameter)) if parameter.is_complex() else local_of(parameter)
+        values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
         is_dense = torch.ops.aten.is_non_overlapping_and_dense(values)
         flat = values.as_strided((values.numel(),), (1,)) if is_dense else values.reshape(-1)
         stride = flat.numel() // _BLOCKS

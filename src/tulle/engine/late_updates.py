@@ -99,7 +99,7 @@ class _Update:
         """
         [(parameter, _)] = self.pairs
         with torch._C.DisableTorchFunctionSubclass():  # as it was at the step
-            rows = nn.Parameter(local_of(parameter).index_select(0, places))
+            rows = nn.Parameter(parameter.detach().index_select(0, places))
             state = {
                 name: value.index_select(0, places) if _is_like(value, parameter) else deepcopy(value)
                 for name, value in self.state.as_it_is(parameter).items()

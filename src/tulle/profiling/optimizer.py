@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tulle.memory.estimate import tensor_bytes
-from tulle.parts import local_of
 from tulle.profiling.laps import now_on
 from tulle.profiling.steps import Twin
 from tulle.traits import states_of
@@ -201,7 +200,7 @@ def _moves_untouched_rows(optimizer: Optimizer) -> bool:
     try:
         own = _another(optimizer, parameter)
         for rows in ([0, 1], [0]):
-            before = local_of(parameter).clone()
+            before = parameter.detach().clone()
             index = torch.tensor([rows])
             sparse = torch.sparse_coo_tensor(index, torch.ones(len(rows), 2), (2, 2), check_invariants=True)
             parameter.grad = sparse if type(optimizer) is torch.optim.SparseAdam else sparse.to_dense()
