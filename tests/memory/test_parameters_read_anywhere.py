@@ -36,7 +36,8 @@ class Policy(nn.Module):
         means = self(ids) * self.log_std.exp()
         orthogonal = sum((b[0].weight @ b[0].weight.T - torch.eye(6)).pow(2).sum() for b in self.blocks)
         scores = functional.linear(self.mean.weight, self.embed.weight)
-        return means.pow(2).mean() + 0.01 * orthogonal + scores.pow(2).mean() + self.embed.weight[2].sum()
+        longest = self.embed.weight.norm(dim=1).topk(3).values.sum()
+        return means.pow(2).mean() + 0.01 * orthogonal + scores.pow(2).mean() + self.embed.weight[2].sum() + longest
 
 
 def built():
@@ -87,6 +88,8 @@ def test_they_train_and_are_averaged_as_in_one_process():
     close((2 * weight).T, 2 * whole.T)
     close(weight.data.median(), whole.data.median())
     close(torch.linalg.svdvals(weight), torch.linalg.svdvals(whole))
+    assert weight.norm(dim=1).detach().numpy() == pytest.approx(whole.norm(dim=1).detach().numpy(), rel=1e-12)
+    assert (weight > 0).any(dim=1).tolist() == (whole > 0).any(dim=1).tolist()
     assert weight.shape != whole.shape, "it has the part's shape, and that of its gradient"
 
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 from weakref import ref
@@ -88,14 +88,25 @@ class _SharedOut:
         Returns:
             None if it is cut otherwise, or nobody gathers it any more.
         """
-        ahead = self._ahead()
-        if ahead is None or tuple(part.shape) != self.shard.local_shape:
+        return self.gather_along(part, self.shard.dim) if tuple(part.shape) == self.shard.local_shape else None
+
+    def gather_along(self, part: Tensor, dim: int) -> Tensor | None:
+        """The same of what became of the parameter in another shape.
+
+        Args:
+            part: This rank's numbers, with a place for each of the parameter's along
+            dim: the dimension that is cut.
+        """
+        ahead, shape = self._ahead(), [*part.shape]
+        if ahead is None or shape[dim] != self.shard.length(self.shard.axis.rank):
             return None
+        shape[dim] = self.shard.shape[self.shard.dim]
+        shard = replace(self.shard, dim=dim, shape=torch.Size(shape))
         refusal = (
             f"what was read of {self.name!r} some time ago is written in, but all of it was gathered for that: numbers "
             "that were written into the parameter since would be lost. Read it anew, and write then"
         )
-        return write_through(_GatheredApart.apply(part, ahead, self), part, self.shard.part, refusal=refusal)
+        return write_through(_GatheredApart.apply(part, ahead, shard, self.name), part, shard.part, refusal=refusal)
 
     def _ahead(self) -> Ahead | None:
         parameter = self.parameter()
@@ -109,14 +120,14 @@ class _GatheredApart(torch.autograd.Function):
     """A part to the whole, outside of the modules that it belongs to; the gradient is the mean, as theirs are."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ahead: Ahead, of: _SharedOut) -> Tensor:
-        ctx.ahead, ctx.of = ahead, of
-        return ahead.whole(part, of.shard, of.name, "what takes all of it")
+    def forward(ctx: Any, part: Tensor, ahead: Ahead, shard: Shard, name: str) -> Tensor:
+        ctx.ahead, ctx.of = ahead, (shard, name)
+        return ahead.whole(part, shard, name, "what takes all of it")
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.ahead.mean(gradient, ctx.of.shard, ctx.of.name), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.ahead.mean(gradient, *ctx.of), None, None, None
 
 
 class _Made(torch.autograd.Function):

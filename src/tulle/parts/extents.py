@@ -7,7 +7,7 @@ part of all under it. So one number of all of these, too, is that of the whole i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -37,12 +37,14 @@ class Extent:
         count: Numbers in the whole; None to count them on all ranks.
         places: Where along the first of these dimensions numbers of the whole lie; None for everywhere.
         is_known: Whether one number of all can be told.
+        follows: Whether along the one dimension that is cut it has a place for each that the parameter's part has.
     """
 
     cuts: tuple[int, ...]
     count: int | None = None
     places: Tensor | None = None
     is_known: bool = True
+    follows: bool = True
 
 
 Given = tuple[Tensor, tuple[Any, ...], dict[str, Any]]
@@ -62,36 +64,35 @@ def extent_of(
     Example:
         >>> part, rows = torch.ones(2, 3), Extent(cuts=(0,), count=12)
         >>> extent_of(torch.sum, part, rows, [part, 1], {}, part.sum(1))
-        Extent(cuts=(0,), count=4, places=None, is_known=True)
+        Extent(cuts=(0,), count=4, places=None, is_known=True, follows=True)
         >>> extent_of(torch.add, part[0], rows, [part[0], part], {}, part[0] + part).cuts
         (1,)
     """
     name, dims = name_of(func), result.dim()
     if picks(func, args):
-        return Extent(
-            tuple(range(dims)), None, None, extent.is_known and (extent.places is None or _is_mask(args, part))
-        )
+        is_known = extent.is_known and (extent.places is None or _is_mask(args, part))
+        return Extent(tuple(range(dims)), is_known=is_known, follows=False)
     if result.shape == part.shape:
         return extent
     if name in LAID_OUT and dims == 1:
-        return Extent((0,), extent.count, _flat(part, extent))
+        return Extent((0,), extent.count, _flat(part, extent), follows=False)
     if name in STORED:
-        return Extent(extent.cuts)
+        return Extent(extent.cuts, follows=False)
     if name in REDUCED:
         gone = {dim % part.dim() for dim in dims_of(keywords, args, REDUCED[name]) or ()}
         kept = [dim for dim in range(part.dim()) if dim not in gone]
         cuts = extent.cuts if dims == part.dim() else tuple(kept.index(cut) for cut in extent.cuts)
         count = None if extent.count is None else extent.count // prod(part.shape[dim] for dim in gone)
-        return Extent(cuts, count, extent.places)
+        return replace(extent, cuts=cuts, count=count)
     if name in BY_ROW and extent.cuts == (0,):
-        return Extent((0,), None, extent.places)
+        return replace(extent, count=None)
     before = dims - part.dim()
     if before >= 0 and all(
         result.shape[before + dim] == length or (length == 1 and dim not in extent.cuts)
         for dim, length in enumerate(part.shape)
     ):
-        return Extent(tuple(before + cut for cut in extent.cuts), None, extent.places)
-    return Extent(tuple(range(dims)), is_known=extent.is_known and extent.places is None)
+        return replace(extent, cuts=tuple(before + cut for cut in extent.cuts), count=None)
+    return Extent(tuple(range(dims)), is_known=extent.is_known and extent.places is None, follows=False)
 
 
 def picks(func: Callable[..., Any], args: Sequence[Any]) -> bool:

@@ -170,6 +170,19 @@ class Became:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Along(Became):
+    """The same of what has a place for each of the part's, along the dimension that is cut: its rows' norms, say."""
+
+    def gather(self, part: Tensor) -> Tensor | None:
+        """All of it, if all of the part can be gathered. Every rank must call it."""
+        return self.gather_along(part, self.extent.cuts[0])
+
+    def gather_along(self, part: Tensor, dim: int) -> Tensor | None:
+        """The same of what became of it, which is cut along a dimension."""
+        return cast("Any", self.of).gather_along(part, dim)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Flat(Became):
     """The same of what lies flat, as long as the part is: loops that cut vectors go by that.
 
@@ -192,8 +205,11 @@ class Flat(Became):
 
 def became(whole: Whole, extent: Extent, part: Tensor, name: str) -> Became:
     """What a tensor is a part of that a function, by its name, has made of a part."""
-    is_flat = name in LAID_OUT and len(extent.cuts) == 1 and not isinstance(whole, Became) and hasattr(whole, "gather")
-    return Flat(whole, extent, part.shape) if is_flat else Became(whole, extent)
+    if not hasattr(whole, "gather_along") or len(extent.cuts) != 1 or extent.places is not None:
+        return Became(whole, extent)
+    if name in LAID_OUT:
+        return Flat(whole, extent, part.shape)
+    return Along(whole, extent) if extent.follows else Became(whole, extent)
 
 
 def extent_of_whole(whole: Whole) -> Extent:
