@@ -8,7 +8,7 @@ from tulle.comm.eager import eager, untraced
 from tulle.comm.lane import alone, hosts_of, lane, on_host, ranks_by_host
 from tulle.comm.levels import can_have_levels, has_levels
 from tulle.comm.monitored_barrier import follow_steps, monitored_barrier
-from tulle.comm.number_of_all import number_of_all
+from tulle.comm.number_of_all import meet_to_read, number_of_all
 from tulle.comm.parts import all_gather_parts, all_to_all_parts, receive, send
 from tulle.comm.pending import Deferred, Pending
 from tulle.comm.probe import probe
@@ -45,6 +45,7 @@ __all__ = [
     "hosts_of",
     "lane",
     "leave",
+    "meet_to_read",
     "monitored_barrier",
     "now_s",
     "number_of_all",

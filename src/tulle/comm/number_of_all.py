@@ -1,4 +1,4 @@
-"""`number_of_all`: one number from those of ranks' parts of a tensor, which no rank asks for alone unnoticed."""
+"""`number_of_all`, `meet_to_read`: what is asked of all ranks' parts of a tensor no rank asks for alone unnoticed."""
 
 from __future__ import annotations
 
@@ -35,3 +35,20 @@ def number_of_all(number: Tensor, op: Reduction, axis: Axis, name: str) -> Tenso
     return (
         leave(number, axis, label=label) if op == "sum" else all_reduce(number.clone(), axis, label=label, op=op).wait()
     )
+
+
+def meet_to_read(name: str, axis: Axis) -> None:
+    """Have ranks meet before they send their parts of a tensor. Every rank of the axis must call it, alike.
+
+    Args:
+        name: Of the tensor.
+        axis: Whose ranks have parts.
+
+    Raises:
+        CommunicationError: If a rank does not come within the axis' time-out; who waits is told after seconds.
+    """
+    mend = (
+        f"each rank has a part of {name}, so every rank must read it: do so in front of `if rank == 0:`, or take its "
+        ".to_local(), which is this rank's part"
+    )
+    monitored_barrier(axis, f"all of {name}", mend)

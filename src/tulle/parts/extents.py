@@ -74,6 +74,8 @@ def extent_of(
         return Extent(tuple(range(dims)), is_known=is_known, follows=False)
     if result.shape == part.shape:
         return extent
+    if name in LAID_OUT and (cut := cut_in(result, part, extent)) is not None:
+        return replace(extent, cuts=(cut,))
     if name in LAID_OUT and dims == 1:
         return Extent((0,), extent.count, _flat(part, extent), follows=False)
     if name in STORED:
@@ -93,6 +95,25 @@ def extent_of(
     ):
         return replace(extent, cuts=tuple(before + cut for cut in extent.cuts), count=None)
     return Extent(tuple(range(dims)), is_known=extent.is_known and extent.places is None, follows=False)
+
+
+def cut_in(result: Tensor, part: Tensor, extent: Extent) -> int | None:
+    """Where the dimension that is cut is one still, of several, when a part's numbers are laid out in another shape.
+
+    `view(part.shape[0], -1)` asks for that, as loops write it; None where the cut goes through other dimensions.
+
+    Example:
+        >>> part = torch.ones(2, 3, 5)
+        >>> [cut_in(part.view(shape), part, Extent(cuts=(1,))) for shape in [(2, 3, 5, 1), (6, 5), (1, 2, 3, 5)]]
+        [1, None, 2]
+    """
+    if len(extent.cuts) != 1 or result.dim() < 2:
+        return None
+    [cut] = extent.cuts
+    kept = prod(part.shape[:cut]), part.shape[cut], prod(part.shape[cut + 1 :])
+    shape = result.shape
+    places = (dim for dim in range(len(shape)) if (prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :])) == kept)
+    return next(places, None)
 
 
 def picks(func: Callable[..., Any], args: Sequence[Any]) -> bool:

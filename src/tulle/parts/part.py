@@ -2,18 +2,14 @@
 
 A rank holds some rows of a split table, in an order of their own, or some columns, or its share of a weight that is
 shared out, or of a layer that is split. What treats every number by itself (an optimizer, weight decay, a penalty, a
-moving average, a mask) does to the part what it would do to the whole. A product with it, a row read by its number, or
-numbers drawn anew would be others than one process has, without a word:
+moving average, a mask) does to the part what it would do to the whole, and what goes along other dimensions than the
+one that is cut (`F.normalize(weight, dim=1)`, `weight.norm(dim=1)`) gives a part, too. What would take a part for all,
 
-    hidden @ words.weight.T,  F.linear(hidden, words.weight),  words.weight[3],  nn.init.normal_(words.weight)
+    hidden @ words.weight.T,  F.linear(hidden, words.weight),  words.weight[3],  words.weight.detach().numpy()
 
-These raise, and so does what mixes numbers along the dimension that is cut: of a table of which a rank has whole rows
-`F.normalize(weight, dim=1)` and `weight.norm(dim=1)` are right, and with `dim=0` they are not. Of `parameter.data` only
-this, rows read or written by number, numbers drawn, what leaves torch (`numpy()`, `tolist()`) and tensors as long as
-the whole are refused. `parameter.to_local()` is for who knows that only a part lies here.
-
-One number of all (`weight.norm()`, `weight.pow(2).sum()`, `weight.data.abs().max()`) is that of the whole, for which
-every rank must ask; sums, means and norms have gradients. What cannot be made of the ranks' numbers raises.
+is given all, where what the part is of can gather it, and raises where not, as what draws numbers anew does. One number
+of all (`weight.norm()`, `weight.data.abs().max()`) is that of the whole; sums, means and norms have gradients. Every
+rank must ask. `parameter.to_local()` is for who knows that only a part lies here.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from tulle.errors import ModelError
-from tulle.parts.extents import ALIKE, JOINED, LAID_OUT, extent_of_joined, held_alone, made_of, picks
+from tulle.parts.extents import ALIKE, JOINED, LAID_OUT, cut_in, extent_of_joined, held_alone, made_of, picks
 from tulle.parts.hooks import (
     OfGradient,
     OfParameter,
@@ -240,8 +236,10 @@ class _Guarded(_Part):
         stays = (
             isinstance(self, PartData) or can_gather(self) if name in LAID_OUT else name in JOINED and self.dim() == 1
         )
-        is_flat = result.dim() == 1 and stays
-        if not fits(result, self) and name not in REDUCED and not is_flat:  # along what is not cut: else it was refused
+        is_known = name in REDUCED or (result.dim() == 1 and stays)  # along what is not cut: else it was refused
+        if name in LAID_OUT:
+            is_known = is_known or cut_in(result, self, extent_of_whole(whole)) is not None
+        if not fits(result, self) and not is_known:
             refuse(self, name)
         if name in ("data", "detach") or (name == "cpu" and result is not self and not result.requires_grad):
             setattr(result, OWNER, self if name == "data" else None)
@@ -269,7 +267,12 @@ def _done_with_parts(func: Function, name: str, args: Sequence[Any], keywords: K
     if name == "equal" and not may_be_equal((one, getattr(one, PART_OF, None)) for one in given):
         return False
     part._check_given(name, given, args, keywords)
-    result = func(*args, **keywords)
+    try:
+        result = func(*args, **keywords)
+    except RuntimeError:
+        if can_gather(part) and not writes(func):  # all of it may have the shape that is wanted
+            refuse(part, name)
+        raise
     try:
         return part._checked(func, result, args, keywords)
     except PartError as error:

@@ -121,7 +121,7 @@ def answer_of_whole(func: Callable[..., Any], args: Sequence[Any], keywords: Map
         return reader.look_up(func, *args, **keywords)
     if reader.is_forward and func in _SHAPES:
         return func(torch.empty(reader.shape, device="meta"), *args[1:], **keywords)
-    ids = rows_by_number(func, args, keywords) if reader.is_forward else None
+    ids = rows_by_number(func, args, keywords)
     return NotImplemented if ids is None else reader.look_up(functional.embedding, ids, args[0], sparse=False)
 
 
@@ -205,11 +205,11 @@ class Flat(Became):
 
 def became(whole: Whole, extent: Extent, part: Tensor, name: str) -> Became:
     """What a tensor is a part of that a function, by its name, has made of a part."""
-    if not hasattr(whole, "gather_along") or len(extent.cuts) != 1 or extent.places is not None:
+    if not hasattr(whole, "gather_along") or len(extent.cuts) != 1:
         return Became(whole, extent)
-    if name in LAID_OUT:
-        return Flat(whole, extent, part.shape)
-    return Along(whole, extent) if extent.follows else Became(whole, extent)
+    if extent.follows:
+        return Along(whole, extent)
+    return Flat(whole, extent, part.shape) if name in LAID_OUT else Became(whole, extent)
 
 
 def extent_of_whole(whole: Whole) -> Extent:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cache
 
+import torch
 from torch import Tensor, nn
 
-from tulle.comm import number_of_all, weighed
+from tulle.comm import all_gather_parts, meet_to_read, number_of_all, weighed
 from tulle.mesh import Axis
-from tulle.parts import Reduction, guard
+from tulle.parts import Reduction, guard, local_of, write_through
 from tulle.tables.gradient import ShardGradient
 from tulle.tables.placements import placement_of
 from tulle.tables.split import RowSplit, Split, mark
+
+logger = logging.getLogger("tulle")
 
 
 def guard_table(parameter: nn.Parameter, split: Split) -> None:
@@ -25,6 +30,36 @@ def gradient_of_table(gradient: Tensor, split: Split, axis: Axis) -> ShardGradie
     """Let the gradient of a table know which part of one it is; it stays the object that it is."""
     table = _Table(split)
     return ShardGradient.of(gradient, [axis], table.count, cuts=table.dims, held=table.held)
+
+
+@torch.no_grad()
+def whole_of_parts(part: Tensor, split: Split) -> Tensor:
+    """All of a table, from the parts of all ranks. Every rank of the axis must call it.
+
+    Args:
+        part: `[places, ...]` or `[rows, columns]`, this rank's.
+        split: Of the table.
+    """
+    ranks, flat = range(split.axis.size), part.reshape(-1)
+    if isinstance(split, RowSplit):
+        every = all_gather_parts(flat, [flat.numel()] * len(ranks), split.axis, label=split.name).wait()
+        owner, place = split.partition.place(torch.arange(split.num_rows))
+        places = (owner * split.partition.places + place).to(part.device)
+        return every.view(-1, *part.shape[1:]).index_select(0, places)
+    sizes = [split.num_rows * width for width in split.widths]
+    columns = all_gather_parts(flat, sizes, split.axis, label=split.name).wait().split(sizes)
+    return torch.cat([columns[rank].view(split.num_rows, -1) for rank in ranks], dim=1)
+
+
+@cache
+def _tell(name: str, num_bytes: int) -> None:
+    """Say once that a table travels whole, which the loop did not ask for by that name."""
+    logger.info(
+        "all %.1f MB of the table %s, which is split, were gathered for what reads them by its parameter: its module "
+        "fetches single rows, and tulle.ShardedSoftmax scores all of them where they lie",
+        num_bytes / 1e6,
+        name,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +100,41 @@ class _Table:
         """Over the axis."""
         return weighed(number_of_all(number, op, self.split.axis, self.split.name), self.split.axis)
 
+    def gather(self, part: Tensor) -> Tensor | None:
+        """All of what ranks have such parts of, in natural order, without a gradient. Every rank must call it.
+
+        Ranks meet before they send anything, as for a number of all.
+
+        Args:
+            part: This rank's numbers, of the table or of what became of it.
+
+        Returns:
+            None if it is cut otherwise, or wants a gradient, which would be as large on all ranks.
+        """
+        return self.gather_along(part, *self.dims) if tuple(part.shape) == self.split.local_shape else None
+
+    def gather_along(self, part: Tensor, dim: int) -> Tensor | None:
+        """The same of what became of the table in another shape.
+
+        Args:
+            part: This rank's numbers, with a place for each of the table's along
+            dim: the dimension that is cut.
+        """
+        split, [cut] = self.split, self.dims
+        if dim != cut or part.shape[dim] != split.local_shape[cut] or (torch.is_grad_enabled() and part.requires_grad):
+            return None
+        meet_to_read(split.name, split.axis)
+        _tell(split.name, part.element_size() * self.count)
+        return write_through(whole_of_parts(local_of(part), split), part, split.take)
+
     def refusal(self, taker: str) -> str:
         """Names the table, how it is split, and the mend."""
         how = placement_of(self.split)
         return (
             f"{taker} was given the table {self.split.name!r} as if all of it were here, but it is split by {how} over "
             f"{self.split.axis.size} ranks: look rows up with its module, take tulle.ShardedSoftmax for an output "
-            f"layer, keep the table whole (another scheme than {how!r} in the plan), or take its .to_local(), which is "
-            "this rank's part"
+            f"layer, read it within torch.no_grad(), keep the table whole (another scheme than {how!r} in the plan), "
+            "or take its .to_local(), which is this rank's part"
         )
 
     def refusal_of_gradient(self) -> str:

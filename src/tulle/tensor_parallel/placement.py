@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tulle.comm import enter, gather, number_of_all
+from tulle.comm import enter, gather, meet_to_read, number_of_all
 from tulle.mesh import Axis
 from tulle.parts import Reduction, Whole, guard, load_part, local_of, one_whole, whole_of, write_through
 
@@ -160,14 +160,40 @@ class _Split:
         """The one along which it is cut."""
         return [self.placement.dim]
 
+    def gather(self, part: Tensor) -> Tensor | None:
+        """All of what ranks have such parts of, without a gradient. Every rank must call it, alike.
+
+        Args:
+            part: This rank's numbers, of the parameter or of what became of it.
+
+        Returns:
+            None if it is cut otherwise, or wants a gradient, of which each rank would have all.
+        """
+        placement = self.placement
+        return self.gather_along(part, placement.dim) if tuple(part.shape) == placement.local_shape else None
+
+    def gather_along(self, part: Tensor, dim: int) -> Tensor | None:
+        """The same of what became of the parameter in another shape.
+
+        Args:
+            part: This rank's numbers, with a place for each of the parameter's along
+            dim: the dimension that is cut.
+        """
+        placement, shape = self.placement, [*part.shape]
+        if shape[dim] != placement.local_shape[placement.dim] or (torch.is_grad_enabled() and part.requires_grad):
+            return None
+        shape[dim] = placement.shape[placement.dim]
+        meet_to_read(self.name, placement.axis)
+        return _whole(part, replace(placement, dim=dim, shape=torch.Size(shape)), f"all of {self.name}")
+
     def refusal(self, taker: str) -> str:
         """Names the parameter, its shapes, and the mend."""
         placement = self.placement
         return (
             f"{taker} was given {self.name!r} as if all of it were here, but axis {placement.axis.name!r} splits it: "
             f"this rank has {list(placement.local_shape)} of {list(placement.shape)}. Do it before tulle.distribute, "
-            "leave the layer out of Plan.tensor_parallel, take the whole from model.state_dict() and give it back by "
-            "load_state_dict, or take its .to_local(), which is this rank's part"
+            "or within torch.no_grad(), leave the layer out of Plan.tensor_parallel, or take its .to_local(), which is "
+            "this rank's part"
         )
 
     @property
@@ -275,11 +301,11 @@ def _give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, _: objec
             if part.is_meta:  # lives at another stage of a pipeline
                 state[key] = part.new_empty(placement.shape)
             else:
-                one_whole(parameter, state, key, partial(_whole, part, placement, key))
+                one_whole(parameter, state, key, partial(_whole, part, placement, f"state_dict {key}"))
 
 
-def _whole(part: Tensor, placement: Placement, key: str) -> Tensor:
-    return write_through(placement.whole(part, label=f"state_dict {key}"), part, placement.part)
+def _whole(part: Tensor, placement: Placement, label: str) -> Tensor:
+    return write_through(placement.whole(part, label=label), part, placement.part)
 
 
 def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
