@@ -28,7 +28,7 @@ from tulle.tables import (
     split_as,
     table_modules,
 )
-from tulle.traits import ELEMENTWISE, hold, is_elementwise
+from tulle.traits import ELEMENTWISE, doubt, hold, is_elementwise
 
 logger = logging.getLogger("tulle")
 
@@ -262,14 +262,7 @@ def _doubt(model: nn.Module, optimizers: Sequence[Optimizer], placements: Mappin
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         name = next((name for name in placements if id(model.get_parameter(name)) in stepped), None)
         if name is not None and not is_elementwise(optimizer):
-            logger.warning(
-                "%s is not known to treat every element by itself; if it looks at whole tensors (at their norm, say), "
-                "it sees this rank's part only of %r and other tables that are split: then keep those as replicas "
-                "(plan={%r: 'auto'}), or step them by another optimizer",
-                type(optimizer).__name__,
-                name,
-                name,
-            )
+            logger.info("%s: of %r and other tables that are split", doubt(type(optimizer)), name)
 
 
 def _refused_by_optimizer(parameter: Tensor, optimizers: Sequence[Optimizer]) -> str | None:

@@ -23,9 +23,10 @@ _Kind = TypeVar("_Kind", bound=type[Optimizer])
 def register_elementwise(kind: _Kind) -> _Kind:
     """Say of a class of optimizers that it treats every number of a parameter by itself, as Adam and SGD do.
 
-    Ranks may have parts of what it steps then: it is taken where a plan has `full_shard` or `shard_optimizer`, and not
-    doubted where tables or layers are split. Call it on every rank, before `tulle.distribute`. One that looks at whole
-    tensors (at norms, as LAMB does, or rows, as Adafactor) would compute other numbers than one process, unseen.
+    It is given plain tensors then where a rank has parts of what it steps, and is taken where a plan has
+    `shard_optimizer`. Call it on every rank, before `tulle.distribute`. One that looks at whole tensors (at norms, as
+    LAMB does, or rows, as Adafactor) would compute other numbers than one process, unseen; of which nothing is said
+    an optimizer is told wholes' norms, sums and means, and takes longer.
 
     Args:
         kind: A subclass of `torch.optim.Optimizer`; one that derives from it is not registered with it.
@@ -48,6 +49,15 @@ def register_elementwise(kind: _Kind) -> _Kind:
         )
     _registered.add(kind)
     return kind
+
+
+def doubt(kind: type[Optimizer]) -> str:
+    """What the log says of a class of optimizers of which nothing is known, where ranks have parts of what it steps."""
+    return (
+        f"{kind.__name__} is not known to treat every number by itself, so it sees that it steps parts: sums, means, "
+        "norms and numel() are those of wholes, on all ranks, and what else would take a part for all of it raises; a "
+        "kernel of its own, past torch's functions, would see this rank's part only"
+    )
 
 
 def is_of_wholes(kind: type[Optimizer]) -> bool:

@@ -38,9 +38,9 @@ def train(model, optimizer, rank=0, size=1):
 def test_one_that_is_made_later_and_not_known_is_doubted_once():
     mesh, model = tulle.init(data=-1), make()
     tulle.distribute(model, Counts(model.parameters(), lr=0.1), mesh, plan="rows")
-    with patch.object(steppers.logger, "warning") as warn:
+    with patch.object(steppers.logger, "info") as said:
         train(model, Counts(model.parameters(), lr=0.1), mesh.rank, mesh.size)
-    assert [call.args[1] for call in warn.call_args_list] == ["Counts"]
+    assert [call.args[1].split()[0] for call in said.call_args_list] == ["Counts"]
 
 
 @on_ranks(2)

@@ -223,9 +223,8 @@ WRONG = {
     "__getitem__": lambda linear: linear.weight[3],
     "linear": lambda linear: nn.functional.linear(X, linear.weight),
     "cdist": lambda linear: torch.cdist(X[0], linear.weight),
-    "median": lambda linear: linear.weight.data.median(),
     "max": lambda linear: linear.weight.max().backward(),
-    "view": lambda linear: prune.l1_unstructured(linear, "weight", 0.5),
+    "topk": lambda linear: prune.l1_unstructured(linear, "weight", 0.5),
 }
 
 

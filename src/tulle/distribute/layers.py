@@ -16,7 +16,7 @@ from tulle.mesh import Axis
 from tulle.placing import tables_of
 from tulle.plan import Plan
 from tulle.tensor_parallel import Placement, apply, known, placements
-from tulle.traits import ELEMENTWISE, is_elementwise, states_of
+from tulle.traits import ELEMENTWISE, doubt, is_elementwise, states_of
 
 logger = logging.getLogger("tulle")
 
@@ -70,13 +70,7 @@ def _check_sees_enough(optimizer: Optimizer, split: Mapping[str, Placement], mod
             f"of {', '.join(one.__name__ for one in ELEMENTWISE)}, or another axis"
         )
     if axes.whole.rank == 0:
-        logger.warning(
-            "%s is not known to treat every element by itself; if it looks at whole tensors (at their norm, say), it "
-            "sees this rank's part only of %r and others, which are split over axis 'model': then leave those layers "
-            "out of Plan.tensor_parallel, or step them by another optimizer",
-            kind.__name__,
-            name,
-        )
+        logger.info("%s: of %r and others, which are split over axis 'model'", doubt(kind), name)
 
 
 def _apply(model: nn.Module, plan: Plan, axis: Axis) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 
 from torch import nn
@@ -16,7 +17,9 @@ from tulle.mesh import Axis
 from tulle.pipeline import placement_of
 from tulle.plan import Plan
 from tulle.profiling import sparse_tables
-from tulle.traits import SHARDABLE, is_of_wholes, is_shardable
+from tulle.traits import SHARDABLE, doubt, is_elementwise, is_of_wholes, is_shardable
+
+logger = logging.getLogger("tulle")
 
 
 def check_savings(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], axes: Axes) -> None:
@@ -43,9 +46,12 @@ def check_savings(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer],
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if all(id(parameter) in of_tables for parameter in stepped):
             continue
-        if not is_shardable(optimizer):
-            raise PlanError(f"the plan has {what}, but {_why_not(optimizer)}")
         has_pieces = memory.shard_optimizer or memory.precision
+        is_guarded = not has_pieces and not type(optimizer).__module__.startswith("torch.optim")
+        if not is_shardable(optimizer) and not is_guarded:
+            raise PlanError(f"the plan has {what}, but {_why_not(optimizer)}")
+        if is_guarded and not is_elementwise(optimizer) and axes.whole.rank == 0:
+            logger.info("%s: of all that full_shard shares out", doubt(type(optimizer)))
         if has_pieces and any(id(parameter) in of_tables for parameter in stepped):
             raise PlanError(
                 f"the plan has {what}, and {type(optimizer).__name__} steps tables with sparse gradients, or split "

@@ -15,7 +15,7 @@ from tulle.distribute.whole_states import take_wholes_later
 from tulle.engine import ENGINE
 from tulle.errors import ModelError
 from tulle.tables import split_of, step_plainly
-from tulle.traits import ELEMENTWISE, has_hooks, is_elementwise, is_of_wholes
+from tulle.traits import ELEMENTWISE, doubt, has_hooks, is_elementwise, is_of_wholes
 
 logger = logging.getLogger("tulle")
 _doubted: WeakSet[Optimizer] = WeakSet()
@@ -56,13 +56,7 @@ def _look(optimizer: Optimizer, *_: object) -> None:
         )
     if optimizer not in _doubted:
         _doubted.add(optimizer)
-        logger.warning(
-            "%s is not known to treat every element by itself; if it looks at whole tensors (at their norm, say), its "
-            "updates are others than those of one process: %s. Then keep tables as replicas and layers whole, without "
-            "full_shard, or take an optimizer of torch's",
-            kind.__name__,
-            has,
-        )
+        logger.info("%s: %s", doubt(kind), has)
 
 
 def _is_partial(parameter: Tensor, kind: type[Optimizer]) -> bool:

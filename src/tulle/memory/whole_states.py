@@ -20,7 +20,7 @@ from tulle.errors import ModelError
 from tulle.memory.ahead import Ahead, ahead_of
 from tulle.memory.shard import Shard, mark, shard_of
 from tulle.mesh import Axis
-from tulle.parts import Reduction, guard, load_part, one_whole, write_through
+from tulle.parts import Reduction, guard, load_part, one_whole, refusal_of_what_is_old, write_through
 from tulle.traits import hold
 
 _SHARDS = "_tulle_shards"
@@ -102,11 +102,12 @@ class _SharedOut:
             return None
         shape[dim] = self.shard.shape[self.shard.dim]
         shard = replace(self.shard, dim=dim, shape=torch.Size(shape))
-        refusal = (
-            f"what was read of {self.name!r} some time ago is written in, but all of it was gathered for that: numbers "
-            "that were written into the parameter since would be lost. Read it anew, and write then"
+        return write_through(
+            _GatheredApart.apply(part, ahead, shard, self.name),
+            part,
+            shard.part,
+            refusal=refusal_of_what_is_old(self.name),
         )
-        return write_through(_GatheredApart.apply(part, ahead, shard, self.name), part, shard.part, refusal=refusal)
 
     def _ahead(self) -> Ahead | None:
         parameter = self.parameter()

@@ -1,16 +1,12 @@
 """Parameters of which a rank has a part: what torch may do with the part, and what is of the whole."""
 
+from tulle.parts.counted import COUNTS, counted
 from tulle.parts.extents import ALIKE, BY_ROW, JOINED, Extent, extent_of_joined, held_alone, made_of, picks
-from tulle.parts.gathered import one_whole, refuse_to_checkpoint, write_through
+from tulle.parts.gathered import one_whole, refusal_of_what_is_old, refuse_to_checkpoint, write_through
+from tulle.parts.guards import WHOSE, meets_parts
 from tulle.parts.hooks import hook_arrival, make_gradients_by
 from tulle.parts.lent import guard_again, keep_plainly, lift, lower
-from tulle.parts.part import (
-    WHOSE,
-    Part,
-    guard,
-    meets_parts,
-    whole_of,
-)
+from tulle.parts.part import Part, guard, whole_of
 from tulle.parts.present import part_of, present
 from tulle.parts.reductions import Reduction, Together, norm_of_whole, number_of_whole
 from tulle.parts.stated import Stated, StatedPart, stated_part
@@ -41,6 +37,7 @@ from tulle.parts.wholes import Whole, load_part, local_of, read_by, writes_by_da
 __all__ = [
     "ALIKE",
     "BY_ROW",
+    "COUNTS",
     "DRAWS",
     "EACH_BY_ITSELF",
     "JOINED",
@@ -60,6 +57,7 @@ __all__ = [
     "StatedPart",
     "Together",
     "Whole",
+    "counted",
     "extent_of_joined",
     "goes_along",
     "guard",
@@ -84,6 +82,7 @@ __all__ = [
     "picks",
     "present",
     "read_by",
+    "refusal_of_what_is_old",
     "refuse_to_checkpoint",
     "refuses_saved_hooks",
     "rows_by_number",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tulle.errors import ModelError
-from tulle.parts.part import meets_parts
+from tulle.parts.guards import meets_parts
 from tulle.parts.stated import Stated, refusal_to_checkpoint
 from tulle.parts.torch_functions import tensors_in
 from tulle.parts.wholes import OWNER, writes_by_data
@@ -97,6 +97,14 @@ def write_through(
         known = _writes_in(part)
 
     return _become_gathered(whole, write_back)
+
+
+def refusal_of_what_is_old(name: str) -> str:
+    """What an error says of what was read of a parameter, before that was written in, and is written in now."""
+    return (
+        f"what was read of {name!r} some time ago is written in, but all of it was gathered for that: numbers that "
+        "were written into the parameter since would be lost. Read it anew, and write then"
+    )
 
 
 def one_whole(parameter: Tensor, state: dict[str, Any], key: str, gather: Callable[[], Tensor]) -> None:

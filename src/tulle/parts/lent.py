@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tulle.parts.part import Part, PartValues
+from tulle.parts.guards import GuardedData, PartData, PartValues
+from tulle.parts.part import Part
 
-_PLAIN = {Part: nn.Parameter, PartValues: Tensor}
+_PLAIN = {Part: nn.Parameter, PartValues: Tensor, PartData: Tensor, GuardedData: Tensor}
 """By class of what may be lent, what it is then."""
 
 

@@ -109,7 +109,8 @@ def gathered(
     draws = name in DRAWS and (name not in DROPS or keywords.get("inplace"))
     if cannot_write or keywords.get("out") is not None or draws or None in of_parts.values() or is_transformed():
         return None
-    wholes = {id(one): of_parts[id(one)](one) for one in parts}
+    with torch.set_grad_enabled(torch.is_grad_enabled() and func != SETS_DATA):
+        wholes = {id(one): of_parts[id(one)](one) for one in parts}
     if None in wholes.values() or (func == SETS_DATA and not _are_alike(wholes[id(first)], args[1])):
         return None
     return _replaced(args, keywords, lambda one: wholes.get(id(one)))

@@ -153,8 +153,8 @@ class Became:
 
     @property
     def layout(self) -> Hashable:
-        """Where it is cut, and what it became of."""
-        return self.of.layout, self.extent.cuts
+        """That of the part it was made of."""
+        return self.of.layout
 
     def over(self, number: Tensor, op: Reduction) -> Tensor:
         """That of the part."""
@@ -217,11 +217,30 @@ def extent_of_whole(whole: Whole) -> Extent:
     return whole.extent if isinstance(whole, Became) else Extent(tuple(whole.dims), whole.count, whole.held())
 
 
+def lies(whole: Whole) -> Hashable:
+    """What is equal for what is cut alike, and became of parts whose numbers lie alike."""
+    return whole.layout, tuple(whole.dims)
+
+
 def is_of_each_row(tensor: Tensor, part: Tensor) -> bool:
     """Whether a tensor is what became of a part's rows, a number of each: their norms, with `keepdim=True`."""
     whole, became = getattr(part, PART_OF), getattr(tensor, PART_OF, None)
     shape = [length if dim in whole.dims else 1 for dim, length in enumerate(part.shape)]
-    return became is not None and became.layout == (whole.layout, tuple(whole.dims)) and [*tensor.shape] == shape
+    return became is not None and lies(became) == lies(whole) and [*tensor.shape] == shape
+
+
+def has_rows_for(tensor: Tensor, part: Tensor) -> bool:
+    """Whether a tensor is a gradient that meets its parameter's rows, of each of which a part has a number.
+
+    A unit-wise clipping multiplies it by norms of rows, say.
+    """
+    cuts = getattr(tensor, "cuts", None)
+    if cuts is None or tensor.dim() != part.dim():
+        return False
+    whole: Whole = getattr(part, PART_OF)
+    lengths = enumerate(zip(tensor.shape, part.shape, strict=True))
+    is_alike = [*cuts] == [*whole.dims] and [*getattr(tensor, "axes", ())] == [*whole.axes]
+    return is_alike and all(one == other or (other == 1 and dim not in cuts) for dim, (one, other) in lengths)
 
 
 def may_be_equal(given: Iterable[tuple[Tensor, Whole | None]]) -> bool:

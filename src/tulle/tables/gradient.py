@@ -23,6 +23,7 @@ from tulle.mesh import Axis
 from tulle.parts import (
     ALIKE,
     BY_ROW,
+    COUNTS,
     DRAWS,
     EACH_BY_ITSELF,
     JOINED,
@@ -36,6 +37,7 @@ from tulle.parts import (
     Reduction,
     Together,
     Whole,
+    counted,
     extent_of_joined,
     goes_along,
     held_alone,
@@ -121,6 +123,8 @@ class ShardGradient(torch.Tensor):
         if any(not issubclass(kind, ShardGradient) for kind in types):
             return NotImplemented  # a gradient that is still under way comes first
         keywords = kwargs or {}
+        if func in COUNTS:
+            return counted(args[0], lambda: _counting(args[0]))
         check_alone(func, args, keywords)
         with torch._C.DisableTorchFunctionSubclass():
             given = [*tensors_in(args), *tensors_in(keywords.values())]
@@ -319,6 +323,12 @@ def _together(axes: Sequence[Axis], count: int | None) -> Together:
         return number
 
     return Together(over, count)
+
+
+def _counting(gradient: ShardGradient) -> Together:
+    if gradient.is_mixed or not gradient.is_known:
+        _refuse_to("numel", gradient)
+    return _together(gradient.axes, gradient.count)
 
 
 def _like(gradient: ShardGradient, result: Tensor, extent: Extent | None) -> ShardGradient:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tulle.comm import all_gather_parts, meet_to_read, number_of_all, weighed
 from tulle.mesh import Axis
-from tulle.parts import Reduction, guard, local_of, write_through
+from tulle.parts import Reduction, guard, local_of, refusal_of_what_is_old, write_through
 from tulle.tables.gradient import ShardGradient
 from tulle.tables.placements import placement_of
 from tulle.tables.split import RowSplit, Split, mark
@@ -125,7 +125,9 @@ class _Table:
             return None
         meet_to_read(split.name, split.axis)
         _tell(split.name, part.element_size() * self.count)
-        return write_through(whole_of_parts(local_of(part), split), part, split.take)
+        return write_through(
+            whole_of_parts(local_of(part), split), part, split.take, refusal=refusal_of_what_is_old(split.name)
+        )
 
     def refusal(self, taker: str) -> str:
         """Names the table, how it is split, and the mend."""

@@ -74,9 +74,10 @@ def plain_in_step(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 def step_plainly(optimizer: Optimizer, *, is_elementwise: bool) -> None:
     """Have parts be plain parameters while an optimizer steps, as torch has fused kernels for these alone.
 
-    If it treats every number by itself their gradients are plain tensors, too. To any other the numbers of rows that
-    these store are plain; what its state keeps of them, a moving average say, is plain after each step. Each step
-    counts as a write. To be called again when the optimizer was given parameters.
+    If it treats every number by itself their gradients are plain tensors, too. To any other parts stay parts, whose
+    norms are the wholes', but for those with sparse gradients, of which the numbers of rows are plain, too; what its
+    state keeps of any, a moving average say, is plain after each step. Each step counts as a write. To be called again
+    when the optimizer was given parameters.
     """
     parts = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, Part)]
     known: list[nn.Parameter] = vars(optimizer).setdefault(_PARTS, [])
@@ -106,9 +107,14 @@ def _lift(
 ) -> Arguments | None:
     called = called_first(arguments, keywords) if is_elementwise else None
     if is_elementwise or (len(arguments) == 1 and not keywords):  # else a closure may call the model within the step
-        lift(parts)
+        lift(part for part in parts if is_elementwise or _is_by_row(part))
         _mark(parts, is_stepped=True)
     return called
+
+
+def _is_by_row(part: nn.Parameter) -> bool:
+    """Whether a step goes by the numbers of the rows that a gradient stores, which are the part's."""
+    return part.grad is not None and part.grad.layout != torch.strided
 
 
 def _count_as_written(parts: Sequence[nn.Parameter], *_: object) -> None:

@@ -23,7 +23,17 @@ from torch import Tensor, nn
 
 from tulle.comm import enter, gather, meet_to_read, number_of_all
 from tulle.mesh import Axis
-from tulle.parts import Reduction, Whole, guard, load_part, local_of, one_whole, whole_of, write_through
+from tulle.parts import (
+    Reduction,
+    Whole,
+    guard,
+    load_part,
+    local_of,
+    one_whole,
+    refusal_of_what_is_old,
+    whole_of,
+    write_through,
+)
 
 _PLACEMENTS = "_tulle_placements"
 """The attribute by which a module holds the placements of its own parameters."""
@@ -184,7 +194,10 @@ class _Split:
             return None
         shape[dim] = placement.shape[placement.dim]
         meet_to_read(self.name, placement.axis)
-        return _whole(part, replace(placement, dim=dim, shape=torch.Size(shape)), f"all of {self.name}")
+        made = replace(placement, dim=dim, shape=torch.Size(shape))
+        return write_through(
+            made.whole(part, label=f"all of {self.name}"), part, made.part, refusal=refusal_of_what_is_old(self.name)
+        )
 
     def refusal(self, taker: str) -> str:
         """Names the parameter, its shapes, and the mend."""
@@ -301,11 +314,11 @@ def _give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, _: objec
             if part.is_meta:  # lives at another stage of a pipeline
                 state[key] = part.new_empty(placement.shape)
             else:
-                one_whole(parameter, state, key, partial(_whole, part, placement, f"state_dict {key}"))
+                one_whole(parameter, state, key, partial(_whole, part, placement, key))
 
 
-def _whole(part: Tensor, placement: Placement, label: str) -> Tensor:
-    return write_through(placement.whole(part, label=label), part, placement.part)
+def _whole(part: Tensor, placement: Placement, key: str) -> Tensor:
+    return write_through(placement.whole(part, label=f"state_dict {key}"), part, placement.part)
 
 
 def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
