@@ -55,7 +55,7 @@ def test_it_is_one_process_with_a_pipeline_and_holds_half():
     held = {name: p for name, p in model.named_parameters() if not p.is_meta}
     shards = named_shards(model)
     assert sorted(shards) == sorted(held), "nothing of this model is too small"
-    assert sum(p.numel() for p in held.values()) == sum(shards[name].shape.numel() for name in held) / 2
+    assert sum(p.to_local().numel() for p in held.values()) == sum(shards[name].shape.numel() for name in held) / 2
 
 
 @on_ranks(4)
@@ -192,7 +192,9 @@ def test_what_torchscript_reads_stays_whole_and_is_one_process(monkeypatch):
     said = []
     monkeypatch.setattr("tulle.memory.shared_out.logger.warning", lambda text, *values: said.append(text % values))
     tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, memory=FULL))
-    assert [name for name in ("0.weight", "1.0.weight") if model.get_parameter(name).numel() == 8] == ["0.weight"]
+    assert [name for name in ("0.weight", "1.0.weight") if type(model.get_parameter(name)) is not nn.Parameter] == [
+        "0.weight"
+    ]
     assert ["leaves the parameters of '1' whole" in text for text in said] == [True] * (mesh.rank == 0)
     for network, stepped, rank, size in ((model, optimizer, mesh.rank, mesh.size), (reference, other, 0, 1)):
         for step in range(2):

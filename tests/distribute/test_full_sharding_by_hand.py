@@ -52,7 +52,7 @@ def loop(model, optimizer, rank=0, size=1):
             assert torch.isfinite(p).all()
             assert torch.isfinite(p.grad).all()
             assert p.grad.norm() >= 0.0
-            assert p.to(p.device).numel() == p.shape.numel() == p.detach().reshape(-1).size(0)
+            assert p.to(p.device).shape.numel() == p.shape.numel() == p.detach().reshape(-1).size(0)
             assert p.is_contiguous()
             assert p.stride() == p.grad.stride()
         for group in optimizer.param_groups:

@@ -226,20 +226,22 @@ class Guarded(_Part):
         whole = getattr(self, PART_OF)
         if isinstance(whole, Flat) and name in LAID_OUT and result.shape == whole.shape:
             return _become(GuardedData, result, whole.of)
-        stays = (
-            isinstance(self, PartData) or can_gather(self) if name in LAID_OUT else name in JOINED and self.dim() == 1
-        )
-        is_known = name in REDUCED or (result.dim() == 1 and stays)  # along what is not cut: else it was refused
-        if name in LAID_OUT:
-            is_known = is_known or cut_in(result, self, extent_of_whole(whole)) is not None
-        is_known = is_known or any(one.shape == result.shape and has_rows_for(one, self) for one in tensors_in(args))
-        if not fits(result, self) and not is_known:
+        if not fits(result, self) and not self._is_of_known_shape(name, result, args):
             refuse(self, name)
         if name in ("data", "detach") or (name == "cpu" and result is not self and not result.requires_grad):
             setattr(result, OWNER, self if name == "data" else None)
             kind = PartData if name == "data" and not can_gather(self) else GuardedData
             return _become(kind, result, whole)
         return super()._checked(func, result, args, keywords)
+
+    def _is_of_known_shape(self, name: str, result: Tensor, args: Sequence[Any]) -> bool:
+        """Whether a result of another shape is of what is known; what goes along what is cut was refused before."""
+        if name in REDUCED or any(one.shape == result.shape and has_rows_for(one, self) for one in tensors_in(args)):
+            return True
+        if name in LAID_OUT:
+            is_flat = result.dim() == 1 and (isinstance(self, PartData) or can_gather(self))
+            return is_flat or cut_in(result, self, extent_of_whole(getattr(self, PART_OF))) is not None
+        return name in JOINED and result.dim() == self.dim() == 1
 
 
 def _done_with_parts(func: Function, name: str, args: Sequence[Any], keywords: Keywords) -> Any:
@@ -297,7 +299,7 @@ class PartData(_Part):
 
 
 class GuardedData(PartData, Guarded):
-    """`parameter.detach()`, and `.data` where all ranks can gather the whole; flat it is as long as `numel()` says."""
+    """`parameter.detach()`, and `.data` where all ranks can gather the whole."""
 
     @property
     def _kind(self) -> type[_Part]:

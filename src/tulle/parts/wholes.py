@@ -15,7 +15,7 @@ from tulle.parts.extents import LAID_OUT, Extent
 from tulle.parts.reductions import Reduction
 from tulle.parts.torch_functions import LEAVES_TORCH, LOOKUPS, REDUCED, rows_by_number
 
-_SHAPES = {vars(torch._C.TensorBase)["shape"].__get__, Tensor.size, Tensor.__len__, Tensor.numel, Tensor.nelement}
+_SHAPES = {vars(torch._C.TensorBase)["shape"].__get__, Tensor.size, Tensor.__len__}
 OF_ROWS = LOOKUPS | _SHAPES | {Tensor.__getitem__, Tensor.index_select, torch.index_select}
 """What asks for rows by their numbers, or may do so, or for how many there are."""
 PART_OF = "_tulle_part_of"
@@ -184,7 +184,7 @@ class Along(Became):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flat(Became):
-    """The same of what lies flat, as long as the part is: loops that cut vectors go by that.
+    """The same of what lies flat, as long as the part is; what cuts it has it gathered.
 
     Args:
         shape: Of the part that it was made of.
