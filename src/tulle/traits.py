@@ -55,8 +55,8 @@ def doubt(kind: type[Optimizer]) -> str:
     """What the log says of a class of optimizers of which nothing is known, where ranks have parts of what it steps."""
     return (
         f"{kind.__name__} is not known to treat every number by itself, so it sees that it steps parts: sums, means, "
-        "norms and numel() are those of wholes, on all ranks, and what else would take a part for all of it raises; a "
-        "kernel of its own, past torch's functions, would see this rank's part only"
+        "norms and numel() are those of wholes, on all ranks, and what else would take a part for all of it raises; "
+        "shapes are the part's, and a kernel of its own, past torch's functions, would see no more"
     )
 
 
