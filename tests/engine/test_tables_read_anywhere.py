@@ -89,6 +89,7 @@ def test_values_are_those_of_all_of_it(scheme):
     close(weight.detach().flatten().median(), whole.flatten().median())
     with torch.no_grad():
         close(weight.norm(dim=1).topk(3).values, whole.norm(dim=1).topk(3).values)
+        close(weight.mean(0, keepdim=True).argmax(), whole.mean(0, keepdim=True).argmax())
         close(torch.cdist(weight[:3], weight), torch.cdist(whole[:3], whole))
         pretrained = torch.arange(ITEMS * WIDTH, dtype=torch.float64).view(ITEMS, WIDTH)
         weight.copy_(pretrained)

@@ -37,7 +37,7 @@ def whole_of_parts(part: Tensor, split: Split) -> Tensor:
     """All of a table, from the parts of all ranks. Every rank of the axis must call it.
 
     Args:
-        part: `[places, ...]` or `[rows, columns]`, this rank's.
+        part: `[places, ...]` or `[..., columns]`, this rank's.
         split: Of the table.
     """
     ranks, flat = range(split.axis.size), part.reshape(-1)
@@ -46,9 +46,9 @@ def whole_of_parts(part: Tensor, split: Split) -> Tensor:
         owner, place = split.partition.place(torch.arange(split.num_rows))
         places = (owner * split.partition.places + place).to(part.device)
         return every.view(-1, *part.shape[1:]).index_select(0, places)
-    sizes = [split.num_rows * width for width in split.widths]
+    sizes = [part.shape[0] * width for width in split.widths]
     columns = all_gather_parts(flat, sizes, split.axis, label=split.name).wait().split(sizes)
-    return torch.cat([columns[rank].view(split.num_rows, -1) for rank in ranks], dim=1)
+    return torch.cat([columns[rank].view(part.shape[0], -1) for rank in ranks], dim=1)
 
 
 @cache
@@ -121,7 +121,8 @@ class _Table:
             dim: the dimension that is cut.
         """
         split, [cut] = self.split, self.dims
-        if dim != cut or part.shape[dim] != split.local_shape[cut] or (torch.is_grad_enabled() and part.requires_grad):
+        is_laid_out = dim == cut and part.shape[dim] == split.local_shape[cut] and part.dim() <= 2
+        if not is_laid_out or (torch.is_grad_enabled() and part.requires_grad):
             return None
         meet_to_read(split.name, split.axis)
         _tell(split.name, part.element_size() * self.count)
