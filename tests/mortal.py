@@ -62,12 +62,17 @@ def _be(body: Body, folder: Path, rank: int, ranks: int, port: int, arguments: d
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
     if ranks > 1:
-        launch = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost"}
-        launch |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, "GLOO_SOCKET_IFNAME": "lo"}
-        os.environ.update({name: str(value) for name, value in launch.items()})
+        be_launched(rank, ranks, port)
     try:
         body(folder, **arguments)
     except BaseException:
         sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
         os._exit(1)
+
+
+def be_launched(rank: int, ranks: int, port: int) -> None:
+    """Have this process know its rank, and the store that waits for it at a port."""
+    launch = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost"}
+    launch |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ.update({name: str(value) for name, value in launch.items()})

@@ -6,7 +6,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, multiprocessing
 
 import mortal
 import tulle
@@ -71,3 +72,33 @@ def test_when_a_rank_falls_in_backward_the_others_raise_and_say_who(
             rf"of axis 'data[^']*' \({ranks} ranks, timeout {timeout_s} s\): {cause}. The backend said: ",
             message,
         )
+
+
+def end_as_a_child(rank: int, folder: Path, port: int, how) -> None:
+    """Train on two ranks until rank 1 falls, or leaves; what the other one hears goes to a file."""
+    mortal.be_launched(rank, 2, port)
+    mesh = tulle.init(data=-1, timeout=300)
+    model = build(Words, 0)
+    model, optimizer = tulle.distribute(model, sgd(model), mesh)
+    try:
+        for step in range(3):
+            if (rank, step) == (1, 2):
+                return how(model.hidden.weight)
+            model(batches(1, 4)[0]).backward()
+            optimizer.step()
+    except tulle.errors.CommunicationError as error:
+        (folder / "heard").write_text(str(error))
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [(die, "rank 1 failed first with DiskError: the disk is gone"), (id, "rank 1 left after step 2: every rank must")],
+    ids=["raises", "leaves"],
+)
+def test_processes_that_torch_has_spawned_say_how_they_end(how, cause, tmp_path):
+    """torch keeps their exceptions for the parent, so that no hook sees them."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    arguments = tmp_path, store.port, how
+    spawned = multiprocessing.start_processes(end_as_a_child, arguments, 2, join=False, start_method="forkserver")
+    assert mortal.join(spawned.processes) == [0, how is die]
+    assert cause in (tmp_path / "heard").read_text()

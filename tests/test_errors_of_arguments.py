@@ -67,6 +67,8 @@ GIVEN: list[tuple[type[TulleError], str, Call]] = [
     (PlanError, "network=3, expected a network or None", lambda: tulle.Plan({"data": 1}, network=3).check_values()),
     (PlanError, "offers=3, expected a tuple", lambda: tulle.Plan({"data": 1}, offers=3).check_values()),
     (PlanError, "axis data='1', expected a positive number", lambda: tulle.Plan({"data": "1"}).check_values()),
+    (PlanError, "mesh=['data'], expected sizes of axes by name", lambda: tulle.Plan(["data"]).explain()),
+    (PlanError, "micro_batches='4', expected a positive", lambda: tulle.Plan({"pipe": 2}, micro_batches="4").explain()),
 ]
 
 

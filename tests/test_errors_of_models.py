@@ -38,6 +38,9 @@ def test_an_optimizer_that_is_none():
         by_hand = "for parameters that the loop writes itself, give a torch.optim.SGD over them that never steps"
         with every_rank_raises(ModelError, f"given {given} {expected}: {by_hand}", found_by=0):
             distribute(model, nothing)
+    by_name = "give the optimizer second and the mesh after it, or by name (mesh=mesh)"
+    with every_rank_raises(ModelError, f"given a Mesh {expected}: {by_name}", found_by=0):
+        distribute(model, tulle.init(data=-1))
     with every_rank_raises(ModelError, "given a LambdaLR among the optimizers, expected torch.optim's", found_by=0):
         distribute(model, [sgd(model), scheduler])
     wrapper = torch.optim.Optimizer.__new__(type("Lookahead", (torch.optim.Optimizer,), {}))

@@ -181,6 +181,18 @@ def test_a_new_group_gives_up_after_the_timeout():
             dist.all_reduce(torch.zeros(1), group=axis.group)
 
 
+@on_ranks(2)
+def test_where_one_ends_while_processes_meet_the_others_are_told_to_look_at_its_log(monkeypatch):
+    def close(*_: object) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(dist, "all_gather_object", close)
+    with pytest.raises(
+        CommunicationError, match=r"did not meet all processes: see the log of each rank\. Connection re"
+    ):
+        tulle.init(data=-1)
+
+
 @on_ranks(3)
 def test_at_the_end_threads_that_wait_for_other_ranks_are_woken():
     mesh = tulle.init(data=-1)

@@ -24,10 +24,9 @@ def as_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]
     """One optimizer or several, as a list."""
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     if not isinstance(optimizers, Sequence) or not optimizers:
-        hint = ": for parameters that the loop writes itself, give a torch.optim.SGD over them that never steps"
         raise ModelError(
             f"tulle was given {'an empty' if optimizer == [] else 'a'} {type(optimizer).__name__} as optimizer, "
-            f"expected a torch.optim.Optimizer or a list of them{hint if not optimizer else ''}"
+            f"expected a torch.optim.Optimizer or a list of them{_instead_of(optimizer)}"
         )
     for one in optimizers:
         if not isinstance(one, Optimizer):
@@ -38,6 +37,15 @@ def as_optimizers(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]
                 "cannot be followed: call it, or give tulle the optimizer that it wraps and wrap that afterwards"
             )
     return list(optimizers)
+
+
+def _instead_of(given: object) -> str:
+    """The mend, as the end of a sentence, for somebody who gave something else as optimizer."""
+    if isinstance(given, Mesh):
+        return ": give the optimizer second and the mesh after it, or by name (mesh=mesh)"
+    if not given:
+        return ": for parameters that the loop writes itself, give a torch.optim.SGD over them that never steps"
+    return ""
 
 
 def check_model(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], mesh: Mesh) -> None:

@@ -20,6 +20,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from types import TracebackType
 
 import torch.distributed as dist
@@ -39,6 +41,10 @@ _kept: list[tuple[Store, int]] = []
 """The way to the board, and this rank, for the end of the process, by which the process group may be gone."""
 _step: list[Callable[[], int]] = []
 """What tells the number of the step that came last."""
+_ends: list[Finalize] = []
+"""What looks at how a process of `multiprocessing` ends."""
+_BEFORE_ALL = 100
+"""Priority of what is called at the end of such a process: before its connections close."""
 
 
 def leave_failure(text: str) -> None:
@@ -184,6 +190,23 @@ def attend(*, outlives: bool) -> None:
             _kept.append((store, dist.get_rank()))
         atexit.unregister(leave_in_peace)
         atexit.register(leave_in_peace)  # runs before what ends the process group, which was registered earlier
+        if parent_process() is not None and not any(end.still_active() for end in _ends):
+            _ends[:] = [Finalize(None, _leave_for_parent, exitpriority=_BEFORE_ALL)]
+
+
+def _leave_for_parent() -> None:
+    """Leave word of how a process of `multiprocessing` ends: its exceptions it keeps for its parent, before any hook.
+
+    `torch.multiprocessing.spawn` makes an exit of each, and one that was forked ends without what is for the exit.
+    """
+    error = sys.exception()
+    if isinstance(error, SystemExit) and error.code:
+        error = error.__context__
+    if error is None or isinstance(error, SystemExit):
+        leave_in_peace()
+    else:
+        atexit.unregister(leave_in_peace)
+        _leave_error(error)
 
 
 def leave_in_peace() -> None:
@@ -217,12 +240,16 @@ def watch() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if dist.is_initialized():
-            notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-            leave_failure(f"rank {dist.get_rank()} failed first with {kind.__name__}: {error}{notes}")
+        _leave_error(error)
         previous(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _leave_error(error: BaseException) -> None:
+    if dist.is_initialized():
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        leave_failure(f"rank {dist.get_rank()} failed first with {type(error).__name__}: {error}{notes}")
 
 
 def _write(key: str, text: str) -> None:

@@ -150,7 +150,7 @@ def init(*, timeout: float | timedelta | None = None, backend: str | None = None
     Raises:
         MeshError: If the product of the sizes is not the number of processes, a size is not a positive number,
             processes name different axes, or the backend is not there.
-        CommunicationError: If processes that Slurm tells of do not come within the timeout.
+        CommunicationError: If one has ended meanwhile, or those that Slurm tells of do not come within the timeout.
 
     Example:
         >>> import tulle
@@ -364,7 +364,10 @@ def _check_agreement(shape: dict[str, int], error: MeshError | None, host: int) 
 def _gather(value: T) -> list[T]:
     """The values of all ranks."""
     heard = [value] * dist.get_world_size()
-    dist.all_gather_object(heard, value)
+    try:
+        dist.all_gather_object(heard, value)
+    except RuntimeError as error:  # of any backend
+        raise CommunicationError(f"tulle.init did not meet all processes: see the log of each rank. {error}") from error
     return heard
 
 

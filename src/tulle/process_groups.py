@@ -12,6 +12,12 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from tulle.errors import CommunicationError
+
+GONE = (
+    "the mesh's process groups are gone, since torch.distributed.destroy_process_group() was called: call that last, "
+    "or go on with a mesh that tulle.init makes anew on every rank, and a model that is distributed on it"
+)
 _naming = threading.local()
 _made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 """By the process group of all ranks, how many groups of some ranks, for some purpose, this one has made."""
@@ -30,9 +36,13 @@ def new_group(ranks: Sequence[int], timeout_s: float, *, purpose: str, backend: 
         timeout_s: Of its collectives.
         purpose: For what it is.
         backend: As of `torch.distributed.new_group`.
+
+    Raises:
+        CommunicationError: If the processes have been joined no more.
     """
     world = dist.group.WORLD
-    assert world is not None, "joined before"
+    if world is None:
+        raise CommunicationError(GONE)
     members = f"tulle {purpose} {list(ranks)}"
     made = _made.setdefault(world, Counter())
     made[members] += 1
@@ -48,12 +58,23 @@ def new_group(ranks: Sequence[int], timeout_s: float, *, purpose: str, backend: 
     return group
 
 
+def is_gone(group: dist.ProcessGroup) -> bool:
+    """Whether a process group has been destroyed."""
+    return group not in dist.distributed_c10d._world.pg_map
+
+
 def backend_of(group: dist.ProcessGroup, device_type: str) -> str:
     """What does a group's collectives on tensors of a type of device: "gloo", "nccl" or another.
 
     Torch says "undefined" of a group that was made without naming one, or with one for each type of device.
+
+    Raises:
+        CommunicationError: If it has been destroyed.
     """
-    name = dist.get_backend(group)
+    try:
+        name = dist.get_backend(group)
+    except ValueError as error:
+        raise CommunicationError(GONE) from error
     if name != dist.Backend.UNDEFINED and ":" not in name:
         return name
     by_device = dict(one.split(":") for one in dist.get_backend_config(group).split(","))

@@ -51,6 +51,10 @@ def large_parts(axis: Axis) -> comm.Pending:
     return comm.all_gather_parts(torch.zeros(1 << 18), [1 << 18] * axis.size, axis, label="words")
 
 
+def broadcast(axis: Axis) -> comm.Pending:
+    return comm.broadcast(torch.zeros(4), axis, label="words")
+
+
 CALLS = [all_reduce, all_gather, all_gather_parts, large_parts]
 
 
@@ -102,6 +106,19 @@ def test_a_rank_that_left_before_any_step_is_not_said_to_lack_batches():
         return
     text = failure_of(all_reduce)
     assert ": rank 1 left before any step: every rank must come to the same calls of tulle, and take as many" in text
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("call", [broadcast, all_gather, all_gather_parts, large_parts])
+def test_after_the_process_group_was_destroyed_the_mend_is_named(call):
+    axis = impatient(tulle.init(data=-1)["data"], 60)
+    dist.destroy_process_group()
+    with pytest.raises(
+        CommunicationError, match=r"process groups are gone, since .*destroy_process_group\(\) was called"
+    ):
+        call(axis).wait()
+    with pytest.raises(CommunicationError, match=r"or go on with a mesh that tulle\.init makes anew on every rank"):
+        comm.lane(axis, "checkpoint")
 
 
 @on_ranks(2)

@@ -88,6 +88,18 @@ def test_longer_samples_hooked_modules_and_tables_that_cannot_be_split_have_plan
 
 
 @on_ranks(2)
+def test_a_sample_that_forward_refuses_is_refused_though_a_plan_for_one_of_its_size_is_kept():
+    mesh, ids = tulle.init(data=2), torch.zeros(4, 16, dtype=torch.long)
+    model = nn.Sequential(nn.Embedding(30, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for sample in (ids, {"input": ids}):
+        tulle.plan(model, optimizer, mesh, sample=sample)
+    for sample in ({"inputs": ids}, (ids, ids[:0])):
+        with pytest.raises(ModelError, match="could not be profiled on the sample, because TypeError"):
+            tulle.plan(model, optimizer, mesh, sample=sample)
+
+
+@on_ranks(2)
 def test_optimizer_state_is_not_shared_out_beside_tables_that_are_split_whatever_it_costs():
     with tulle.deferred_init():
         model = nn.Sequential(nn.Embedding(30, 4), nn.Linear(4, 1))

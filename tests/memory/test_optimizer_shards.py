@@ -143,18 +143,26 @@ def test_the_number_of_ranks_does_not_matter():
 
 
 @on_ranks(2)
-def test_a_parameter_without_elements_is_stepped_by_nobody():
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adam])
+def test_a_parameter_without_elements_has_the_state_that_it_has_in_one_process(
+    optimizer_class: type[torch.optim.Optimizer],
+):
     axis = tulle.init(data=-1)["data"]
     model = nn.Linear(3, 1)
     model.empty = nn.Parameter(torch.empty(0, 4, dtype=torch.bfloat16))  # the only one of its dtype
+    model.none = nn.Parameter(torch.empty(2, 0))
     reference = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
+    optimizers = [optimizer_class(one.parameters(), lr=0.1) for one in (model, reference)]
     shard_optimizer(optimizers[0], axis)
     for one, optimizer in zip((model, reference), optimizers, strict=True):
-        (one(torch.ones(2, 3)).sum() + one.empty.sum()).backward()
-        optimizer.step()
+        for _ in range(2):
+            (one(torch.ones(2, 3)).sum() + one.empty.sum() + one.none.sum()).backward()
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
     assert torch.equal(model.weight, reference.weight)
     assert model.empty.grad.shape == (0, 4)
+    whole, expected = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    torch.testing.assert_close(whole, expected, rtol=0, atol=0)
 
 
 @on_ranks(2)

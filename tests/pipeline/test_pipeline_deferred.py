@@ -9,10 +9,11 @@ from pipeline_networks import ALL, Chain, Norms, TiedEnds, make, spread
 from torch import nn
 
 import tulle
+from raised_alike import every_rank_raises
 from ranks import on_ranks, run_on_ranks
 from tulle import pipeline
 from tulle.deferred import materialize
-from tulle.errors import CheckpointError
+from tulle.errors import CheckpointError, ModelError
 
 
 class Initialized(nn.Module):
@@ -64,6 +65,19 @@ def test_no_rank_makes_more_than_its_part_and_training_is_that_of_one_process():
         assert step(model, x).stack().tolist() == networks.one_process(reference, x, 2, 0, 0)
         assert networks.worst_gradient(model, reference) < 1e-6
         assert any(parameter.is_meta for parameter in model.parameters())
+
+
+@on_ranks(2, 3)
+def test_what_was_changed_in_the_meantime_is_refused_on_all_ranks_not_on_those_that_have_it():
+    mesh = tulle.init(pipe=-1)
+    with tulle.deferred_init():
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(mesh.size)))
+    last = mesh.size - 1
+    model[last].double()
+    stages = {str(stage): stage for stage in range(mesh.size)}
+    text = f"'{last}.weight' was converted, or written to, after tulle.deferred_init"
+    with every_rank_raises(ModelError, text, found_by=last):
+        pipeline.place(model, mesh["pipe"], stages)
 
 
 class Shuffled(nn.Module):

@@ -174,12 +174,12 @@ def _exchange(
     exchange = _counted(operation, sends, axis, label)
     received = scratch((sum(lengths), *own.shape[1:]), own, axis) if axis.size > 1 else own
     receives = received.split(list(lengths))
-    if is_swap:
-        rounds = [_Swap(sends, receives, axis)]
-    else:
-        rounds = [one for one in _rounds(sends, receives, axis) if one.messages]
-    ahead = len(rounds) if exchange.bytes_sent <= AT_ONCE_BYTES else ROUNDS_UNDER_WAY
     with translated(exchange):
+        if is_swap:
+            rounds = [_Swap(sends, receives, axis)]
+        else:
+            rounds = [one for one in _rounds(sends, receives, axis) if one.messages]
+        ahead = len(rounds) if exchange.bytes_sent <= AT_ONCE_BYTES else ROUNDS_UNDER_WAY
         under_way = [one.post() for one in rounds[:ahead]]
     if is_swap and traffic.is_tracing:
         trace(under_way[0], exchange, now_s())

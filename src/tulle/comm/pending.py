@@ -15,6 +15,7 @@ from tulle.board import absent, come, departed, doing, first_failure
 from tulle.comm.traffic import now_s, traffic
 from tulle.errors import CommunicationError
 from tulle.mesh import Axis
+from tulle.process_groups import GONE, is_gone
 from tulle.shared_memory import Work
 
 T = TypeVar("T", covariant=True)
@@ -100,6 +101,10 @@ def translated(exchange: Exchange):
         yield
     except (CommunicationError, torch.OutOfMemoryError):
         raise
+    except ValueError as error:
+        if not is_gone(exchange.axis.group):
+            raise
+        raise CommunicationError(f"{exchange.operation} of {exchange.name} cannot begin: {GONE}") from error
     except RuntimeError as error:
         axis = exchange.axis
         cause = first_failure() or departed(axis.ranks) or _who_is_late(exchange)

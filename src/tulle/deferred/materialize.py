@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from tulle.comm import gather_values
+from tulle.comm import gather_values, raise_together
 from tulle.deferred.give import give, swappable
 from tulle.deferred.needs import needed_calls
 from tulle.deferred.record import Record, View, record_of, was_changed
@@ -77,7 +77,8 @@ def materialize(
         axis: Whose ranks all draw the random numbers of its first rank, and must all call this.
 
     Raises:
-        ModelError: If a module on device meta has nothing that could fill it, naming it; or a name is not the model's.
+        ModelError: If a module on device meta has nothing that could fill it, naming it; or a name is not the model's;
+            on every rank of the axis, if on one.
 
     Example:
         >>> import torch, tulle
@@ -87,19 +88,14 @@ def materialize(
         >>> model.weight.shape, model.weight.is_meta, model.bias.is_meta
         (torch.Size([1, 2]), False, True)
     """
-    tensors, keep = _tensors(model), keep or {}
-    wanted = tensors if only is None else _named(model, [*only, *(name for name in keep if name in tensors)])
-    record = _record(model, wanted)
+    keep = keep or {}
+    wanted, record = _looked_up(model, only, keep, axis)
     views: dict[str, View] = {}
     for name, tensor in wanted.items():
         if record is not None and record_of(tensor) is not None:
             views[name] = record.view_of(tensor)
         else:
             tensor.data = tensor.data.to(device)
-    if unknown := [name for name in keep if name not in views]:
-        raise ModelError(
-            f"the model has no {', '.join(map(repr, unknown))} without values: name parameters on device meta"
-        )
     if record is None:
         return
     takers = {views[name].memory: (name, views[name], taker) for name, taker in keep.items()}
@@ -110,6 +106,30 @@ def materialize(
     givers = {memory: _giver(record, those, torch.device(device)) for memory, those in by_memory.items()}
     with _drawing_as(record, axis), swappable(model):
         Replay(record, givers, takers, has_all_draws=True).run()
+
+
+def _looked_up(
+    model: nn.Module, only: Collection[str] | None, keep: Collection[str], axis: Axis | None
+) -> tuple[dict[str, Tensor], Record | None]:
+    """What is to get values, and the record that has them. One rank's error is all's: all must call it."""
+    wanted: dict[str, Tensor] = {}
+    record: Record | None = None
+    error: ModelError | None = None
+    try:
+        tensors = _tensors(model)
+        wanted = tensors if only is None else _named(model, [*only, *(name for name in keep if name in tensors)])
+        record = _record(model, wanted)
+        if unknown := [one for one in keep if record is None or one not in wanted or record_of(wanted[one]) is None]:
+            raise ModelError(
+                f"the model has no {', '.join(map(repr, unknown))} without values: name parameters on device meta"
+            )
+    except ModelError as found:
+        error = found
+    if axis is not None:
+        raise_together(error, axis, label="values of a model without memory")
+    elif error is not None:
+        raise error
+    return wanted, record
 
 
 @contextmanager

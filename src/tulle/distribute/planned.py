@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -123,6 +123,8 @@ def _key(wanted: Wanted, axes: Axes) -> str:
         "batch": samples_in(wanted.sample),
         # In powers of two: samples of text are not of one length.
         "sample": round(math.log2(max(1, size_of(wanted.sample)))),
+        # What forward refuses must not find the plan of what it took.
+        "called": sorted(map(str, wanted.sample)) if isinstance(wanted.sample, Mapping) else _arguments(wanted.sample),
         "mesh": None if wanted.is_free else [*wanted.mesh.shape.items()],
         "hosts": [*axes.whole.hosts],
         "device": [str(wanted.mesh.device.type), platform.machine(), platform.processor(), cores()],
@@ -130,6 +132,11 @@ def _key(wanted: Wanted, axes: Axes) -> str:
         "network": round(math.log(network.bandwidth_bytes_per_s, 4)) if axes.whole.size > 1 else None,
     }
     return digest(told)
+
+
+def _arguments(sample: object) -> int:
+    """With how many arguments a model is called on what is no mapping."""
+    return len(sample) if isinstance(sample, tuple) else 1
 
 
 def _kept(key: str, wanted: Wanted) -> Plan | None:

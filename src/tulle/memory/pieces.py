@@ -42,10 +42,10 @@ class Bucket:
 
 
 def lay_out(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Cut parameters that have elements into buckets of one dtype and device each."""
+    """Cut parameters into buckets of one dtype and device each."""
     open_buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     filled_bytes: Counter[tuple[torch.dtype, torch.device]] = Counter()
-    for parameter in (one for one in parameters if one.numel()):
+    for parameter in parameters:
         kind = parameter.dtype, parameter.device
         open_buckets.setdefault(kind, []).append(parameter)
         filled_bytes[kind] += parameter.nbytes
@@ -56,7 +56,10 @@ def lay_out(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def deal(parameters: Sequence[nn.Parameter], ranks: int) -> Bucket:
-    """Cut a bucket into as many consecutive parts as there are ranks, equal to one element."""
+    """Cut a bucket into as many consecutive parts as there are ranks, equal to one element.
+
+    What has no elements is the first rank's: an optimizer keeps state for it, too, its count of steps say.
+    """
     total = sum(p.numel() for p in parameters)
     ends = [total * (rank + 1) // ranks for rank in range(ranks)]
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
@@ -65,8 +68,8 @@ def deal(parameters: Sequence[nn.Parameter], ranks: int) -> Bucket:
         for rank, end in enumerate(ends):
             first = max(begin, ends[rank - 1] if rank else 0)
             last = min(begin + parameter.numel(), end)
-            if first < last:
-                pieces[rank].append(Piece(parameter, first - begin, last - begin))
+            if first < last or not (parameter.numel() or rank):
+                pieces[rank].append(Piece(parameter, first - begin, max(first, last) - begin))
         begin += parameter.numel()
     return Bucket(tuple(tuple(mine) for mine in pieces))
 

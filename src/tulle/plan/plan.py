@@ -128,7 +128,8 @@ class Plan:
         return replace(self, tables=others + split)
 
     def explain(self) -> str:
-        """What was chosen, for each axis and each table, why, and what else was predicted to cost."""
+        """What was chosen, for each axis and table, why, and what else was predicted to cost; checked as by `save`."""
+        self.check_values()
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
         is_reduced = self.mesh.get(DATA, 1) > 1 and not self.memory.full_shard
         buckets = f", dense gradients all-reduced in buckets of {self.bucket_bytes / 2**20:g} MiB" if is_reduced else ""
