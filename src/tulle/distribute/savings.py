@@ -45,12 +45,6 @@ def check_savings(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer],
             continue
         if not is_shardable(optimizer):
             raise PlanError(f"the plan has {what}, but {_why_not(optimizer)}")
-        has_pieces = memory.shard_optimizer or memory.precision
-        if has_pieces and any(id(parameter) in of_tables for parameter in stepped):
-            raise PlanError(
-                f"the plan has {what}, and {type(optimizer).__name__} steps tables with sparse gradients, or split "
-                "ones, together with others: give the tables an optimizer of their own"
-            )
     if memory.precision and axes.data.device.type == "cpu" and memory.precision == "fp16":
         raise PlanError("the plan has precision='fp16', which the CPU computes hardly anything in: use 'bf16'")
 
@@ -148,7 +142,7 @@ def shard_states(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, 
     for optimizer in optimizers:
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(id(parameter) not in of_tables for parameter in stepped):
-            shard_optimizer(optimizer, axis, narrow=narrow)
+            shard_optimizer(optimizer, axis, narrow=narrow, leave=of_tables)
     if narrow is not None:
         for parameter in model.parameters():  # those that no optimizer steps
             if parameter.is_floating_point() and id(parameter) not in of_tables:
