@@ -69,6 +69,7 @@ from tulle.parts.wholes import (
     Whole,
     answer_of_whole,
     became,
+    called,
     check_gradients,
     check_no_whole,
     extent_of_whole,
@@ -269,7 +270,7 @@ def _done_with_parts(func: Function, name: str, args: Sequence[Any], keywords: K
     if name == "equal" and not may_be_equal((one, getattr(one, PART_OF, None)) for one in given):
         return False
     part._check_given(name, given, args, keywords)
-    result = func(*args, **keywords)
+    result = called(part, func, args, keywords)
     try:
         return part._checked(func, result, args, keywords)
     except PartError as error:
