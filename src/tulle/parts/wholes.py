@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tulle.errors import ModelError, TulleError
+from tulle.parts.asked_shapes import warn_of_shape
 from tulle.parts.extents import LAID_OUT, Extent
 from tulle.parts.reductions import Reduction
 from tulle.parts.torch_functions import LEAVES_TORCH, LOOKUPS, REDUCED, name_of, rows_by_number
@@ -115,6 +116,8 @@ def read_by(part: nn.Parameter, reader: Reader) -> None:
 def answer_of_whole(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
     """What a function of `OF_ROWS` would give if all of a table were here; NotImplemented if nobody knows that."""
     reader: Reader | None = getattr(args[1] if func in LOOKUPS else args[0], _READER, None)
+    if func in _SHAPES and (reader is None or not reader.is_forward):
+        warn_of_shape(name_of(func), getattr(args[0], PART_OF).refusal)
     if reader is None:
         return NotImplemented
     if func in LOOKUPS:
