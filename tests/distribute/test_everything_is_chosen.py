@@ -100,7 +100,7 @@ def test_a_sample_that_forward_refuses_is_refused_though_a_plan_for_one_of_its_s
 
 
 @on_ranks(2)
-def test_optimizer_state_is_not_shared_out_beside_tables_that_are_split_whatever_it_costs():
+def test_optimizer_state_is_shared_out_beside_tables_that_are_split_whatever_it_costs():
     with tulle.deferred_init():
         model = nn.Sequential(nn.Embedding(30, 4), nn.Linear(4, 1))
     mesh, ids = tulle.init(data=2), torch.zeros(4, 3, dtype=torch.long)
@@ -110,12 +110,13 @@ def test_optimizer_state_is_not_shared_out_beside_tables_that_are_split_whatever
         space = planned._space(planned.Wanted(model, several, mesh, ids), Axes.of(mesh))
         return any(memory.shard_optimizer for memory in space.memories)
 
-    assert not shares(torch.optim.Adam(model.parameters()))
+    assert shares(torch.optim.Adam(model.parameters()))
     assert shares(torch.optim.Adam([table]), torch.optim.Adam(others))
+    assert not shares(torch.optim.Adam([table]), torch.optim.Adafactor(others))
 
 
 @on_ranks(2)
-def test_optimizer_state_is_not_shared_out_where_an_optimizer_would_step_tables_that_are_split_and_others():
+def test_optimizer_state_is_not_shared_out_where_an_optimizer_that_takes_wholes_might_step_tables_that_stay_whole():
     """As one does that steps nothing but tables, each of which may be split or not."""
     model = nn.ModuleList([nn.Embedding(30, 4), nn.Embedding(30, 1)])
     mesh, ids = tulle.init(data=2), torch.zeros(4, 3, dtype=torch.long)
@@ -123,8 +124,8 @@ def test_optimizer_state_is_not_shared_out_where_an_optimizer_would_step_tables_
     def shares(*several):
         return planned._space(planned.Wanted(model, several, mesh, ids), Axes.of(mesh)).shares_with_tables
 
-    assert not shares(torch.optim.Adam(model.parameters()))
-    assert shares(*[torch.optim.Adam(one.parameters()) for one in model])
+    assert not shares(torch.optim.Adafactor(model.parameters()))
+    assert shares(torch.optim.Adam(model.parameters()))
 
 
 @on_ranks(2)

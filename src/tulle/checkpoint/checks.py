@@ -97,7 +97,8 @@ def _check_whose(optimizers: Sequence[Optimizer], standing: Standing) -> None:
                 raise CheckpointError(
                     f"tulle.save was given a {type(optimizer).__name__} that steps another model's parameter, of shape "
                     f"{list(parameter.shape)}, too, of which ranks have parts: rank 0's alone would be saved. Give it "
-                    "all models as one, torch.nn.ModuleList([first, second]), and tulle.load as well"
+                    "all models as one, torch.nn.ModuleList([first, second]), and tulle.load as well; if the model has "
+                    "another parameter in that one's place by now, an optimizer over those that it has"
                 )
 
 

@@ -197,7 +197,7 @@ def _space(wanted: Wanted, axes: Axes) -> Space:
         schemes=dict.fromkeys(split, "rows"),
         memories=tuple(one for one in Space().memories if _can_save(one, wanted, apart, axes)),
         schedules=(AT_STEP, AT_READ) if can_wait(whole, wanted.model, optimizers, axes) else (AT_STEP,),
-        # Some may be split and others not: an optimizer of several would step both.
+        # Some may be split and others not: an optimizer that steps tables alone may have to step both.
         shares_with_tables=all(_can_save(Memory(shard_optimizer=True), wanted, [name], axes) for name in tables),
     )
 

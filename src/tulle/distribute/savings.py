@@ -46,17 +46,13 @@ def check_savings(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer],
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if all(id(parameter) in of_tables for parameter in stepped):
             continue
-        has_pieces = memory.shard_optimizer or memory.precision
-        is_guarded = not has_pieces and not type(optimizer).__module__.startswith("torch.optim")
+        is_guarded = not (memory.shard_optimizer or memory.precision) and not type(optimizer).__module__.startswith(
+            "torch.optim"
+        )
         if not is_shardable(optimizer) and not is_guarded:
             raise PlanError(f"the plan has {what}, but {_why_not(optimizer)}")
         if is_guarded and not is_elementwise(optimizer) and axes.whole.rank == 0:
             logger.info("%s: of all that full_shard shares out", doubt(type(optimizer)))
-        if has_pieces and any(id(parameter) in of_tables for parameter in stepped):
-            raise PlanError(
-                f"the plan has {what}, and {type(optimizer).__name__} steps tables with sparse gradients, or split "
-                "ones, together with others: give the tables an optimizer of their own"
-            )
     if memory.precision and axes.data.device.type == "cpu" and memory.precision == "fp16":
         raise PlanError("the plan has precision='fp16', which the CPU computes hardly anything in: use 'bf16'")
 
@@ -154,7 +150,7 @@ def shard_states(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, 
     for optimizer in optimizers:
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(id(parameter) not in of_tables for parameter in stepped):
-            shard_optimizer(optimizer, axis, narrow=narrow)
+            shard_optimizer(optimizer, axis, narrow=narrow, leave=of_tables)
     if narrow is not None:
         for parameter in model.parameters():  # those that no optimizer steps
             if parameter.is_floating_point() and id(parameter) not in of_tables:

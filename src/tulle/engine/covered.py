@@ -95,7 +95,8 @@ def _check_covered(trained: Sequence[Tensor]) -> None:
         raise ModelError(
             f"{_name_of(parameter)} has a gradient that is not kept in step: it was "
             "frozen, or not part of the model, when tulle.distribute was called: unfreeze and complete the "
-            "model before; what is frozen after it may be unfrozen later"
+            "model before; what is frozen after it may be unfrozen later. A model that has grown since, or has another "
+            "head, is to be made anew from tulle.full_state_dict(model, everywhere=True), and distributed"
         )
 
 

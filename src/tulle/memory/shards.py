@@ -22,12 +22,13 @@ from torch.optim import Optimizer
 
 from tulle.comm import all_gather_parts, eager, follow_steps, gather_values, monitored_barrier
 from tulle.errors import CommunicationError, GradientError, ModelError
+from tulle.memory.given_states import give_whole_states
 from tulle.memory.piece_states import PieceStates
 from tulle.memory.pieces import Bucket, Piece, deal, flat, laid_out_like, lay_out
 from tulle.mesh import Axis
 from tulle.step_hooks import Arguments, hook_failed, hook_first_after, hook_last
 from tulle.tables import called_first, split_of
-from tulle.traits import SHARDABLE, is_shardable, states_of
+from tulle.traits import SHARDABLE, is_shardable
 
 LABEL = "stepped parameters"
 STATE_LABEL = "optimizer state"
@@ -49,11 +50,13 @@ class OptimizerShards:
         optimizer: Whose parameters are replicas on the ranks of the axis.
         axis: Whose ranks share the work.
         narrow: In which parameters are kept, their masters staying in their own dtype; None to leave them.
+        leave: Identities of parameters that every rank steps as they are, and keeps the state of.
     """
 
     optimizer: Optimizer
     axis: Axis
     narrow: torch.dtype | None
+    leave: Collection[int] = ()
     buckets: list[Bucket] = field(init=False)
     _owned: dict[nn.Parameter, Piece | None] = field(init=False)
     """By parameter, this rank's piece of it, or None; what is frozen is not cut, until it is trained."""
@@ -67,14 +70,19 @@ class OptimizerShards:
         self._deal_out([p for p in self._here() if p.requires_grad or p in self.optimizer.state])
         if self.narrow:
             for parameter in (p for group in self.optimizer.param_groups for p in group["params"]):
-                if parameter.is_floating_point():
+                if parameter.is_floating_point() and not self.is_apart(parameter):
                     self._wide[parameter] = parameter.dtype
                     parameter.data = parameter.data.to(self.narrow)
 
+    def is_apart(self, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer steps a parameter as it is: of a table that is split a rank has a part anyway."""
+        return id(parameter) in self.leave or split_of(parameter) is not None
+
     def _here(self) -> list[nn.Parameter]:
-        """The optimizer's parameters that it can train; those on device meta live at other stages of a pipeline."""
+        """The parameters to cut of which it trains some; those on device meta live at other stages of a pipeline."""
         groups = self._whole or [group["params"] for group in self.optimizer.param_groups]
-        return [p for group in groups for p in group if not p.is_meta and (p.is_floating_point() or p.is_complex())]
+        numbers = (p for group in groups for p in group if p.is_floating_point() or p.is_complex())
+        return [p for p in numbers if not p.is_meta and not self.is_apart(p)]
 
     def _deal_out(self, parameters: Sequence[nn.Parameter]) -> None:
         """Cut parameters into pieces, alike on all ranks of the axis."""
@@ -102,11 +110,10 @@ class OptimizerShards:
         """
         added = [p for p in self._here() if p not in self._owned and (p.requires_grad or p in remembered)]
         for parameter in added:
-            if (self.narrow and parameter not in self._wide) or split_of(parameter) is not None:
-                what = "has a master in full precision" if self.narrow else "steps no tables that are split"
+            if self.narrow and parameter not in self._wide:
                 raise ModelError(
                     f"a parameter of shape {list(parameter.shape)} was added to an optimizer after its state was "
-                    f"sharded, which {what}: add it before, or give it an optimizer of its own"
+                    "sharded, which has a master in full precision: add it before, or give it an optimizer of its own"
                 )
         self._deal_out(added)
 
@@ -168,7 +175,8 @@ class OptimizerShards:
             monitored_barrier(self.axis, "optimizer.state_dict()", _MEND)
         self._deal_out_added()
         self._follow_parameters()
-        whole: dict[Tensor, dict[str, Any]] = {}
+        apart = [p for group in self.optimizer.param_groups for p in group["params"] if self.is_apart(p)]
+        whole = {p: dict(kept) for p in apart if (kept := self.optimizer.state.get(p)) is not None}
         for bucket in self.buckets:
             pieces = bucket.pieces[self.axis.rank]
             own = [self._state_of(piece) for piece in pieces]
@@ -185,6 +193,8 @@ class OptimizerShards:
         self.optimizer.state.clear()
         self.optimizer.state.update({key: kept for key, kept in whole.items() if not isinstance(key, Tensor)})
         for parameter, state in whole.items():
+            if isinstance(parameter, nn.Parameter) and self.is_apart(parameter):
+                self.optimizer.state[parameter] = state
             if (piece := self._owned.get(parameter)) is None or piece.tensor is None:
                 continue
             parts = {name: _part(name, value, piece) for name, value in state.items()}
@@ -213,6 +223,8 @@ class OptimizerShards:
 
     def _stepped(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """This rank's piece of a parameter, with its gradient; None if other ranks step all of it."""
+        if self.is_apart(parameter):
+            return parameter
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ModelError(
                 f"a parameter of shape {list(parameter.shape)} has a sparse gradient, and an optimizer whose state is "
@@ -300,7 +312,12 @@ class OptimizerShards:
 
 
 def shard_optimizer(
-    optimizer: Optimizer, axis: Axis, *, narrow: torch.dtype | None = None, elementwise: bool | None = None
+    optimizer: Optimizer,
+    axis: Axis,
+    *,
+    narrow: torch.dtype | None = None,
+    elementwise: bool | None = None,
+    leave: Collection[int] = (),
 ) -> OptimizerShards:
     """Shard an optimizer's state over the ranks of an axis that hold replicas. Every rank of it must call it, alike.
 
@@ -315,6 +332,8 @@ def shard_optimizer(
             masters as they are. On an axis of one rank this is all that happens.
         elementwise: Whether the optimizer treats every number of a parameter alike; None to go by its class, which is
             one of torch's or was given to `register_elementwise`.
+        leave: Identities of parameters that it steps as without this, tables with sparse gradients say; tables that are
+            split it does so anyway.
 
     Raises:
         ModelError: If the optimizer is not element-wise, or has no parameters.
@@ -336,7 +355,7 @@ def shard_optimizer(
         )
     if not any(group["params"] for group in optimizer.param_groups):
         raise ModelError(f"the {kind.__name__} has no parameters: give it the model's")
-    shards = OptimizerShards(optimizer, axis, narrow)
+    shards = OptimizerShards(optimizer, axis, narrow, leave)
     if axis.size == 1 and narrow is None:
         return shards
     shards.take_parts(dict(optimizer.state))
@@ -345,41 +364,8 @@ def shard_optimizer(
     hook_last(optimizer, shards.before_step)
     hook_first_after(optimizer, shards.after_step)
     hook_failed(optimizer, shards.give_up)
-    _give_whole_states(optimizer, shards)
+    give_whole_states(optimizer, shards)
     return shards
-
-
-def _give_whole_states(optimizer: Optimizer, shards: OptimizerShards) -> None:
-    """Have `state_dict` give whole states, and `load_state_dict` take them."""
-    kept: list[Any] = []
-
-    def give_whole(optimizer: Optimizer) -> None:
-        kept.append(dict(optimizer.state))
-        whole = shards.whole_state()
-        for piece in states_of(optimizer):
-            del optimizer.state[piece]
-        optimizer.state.update(whole)
-
-    def keep_part(optimizer: Optimizer, _: object) -> None:
-        optimizer.state.clear()
-        optimizer.state.update(kept.pop())
-
-    def set_aside(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        kept.append(state)
-        return {**state, "state": {}}  # torch would cast moments to the dtype of narrow parameters
-
-    def take_parts(optimizer: Optimizer) -> None:
-        state = kept.pop()
-        numbers = [number for group in state["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        by_number = dict(zip(numbers, parameters, strict=True))
-        shards.refresh_masters()
-        shards.take_parts({by_number.get(key, key): entry for key, entry in state["state"].items()})
-
-    optimizer.register_state_dict_pre_hook(give_whole)
-    optimizer.register_state_dict_post_hook(keep_part)
-    optimizer.register_load_state_dict_pre_hook(set_aside)
-    optimizer.register_load_state_dict_post_hook(take_parts)
 
 
 def _kinds(state: dict[str, Any], piece: Piece) -> dict[str, Any]:

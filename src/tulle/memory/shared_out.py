@@ -313,8 +313,9 @@ def _at(module: nn.Module, unit: Unit, path: str, name: str, number: int) -> tup
     if there is None or (isinstance(there, nn.Parameter) and there.shape != unit.shards[number].local_shape):
         raise ModelError(
             f"{f'{path}.{name}'.lstrip('.')!r} of {unit.name} was shared out by full_shard, and has been taken away or "
-            "replaced by another parameter since: complete the model before it is distributed, or write into the "
-            "parameters that it has, by load_state_dict"
+            "replaced by another parameter since: complete the model before it is distributed, write into the "
+            "parameters that it has, by load_state_dict, or make a model that grows anew from "
+            "tulle.full_state_dict(model, everywhere=True), and distribute that"
         )
     return owner, there
 

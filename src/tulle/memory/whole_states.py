@@ -154,8 +154,16 @@ def named_shards(model: nn.Module) -> dict[str, Shard]:
     return {
         f"{path}.{name}" if path else name: shard
         for path, module in model.named_modules(remove_duplicate=False)
-        for name, shard in module.__dict__.get(_SHARDS, {}).items()
+        for name, shard, _ in _shards_in(module)
     }
+
+
+def _shards_in(module: nn.Module) -> Iterator[tuple[str, Shard, nn.Parameter]]:
+    """How a module's own parameters are cut, but for those that others have taken the place of: these are whole."""
+    for name, shard in module.__dict__.get(_SHARDS, {}).items():
+        parameter = module._parameters.get(name)
+        if parameter is not None and parameter.shape == shard.local_shape:
+            yield name, shard, parameter
 
 
 @contextmanager
@@ -188,9 +196,8 @@ def cut_in_place(model: nn.Module, name: str, shard: Shard) -> None:
 
 
 def _give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-    for name, shard in module.__dict__[_SHARDS].items() if not _gives_parts.get() else ():
-        key, parameter = prefix + name, module._parameters[name]
-        if key in state and parameter is not None:
+    for name, shard, parameter in _shards_in(module) if not _gives_parts.get() else ():
+        if (key := prefix + name) in state:
             one_whole(parameter, state, key, partial(_whole, parameter, state[key], shard, key))
 
 
@@ -201,6 +208,5 @@ def _whole(parameter: nn.Parameter, part: Tensor, shard: Shard, key: str) -> Ten
 
 
 def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-    for name, shard in module.__dict__[_SHARDS].items():
-        if (part := module._parameters.get(name)) is not None:
-            load_part(part, prefix + name, state, others[-1], shape=shard.shape, take=shard.part)
+    for name, shard, part in _shards_in(module):
+        load_part(part, prefix + name, state, others[-1], shape=shard.shape, take=shard.part)

@@ -18,8 +18,6 @@ from tulle.parts.torch_functions import REDUCED, at_places, dims_of, name_of
 
 LAID_OUT = {"view", "reshape", "flatten", "ravel"}
 """Names of what gives the same numbers in another shape."""
-CUT_BY_LENGTHS = LAID_OUT | {"split", "split_with_sizes", "unflatten"}
-"""Names of what fails where a part is not as long as the lengths that it is given say."""
 JOINED = {"cat", "concat", "concatenate", "stack", "hstack"}
 """Names of what puts several parts together."""
 BY_ROW = {"matmul", "__matmul__", "mm", "linear"}

@@ -14,7 +14,6 @@ from tulle.errors import ModelError
 from tulle.parts.counted import COUNTS, counted
 from tulle.parts.extents import (
     ALIKE,
-    CUT_BY_LENGTHS,
     JOINED,
     LAID_OUT,
     cut_in,
@@ -54,6 +53,7 @@ from tulle.parts.wholes import (
     Whole,
     answer_of_whole,
     became,
+    called,
     check_gradients,
     check_no_whole,
     extent_of_whole,
@@ -263,12 +263,7 @@ def _done_with_parts(func: Function, name: str, args: Sequence[Any], keywords: K
     if name == "equal" and not may_be_equal((one, getattr(one, PART_OF, None)) for one in given):
         return False
     part._check_given(name, given, args, keywords)
-    try:
-        result = func(*args, **keywords)
-    except RuntimeError:
-        if (can_gather(part) and not writes(func)) or name in CUT_BY_LENGTHS:  # all of it may be as long
-            refuse(part, name)
-        raise
+    result = called(part, func, args, keywords)
     try:
         return part._checked(func, result, args, keywords)
     except PartError as error:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tulle.errors import ModelError
+from tulle.errors import ModelError, TulleError
+from tulle.parts.asked_shapes import warn_of_shape
 from tulle.parts.extents import LAID_OUT, Extent
 from tulle.parts.reductions import Reduction
-from tulle.parts.torch_functions import LEAVES_TORCH, LOOKUPS, REDUCED, rows_by_number
+from tulle.parts.torch_functions import LEAVES_TORCH, LOOKUPS, REDUCED, name_of, rows_by_number
 
 _SHAPES = {vars(torch._C.TensorBase)["shape"].__get__, Tensor.size, Tensor.__len__}
 OF_ROWS = LOOKUPS | _SHAPES | {Tensor.__getitem__, Tensor.index_select, torch.index_select}
@@ -115,6 +116,8 @@ def read_by(part: nn.Parameter, reader: Reader) -> None:
 def answer_of_whole(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
     """What a function of `OF_ROWS` would give if all of a table were here; NotImplemented if nobody knows that."""
     reader: Reader | None = getattr(args[1] if func in LOOKUPS else args[0], _READER, None)
+    if func in _SHAPES and (reader is None or not reader.is_forward):
+        warn_of_shape(name_of(func), getattr(args[0], PART_OF).refusal)
     if reader is None:
         return NotImplemented
     if func in LOOKUPS:
@@ -287,6 +290,20 @@ def check_gradients(given: Iterable[Tensor]) -> None:
         whole: Whole | None = getattr(part, PART_OF, None)
         if whole is not None and (refusal := whole.refusal_of_gradient()) is not None:
             raise ModelError(refusal)
+
+
+def called(part: Tensor, func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+    """What a function gives of a part; what torch refuses of it, by shapes say, it may take of the whole.
+
+    Raises:
+        PartError: If it does.
+    """
+    try:
+        return func(*args, **keywords)
+    except RuntimeError as error:
+        if isinstance(error, TulleError | torch.OutOfMemoryError):
+            raise
+        refuse(part, name_of(func))
 
 
 def refuse(part: Tensor, name: str) -> NoReturn:

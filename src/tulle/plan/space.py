@@ -40,8 +40,8 @@ class Space:
         schedules: When replicas are updated.
         pipeline_schedules: In which order stages take micro-batches.
         buckets_bytes: Sizes of buckets of dense gradients, the one that is taken if it makes no difference first.
-        shares_with_tables: Whether `shard_optimizer` may go with tables that are sparse or split: they then need an
-            optimizer of their own.
+        shares_with_tables: Whether `shard_optimizer` may go with tables that are sparse or split, which are stepped as
+            without it.
 
     Raises:
         PlanError: If there is no such axis, scheme or schedule, or a size is not positive.
