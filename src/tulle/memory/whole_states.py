@@ -51,6 +51,11 @@ class _SharedOut:
         )
 
     @property
+    def shape(self) -> torch.Size:
+        """Of what this rank computes with."""
+        return self.shard.shape
+
+    @property
     def axes(self) -> list[Axis]:
         """The one over which it is shared out."""
         return [self.shard.axis]

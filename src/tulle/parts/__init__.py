@@ -1,6 +1,6 @@
 """Parameters of which a rank has a part: what torch may do with the part, and what is of the whole."""
 
-from tulle.parts.counted import COUNTS, counted
+from tulle.parts.asked import COUNTS, SHAPES, asks_of_whole, begin_step, counted, end_step
 from tulle.parts.extents import ALIKE, BY_ROW, JOINED, Extent, extent_of_joined, held_alone, made_of, picks
 from tulle.parts.gathered import one_whole, refusal_of_what_is_old, refuse_to_checkpoint, write_through
 from tulle.parts.guards import WHOSE, meets_parts
@@ -49,6 +49,7 @@ __all__ = [
     "PLAIN",
     "PRODUCTS",
     "REDUCED",
+    "SHAPES",
     "WHOSE",
     "Extent",
     "Part",
@@ -57,7 +58,10 @@ __all__ = [
     "StatedPart",
     "Together",
     "Whole",
+    "asks_of_whole",
+    "begin_step",
     "counted",
+    "end_step",
     "extent_of_joined",
     "goes_along",
     "guard",

@@ -131,14 +131,15 @@ def extent_of_joined(func: Callable[..., Any], parts: Sequence[tuple[Tensor, Ext
     if name_of(func) == "stack" and result.dim() > 1 and parts[0][0].shape == result.shape[1:]:
         return Extent(tuple(1 + cut for cut in extents[0].cuts), count, extents[0].places, is_known)
     if all(extent.places is None for extent in extents):
-        return Extent((0,) if result.dim() == 1 else tuple(range(result.dim())), count, None, is_known)
+        cuts = (0,) if result.dim() == 1 else tuple(range(result.dim()))
+        return Extent(cuts, count, is_known=is_known, follows=False)
     if result.dim() > 1:
-        return Extent(tuple(range(result.dim())), is_known=False)
+        return Extent(tuple(range(result.dim())), is_known=False, follows=False)
     begin, found = 0, list[Tensor]()
     for part, extent in parts:
         found.append(begin + (torch.arange(len(part)) if extent.places is None else extent.places.cpu()))
         begin += len(part)
-    return Extent((0,), count, torch.cat(found).to(result.device), is_known)
+    return Extent((0,), count, torch.cat(found).to(result.device), is_known, follows=False)
 
 
 def made_of(func: Callable[..., Any], extent: Extent, given: Given, result: Tensor) -> tuple[Tensor, Extent]:

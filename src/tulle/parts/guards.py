@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tulle.errors import ModelError
-from tulle.parts.counted import COUNTS, counted
+from tulle.parts.asked import COUNTS, counted
 from tulle.parts.extents import (
     ALIKE,
     JOINED,
@@ -224,7 +224,7 @@ class Guarded(_Part):
         if not isinstance(result, Tensor):
             return super()._checked(func, result, args, keywords)
         whole = getattr(self, PART_OF)
-        if isinstance(whole, Flat) and name in LAID_OUT and result.shape == whole.shape:
+        if isinstance(whole, Flat) and name in LAID_OUT and result.shape == whole.made_of:
             return _become(GuardedData, result, whole.of)
         if not fits(result, self) and not self._is_of_known_shape(name, result, args):
             refuse(self, name)

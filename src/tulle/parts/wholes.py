@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tulle.errors import ModelError, TulleError
-from tulle.parts.asked_shapes import warn_of_shape
+from tulle.parts.asked import SHAPES, asks_of_whole
 from tulle.parts.extents import LAID_OUT, Extent
 from tulle.parts.reductions import Reduction
 from tulle.parts.torch_functions import LEAVES_TORCH, LOOKUPS, REDUCED, name_of, rows_by_number
 
-_SHAPES = {vars(torch._C.TensorBase)["shape"].__get__, Tensor.size, Tensor.__len__}
-OF_ROWS = LOOKUPS | _SHAPES | {Tensor.__getitem__, Tensor.index_select, torch.index_select}
+OF_ROWS = LOOKUPS | SHAPES | {Tensor.__getitem__, Tensor.index_select, torch.index_select}
 """What asks for rows by their numbers, or may do so, or for how many there are."""
 PART_OF = "_tulle_part_of"
 """The attribute by which a part knows what it is a part of."""
@@ -59,6 +58,11 @@ class Whole(Protocol):
         ...
 
     @property
+    def shape(self) -> Sequence[int] | None:
+        """Of all of it; None if that goes by the part, see `shape_of_whole`."""
+        ...
+
+    @property
     def axes(self) -> Sequence[Hashable]:
         """Over whose ranks it is shared out."""
         ...
@@ -94,11 +98,6 @@ class Reader(Protocol):
     """Knows all of a table of which a rank has a part."""
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """`(rows, width)` of the whole."""
-        ...
-
-    @property
     def is_forward(self) -> bool:
         """Whether the model's own code is running, which knows of no parts."""
         ...
@@ -114,16 +113,16 @@ def read_by(part: nn.Parameter, reader: Reader) -> None:
 
 
 def answer_of_whole(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-    """What a function of `OF_ROWS` would give if all of a table were here; NotImplemented if nobody knows that."""
+    """What a function of `OF_ROWS` would give if all of it were here; NotImplemented if nobody knows that."""
     reader: Reader | None = getattr(args[1] if func in LOOKUPS else args[0], _READER, None)
-    if func in _SHAPES and (reader is None or not reader.is_forward):
-        warn_of_shape(name_of(func), getattr(args[0], PART_OF).refusal)
+    if func in SHAPES:
+        is_of_whole = (reader is not None and reader.is_forward) or asks_of_whole()
+        shape = shape_of_whole(args[0]) if is_of_whole else None
+        return NotImplemented if shape is None else func(torch.empty(shape, device="meta"), *args[1:], **keywords)
     if reader is None:
         return NotImplemented
     if func in LOOKUPS:
         return reader.look_up(func, *args, **keywords)
-    if reader.is_forward and func in _SHAPES:
-        return func(torch.empty(reader.shape, device="meta"), *args[1:], **keywords)
     ids = rows_by_number(func, args, keywords)
     return NotImplemented if ids is None else reader.look_up(functional.embedding, ids, args[0], sparse=False)
 
@@ -134,6 +133,10 @@ class Became:
 
     of: Whole
     extent: Extent
+
+    @property
+    def shape(self) -> None:
+        """That goes by the part."""
 
     @property
     def dims(self) -> Sequence[int]:
@@ -190,14 +193,14 @@ class Flat(Became):
     """The same of what lies flat, as long as the part is; what cuts it has it gathered.
 
     Args:
-        shape: Of the part that it was made of.
+        made_of: The shape of the part that it was made of.
     """
 
-    shape: torch.Size
+    made_of: torch.Size
 
     def gather(self, part: Tensor) -> Tensor | None:
         """All of it, flat, if that it was made of can be gathered. Every rank must call it."""
-        found = part.view(self.shape)
+        found = part.view(self.made_of)
         object.__setattr__(found, "__class__", type(part))
         setattr(found, PART_OF, self.of)
         setattr(found, OWNER, getattr(part, OWNER, None))
@@ -213,6 +216,24 @@ def became(whole: Whole, extent: Extent, part: Tensor, name: str) -> Became:
     if extent.follows:
         return Along(whole, extent)
     return Flat(whole, extent, part.shape) if name in LAID_OUT else Became(whole, extent)
+
+
+def shape_of_whole(part: Tensor) -> tuple[int, ...] | None:
+    """The shape of all of what a part is a part of, or of what became of it; None if that is not known."""
+    whole: Whole = getattr(part, PART_OF)
+    if whole.shape is not None:
+        return tuple(whole.shape)
+    root = whole
+    while isinstance(root, Became):
+        root = root.of
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = [*part.shape]
+    if len(shape) == 1 and whole.count is not None:
+        return (whole.count,)
+    if root.shape is None or len(whole.dims) != 1 or len(root.dims) != 1 or not extent_of_whole(whole).follows:
+        return None
+    shape[whole.dims[0]] = root.shape[root.dims[0]]
+    return tuple(shape)
 
 
 def extent_of_whole(whole: Whole) -> Extent:
@@ -255,11 +276,7 @@ def _shape_of(tensor: Tensor, whole: Whole | None) -> tuple[int, ...] | None:
     """That of the whole, where one dimension is cut; None of a plain tensor, which may be a part of something."""
     if whole is None:
         return tuple(tensor.shape) if isinstance(tensor, nn.Parameter) else None
-    if whole.count is None or len(whole.dims) != 1 or not tensor.numel():
-        return None
-    shape, [cut] = list(tensor.shape), whole.dims
-    shape[cut] = whole.count * shape[cut] // tensor.numel()
-    return tuple(shape)
+    return shape_of_whole(tensor) if len(whole.dims) == 1 else None
 
 
 def _is_as_long(tensor: Tensor, part: Tensor, whole: Whole) -> bool:

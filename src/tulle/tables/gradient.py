@@ -33,10 +33,12 @@ from tulle.parts import (
     PLAIN,
     PRODUCTS,
     REDUCED,
+    SHAPES,
     Extent,
     Reduction,
     Together,
     Whole,
+    asks_of_whole,
     counted,
     extent_of_joined,
     goes_along,
@@ -77,6 +79,8 @@ class ShardGradient(torch.Tensor):
     axes: tuple[Axis, ...]
     count: int | None = None
     """Numbers in the whole; None to count them."""
+    of_shape: tuple[int, ...] | None = None
+    """The shape of the whole; None if that is not known."""
     cuts: tuple[int, ...] = ()
     """The dimensions that are; none if what goes along them is not to be looked at."""
     held: Callable[[], Tensor | None] | None = None
@@ -95,6 +99,7 @@ class ShardGradient(torch.Tensor):
         axes: Sequence[Axis],
         count: int | None = None,
         *,
+        shape: Sequence[int] | None = None,
         cuts: Sequence[int] = (),
         held: Callable[[], Tensor | None] | None = None,
     ) -> ShardGradient:
@@ -103,6 +108,7 @@ class ShardGradient(torch.Tensor):
         assert isinstance(gradient, ShardGradient), "just made so"
         gradient.axes = tuple(axes)
         gradient.count = count
+        gradient.of_shape = None if shape is None else tuple(shape)
         gradient.cuts = tuple(cuts)
         gradient.held = held
         return gradient
@@ -125,6 +131,8 @@ class ShardGradient(torch.Tensor):
         keywords = kwargs or {}
         if func in COUNTS:
             return counted(args[0], lambda: _counting(args[0]))
+        if func in SHAPES and args[0].of_shape is not None and asks_of_whole():
+            return func(torch.empty(args[0].of_shape, device="meta"), *args[1:], **keywords)
         check_alone(func, args, keywords)
         with torch._C.DisableTorchFunctionSubclass():
             given = [*tensors_in(args), *tensors_in(keywords.values())]
@@ -162,7 +170,7 @@ class ShardGradient(torch.Tensor):
 def _of_part(gradient: Tensor, whole: Whole) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         axes = cast("Sequence[Axis]", whole.axes)
-        ShardGradient.of(gradient, axes, whole.count, cuts=whole.dims, held=whole.held)
+        ShardGradient.of(gradient, axes, whole.count, shape=whole.shape, cuts=whole.dims, held=whole.held)
 
 
 def check_alone(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
@@ -334,6 +342,7 @@ def _counting(gradient: ShardGradient) -> Together:
 def _like(gradient: ShardGradient, result: Tensor, extent: Extent | None) -> ShardGradient:
     """What became of a gradient of a part; without an extent of its own it has the gradient's."""
     made = ShardGradient.of(result, gradient.axes, gradient.count, cuts=gradient.cuts, held=gradient.held)
+    made.of_shape = gradient.of_shape if extent is None else None
     made.is_known, made.is_mixed, made.is_stepped = gradient.is_known, gradient.is_mixed, gradient.is_stepped
     if extent is not None:
         made.cuts, made.count, made.is_known, made.held = (

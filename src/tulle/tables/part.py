@@ -29,26 +29,27 @@ def guard_table(parameter: nn.Parameter, split: Split) -> None:
 def gradient_of_table(gradient: Tensor, split: Split, axis: Axis) -> ShardGradient:
     """Let the gradient of a table know which part of one it is; it stays the object that it is."""
     table = _Table(split)
-    return ShardGradient.of(gradient, [axis], table.count, cuts=table.dims, held=table.held)
+    return ShardGradient.of(gradient, [axis], table.count, shape=table.shape, cuts=table.dims, held=table.held)
 
 
 @torch.no_grad()
 def whole_of_parts(part: Tensor, split: Split) -> Tensor:
-    """All of a table, from the parts of all ranks. Every rank of the axis must call it.
+    """All of a table, or of what became of it. Every rank of the axis must call it.
 
     Args:
-        part: `[places, ...]` or `[..., columns]`, this rank's.
+        part: `[places, ...]`, this rank's; of one that is split by columns `[..., columns]`.
         split: Of the table.
     """
-    ranks, flat = range(split.axis.size), part.reshape(-1)
+    flat, ranks = part.reshape(-1), range(split.axis.size)
     if isinstance(split, RowSplit):
         every = all_gather_parts(flat, [flat.numel()] * len(ranks), split.axis, label=split.name).wait()
         owner, place = split.partition.place(torch.arange(split.num_rows))
         places = (owner * split.partition.places + place).to(part.device)
         return every.view(-1, *part.shape[1:]).index_select(0, places)
-    sizes = [part.shape[0] * width for width in split.widths]
-    columns = all_gather_parts(flat, sizes, split.axis, label=split.name).wait().split(sizes)
-    return torch.cat([columns[rank].view(part.shape[0], -1) for rank in ranks], dim=1)
+    before = part.shape[:-1]
+    columns = all_gather_parts(flat, [before.numel() * width for width in split.widths], split.axis, label=split.name)
+    pieces = columns.wait().split([before.numel() * width for width in split.widths])
+    return torch.cat([pieces[rank].view(*before, split.widths[rank]) for rank in ranks], dim=-1)
 
 
 @cache
@@ -72,6 +73,11 @@ class _Table:
     def dims(self) -> list[int]:
         """Rows, or columns."""
         return [0 if isinstance(self.split, RowSplit) else 1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(rows, width)`."""
+        return self.split.shape
 
     @property
     def axes(self) -> list[Axis]:
@@ -121,14 +127,15 @@ class _Table:
             dim: the dimension that is cut.
         """
         split, [cut] = self.split, self.dims
-        is_laid_out = dim == cut and part.shape[dim] == split.local_shape[cut] and part.dim() <= 2
-        if not is_laid_out or (torch.is_grad_enabled() and part.requires_grad):
+        is_there = dim == (0 if isinstance(split, RowSplit) else part.dim() - 1)
+        if not is_there or part.shape[dim] != split.local_shape[cut]:
+            return None
+        if torch.is_grad_enabled() and part.requires_grad:
             return None
         meet_to_read(split.name, split.axis)
         _tell(split.name, part.element_size() * self.count)
-        return write_through(
-            whole_of_parts(local_of(part), split), part, split.take, refusal=refusal_of_what_is_old(split.name)
-        )
+        whole, refusal = whole_of_parts(local_of(part), split), refusal_of_what_is_old(split.name)
+        return write_through(whole, part, split.take, refusal=refusal)
 
     def refusal(self, taker: str) -> str:
         """Names the table, how it is split, and the mend."""

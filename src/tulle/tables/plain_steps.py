@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from tulle.parts import Part, guard_again, keep_plainly, lift, lower
+from tulle.parts import Part, begin_step, end_step, guard_again, keep_plainly, lift, lower
 from tulle.step_hooks import Arguments, hook_failed, hook_first_after, hook_last
 from tulle.tables.closures import called_first
 from tulle.tables.gradient import ShardGradient
@@ -96,12 +96,13 @@ def step_plainly(optimizer: Optimizer, *, is_elementwise: bool) -> None:
     else:
         hook_first_after(optimizer, partial(_end_step, known))
         hook_failed(optimizer, partial(_mark, known, is_stepped=False))
+        hook_failed(optimizer, partial(end_step, optimizer))
 
 
 def _lift(
     parts: Sequence[nn.Parameter],
     is_elementwise: bool,  # noqa: FBT001 - what was asked when it was hooked
-    _: Optimizer,
+    optimizer: Optimizer,
     arguments: tuple[Any, ...],
     keywords: dict[str, Any],
 ) -> Arguments | None:
@@ -109,6 +110,8 @@ def _lift(
     if is_elementwise or (len(arguments) == 1 and not keywords):  # else a closure may call the model within the step
         lift(part for part in parts if is_elementwise or _is_by_row(part))
         _mark(parts, is_stepped=True)
+    if not is_elementwise:
+        begin_step(optimizer)
     return called
 
 
@@ -124,6 +127,7 @@ def _count_as_written(parts: Sequence[nn.Parameter], *_: object) -> None:
 
 
 def _end_step(parts: Sequence[nn.Parameter], optimizer: Optimizer, *_: object) -> None:
+    end_step(optimizer)
     _mark(parts, is_stepped=False)
     for state in states_of(optimizer).values():
         _make_plain(state)

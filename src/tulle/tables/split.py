@@ -135,12 +135,12 @@ class ColumnSplit:
         return sum(self.widths[: self.axis.rank])
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's columns of the whole table, `[num_rows, width]` to `[num_rows, columns]`, row-sparse if it is."""
+        """This rank's columns of the whole table, `[..., width]` to `[..., columns]`, row-sparse if it is."""
         own = slice(self.first_column, self.first_column + self.local_shape[1])
         if whole.is_sparse:
             rows, values = _stored(whole)
             return _by_rows(rows, values[:, own].contiguous(), self.num_rows)
-        return local_of(whole)[:, own].clone()
+        return local_of(whole)[..., own].clone()
 
     def put(self, part: Tensor, first_row: int, chunk: Tensor) -> None:
         """Write what belongs to this rank of the consecutive rows `chunk` into its part."""

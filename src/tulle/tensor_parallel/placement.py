@@ -210,6 +210,11 @@ class _Split:
         )
 
     @property
+    def shape(self) -> torch.Size:
+        """Of the layer's."""
+        return self.placement.shape
+
+    @property
     def axes(self) -> list[Axis]:
         """The one over which it is shared out."""
         return [self.placement.axis]
@@ -247,6 +252,11 @@ class _SplitAgain:
     def dims(self) -> list[int]:
         """Those along which both cut it."""
         return [*self.inner.dims, *self.split.dims]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the layer's."""
+        return self.split.shape
 
     @property
     def axes(self) -> list[Hashable]:
