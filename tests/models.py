@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
+from tulle.parts import local_of
 from tulle.tables import split_of
 
 WORDS = 40
@@ -159,7 +160,7 @@ def difference_of_parts(
             assert state.keys() == expected.keys(), f"{name} has the state {[*state]}, expected {[*expected]}"
             pairs += [(f"{key} of {name}", state[key], value) for key, value in expected.items() if value is not None]
         for what, ours, value in pairs:
-            part, whole = (torch.as_tensor(one).detach().to_dense() for one in (ours, value))
+            part, whole = (local_of(torch.as_tensor(one)).to_dense() for one in (ours, value))
             split = split_of(parameter)
             if split is not None and whole.shape == split.shape:
                 whole = split.take(whole)

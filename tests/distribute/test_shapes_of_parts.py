@@ -52,17 +52,19 @@ def distributed(way, kind=torch.optim.AdamW):
 
 
 def train(model, optimizer, rank=0, ranks=1):
-    """A loop with an average that is made by shapes."""
-    averages = [torch.zeros(weight.shape, dtype=weight.dtype) for weight in model.parameters()]
+    """A loop with averages, of gradients' squares too, that are made by shapes."""
+    averages, squares = ([torch.zeros(one.shape, dtype=one.dtype) for one in model.parameters()] for _ in range(2))
     for step in range(3):
         ids = torch.randint(13, (6, 4), generator=torch.Generator().manual_seed(step)).chunk(ranks)[rank]
         (model(ids) + model.penalty()).backward()
+        for square, weight in zip(squares, model.parameters(), strict=True):
+            square.add_(weight.grad.pow(2))
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
             for average, weight in zip(averages, model.parameters(), strict=True):
                 average.mul_(0.5).add_(weight)
-    return averages
+    return averages, squares
 
 
 def close(one, other):
@@ -86,12 +88,8 @@ ASKED = {
     "shape": lambda w: tuple(w.shape),
     "sizes": lambda w: (w.size(0), w.size(-1), len(w), w.numel(), w.dim()),
     "of data": lambda w: (tuple(w.data.shape), w.detach().size(), (2 * w).shape, (w > 0).shape),
-    "of norms": lambda w: (
-        w.detach().norm(dim=1).shape,
-        w.detach().abs().amax(0, keepdim=True).shape,
-        len(w.view(-1)),
-        w[None].shape,
-    ),
+    "of norms": lambda w: (w.detach().norm(dim=1).shape, w.detach().abs().amax(0, keepdim=True).shape),
+    "of views": lambda w: (len(w.detach().view(-1)), w.detach().unsqueeze(0).shape, w.detach().view(13, 6).shape),
     "of rows": lambda w: w.detach()[: w.shape[0] // 3].sum().item(),
     "by row": lambda w: sum(w.detach()[row].norm().item() for row in range(w.size(0))),
     "gram": lambda w: (w.detach() @ w.detach().T - torch.eye(w.size(0), dtype=w.dtype)).pow(2).sum().item(),

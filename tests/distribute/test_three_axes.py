@@ -12,6 +12,7 @@ from ranks import on_ranks
 from tulle.distribute import layers
 from tulle.engine import engine_of
 from tulle.errors import PlanError
+from tulle.parts import local_of
 from tulle.plan import Memory, TablePlan
 
 CUBE = {"data": 2, "pipe": 2, "model": 2}
@@ -147,7 +148,7 @@ def test_a_table_that_has_a_scheme_stays_whole_where_layers_are_split():
     model = nn.Sequential(nn.Embedding(1024, 256), nn.Linear(256, 1024))  # each large enough to be split
     optimizer = torch.optim.SGD(model.parameters())
     tulle.distribute(model, optimizer, tulle.init(model=-1), plan={"0.weight": "rows"})
-    assert [list(layer.weight.shape) for layer in model] == [[1024, 256], [512, 256]]
+    assert [list(local_of(layer.weight).shape) for layer in model] == [[1024, 256], [512, 256]]
 
 
 class Prodigy(torch.optim.SGD):

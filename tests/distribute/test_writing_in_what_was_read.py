@@ -119,7 +119,7 @@ def test_what_is_detached_is_read_as_the_parameter_is(how):
         assert torch.allclose(read(part), read(whole), rtol=1e-12, atol=1e-14), name
     with pytest.raises(ValueError, match="read-only"):
         part.detach().numpy()[0] = 0
-    assert part.detach().flatten().size(0) == part.to_local().numel() < part.numel() == whole.numel()
+    assert part.to_local().numel() < part.detach().flatten().size(0) == part.numel() == whole.numel()
     assert type(part.to_local()) is type(part.data.to_local()) is torch.Tensor
     assert part.to_local().data_ptr() == part.data_ptr()
 

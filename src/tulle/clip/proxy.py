@@ -162,8 +162,8 @@ def plain(gradient: Tensor) -> Tensor:
     itself = gradient.as_subclass(Tensor)
     if not isinstance(gradient, ProxyShardGradient):
         return itself
-    shape, cuts = gradient.of_shape, gradient.cuts
-    return ShardGradient.of(itself, gradient.axes, gradient.count, shape=shape, cuts=cuts, held=gradient.held)
+    whole, cuts = gradient.whole, gradient.cuts
+    return ShardGradient.of(itself, gradient.axes, gradient.count, whole=whole, cuts=cuts, held=gradient.held)
 
 
 def _norms(gradients: Sequence[Tensor], norms: Sequence[Tensor], order: float) -> list[Tensor]:

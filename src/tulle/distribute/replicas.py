@@ -26,7 +26,7 @@ from tulle.engine.ends import NOT_RUNNING
 from tulle.engine.slots import Slot
 from tulle.memory import shard_of
 from tulle.mesh import Axis
-from tulle.parts import hook_arrival
+from tulle.parts import hook_arrival, whole_of
 from tulle.plan import Memory
 from tulle.tables import ShardGradient, split_of
 from tulle.tensor_parallel import placements
@@ -104,7 +104,7 @@ class Replicas(DataParallel):
             if gradient is None or type(gradient) not in _TAKEN:
                 continue
             if type(gradient) is Tensor:
-                ShardGradient.of(gradient, part.axes, part.shape.numel(), shape=part.shape, cuts=part.cuts)
+                ShardGradient.of(gradient, part.axes, part.count, whole=whole_of(part.parameter), cuts=part.cuts)
             if shard_of(part.parameter) is None:  # nobody averages what is shared out
                 self._told.append(ref(gradient))
 
@@ -162,11 +162,11 @@ class _Whole:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A parameter of which this rank has a part: over which axes, of which shape, along which dimensions."""
+    """A parameter of which this rank has a part: over which axes, of how many numbers, along which dimensions."""
 
     parameter: nn.Parameter
     axes: Sequence[Axis]
-    shape: torch.Size
+    count: int
     cuts: Sequence[int]
 
 
@@ -176,10 +176,10 @@ def _parts(model: nn.Module, held: nn.Module) -> list[_Part]:
     found: list[_Part] = []
     for parameter in held.parameters():
         shard, placement = shard_of(parameter), split.get(id(parameter))
-        cuts = [(cut.axis, cut.dim, cut.shape) for cut in (shard, placement) if cut is not None]
+        cuts = [(cut.axis, cut.dim, cut.shape.numel()) for cut in (shard, placement) if cut is not None]
         if cuts:
-            axes, dims, shapes = zip(*cuts, strict=True)
-            found.append(_Part(parameter, axes, max(shapes, key=torch.Size.numel), dims))
+            axes, dims, counts = zip(*cuts, strict=True)
+            found.append(_Part(parameter, axes, max(counts), dims))
     return found
 
 

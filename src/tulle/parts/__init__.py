@@ -7,7 +7,7 @@ from tulle.parts.guards import WHOSE, meets_parts
 from tulle.parts.hooks import hook_arrival, make_gradients_by
 from tulle.parts.lent import guard_again, keep_plainly, lift, lower
 from tulle.parts.part import Part, guard, whole_of
-from tulle.parts.present import part_of, present
+from tulle.parts.present import part_of, present, replaced
 from tulle.parts.reductions import Reduction, Together, norm_of_whole, number_of_whole
 from tulle.parts.stated import Stated, StatedPart, stated_part
 from tulle.parts.torch_functions import (
@@ -89,6 +89,7 @@ __all__ = [
     "refusal_of_what_is_old",
     "refuse_to_checkpoint",
     "refuses_saved_hooks",
+    "replaced",
     "rows_by_number",
     "stated_part",
     "taken_together",

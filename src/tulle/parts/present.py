@@ -79,7 +79,7 @@ def with_wholes(
     """What a function is given, with wholes for parts that stand for them; None if it has none, or wants parts."""
     if func in _OF_THE_PART:
         return None
-    return _replaced(args, keywords, lambda one: getattr(one, _PRESENT, None))
+    return replaced(args, keywords, lambda one: getattr(one, _PRESENT, None))
 
 
 def can_gather(part: Tensor) -> bool:
@@ -113,7 +113,7 @@ def gathered(
         wholes = {id(one): of_parts[id(one)](one) for one in parts}
     if None in wholes.values() or (func == SETS_DATA and not _are_alike(wholes[id(first)], args[1])):
         return None
-    return _replaced(args, keywords, lambda one: wholes.get(id(one)))
+    return replaced(args, keywords, lambda one: wholes.get(id(one)))
 
 
 def _may_be_written(func: Any, tensor: Any) -> bool:
@@ -147,21 +147,21 @@ def done_with_wholes(
     return instead_of if writes(func) and result is next(iter(args), None) else result
 
 
-def _replaced(
+def replaced(
     args: Sequence[Any], keywords: Mapping[str, Any], whole_of: Callable[[Tensor], Tensor | None]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Arguments with wholes for those tensors that have one; None if none has."""
     found = False
 
-    def replaced(value: Any) -> Any:
+    def with_wholes_in(value: Any) -> Any:
         nonlocal found
         if isinstance(value, Tensor):
             whole = whole_of(value)
             found = found or whole is not None
             return value if whole is None else whole
         if type(value) in (list, tuple):
-            return type(value)(replaced(one) for one in value)
+            return type(value)(with_wholes_in(one) for one in value)
         return value
 
-    given = tuple(map(replaced, args)), {name: replaced(value) for name, value in keywords.items()}
+    given = tuple(map(with_wholes_in, args)), {name: with_wholes_in(value) for name, value in keywords.items()}
     return given if found else None

@@ -1,12 +1,10 @@
 """`ShardGradient`: the gradient of a rank's part of a parameter, whose norm is that of the whole.
 
 Without it `torch.nn.utils.clip_grad_norm_`, and clipping by hand, would scale every rank's gradients by another factor,
-a gradient scaler would skip a step on one rank only, and a norm that is logged would be that of a part:
+a gradient scaler would skip a step on one rank only, and a norm that is logged would be that of a part. To optimizers
+of torch's it is a plain tensor.
 
-    p.grad.norm(),  p.grad.detach().pow(2).sum(),  p.grad.abs().max(),  torch.isnan(p.grad).any()
-    torch.cat([p.grad.flatten() for p in parameters]).norm()
-
-To optimizers it is a plain tensor.
+    p.grad.norm(),  p.grad.abs().max(),  torch.cat([p.grad.flatten() for p in parameters]).norm()
 """
 
 from __future__ import annotations
@@ -54,6 +52,7 @@ from tulle.parts import (
     taken_together,
     tensors_in,
 )
+from tulle.tables.whole_gradients import given_wholes
 
 FOREACH_NORM = vars(torch)["_foreach_norm"]
 UNSCALE = vars(torch)["_amp_foreach_non_finite_check_and_unscale_"]
@@ -79,8 +78,8 @@ class ShardGradient(torch.Tensor):
     axes: tuple[Axis, ...]
     count: int | None = None
     """Numbers in the whole; None to count them."""
-    of_shape: tuple[int, ...] | None = None
-    """The shape of the whole; None if that is not known."""
+    whole: Whole | None = None
+    """What it is a gradient of; None of what became of one in another shape."""
     cuts: tuple[int, ...] = ()
     """The dimensions that are; none if what goes along them is not to be looked at."""
     held: Callable[[], Tensor | None] | None = None
@@ -99,7 +98,7 @@ class ShardGradient(torch.Tensor):
         axes: Sequence[Axis],
         count: int | None = None,
         *,
-        shape: Sequence[int] | None = None,
+        whole: Whole | None = None,
         cuts: Sequence[int] = (),
         held: Callable[[], Tensor | None] | None = None,
     ) -> ShardGradient:
@@ -108,7 +107,7 @@ class ShardGradient(torch.Tensor):
         assert isinstance(gradient, ShardGradient), "just made so"
         gradient.axes = tuple(axes)
         gradient.count = count
-        gradient.of_shape = None if shape is None else tuple(shape)
+        gradient.whole = whole
         gradient.cuts = tuple(cuts)
         gradient.held = held
         return gradient
@@ -131,8 +130,8 @@ class ShardGradient(torch.Tensor):
         keywords = kwargs or {}
         if func in COUNTS:
             return counted(args[0], lambda: _counting(args[0]))
-        if func in SHAPES and args[0].of_shape is not None and asks_of_whole():
-            return func(torch.empty(args[0].of_shape, device="meta"), *args[1:], **keywords)
+        if func in SHAPES and args[0].whole is not None and asks_of_whole():
+            return func(torch.empty(args[0].whole.shape, device="meta"), *args[1:], **keywords)
         check_alone(func, args, keywords)
         with torch._C.DisableTorchFunctionSubclass():
             given = [*tensors_in(args), *tensors_in(keywords.values())]
@@ -141,6 +140,8 @@ class ShardGradient(torch.Tensor):
             try:
                 result = func(*args, **keywords)
             except RuntimeError as error:
+                if (wholes := given_wholes(func, args, keywords)) is not None:
+                    return func(*wholes[0], **wholes[1])
                 _check_shapes(name_of(func), given, error)
                 raise
         if func is UNSCALE:
@@ -170,7 +171,7 @@ class ShardGradient(torch.Tensor):
 def _of_part(gradient: Tensor, whole: Whole) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         axes = cast("Sequence[Axis]", whole.axes)
-        ShardGradient.of(gradient, axes, whole.count, shape=whole.shape, cuts=whole.dims, held=whole.held)
+        ShardGradient.of(gradient, axes, whole.count, whole=whole, cuts=whole.dims, held=whole.held)
 
 
 def check_alone(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
@@ -342,7 +343,7 @@ def _counting(gradient: ShardGradient) -> Together:
 def _like(gradient: ShardGradient, result: Tensor, extent: Extent | None) -> ShardGradient:
     """What became of a gradient of a part; without an extent of its own it has the gradient's."""
     made = ShardGradient.of(result, gradient.axes, gradient.count, cuts=gradient.cuts, held=gradient.held)
-    made.of_shape = gradient.of_shape if extent is None else None
+    made.whole = gradient.whole if extent is None else None
     made.is_known, made.is_mixed, made.is_stepped = gradient.is_known, gradient.is_mixed, gradient.is_stepped
     if extent is not None:
         made.cuts, made.count, made.is_known, made.held = (

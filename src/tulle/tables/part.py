@@ -29,7 +29,7 @@ def guard_table(parameter: nn.Parameter, split: Split) -> None:
 def gradient_of_table(gradient: Tensor, split: Split, axis: Axis) -> ShardGradient:
     """Let the gradient of a table know which part of one it is; it stays the object that it is."""
     table = _Table(split)
-    return ShardGradient.of(gradient, [axis], table.count, shape=table.shape, cuts=table.dims, held=table.held)
+    return ShardGradient.of(gradient, [axis], table.count, whole=table, cuts=table.dims, held=table.held)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ A section that does not divide evenly is cut as `torch.tensor_split` does: the f
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -279,6 +279,14 @@ class _SplitAgain:
     def over(self, number: Tensor, op: Reduction) -> Tensor:
         """Over both axes."""
         return self.split.over(self.inner.over(number, op), op)
+
+    def gather(self, part: Tensor) -> Tensor | None:
+        """All of it, over one axis after the other, without a gradient. Every rank of both must call it."""
+        gather: Callable[[Tensor], Tensor | None] | None = getattr(self.inner, "gather", None)
+        if gather is None or (torch.is_grad_enabled() and part.requires_grad):
+            return None
+        found = gather(part)
+        return None if found is None else self.split.gather(found)
 
     def refusal(self, taker: str) -> str:
         """That of the part."""
