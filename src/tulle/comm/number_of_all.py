@@ -26,11 +26,7 @@ def number_of_all(number: Tensor, op: Reduction, axis: Axis, name: str) -> Tenso
     Raises:
         CommunicationError: If a rank does not come within the axis' time-out; who waits is told after seconds.
     """
-    mend = (
-        f"each rank has a part of {name}, so every rank must ask for its sum, norm or largest: do so in front of "
-        "`if rank == 0:`, or take its .to_local(), which is this rank's part"
-    )
-    monitored_barrier(axis, f"one number of all of {name}", mend)
+    _meet(f"one number of all of {name}", "ask for its sum, norm or largest", name, axis)
     label = f"numbers of {name}"
     return (
         leave(number, axis, label=label) if op == "sum" else all_reduce(number.clone(), axis, label=label, op=op).wait()
@@ -47,8 +43,12 @@ def meet_to_read(name: str, axis: Axis) -> None:
     Raises:
         CommunicationError: If a rank does not come within the axis' time-out; who waits is told after seconds.
     """
+    _meet(f"all of {name}", "read it", name, axis)
+
+
+def _meet(what: str, ask: str, name: str, axis: Axis) -> None:
     mend = (
-        f"each rank has a part of {name}, so every rank must read it: do so in front of `if rank == 0:`, or take its "
+        f"each rank has a part of {name}, so every rank must {ask}: do so in front of `if rank == 0:`, or take its "
         ".to_local(), which is this rank's part"
     )
-    monitored_barrier(axis, f"all of {name}", mend)
+    monitored_barrier(axis, what, mend)

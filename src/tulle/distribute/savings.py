@@ -17,7 +17,7 @@ from tulle.mesh import Axis
 from tulle.pipeline import placement_of
 from tulle.plan import Plan
 from tulle.profiling import sparse_tables
-from tulle.traits import SHARDABLE, doubt, is_elementwise, is_of_wholes, is_shardable
+from tulle.traits import SHARDABLE, doubt, is_of_wholes, is_shardable
 
 logger = logging.getLogger("tulle")
 
@@ -44,14 +44,11 @@ def check_savings(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer],
     of_tables = tables_beside(model, plan)
     for optimizer in optimizers:
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if all(id(parameter) in of_tables for parameter in stepped):
+        if is_shardable(optimizer) or all(id(parameter) in of_tables for parameter in stepped):
             continue
-        is_guarded = not (memory.shard_optimizer or memory.precision) and not type(optimizer).__module__.startswith(
-            "torch.optim"
-        )
-        if not is_shardable(optimizer) and not is_guarded:
+        if memory.shard_optimizer or memory.precision or type(optimizer).__module__.startswith("torch.optim"):
             raise PlanError(f"the plan has {what}, but {_why_not(optimizer)}")
-        if is_guarded and not is_elementwise(optimizer) and axes.whole.rank == 0:
+        if axes.whole.rank == 0:
             logger.info("%s: of all that full_shard shares out", doubt(type(optimizer)))
     if memory.precision and axes.data.device.type == "cpu" and memory.precision == "fp16":
         raise PlanError("the plan has precision='fp16', which the CPU computes hardly anything in: use 'bf16'")

@@ -47,8 +47,8 @@ def whole_of_parts(part: Tensor, split: Split) -> Tensor:
         places = (owner * split.partition.places + place).to(part.device)
         return every.view(-1, *part.shape[1:]).index_select(0, places)
     before = part.shape[:-1]
-    columns = all_gather_parts(flat, [before.numel() * width for width in split.widths], split.axis, label=split.name)
-    pieces = columns.wait().split([before.numel() * width for width in split.widths])
+    sizes = [before.numel() * width for width in split.widths]
+    pieces = all_gather_parts(flat, sizes, split.axis, label=split.name).wait().split(sizes)
     return torch.cat([pieces[rank].view(*before, split.widths[rank]) for rank in ranks], dim=-1)
 
 
@@ -117,7 +117,10 @@ class _Table:
         Returns:
             None if it is cut otherwise, or wants a gradient, which would be as large on all ranks.
         """
-        return self.gather_along(part, *self.dims) if tuple(part.shape) == self.split.local_shape else None
+        if tuple(part.shape) != self.split.local_shape or (whole := self.gather_along(part, *self.dims)) is None:
+            return None
+        _tell(self.split.name, whole.nbytes)
+        return whole
 
     def gather_along(self, part: Tensor, dim: int) -> Tensor | None:
         """The same of what became of the table in another shape.
@@ -133,7 +136,6 @@ class _Table:
         if torch.is_grad_enabled() and part.requires_grad:
             return None
         meet_to_read(split.name, split.axis)
-        _tell(split.name, part.element_size() * self.count)
         whole, refusal = whole_of_parts(local_of(part), split), refusal_of_what_is_old(split.name)
         return write_through(whole, part, split.take, refusal=refusal)
 
