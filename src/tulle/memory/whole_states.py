@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from tulle.errors import ModelError
 from tulle.memory.ahead import Ahead, ahead_of
 from tulle.memory.shard import Shard, mark, shard_of
 from tulle.mesh import Axis
-from tulle.parts import Reduction, guard, load_part, one_whole, refusal_of_what_is_old, write_through
+from tulle.parts import Assembled, CutOnce, Reduction, guard, load_part, one_whole, write_through
 from tulle.traits import hold
 
 _SHARDS = "_tulle_shards"
@@ -29,7 +29,7 @@ _gives_parts: ContextVar[bool] = ContextVar("gives parts", default=False)
 
 
 @dataclass(frozen=True, slots=True)
-class _SharedOut:
+class _SharedOut(CutOnce):
     """A parameter of which a rank has its share."""
 
     name: str
@@ -40,6 +40,11 @@ class _SharedOut:
     def dims(self) -> list[int]:
         """The one along which it is shared out."""
         return [self.shard.dim]
+
+    @property
+    def local_shape(self) -> Sequence[int]:
+        """Of the share."""
+        return self.shard.local_shape
 
     def refusal(self, taker: str) -> str:
         """Names the parameter, its shapes, and the mend."""
@@ -84,35 +89,14 @@ class _SharedOut:
         whole = ahead.number(number.detach(), op, self.name)
         return weighed(_Made.apply(number, whole), self.shard.axis) if number.requires_grad else whole
 
-    def gather(self, part: Tensor) -> Tensor | None:
-        """All of what ranks have such parts of, with a gradient: the mean of the ranks'. Every rank must call it.
-
-        Args:
-            part: This rank's numbers, of the parameter or of what became of it.
-
-        Returns:
-            None if it is cut otherwise, or nobody gathers it any more.
-        """
-        return self.gather_along(part, self.shard.dim) if tuple(part.shape) == self.shard.local_shape else None
-
-    def gather_along(self, part: Tensor, dim: int) -> Tensor | None:
-        """The same of what became of the parameter in another shape.
-
-        Args:
-            part: This rank's numbers, with a place for each of the parameter's along
-            dim: the dimension that is cut.
-        """
+    def assemble(self, part: Tensor, dim: int) -> Assembled | None:
+        """With a gradient: the mean of the ranks'. None of a copy whose model is gone."""
         ahead, shape = self._ahead(), [*part.shape]
-        if ahead is None or shape[dim] != self.shard.length(self.shard.axis.rank):
+        if ahead is None:
             return None
         shape[dim] = self.shard.shape[self.shard.dim]
         shard = replace(self.shard, dim=dim, shape=torch.Size(shape))
-        return write_through(
-            _GatheredApart.apply(part, ahead, shard, self.name),
-            part,
-            shard.part,
-            refusal=refusal_of_what_is_old(self.name),
-        )
+        return _GatheredApart.apply(part, ahead, shard, self.name), shard.part
 
     def _ahead(self) -> Ahead | None:
         parameter = self.parameter()

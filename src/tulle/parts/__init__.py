@@ -1,6 +1,7 @@
 """Parameters of which a rank has a part: what torch may do with the part, and what is of the whole."""
 
 from tulle.parts.asked import COUNTS, SHAPES, asks_of_whole, begin_step, counted, end_step
+from tulle.parts.cut_once import Assembled, CutOnce, is_followed
 from tulle.parts.extents import ALIKE, BY_ROW, JOINED, Extent, extent_of_joined, held_alone, made_of, picks
 from tulle.parts.gathered import one_whole, refusal_of_what_is_old, refuse_to_checkpoint, write_through
 from tulle.parts.guards import WHOSE, meets_parts
@@ -51,6 +52,8 @@ __all__ = [
     "REDUCED",
     "SHAPES",
     "WHOSE",
+    "Assembled",
+    "CutOnce",
     "Extent",
     "Part",
     "Reduction",
@@ -68,6 +71,7 @@ __all__ = [
     "guard_again",
     "held_alone",
     "hook_arrival",
+    "is_followed",
     "is_transformed",
     "keep_plainly",
     "lift",

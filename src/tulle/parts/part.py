@@ -68,7 +68,7 @@ def guard(parameter: nn.Parameter, whole: Whole) -> None:
         ...     def refusal_of_gradient(self): return None
         ...     def over(self, number, op): return 2 * number  # of two ranks that have the same
         ...     def held(self): return None
-        ...     layout, shape, count, axes = "halves", (4, 4), 16, ["ranks"]
+        ...     layout, shape, count, axes, is_gathered = "halves", (4, 4), 16, ["ranks"], False
         >>> weight = nn.Parameter(torch.ones(2, 4))
         >>> guard(weight, Halves())
         >>> (2 * weight).sum().item()

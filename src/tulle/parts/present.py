@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -25,7 +25,7 @@ from tulle.parts.torch_functions import (
     tensors_in,
     writes,
 )
-from tulle.parts.wholes import PART_OF
+from tulle.parts.wholes import PART_OF, Whole
 
 SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 """`parameter.data = ...`."""
@@ -84,7 +84,8 @@ def with_wholes(
 
 def can_gather(part: Tensor) -> bool:
     """Whether all ranks can put together what a part is of."""
-    return hasattr(getattr(part, PART_OF), "gather")
+    whole: Whole = getattr(part, PART_OF)
+    return whole.is_gathered
 
 
 def gathered(
@@ -102,16 +103,16 @@ def gathered(
         a part in place, or draw numbers of its shape.
     """
     parts = [one for one in tensors_in([*args, *keywords.values()]) if hasattr(one, PART_OF)]
-    of_parts: dict[int, Any] = {id(one): getattr(getattr(one, PART_OF), "gather", None) for one in parts}
     first, *_ = (*args, *keywords.values())
     name = name_of(func)
     cannot_write = writes(func) and (name.startswith(EACH_BY_ITSELF) or not _may_be_written(func, first))
     draws = name in DRAWS and (name not in DROPS or keywords.get("inplace"))
-    if cannot_write or keywords.get("out") is not None or draws or None in of_parts.values() or is_transformed():
+    if cannot_write or keywords.get("out") is not None or draws or is_transformed() or not all(map(can_gather, parts)):
         return None
     with torch.set_grad_enabled(torch.is_grad_enabled() and func != SETS_DATA):
-        wholes = {id(one): of_parts[id(one)](one) for one in parts}
-    if None in wholes.values() or (func == SETS_DATA and not _are_alike(wholes[id(first)], args[1])):
+        found = {id(one): cast("Whole", getattr(one, PART_OF)).gather(one) for one in parts}
+    wholes = {number: whole for number, whole in found.items() if whole is not None}
+    if len(wholes) < len(found) or (func == SETS_DATA and not _are_alike(wholes[id(first)], args[1])):
         return None
     return replaced(args, keywords, lambda one: wholes.get(id(one)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,26 @@ class Whole(Protocol):
     @property
     def count(self) -> int | None:
         """Numbers in the whole; None to count them."""
+        ...
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether all ranks can put it together, as `gather` does."""
+        ...
+
+    def gather(self, part: Tensor) -> Tensor | None:
+        """All of what ranks have such parts of. Every rank that has a part must call it, alike.
+
+        Args:
+            part: This rank's numbers, of the parameter or of its gradient.
+
+        Returns:
+            None, and nothing is sent, if it is cut otherwise, nobody gathers it, or it wants a gradient that none has.
+        """
+        ...
+
+    def gather_along(self, part: Tensor, dim: int) -> Tensor | None:
+        """The same of what became of it in another shape, with a place for each of the part's along `dim` alone."""
         ...
 
     def held(self) -> Tensor | None:
@@ -153,6 +173,17 @@ class Became:
         """Numbers in the whole; None to count them."""
         return self.extent.count
 
+    @property
+    def is_gathered(self) -> bool:
+        """Not of any shape."""
+        return False
+
+    def gather(self, part: Tensor) -> Tensor | None:
+        """None: whose place is whose is not known."""
+
+    def gather_along(self, part: Tensor, dim: int) -> Tensor | None:
+        """None."""
+
     def held(self) -> Tensor | None:
         """Where in it, along the dimension that is cut, numbers of the whole lie; None for everywhere."""
         return self.extent.places
@@ -179,13 +210,18 @@ class Became:
 class Along(Became):
     """The same of what has a place for each of the part's, along the dimension that is cut: its rows' norms, say."""
 
+    @property
+    def is_gathered(self) -> bool:
+        """As the part is."""
+        return True
+
     def gather(self, part: Tensor) -> Tensor | None:
         """All of it, if all of the part can be gathered. Every rank must call it."""
         return self.gather_along(part, self.extent.cuts[0])
 
     def gather_along(self, part: Tensor, dim: int) -> Tensor | None:
         """The same of what became of it, which is cut along a dimension."""
-        return cast("Any", self.of).gather_along(part, dim)
+        return self.of.gather_along(part, dim)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,20 +234,25 @@ class Flat(Became):
 
     made_of: torch.Size
 
+    @property
+    def is_gathered(self) -> bool:
+        """As the part is."""
+        return True
+
     def gather(self, part: Tensor) -> Tensor | None:
         """All of it, flat, if that it was made of can be gathered. Every rank must call it."""
         found = part.view(self.made_of)
         object.__setattr__(found, "__class__", type(part))
         setattr(found, PART_OF, self.of)
         setattr(found, OWNER, getattr(part, OWNER, None))
-        whole: Tensor | None = cast("Any", self.of).gather(found)
+        whole = self.of.gather(found)
         with torch._C._EnableTorchFunction():  # a view of what writes through does so, too
             return None if whole is None else whole.flatten()
 
 
 def became(whole: Whole, extent: Extent, part: Tensor, name: str) -> Became:
     """What a tensor is a part of that a function, by its name, has made of a part."""
-    if not hasattr(whole, "gather_along") or len(extent.cuts) != 1:
+    if not whole.is_gathered or len(extent.cuts) != 1:
         return Became(whole, extent)
     if extent.follows:
         return Along(whole, extent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tulle.comm import all_gather_parts, meet_to_read, number_of_all, weighed
 from tulle.mesh import Axis
-from tulle.parts import Reduction, guard, local_of, refusal_of_what_is_old, write_through
+from tulle.parts import Assembled, CutOnce, Reduction, guard, is_followed, local_of
 from tulle.tables.gradient import ShardGradient
 from tulle.tables.placements import placement_of
 from tulle.tables.split import RowSplit, Split, mark
@@ -23,12 +23,12 @@ logger = logging.getLogger("tulle")
 def guard_table(parameter: nn.Parameter, split: Split) -> None:
     """Let a parameter know which part of a table it holds, and guard it; it stays the object that it is."""
     mark(parameter, split)
-    guard(parameter, _Table(split))
+    guard(parameter, _Table(split.name, split))
 
 
 def gradient_of_table(gradient: Tensor, split: Split, axis: Axis) -> ShardGradient:
     """Let the gradient of a table know which part of one it is; it stays the object that it is."""
-    table = _Table(split)
+    table = _Table(split.name, split)
     return ShardGradient.of(gradient, [axis], table.count, whole=table, cuts=table.dims, held=table.held)
 
 
@@ -64,9 +64,10 @@ def _tell(name: str, num_bytes: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class _Table(CutOnce):
     """A table of which a rank has a part."""
 
+    name: str
     split: Split
 
     @property
@@ -78,6 +79,11 @@ class _Table:
     def shape(self) -> tuple[int, int]:
         """`(rows, width)`."""
         return self.split.shape
+
+    @property
+    def local_shape(self) -> Sequence[int]:
+        """`(places, width)`, or `(rows, columns)`."""
+        return self.split.local_shape
 
     @property
     def axes(self) -> list[Axis]:
@@ -104,46 +110,30 @@ class _Table:
 
     def over(self, number: Tensor, op: Reduction) -> Tensor:
         """Over the axis."""
-        return weighed(number_of_all(number, op, self.split.axis, self.split.name), self.split.axis)
+        return weighed(number_of_all(number, op, self.split.axis, self.name), self.split.axis)
 
     def gather(self, part: Tensor) -> Tensor | None:
-        """All of what ranks have such parts of, in natural order, without a gradient. Every rank must call it.
-
-        Ranks meet before they send anything, as for a number of all.
-
-        Args:
-            part: This rank's numbers, of the table or of what became of it.
-
-        Returns:
-            None if it is cut otherwise, or wants a gradient, which would be as large on all ranks.
-        """
-        if tuple(part.shape) != self.split.local_shape or (whole := self.gather_along(part, *self.dims)) is None:
-            return None
-        _tell(self.split.name, whole.nbytes)
+        """Told in the log, as it is as large on every rank as it was not to be."""
+        if (whole := CutOnce.gather(self, part)) is not None:
+            _tell(self.name, whole.nbytes)
         return whole
 
-    def gather_along(self, part: Tensor, dim: int) -> Tensor | None:
-        """The same of what became of the table in another shape.
+    def assemble(self, part: Tensor, dim: int) -> Assembled | None:
+        """In natural order, without a gradient, which would be as large on all ranks.
 
-        Args:
-            part: This rank's numbers, with a place for each of the table's along
-            dim: the dimension that is cut.
+        Ranks meet before they send anything, as for a number of all.
         """
-        split, [cut] = self.split, self.dims
-        is_there = dim == (0 if isinstance(split, RowSplit) else part.dim() - 1)
-        if not is_there or part.shape[dim] != split.local_shape[cut]:
+        split = self.split
+        if is_followed(part) or dim != (0 if isinstance(split, RowSplit) else part.dim() - 1):
             return None
-        if torch.is_grad_enabled() and part.requires_grad:
-            return None
-        meet_to_read(split.name, split.axis)
-        whole, refusal = whole_of_parts(local_of(part), split), refusal_of_what_is_old(split.name)
-        return write_through(whole, part, split.take, refusal=refusal)
+        meet_to_read(self.name, split.axis)
+        return whole_of_parts(local_of(part), split), split.take
 
     def refusal(self, taker: str) -> str:
         """Names the table, how it is split, and the mend."""
         how = placement_of(self.split)
         return (
-            f"{taker} was given the table {self.split.name!r} as if all of it were here, but it is split by {how} over "
+            f"{taker} was given the table {self.name!r} as if all of it were here, but it is split by {how} over "
             f"{self.split.axis.size} ranks: look rows up with its module, take tulle.ShardedSoftmax for an output "
             f"layer, read it within torch.no_grad(), keep the table whole (another scheme than {how!r} in the plan), "
             "or take its .to_local(), which is this rank's part"
@@ -152,7 +142,7 @@ class _Table:
     def refusal_of_gradient(self) -> str:
         """In backward there is no gradient of it."""
         return (
-            f"torch.autograd.grad was asked for the gradient of the table {self.split.name!r}, which is split over "
+            f"torch.autograd.grad was asked for the gradient of the table {self.name!r}, which is split over "
             f"{self.split.axis.size} ranks: gradients of its rows go to their owners, so call backward() and take "
             ".grad, or keep the table whole in the plan"
         )

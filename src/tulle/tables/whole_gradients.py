@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tulle.parts import replaced, tensors_in, writes
+from tulle.parts import Whole, replaced, tensors_in, writes
 
 
 def given_wholes(
@@ -24,11 +24,11 @@ def given_wholes(
         None if nothing in it is as large as the whole, it writes in a gradient, or one cannot be gathered.
     """
     given = [*tensors_in(args), *tensors_in(keywords.values())]
-    wholes = {id(one): whole for one in given if (whole := getattr(one, "whole", None)) is not None}
+    wholes: dict[int, Whole] = {id(one): whole for one in given if (whole := getattr(one, "whole", None)) is not None}
     is_met = any(one.shape == whole.shape for one in given if id(one) not in wholes for whole in wholes.values())
     if not is_met or (writes(func) and id(args[0]) in wholes):
         return None
-    if not all(hasattr(whole, "gather") for whole in wholes.values()):
+    if not all(whole.is_gathered for whole in wholes.values()):
         return None
 
     def whole_of(gradient: Tensor) -> Tensor | None:

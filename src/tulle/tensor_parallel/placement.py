@@ -11,7 +11,7 @@ A section that does not divide evenly is cut as `torch.tensor_split` does: the f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -24,13 +24,15 @@ from torch import Tensor, nn
 from tulle.comm import enter, gather, meet_to_read, number_of_all
 from tulle.mesh import Axis
 from tulle.parts import (
+    Assembled,
+    CutOnce,
     Reduction,
     Whole,
     guard,
+    is_followed,
     load_part,
     local_of,
     one_whole,
-    refusal_of_what_is_old,
     whole_of,
     write_through,
 )
@@ -159,7 +161,7 @@ def placements(model: nn.Module) -> dict[str, Placement]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Split:
+class _Split(CutOnce):
     """A parameter of which a rank has its part."""
 
     name: str
@@ -170,34 +172,20 @@ class _Split:
         """The one along which it is cut."""
         return [self.placement.dim]
 
-    def gather(self, part: Tensor) -> Tensor | None:
-        """All of what ranks have such parts of, without a gradient. Every rank must call it, alike.
+    @property
+    def local_shape(self) -> Sequence[int]:
+        """Of the part."""
+        return self.placement.local_shape
 
-        Args:
-            part: This rank's numbers, of the parameter or of what became of it.
-
-        Returns:
-            None if it is cut otherwise, or wants a gradient, of which each rank would have all.
-        """
-        placement = self.placement
-        return self.gather_along(part, placement.dim) if tuple(part.shape) == placement.local_shape else None
-
-    def gather_along(self, part: Tensor, dim: int) -> Tensor | None:
-        """The same of what became of the parameter in another shape.
-
-        Args:
-            part: This rank's numbers, with a place for each of the parameter's along
-            dim: the dimension that is cut.
-        """
+    def assemble(self, part: Tensor, dim: int) -> Assembled | None:
+        """Section after section, without a gradient, of which each rank would have all."""
         placement, shape = self.placement, [*part.shape]
-        if shape[dim] != placement.local_shape[placement.dim] or (torch.is_grad_enabled() and part.requires_grad):
+        if is_followed(part):
             return None
         shape[dim] = placement.shape[placement.dim]
         meet_to_read(self.name, placement.axis)
         made = replace(placement, dim=dim, shape=torch.Size(shape))
-        return write_through(
-            made.whole(part, label=f"all of {self.name}"), part, made.part, refusal=refusal_of_what_is_old(self.name)
-        )
+        return made.whole(part, label=f"all of {self.name}"), made.part
 
     def refusal(self, taker: str) -> str:
         """Names the parameter, its shapes, and the mend."""
@@ -280,13 +268,18 @@ class _SplitAgain:
         """Over both axes."""
         return self.split.over(self.inner.over(number, op), op)
 
+    @property
+    def is_gathered(self) -> bool:
+        """As the part is."""
+        return self.inner.is_gathered
+
     def gather(self, part: Tensor) -> Tensor | None:
         """All of it, over one axis after the other, without a gradient. Every rank of both must call it."""
-        gather: Callable[[Tensor], Tensor | None] | None = getattr(self.inner, "gather", None)
-        if gather is None or (torch.is_grad_enabled() and part.requires_grad):
-            return None
-        found = gather(part)
+        found = None if is_followed(part) else self.inner.gather(part)
         return None if found is None else self.split.gather(found)
+
+    def gather_along(self, part: Tensor, dim: int) -> Tensor | None:
+        """None: what became of it is cut along two dimensions."""
 
     def refusal(self, taker: str) -> str:
         """That of the part."""
