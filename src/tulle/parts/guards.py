@@ -93,14 +93,17 @@ class _Part(Tensor):
             ModelError: Naming the parameter, what it was given to, and the mend.
         """
         keywords = kwargs or {}
-        if func not in OF_NO_VALUES and (given := with_wholes(func, args, keywords)) is not None:
+        if func in OF_NO_VALUES:  # first, as it is asked several times a step
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **keywords)
+        if (given := with_wholes(func, args, keywords)) is not None:
             return func(*given[0], **given[1])
         if func in COUNTS:
             return counted(args[0], lambda: _together(args[0]))
         if func in OF_ROWS and (answer := answer_of_whole(func, args, keywords)) is not NotImplemented:
             return answer
         is_asked = name_of(func) in LIKE and not isinstance(args[0], _Part)
-        if func in OF_NO_VALUES or is_asked or torch._C._current_graph_task_id() != -1:
+        if is_asked or torch._C._current_graph_task_id() != -1:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **keywords)
         if not _KNOWN.issuperset(types):
