@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 
@@ -26,6 +26,8 @@ _LONG_S = 3.0
 """After so many it is told who is waited for."""
 _passed: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How many this process has passed, by group: several meshes have that of all processes."""
+_followed: WeakSet[dist.ProcessGroup] = WeakSet()
+"""Groups whose ranks count their steps from one number on."""
 
 
 def monitored_barrier(axis: Axis, what: str, mend: str) -> None:
@@ -63,18 +65,19 @@ def monitored_barrier(axis: Axis, what: str, mend: str) -> None:
 
 
 def follow_steps(axis: Axis) -> None:
-    """Have `monitored_barrier` notice ranks that have begun another step. Every rank must call it.
+    """Have `monitored_barrier` on an axis notice ranks that have begun another step. Every rank of it must call it.
 
     It costs microseconds a step.
     """
     traffic.begun = max(gather_values(traffic.begun, axis, label="steps"))  # what came before need not be alike
     traffic.is_followed = True
+    _followed.add(axis.group)
 
 
 def _why_not(axis: Axis, missing: Sequence[int]) -> str | None:
     """Why some ranks will not come, if it is known."""
     for rank in missing:
-        if begun(axis.ranks[rank]) > traffic.begun:
+        if axis.group in _followed and begun(axis.ranks[rank]) > traffic.begun:
             return f"rank {rank} has begun another step"
         if has_left(axis.ranks[rank]):
             return f"rank {rank} has left"

@@ -254,9 +254,12 @@ def ahead_of(part: Tensor | None) -> Ahead | None:
 
 def _frozen(unit: Unit, parts: Sequence[Tensor]) -> str:
     """What of a unit has no gradients, so that ranks which freeze other parameters are told which."""
-    frozen = {number for number, part in enumerate(parts) if not part.requires_grad}
+    with torch._C.DisableTorchFunctionSubclass():
+        frozen = {number for number, part in enumerate(parts) if not part.requires_grad}
+    if not frozen:
+        return ""
     named = dict.fromkeys(f"{path}.{name}".lstrip(".") for path, name, number in unit.places if number in frozen)
-    return f" without {', '.join(named)}, which is frozen" if named else ""
+    return f" without {', '.join(named)}, which is frozen"
 
 
 def _for_time(number: int) -> str:

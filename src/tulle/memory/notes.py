@@ -37,24 +37,27 @@ class Gathered:
     def __init__(
         self, unit: Unit, parts: Sequence[nn.Parameter], ahead: Ahead, call: int, wholes: Sequence[Tensor]
     ) -> None:
-        self.dtypes = [part.dtype for part in parts]
         self._unit, self._parts, self._ahead, self._call, self._wholes = unit, parts, ahead, call, wholes
-        self._versions = [part._version for part in parts]
+        with torch._C.DisableTorchFunctionSubclass():  # parts, which are asked often
+            self.dtypes = [part.dtype for part in parts]
+            self._versions = [part._version for part in parts]
 
-    @torch.no_grad()
     def whole(self, number: int) -> Tensor:
         """One of the wholes, gathered again if forward's are gone.
 
         Raises:
-            GradientError: If parts are not what they were in forward.
+            GradientError: If its part is not what it was in forward.
         """
-        if [part._version for part in self._parts] != self._versions:
+        with torch._C.DisableTorchFunctionSubclass():
+            version = self._parts[number]._version
+        if version != self._versions[number]:
             raise GradientError(
                 f"parameters of {self._unit.name!r} were changed between its forward and its backward: step the "
                 "optimizer after all backwards"
             )
         if not self._wholes:
-            self._wholes = self._ahead.gather(self._unit, self._parts, BACKWARD, call=self._call)
+            with torch.no_grad():
+                self._wholes = self._ahead.gather(self._unit, self._parts, BACKWARD, call=self._call)
         return self._wholes[number]
 
 

@@ -6,7 +6,10 @@ there are ranks in every dimension stays whole on all.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ _SHARD = "_tulle_shard"
 """The attribute by which a parameter knows that it is a part of one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shard:
     """How one parameter is shared out over the ranks of an axis.
 
@@ -51,25 +54,35 @@ class Shard:
 
     def length(self, rank: int) -> int:
         """How long a rank's part is along the dimension that is cut."""
-        whole = self.shape[self.dim]
-        return whole // self.axis.size + (rank < whole % self.axis.size)
+        return self._lengths[rank]
 
     def shape_on(self, rank: int) -> tuple[int, ...]:
         """The shape of a rank's part."""
-        return (*self.shape[: self.dim], self.length(rank), *self.shape[self.dim + 1 :])
+        return (*self.shape[: self.dim], self._lengths[rank], *self.shape[self.dim + 1 :])
 
-    @property
+    @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's part."""
         return self.shape_on(self.axis.rank)
 
     def size_on(self, rank: int) -> int:
         """Number of elements of a rank's part."""
-        return torch.Size(self.shape_on(rank)).numel()
+        return self._lengths[rank] * self._times
 
     def begin_on(self, rank: int) -> int:
         """Where a rank's part begins in the whole, along the dimension that is cut."""
-        return sum(self.length(before) for before in range(rank))
+        return sum(self._lengths[:rank])
+
+    @cached_property
+    def _lengths(self) -> Sequence[int]:
+        """By rank: what is asked in each step."""
+        each, longer = divmod(self.shape[self.dim], self.axis.size)
+        return [each + (rank < longer) for rank in range(self.axis.size)]
+
+    @cached_property
+    def _times(self) -> int:
+        """How many numbers there are for each place along the dimension that is cut."""
+        return prod((*self.shape[: self.dim], *self.shape[self.dim + 1 :]))
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part, in memory of its own."""

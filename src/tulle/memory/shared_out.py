@@ -195,10 +195,15 @@ class _Call:
                 "full_shard"
             )
         self.arrival.expect(self.ahead.reduce(self.unit, gradients, self.parts))
-        return [
-            part.new_zeros(()).expand(shard.local_shape) if part.requires_grad else None
-            for part, shard in zip(self.parts, self.unit.shards, strict=True)
-        ]
+        zeros: dict[torch.dtype, Tensor] = {}
+        with torch._C.DisableTorchFunctionSubclass():  # parts, which are asked often
+            for part in self.parts:
+                if part.dtype not in zeros:
+                    zeros[part.dtype] = part.new_zeros(())
+            return [
+                zeros[part.dtype].expand(shard.local_shape) if part.requires_grad else None
+                for part, shard in zip(self.parts, self.unit.shards, strict=True)
+            ]
 
 
 class _Gather(torch.autograd.Function):
@@ -209,7 +214,8 @@ class _Gather(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         wholes = call.gather()
-        ctx.mark_non_differentiable(*(w for w, p in zip(wholes, call.parts, strict=True) if not p.requires_grad))
+        with torch._C.DisableTorchFunctionSubclass():
+            ctx.mark_non_differentiable(*(w for w, p in zip(wholes, call.parts, strict=True) if not p.requires_grad))
         return wholes
 
     @staticmethod
@@ -310,7 +316,9 @@ def _at(module: nn.Module, unit: Unit, path: str, name: str, number: int) -> tup
         there = owner._parameters[name]
     except (AttributeError, KeyError):
         owner, there = module, None
-    if there is None or (isinstance(there, nn.Parameter) and there.shape != unit.shards[number].local_shape):
+    with torch._C.DisableTorchFunctionSubclass():
+        is_another = isinstance(there, nn.Parameter) and there.shape != unit.shards[number].local_shape
+    if there is None or is_another:
         raise ModelError(
             f"{f'{path}.{name}'.lstrip('.')!r} of {unit.name} was shared out by full_shard, and has been taken away or "
             "replaced by another parameter since: complete the model before it is distributed, write into the "

@@ -78,12 +78,14 @@ class Unit:
         A flag for each parameter travels along, so that one which no rank used keeps none, as in one process.
         """
         reduced: list[Tensor | None] = [None] * len(parts)
-        trained = [number for number, part in enumerate(parts) if part.requires_grad]
-        for group in by_dtype([parts[number] for number in trained]):
+        with torch._C.DisableTorchFunctionSubclass():  # parts, which are asked often
+            trained = [number for number, part in enumerate(parts) if part.requires_grad]
+        own = [local_of(part) for part in parts]
+        for group in by_dtype([own[number] for number in trained]):
             numbers = [trained[place] for place in group]
-            means, told, told_by = self._means(numbers, gradients, parts[numbers[0]])
+            means, told, told_by = self._means(numbers, gradients, own[numbers[0]])
             any_used, marks = (values := told.tolist())[: len(numbers)], values[len(numbers) :]
-            self._check(zip(told_by, marks, strict=True), parts[numbers[0]].dtype)
+            self._check(zip(told_by, marks, strict=True), own[numbers[0]].dtype)
             for number, mean, used in zip(numbers, means, any_used, strict=True):
                 if used:
                     reduced[number] = mean.view(self.shards[number].local_shape)

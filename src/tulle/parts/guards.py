@@ -44,6 +44,7 @@ from tulle.parts.torch_functions import (
     writes,
 )
 from tulle.parts.wholes import (
+    KINDS,
     OF_ROWS,
     OWNER,
     PART_OF,
@@ -126,7 +127,7 @@ class _Part(Tensor):
         if is_mixed and given[0] is self:
             refuse(self, name)
         if name not in PRODUCTS | JOINED:
-            check_no_whole(name, [one for one in given if type(one) not in _KINDS], self, getattr(self, PART_OF))
+            check_no_whole(name, [one for one in given if type(one) not in KINDS], self, getattr(self, PART_OF))
 
     def _checked(self, func: Function, result: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """What a function gave, if nobody need look at it; one number of all is that of the whole."""
@@ -135,7 +136,7 @@ class _Part(Tensor):
             return bool(whole.over(torch.tensor(float(result), device=self.device), "min"))
         for one in result if isinstance(result, tuple | list) else ():
             self._checked(func, one, args, keywords)
-        if not isinstance(result, Tensor) or type(result) in _KINDS or name_of(func) in PLAIN:
+        if not isinstance(result, Tensor) or type(result) in KINDS or name_of(func) in PLAIN:
             return result
         if not result.dim():
             return self._number(func, result, args, keywords)
@@ -214,7 +215,7 @@ class Guarded(_Part):
             return
         others = [one for one in given if not is_of_each_row(one, self) and not has_rows_for(one, self)]
         unfit = [one for one in others if not fits(one, self)]
-        if name in PRODUCTS or any(type(one) in _KINDS or not is_number(one) for one in unfit):
+        if name in PRODUCTS or any(type(one) in KINDS or not is_number(one) for one in unfit):
             refuse(self, name)
         place = lies(getattr(self, PART_OF))
         if any(isinstance(one, _Part) and lies(getattr(one, PART_OF)) != place for one in others):
@@ -305,13 +306,13 @@ class GuardedData(PartData, Guarded):
         return GuardedData
 
 
-_KINDS: set[type] = {PartValues, PartData, GuardedData}
-_KNOWN: set[type] = {*_KINDS, Tensor, nn.Parameter}
+KINDS.update({PartValues, PartData, GuardedData})
+_KNOWN: set[type] = {*KINDS, Tensor, nn.Parameter}
 
 
 def guards(kind: type[T]) -> type[T]:
     """Have a class that derives from `Guarded` be one of the kinds of parts."""
-    _KINDS.add(kind)
+    KINDS.add(kind)
     _KNOWN.add(kind)
     return kind
 

@@ -26,6 +26,10 @@ _READER = "_tulle_reader"
 """The attribute by which a part knows who has the rest."""
 
 
+KINDS: set[type] = set()
+"""Classes of parts, and of what becomes of them; `Guarded` and its kin tell of themselves."""
+
+
 def writes_by_data(parameter: Tensor) -> int:
     """How often a guarded parameter was written in by way of `.data`, or given other data: no version tells of it."""
     return getattr(parameter, _WRITES, 0)
@@ -38,6 +42,9 @@ def note_write(parameter: Tensor) -> None:
 
 def local_of(tensor: Tensor) -> Tensor:
     """What of a tensor lies on this rank, without a graph: of a part what `.to_local()` gives, else `.detach()`."""
+    if type(tensor) in KINDS:
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.detach(tensor)
     found = tensor.detach()  # which is waited for, if it is on the way
     if not hasattr(found, PART_OF):
         return found
