@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tulle.pipeline.attributes import own_attributes
@@ -140,4 +141,5 @@ def _state_of(value: Any, seen: set[int]) -> object:
 
 def _written(tensors: Sequence[Tensor]) -> list[int]:
     """How often each was written in so far."""
-    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+    with torch._C.DisableTorchFunctionSubclass():  # of parts, and of what lives elsewhere
+        return [tensor._version for tensor in tensors if not tensor.is_inference()]

@@ -9,7 +9,7 @@ on, of batches, say, than the rank that has it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tulle.deferred.draws import can_draw_in_chunks, draw_in_chunks
 from tulle.errors import ModelError
-from tulle.parts import DRAWS, LEAVES_TORCH, LIKE, PLAIN, name_of
+from tulle.parts import DRAWS, LEAVES_TORCH, LIKE, OF_NO_VALUES, PLAIN, name_of
 from tulle.pipeline.placeholder import running
 from tulle.pipeline.structure import LEAF_KINDS
 
@@ -71,31 +71,12 @@ class _AtHome(Tensor):
         They would come without values, but with memory. So they are given it as what it is, a plain tensor.
         """
         is_alone = len(args) == 1 and not kwargs and isinstance(args[0], _AtHome)
-        leaves = args if is_alone else tree_leaves((args, kwargs))
-        kinds = [(leaf, type(leaf)) for leaf in leaves if isinstance(leaf, _AtHome)]
-        name = name_of(func)
-        if name in _DRAWS and all(_is_away(tensor) for tensor, _ in kinds):
-            _draw_in_vain(func, args, kwargs or {})
-        for tensor, kind in kinds:
-            object.__setattr__(tensor, "__class__", nn.Parameter if issubclass(kind, nn.Parameter) else Tensor)
-        try:
-            result = func(*args, **(kwargs or {}))
-        except (RuntimeError, TypeError) as error:
-            if kinds and "meta" in str(error) and _has_values(leaves):
-                raise _mixed(name, kinds[0][0]) from error
-            wants_values = name in _READS or isinstance(error, NotImplementedError)
-            if kinds and wants_values and _is_away(kinds[0][0]):
-                raise _read(name, kinds[0][0]) from error
-            raise
-        finally:
-            for tensor, kind in kinds:
-                object.__setattr__(tensor, "__class__", kind)
-        if not kinds or name in PLAIN:
-            return result
-        is_said_to_be_here = isinstance(result, Tensor) and not _IS_META.__get__(result)
-        if is_said_to_be_here and name not in _BY_SHAPE and _has_values(leaves):
-            raise _mixed(name, kinds[0][0])  # a CPU has computed with what lay in memory
-        return _computed(result, kinds[0][0]._home)
+        if is_alone and func in OF_NO_VALUES:  # first, as it is asked several times a step
+            with torch._C.DisableTorchFunctionSubclass():
+                told = func(*args)
+            if not isinstance(told, Tensor):
+                return told
+        return _given_plain(func, args, kwargs or {}, leaves=args if is_alone else tree_leaves((args, kwargs)))
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         """As of a tensor of its device: what torch's moving averages bring there is there."""
@@ -104,6 +85,43 @@ class _AtHome(Tensor):
             if device is not None and device.type == self._home.type:
                 return self if dtype in (None, self.dtype) else super().to(dtype)
         return super().to(*args, **kwargs)
+
+
+def _given_plain(
+    func: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any], leaves: Sequence[Any]
+) -> Any:
+    """What a function gives of what lives elsewhere as the plain tensor on `meta` that it is.
+
+    Args:
+        func: The function.
+        args: Its arguments, and
+        keywords: those by name.
+        leaves: All that is in them.
+    """
+    kinds = [(leaf, type(leaf)) for leaf in leaves if isinstance(leaf, _AtHome)]
+    name = name_of(func)
+    if name in _DRAWS and all(_is_away(tensor) for tensor, _ in kinds):
+        _draw_in_vain(func, args, keywords)
+    for tensor, kind in kinds:
+        object.__setattr__(tensor, "__class__", nn.Parameter if issubclass(kind, nn.Parameter) else Tensor)
+    try:
+        result = func(*args, **keywords)
+    except (RuntimeError, TypeError) as error:
+        if kinds and "meta" in str(error) and _has_values(leaves):
+            raise _mixed(name, kinds[0][0]) from error
+        wants_values = name in _READS or isinstance(error, NotImplementedError)
+        if kinds and wants_values and _is_away(kinds[0][0]):
+            raise _read(name, kinds[0][0]) from error
+        raise
+    finally:
+        for tensor, kind in kinds:
+            object.__setattr__(tensor, "__class__", kind)
+    if not kinds or name in PLAIN:
+        return result
+    is_said_to_be_here = isinstance(result, Tensor) and not _IS_META.__get__(result)
+    if is_said_to_be_here and name not in _BY_SHAPE and _has_values(leaves):
+        raise _mixed(name, kinds[0][0])  # a CPU has computed with what lay in memory
+    return _computed(result, kinds[0][0]._home)
 
 
 def _is_on_meta(tensor: _AtHome) -> bool:

@@ -382,9 +382,9 @@ class Runtime:
         return seed_of(self.seed, self._before + number)
 
     def _note_frozen(self) -> None:
-        for number, model in self.models.items():
-            needed = bytes(parameter.requires_grad for parameter in model.parameters)
-            self.holdings.frozen[number] = seed_of(needed)
+        with torch._C.DisableTorchFunctionSubclass():  # of parts, and of what lives elsewhere
+            needed = {n: bytes(p.requires_grad for p in model.parameters) for n, model in self.models.items()}
+        self.holdings.frozen |= {number: seed_of(one) for number, one in needed.items()}
 
 
 def runtime_of(axis: Axis, seed: int = 0) -> Runtime:
