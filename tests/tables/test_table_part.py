@@ -125,7 +125,7 @@ def test_what_treats_every_number_by_itself_goes_on_with_the_numbers_of_one_proc
 class Half:
     """What a square part has the first rows of; the others are zeros."""
 
-    dims, count, layout, shape = [0], 32, "half", (8, 4)
+    dims, count, layout, shape, is_gathered = [0], 32, "half", (8, 4), False
 
     def over(self, number, op):
         return number
