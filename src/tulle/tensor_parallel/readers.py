@@ -42,6 +42,8 @@ _BY_NAME = {"get_submodule", "get_parameter"}
 """Methods of modules that take a chain as their argument."""
 _ALL = {"parameters", "named_parameters", "state_dict"}
 """Methods that give all parameters of a module and of what is in it."""
+_OTHERWISE = {"getattr", "vars", "_parameters", "__dict__", "__getattr__"}
+"""Other names by which code comes to the parameters of a module."""
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 _NOTHING = {"PUSH_NULL", "PRECALL", "NOP", "CACHE", "EXTENDED_ARG", "COPY_FREE_VARS", "FOR_ITER"}
 """Names of instructions that leave what is known of the stack as it is."""
@@ -115,6 +117,29 @@ def _reached(kinds: Iterable[type[nn.Module]]) -> set[str]:
     return names
 
 
+@cache
+def names_in_forward(kind: type[nn.Module]) -> frozenset[str]:
+    """Names that are in the methods of a class to which its forward comes, and that of these."""
+    return frozenset(_reached([kind]))
+
+
+@cache
+def may_read(kind: type[nn.Module], name: str) -> bool:
+    """Whether the forward of a class, or what it comes to in that class, may read an own parameter of a name."""
+    names = names_in_forward(kind)
+    codes = [method.__code__ for own, method in _methods(kind) if own in names]
+    return not names.isdisjoint(_ALL | _BY_NAME | _OTHERWISE) or any(_takes(code, name) for code in codes)
+
+
+def _takes(code: CodeType, name: str) -> bool:
+    """Whether a method takes an attribute of a name, of anything, for more than is asked without its values."""
+    pairs = pairwise(one for one in dis.get_instructions(code) if not _does_nothing(one))
+    within = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return any(one.argval == name and following.argval not in _ABOUT for one, following in pairs) or any(
+        _takes(constant, name) for constant in within
+    )
+
+
 def _names_in(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
@@ -153,7 +178,7 @@ def _chains_in(code: CodeType, aliases: dict[str, set[Chain]]) -> Iterator[Chain
         aliases: By local variable the chains that it may stand for; of `self` the empty one.
     """
     chains: set[Chain] = set()  # what is on top of the stack may be
-    given_to = ""  # the function that is: getattr, or next, which takes the first only of all that there are
+    given_to = ""  # the function that is: getattr, isinstance, or next, which takes the first only of all there are
     is_named = False  # whether a constant has named a chain
     instructions = (one for one in dis.get_instructions(code) if not _does_nothing(one))
     for instruction, following in pairwise(instructions):  # the last one returns
@@ -171,7 +196,7 @@ def _chains_in(code: CodeType, aliases: dict[str, set[Chain]]) -> Iterator[Chain
         elif not _goes_on(instruction, was_named=was_named):
             chains = set()
         given_to = value if does == "LOAD_GLOBAL" else given_to if chains else ""
-        is_read = (is_named or does == "LOAD_ATTR") and following.argval not in _ABOUT
+        is_read = (is_named or does == "LOAD_ATTR") and following.argval not in _ABOUT and given_to != "isinstance"
         takes_all = does in _ATTRIBUTES and given_to != "next"
         yield from (chain for chain in chains if len(chain) > 1 and (takes_all if chain[-1] in _ALL else is_read))
         if does == "LOAD_ATTR" and "NULL" not in instruction.argrepr and following.opname not in _ATTRIBUTES:

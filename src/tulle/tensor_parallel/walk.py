@@ -14,8 +14,8 @@ from tulle.mesh import Axis
 from tulle.names import as_names
 from tulle.tensor_parallel.dropout import BetweenLayers
 from tulle.tensor_parallel.inside import inside
-from tulle.tensor_parallel.placement import placements_of
-from tulle.tensor_parallel.readers import read_past
+from tulle.tensor_parallel.placement import place, placements_of
+from tulle.tensor_parallel.readers import may_read, read_past
 from tulle.tensor_parallel.region import Sequences
 from tulle.tensor_parallel.registry import factory_of, is_alone, stack_of
 from tulle.tensor_parallel.splitter import Splitter, has_own_keys, has_plain_rows
@@ -118,9 +118,9 @@ class Walk:
                 f"tensor_parallel.apply was given sequence=True, but no stack of layers in the {names} "
                 "is known: leave it out"
             )
+        with_parts = [module for model in models for module in model.modules() if placements_of(module)]
         for model in models:
             self._check_tied(model)
-        with_parts = (module for model in models for module in model.modules() if placements_of(module))
         for module in {id(module): module for module in (*self.split, *with_parts)}.values():
             inside(module)
         logger.info("axis %s splits %d modules of %s", self.axis.name, len(self.split), names)
@@ -221,9 +221,15 @@ class Walk:
         return is_small(module, self.smallest_bytes, self.axis.size, self.unknown)
 
     def _check_tied(self, model: nn.Module) -> None:
+        """Look at parameters that were cut where they have another name: a module that reads one there is refused."""
         for path, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) in self.to.cuts and name not in placements_of(module):
+                known = self.to.cuts.get(id(parameter))
+                if known is None or name in placements_of(module):
+                    continue
+                if only_names(module, name):
+                    place(module, name, known[1])
+                else:
                     raise ModelError(
                         f"{_join(path, name)} is tied to a parameter that was split, but the {type(module).__name__} "
                         "stays whole: select both modules, or none, or untie them"
@@ -234,17 +240,25 @@ def held_by_unknown(model: nn.Module) -> set[int]:
     """Identities of parameters that must stay whole, and of all that layers tied to them have.
 
     They are those of modules that no factory can split, and what the model's code reads past its layer. Such a layer
-    can not be split unasked, nor can one that is tied to it: BERT's descendants give the bias of their output layer a
-    second name on the head, and tie its weight to the table of words.
+    can not be split unasked, nor can one that is tied to it. What a module only has a second name for is not held:
+    heads of BERT's kind give the bias of their output layer a name of their own, which forward does not read.
     """
     whole = (module for module in model.modules() if factory_of(module) is None or _is_bound_to_stay(module))
-    held = {id(own) for module in whole for _, own in module.named_parameters(recurse=False)} | set(
-        map(id, read_past(model))
-    )
+    held = {
+        id(own)
+        for module in whole
+        for name, own in module.named_parameters(recurse=False)
+        if not only_names(module, name)
+    } | set(map(id, read_past(model)))
     layers = [{id(own) for own in module.parameters()} for module in model.modules() if is_alone(module)]
     while tied := [layer for layer in layers if layer & held and not layer <= held]:
         held = held.union(*tied)
     return held
+
+
+def only_names(module: nn.Module, name: str) -> bool:
+    """Whether a module of no known class has a parameter of that name, and its forward does not read it."""
+    return factory_of(module) is None and not may_read(type(module), name)
 
 
 def _is_bound_to_stay(module: nn.Module) -> bool:
