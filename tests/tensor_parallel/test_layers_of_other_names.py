@@ -1,5 +1,7 @@
 """Layers of classes that nobody knows by name are split where their forward is that of torch's, or only calls it."""
 
+import logging
+
 import pytest
 import torch
 from split_training import check_exact, ids
@@ -10,6 +12,7 @@ import tulle
 from ranks import on_ranks
 from tulle import tensor_parallel
 from tulle.errors import ModelError
+from tulle.mesh import Axis
 
 WORDS = 10
 
@@ -132,3 +135,20 @@ class Asks(nn.Module):
 
 def test_to_ask_whether_a_weight_is_a_tensor_is_not_to_read_it():
     assert tensor_parallel.known(Asks(), smallest_bytes=0, ranks=2) == ["body"]
+
+
+class Convolutions(nn.Module):
+    """Has most of its parameters where nothing is known, and a layer that is."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.body, self.head = nn.Conv1d(channels, channels, 3), nn.Linear(channels, 8)
+
+
+@pytest.mark.parametrize(("channels", "select", "is_told"), [(16, None, True), (2, None, False), (16, ["head"], False)])
+def test_a_model_that_is_whole_for_the_most_part_is_told_of(channels, select, is_told, caplog):
+    axis = Axis("model", 0, 2, (0, 1), None, torch.device("meta"), 0.0)  # to cut sends nothing
+    with caplog.at_level(logging.WARNING, "tulle"):
+        tensor_parallel.apply(Convolutions(channels), axis, smallest_bytes=0, select=select)
+    said = "but 85% of its parameters lie in large ones that stay whole on each of 2 ranks (Conv1d 85%): register"
+    assert [said in message for message in caplog.messages] == [True] * is_told

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.names import as_names
 from tulle.tensor_parallel.dropout import BetweenLayers
 from tulle.tensor_parallel.inside import inside
-from tulle.tensor_parallel.placement import place, placements_of
+from tulle.tensor_parallel.placement import Placement, place, placements_of
 from tulle.tensor_parallel.readers import may_read, read_past
 from tulle.tensor_parallel.region import Sequences
 from tulle.tensor_parallel.registry import factory_of, is_alone, stack_of
@@ -123,7 +124,22 @@ class Walk:
             self._check_tied(model)
         for module in {id(module): module for module in (*self.split, *with_parts)}.values():
             inside(module)
-        logger.info("axis %s splits %d modules of %s", self.axis.name, len(self.split), names)
+        self._tell(models, names)
+
+    def _tell(self, models: Sequence[nn.Module], names: str) -> None:
+        """Say what was split, and warn of a model that was to be split and is whole on every rank for the most part."""
+        left = left_whole(models, self.to.cuts, self.smallest_bytes, self.leave)
+        share = sum(left.values())
+        said = f"axis {self.axis.name} splits {len(self.split)} modules of {names}"
+        if share <= 0.5 or self.moves:  # as patterns say
+            logger.info(said)
+        elif self.axis.rank == 0:
+            kinds = ", ".join(f"{kind} {part:.0%}" for kind, part in sorted(left.items(), key=lambda one: -one[1])[:3])
+            logger.warning(
+                f"{said}, but {share:.0%} of its parameters lie in large ones that stay whole on each of "
+                f"{self.axis.size} ranks ({kinds}): register a factory for what has them by "
+                "tulle.tensor_parallel.register, select layers by name, or use the ranks for another axis"
+            )
 
     def _visit_children(self, module: nn.Module, name: str, move: str) -> None:
         stack = stack_of(module)
@@ -275,6 +291,33 @@ def is_small(module: nn.Module, smallest_bytes: int, ranks: int, unknown: Collec
         return True
     largest = max(module.parameters(), key=lambda parameter: parameter.nbytes)
     return largest.nbytes < smallest_bytes or largest.shape[0] < ranks
+
+
+def left_whole(
+    models: Sequence[nn.Module],
+    cuts: Mapping[int, tuple[Tensor, Placement]],
+    smallest_bytes: int,
+    leave: Collection[str],
+) -> dict[str, float]:
+    """The shares of all parameters that lie in whole ones of some size, by the class of the module that has them.
+
+    Args:
+        models: After a walk.
+        cuts: What was cut, by identity.
+        smallest_bytes: From which size on.
+        leave: Names of modules that are not to count, as they are to stay whole.
+    """
+    counts: Counter[str] = Counter()
+    total = sum(placement.shape.numel() for _, placement in cuts.values())
+    seen = {*cuts}
+    for path, module in (one for model in models for one in model.named_modules()):
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in seen:
+                total += parameter.numel()
+                is_meant = parameter.nbytes >= smallest_bytes and path not in leave
+                counts[type(module).__name__] += parameter.numel() if is_meant else 0
+            seen.add(id(parameter))
+    return {kind: count / total for kind, count in counts.items() if count}
 
 
 def moves_of(select: Select | None) -> Mapping[str, str]:
