@@ -160,6 +160,10 @@ class Walk:
             )
         for child_name, child in module.named_children():
             self.visit(child, _join(name, child_name), move)
+        if (
+            isinstance(module, nn.TransformerEncoderLayer) and len(self.split) > before
+        ):  # of a class that derives from it
+            module.activation_relu_or_gelu = 0  # torch's fused inference path reads the weights of what is in it
 
     def _split_stack(self, stack_module: nn.Module, name: str) -> None:
         """Split layers, between which activations are split along sequences."""
