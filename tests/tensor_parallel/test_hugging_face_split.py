@@ -85,6 +85,11 @@ MODELS = {
         "NemotronHConfig",
         LLAMA | EXPERTS | {"n_routed_experts": 4, "layers_block_type": ["moe"] * 2},
     ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        LLAMA | {"num_local_experts": 4, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 36},
+    ),
     "falcon": ("FalconForCausalLM", "FalconConfig", COMMON | {"num_hidden_layers": 2}),
     "openai gpt": ("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", GPT2 | {"afn": "gelu"}),
     "bart": (

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from tulle.tensor_parallel.registry import Kind, register_kind
+from tulle.tensor_parallel.registry import Kind, register_kind, register_names
 from tulle.tensor_parallel.splitter import Splitter
 
 _PLAIN = {"has_bias": False, "has_post_expert_norm": False, "is_concatenated": True, "_is_expert_parallel": False}
@@ -44,8 +44,18 @@ def split_experts(experts: Any, to: Splitter) -> None:
     experts.intermediate_dim = experts.down_proj.shape[inputs]
 
 
+def split_llama4_experts(experts: Any, to: Splitter) -> None:
+    """Llama 4's, whose weights lie as `[experts, inputs, features]`, and which are given each expert's own tokens."""
+    inner = experts.down_proj.shape[1]
+    to.enter(experts, "hidden_states")
+    to.cut(experts, "gate_up_proj", dim=2, sections=[inner, inner])
+    to.cut(experts, "down_proj", dim=1)
+    to.leave(experts)
+
+
 def _up(experts: nn.Module) -> str:
     return "gate_up_proj" if getattr(experts, "has_gate", True) else "up_proj"
 
 
+register_names({"transformers.models.llama4.modeling_llama4.Llama4TextExperts": split_llama4_experts}, {})
 register_kind(Kind(are_experts, split_experts, is_alone=False))
