@@ -164,6 +164,30 @@ def test_weights_of_layers_that_are_handed_over_are_seen():
     assert tensor_parallel.known(HandsOver(), smallest_bytes=0, ranks=2) == ["told"]
 
 
+def joined(x, layers):
+    return nn.functional.linear(x, torch.cat([layer.weight for layer in layers]))
+
+
+def score(hidden, layer):
+    return joined(hidden, [layer])
+
+
+class HandsToFunctions(nn.Module):
+    """Gives layers to functions of its module, one in a list, and to one that it defines; others it calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.keys, self.head, self.gate, self.told = (nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x):
+        scaled = lambda layer, given: nn.functional.linear(given, layer.weight * 2)  # noqa: E731 - as in libraries
+        return score(joined(self.told(x), [self.queries, self.keys]), self.head) + scaled(self.gate, x)
+
+
+def test_weights_of_layers_that_functions_are_given_are_seen():
+    assert tensor_parallel.known(HandsToFunctions(), smallest_bytes=0, ranks=2) == ["told"]
+
+
 def as_it_is(method):
     @functools.wraps(method)
     def wrapped(self, x):

@@ -13,9 +13,10 @@ Where forward comes to it, all of a module is read too, as for `torch.func.funct
 
     adapted = {name: p - self.rate * g for (name, p), g in zip(self.net.named_parameters(), gradients)}
 
-and what methods read of their arguments is read of every layer that is handed over:
+and what methods, and functions that they call, read of their arguments is read of every layer that is handed over:
 
     return self.head(hidden, self.words)                          # whose forward has `words.weight`
+    return joined(hidden, [self.queries, self.keys])              # which has `layer.weight for layer in layers`
 """
 
 from __future__ import annotations
@@ -84,11 +85,41 @@ def read_past(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _read_of_arguments(kinds: Iterable[type[nn.Module]], reached: set[str]) -> set[str]:
-    """Names of attributes that methods to which forward comes read of their arguments."""
-    codes = [method.__code__ for kind in kinds for name, method in _methods(kind) if name in reached]
-    arguments = [(code, code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]) for code in codes]
+    """Names of attributes that methods and functions to which forward comes read of their arguments, or of items."""
+    methods = [method for kind in kinds for name, method in _methods(kind) if name in reached]
+    begin = {id(method.__code__): 1 for method in methods}  # after self
+    codes = {id(code): code for one in (*methods, *_functions_of(methods)) for code in _codes_in(one.__code__)}
+    arguments = [(code, _arguments(code)[begin.get(key, 0) :]) for key, code in codes.items()]
     chains = (chain for code, names in arguments for chain in _chains_in(code, {name: {(_HANDED,)} for name in names}))
-    return {chain[1] for chain in chains if len(chain) == 2} - {_HANDED}
+    return {last for _, *path, last in chains if {*path} <= {_ANY}} - {_HANDED, _ANY}
+
+
+def _arguments(code: CodeType) -> tuple[str, ...]:
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def _functions_of(methods: Iterable[FunctionType]) -> list[FunctionType]:
+    """Functions of modules that are no method, to which some methods come by their names."""
+    found: dict[int, FunctionType] = {}
+    following = [*methods]
+    while following:
+        function = following.pop()
+        for name in {*_names_in(function.__code__)}:
+            called = function.__globals__.get(name)
+            if isinstance(called, FunctionType) and not called.__module__.startswith("torch."):
+                plain = inspect.unwrap(called)
+                if isinstance(plain, FunctionType) and id(plain) not in found:
+                    found[id(plain)] = plain
+                    following.append(plain)
+    return [*found.values()]
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    """A function's, and of those that it defines."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)
 
 
 def _handed(module: nn.Module, names: set[str]) -> Iterator[nn.Parameter]:
