@@ -73,6 +73,21 @@ def test_there_is_one_proxy_also_when_a_gradient_before_it_comes_later():
         assert sum(isinstance(p.grad, ProxyGradient) for p in model.parameters()) == 1
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("foreach", [None, True])
+def test_clipping_takes_a_part_of_one_row_beside_a_whole_as_long_as_the_layer(foreach):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Bilinear(4, 4, 2), nn.Linear(2, 2)).double()  # the first stays whole, the second is [1, 2]
+    model[0].register_parameter("scale", nn.Parameter(torch.ones(2, 3, dtype=torch.float64)))
+    reference, mesh = copy.deepcopy(model), tulle.init(model=2)
+    tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh)
+    x, norms = torch.arange(8.0, dtype=torch.float64).view(2, 4), []
+    for one in (reference, model):
+        (one[1](one[0](x, x)).pow(2).sum() + one[0].scale.pow(3).sum()).backward()
+        norms.append(nn.utils.clip_grad_norm_(one.parameters(), 0.1, foreach=foreach).item())
+    assert norms[1] == pytest.approx(norms[0], rel=1e-12)
+
+
 @on_ranks(4)
 def test_clipping_some_parameters_is_tulles_alone():
     reference = build("stack")

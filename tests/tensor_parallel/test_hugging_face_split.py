@@ -50,6 +50,7 @@ T5 = {
     "use_cache": False,
     "decoder_start_token_id": 0,
 }
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 36, "experts_implementation": "eager"}
 MODELS = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
     "gpt2 untied": ("GPT2LMHeadModel", "GPT2Config", GPT2 | {"tie_word_embeddings": False}),
@@ -73,6 +74,28 @@ MODELS = {
         "MixtralForCausalLM",
         "MixtralConfig",
         LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"},
+    ),
+    "qwen3 moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        LLAMA | EXPERTS | {"num_experts": 4, "decoder_sparse_step": 1},
+    ),
+    "nemotron": (  # experts without a gate
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        LLAMA | EXPERTS | {"n_routed_experts": 4, "layers_block_type": ["moe"] * 2},
+    ),
+    "llama4": (
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        LLAMA | {"num_local_experts": 4, "interleave_moe_layer_step": 1, "intermediate_size_mlp": 36},
+    ),
+    "falcon": ("FalconForCausalLM", "FalconConfig", COMMON | {"num_hidden_layers": 2}),
+    "openai gpt": ("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", GPT2 | {"afn": "gelu"}),
+    "bart": (
+        "BartForCausalLM",
+        "BartConfig",
+        {"d_model": 48, "decoder_layers": 2, "decoder_ffn_dim": 36, "decoder_attention_heads": 12, "vocab_size": WORDS},
     ),
 }
 

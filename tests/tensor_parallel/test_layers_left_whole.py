@@ -19,10 +19,10 @@ from tulle.errors import ModelError
 
 
 class Scaled(nn.Embedding):
-    """A table of a class of its own, as BART's."""
+    """A table of a class that looks up for itself."""
 
     def forward(self, input):
-        return super().forward(input) * 2.0
+        return nn.functional.embedding(input, self.weight) * 2.0
 
 
 def test_a_layer_that_is_tied_to_a_module_of_an_unknown_class_stays_whole_unless_asked_for():
@@ -32,8 +32,15 @@ def test_a_layer_that_is_tied_to_a_module_of_an_unknown_class_stays_whole_unless
     assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["1"]
 
 
-def test_a_head_that_names_the_bias_of_its_layer_again_leaves_it_and_the_table_tied_to_it_whole():
-    head = nn.Module()
+class Head(nn.Module):
+    """An output layer, to whose scores it adds its bias once more."""
+
+    def forward(self, hidden):
+        return self.decoder(hidden) + self.bias
+
+
+def test_a_head_that_reads_the_bias_of_its_layer_leaves_it_and_the_table_tied_to_it_whole():
+    head = Head()
     head.decoder = nn.Linear(4, 8)
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), head)
     assert tensor_parallel.known(model, smallest_bytes=0, ranks=2) == ["0", "1", "2.decoder"]
@@ -155,6 +162,30 @@ class HandsOver(nn.Module):
 
 def test_weights_of_layers_that_are_handed_over_are_seen():
     assert tensor_parallel.known(HandsOver(), smallest_bytes=0, ranks=2) == ["told"]
+
+
+def joined(x, layers):
+    return nn.functional.linear(x, torch.cat([layer.weight for layer in layers]))
+
+
+def score(hidden, layer):
+    return joined(hidden, [layer])
+
+
+class HandsToFunctions(nn.Module):
+    """Gives layers to functions of its module, one in a list, and to one that it defines; others it calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.keys, self.head, self.gate, self.told = (nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x):
+        scaled = lambda layer, given: nn.functional.linear(given, layer.weight * 2)  # noqa: E731 - as in libraries
+        return score(joined(self.told(x), [self.queries, self.keys]), self.head) + scaled(self.gate, x)
+
+
+def test_weights_of_layers_that_functions_are_given_are_seen():
+    assert tensor_parallel.known(HandsToFunctions(), smallest_bytes=0, ranks=2) == ["told"]
 
 
 def as_it_is(method):

@@ -223,6 +223,20 @@ def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
+def meeting(func: Callable[..., Any], args: Sequence[Any], given: list[Tensor]) -> list[list[Tensor]]:
+    """Which of the tensors that a function is given meet: of those in lists (`_foreach_mul_`) what is at one place.
+
+    Example:
+        >>> one, other = torch.ones(1), torch.ones(2)
+        >>> [len(together) for together in meeting(torch._foreach_norm, [[one, other]], [one, other])]
+        [1, 1]
+    """
+    if not name_of(func).startswith("_foreach_"):
+        return [given]
+    lists = [value for value in args if isinstance(value, list | tuple)]
+    return [[*tensors_in(place)] for place in zip(*lists, strict=False)]
+
+
 def at_places(places: Tensor, dim: int, given: Any, shape: Sequence[int]) -> Any:
     """What was given to a function, of tensors of one shape some places along a dimension only.
 

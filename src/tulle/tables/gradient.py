@@ -43,6 +43,7 @@ from tulle.parts import (
     held_alone,
     made_of,
     make_gradients_by,
+    meeting,
     meets_parts,
     mixes,
     name_of,
@@ -135,8 +136,8 @@ class ShardGradient(torch.Tensor):
         check_alone(func, args, keywords)
         with torch._C.DisableTorchFunctionSubclass():
             given = [*tensors_in(args), *tensors_in(keywords.values())]
-            if any(1 in one.shape for one in given):
-                _check_shapes(name_of(func), given)  # which torch would repeat
+            for together in meeting(func, args, given) if any(1 in one.shape for one in given) else ():
+                _check_shapes(name_of(func), together)  # which torch would repeat
             try:
                 result = func(*args, **keywords)
             except RuntimeError as error:
@@ -269,9 +270,8 @@ def _of_all(
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         extent = gradient.extent()
         given, result = held_alone(func, extent, (gradient, tuple(args), dict(keywords)), result)
-        found = None
-        if extent.is_known:
-            found = number_of_whole(name, *given, result, _together(gradient.axes, gradient.count))
+        together = _together(gradient.axes, gradient.count)
+        found = number_of_whole(name, *given, result, together) if extent.is_known else None
     if found is None and name in REDUCED:
         _refuse_to(name, gradient)
     return result if found is None else found

@@ -1,6 +1,6 @@
 """Tensor parallelism: layers whose work and weights are split over an axis, each class by its own rule."""
 
-from tulle.tensor_parallel import hugging_face, torch_layers
+from tulle.tensor_parallel import alike, hugging_face, torch_layers
 from tulle.tensor_parallel.clip import clip_grad_norm_, gradient_norm
 from tulle.tensor_parallel.convert import apply, enabled, known
 from tulle.tensor_parallel.loss import cross_entropy
@@ -11,6 +11,7 @@ from tulle.tensor_parallel.splitter import Splitter
 __all__ = [
     "Placement",
     "Splitter",
+    "alike",
     "apply",
     "clip_grad_norm_",
     "cross_entropy",

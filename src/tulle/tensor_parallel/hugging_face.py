@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from tulle.errors import ModelError
+from tulle.tensor_parallel.experts import split_experts
 from tulle.tensor_parallel.registry import Stack, register_names
 from tulle.tensor_parallel.splitter import Splitter
 
@@ -72,13 +73,6 @@ def _split_bert_output(output: Any, to: Splitter) -> None:
     to.norm(output.LayerNorm)
 
 
-def split_tied_head(head: Any, to: Splitter) -> None:
-    """The output layer of BERT's and RoBERTa's heads, whose bias has a second name; what is before it stays whole."""
-    to.column_alone(head.decoder)
-    if head.bias is head.decoder.bias:
-        to.cut(head, "bias", dim=0)
-
-
 def split_t5_block(block: Any, to: Splitter) -> None:
     """T5. The first block's table of position biases, one for each head, is read by all: all blocks are split."""
     *attentions, feed_forward = block.layer
@@ -124,20 +118,14 @@ def split_llama_layer(layer: Any, to: Splitter) -> None:
 def split_mixtral_layer(layer: Any, to: Splitter) -> None:
     """Mixtral: every expert is split by its inner features, so ranks are equally busy whatever the router says."""
     _split_grouped_attention(layer.self_attn, to)
-    experts = layer.mlp.experts
-    inner = experts.intermediate_dim
     to.whole_within(layer.mlp)
-    to.enter(experts, whole=["hidden_states", "top_k_weights"])
-    to.cut(experts, "gate_up_proj", dim=1, sections=[inner, inner])
-    to.cut(experts, "down_proj", dim=2)
-    to.leave(experts)
-    experts.intermediate_dim = experts.down_proj.shape[2]
+    split_experts(layer.mlp.experts, to)
     _keep_norms(layer, to)
 
 
-def split_scaled_embedding(embedding: nn.Embedding, to: Splitter) -> None:
-    """Gemma's, which scales what it looks up."""
-    to.vocabulary(embedding)
+def split_linear(linear: nn.Module, to: Splitter) -> None:
+    """What computes each output feature by itself, as `nn.Linear` does: by these, gathered on every rank."""
+    to.column_alone(linear)
 
 
 def _split_grouped_attention(attention: Any, to: Splitter) -> None:
@@ -200,11 +188,9 @@ register_names(
         f"{_MODELS}.gpt2.modeling_gpt2.GPT2Block": split_gpt2_block,
         f"{_MODELS}.bert.modeling_bert.BertLayer": split_bert_layer,
         f"{_MODELS}.roberta.modeling_roberta.RobertaLayer": split_bert_layer,
-        f"{_MODELS}.bert.modeling_bert.BertLMPredictionHead": split_tied_head,
-        f"{_MODELS}.roberta.modeling_roberta.RobertaLMHead": split_tied_head,
         f"{_MODELS}.t5.modeling_t5.T5Block": split_t5_block,
-        f"{_MODELS}.gemma.modeling_gemma.GemmaTextScaledWordEmbedding": split_scaled_embedding,
-        f"{_MODELS}.gemma2.modeling_gemma2.Gemma2TextScaledWordEmbedding": split_scaled_embedding,
+        "transformers.pytorch_utils.Conv1D": split_linear,
+        f"{_MODELS}.falcon.modeling_falcon.FalconLinear": split_linear,
     },
     {f"{_MODELS}.{name}.modeling_{name}.{kind}Model": Stack("layers", ("norm",)) for name, kind in _CLASSES.items()}
     | {
@@ -214,9 +200,7 @@ register_names(
         f"{_MODELS}.t5.modeling_t5.T5Stack": Stack("block", ("final_layer_norm",), is_one=True),
     },
     alone=[
-        f"{_MODELS}.bert.modeling_bert.BertLMPredictionHead",
-        f"{_MODELS}.roberta.modeling_roberta.RobertaLMHead",
-        f"{_MODELS}.gemma.modeling_gemma.GemmaTextScaledWordEmbedding",
-        f"{_MODELS}.gemma2.modeling_gemma2.Gemma2TextScaledWordEmbedding",
+        "transformers.pytorch_utils.Conv1D",
+        f"{_MODELS}.falcon.modeling_falcon.FalconLinear",
     ],
 )

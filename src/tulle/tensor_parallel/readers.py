@@ -13,9 +13,10 @@ Where forward comes to it, all of a module is read too, as for `torch.func.funct
 
     adapted = {name: p - self.rate * g for (name, p), g in zip(self.net.named_parameters(), gradients)}
 
-and what methods read of their arguments is read of every layer that is handed over:
+and what methods, and functions that they call, read of their arguments is read of every layer that is handed over:
 
     return self.head(hidden, self.words)                          # whose forward has `words.weight`
+    return joined(hidden, [self.queries, self.keys])              # which has `layer.weight for layer in layers`
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ _BY_NAME = {"get_submodule", "get_parameter"}
 """Methods of modules that take a chain as their argument."""
 _ALL = {"parameters", "named_parameters", "state_dict"}
 """Methods that give all parameters of a module and of what is in it."""
+_OTHERWISE = {"getattr", "vars", "_parameters", "__dict__", "__getattr__"}
+"""Other names by which code comes to the parameters of a module."""
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 _NOTHING = {"PUSH_NULL", "PRECALL", "NOP", "CACHE", "EXTENDED_ARG", "COPY_FREE_VARS", "FOR_ITER"}
 """Names of instructions that leave what is known of the stack as it is."""
@@ -82,11 +85,41 @@ def read_past(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _read_of_arguments(kinds: Iterable[type[nn.Module]], reached: set[str]) -> set[str]:
-    """Names of attributes that methods to which forward comes read of their arguments."""
-    codes = [method.__code__ for kind in kinds for name, method in _methods(kind) if name in reached]
-    arguments = [(code, code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]) for code in codes]
+    """Names of attributes that methods and functions to which forward comes read of their arguments, or of items."""
+    methods = [method for kind in kinds for name, method in _methods(kind) if name in reached]
+    begin = {id(method.__code__): 1 for method in methods}  # after self
+    codes = {id(code): code for one in (*methods, *_functions_of(methods)) for code in _codes_in(one.__code__)}
+    arguments = [(code, _arguments(code)[begin.get(key, 0) :]) for key, code in codes.items()]
     chains = (chain for code, names in arguments for chain in _chains_in(code, {name: {(_HANDED,)} for name in names}))
-    return {chain[1] for chain in chains if len(chain) == 2} - {_HANDED}
+    return {last for _, *path, last in chains if {*path} <= {_ANY}} - {_HANDED, _ANY}
+
+
+def _arguments(code: CodeType) -> tuple[str, ...]:
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def _functions_of(methods: Iterable[FunctionType]) -> list[FunctionType]:
+    """Functions of modules that are no method, to which some methods come by their names."""
+    found: dict[int, FunctionType] = {}
+    following = [*methods]
+    while following:
+        function = following.pop()
+        for name in {*_names_in(function.__code__)}:
+            called = function.__globals__.get(name)
+            if isinstance(called, FunctionType) and not called.__module__.startswith("torch."):
+                plain = inspect.unwrap(called)
+                if isinstance(plain, FunctionType) and id(plain) not in found:
+                    found[id(plain)] = plain
+                    following.append(plain)
+    return [*found.values()]
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    """A function's, and of those that it defines."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)
 
 
 def _handed(module: nn.Module, names: set[str]) -> Iterator[nn.Parameter]:
@@ -113,6 +146,29 @@ def _reached(kinds: Iterable[type[nn.Module]]) -> set[str]:
         codes = [method.__code__ for kind in kinds for name, method in _methods(kind) if name in following]
         following = {name for code in codes for name in _names_in(code)} - names
     return names
+
+
+@cache
+def names_in_forward(kind: type[nn.Module]) -> frozenset[str]:
+    """Names that are in the methods of a class to which its forward comes, and that of these."""
+    return frozenset(_reached([kind]))
+
+
+@cache
+def may_read(kind: type[nn.Module], name: str) -> bool:
+    """Whether the forward of a class, or what it comes to in that class, may read an own parameter of a name."""
+    names = names_in_forward(kind)
+    codes = [method.__code__ for own, method in _methods(kind) if own in names]
+    return not names.isdisjoint(_ALL | _BY_NAME | _OTHERWISE) or any(_takes(code, name) for code in codes)
+
+
+def _takes(code: CodeType, name: str) -> bool:
+    """Whether a method takes an attribute of a name, of anything, for more than is asked without its values."""
+    pairs = pairwise(one for one in dis.get_instructions(code) if not _does_nothing(one))
+    within = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return any(one.argval == name and following.argval not in _ABOUT for one, following in pairs) or any(
+        _takes(constant, name) for constant in within
+    )
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -153,7 +209,7 @@ def _chains_in(code: CodeType, aliases: dict[str, set[Chain]]) -> Iterator[Chain
         aliases: By local variable the chains that it may stand for; of `self` the empty one.
     """
     chains: set[Chain] = set()  # what is on top of the stack may be
-    given_to = ""  # the function that is: getattr, or next, which takes the first only of all that there are
+    given_to = ""  # the function that is: getattr, isinstance, or next, which takes the first only of all there are
     is_named = False  # whether a constant has named a chain
     instructions = (one for one in dis.get_instructions(code) if not _does_nothing(one))
     for instruction, following in pairwise(instructions):  # the last one returns
@@ -171,7 +227,7 @@ def _chains_in(code: CodeType, aliases: dict[str, set[Chain]]) -> Iterator[Chain
         elif not _goes_on(instruction, was_named=was_named):
             chains = set()
         given_to = value if does == "LOAD_GLOBAL" else given_to if chains else ""
-        is_read = (is_named or does == "LOAD_ATTR") and following.argval not in _ABOUT
+        is_read = (is_named or does == "LOAD_ATTR") and following.argval not in _ABOUT and given_to != "isinstance"
         takes_all = does in _ATTRIBUTES and given_to != "next"
         yield from (chain for chain in chains if len(chain) > 1 and (takes_all if chain[-1] in _ALL else is_read))
         if does == "LOAD_ATTR" and "NULL" not in instruction.argrepr and following.opname not in _ATTRIBUTES:

@@ -1,7 +1,8 @@
 """The registry of tensor parallelism: which factory splits modules of which class.
 
 A class is looked up as it is: a subclass may compute something else, so it is registered for itself. Classes of other
-packages are known by name, so that nothing is imported for them.
+packages are known by name, so that nothing is imported for them. What a class of nobody's knowledge computes is known
+where it says so itself: it has the forward of a layer of torch, or an interface that others compute it by (`Kind`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,22 @@ Factory = Callable[[M, Splitter], None]
 _factories: dict[str, Factory[Any]] = {}
 _stacks: dict[str, Stack] = {}
 _alone: set[str] = set()
+_kinds: list[Kind] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Modules that are known by what they are, not by the names of their classes.
+
+    Args:
+        holds: Whether a module is one of them; asked of those whose class is not registered.
+        factory: Splits one.
+        is_alone: Whether they are single layers, which are split from some size on.
+    """
+
+    holds: Callable[[nn.Module], bool]
+    factory: Factory[Any]
+    is_alone: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +110,31 @@ def register_names(
     _alone.update(alone)
 
 
+def register_kind(kind: Kind) -> None:
+    """Register modules of classes that nobody knows by name, which are found by what they are."""
+    _kinds.append(kind)
+
+
 def factory_of(module: nn.Module) -> Factory[Any] | None:
     """The factory for a module, or None; none splits a weight that is made of other parameters."""
     factory = _factories.get(path_of(type(module)))
+    if factory is None and (kind := _kind_of(module)):
+        factory = kind.factory
     is_made = factory is not None and any(makes_weights(one) or is_parametrized(one) for one in module.modules())
     return None if is_made else factory
 
 
 def is_alone(module: nn.Module) -> bool:
     """Whether a module is a single layer that is worth splitting from some size on."""
-    return path_of(type(module)) in _alone
+    path = path_of(type(module))
+    if path in _factories:
+        return path in _alone
+    kind = _kind_of(module)
+    return kind is not None and kind.is_alone
+
+
+def _kind_of(module: nn.Module) -> Kind | None:
+    return next((kind for kind in _kinds if kind.holds(module)), None)
 
 
 def stack_of(module: nn.Module) -> Stack | None:

@@ -94,16 +94,16 @@ class Splitter:
         self._cut_columns(linear, sections)
         take_on(linear, Column, region=None, gathered=None)
 
-    def column_alone(self, linear: nn.Linear, *, gather: bool = True) -> None:
+    def column_alone(self, linear: nn.Module, *, gather: bool = True) -> None:
         """Split a linear layer by output features, between layers that know nothing of it.
 
         Args:
-            linear: An `nn.Linear`.
+            linear: An `nn.Linear`, or a `Conv1D` of transformers.
             gather: Whether every rank gets all features; else its own part, for a row layer.
         """
         features = self.features(linear)
         self._cut_columns(linear, None)
-        if gather:
+        if gather and isinstance(linear, nn.Linear):
             linear.out_features = features  # that is what it gives
         take_on(linear, Column, region=self.region, gathered=features if gather else None)
 
@@ -178,6 +178,8 @@ class Splitter:
         """
         if isinstance(linear, nn.Linear):
             return linear.out_features
+        if is_transposed(linear):
+            return linear.get_parameter("weight").shape[1]
         raise self._is_no_linear(linear)
 
     def norm(self, module: nn.Module | None, *names: str) -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.names import as_names
 from tulle.tensor_parallel.dropout import BetweenLayers
 from tulle.tensor_parallel.inside import inside
-from tulle.tensor_parallel.placement import placements_of
-from tulle.tensor_parallel.readers import read_past
+from tulle.tensor_parallel.placement import Placement, place, placements_of
+from tulle.tensor_parallel.readers import may_read, read_past
 from tulle.tensor_parallel.region import Sequences
 from tulle.tensor_parallel.registry import factory_of, is_alone, stack_of
 from tulle.tensor_parallel.splitter import Splitter, has_own_keys, has_plain_rows
@@ -118,12 +119,27 @@ class Walk:
                 f"tensor_parallel.apply was given sequence=True, but no stack of layers in the {names} "
                 "is known: leave it out"
             )
+        with_parts = [module for model in models for module in model.modules() if placements_of(module)]
         for model in models:
             self._check_tied(model)
-        with_parts = (module for model in models for module in model.modules() if placements_of(module))
         for module in {id(module): module for module in (*self.split, *with_parts)}.values():
             inside(module)
-        logger.info("axis %s splits %d modules of %s", self.axis.name, len(self.split), names)
+        self._tell(models, names)
+
+    def _tell(self, models: Sequence[nn.Module], names: str) -> None:
+        """Say what was split, and warn of a model that was to be split and is whole on every rank for the most part."""
+        left = left_whole(models, self.to.cuts, self.smallest_bytes, self.leave)
+        share = sum(left.values())
+        said = f"axis {self.axis.name} splits {len(self.split)} modules of {names}"
+        if share <= 0.5 or self.moves:  # as patterns say
+            logger.info(said)
+        elif self.axis.rank == 0:
+            kinds = ", ".join(f"{kind} {part:.0%}" for kind, part in sorted(left.items(), key=lambda one: -one[1])[:3])
+            logger.warning(
+                f"{said}, but {share:.0%} of its parameters lie in large ones that stay whole on each of "
+                f"{self.axis.size} ranks ({kinds}): register a factory for what has them by "
+                "tulle.tensor_parallel.register, select layers by name, or use the ranks for another axis"
+            )
 
     def _visit_children(self, module: nn.Module, name: str, move: str) -> None:
         stack = stack_of(module)
@@ -144,6 +160,10 @@ class Walk:
             )
         for child_name, child in module.named_children():
             self.visit(child, _join(name, child_name), move)
+        if (
+            isinstance(module, nn.TransformerEncoderLayer) and len(self.split) > before
+        ):  # of a class that derives from it
+            module.activation_relu_or_gelu = 0  # torch's fused inference path reads the weights of what is in it
 
     def _split_stack(self, stack_module: nn.Module, name: str) -> None:
         """Split layers, between which activations are split along sequences."""
@@ -221,9 +241,15 @@ class Walk:
         return is_small(module, self.smallest_bytes, self.axis.size, self.unknown)
 
     def _check_tied(self, model: nn.Module) -> None:
+        """Look at parameters that were cut where they have another name: a module that reads one there is refused."""
         for path, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) in self.to.cuts and name not in placements_of(module):
+                known = self.to.cuts.get(id(parameter))
+                if known is None or name in placements_of(module):
+                    continue
+                if only_names(module, name):
+                    place(module, name, known[1])
+                else:
                     raise ModelError(
                         f"{_join(path, name)} is tied to a parameter that was split, but the {type(module).__name__} "
                         "stays whole: select both modules, or none, or untie them"
@@ -234,17 +260,25 @@ def held_by_unknown(model: nn.Module) -> set[int]:
     """Identities of parameters that must stay whole, and of all that layers tied to them have.
 
     They are those of modules that no factory can split, and what the model's code reads past its layer. Such a layer
-    can not be split unasked, nor can one that is tied to it: BERT's descendants give the bias of their output layer a
-    second name on the head, and tie its weight to the table of words.
+    can not be split unasked, nor can one that is tied to it. What a module only has a second name for is not held:
+    heads of BERT's kind give the bias of their output layer a name of their own, which forward does not read.
     """
     whole = (module for module in model.modules() if factory_of(module) is None or _is_bound_to_stay(module))
-    held = {id(own) for module in whole for _, own in module.named_parameters(recurse=False)} | set(
-        map(id, read_past(model))
-    )
+    held = {
+        id(own)
+        for module in whole
+        for name, own in module.named_parameters(recurse=False)
+        if not only_names(module, name)
+    } | set(map(id, read_past(model)))
     layers = [{id(own) for own in module.parameters()} for module in model.modules() if is_alone(module)]
     while tied := [layer for layer in layers if layer & held and not layer <= held]:
         held = held.union(*tied)
     return held
+
+
+def only_names(module: nn.Module, name: str) -> bool:
+    """Whether a module of no known class has a parameter of that name, and its forward does not read it."""
+    return factory_of(module) is None and not may_read(type(module), name)
 
 
 def _is_bound_to_stay(module: nn.Module) -> bool:
@@ -261,6 +295,33 @@ def is_small(module: nn.Module, smallest_bytes: int, ranks: int, unknown: Collec
         return True
     largest = max(module.parameters(), key=lambda parameter: parameter.nbytes)
     return largest.nbytes < smallest_bytes or largest.shape[0] < ranks
+
+
+def left_whole(
+    models: Sequence[nn.Module],
+    cuts: Mapping[int, tuple[Tensor, Placement]],
+    smallest_bytes: int,
+    leave: Collection[str],
+) -> dict[str, float]:
+    """The shares of all parameters that lie in whole ones of some size, by the class of the module that has them.
+
+    Args:
+        models: After a walk.
+        cuts: What was cut, by identity.
+        smallest_bytes: From which size on.
+        leave: Names of modules that are not to count, as they are to stay whole.
+    """
+    counts: Counter[str] = Counter()
+    total = sum(placement.shape.numel() for _, placement in cuts.values())
+    seen = {*cuts}
+    for path, module in (one for model in models for one in model.named_modules()):
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in seen:
+                total += parameter.numel()
+                is_meant = parameter.nbytes >= smallest_bytes and path not in leave
+                counts[type(module).__name__] += parameter.numel() if is_meant else 0
+            seen.add(id(parameter))
+    return {kind: count / total for kind, count in counts.items() if count}
 
 
 def moves_of(select: Select | None) -> Mapping[str, str]:
