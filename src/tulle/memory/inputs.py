@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ class Inputs:
         seen = self._seen if self.may_be_written else []
         copies = {id(one): _copy(one) for _, one, _ in seen}  # one of what was given twice
         self._copies = {number: copies[id(one)] for number, one, _ in seen}
+        self._others: list[tuple[ref[Tensor], int]] = []
 
     def look(self) -> None:
         """Forward has run: keep copies of those in which it has written.
@@ -54,8 +56,9 @@ class Inputs:
                 "have it write in a copy (.clone()), or leave it out of recompute"
             )
         self._copies = {number: self._copies[number] for number in written}
-        seen = self._seen if self.may_be_written else []  # of what torch has saved it looks at the versions
-        self._seen = [(number, one, version) for number, one, version in seen if number not in self._copies]
+        if self.may_be_written:
+            self._others = [(ref(one), version) for number, one, version in self._seen if number not in written]
+        self._seen = []
         if self.may_be_written and self._module.training:
             self._module.__dict__[_WRITES] = bool(written) or self._module.__dict__.get(_WRITES) is True
 
@@ -67,7 +70,8 @@ class Inputs:
         Raises:
             GradientError: If somebody else has written in one since.
         """
-        if changed := [one for _, one, version in self._seen if one._version != version]:
+        others = [(one(), version) for one, version in self._others]
+        if changed := [one for one, version in others if one is not None and one._version != version]:
             raise GradientError(
                 f"a tensor of shape {list(changed[0].shape)} that a {type(self._module).__name__} was given, which "
                 "runs again in backward, was changed in place after forward: change a copy, or leave it out of "
@@ -85,16 +89,17 @@ class Inputs:
         """What a forward gives, run by torch so that it saves its inputs only.
 
         All of them go as positional arguments: of others torch asks no device whose random numbers are to come again.
-        Where they may be written in they go in a list, for torch refuses tensors that were written in since.
+        Where they may be written in, what it saves is of the same memory and counts no writes, of which it would raise.
         """
-        if self.may_be_written:
-            return checkpoint(lambda given: forward(*given[0], **given[1]), [arguments, keywords], use_reentrant=False)
-        first, names = len(arguments), [*keywords]
+        first, names, values = len(arguments), [*keywords], (*arguments, *keywords.values())
+        given = [values] if self.may_be_written else []
 
         def run(*values: Any) -> Any:
+            values = given.pop() if given else values
             return forward(*values[:first], **dict(zip(names, values[first:], strict=True)))
 
-        return checkpoint(run, *arguments, *keywords.values(), use_reentrant=False)
+        saved = [_uncounted(one) if given and _is_counted(one) else one for one in values]
+        return checkpoint(run, *saved, use_reentrant=False)
 
 
 def _is_counted(one: object) -> bool:
@@ -105,3 +110,7 @@ def _is_counted(one: object) -> bool:
 
 def _copy(one: Tensor) -> Tensor:
     return one.detach().clone().requires_grad_(one.requires_grad)
+
+
+def _uncounted(one: Tensor) -> Tensor:
+    return one.data.requires_grad_(one.requires_grad)
