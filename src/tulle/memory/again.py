@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tulle.memory.draws import Draws
 from tulle.memory.inputs import Inputs
 
 _WRITTEN = "_tulle_written"
@@ -57,6 +58,7 @@ def as_given(
     may_change = bool(written) or any(map(_may_change, (*arguments, *keywords.values())))
     given = _copied((tuple(arguments), dict(keywords)), {}) if may_change else None  # tensors may be parked elsewhere
     alike = _alike((*arguments, *keywords.values()))
+    draws = Draws((*arguments, *keywords.values(), *(it for _, own in attributes for it in own.values())))
     has_run = False
 
     def run(*arguments: Any, **keywords: Any) -> Any:
@@ -65,12 +67,13 @@ def as_given(
             arguments, keywords = _merged(arguments, keywords, alike) if given is None else _copied(given, {})
             arguments, keywords = inputs.as_they_were(arguments, keywords)
             lent = {place: buffer for place, buffer in buffers.items() if written[place] is not False}
-            with _lent(lent), _holding(attributes), _frozen_as(module, trained):
+            with _lent(lent), _holding(attributes), _frozen_as(module, trained), draws.again():
                 return forward(*arguments, **keywords)
         has_run = True
         before = {place: _identity(place) for place in written}
         result = forward(*arguments, **keywords)
         inputs.look()
+        draws.look()
         for place, is_written in written.items():
             if _identity(place) != before[place] or (is_written is None and not _is_same(place, buffers)):
                 written[place] = True

@@ -104,8 +104,9 @@ class Inputs:
 
 def _is_counted(one: object) -> bool:
     """Whether it is a plain tensor of whose writes torch keeps count, and has values."""
-    is_plain = type(one) is Tensor and one.layout == torch.strided
-    return is_plain and not (one.is_meta or one.is_inference() or isinstance(one, FakeTensor))
+    if not isinstance(one, Tensor) or type(one) is not Tensor or one.layout != torch.strided:
+        return False
+    return not (one.is_meta or one.is_inference() or isinstance(one, FakeTensor))
 
 
 def _copy(one: Tensor) -> Tensor:
