@@ -13,6 +13,7 @@ DRAWS = {
     "torch": lambda block: torch.rand(()).item(),
     "python": lambda block: random.random(),
     "numpy": lambda block: np.random.rand(),
+    "normal numbers of numpy": lambda block: np.random.randn(),
     "a generator of torch": lambda block: torch.rand((), generator=block.own[0]).item(),
     "a generator of numpy": lambda block: block.newer.random(),
     "one of the older ones": lambda block: block.older.rand(),
