@@ -20,6 +20,7 @@ from ranks import on_ranks
 from tulle import pipeline
 from tulle.errors import PlanError
 from tulle.pipeline import Limits, Piece, partition, picture, pins_of
+from tulle.pipeline.calls import pieces_of, watch
 from tulle.pipeline.partition import COPIES, _Search
 from tulle.pipeline.profile import profile
 
@@ -201,6 +202,57 @@ def test_what_has_no_state_and_is_called_twice_has_no_stage():
     dealt = pipeline.deal(BothEnds(), torch.ones(32, 64), mesh["pipe"], stages=2)
     assert [piece.name for piece in dealt.partition.pieces] == [f"layers.{number}" for number in range(4)]
     assert set(dealt.assignment) == {f"layers.{number}" for number in range(4)}
+
+
+class Turning(torch.nn.Module):
+    """Has buffers, as positions that all layers turn by do, or a weight, as those that they are biased by do."""
+
+    def __init__(self, *, is_trained: bool) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.ones(4))
+        self.weight = torch.nn.Parameter(torch.ones(4)) if is_trained else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.angles if self.weight is None else x * self.weight
+
+
+class Attending(torch.nn.Module):
+    def __init__(self, turning: Turning) -> None:
+        super().__init__()
+        self.query, self.turning = torch.nn.Linear(4, 4), turning
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.turning(self.query(x))
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, turning: Turning) -> None:
+        super().__init__()
+        self.attention, self.out = Attending(turning), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.attention(x))
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_module_that_layers_share_is_no_piece_where_another_piece_calls_it(is_trained):
+    """As in torchtune: of layers that weigh alike, the clock takes the first for heavier, and cuts it."""
+    turning = Turning(is_trained=is_trained)
+    model = torch.nn.Sequential(*(Layer(turning) for _ in range(3)))
+    calls = watch(model, (torch.ones(2, 4),), {})
+    weights = dict.fromkeys(calls.chains, 0.5) | {"0": 2.0, "0.attention": 1.5}
+    assert pieces_of(model, calls, weights, 1.0) == ["0.attention", "0.out", "1", "2"]
+    calls.borrowers.add("0.attention")  # it cannot be whole: then no layer is
+    cut = [
+        "0.attention.query",
+        "0.attention.turning",
+        "0.out",
+        "1.attention.query",
+        "1.out",
+        "2.attention.query",
+        "2.out",
+    ]
+    assert pieces_of(model, calls, weights, 1.0) == cut
 
 
 @on_ranks(1)

@@ -12,7 +12,7 @@ import tulle
 from ranks import on_ranks
 from tulle import pipeline
 from tulle.errors import ModelError
-from tulle.pipeline.elsewhere import Elsewhere
+from tulle.pipeline.elsewhere import Elsewhere, ElsewhereData, elsewhere
 
 WORDS, WIDTH, LAYERS, LENGTH, SAMPLES = 12, 6, 2, 5, 4
 SPLIT = {"ids": 1, "targets": 1, "hidden": 1}
@@ -145,6 +145,37 @@ def test_averages_that_take_turns_with_parameters_and_copies_of_states_are_those
     ids, mesh = torch.ones(3, 2, dtype=torch.float64), tulle.init(pipe=-1, timeout=8)
     expected = scores_of(made(), ids)
     assert torch.equal(scores_of(pipeline.place(made(), mesh["pipe"], {"0": 0, "1": 1}), ids), expected)
+
+
+@on_ranks(2)
+def test_parameters_that_are_put_by_on_the_cpu_for_an_evaluation_come_back():
+    def scores_of(model, ids):
+        averages = [one.clone().detach() * 0.5 for one in model.parameters()]
+        put_by = [one.detach().cpu().clone() for one in model.parameters()]
+        for one, average in zip(model.parameters(), averages, strict=True):
+            one.data.copy_(average.to(one.device).data)
+        scores = [model(ids)]
+        for one, own in zip(model.parameters(), put_by, strict=True):
+            one.data.copy_(own.data)
+        return torch.stack([*scores, model(ids)]).detach()
+
+    def made():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).double()
+
+    ids, mesh = torch.ones(3, 2, dtype=torch.float64), tulle.init(pipe=-1, timeout=8)
+    model = pipeline.place(made(), mesh["pipe"], {"0": 0, "1": 1})
+    assert torch.equal(scores_of(model, ids), scores_of(made(), ids))
+    with pytest.raises(ModelError, match=r"^numpy reads a parameter .* at another stage"):
+        model[1 - mesh.rank].weight.detach().cpu().numpy()
+
+
+def test_what_lives_elsewhere_is_brought_to_another_device_without_values():
+    away = elsewhere(nn.Parameter(torch.empty(2, device="meta")), torch.device("cuda"))
+    for brought in (away.cpu(), away.detach().cpu(), away.to("cpu"), away.to("cpu", torch.float64)):
+        assert (type(brought), brought.is_meta, brought.device.type) == (ElsewhereData, True, "cpu")
+    assert away.to("cpu", torch.float64).dtype == torch.float64
+    assert away.cpu().to("cuda").device.type == away.device.type == "cuda"
 
 
 class Tieable(nn.Sequential):

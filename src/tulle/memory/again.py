@@ -19,6 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from tulle.memory.draws import Draws
+from tulle.memory.inputs import Inputs
+
 _WRITTEN = "_tulle_written"
 Place = tuple[nn.Module, str]
 """Of a buffer: the module that has it, and its name there."""
@@ -29,18 +32,21 @@ _OF_TORCH = frozenset(vars(nn.Module())) | {"_flat_weights"}
 
 
 def as_given(
-    module: nn.Module, forward: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]
+    module: nn.Module,
+    forward: Callable[..., Any],
+    inputs: Inputs,
+    arguments: Sequence[Any],
+    keywords: Mapping[str, Any],
 ) -> Callable[..., Any]:
     """A module's forward that can run again, each time on what it is given now.
 
     Args:
         module: Whose buffers forward may write.
         forward: To be called with these arguments the first time.
+        inputs: The tensors among them, in which forward may write.
         arguments: Objects among them that hold others, such as caches, are copied for later; tensors are not.
         keywords: The same.
     """
-    if torch.compiler.is_compiling():
-        return forward
     written = _known(module)
     buffers = {
         place: _copy_of(place, buffer, is_kept=is_written is False)
@@ -52,18 +58,22 @@ def as_given(
     may_change = bool(written) or any(map(_may_change, (*arguments, *keywords.values())))
     given = _copied((tuple(arguments), dict(keywords)), {}) if may_change else None  # tensors may be parked elsewhere
     alike = _alike((*arguments, *keywords.values()))
+    draws = Draws((*arguments, *keywords.values(), *(it for _, own in attributes for it in own.values())))
     has_run = False
 
     def run(*arguments: Any, **keywords: Any) -> Any:
         nonlocal has_run
         if has_run:
             arguments, keywords = _merged(arguments, keywords, alike) if given is None else _copied(given, {})
+            arguments, keywords = inputs.as_they_were(arguments, keywords)
             lent = {place: buffer for place, buffer in buffers.items() if written[place] is not False}
-            with _lent(lent), _holding(attributes), _frozen_as(module, trained):
+            with _lent(lent), _holding(attributes), _frozen_as(module, trained), draws.again():
                 return forward(*arguments, **keywords)
         has_run = True
         before = {place: _identity(place) for place in written}
         result = forward(*arguments, **keywords)
+        inputs.look()
+        draws.look()
         for place, is_written in written.items():
             if _identity(place) != before[place] or (is_written is None and not _is_same(place, buffers)):
                 written[place] = True
@@ -75,10 +85,10 @@ def as_given(
 
 
 def _alike(values: Sequence[object]) -> list[int]:
-    """Of each value the number of the last that is the same object, which may be a keyword: those are kept as they are.
+    """Of each value the number of the last that is the same object.
 
-    `torch.utils.checkpoint` saves tensors that are no keywords, each by itself: within hooks of saved tensors, as those
-    of full sharding are, one that is given twice comes back as two. `nn.MultiheadAttention` asks whether its are one.
+    `torch.utils.checkpoint` saves tensors each by itself: within hooks of saved tensors, as those of full sharding are,
+    one that is given twice comes back as two. `nn.MultiheadAttention` asks whether its are one.
     """
     last = {id(value): number for number, value in enumerate(values)}
     return [last[id(value)] for value in values]

@@ -24,6 +24,7 @@ from tulle.comm import gather_values
 from tulle.derived import put_before
 from tulle.errors import ModelError
 from tulle.memory.again import as_given
+from tulle.memory.inputs import Inputs
 from tulle.memory.notes import naming
 from tulle.mesh import Axis
 from tulle.names import as_names
@@ -51,9 +52,12 @@ class _Recomputed(nn.Module):
         """Compute what the module's own forward does."""
         if not torch.is_grad_enabled():
             return super().forward(*arguments, **keywords)
-        forward = as_given(self, super().forward, arguments, keywords)
         with naming("recompute", self):
-            return checkpoint(forward, *arguments, use_reentrant=False, **keywords)
+            if torch.compiler.is_compiling():
+                return checkpoint(super().forward, *arguments, use_reentrant=False, **keywords)
+            inputs = Inputs(self, arguments, keywords)
+            forward = as_given(self, super().forward, inputs, arguments, keywords)
+            return inputs.checkpoint(forward, arguments, keywords)
 
 
 def recompute(model: nn.Module, names: Sequence[str]) -> None:

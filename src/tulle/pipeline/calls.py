@@ -284,7 +284,8 @@ def pieces_of(model: nn.Module, calls: Calls, weights: dict[str, float], largest
     One that reads parameters of others is none: what it does itself runs between modules, where all can be read. Nor is
     one without state that is called in several places, an activation say: it runs at each where its arguments live, or
     values would go to its stage and back. One that runs a backward of its own or hooks a gradient is not cut, for that
-    goes through it all.
+    goes through it all; nor is one that calls a module which another piece calls, too (positions that all layers turn
+    by): that would run at one stage in the midst of a piece of another.
 
     Args:
         model: The model.
@@ -292,19 +293,46 @@ def pieces_of(model: nn.Module, calls: Calls, weights: dict[str, float], largest
         weights: What each called module weighs, with what is called within.
         largest: What a piece may weigh.
     """
+    kept: set[str] = set()
+    cut = set(calls.borrowers)
+    while True:
+        pieces = _cut_up(model, calls, weights, largest, kept, cut)
+        if not (within := _pieces_within(pieces, calls)):
+            return pieces
+        callers = {chain[-1] for piece in within for chain in calls.chains[piece]} - {""} - cut - kept
+        cut |= set() if callers else {outer for around in within.values() for outer in around}
+        kept = (kept | callers) - cut
+
+
+def _cut_up(
+    model: nn.Module,
+    calls: Calls,
+    weights: dict[str, float],
+    largest: float,
+    kept: Collection[str],
+    cut: Collection[str],
+) -> list[str]:
+    """The pieces if some modules are kept whole, and some cut, whatever they weigh."""
     children_of = calls.children()
 
     def within(name: str) -> list[str]:
-        is_whole = name in calls.asking or hears_gradients(model.get_submodule(name))
+        is_whole = name in kept or name in calls.asking or hears_gradients(model.get_submodule(name))
         children = [] if is_whole else children_of.get(name, [])
         children = [child for child in children if len(calls.chains[child]) == 1 or _has_state(model, child)]
         has_own = next(model.get_submodule(name).named_parameters(recurse=False), None) is not None
         is_small = weights.get(name, 0.0) <= (4 * largest if has_own else largest)
-        if name and name not in calls.borrowers and (is_small or not children):
+        if name and name not in cut and (is_small or not children):
             return [name]
         return [piece for child in children for piece in within(child)]
 
     return within("") or [""]
+
+
+def _pieces_within(pieces: Sequence[str], calls: Calls) -> dict[str, set[str]]:
+    """Of each piece that others call from within, as layers do a module that they share, these others."""
+    whole = set(pieces)
+    found = {piece: {outer for chain in calls.chains.get(piece, ()) for outer in chain} & whole for piece in pieces}
+    return {piece: outer for piece, outer in found.items() if outer}
 
 
 def _has_state(model: nn.Module, name: str) -> bool:

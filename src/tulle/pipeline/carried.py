@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tulle.generators import GENERATORS, standing
 from tulle.pipeline.attributes import own_attributes
-from tulle.pipeline.generators import GENERATORS, standing
 from tulle.pipeline.homes import outward
 from tulle.pipeline.left_behind import LeftBehind
 from tulle.pipeline.placeholder import Placeholder

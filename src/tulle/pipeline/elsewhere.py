@@ -28,7 +28,7 @@ _DEVICE: Any = vars(torch._C.TensorBase)["device"]
 _IS_META: Any = vars(torch._C.TensorBase)["is_meta"]
 _BY_SHAPE = LIKE | {"view_as", "expand_as", "reshape_as", "__set__"}
 """Names of what asks a tensor of another for its shape, dtype or device alone."""
-_READS = {"item", "cpu", "equal", "allclose", *LEAVES_TORCH} | {
+_READS = {"item", "equal", "allclose", *LEAVES_TORCH} | {
     f"__{name}__" for name in ("bool", "float", "int", "index", "complex", "format")
 }
 """Names of what wants values."""
@@ -79,12 +79,17 @@ class _AtHome(Tensor):
         return _given_plain(func, args, kwargs or {}, leaves=args if is_alone else tree_leaves((args, kwargs)))
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As of a tensor of its device: what torch's moving averages bring there is there."""
-        if _is_away(self):
-            device, dtype, *_ = cast("Any", torch._C)._nn._parse_to(*args, **kwargs)
-            if device is not None and device.type == self._home.type:
-                return self if dtype in (None, self.dtype) else super().to(dtype)
-        return super().to(*args, **kwargs)
+        """As of a tensor of its device: what moving averages bring to another is there, without values, too."""
+        device, dtype, *_ = cast("Any", torch._C)._nn._parse_to(*args, **kwargs) if _is_away(self) else (None, None)
+        if device is None:
+            return super().to(*args, **kwargs)
+        if device.type == self._home.type:
+            return self if dtype in (None, self.dtype) else super().to(dtype)
+        return _at_home(ElsewhereData, super().to(dtype or self.dtype, copy=True), device)
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The same: parameters that are put by for the time of an evaluation lie there."""
+        return self.to("cpu") if _is_away(self) else super().cpu(*args, **kwargs)
 
 
 def _given_plain(

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from tulle.pipeline.generators import GENERATORS
+from tulle.generators import GENERATORS
 from tulle.pipeline.place import is_any_placed, placement_of
 from tulle.pipeline.structure import flatten
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tulle.pipeline.generators import GENERATORS, begin_anew, put_back, standing
+from tulle.generators import GENERATORS, begin_anew, put_back, standing
 
 
 def seed_of(*parts: object) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from tulle.pipeline.generators import GENERATORS, put_back, standing
+from tulle.generators import GENERATORS, put_back, standing
 from tulle.pipeline.held import is_as_before
 from tulle.pipeline.plain import ITEMS, held_in, is_bulk, is_plain, is_plain_kind, set_state, state_of
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tulle.generators import GENERATORS, put_back, standing
 from tulle.parts import local_of
 from tulle.pipeline.attributes import own_attributes
-from tulle.pipeline.generators import GENERATORS, put_back, standing
 from tulle.pipeline.hooks import as_before
 from tulle.pipeline.plain import State, held_in, is_plain, set_state, state_of
 
