@@ -160,9 +160,7 @@ class Walk:
             )
         for child_name, child in module.named_children():
             self.visit(child, _join(name, child_name), move)
-        if (
-            isinstance(module, nn.TransformerEncoderLayer) and len(self.split) > before
-        ):  # of a class that derives from it
+        if isinstance(module, nn.TransformerEncoderLayer) and len(self.split) > before:  # a class derives from it
             module.activation_relu_or_gelu = 0  # torch's fused inference path reads the weights of what is in it
 
     def _split_stack(self, stack_module: nn.Module, name: str) -> None:
