@@ -15,6 +15,7 @@ from tulle.errors import ModelError
 from tulle.tensor_parallel.experts import split_experts
 from tulle.tensor_parallel.registry import Stack, register_names
 from tulle.tensor_parallel.splitter import Splitter
+from tulle.tensor_parallel.torch_layers import split_linear
 
 
 def split_gpt2_block(block: Any, to: Splitter) -> None:
@@ -123,11 +124,6 @@ def split_mixtral_layer(layer: Any, to: Splitter) -> None:
     _keep_norms(layer, to)
 
 
-def split_linear(linear: nn.Module, to: Splitter) -> None:
-    """What computes each output feature by itself, as `nn.Linear` does: by these, gathered on every rank."""
-    to.column_alone(linear)
-
-
 def _split_grouped_attention(attention: Any, to: Splitter) -> None:
     config = attention.config
     queries, pairs, width = config.num_attention_heads, config.num_key_value_heads, attention.head_dim
@@ -158,7 +154,8 @@ def _shared_pair(queries: int, pairs: int, to: Splitter) -> int:
     if to.axis.size % pairs:
         raise ModelError(
             f"{to.name} has {pairs} heads of keys and values for {queries} of queries, which do not divide among the "
-            f"{to.axis.size} ranks of axis {to.axis.name!r}: use a size that divides {pairs}, or is a multiple of it"
+            f"{to.axis.size} ranks of axis {to.axis.name!r}: use a size that divides {pairs}, or is a multiple of it, "
+            "or leave the module out with select"
         )
     assert first == last, "queries of one rank share a head where ranks are a multiple of the heads"
     return first

@@ -8,8 +8,8 @@ from tulle.tensor_parallel.registry import Stack, path_of, register, register_na
 from tulle.tensor_parallel.splitter import Splitter
 
 
-def split_linear(linear: nn.Linear, to: Splitter) -> None:
-    """By output features, gathered on every rank: right between any other layers."""
+def split_linear(linear: nn.Module, to: Splitter) -> None:
+    """What computes each output feature by itself: by these, gathered on every rank, right between any other layers."""
     to.column_alone(linear)
 
 
