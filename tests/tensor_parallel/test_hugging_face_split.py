@@ -85,6 +85,11 @@ MODELS = {
         "NemotronHConfig",
         LLAMA | EXPERTS | {"n_routed_experts": 4, "layers_block_type": ["moe"] * 2},
     ),
+    "gpt oss": (  # gate and up lie in turns, and have biases
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager", "head_dim": 4},
+    ),
     "llama4": (
         "Llama4ForCausalLM",
         "Llama4TextConfig",
@@ -144,6 +149,21 @@ def test_models_of_transformers_are_split(name):
 def test_models_of_transformers_are_split_over_more_ranks(name):
     skip_uneven(name)
     check_exact(build(name), loss)
+
+
+@on_ranks(2)
+def test_experts_whose_gate_and_up_lie_in_turns_are_cut_between_them():
+    axis, model = tulle.init(model=-1)["model"], build("gpt oss")
+    tensor_parallel.apply(model, axis, smallest_bytes=0)
+    experts = model.model.layers[0].mlp.experts
+    assert [(name, *part.shape) for name, part in experts.named_parameters()] == [
+        ("gate_up_proj", 4, 48, 36),
+        ("gate_up_proj_bias", 4, 36),
+        ("down_proj", 4, 18, 48),
+        ("down_proj_bias", 4, 48),  # which the first rank alone adds
+    ]
+    with pytest.raises(ModelError, match="experts of 35 inner features, whose gate and up lie in turns"):
+        tensor_parallel.apply(build("gpt oss", intermediate_size=35), axis, smallest_bytes=0)
 
 
 @on_ranks(2)

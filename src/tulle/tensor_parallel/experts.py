@@ -14,11 +14,14 @@ from typing import Any
 
 from torch import nn
 
+from tulle.errors import ModelError
 from tulle.tensor_parallel.registry import Kind, register_kind, register_names
 from tulle.tensor_parallel.splitter import Splitter
 
-_PLAIN = {"has_bias": False, "has_post_expert_norm": False, "is_concatenated": True, "_is_expert_parallel": False}
+_PLAIN = {"has_post_expert_norm": False, "_is_expert_parallel": False}
 """What experts that can be split say of themselves."""
+_WEIGHTS = ("top_k_weights", "routing_weights")
+"""Names of the argument by which results of experts are weighed."""
 
 
 def are_experts(module: Any) -> bool:
@@ -27,21 +30,39 @@ def are_experts(module: Any) -> bool:
         getattr(module, name, None) is not value for name, value in _PLAIN.items()
     ):
         return False
+    names = [_up(module), "down_proj"]
+    if module.has_bias:
+        names = [name for one in names for name in (one, f"{one}_bias")]
     arguments = inspect.signature(module.forward).parameters
-    return [*module._parameters] == [_up(module), "down_proj"] and {"hidden_states", "top_k_weights"} <= {*arguments}
+    return [*module._parameters] == names and "hidden_states" in arguments and any(one in arguments for one in _WEIGHTS)
 
 
 def split_experts(experts: Any, to: Splitter) -> None:
-    """Each expert by its inner features."""
+    """Each expert by its inner features, whose gate and up may lie in turns (GPT-OSS): `g0 u0 g1 u1 | g2 u2 g3 u3`.
+
+    Raises:
+        ModelError: If features that lie in turns do not divide evenly.
+    """
     features, inputs = (2, 1) if experts.is_transposed else (1, 2)
-    inner = experts.down_proj.shape[inputs]
-    to.enter(experts, whole=["hidden_states", "top_k_weights"])
-    to.cut(experts, _up(experts), dim=features, sections=[inner, inner] if experts.has_gate else None)
+    inner, up = experts.down_proj.shape[inputs], _up(experts)
+    if experts.has_gate and not experts.is_concatenated and inner % to.axis.size:
+        raise ModelError(
+            f"{to.name} has experts of {inner} inner features, whose gate and up lie in turns, and which do not divide "
+            f"among the {to.axis.size} ranks of axis {to.axis.name!r}: use an axis whose size divides {inner}, or "
+            "leave the module out with select"
+        )
+    sections = [inner, inner] if experts.has_gate and experts.is_concatenated else None
+    weights = next(one for one in _WEIGHTS if one in inspect.signature(experts.forward).parameters)
+    to.enter(experts, whole=["hidden_states", weights])
+    to.cut(experts, up, dim=features, sections=sections)
+    to.cut(experts, f"{up}_bias", dim=1, sections=sections)
     to.cut(experts, "down_proj", dim=inputs)
+    to.added_once(experts, "down_proj_bias")
     for activation in experts.children():  # which may be trained
         to.summed(activation)
     to.leave(experts)
-    experts.intermediate_dim = experts.down_proj.shape[inputs]
+    if hasattr(experts, "intermediate_dim"):
+        experts.intermediate_dim = experts.down_proj.shape[inputs]
 
 
 def split_llama4_experts(experts: Any, to: Splitter) -> None:

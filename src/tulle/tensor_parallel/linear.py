@@ -12,6 +12,7 @@ These are classes that an existing layer takes on, as `fully_shard` does: the ob
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -182,6 +183,6 @@ def summed_over(module: nn.Module, names: Iterable[str], region: Region) -> None
     Each of these has a part of it. Every rank must call it.
     """
     regions = module.__dict__.setdefault(_REGIONS, {})
-    regions |= dict.fromkeys(names, Region(region.axis, region.label))
+    regions |= dict.fromkeys(names, replace(region, sequence_dim=None))
     if not isinstance(module, _Summed):
         put_before(_Summed, module)

@@ -53,6 +53,16 @@ class Region:
         return self
 
 
+@dataclass(frozen=True, slots=True)
+class OfFirst(Region):
+    """Where what is whole on every rank goes into a sum over the ranks: the first brings it, the others nothing."""
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """What goes in. Every rank of the axis must call it."""
+        entered = Region.enter(self, tensor)
+        return entered if self.axis.rank == 0 else 0 * entered
+
+
 class Entrance:
     """A hook before forward: some of a module's arguments enter a region.
 

@@ -25,7 +25,7 @@ from tulle.tensor_parallel.linear import (
     take_on,
 )
 from tulle.tensor_parallel.placement import Placement, length_on, place
-from tulle.tensor_parallel.region import Entrance, Exit, Region, Sequences
+from tulle.tensor_parallel.region import Entrance, Exit, OfFirst, Region, Sequences
 from tulle.traits import hold
 
 
@@ -198,6 +198,11 @@ class Splitter:
         for one in module.modules() if module is not None else ():
             if one._parameters:
                 summed_over(one, [*one._parameters], self.region)
+
+    def added_once(self, module: nn.Module, name: str) -> None:
+        """Have one rank alone use a parameter, whole on every rank, in what is summed over the ranks afterwards."""
+        if module._parameters.get(name) is not None:
+            summed_over(module, [name], OfFirst(self.axis, self.region.label))
 
     def hidden_dropout(self, dropout: nn.Module, features: int | None = None) -> None:
         """Dropout between a column and a row layer, of so many features in all."""
