@@ -313,7 +313,7 @@ def left_whole(
     total = sum(placement.shape.numel() for _, placement in cuts.values())
     seen = {*cuts}
     for path, module in (one for model in models for one in model.named_modules()):
-        for parameter in module.parameters(recurse=False):
+        for parameter in [one for one in module._parameters.values() if one is not None]:
             if id(parameter) not in seen:
                 total += parameter.numel()
                 is_meant = parameter.nbytes >= smallest_bytes and path not in leave
