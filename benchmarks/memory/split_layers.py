@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
-import platform
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +15,7 @@ from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
+from spawned import ROW, row_of, save  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -110,7 +107,7 @@ def run(rank: int, ranks: int, name: str, turns: int, folder: str) -> None:
     worst = max((found[name] - other[name]).abs().max().item() for name in found)
     if rank == 0:
         row = {"model": name, "ranks": ranks, "apart": worst} | {w: t[WARM_TURNS:] for w, t in seconds.items()}
-        Path(folder, "row.json").write_text(json.dumps(row))
+        Path(folder, ROW).write_text(json.dumps(row))
     dist.barrier()
 
 
@@ -143,24 +140,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--turns", type=int, default=20, help=f"of {STEPS} steps each way")
     options = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
     rows = []
     print(
         "| model | ranks | ours, ms a step | DTensor, ms | ours / DTensor | weights apart |\n|---|---|---|---|---|---|"
     )
     for ranks in options.ranks:
         for name in MODELS:
-            with tempfile.TemporaryDirectory() as folder:
-                arguments = ranks, name, options.turns, folder
-                processes = [context.Process(target=run, args=(rank, *arguments), daemon=True) for rank in range(ranks)]
-                for process in processes:
-                    process.start()
-                for process in processes:
-                    process.join()
-                rows.append(json.loads(Path(folder, "row.json").read_text()))
+            rows.append(row_of(run, ranks, name, options.turns))
             show(rows[-1])
-    machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
-    (HERE / "split_layers.json").write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    save(HERE / "split_layers.json", rows)
 
 
 if __name__ == "__main__":
