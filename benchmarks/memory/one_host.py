@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from spawned import ROW, row_of, save  # pyright: ignore[reportMissingImports]
+from spawned import ROW, row_of, save
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -15,7 +15,7 @@ from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
-from spawned import ROW, row_of, save  # pyright: ignore[reportMissingImports]
+from spawned import ROW, row_of, save
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
