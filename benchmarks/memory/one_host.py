@@ -6,16 +6,13 @@ An encoder trains as replicas (DDP), under torch's `fully_shard` layer by layer 
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from spawned import ROW, row_of, save
+from spawned import compare, in_turns, write_row
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +23,7 @@ import tulle
 from tulle.plan import Memory, Plan
 
 HERE = Path(__file__).parent
-STEPS, WARM_TURNS = 5, 2
+WARM_TURNS = 2
 MODELS = {"12 layers of 64": (12, 64), "8 layers of 256": (8, 256)}
 """Layers and width; batches of 4 x 64."""
 WAYS = ("DDP", "fully_shard by layer", "fully_shard in one piece", "tulle")
@@ -38,19 +35,8 @@ def run(rank: int, ranks: int, name: str, turns: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     batch = torch.randn(4, 64, MODELS[name][1], generator=torch.Generator().manual_seed(rank))
     steps = {way: stepper(way, name, batch) for way in WAYS}
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    for _ in range(turns + WARM_TURNS):
-        for way, step in steps.items():
-            dist.barrier()
-            begin_s = time.perf_counter()
-            for _ in range(STEPS):
-                step()
-            dist.barrier()
-            seconds[way].append((time.perf_counter() - begin_s) / STEPS)
-    if rank == 0:
-        row = {"model": name, "ranks": ranks} | {way: times[WARM_TURNS:] for way, times in seconds.items()}
-        Path(folder, ROW).write_text(json.dumps(row))
-    dist.barrier()
+    seconds = in_turns(steps, turns, warm=WARM_TURNS)
+    write_row(folder, rank, {"model": name, "ranks": ranks} | seconds)
 
 
 def stepper(way: str, name: str, batch: torch.Tensor) -> Callable[[], None]:
@@ -88,17 +74,8 @@ def show(row: dict) -> None:
 
 def main() -> None:
     """Start the ranks for each model, save, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
-    parser.add_argument("--turns", type=int, default=12, help=f"of {STEPS} steps each way")
-    options = parser.parse_args()
-    rows = []
     print(f"| model | ranks | {' | '.join(f'{way}, ms' for way in WAYS)} |\n|---|---|{'---|' * len(WAYS)}")
-    for ranks in options.ranks:
-        for name in MODELS:
-            rows.append(row_of(run, ranks, name, options.turns))
-            show(rows[-1])
-    save(HERE / "one_host.json", rows)
+    compare(run, MODELS, show, doc=__doc__, turns=12, to=HERE / "one_host.json")
 
 
 if __name__ == "__main__":

@@ -6,16 +6,13 @@ other. Writes `split_layers.json` beside this file and prints the table of the R
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
-from spawned import ROW, row_of, save
+from spawned import compare, in_turns, write_row
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -26,7 +23,7 @@ import tulle
 from tulle import tensor_parallel
 
 HERE = Path(__file__).parent
-STEPS, WARM_TURNS = 5, 1
+WARM_TURNS = 1
 
 
 class Block(nn.Module):
@@ -93,22 +90,11 @@ def run(rank: int, ranks: int, name: str, turns: int, folder: str) -> None:
         if mine := {layer: style for layer, style in styles.items() if hasattr(module, layer)}:
             parallelize_module(module, mesh.device_mesh(), mine)
     steps = {"ours": stepper(what.loss, ours), "dtensor": stepper(what.loss, theirs)}
-    seconds: dict[str, list[float]] = {way: [] for way in steps}
-    for turn in range(turns + WARM_TURNS):
-        for way in sorted(steps, reverse=turn % 2 == 1):
-            dist.barrier()
-            begin_s = time.perf_counter()
-            for _ in range(STEPS):
-                steps[way]()
-            dist.barrier()
-            seconds[way].append((time.perf_counter() - begin_s) / STEPS)
+    seconds = in_turns(steps, turns, warm=WARM_TURNS)
     found = ours.state_dict()
     other = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in theirs.state_dict().items()}
     worst = max((found[name] - other[name]).abs().max().item() for name in found)
-    if rank == 0:
-        row = {"model": name, "ranks": ranks, "apart": worst} | {w: t[WARM_TURNS:] for w, t in seconds.items()}
-        Path(folder, ROW).write_text(json.dumps(row))
-    dist.barrier()
+    write_row(folder, rank, {"model": name, "ranks": ranks, "apart": worst} | seconds)
 
 
 def stepper(loss: Callable[[nn.Module], Tensor], model: nn.Module) -> Callable[[], None]:
@@ -136,19 +122,10 @@ def show(row: dict) -> None:
 
 def main() -> None:
     """Start the ranks for each model, save, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
-    parser.add_argument("--turns", type=int, default=20, help=f"of {STEPS} steps each way")
-    options = parser.parse_args()
-    rows = []
     print(
         "| model | ranks | ours, ms a step | DTensor, ms | ours / DTensor | weights apart |\n|---|---|---|---|---|---|"
     )
-    for ranks in options.ranks:
-        for name in MODELS:
-            rows.append(row_of(run, ranks, name, options.turns))
-            show(rows[-1])
-    save(HERE / "split_layers.json", rows)
+    compare(run, MODELS, show, doc=__doc__, turns=20, to=HERE / "split_layers.json")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from tulle.parts.asked import COUNTS, SHAPES, asks_of_whole, begin_step, counted, end_step
 from tulle.parts.cut_once import Assembled, CutOnce, is_followed
 from tulle.parts.extents import ALIKE, BY_ROW, JOINED, Extent, extent_of_joined, held_alone, made_of, picks
-from tulle.parts.gathered import one_whole, refusal_of_what_is_old, refuse_to_checkpoint, write_through
+from tulle.parts.gathered import load_part, one_whole, refusal_of_what_is_old, refuse_to_checkpoint, write_through
 from tulle.parts.guards import WHOSE, meets_parts
 from tulle.parts.hooks import hook_arrival, make_gradients_by
 from tulle.parts.lent import guard_again, keep_plainly, lift, lower
@@ -34,7 +34,7 @@ from tulle.parts.torch_functions import (
     unwrapped,
     writes,
 )
-from tulle.parts.wholes import Whole, load_part, local_of, read_by, writes_by_data
+from tulle.parts.wholes import Whole, local_of, read_by, writes_by_data
 
 __all__ = [
     "ALIKE",

@@ -20,7 +20,7 @@ from tulle.errors import ModelError
 from tulle.parts.guards import meets_parts
 from tulle.parts.stated import Stated, refusal_to_checkpoint
 from tulle.parts.torch_functions import tensors_in
-from tulle.parts.wholes import OWNER, writes_by_data
+from tulle.parts.wholes import OWNER, local_of, writes_by_data
 
 
 @meets_parts
@@ -162,3 +162,35 @@ def _writes_in(part: Tensor) -> tuple[int, int]:
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
     return other.layout == torch.strided and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def load_part(
+    part: Tensor,
+    key: str,
+    state: dict[str, Any],
+    errors: list[str],
+    *,
+    shape: Sequence[int],
+    take: Callable[[Tensor], Tensor],
+) -> None:
+    """Have a state that is to be loaded hold this rank's part, where it has the whole, as that of a plain model does.
+
+    Args:
+        part: What the parameter holds.
+        key: Of the parameter in the state.
+        state: As `load_state_dict` gives it to its hooks.
+        errors: What it will raise; a tensor that is neither is added, by the shape of the whole.
+        shape: Of the whole.
+        take: This rank's part of a whole.
+    """
+    value = state.get(key)
+    if not isinstance(value, Tensor):
+        return
+    if tuple(value.shape) == tuple(shape):
+        state[key] = take(value)
+    elif value.shape != part.shape:
+        errors.append(
+            f"size mismatch for {key}: the state has a tensor of shape {list(value.shape)}, expected {list(shape)}, "
+            "the whole, or this rank's part of it"
+        )
+        state[key] = local_of(part)  # or torch would say the same by the part's shape

@@ -259,7 +259,7 @@ class Flat(Became):
 
 def became(whole: Whole, extent: Extent, part: Tensor, name: str) -> Became:
     """What a tensor is a part of that a function, by its name, has made of a part."""
-    if not whole.is_gathered or len(extent.cuts) != 1:
+    if not whole.is_gathered or isinstance(whole, Flat) or len(extent.cuts) != 1:
         return Became(whole, extent)
     if extent.follows:
         return Along(whole, extent)
@@ -380,35 +380,3 @@ def refuse(part: Tensor, name: str) -> NoReturn:
     elif name in LEAVES_TORCH:
         hint = "; tulle.full_state_dict(model), called on every rank, gives rank 0 all of it"
     raise PartError(whole.refusal(name) + hint)
-
-
-def load_part(
-    part: Tensor,
-    key: str,
-    state: dict[str, Any],
-    errors: list[str],
-    *,
-    shape: Sequence[int],
-    take: Callable[[Tensor], Tensor],
-) -> None:
-    """Have a state that is to be loaded hold this rank's part, where it has the whole, as that of a plain model does.
-
-    Args:
-        part: What the parameter holds.
-        key: Of the parameter in the state.
-        state: As `load_state_dict` gives it to its hooks.
-        errors: What it will raise; a tensor that is neither is added, by the shape of the whole.
-        shape: Of the whole.
-        take: This rank's part of a whole.
-    """
-    value = state.get(key)
-    if not isinstance(value, Tensor):
-        return
-    if tuple(value.shape) == tuple(shape):
-        state[key] = take(value)
-    elif value.shape != part.shape:
-        errors.append(
-            f"size mismatch for {key}: the state has a tensor of shape {list(value.shape)}, expected {list(shape)}, "
-            "the whole, or this rank's part of it"
-        )
-        state[key] = local_of(part)  # or torch would say the same by the part's shape

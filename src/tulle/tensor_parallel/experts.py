@@ -20,21 +20,21 @@ from tulle.tensor_parallel.splitter import Splitter
 
 _PLAIN = {"has_post_expert_norm": False, "_is_expert_parallel": False}
 """What experts that can be split say of themselves."""
-_WEIGHTS = ("top_k_weights", "routing_weights")
-"""Names of the argument by which results of experts are weighed."""
+_TOLD = ("has_bias", "is_concatenated", "is_transposed")
+"""What else they tell."""
+_GIVEN = ("hidden_states", "top_k_weights", "routing_weights")
+"""Names of what experts are given that has a gradient: tokens, and by either name the weights of their results."""
 
 
 def are_experts(module: Any) -> bool:
     """Whether a module is of a class that says to be experts that can be split."""
-    if not hasattr(type(module).forward, "__wrapped__") or any(
-        getattr(module, name, None) is not value for name, value in _PLAIN.items()
-    ):
+    is_told = hasattr(type(module).forward, "__wrapped__") and all(hasattr(module, name) for name in _TOLD)
+    if not is_told or any(getattr(module, name, None) is not value for name, value in _PLAIN.items()):
         return False
     names = [_up(module), "down_proj"]
     if module.has_bias:
         names = [name for one in names for name in (one, f"{one}_bias")]
-    arguments = inspect.signature(module.forward).parameters
-    return [*module._parameters] == names and "hidden_states" in arguments and any(one in arguments for one in _WEIGHTS)
+    return [*module._parameters] == names and len(_given(module)) == 2
 
 
 def split_experts(experts: Any, to: Splitter) -> None:
@@ -52,8 +52,7 @@ def split_experts(experts: Any, to: Splitter) -> None:
             "leave the module out with select"
         )
     sections = [inner, inner] if experts.has_gate and experts.is_concatenated else None
-    weights = next(one for one in _WEIGHTS if one in inspect.signature(experts.forward).parameters)
-    to.enter(experts, whole=["hidden_states", weights])
+    to.enter(experts, whole=_given(experts))
     to.cut(experts, up, dim=features, sections=sections)
     to.cut(experts, f"{up}_bias", dim=1, sections=sections)
     to.cut(experts, "down_proj", dim=inputs)
@@ -72,6 +71,11 @@ def split_llama4_experts(experts: Any, to: Splitter) -> None:
     to.cut(experts, "gate_up_proj", dim=2, sections=[inner, inner])
     to.cut(experts, "down_proj", dim=1)
     to.leave(experts)
+
+
+def _given(experts: nn.Module) -> list[str]:
+    arguments = inspect.signature(experts.forward).parameters
+    return [name for name in _GIVEN if name in arguments]
 
 
 def _up(experts: nn.Module) -> str:
