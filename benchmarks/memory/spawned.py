@@ -21,23 +21,26 @@ STEPS = 5
 _ROW = "row.json"
 
 
-def in_turns(steps: Mapping[str, Callable[[], None]], turns: int, *, warm: int) -> dict[str, list[float]]:
+def in_turns(
+    steps: Mapping[str, Callable[[], object]], turns: int, *, warm: int, count: int = STEPS
+) -> dict[str, list[float]]:
     """Seconds a step of each way, by turn, which go forth and back. Every rank must call it.
 
     Args:
         steps: What does a step, by way.
         turns: That count.
         warm: So many before them do not.
+        count: Steps in a turn.
     """
     seconds: dict[str, list[float]] = {way: [] for way in steps}
     for turn in range(turns + warm):
         for way in sorted(steps, reverse=turn % 2 == 1):
             dist.barrier()
             begin_s = time.perf_counter()
-            for _ in range(STEPS):
+            for _ in range(count):
                 steps[way]()
             dist.barrier()
-            seconds[way].append((time.perf_counter() - begin_s) / STEPS)
+            seconds[way].append((time.perf_counter() - begin_s) / count)
     return {way: times[warm:] for way, times in seconds.items()}
 
 
@@ -74,13 +77,14 @@ def compare(
     rows = []
     for ranks in options.ranks:
         for name in names:
-            rows.append(_row_of(run, ranks, name, options.turns))
+            rows.append(row_of(run, ranks, name, options.turns))
             show(rows[-1])
     machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
     to.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
 
 
-def _row_of(run: Callable[..., None], ranks: int, *arguments: Any) -> dict[str, Any]:
+def row_of(run: Callable[..., None], ranks: int, *arguments: Any) -> dict[str, Any]:
+    """What rank 0 wrote of one run of `run(rank, ranks, *arguments, folder)`, each rank a process of its own."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         given = ranks, *arguments, folder

@@ -135,6 +135,7 @@ def test_a_plan_that_is_written_again_replaces_the_old_one_and_leaves_nothing_be
 
 def test_an_axis_of_one_rank_need_not_be_there():
     replace(PLAN, mesh={"data": 4, "model": 1}).check({"data": 4}, TABLES)
+    PLAN.check({"data": 4, "pipe": 1}, TABLES)
 
 
 def test_a_plan_for_this_model_and_mesh_passes():
@@ -146,7 +147,7 @@ def test_a_plan_for_this_model_and_mesh_passes():
     ("mesh", "tables", "text"),
     [
         ({"data": 2}, TABLES, "the plan is for the mesh {'data': 4}, this one is {'data': 2}: make a plan for it"),
-        ({"data": 4, "pipe": 1}, TABLES, "this one is {'data': 4, 'pipe': 1}"),
+        ({"data": 4, "pipe": 2}, TABLES, "this one is {'data': 4, 'pipe': 2}"),
         (
             {"data": 4},
             {"words.weight": (8000, 256), "labels.weight": (10, 4)},

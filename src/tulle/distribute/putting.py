@@ -272,7 +272,8 @@ def _attach_model(model: nn.Module, engine: DataParallel, decided: _Decided, axe
     """Have a model's own calls, steps of micro-batches and parameters know what keeps it in step."""
     plan = decided.plan
     adopt_model(model, engine, plan, axes)
-    make_usual(model, Usual(plan.micro_batches, checked(plan.pipeline_schedule)))
+    is_told = axes.pipe is not None and plan.prediction is not None and axes.whole.rank == 0
+    make_usual(model, Usual(plan.micro_batches, checked(plan.pipeline_schedule), is_told))
     if axes.pipe is not None:
         follow_stages(model, engine)
     guard_parts(model)

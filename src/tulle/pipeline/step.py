@@ -14,7 +14,7 @@ from tulle.pipeline.place import placement_of
 from tulle.pipeline.run import Step
 from tulle.pipeline.schedule import checked
 from tulle.pipeline.unplaced import one_by_one
-from tulle.pipeline.usual import usual_of
+from tulle.pipeline.usual import micro_batches_of, usual_of
 
 P = ParamSpec("P")
 
@@ -89,12 +89,11 @@ def step(
         @functools.wraps(function)
         def run(*args: P.args, **kwargs: P.kwargs) -> Any:
             models = models_of(function, args, kwargs)
-            usual = usual_of(models)
-            calls, shares = cut(function, args, kwargs, micro_batches or usual.micro_batches, split or {})
+            calls, shares = cut(function, args, kwargs, micro_batches_of(models, micro_batches), split or {})
             placements = [placement for model in models if (placement := placement_of(model))]
             residents = [placement.resident for placement in placements]
             drawn = generators_of(function, args, kwargs) if placements and len(calls) > 1 else []
-            whole = Step(function, calls, models, residents, shares, order or usual.schedule, drawn)
+            whole = Step(function, calls, models, residents, shares, order or usual_of(models).schedule, drawn)
             results = placements[0].runtime.run_step(whole) if placements else one_by_one(whole)
             return collected(results, shares)
 

@@ -298,7 +298,7 @@ class Plan:
         """Check that the plan is for this mesh, these tables and these modules.
 
         Args:
-            mesh: Size of each axis by name.
+            mesh: Size of each axis by name; those of one rank need not be there.
             tables: `(rows, width)` of each table of the model by name.
             modules: Names of the model's modules; None if they are not known yet.
 
@@ -306,7 +306,8 @@ class Plan:
             PlanError: Naming what differs.
         """
         self.check_values()
-        if {name: size for name, size in self.mesh.items() if size > 1 or name in mesh} != dict(mesh):
+        own, given = ({name: size for name, size in sizes.items() if size > 1} for sizes in (self.mesh, mesh))
+        if own != given:
             raise PlanError(f"the plan is for the mesh {dict(self.mesh)}, this one is {dict(mesh)}: make a plan for it")
         self._check_tables(tables)
         self._check_axes()
