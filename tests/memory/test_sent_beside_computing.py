@@ -9,8 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 import tulle
 from ranks import on_ranks
-from tulle.memory import ahead, named_shards, share_out
+from tulle.memory import ahead, leaving, named_shards, share_out
 from tulle.memory.ahead import Ahead
+from tulle.memory.execution_order import ExecutionOrder
 
 USUAL = [0, 1, 2, 3]
 
@@ -89,32 +90,78 @@ def test_whatever_runs_next_it_is_one_process(orders, recomputes):
     assert worst_difference(model, reference) < 1e-12
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("is_made_after", [False, True])
-def test_from_the_third_step_on_all_but_the_first_are_ahead(monkeypatch, is_made_after):
+def followed(monkeypatch):
+    """What messages are begun, with what was under way then, and what was there when it was asked for."""
     begun, taken, most = [], [], []
     begin, gather = Ahead._begin, Ahead.gather
 
     def noted_begin(self, use):
-        begun.append((use.unit.name, use.what))
-        most.append(self._coming)
-        return begin(self, use)
+        most.append(len(self._coming))
+        coming = begin(self, use)
+        begun.append([(one.use.unit.name, one.use.what) for one in coming])
+        return coming
 
     def noted_gather(self, unit, parts, what, *, call):
-        taken.append(self._coming is not None and (self._coming.use.unit, self._coming.use.what) == (unit, what))
+        uses = [(one.use.unit, one.use.what) for one in self._coming]
+        taken.append(uses[:1] == [(unit, what)])
         return gather(self, unit, parts, what, call=call)
 
     monkeypatch.setattr(Ahead, "_begin", noted_begin)
     monkeypatch.setattr(Ahead, "gather", noted_gather)
+    return begun, taken, most
+
+
+LAYERS = [f"layers.{n}" for n in range(4)]
+FORWARDS = [(name, "forward") for name in ("Chosen", *LAYERS)]
+BACKWARDS = [(name, "backward") for name in reversed(LAYERS)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_made_after", [False, True])
+def test_from_the_third_step_on_all_but_the_first_are_ahead(monkeypatch, is_made_after):
+    monkeypatch.setattr(ahead, "TOGETHER", 0)
+    begun, taken, most = followed(monkeypatch)
     model, optimizer, axis = shared()
     if is_made_after:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, SOME, axis)
-    names = [f"layers.{n}" for n in range(4)]
-    step = [(name, "forward") for name in ("Chosen", *names)] + [(name, "backward") for name in reversed(names)]
-    assert begun == step * 4, "each once a step, in the order in which they are used"
+    assert begun == [[use] for use in FORWARDS + BACKWARDS] * 4, "each once a step, in the order in which they are used"
     assert taken[-18:] == [False, *[True] * 8] * 2
-    assert most == [None] * len(most), "one unit is gathered ahead, not more"
+    assert most == [0] * len(most), "one unit is gathered ahead, not more"
+
+
+@on_ranks(2)
+def test_small_units_that_come_one_after_the_other_are_gathered_together(monkeypatch):
+    count = 6 * 8 * 2 + 6 + 8  # of a layer
+    monkeypatch.setattr(ahead, "TOGETHER", 2 * count)
+    begun, taken, most = followed(monkeypatch)
+    model, optimizer, axis = shared()
+    train(model, optimizer, SOME, axis)
+    together = [FORWARDS[:2], FORWARDS[2:4], FORWARDS[4:], BACKWARDS[:2], BACKWARDS[2:]]
+    assert begun[-10:] == together * 2
+    assert taken[-18:] == [False, *[True] * 8] * 2
+    assert max(most) == 1, "the rest of one message, and the next"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("together", "messages"), [(0, 5), (2 * 110, 3), (leaving.TOGETHER, 1)])
+def test_gradients_of_small_units_leave_together(monkeypatch, together, messages):
+    sent, submit = [], ExecutionOrder.submit
+
+    def noted(self, exchange, which, do):
+        sent.append(exchange)
+        return submit(self, exchange, which, do)
+
+    monkeypatch.setattr(leaving, "TOGETHER", together)
+    monkeypatch.setattr(ExecutionOrder, "submit", noted)
+    model, optimizer, axis = shared()
+    reference, theirs = build()
+    train(model, optimizer, SOME, axis)
+    train(reference, theirs, SOME)
+    assert worst_difference(model, reference) < 1e-12
+    last = [one for one in sent if one.startswith("gradients")][-messages:]
+    names = ", ".join(one.removeprefix("gradients of ").strip("'") for one in last)
+    assert names == "layers.3, layers.2, layers.1, layers.0, Chosen"
 
 
 class Follower(nn.Module):
@@ -243,9 +290,9 @@ def test_what_is_gathered_ahead_at_the_end_of_a_call_is_dropped():
 def test_what_is_recomputed_is_not_gathered_a_third_time(monkeypatch):
     begun = []
     begin = Ahead._begin
+    monkeypatch.setattr(ahead, "TOGETHER", 0)
     monkeypatch.setattr(Ahead, "_begin", lambda self, use: begun.append(use.unit.name) or begin(self, use))
     model, optimizer, axis = shared()
     model.recomputes = True
     train(model, optimizer, SOME, axis)
-    names = [f"layers.{n}" for n in range(4)]
-    assert begun[-9:] == ["Chosen", *names, *reversed(names)]
+    assert begun[-9:] == ["Chosen", *LAYERS, *reversed(LAYERS)]

@@ -10,14 +10,15 @@ anyway, so all predict alike, and a wrong prediction costs its bytes and nothing
 sends never hangs on the values that it has. Ranks that take other branches are found by name
 (`tulle.memory.execution_order`).
 Nothing is predicted from one call of a model to the next, in between which its user may write to parameters, nor across
-a step of an optimizer. At most one unit is gathered ahead, and the gradients of at most one are on the way.
+a step of an optimizer. At most one message of parameters is gathered ahead, and one of gradients on the way
+(`tulle.memory.leaving`). A message has one unit, or as many as come one after the other and are small.
 
 Source: Zhao et al., *PyTorch FSDP* (VLDB'23), section 3.3.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -31,8 +32,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tulle.comm import Weights, all_reduce, hosts_of, lane
 from tulle.errors import ModelError
 from tulle.memory.execution_order import ExecutionOrder, Sent
+from tulle.memory.leaving import TOGETHER, Leaving, Reduced, for_time
 from tulle.memory.shard import Shard
-from tulle.memory.unit import Unit
+from tulle.memory.unit import Unit, joined
 from tulle.mesh import Axis
 from tulle.parts import Reduction
 
@@ -56,12 +58,13 @@ class _Use:
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
-    """Wholes that are being gathered for a use, of these parts."""
+    """Wholes that are being gathered for a use, of these parts, and where they are among those of their message."""
 
     use: _Use
     parts: Sequence[nn.Parameter]
     versions: Sequence[tuple[int, int]]
     job: Sent[list[Tensor]]
+    place: slice
 
     def is_for(self, use: _Use, parts: Sequence[nn.Parameter]) -> bool:
         """Whether they are for that use, and of what these parts hold now: a forward may have written there since."""
@@ -91,8 +94,9 @@ class Ahead:
         self._last: tuple[_Use, int] | None = None
         self._recomputed: tuple[Unit, list[Tensor]] | None = None
         """The wholes that a unit was just recomputed with: backward reads them next."""
-        self._coming: _Coming | None = None
-        self._leaving: ref[Sent[list[Tensor | None]]] | None = None
+        self._coming: deque[_Coming] = deque()
+        """In the order in which they are expected to be used: the rest of one message, and the next."""
+        self._leaving = Leaving(self._order)
 
     def gather(self, unit: Unit, parts: Sequence[nn.Parameter], what: str, *, call: int) -> list[Tensor]:
         """The wholes of a unit, and the next one's are begun. Every rank of the axis must call it, in the same order.
@@ -109,29 +113,21 @@ class Ahead:
         self._parts[unit] = parts
         use = _Use(unit, what, self._time(unit, what))
         self._learn(use, call)
-        coming, self._coming = self._coming, None
+        coming = self._coming.popleft() if self._coming else None
         if coming is None or not coming.is_for(use, parts):
-            coming = self._begin(use)
-        before, last = self._followed.get(use, (None, None))
-        if last is not None and before == last and last.unit in self._parts:
-            self._coming = self._begin(last)
-        wholes = coming.job.result()
+            self._coming = self._begin(use)
+            coming = self._coming.popleft()
+        if not self._coming or self._coming[-1].job is coming.job:  # nothing is under way behind its message
+            following = self._expected(self._coming[-1].use if self._coming else use)
+            self._coming += self._begin(following) if following is not None else ()
+        wholes = coming.job.result()[coming.place]
         if what == FORWARD and in_backward() and not (unit.stays or unit.is_apart):
             self._recomputed = unit, [whole.detach() for whole in wholes]
         return wholes
 
-    def reduce(
-        self, unit: Unit, gradients: Sequence[Tensor | None], parts: Sequence[Tensor]
-    ) -> Sent[list[Tensor | None]]:
+    def reduce(self, unit: Unit, gradients: Sequence[Tensor | None], parts: Sequence[Tensor]) -> Reduced:
         """Send gradients to the ranks that keep the parts. Every rank of the axis must call it, in the same order."""
-        leaving = None if self._leaving is None else self._leaving()
-        if leaving is not None:
-            leaving.result()
-        which = "gradients", self._time(unit, "gradients")
-        exchange = f"gradients of {unit.name!r}{_frozen(unit, parts)}{_for_time(which[1])}"
-        job = self._order.submit(exchange, which, partial(unit.reduce, gradients, parts))
-        self._leaving = ref(job)
-        return job
+        return self._leaving.add(unit, gradients, parts, number=self._time(unit, "gradients"))
 
     def whole(self, part: Tensor, shard: Shard, name: str, reader: str = "model.state_dict()") -> Tensor:
         """All of what is shared out. Every rank of the axis must call it, in the same order.
@@ -196,17 +192,41 @@ class Ahead:
     def end_step(self) -> None:
         """Parameters have changed: what was gathered of them is old."""
         self._uses.clear()
-        self._last = self._coming = self._recomputed = None
+        self._last = self._recomputed = None
+        self._coming.clear()
 
     def drop(self) -> None:
         """A parameter was written to: what is gathered ahead may be old. Every rank must call it, or none."""
-        self._coming = self._recomputed = None
+        self._recomputed = None
+        self._coming.clear()
 
-    def _begin(self, use: _Use) -> _Coming:
-        parts = self._parts[use.unit]
-        which, gather = (use.what, use.number), partial(use.unit.gather, use.unit.pack(parts))
-        job = self._order.submit(f"parameters of {use.unit.name!r}{_for_time(use.number)}", which, gather)
-        return _Coming(use, parts, _versions(parts), job)
+    def _begin(self, use: _Use) -> deque[_Coming]:
+        """Gather a unit, and as many of those that are expected behind it as go in its message."""
+        uses = self._with_small(use)
+        whole = joined([one.unit for one in uses])
+        parts = [self._parts[one.unit] for one in uses]
+        gather = partial(whole.gather, whole.pack([part for of_unit in parts for part in of_unit]))
+        exchange = f"parameters of {whole.name!r}{for_time(use.number)}"
+        job = self._order.submit(exchange, (use.what, use.number), gather)
+        coming, begin = deque[_Coming](), 0
+        for one, of_unit in zip(uses, parts, strict=True):
+            place = slice(begin, begin := begin + len(of_unit))
+            coming.append(_Coming(one, of_unit, _versions(of_unit), job, place))
+        return coming
+
+    def _with_small(self, use: _Use) -> list[_Use]:
+        uses, last, count = {use: None}, use, use.unit.count
+        while (following := self._expected(last)) is not None and following.what == use.what:
+            count += following.unit.count
+            if count > TOGETHER or following in uses:
+                break
+            uses[following], last = None, following
+        return [*uses]
+
+    def _expected(self, use: _Use) -> _Use | None:
+        """What is to be gathered ahead behind a use."""
+        before, last = self._followed.get(use, (None, None))
+        return last if last is not None and before == last and last.unit in self._parts else None
 
     def _time(self, unit: Unit, what: str) -> int:
         """For which time since the last step of an optimizer; calls that only evaluate are not told apart."""
@@ -221,7 +241,7 @@ class Ahead:
             _, before = self._followed.get(last, (None, None))
             self._followed[last] = before, use if may_be_ahead else None
             if not may_be_ahead:
-                self._coming = None
+                self._coming.clear()
         self._last = use, call
 
     def __deepcopy__(self, memo: object) -> Ahead:
@@ -250,21 +270,6 @@ def ahead_of(part: Tensor | None) -> Ahead | None:
     """What gathers a part when a module runs, or None."""
     follower = getattr(part, _FOLLOWER, None)
     return None if follower is None else follower()
-
-
-def _frozen(unit: Unit, parts: Sequence[Tensor]) -> str:
-    """What of a unit has no gradients, so that ranks which freeze other parameters are told which."""
-    with torch._C.DisableTorchFunctionSubclass():
-        frozen = {number for number, part in enumerate(parts) if not part.requires_grad}
-    if not frozen:
-        return ""
-    named = dict.fromkeys(f"{path}.{name}".lstrip(".") for path, name, number in unit.places if number in frozen)
-    return f" without {', '.join(named)}, which is frozen"
-
-
-def _for_time(number: int) -> str:
-    """What an exchange is called besides, so that ranks with unlike numbers of micro-batches do not take it for one."""
-    return f", time {number + 1} since the last step" if number else ""
 
 
 @cache

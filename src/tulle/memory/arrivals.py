@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tulle.memory.execution_order import Sent
+from tulle.memory.leaving import Reduced
 from tulle.memory.unit import Unit
-from tulle.parts import local_of
+from tulle.parts import locals_of
 
 _numbers = count()
 _running: ContextVar[Pass | None] = ContextVar("pass", default=None)
@@ -32,10 +32,10 @@ class Arrival:
     """Gradients of one unit's parts, under way: those of each of its calls, of one backward."""
 
     def __init__(self) -> None:
-        self._jobs: list[Sent[list[Tensor | None]]] = []
+        self._jobs: list[Reduced] = []
         self._backward = -1
 
-    def expect(self, job: Sent[list[Tensor | None]]) -> None:
+    def expect(self, job: Reduced) -> None:
         """Add gradients, of one more call, to those that are waited for; those of a backward that failed are not."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
@@ -97,7 +97,7 @@ class _Arrive(torch.autograd.Function):
     def forward(ctx: Any, arrival: Arrival, *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.arrival = arrival
         ctx.set_materialize_grads(False)
-        given = tuple(local_of(part) for part in parts)
+        given = tuple(locals_of(parts))
         ctx.mark_non_differentiable(*(g for g, p in zip(given, parts, strict=True) if not p.requires_grad))
         return given
 

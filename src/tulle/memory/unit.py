@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from zlib import crc32
 
 import torch
@@ -14,7 +15,7 @@ from tulle.memory.execution_order import other_branch
 from tulle.memory.scattered import scatter_sums
 from tulle.memory.shard import Shard
 from tulle.mesh import Axis
-from tulle.parts import local_of
+from tulle.parts import local_of, locals_of
 
 _MARKS = {torch.bool: 2, torch.int8: 128, torch.uint8: 251}
 """How many marks there are in a dtype of one byte; floats of one byte hold few whole numbers."""
@@ -22,7 +23,7 @@ Packed = Sequence[tuple[Sequence[int], Tensor]]
 """Of each dtype the numbers of some parts, and a copy of them end to end, with a mark behind."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Unit:
     """Parameters that are gathered together when a module runs.
 
@@ -46,6 +47,11 @@ class Unit:
     stays: bool = False
     is_apart: bool = False
 
+    @cached_property
+    def count(self) -> int:
+        """How many numbers its wholes have."""
+        return sum(shard.shape.numel() for shard in self.shards)
+
     def gather(self, packed: Packed) -> list[Tensor]:
         """The wholes, in memory of their own. Every rank of the axis must call it."""
         wholes: dict[int, Tensor] = {}
@@ -66,8 +72,8 @@ class Unit:
     def pack(self, parts: Sequence[Tensor]) -> Packed:
         """Copies of this rank's parts, and the unit's mark, for `gather`."""
         packed = []
-        own = [local_of(part) for part in parts]
-        for numbers in by_dtype(own):
+        own = locals_of(parts)
+        for numbers in _by_dtype(own, range(len(own))):
             mark = own[numbers[0]].new_tensor([self._mark(own[numbers[0]].dtype)])
             packed.append((numbers, torch.cat([*(own[number].reshape(-1) for number in numbers), mark])))
         return packed
@@ -80,12 +86,12 @@ class Unit:
         reduced: list[Tensor | None] = [None] * len(parts)
         with torch._C.DisableTorchFunctionSubclass():  # parts, which are asked often
             trained = [number for number, part in enumerate(parts) if part.requires_grad]
-        own = [local_of(part) for part in parts]
-        for group in by_dtype([own[number] for number in trained]):
-            numbers = [trained[place] for place in group]
-            means, told, told_by = self._means(numbers, gradients, own[numbers[0]])
+            groups = _by_dtype(parts, trained)
+        for numbers in groups:
+            like = local_of(parts[numbers[0]])
+            means, told, told_by = self._means(numbers, gradients, like)
             any_used, marks = (values := told.tolist())[: len(numbers)], values[len(numbers) :]
-            self._check(zip(told_by, marks, strict=True), own[numbers[0]].dtype)
+            self._check(zip(told_by, marks, strict=True), like.dtype)
             for number, mean, used in zip(numbers, means, any_used, strict=True):
                 if used:
                     reduced[number] = mean.view(self.shards[number].local_shape)
@@ -132,11 +138,23 @@ class Unit:
                 raise other_branch(f"{self.name!r} on rank {self.axis.rank}, another on rank {rank}")
 
 
-def by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
+def joined(units: Sequence[Unit]) -> Unit:
+    """Several units of one axis as one, with the parameters of the first, then those of the second, and so on."""
+    if len(units) == 1:
+        return units[0]
+    shards: list[Shard] = []
+    places: list[tuple[str, str, int]] = []
+    for unit in units:
+        places += [(f"{unit.name}.{path}".rstrip("."), name, len(shards) + n) for path, name, n in unit.places]
+        shards += unit.shards
+    return Unit(", ".join(unit.name for unit in units), units[0].axis, shards, places, units[0].across)
+
+
+def _by_dtype(tensors: Sequence[Tensor], numbers: Iterable[int]) -> list[list[int]]:
     """Numbers of tensors that can travel together."""
     groups: dict[torch.dtype, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        groups.setdefault(tensor.dtype, []).append(number)
+    for number in numbers:
+        groups.setdefault(tensors[number].dtype, []).append(number)
     return list(groups.values())
 
 

@@ -34,7 +34,7 @@ from tulle.parts.torch_functions import (
     unwrapped,
     writes,
 )
-from tulle.parts.wholes import Whole, local_of, read_by, writes_by_data
+from tulle.parts.wholes import Whole, local_of, locals_of, read_by, writes_by_data
 
 __all__ = [
     "ALIKE",
@@ -78,6 +78,7 @@ __all__ = [
     "lift",
     "load_part",
     "local_of",
+    "locals_of",
     "lower",
     "made_of",
     "make_gradients_by",

@@ -52,6 +52,13 @@ def local_of(tensor: Tensor) -> Tensor:
         return found.detach()
 
 
+def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What `local_of` gives of each of many, which are parts for the most part."""
+    with torch._C.DisableTorchFunctionSubclass():
+        own = [Tensor.detach(tensor) if type(tensor) in KINDS else None for tensor in tensors]
+    return [local_of(tensor) if found is None else found for found, tensor in zip(own, tensors, strict=True)]
+
+
 class PartError(ModelError):
     """A function was given a part as if it were the whole."""
 
