@@ -14,6 +14,8 @@ from tulle.memory.ahead import Ahead
 from tulle.memory.execution_order import ExecutionOrder
 
 USUAL = [0, 1, 2, 3]
+COUNT = 6 * 8 * 2 + 6 + 8
+"""Of the numbers of a layer."""
 
 
 class Chosen(nn.Module):
@@ -81,7 +83,10 @@ CHANGING = [[[0, 2]], [USUAL, [3, 3, 3]], [[2, 1, 0]], [[], [1]], [USUAL], [[0, 
     ],
     ids=["alike", "micro-batches", "changing"],
 )
-def test_whatever_runs_next_it_is_one_process(orders, recomputes):
+@pytest.mark.parametrize("together", [pytest.param(0, marks=pytest.mark.slow), 2 * COUNT, leaving.TOGETHER])
+def test_whatever_runs_next_it_is_one_process(monkeypatch, orders, recomputes, together):
+    for module in (ahead, leaving):
+        monkeypatch.setattr(module, "TOGETHER", together)
     reference, optimizer = build()
     train(reference, optimizer, orders)
     model, optimizer, axis = shared()
@@ -132,8 +137,7 @@ def test_from_the_third_step_on_all_but_the_first_are_ahead(monkeypatch, is_made
 
 @on_ranks(2)
 def test_small_units_that_come_one_after_the_other_are_gathered_together(monkeypatch):
-    count = 6 * 8 * 2 + 6 + 8  # of a layer
-    monkeypatch.setattr(ahead, "TOGETHER", 2 * count)
+    monkeypatch.setattr(ahead, "TOGETHER", 2 * COUNT)
     begun, taken, most = followed(monkeypatch)
     model, optimizer, axis = shared()
     train(model, optimizer, SOME, axis)
@@ -144,7 +148,7 @@ def test_small_units_that_come_one_after_the_other_are_gathered_together(monkeyp
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("together", "messages"), [(0, 5), (2 * 110, 3), (leaving.TOGETHER, 1)])
+@pytest.mark.parametrize(("together", "messages"), [(0, 5), (2 * COUNT, 3), (leaving.TOGETHER, 1)])
 def test_gradients_of_small_units_leave_together(monkeypatch, together, messages):
     sent, submit = [], ExecutionOrder.submit
 
@@ -162,6 +166,22 @@ def test_gradients_of_small_units_leave_together(monkeypatch, together, messages
     last = [one for one in sent if one.startswith("gradients")][-messages:]
     names = ", ".join(one.removeprefix("gradients of ").strip("'") for one in last)
     assert names == "layers.3, layers.2, layers.1, layers.0, Chosen"
+
+
+@on_ranks(2)
+def test_gradients_that_waited_when_a_backward_failed_are_of_no_other():
+    reference, theirs = build()
+    model, optimizer, axis = shared()
+    train(model, optimizer, SOME, axis)
+    train(reference, theirs, SOME)
+    handle = model.layers[0].register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(batch_of(0, axis)).backward()
+    handle.remove()
+    assert all(part.grad is None for part in model.parameters())
+    train(model, optimizer, SOME, axis)
+    train(reference, theirs, SOME)
+    assert worst_difference(model, reference) < 1e-12
 
 
 class Follower(nn.Module):
