@@ -28,7 +28,7 @@ from tulle.memory import shard_of
 from tulle.mesh import Axis
 from tulle.parts import hook_arrival, whole_of
 from tulle.plan import Memory
-from tulle.tables import ShardGradient, split_of
+from tulle.tables import ShardGradient, gradient_of_part, split_of
 from tulle.tensor_parallel import placements
 
 _SAME = (
@@ -58,7 +58,8 @@ class Replicas(DataParallel):
         # Gradients of shared parameters know all ranks' along axis `data`, and others are the same on all of these.
         self._proxies = _proxies(held, options["tables"], axes, spread, optimizers) if axes.splitting else []
         shared = {name: p for name, p in held.named_parameters() if shard_of(p) is not None}
-        self._parts = _parts(model, held)
+        split = {id(model.get_parameter(name)) for name in placements(model)}
+        self._parts = [one for one in held.parameters() if shard_of(one) is not None or id(one) in split]
         self._told: list[ref[Tensor]] = []
         """Gradients of parts of layers, which know at the moment that they are."""
         self._whole = _Whole(model, held, axes.model) if axes.model is not None else None
@@ -100,12 +101,12 @@ class Replicas(DataParallel):
         """Let gradients of parts know that they are."""
         self._told.clear()
         for part in self._parts:
-            gradient = part.parameter.grad
-            if gradient is None or type(gradient) not in _TAKEN:
+            gradient, whole = part.grad, whole_of(part)
+            if gradient is None or whole is None or type(gradient) not in _TAKEN:
                 continue
             if type(gradient) is Tensor:
-                ShardGradient.of(gradient, part.axes, part.count, whole=whole_of(part.parameter), cuts=part.cuts)
-            if shard_of(part.parameter) is None:  # nobody averages what is shared out
+                gradient_of_part(gradient, whole)
+            if shard_of(part) is None:  # nobody averages what is shared out
                 self._told.append(ref(gradient))
 
     def end_backward_alone(self) -> None:
@@ -158,29 +159,6 @@ class _Whole:
         self._backwards += 1
         self._alike.look((one for one in self._parameters if one.requires_grad), self._backwards)
         self._alike.check(self._backwards + 1, is_late=False)
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A parameter of which this rank has a part: over which axes, of how many numbers, along which dimensions."""
-
-    parameter: nn.Parameter
-    axes: Sequence[Axis]
-    count: int
-    cuts: Sequence[int]
-
-
-def _parts(model: nn.Module, held: nn.Module) -> list[_Part]:
-    """What is shared out, or split over axis `model`, or both."""
-    split = {id(model.get_parameter(name)): placement for name, placement in placements(model).items()}
-    found: list[_Part] = []
-    for parameter in held.parameters():
-        shard, placement = shard_of(parameter), split.get(id(parameter))
-        cuts = [(cut.axis, cut.dim, cut.shape.numel()) for cut in (shard, placement) if cut is not None]
-        if cuts:
-            axes, dims, counts = zip(*cuts, strict=True)
-            found.append(_Part(parameter, axes, max(counts), dims))
-    return found
 
 
 def _unlikely(gradient: Tensor) -> int:

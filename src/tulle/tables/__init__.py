@@ -17,7 +17,7 @@ from tulle.tables.exchange import (
     tell_unlike,
     uneven,
 )
-from tulle.tables.gradient import ShardGradient
+from tulle.tables.gradient import ShardGradient, gradient_of_part
 from tulle.tables.modules import Lookup, TableModule, has_own_forward, table_modules, table_of
 from tulle.tables.part import gradient_of_table, guard_table
 from tulle.tables.placements import COLUMNS, PLACEMENTS, placement_of, split_as
@@ -42,6 +42,7 @@ __all__ = [
     "called_first",
     "divide",
     "fetch",
+    "gradient_of_part",
     "gradient_of_table",
     "guard_table",
     "has_own_forward",

@@ -168,11 +168,14 @@ class ShardGradient(torch.Tensor):
             return self.detach().__reduce_ex__(protocol)
 
 
-@make_gradients_by
-def _of_part(gradient: Tensor, whole: Whole) -> None:
+def gradient_of_part(gradient: Tensor, whole: Whole) -> ShardGradient:
+    """Turn a plain gradient into that of a part of a whole; it stays the object that it is."""
     with torch._C.DisableTorchFunctionSubclass():
         axes = cast("Sequence[Axis]", whole.axes)
-        ShardGradient.of(gradient, axes, whole.count, whole=whole, cuts=whole.dims, held=whole.held)
+        return ShardGradient.of(gradient, axes, whole.count, whole=whole, cuts=whole.dims, held=whole.held)
+
+
+make_gradients_by(gradient_of_part)
 
 
 def check_alone(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
