@@ -21,7 +21,7 @@ import tulle
 from tulle import memory
 from tulle.comm import traffic
 from tulle.memory.ahead import Ahead
-from tulle.memory.execution_order import Sent
+from tulle.memory.leaving import Reduced
 from tulle.memory.unit import Unit
 from tulle.plan import Memory, Plan
 
@@ -70,13 +70,11 @@ class Waiting(Ahead):
     def _learn(self, use: Any, call: int) -> None:
         """Nothing."""
 
-    def reduce(
-        self, unit: Unit, gradients: Sequence[Tensor | None], parts: Sequence[Tensor]
-    ) -> Sent[list[Tensor | None]]:
+    def reduce(self, unit: Unit, gradients: Sequence[Tensor | None], parts: Sequence[Tensor]) -> Reduced:
         """Sums that are there."""
-        job = super().reduce(unit, gradients, parts)
-        job.result()
-        return job
+        reduced = super().reduce(unit, gradients, parts)
+        reduced.result()
+        return reduced
 
 
 def shard_within_hosts(model: nn.Module, mesh: tulle.Mesh) -> None:

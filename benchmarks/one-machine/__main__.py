@@ -4,6 +4,7 @@ Each model trains some steps of each way in turn, in processes of its own. Resul
 be ended at any time, and goes on with those that are missing.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse

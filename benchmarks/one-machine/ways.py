@@ -2,10 +2,11 @@
 
 replicas          `tulle.distribute` beside DistributedDataParallel
 full sharding     beside `fully_shard` of repeated layers and the rest
-split layers      one batch over axis `model`, beside one process
-stages            one batch in four micro-batches over axis `pipe`, beside one process
+split layers      over axis `model`, beside one process, on batches of `LARGE` times the size
+stages            over axis `pipe`, cut by a profile, beside the same
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import time
@@ -26,7 +27,7 @@ from models import MODELS, Job
 from tulle.memory.recompute import repeated
 
 DDP, FULLY_SHARD, ONE = "DDP", "fully_shard", "one process"
-REPLICAS, FULL_SHARD, SPLIT_LAYERS, STAGES = "tulle", "tulle, full_shard", "tulle, model=2", "tulle, pipe=2"
+REPLICAS, FULL_SHARD, SPLIT_LAYERS, STAGES = "tulle", "full_shard", "model=2", "pipe=2"
 SECTIONS = {
     "replicas": (DDP, REPLICAS),
     "full sharding": (FULLY_SHARD, FULL_SHARD),
@@ -47,7 +48,7 @@ def run(rank: int, ranks: int, section: str, name: str, turns: int, folder: str)
     try:
         row |= _timed(section, name, rank, turns)
     except Exception as error:  # a row of the table, too
-        row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
     write_row(folder, rank, row)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,14 @@ from tulle.parts.wholes import PART_OF, Whole
 
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
 
+Make = TypeVar("Make", bound=Callable[[Tensor, Whole], Any])
 _makers: list[Callable[[Tensor, Whole], Any]] = []
 
 
-def make_gradients_by(make: Callable[[Tensor, Whole], Any]) -> None:
+def make_gradients_by(make: Make) -> Make:
     """Have what became of parts, and is given to a parameter for its gradient, be what gradients of parts are."""
     _makers.append(make)
+    return make
 
 
 def become_gradient(tensor: Tensor, whole: Whole) -> None:

@@ -106,11 +106,8 @@ class ShardGradient(torch.Tensor):
         """Turn a plain gradient into one; it stays the object that it is."""
         gradient.__class__ = cls  # as_subclass refuses sparse tensors
         assert isinstance(gradient, ShardGradient), "just made so"
-        gradient.axes = tuple(axes)
-        gradient.count = count
-        gradient.whole = whole
-        gradient.cuts = tuple(cuts)
-        gradient.held = held
+        gradient.axes, gradient.cuts = tuple(axes), tuple(cuts)
+        gradient.count, gradient.whole, gradient.held = count, whole, held
         return gradient
 
     def extent(self) -> Extent:
@@ -168,14 +165,12 @@ class ShardGradient(torch.Tensor):
             return self.detach().__reduce_ex__(protocol)
 
 
+@make_gradients_by
 def gradient_of_part(gradient: Tensor, whole: Whole) -> ShardGradient:
     """Turn a plain gradient into that of a part of a whole; it stays the object that it is."""
     with torch._C.DisableTorchFunctionSubclass():
         axes = cast("Sequence[Axis]", whole.axes)
         return ShardGradient.of(gradient, axes, whole.count, whole=whole, cuts=whole.dims, held=whole.held)
-
-
-make_gradients_by(gradient_of_part)
 
 
 def check_alone(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> None:
