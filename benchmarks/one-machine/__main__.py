@@ -23,10 +23,9 @@ sys.path.insert(0, str(HERE.parent / "memory"))  # that of the processes it star
 # ruff: noqa: E402
 import torch
 import transformers
+from many import MODELS
+from sections import SECTIONS, run
 from spawned import row_of
-from ways import SECTIONS, run
-
-from models import MODELS
 
 RANKS = 2
 

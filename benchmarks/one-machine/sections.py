@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from many import MODELS, Job
 from spawned import in_turns, write_row
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 import tulle
-from models import MODELS, Job
 from tulle.memory.recompute import repeated
 
 DDP, FULLY_SHARD, ONE = "DDP", "fully_shard", "one process"
