@@ -79,8 +79,12 @@ def compare(
         for name in names:
             rows.append(row_of(run, ranks, name, options.turns))
             show(rows[-1])
-    machine = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
-    to.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    to.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """What a raw result says of where it is from."""
+    return {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count()}
 
 
 def row_of(run: Callable[..., None], ranks: int, *arguments: Any) -> dict[str, Any]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,11 +19,10 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "memory"))  # that of the processes it starts, too
 
 # ruff: noqa: E402
-import torch
 import transformers
 from many import MODELS
 from sections import SECTIONS, run
-from spawned import row_of
+from spawned import machine, row_of
 
 RANKS = 2
 
@@ -45,9 +42,8 @@ def main() -> None:
             if not any((row["section"], row["model"]) == (section, name) for row in rows):
                 rows.append(row_of(run, RANKS, section, name, options.turns))
                 print(f"| {section}: {name} |{cells(rows[-1])}", file=sys.stderr, flush=True)
-                machine = {"python": platform.python_version(), "cores": os.cpu_count()}
-                versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-                options.out.write_text(json.dumps({"machine": machine | versions, "rows": rows}, indent=1) + "\n")
+                where = machine() | {"transformers": transformers.__version__}
+                options.out.write_text(json.dumps({"machine": where, "rows": rows}, indent=1) + "\n")
     for sections in (("replicas", "full sharding"), ("split layers", "stages")):
         print(table(rows, sections))
 

@@ -62,7 +62,7 @@ class Replicas(DataParallel):
         self._parts = [one for one in held.parameters() if shard_of(one) is not None or id(one) in split]
         self._told: list[ref[Tensor]] = []
         """Gradients of parts of layers, which know at the moment that they are."""
-        self._whole = _Whole(model, held, axes.model) if axes.model is not None else None
+        self._whole = _Whole(split, held, axes.model) if axes.model is not None else None
         self.tie(held, [*shared.values()])
         for name, parameter in shared.items():
             if parameter.requires_grad:
@@ -141,10 +141,15 @@ _TAKEN = (Tensor, ShardGradient)
 
 
 class _Whole:
-    """The parameters that ranks of axis `model` hold alike, as no layer of theirs is split."""
+    """The parameters that ranks of axis `model` hold alike, as no layer of theirs is split.
 
-    def __init__(self, model: nn.Module, held: nn.Module, axis: Axis) -> None:
-        split = {id(model.get_parameter(name)) for name in placements(model)}
+    Args:
+        split: Identities of those that are.
+        held: What this rank has of the model.
+        axis: The axis.
+    """
+
+    def __init__(self, split: Collection[int], held: nn.Module, axis: Axis) -> None:
         slots = {
             name: Slot(name, parameter)
             for name, parameter in held.named_parameters()
