@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import tulle
 from tulle import tensor_parallel
+from tulle.tensor_parallel.linear import Column, RowLinear
 
 STEPS = 3
 TOLERANCE = 1e-12
@@ -71,6 +72,12 @@ def check_exact(
     found = differences(model, loss_of, lambda one: tensor_parallel.apply(one, axis, **options))
     worst = max(found, key=lambda name: found[name])
     assert found[worst] < tolerance, f"{worst} differs by {found[worst]:.1e}"
+
+
+def split(model: nn.Module) -> tuple[list[str], list[str]]:
+    """Names of the column layers of a split model that give parts, and of its row layers."""
+    columns = [name for name, one in model.named_modules() if isinstance(one, Column) and one.gathered is None]
+    return columns, [name for name, one in model.named_modules() if isinstance(one, RowLinear)]
 
 
 def _relative(found: Tensor, expected: Tensor, scale: float = 1e-3) -> float:

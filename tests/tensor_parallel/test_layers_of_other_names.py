@@ -104,6 +104,16 @@ class ReadsAll(nn.Embedding):
         return super().forward(words) * sum(p.norm() for p in self.parameters())
 
 
+class LooksUpPastForward(nn.Embedding):
+    """As ProphetNet's positions, where a method that other modules call looks up, too."""
+
+    def forward(self, words):
+        return super().forward(words), words
+
+    def look_up(self, words):
+        return super().forward(words)
+
+
 class Adapted(nn.Linear):
     def __init__(self, *sizes):
         super().__init__(*sizes)
@@ -116,7 +126,8 @@ class Squared(nn.Linear):
 
 
 def test_what_may_compute_something_else_stays_whole():
-    layers = [PastSuper(8, 4), ReadsRows(8, 4), ReadsAll(8, 4), Adapted(4, 8), Squared(4, 8), nn.LazyLinear(8)]
+    tables = [PastSuper(8, 4), ReadsRows(8, 4), ReadsAll(8, 4), LooksUpPastForward(8, 4)]
+    layers = [*tables, Adapted(4, 8), Squared(4, 8), nn.LazyLinear(8)]
     assert tensor_parallel.known(nn.Sequential(*layers), smallest_bytes=0, ranks=2) == []
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -16,10 +16,12 @@ from tulle.mesh import Axis
 from tulle.profiling.steps import computed
 from tulle.tensor_parallel.convert import SMALLEST_BYTES, known
 from tulle.tensor_parallel.embedding import VocabularyEmbedding
+from tulle.tensor_parallel.joined import Group, apart, joined
 from tulle.tensor_parallel.linear import Column, RowLinear, RowTransposed
 from tulle.tensor_parallel.placement import placements_of
 from tulle.tensor_parallel.registry import factory_of, is_alone
 from tulle.tensor_parallel.splitter import Splitter
+from tulle.tensor_parallel.walk import held_by_unknown, is_worth
 from tulle.workload import Split
 
 _SUMMED = (RowLinear, RowTransposed, VocabularyEmbedding)
@@ -48,17 +50,26 @@ def splits(
     size = ranks if ranks > 1 else 2
     axis = Axis("model", 0, size, tuple(range(size)), nobody, torch.device("meta"), 0.0)
     smallest_bytes = 0 if ranks > 1 and not known(model, ranks=ranks) else SMALLEST_BYTES
-    _visit(twin, Splitter(axis), smallest_bytes)
+    held, bound = held_by_unknown(twin), apart(twin)
+    _visit(twin, Splitter(axis), smallest_bytes, lambda group: is_worth(group, smallest_bytes, held, bound), set())
     found = {name: _split(name, twin, made_bytes, taken_bytes) for name in names}
     return {name: split for name, split in found.items() if split is not None}
 
 
-def _visit(module: nn.Module, to: Splitter, smallest_bytes: int) -> None:
-    """Split what is registered; what cannot be split stays whole."""
+def _visit(
+    module: nn.Module, to: Splitter, smallest_bytes: int, is_wanted: Callable[[Group], bool], seen: set[int]
+) -> None:
+    """Split what is registered, and layers that follow each other; what cannot be split stays whole."""
     factory = factory_of(module)
+    if id(module) in seen:
+        return
     if factory is None:
+        near = joined(module, to.axis.size, is_wanted)
+        if near is not None:
+            near.split(to, lambda _: to.name)
+            seen |= near.keys
         for child in module.children():
-            _visit(child, to, smallest_bytes)
+            _visit(child, to, smallest_bytes, is_wanted, seen)
     elif not is_alone(module) or max((one.nbytes for one in module.parameters()), default=0) >= smallest_bytes:
         with suppress(ModelError):
             factory(module, to)

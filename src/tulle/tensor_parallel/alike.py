@@ -13,7 +13,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from tulle.tensor_parallel.readers import may_read, names_in_forward
+from tulle.tensor_parallel.readers import is_used_past_forward, may_read, names_in_forward
 from tulle.tensor_parallel.registry import Kind, register_kind
 from tulle.tensor_parallel.torch_layers import split_embedding, split_linear
 
@@ -31,7 +31,8 @@ def is_table(module: nn.Module) -> bool:
     if kind.forward is nn.Embedding.forward:
         return True
     names = names_in_forward(kind)  # which calls the class by its name if it calls it past super()
-    return {"super", "forward"} <= names and "Embedding" not in names and not may_read(kind, "weight")
+    calls_it = {"super", "forward"} <= names and "Embedding" not in names
+    return calls_it and not may_read(kind, "weight") and not is_used_past_forward(kind, "forward")
 
 
 def _has_only(module: nn.Module, kind: type[nn.Module], *names: str) -> bool:

@@ -13,9 +13,10 @@ from tulle.errors import ModelError
 from tulle.mesh import Axis, check_axis
 from tulle.names import as_names
 from tulle.tensor_parallel.check import check_equal
+from tulle.tensor_parallel.joined import apart, joined
 from tulle.tensor_parallel.loss import CausalLoss
 from tulle.tensor_parallel.registry import factory_of
-from tulle.tensor_parallel.walk import Select, Walk, held_by_unknown, is_small, moves_of
+from tulle.tensor_parallel.walk import Select, Walk, held_by_unknown, is_small, is_worth, moves_of
 from tulle.traits import attribute_of
 
 SMALLEST_BYTES = 1024 * 1024
@@ -85,7 +86,7 @@ def apply(  # noqa: PLR0913 - what is split, how, and its check
 
 
 def known(model: nn.Module, *, smallest_bytes: int = SMALLEST_BYTES, ranks: int = 1) -> list[str]:
-    """Names of the modules that `apply` would split without `select`: the outermost that a factory answers for.
+    """Names of the modules that `apply` would split without `select`: the outermost of registered classes, and layers.
 
     Args:
         model: Not split yet.
@@ -97,10 +98,14 @@ def known(model: nn.Module, *, smallest_bytes: int = SMALLEST_BYTES, ranks: int 
         >>> known(torch.nn.Sequential(torch.nn.TransformerEncoderLayer(8, 2, 16), torch.nn.ReLU()))
         ['0']
     """
-    found, unknown = list[str](), held_by_unknown(model)
+    found, unknown, bound, together = list[str](), held_by_unknown(model), apart(model), set[int]()
     for name, module in model.named_modules():
-        is_within = any(not other or name.startswith(f"{other}.") for other in found)
-        if not is_within and factory_of(module) is not None and not is_small(module, smallest_bytes, ranks, unknown):
+        if any(not other or name.startswith(f"{other}.") for other in found):
+            continue
+        if factory_of(module) is None:
+            near = joined(module, max(ranks, 2), lambda group: is_worth(group, smallest_bytes, unknown, bound))
+            together |= near.keys if near else set()
+        elif id(module) in together or not is_small(module, smallest_bytes, ranks, unknown):
             found.append(name)
     return found
 

@@ -6,7 +6,7 @@ would repeat themselves from part to part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from zlib import crc32
 
@@ -124,6 +124,16 @@ class BetweenLayers:
     def __deepcopy__(self, memo: object) -> BetweenLayers:
         """Of a copied model's own."""
         return BetweenLayers(self._region)
+
+
+def draw_apart(around: nn.Module, columns: Iterable[nn.Module], rows: Iterable[nn.Module], region: Region) -> None:
+    """Have ranks draw numbers of their own between column and row layers of one module."""
+    between = BetweenLayers(region)
+    for layer in columns:
+        layer.register_forward_hook(between.begin)
+    for layer in rows:
+        layer.register_forward_pre_hook(between.end)
+    around.register_forward_hook(between.end, always_call=True)
 
 
 def stream_of(region: Region) -> torch.Generator:

@@ -11,7 +11,6 @@ from typing import Any
 
 from torch import nn
 
-from tulle.errors import ModelError
 from tulle.tensor_parallel.experts import split_experts
 from tulle.tensor_parallel.registry import Stack, register_names
 from tulle.tensor_parallel.splitter import Splitter
@@ -135,7 +134,7 @@ def _split_grouped_attention(attention: Any, to: Splitter) -> None:
         to.column(attention.v_proj)
         pairs //= to.axis.size
     else:
-        first = _shared_pair(queries, pairs, to)
+        first = to.shared_head(queries, pairs)
         to.shared_rows(attention.k_proj, slice(first * width, (first + 1) * width))
         to.shared_rows(attention.v_proj, slice(first * width, (first + 1) * width))
         pairs = 1
@@ -145,20 +144,6 @@ def _split_grouped_attention(attention: Any, to: Splitter) -> None:
     attention.num_key_value_groups = own // pairs
     if attention.attention_dropout:
         to.own_randomness(attention, end=attention.o_proj)
-
-
-def _shared_pair(queries: int, pairs: int, to: Splitter) -> int:
-    """The head of keys and values that this rank's queries need, where there are fewer of them than ranks."""
-    own = queries // to.axis.size
-    first, last = to.axis.rank * own * pairs // queries, ((to.axis.rank + 1) * own - 1) * pairs // queries
-    if to.axis.size % pairs:
-        raise ModelError(
-            f"{to.name} has {pairs} heads of keys and values for {queries} of queries, which do not divide among the "
-            f"{to.axis.size} ranks of axis {to.axis.name!r}: use a size that divides {pairs}, or is a multiple of it, "
-            "or leave the module out with select"
-        )
-    assert first == last, "queries of one rank share a head where ranks are a multiple of the heads"
-    return first
 
 
 def _keep_norms(layer: nn.Module, to: Splitter) -> None:
@@ -186,6 +171,8 @@ register_names(
         f"{_MODELS}.bert.modeling_bert.BertLayer": split_bert_layer,
         f"{_MODELS}.roberta.modeling_roberta.RobertaLayer": split_bert_layer,
         f"{_MODELS}.t5.modeling_t5.T5Block": split_t5_block,
+        f"{_MODELS}.mt5.modeling_mt5.MT5Block": split_t5_block,
+        f"{_MODELS}.pop2piano.modeling_pop2piano.Pop2PianoBlock": split_t5_block,
         "transformers.pytorch_utils.Conv1D": split_linear,
         f"{_MODELS}.falcon.modeling_falcon.FalconLinear": split_linear,
     },
@@ -195,6 +182,8 @@ register_names(
         f"{_MODELS}.bert.modeling_bert.BertEncoder": Stack("layer", ()),
         f"{_MODELS}.roberta.modeling_roberta.RobertaEncoder": Stack("layer", ()),
         f"{_MODELS}.t5.modeling_t5.T5Stack": Stack("block", ("final_layer_norm",), is_one=True),
+        f"{_MODELS}.mt5.modeling_mt5.MT5Stack": Stack("block", ("final_layer_norm",), is_one=True),
+        f"{_MODELS}.pop2piano.modeling_pop2piano.Pop2PianoStack": Stack("block", ("final_layer_norm",), is_one=True),
     },
     alone=[
         "transformers.pytorch_utils.Conv1D",

@@ -84,6 +84,15 @@ def read_past(model: nn.Module) -> Iterator[nn.Parameter]:
                         yield parameter
 
 
+def called_past(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules that methods of outer ones come to past the modules that have them, as `self.body.up(x)` does."""
+    for module in model.modules():
+        for chains in _chains_of(type(module)).values():
+            for first, *path in chains:
+                for length in range(len(path)):
+                    yield from _at(module, [first, *path[: length + 1]])
+
+
 def _read_of_arguments(kinds: Iterable[type[nn.Module]], reached: set[str]) -> set[str]:
     """Names of attributes that methods and functions to which forward comes read of their arguments, or of items."""
     methods = [method for kind in kinds for name, method in _methods(kind) if name in reached]
@@ -152,6 +161,16 @@ def _reached(kinds: Iterable[type[nn.Module]]) -> set[str]:
 def names_in_forward(kind: type[nn.Module]) -> frozenset[str]:
     """Names that are in the methods of a class to which its forward comes, and that of these."""
     return frozenset(_reached([kind]))
+
+
+@cache
+def is_used_past_forward(kind: type[nn.Module], name: str) -> bool:
+    """Whether methods of a class to which forward does not come have a name, but for those that set it up."""
+    return any(
+        name in _names_in(method.__code__)
+        for own, method in _methods(kind)
+        if own not in names_in_forward(kind) and not own.lstrip("_").startswith(_BEFORE)
+    )
 
 
 @cache

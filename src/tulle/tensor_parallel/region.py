@@ -63,6 +63,24 @@ class OfFirst(Region):
         return entered if self.axis.rank == 0 else 0 * entered
 
 
+@dataclass(frozen=True, slots=True)
+class OfHeads(Region):
+    """What may have a dimension of heads, the second of four, of which each rank then has its own, as masks may.
+
+    Args:
+        heads: How many there are in all.
+    """
+
+    heads: int = 0
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """What goes in. Every rank of the axis must call it."""
+        entered = Region.enter(self, tensor)
+        if tensor.dim() != 4 or tensor.shape[1] != self.heads:
+            return entered
+        return entered.tensor_split(self.axis.size, 1)[self.axis.rank]
+
+
 class Entrance:
     """A hook before forward: some of a module's arguments enter a region.
 
@@ -76,18 +94,26 @@ class Entrance:
         self._places = {name: (names.index(name), region) for name, region in regions.items()}
 
     def __call__(self, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
-        """Replace the arguments that are tensors."""
+        """Replace the arguments that are tensors, or tuples with tensors."""
         given = list(arguments)
         for name, (place, region) in self._places.items():
-            if place < len(given) and isinstance(given[place], Tensor):
-                given[place] = region.enter(given[place])
-            elif isinstance(keywords.get(name), Tensor):
-                keywords = {**keywords, name: region.enter(keywords[name])}
+            if place < len(given):
+                given[place] = _entered(given[place], region)
+            elif name in keywords:
+                keywords = {**keywords, name: _entered(keywords[name], region)}
         return tuple(given), keywords
 
     def __deepcopy__(self, memo: object) -> Entrance:
         """A copied module's arguments enter the same regions."""
         return self
+
+
+def _entered(given: Any, region: Region) -> Any:
+    if isinstance(given, Tensor):
+        return region.enter(given)
+    if type(given) is tuple:
+        return tuple(_entered(one, region) for one in given)
+    return given
 
 
 class Exit:

@@ -170,6 +170,27 @@ class Splitter:
             )
         return count // self.axis.size
 
+    def shared_head(self, queries: int, pairs: int) -> int:
+        """The head of keys and values that this rank's queries need, where there are fewer of them than ranks.
+
+        Args:
+            queries: How many heads of queries there are.
+            pairs: How many of keys, and of values.
+
+        Raises:
+            ModelError: If ranks are no multiple of these.
+        """
+        own, ranks = queries // self.axis.size, self.axis.size
+        if ranks % pairs:
+            raise ModelError(
+                f"{self.name} has {pairs} heads of keys and values for {queries} of queries, which do not divide among "
+                f"the {ranks} ranks of axis {self.axis.name!r}: use a size that divides {pairs}, or is a multiple of "
+                "it, or leave the module out with select"
+            )
+        first, last = self.axis.rank * own * pairs // queries, ((self.axis.rank + 1) * own - 1) * pairs // queries
+        assert first == last, "queries of one rank share a head where ranks are a multiple of the heads"
+        return first
+
     def features(self, linear: nn.Module) -> int:
         """The number of output features that a linear layer gives, not split yet.
 
@@ -295,7 +316,7 @@ class Splitter:
 
     def _check_linear(self, linear: nn.Module) -> None:
         """Refuse what computes something of its own, which the forward of a split layer would leave away."""
-        if "forward" in vars(linear) or not (is_transposed(linear) or _forward_of(linear) is nn.Linear.forward):
+        if not computes_linear(linear):
             raise self._is_no_linear(linear)
 
     def _is_no_linear(self, layer: nn.Module) -> ModelError:
@@ -321,6 +342,12 @@ class Splitter:
 
     def _own(self, length: int) -> int:
         return length_on(self.axis.rank, length, self.axis.size)
+
+
+def computes_linear(layer: nn.Module) -> bool:
+    """Whether a layer has the forward of `nn.Linear`, or of a `Conv1D` of transformers, and nothing of its own."""
+    is_one = is_transposed(layer) or (isinstance(layer, nn.Linear) and _forward_of(layer) is nn.Linear.forward)
+    return is_one and "forward" not in vars(layer)
 
 
 def _forward_of(module: nn.Module) -> object:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.names import as_names
-from tulle.tensor_parallel.dropout import BetweenLayers
+from tulle.tensor_parallel.dropout import draw_apart
 from tulle.tensor_parallel.inside import inside
+from tulle.tensor_parallel.joined import Group, apart, joined
 from tulle.tensor_parallel.placement import Placement, place, placements_of
 from tulle.tensor_parallel.readers import may_read, read_past
 from tulle.tensor_parallel.region import Sequences
@@ -53,6 +54,8 @@ class Walk:
     """Output layers that give split scores."""
     stacks: list[str] = field(default_factory=list)
     unknown: set[int] = field(default_factory=set)
+    apart: set[int] = field(default_factory=set)
+    """Layers that are not split together with others."""
     by_hand: dict[str, dict[str, str]] = field(default_factory=dict)
     """By the name of the module around them, the layers that patterns say to be columns or rows."""
     to: Splitter = field(init=False)
@@ -90,6 +93,7 @@ class Walk:
                 "that is to be split"
             )
         self.unknown = held_by_unknown(model)
+        self.apart = apart(model)
         self.by_hand.clear()
         self.visit(model, "", UNTOUCHED if self.moves else AUTO)
         for around, layers in self.by_hand.items():
@@ -158,10 +162,36 @@ class Walk:
                 f"{name} shares a table of position biases among its {len(layers)} layers, of which {split} "
                 "were to be split: select all of them, or none"
             )
+        if move == AUTO:
+            self._split_together(module, name)
         for child_name, child in module.named_children():
             self.visit(child, _join(name, child_name), move)
         if isinstance(module, nn.TransformerEncoderLayer) and len(self.split) > before:  # a class derives from it
             module.activation_relu_or_gelu = 0  # torch's fused inference path reads the weights of what is in it
+
+    def _split_together(self, module: nn.Module, name: str) -> None:
+        """Split layers that follow each other in the forward of a module of a class that nobody knows."""
+        names = {id(one): path for path, one in module.named_modules(prefix=name)}
+
+        def is_wanted(group: Group) -> bool:
+            paths = [names.get(id(layer), "") for layer in group.layers]
+            return all(self._goes_along(path, name) for path in paths) and is_worth(
+                group, 0 if self.moves else self.smallest_bytes, self.unknown, self.apart | self.seen
+            )
+
+        found = joined(module, self.axis.size, is_wanted)
+        if found is not None:
+            found.split(self.to, lambda one: names[id(one)])
+            self.seen |= found.keys
+            self.split += [layer for group in found.groups for layer in group.layers]
+
+    def _goes_along(self, path: str, name: str) -> bool:
+        """Whether a module near in another, whose name is given, is split as that says."""
+        parts, move = path.removeprefix(name).strip(".").split("."), AUTO
+        for count in range(len(parts)):
+            inner = _join(name, ".".join(parts[: count + 1]))
+            move = WHOLE if inner in self.leave else self._move(inner, move)
+        return bool(path) and move == AUTO
 
     def _split_stack(self, stack_module: nn.Module, name: str) -> None:
         """Split layers, between which activations are split along sequences."""
@@ -195,14 +225,10 @@ class Walk:
 
     def _draw_apart(self, module: nn.Module, name: str, layers: Mapping[str, str]) -> None:
         """Have ranks draw numbers of their own between the column and the row layers of one module."""
-        between = BetweenLayers(self.to.within(name).region)
-        for own, move in layers.items():
-            layer = module.get_submodule(own)
-            if move == "column":
-                layer.register_forward_hook(between.begin)
-            else:
-                layer.register_forward_pre_hook(between.end)
-        module.register_forward_hook(between.end, always_call=True)
+        columns, rows = (
+            [module.get_submodule(own) for own, said in layers.items() if said == move] for move in ("column", "row")
+        )
+        draw_apart(module, columns, rows, self.to.within(name).region)
 
     def _by_hand(self, module: nn.Module, name: str, move: str) -> None:
         """What a pattern says of one layer."""
@@ -293,6 +319,13 @@ def is_small(module: nn.Module, smallest_bytes: int, ranks: int, unknown: Collec
         return True
     largest = max(module.parameters(), key=lambda parameter: parameter.nbytes)
     return largest.nbytes < smallest_bytes or largest.shape[0] < ranks
+
+
+def is_worth(group: Group, smallest_bytes: int, unknown: Collection[int], apart: Collection[int]) -> bool:
+    """Whether layers that can be split together are to be."""
+    parameters = [own for layer in group.layers for own in layer.parameters()]
+    is_held = not group.keys.isdisjoint(apart) or any(id(own) in unknown for own in parameters)
+    return not is_held and sum(own.nbytes for own in parameters) >= smallest_bytes
 
 
 def left_whole(

@@ -1,0 +1,303 @@
+"""What calls give, for `forward`: of modules, of functions, and of methods of tensors, as far as they are known."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.modules import activation, dropout
+
+from tulle.tensor_parallel.dataflow.flow import Attention, Frame
+from tulle.tensor_parallel.dataflow.methods import DRAWING, chunked, flat, multiplied
+from tulle.tensor_parallel.dataflow.values import (
+    Attend,
+    Given,
+    Heads,
+    Known,
+    Number,
+    Own,
+    Parts,
+    Plain,
+    Several,
+    Spread,
+    Value,
+    is_bare,
+    is_split,
+    layers_of,
+    leaves,
+    trained,
+)
+from tulle.tensor_parallel.registry import factory_of
+from tulle.tensor_parallel.splitter import computes_linear
+
+_ACTIVATIONS = {
+    "CELU": "celu",
+    "ELU": "elu",
+    "GELU": "gelu",
+    "Hardshrink": "hardshrink",
+    "Hardsigmoid": "hardsigmoid",
+    "Hardswish": "hardswish",
+    "Hardtanh": "hardtanh",
+    "LeakyReLU": "leaky_relu",
+    "LogSigmoid": "logsigmoid",
+    "Mish": "mish",
+    "ReLU": "relu",
+    "ReLU6": "relu6",
+    "SELU": "selu",
+    "SiLU": "silu",
+    "Sigmoid": "sigmoid",
+    "Softplus": "softplus",
+    "Softshrink": "softshrink",
+    "Softsign": "softsign",
+    "Tanh": "tanh",
+    "Tanhshrink": "tanhshrink",
+}
+"""Classes of `torch.nn`, and functions of its `functional`, that treat each number by itself."""
+_ELEMENTWISE = ("abs", "clamp", "exp", "maximum", "minimum", "relu", "sigmoid", "sqrt", "square", "tanh", "where")
+"""Functions of `torch` that do."""
+_MODULES = frozenset(getattr(activation, name) for name in _ACTIVATIONS)
+_FUNCTIONS = frozenset(
+    [*(getattr(functional, name) for name in _ACTIVATIONS.values()), *(getattr(torch, name) for name in _ELEMENTWISE)]
+)
+_HARMLESS = (isinstance, len, hasattr, type, callable, id, issubclass, repr, str)
+_TURNS = ("apply_rotary", "apply_multimodal_rotary", "rotate_half", "rotate_every_two")
+"""How the names of functions begin that turn queries and keys by their positions, each head by itself."""
+_DROPOUTS = (functional.dropout, torch.dropout)
+_MASKS = ("attention_mask", "attn_mask")
+_IN_PIECES = "apply_chunking_to_forward"
+"""A function of `transformers` that calls its first argument with those after the third, in pieces of the samples."""
+
+
+def call(frame: Frame, function: Value, arguments: Sequence[Value], keywords: Mapping[str, Value]) -> Value:
+    """What a call of a function or a module gives."""
+    flow, everything = frame.flow, [*flat(arguments), *keywords.values()]
+    if isinstance(function, Attend):
+        return _attended(frame, function, flat(arguments), keywords)
+    if not isinstance(function, Known):
+        flow.escape(function)
+        return flow.opaque(*everything)
+    called = function.value
+    if isinstance(called, nn.Module):
+        return _of_module(frame, called, flat(arguments), keywords)
+    if isinstance(called, MethodType) and called.__self__ is frame.module and called.__func__ is not called:
+        return _of_method(frame, called.__func__, flat(arguments), keywords)
+    return _of_function(frame, called, flat(arguments), keywords)
+
+
+def member(owner: Any, name: str) -> Value:
+    """What an attribute is of a Python object."""
+    if isinstance(owner, ModuleType | type):
+        return Known(getattr(owner, name)) if hasattr(owner, name) else Plain()
+    if type(owner).__name__ == "AttentionInterface":  # of `transformers`: whatever it gives attends
+        return Known(_interface)
+    if not isinstance(owner, nn.Module):
+        return Plain()
+    for kept in (owner._modules, owner._parameters, owner._buffers):
+        if name in kept:
+            found = kept[name]
+            whole = Given(frozenset(), id(owner)) if kept is owner._buffers else Own()
+            return Known(found) if found is None or isinstance(found, nn.Module) else whole
+    return _plain_member(owner, name)
+
+
+def iterated(value: Value) -> Sequence[Value] | None:
+    """What one goes through in a loop, if it is known one by one."""
+    if isinstance(value, Several):
+        return None if any(isinstance(one, Spread) for one in value.items) else value.items
+    if isinstance(value, Known) and isinstance(value.value, nn.ModuleList | nn.Sequential):
+        return [Known(child) for child in value.value]
+    return None
+
+
+def _plain_member(module: nn.Module, name: str) -> Value:
+    found = vars(module)[name] if name in vars(module) else inspect.getattr_static(type(module), name, None)
+    if name in vars(module):
+        if name == "training" or isinstance(found, torch.Tensor | list | dict | tuple):
+            return Plain() if name == "training" else Own()
+        if isinstance(found, int) and not isinstance(found, bool):
+            return Number(found, id(module), name)
+        return Known(found) if isinstance(found, float | bool | str | type(None) | FunctionType) else Plain()
+    if isinstance(found, staticmethod):
+        return Known(found.__func__)
+    if isinstance(found, FunctionType):
+        return Known(MethodType(found, module))
+    return Known(found) if isinstance(found, int | float | str) else Own()
+
+
+def _of_module(frame: Frame, module: nn.Module, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value:
+    flow, values = frame.flow, [*given, *keywords.values()]
+    if module._forward_hooks or module._forward_pre_hooks:  # which see what goes in, and what comes out
+        return flow.opaque(Known(module), *values)
+    if _is_linear(module) and len(values) == 1:
+        return flow.called(module, values[0])
+    if type(module) in (dropout.Dropout, nn.Identity) and len(values) == 1:
+        is_none = isinstance(module, nn.Identity) or not module.p
+        return flow.dropped(values[0], module, is_none=is_none)
+    if _is_elementwise(module) and len(values) == 1:
+        return flow.elementwise(values[0])
+    if len(values) == 1 and isinstance(values[0], Heads) and _is_of_each_head(frame, module, values[0]):
+        flow.norms[id(module)] = module, values[0].layers
+        return values[0]
+    bound = _bound(module, given, keywords)
+    if bound is not None:
+        split = {name: value for name, value in bound.items() if is_split(value)}
+        others = [value for value in bound.values() if not is_split(value)]
+        found = frame.within(module, split)
+        if found is not None:
+            flow.escape(*others)
+            return _seen_from_outside(frame, found)
+    return flow.pure(Known(module), *values)
+
+
+def _seen_from_outside(frame: Frame, value: Value) -> Value:
+    """What another module's forward gave: made of its arguments, it is anything to this one."""
+    if isinstance(value, Several):
+        return Several(tuple(_seen_from_outside(frame, one) for one in value.items))
+    if is_split(value) or is_bare(value):
+        return value
+    frame.flow.escape(value)
+    return Own()
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return computes_linear(module) and factory_of(module) is not None
+
+
+def _is_elementwise(module: nn.Module) -> bool:
+    of_transformers = type(module).__module__ == "transformers.activations"
+    return (type(module) in _MODULES or of_transformers) and next(module.parameters(), None) is None
+
+
+def _is_of_each_head(frame: Frame, module: nn.Module, heads: Heads) -> bool:
+    """Whether a module is a norm of as many features as a head has."""
+    widths = {frame.flow.columns[layer].width for layer in heads.layers}
+    shapes = {tuple(parameter.shape) for parameter in module.parameters()}
+    return "Norm" in type(module).__name__ and len(widths) == 1 and shapes <= {(width,) for width in widths}
+
+
+def _bound(module: nn.Module, given: Sequence[Value], keywords: Mapping[str, Value]) -> dict[str, Value] | None:
+    """Arguments by name; what is unpacked is by no name."""
+    names = [
+        one.name for one in inspect.signature(module.forward).parameters.values() if one.kind.name.endswith("KEYWORD")
+    ]
+    if any(isinstance(one, Spread) for one in given) or len(given) > len(names):
+        return None
+    return dict(zip(names, given, strict=False)) | dict(keywords)
+
+
+def _of_method(frame: Frame, function: FunctionType, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value:
+    """What a method of the module itself gives: the arguments go on in it."""
+    parameters = [*inspect.signature(function).parameters.values()][1:]
+    named = [one for one in parameters if one.kind.name.endswith("KEYWORD")]
+    if any(isinstance(one, Spread) for one in given) or len(given) > len(named):
+        return frame.flow.opaque(Known(frame.module), *given, *keywords.values())
+    values: dict[str, Value] = {one.name: Plain() for one in parameters}
+    values |= {one.name: Known(one.default) for one in named if isinstance(one.default, int | float | str | type(None))}
+    values |= dict(zip([one.name for one in named], given, strict=False))
+    return frame.method(
+        inspect.unwrap(function), values | {name: one for name, one in keywords.items() if name in values}
+    )
+
+
+def _of_function(frame: Frame, function: Any, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value:
+    flow, values, name = frame.flow, [*given, *keywords.values()], getattr(function, "__name__", "")
+    if any(function is one for one in _HARMLESS):
+        return Plain()
+    if function is super:
+        return flow.opaque(Known(frame.module))
+    if function is _interface:
+        return Plain() if any(_reads_trained(frame.module, one) for one in given) else Attend(takes_module=True)
+    if function is functional.scaled_dot_product_attention:
+        return _attended(frame, Attend(takes_module=False), given, keywords)
+    if function is getattr and len(given) > 1 and all(isinstance(one, Known) for one in given[:2]):
+        owner, named = (one.value for one in given[:2] if isinstance(one, Known))
+        return member(owner, named)
+    if function is enumerate and given and (items := iterated(given[0])) is not None:
+        return Several(tuple(Several((Known(number), item)) for number, item in enumerate(items)))
+    if name == _IN_PIECES and len(given) > 3:
+        return call(frame, given[0], given[3:], {})
+    may_draw = not (getattr(function, "__module__", None) or "torch").startswith("torch") or name.startswith(DRAWING)
+    found = _of_tensors(frame, function, given, keywords)
+    if found is None and getattr(function, "__closure__", None):  # over a parameter, perhaps
+        return flow.opaque(*values)
+    return found or flow.pure(*values, may_draw=may_draw)
+
+
+def _reads_trained(module: nn.Module, function: Value) -> bool:
+    """Whether a function that is given a module has a name that is one of something trained in it."""
+    names = (
+        function.value.__code__.co_names
+        if isinstance(function, Known) and isinstance(function.value, FunctionType)
+        else ()
+    )
+    held = {*module._parameters, *(name for name, child in module._modules.items() if trained(Known(child)))}
+    return not held.isdisjoint(names)
+
+
+def _of_tensors(frame: Frame, function: Any, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value | None:
+    """What a function of tensors gives, if it is known."""
+    flow, name = frame.flow, getattr(function, "__name__", "")
+    if any(function is one for one in _DROPOUTS) and given:
+        share = keywords.get("p", given[1] if len(given) > 1 else Plain())
+        return flow.dropped(given[0], None, is_none=isinstance(share, Known) and not share.value)
+    if function in _FUNCTIONS and given:
+        return flow.elementwise(*given, *keywords.values())
+    if function is torch.chunk and given and isinstance(given[0], Parts):
+        return chunked(frame, given[0], given[1:], keywords)
+    if function is torch.matmul and len(given) == 2:
+        return multiplied(frame, given[0], given[1])
+    heads = [one for value in given for one in leaves(value) if isinstance(one, Heads)]
+    if not heads or len({one.dim for one in heads}) > 1:
+        return None
+    if name.startswith(_TURNS):
+        others = [*(one for one in given if not isinstance(one, Heads)), *keywords.values()]
+        return (Several(tuple(heads)) if len(heads) > 1 else heads[0]) if flow.meets(others, heads) else None
+    return _of_heads(frame, function, given, keywords)
+
+
+def _of_heads(frame: Frame, function: Any, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value | None:
+    """What a function gives of heads, in which it looks no further than into each."""
+    first, *others = given
+    dim = keywords.get("dim", others[0] if others else Plain())
+    if function in (functional.softmax, torch.softmax) and isinstance(first, Heads) and dim == Known(-1):
+        return Heads(first.layers, first.dim, is_weights=True)
+    if function is torch.cat and isinstance(first, Several) and dim == Known(-1):
+        is_alike = all(isinstance(one, Heads) for one in first.items)
+        return frame.flow.elementwise(*first.items) if is_alike else None
+    if function is torch.chunk and isinstance(first, Heads):
+        return chunked(frame, first, others, keywords)
+    is_repeated = getattr(function, "__name__", "") == "repeat_kv" and isinstance(first, Heads) and first.dim == -3
+    return first if is_repeated and len(given) == 2 else None
+
+
+def _attended(frame: Frame, attend: Attend, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value:
+    """What attention gives: of heads, heads, next to their features where the function takes the module."""
+    flow = frame.flow
+    values = [*given[attend.takes_module :], *keywords.values()]
+    named = [*given[attend.takes_module :]] + [keywords[name] for name in ("query", "key", "value") if name in keywords]
+    three, mask = named[:3], [*named[3:4], *(keywords[name] for name in _MASKS if name in keywords)]
+    others = [
+        *named[4:],
+        *(one for name, one in keywords.items() if name not in (*_MASKS, "**", "query", "key", "value")),
+    ]
+    heads = [one for one in three if isinstance(one, Heads) and one.dim == -3]
+    if len(heads) < 3 or not heads[0].layers or not flow.meets([*mask, *others], heads, is_mask=True):
+        return flow.opaque(*values)
+    layers = layers_of(heads)
+    share = keywords.get("dropout", keywords.get("dropout_p", named[4] if len(named) > 4 else Known(0.0)))
+    if not (isinstance(share, Known) and not share.value):
+        flow.drawing |= layers
+    queries, keys, contents = (one.layers for one in heads)
+    flow.attentions.append(Attention(frame.module, queries, (keys, contents)))
+    if attend.takes_module:
+        return Several((Heads(layers, -2), Heads(layers, -3, is_weights=True)))
+    return Heads(layers, -3)
+
+
+def _interface(*_: object) -> None:
+    """What stands for `ALL_ATTENTION_FUNCTIONS.get_interface`."""

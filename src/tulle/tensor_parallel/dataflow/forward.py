@@ -1,0 +1,211 @@
+"""`follow`: goes through the code of a module's forward, statement by statement, and says where its values flow.
+
+The code is read as it was written (`inspect.getsource`), and not run: of `if`, both branches are followed where an
+attribute of the module does not decide, and what is not understood is taken to need all of every value in it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from tulle.tensor_parallel.dataflow.calls import call, iterated
+from tulle.tensor_parallel.dataflow.expressions import Expressions, truth
+from tulle.tensor_parallel.dataflow.flow import Flow
+from tulle.tensor_parallel.dataflow.sources import forward_of, loaded, names_of, source_of
+from tulle.tensor_parallel.dataflow.values import (
+    Given,
+    Heads,
+    Known,
+    Own,
+    Value,
+    leaves,
+)
+
+_DEPTH = 1
+"""So many modules within one another are followed from one on: there, a layer may follow one of another module."""
+_METHODS = 4
+"""So many methods of one module that call each other."""
+
+
+def follow(module: nn.Module) -> Flow:
+    """Where the values of a module's forward flow, of those that come from its linear layers, or from others near."""
+    flow = Flow()
+    result = Frame(module, flow, 0).run({})
+    flow.escape(*(one for one in leaves(result) if not (isinstance(one, Heads) and one.is_weights)))
+    return flow
+
+
+class Frame:
+    """One module whose forward is followed.
+
+    Args:
+        module: The module.
+        flow: What is found.
+        depth: How many modules it is in that are followed too.
+    """
+
+    def __init__(self, module: nn.Module, flow: Flow, depth: int) -> None:
+        self.module = module
+        self.flow = flow
+        self._depth = depth
+        self._methods = 0
+
+    def run(self, arguments: Mapping[str, Value]) -> Value:
+        """What forward gives.
+
+        Args:
+            arguments: Of which a rank has parts; all others are whole.
+        """
+        if isinstance(self.module, nn.Sequential) and type(self.module).forward is nn.Sequential.forward:
+            self.flow.frames[id(self.module)] = self.module
+            value = arguments.get("input", Given(frozenset(["input"]), id(self.module)))
+            for child in self.module:
+                value = call(self, Known(child), [value], {})
+            return value
+        forward = forward_of(self.module)
+        if forward is None or source_of(forward) is None:
+            return self.flow.opaque(Known(self.module), *arguments.values())
+        self.flow.frames[id(self.module)] = self.module
+        return self.method(forward, arguments)
+
+    def method(self, function: FunctionType, arguments: Mapping[str, Value]) -> Value:
+        """What a function gives whose first argument is the module; arguments that are not told are the module's."""
+        source = source_of(function)
+        if source is None or self._methods >= _METHODS:
+            return self.flow.opaque(Known(self.module), *arguments.values())
+        first, *names = names_of(source.args)
+        variables: dict[str, Value] = {name: Given(frozenset([name]), id(self.module)) for name in names}
+        variables |= {first: Known(self.module)} | dict(arguments)
+        self._methods += 1
+        body = _Body(self, function, variables)
+        body.block(source.body)
+        self._methods -= 1
+        result: Value = body.returned[0] if body.returned else Known(None)
+        for other in body.returned[1:]:
+            result = self.flow.joined(result, other)
+        return result
+
+    def within(self, child: nn.Module, arguments: Mapping[str, Value]) -> Value | None:
+        """What the forward of a module gives that this one calls, or None if it is not looked into."""
+        if self._depth == _DEPTH or not holds_linear(child):
+            return None
+        return Frame(child, self.flow, self._depth + 1).run(arguments)
+
+
+class _Body(Expressions):
+    """The body of a function, and what it returns."""
+
+    def __init__(self, frame: Frame, function: FunctionType, variables: dict[str, Value]) -> None:
+        super().__init__(frame, function.__globals__, variables)
+        self.returned: list[Value] = []
+
+    def block(self, statements: Sequence[ast.stmt]) -> bool:
+        """Follow statements; whether they end the function."""
+        for statement in statements:
+            follow_it = _STATEMENTS.get(type(statement))
+            if follow_it is None:
+                self.give_up(statement)
+            elif follow_it(self, statement):
+                return True
+        return False
+
+    # Statements: each says whether it ends the function.
+
+    def _assign(self, node: ast.Assign | ast.AnnAssign) -> bool:
+        if node.value is not None:
+            value = self.value(node.value)
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                self.bind(target, value)
+        return False
+
+    def _augmented(self, node: ast.AugAssign) -> bool:
+        before = self.value(ast.copy_location(loaded(node.target), node))
+        if isinstance(before, Given):
+            self._flow.escape(before)  # who gave it sees it changed
+        self.bind(node.target, self._binary(node.op, before, self.value(node.value)))
+        return False
+
+    def _expression(self, node: ast.Expr) -> bool:
+        self.value(node.value)
+        return False
+
+    def _return(self, node: ast.Return) -> bool:
+        self.returned.append(self.value(node.value))
+        return True
+
+    def _raise(self, _: ast.Raise) -> bool:
+        return True
+
+    def _nothing(self, _: ast.stmt) -> bool:
+        return False
+
+    def _if(self, node: ast.If) -> bool:
+        is_true = truth(self.value(node.test))
+        if is_true is not None:
+            return self.block(node.body if is_true else node.orelse)
+        before = dict(self._variables)
+        ends_first, first = self.block(node.body), self._variables
+        self._variables = before
+        ends_second = self.block(node.orelse)
+        if ends_first or ends_second:
+            self._variables = self._variables if ends_first else first
+            return ends_first and ends_second
+        self._join(first)
+        return False
+
+    def _join(self, other: dict[str, Value]) -> None:
+        for name in {*self._variables, *other}:
+            one, another = self._variables.get(name), other.get(name)
+            if one is None or another is None:
+                self._variables[name] = one or another or Own()
+            else:
+                self._variables[name] = self._flow.joined(one, another)
+
+    def _for(self, node: ast.For) -> bool:
+        items = None if node.orelse or _leaves_loop(node) else iterated(self.value(node.iter))
+        if items is None:
+            self.give_up(node)
+            return False
+        for item in items:
+            self.bind(node.target, item)
+            if self.block(node.body):
+                return True
+        return False
+
+    def _with(self, node: ast.With) -> bool:
+        for item in node.items:
+            self._flow.escape(self.value(item.context_expr))
+            if item.optional_vars is not None:
+                self.bind(item.optional_vars, Own())
+        return self.block(node.body)
+
+
+_STATEMENTS: dict[type[ast.stmt], Callable[[_Body, Any], bool]] = {
+    ast.Assign: _Body._assign,
+    ast.AnnAssign: _Body._assign,
+    ast.AugAssign: _Body._augmented,
+    ast.Expr: _Body._expression,
+    ast.Return: _Body._return,
+    ast.Raise: _Body._raise,
+    ast.Assert: _Body._nothing,
+    ast.Pass: _Body._nothing,
+    ast.Import: _Body._nothing,
+    ast.ImportFrom: _Body._nothing,
+    ast.If: _Body._if,
+    ast.For: _Body._for,
+    ast.With: _Body._with,
+}
+
+
+def holds_linear(module: nn.Module) -> bool:
+    """Whether a module has a linear layer of its own."""
+    return any(isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D" for child in module.children())
+
+
+def _leaves_loop(node: ast.For) -> bool:
+    return any(isinstance(one, ast.Break | ast.Continue) for one in ast.walk(node))

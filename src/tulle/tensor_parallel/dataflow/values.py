@@ -1,0 +1,169 @@
+"""What is known of the values in a forward, as `flow` follows them: which of them a rank would have a part of.
+
+x                            Given: an argument, or made of arguments alone
+up(x)                        Parts: a rank's features of what a column layer would give
+.view(*shape, -1, width)     Heads: the same, by heads
+attend(q, k, v)              Heads, and the weights of attention
+down(Parts)                  Own, as anything else that is whole on every rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A Python object as it is: a module, a function, a number."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number that an attribute of a module is, such as how many heads it has.
+
+    Args:
+        value: The number.
+        owner: The module, by identity.
+        name: Of the attribute.
+        read: The how manieth time it is read.
+    """
+
+    value: int
+    owner: int
+    name: str
+    read: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Of two such numbers."""
+
+    factors: tuple[Number, Number]
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A number, a shape, a dtype, an object without tensors that are trained: nothing that has a gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Whole on every rank, and made of more than arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Made of arguments of a forward alone, and of buffers, which have no gradient.
+
+    Args:
+        names: Of the arguments; none where only buffers are in it.
+        frame: Whose forward takes them, by identity.
+        of_layers: Whether it is what a cache keeps of its layers.
+    """
+
+    names: frozenset[str]
+    frame: int
+    of_layers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A rank's part of the features, the last dimension.
+
+    Args:
+        layers: The column layers that it comes from, by identity.
+        is_fresh: Whether it is what one layer gives, as it is, whose sections nobody has told yet.
+    """
+
+    layers: frozenset[int]
+    is_fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Something of each of a rank's heads, of four dimensions: its queries, its scores.
+
+    Args:
+        layers: The column layers that it comes from, by identity; what a cache had has none.
+        dim: That of the heads, from the end: -2 next to their features, -3 where attention wants it.
+        is_weights: Whether it is what they attend to, of which a program may be given this rank's.
+    """
+
+    layers: frozenset[int]
+    dim: int
+    is_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """A tuple or list."""
+
+    items: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """What is unpacked within a tuple, a list, or a call: how many values is not known."""
+
+    value: Value
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """A function that attends: of `transformers`' interface, which takes the module first, or torch's."""
+
+    takes_module: bool
+
+
+Value = Known | Number | Product | Plain | Own | Given | Parts | Heads | Several | Spread | Attend
+Split = Parts | Heads
+
+
+def leaves(value: Value) -> Iterator[Value]:
+    """A value, or all that is in it."""
+    if isinstance(value, Several):
+        for item in value.items:
+            yield from leaves(item)
+    elif isinstance(value, Spread):
+        yield from leaves(value.value)
+    else:
+        yield value
+
+
+def layers_of(values: Sequence[Value]) -> frozenset[int]:
+    """The column layers that values come from."""
+    return frozenset().union(*(one.layers for value in values for one in leaves(value) if isinstance(one, Split)))
+
+
+def is_split(value: Value) -> bool:
+    """Whether a value has a tensor in it of which a rank has a part."""
+    return any(isinstance(one, Split) for one in leaves(value))
+
+
+def is_bare(value: Value) -> bool:
+    """Whether a value has no tensor in it."""
+    return all(isinstance(one, Known | Number | Product | Plain | Attend) for one in leaves(value))
+
+
+def trained(value: Value) -> list[nn.Module]:
+    """All modules in a value that have parameters, as what is called with them may use these."""
+    held = [one.value for one in leaves(value) if isinstance(one, Known)]
+    owners = [getattr(one, "__self__", one) for one in held]
+    modules = [module for owner in owners if isinstance(owner, nn.Module) for module in owner.modules()]
+    return [module for module in modules if module._parameters]
+
+
+def given_by(values: Sequence[Value]) -> Given | None:
+    """What is made of arguments, some at least, and of nothing that has a tensor else; None for other values."""
+    found = [one for value in values for one in leaves(value) if not is_bare(one)]
+    given = [one for one in found if isinstance(one, Given)]
+    frames = {one.frame for one in given if one.names} or {one.frame for one in given}
+    if len(given) < len(found) or len(frames) != 1:
+        return None
+    return Given(frozenset().union(*(one.names for one in given)), frames.pop())

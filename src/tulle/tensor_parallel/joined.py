@@ -1,0 +1,338 @@
+"""Layers of classes that nobody knows, which are split together where the code around them shows that they can be.
+
+    up, activation, down                     column, row: one sum of activations each way
+    queries, keys, values, attend, output    column, row, by heads
+
+Each for itself, such layers would each gather what they give; together nothing travels between them. Source: Shoeybi
+et al., *Megatron-LM* (2019), section 3; what a module computes is known by `forward.follow`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from tulle.tensor_parallel.dataflow.flow import Argument, Attention, Column, Count, Flow, Row
+from tulle.tensor_parallel.dataflow.forward import follow, holds_linear
+from tulle.tensor_parallel.dropout import draw_apart
+from tulle.tensor_parallel.linear import is_transposed
+from tulle.tensor_parallel.readers import called_past, is_used_past_forward
+from tulle.tensor_parallel.region import Entrance, OfHeads, Region
+from tulle.tensor_parallel.splitter import Splitter
+
+_GROUPS = "num_key_value_groups"
+"""The attribute of attention by which its functions repeat heads of keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers that are split together.
+
+    Args:
+        columns: By output features, or by heads.
+        rows: By input features.
+        attentions: What the heads are for.
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    attentions: tuple[Attention, ...]
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """All of them."""
+        return [one.linear for one in (*self.columns, *self.rows)]
+
+    @property
+    def keys(self) -> set[int]:
+        """The layers by identity."""
+        return {id(layer) for layer in self.layers}
+
+
+@dataclass(slots=True)
+class Joined:
+    """What is split together in a module, and near in it.
+
+    Args:
+        module: The module.
+        ranks: Over how many.
+        flow: What its forward does.
+        groups: Of layers.
+    """
+
+    module: nn.Module
+    ranks: int
+    flow: Flow
+    groups: list[Group]
+    _otherwise: set[Argument] = field(default_factory=set)
+    """Arguments that meet work that every rank does, or enter a layer by itself."""
+
+    def __post_init__(self) -> None:
+        """Leave out what cannot enter."""
+        count = -1
+        while count != len(self.groups):
+            count = len(self.groups)
+            self._find_otherwise()
+            self.groups = [group for group in self.groups if self._enters(group)]
+
+    def split(self, to: Splitter, name_of: Callable[[nn.Module], str]) -> None:
+        """Split the layers.
+
+        Args:
+            to: Of the module.
+            name_of: The name of a module in it.
+        """
+        for key, frame in self.flow.frames.items():
+            region = to.within(name_of(frame)).region
+            names = [name for name in named_arguments(frame) if self._is_entered((key, name))]  # alike on all ranks
+            regions = {name: self._region((key, name), region) for name in names}
+            if regions:
+                frame.register_forward_pre_hook(Entrance(frame, regions), with_kwargs=True)
+        owners = {id(one): one for one in self.module.modules()}
+        for (owner, name), counts in self.flow.counts.items():
+            if counts[0].layers & self.keys:
+                setattr(owners[owner], name, self._own(counts[0]))
+        for group in self.groups:
+            self._split(group, to, name_of)
+
+    def _own(self, count: Count) -> int:
+        """What an attribute is to say, of one rank's."""
+        shared = {layer for group in self.groups for one in group.attentions for layer in self._shared(one)}
+        return 1 if count.layers <= shared else count.value // self.ranks
+
+    def _split(self, group: Group, to: Splitter, name_of: Callable[[nn.Module], str]) -> None:
+        inner = _inputs(group.rows[0].linear)
+        shared = [(one, self._shared(one)) for one in group.attentions]
+        for attention, layers in shared:
+            self._split_shared(attention, layers, to, name_of)
+        for column in group.columns:
+            if not any(id(column.linear) in layers for _, layers in shared):
+                self._split_column(column, to.within(name_of(column.linear)))
+        for row in group.rows:
+            to.within(name_of(row.linear)).row(row.linear)
+        for norm, layers in self.flow.norms.values():
+            if layers & group.keys:
+                to.within(name_of(norm)).summed(norm)
+        for dropout, layers in self.flow.dropouts.values():
+            if layers & group.keys:
+                to.within(name_of(dropout)).hidden_dropout(dropout, inner)
+        if group.keys & self.flow.drawing:
+            columns, rows = ([one.linear for one in some] for some in (group.columns, group.rows))
+            draw_apart(self.module, columns, rows, to.within(name_of(columns[0])).region)
+
+    def _split_column(self, column: Column, to: Splitter) -> None:
+        if not self._enters_alone(column):
+            sections = column.sections
+            whole = to.features(column.linear)
+            to.column(column.linear, sections=[whole // sections] * sections)
+        else:
+            to.column_alone(column.linear, gather=False)
+
+    def _split_shared(
+        self, attention: Attention, shared: Collection[int], to: Splitter, name_of: Callable[[nn.Module], str]
+    ) -> None:
+        """Have each rank use the head of keys and values that its queries need, where there are fewer than ranks."""
+        if not shared:
+            return
+        queries, pairs = (_heads(layers, self.flow) for layers in (attention.queries, attention.others[0]))
+        first = to.shared_head(queries, pairs)
+        for column in (self.flow.columns[layer] for layer in shared):
+            width = column.width or 0
+            to.within(name_of(column.linear)).shared_rows(column.linear, slice(first * width, (first + 1) * width))
+        setattr(attention.module, _GROUPS, queries // self.ranks)
+
+    def _shared(self, attention: Attention) -> frozenset[int]:
+        """Layers of keys and values that stay whole on every rank."""
+        layers = attention.others[0] | attention.others[1]
+        return layers if _heads(attention.others[0], self.flow) % self.ranks else frozenset()
+
+    def _region(self, argument: Argument, region: Region) -> Region:
+        counts = {
+            _heads(one.queries, self.flow)
+            for group in self.groups
+            for one in group.attentions
+            if argument in self.flow.masks and self.flow.met[argument] & one.queries
+        }
+        return OfHeads(region.axis, region.label, heads=counts.pop()) if counts else region
+
+    def _find_otherwise(self) -> None:
+        """Find arguments that cannot enter once for all that is split: what else takes them adds its gradient."""
+        kept = self.keys
+        uses = [*self.flow.taken.items(), *self.flow.met.items()]
+        self._otherwise = self.flow.otherwise | {argument for argument, layers in uses if not layers <= kept}
+        count = -1
+        while count != len(self._otherwise):
+            count = len(self._otherwise)
+            for column in (one for group in self.groups for one in group.columns if self._enters_alone(one)):
+                if column.given is not None:
+                    self._otherwise |= {(column.given.frame, name) for name in column.given.names}
+
+    def _enters_alone(self, column: Column) -> bool:
+        """Whether the layer itself has its input enter, as the module around it cannot."""
+        given = column.given
+        return given is None or any(
+            (given.frame, name) in self._otherwise or name not in named_arguments(self.flow.frames[given.frame])
+            for name in given.names
+        )
+
+    def _is_entered(self, argument: Argument) -> bool:
+        layers = self.flow.taken.get(argument, frozenset()) | self.flow.met.get(argument, frozenset())
+        return argument not in self._otherwise and bool(layers & self.keys)
+
+    def _enters(self, group: Group) -> bool:
+        """Whether all that meets the layers' work can enter before."""
+        keys = group.keys
+        is_met = any(layers & keys and argument in self._otherwise for argument, layers in self.flow.met.items())
+        shared = {layer for one in group.attentions for layer in self._shared(one)}
+        alone = [one for one in group.columns if self._enters_alone(one)]
+        return (
+            self._is_told(keys)
+            and not is_met
+            and not any(one.sections > 1 or id(one.linear) in shared for one in alone)
+        )
+
+    def _is_told(self, keys: set[int]) -> bool:
+        """Whether attributes that say how much there is of some layers' work are read for nothing else."""
+        kept, flow = self.keys, self.flow
+        of_these = {one: counts for one, counts in flow.counts.items() if any(count.layers & keys for count in counts)}
+        return all(
+            flow.reads[argument] == len({count.read for count in counts})
+            and all(count.layers <= kept for count in counts)
+            for argument, counts in of_these.items()
+        )
+
+    @property
+    def keys(self) -> set[int]:
+        """All layers by identity."""
+        return {key for group in self.groups for key in group.keys}
+
+
+def joined(module: nn.Module, ranks: int, is_wanted: Callable[[Group], bool]) -> Joined | None:
+    """Layers in a module, or near in it, that can be split together over so many ranks, by what its forward does.
+
+    Args:
+        module: Not split yet.
+        ranks: Of the axis.
+        is_wanted: Whether layers are to be split that can be.
+    """
+    if not any(holds_linear(one) for one in (module, *module.children())):
+        return None
+    flow = follow(module)
+    found = [
+        group for group in _groups(flow) if _is_of(module, group) and _fits(group, flow, ranks) and is_wanted(group)
+    ]
+    result = Joined(module, ranks, flow, found)
+    return result if result.groups else None
+
+
+def apart(model: nn.Module) -> set[int]:
+    """Identities of layers that are not split together with others.
+
+    Code calls them past the module that has them, or past its forward, or they share a parameter with another layer,
+    which may be split another way.
+    """
+    layers = [module for module in model.modules() if not module._modules]
+    counts = Counter(id(parameter) for layer in layers for parameter in layer._parameters.values())
+    past = {
+        id(child)
+        for module in model.modules()
+        for name, child in module._modules.items()
+        if child is not None and is_used_past_forward(type(module), name)
+    }
+    tied = {
+        id(one) for one in layers if any(counts[id(own)] > 1 for own in one._parameters.values() if own is not None)
+    }
+    return tied | past | {id(module) for module in called_past(model)}
+
+
+def named_arguments(module: nn.Module) -> Collection[str]:
+    """Names of the arguments of a module's forward, but for those that take what is left."""
+    arguments = inspect.signature(module.forward).parameters
+    return [name for name, one in arguments.items() if one.kind.name.endswith("KEYWORD") and "VAR" not in one.kind.name]
+
+
+def _groups(flow: Flow) -> Iterator[Group]:
+    """Column layers, and the row layers that take what they give."""
+    rest = dict(flow.rows)
+    while rest:
+        row = rest.pop(next(iter(rest)))
+        rows, layers = [row], row.layers
+        while more := [key for key, one in rest.items() if one.layers & layers]:
+            rows += [rest.pop(key) for key in more]
+            layers = _union(one.layers for one in rows)
+        columns = tuple(column for key, column in flow.columns.items() if key in layers)
+        yield Group(columns, tuple(rows), tuple(one for one in flow.attentions if one.queries & layers))
+
+
+def _is_of(module: nn.Module, group: Group) -> bool:
+    """Whether layers lie in several children of a module: else the child that has them says what becomes of them."""
+    return all(not group.keys <= {id(one) for one in child.modules()} for child in module.children())
+
+
+def _fits(group: Group, flow: Flow, ranks: int) -> bool:
+    """Whether layers can be split together, but for what enters."""
+    keys = group.keys
+    begun = {one.begun for one in (*group.columns, *group.rows)}
+    if keys & flow.spoiled or (keys & flow.drawing and len(begun) > 1):
+        return False
+    if not all(_attends(one, flow, ranks) for one in group.attentions):
+        return False
+    attended = _union(layers for one in group.attentions for layers in (one.queries, *one.others))
+    narrow = _union(layers for one in group.attentions for layers in one.others) - _union(
+        one.queries for one in group.attentions
+    )
+    inner = {_inputs(row.linear) for row in group.rows}
+    wide = [column for column in group.columns if id(column.linear) not in narrow]
+    is_even = {_outputs(column.linear) / (column.sections * column.fold) for column in wide}
+    return (
+        attended == {id(column.linear) for column in group.columns if column.width}
+        and is_even == inner
+        and len(inner) == 1
+        and min(inner) >= ranks
+        and all(
+            _says(count, flow, min(inner)) for counts in flow.counts.values() for count in counts if count.layers & keys
+        )
+    )
+
+
+def _says(count: Count, flow: Flow, inner: int) -> bool:
+    """Whether an attribute says how many heads there are, or features in all."""
+    heads = {_heads([layer], flow) for layer in count.layers}
+    return {count.value} == (heads if count.is_of_heads else {inner})
+
+
+def _attends(attention: Attention, flow: Flow, ranks: int) -> bool:
+    """Whether heads divide among ranks, and those of keys and values do, or the ranks among them."""
+    columns = [[flow.columns[layer] for layer in layers] for layers in (attention.queries, *attention.others)]
+    if not all(len({(_outputs(one.linear), one.width) for one in some}) == 1 and some[0].width for some in columns):
+        return False
+    queries, keys, contents = (_heads(layers, flow) for layers in (attention.queries, *attention.others))
+    if (
+        keys != contents
+        or queries % ranks
+        or queries % keys
+        or any(one.sections > 1 for some in columns for one in some)
+    ):
+        return False
+    return keys % ranks == 0 or (ranks % keys == 0 and _GROUPS in vars(attention.module))
+
+
+def _heads(layers: Collection[int], flow: Flow) -> int:
+    column = next(flow.columns[layer] for layer in layers)
+    return _outputs(column.linear) // (column.width or 1)
+
+
+def _union(layers: Iterable[frozenset[int]]) -> frozenset[int]:
+    return frozenset().union(*layers)
+
+
+def _outputs(linear: nn.Module) -> int:
+    return linear.get_parameter("weight").shape[1 if is_transposed(linear) else 0]
+
+
+def _inputs(linear: nn.Module) -> int:
+    return linear.get_parameter("weight").shape[0 if is_transposed(linear) else 1]
