@@ -120,10 +120,11 @@ def _is_outer(shape: Sequence[Value], *, is_counted: bool) -> bool:
 
 def _transposed(_: Frame, value: Parts | Heads, given: Sequence[Value], __: Mapping[str, Value]) -> Value | None:
     dims = {one.value for one in given if isinstance(one, Known)}
-    if isinstance(value, Heads) and len(given) == 2 and dims in ({1, 2}, {-3, -2}, {1, -2}, {2, -3}):
+    if not isinstance(value, Heads) or len(given) != 2:
+        return None
+    if dims in ({1, 2}, {-3, -2}, {1, -2}, {2, -3}):
         return Heads(value.layers, -5 - value.dim)
-    is_within = isinstance(value, Heads) and value.dim == -3 and len(given) == 2
-    return value if is_within and dims in ({2, 3}, {-2, -1}, {2, -1}, {-2, 3}) else None
+    return value if value.dim == -3 and dims in ({2, 3}, {-2, -1}, {2, -1}, {-2, 3}) else None
 
 
 def _permuted(_: Frame, value: Parts | Heads, given: Sequence[Value], __: Mapping[str, Value]) -> Value | None:
