@@ -134,8 +134,9 @@ def _permuted(_: Frame, value: Parts | Heads, given: Sequence[Value], __: Mappin
 
 def _softened(_: Frame, value: Parts | Heads, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value | None:
     dim = keywords.get("dim", given[0] if given else Plain())
-    is_softmax = isinstance(value, Heads) and dim == Known(-1)
-    return Heads(value.layers, value.dim, is_weights=True) if is_softmax else None
+    if not isinstance(value, Heads) or dim != Known(-1):
+        return None
+    return Heads(value.layers, value.dim, is_weights=True)
 
 
 def _flattened(_: Frame, value: Parts | Heads, given: Sequence[Value], __: Mapping[str, Value]) -> Value | None:
