@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from split_training import check_exact, ids, numbers, square
+from split_training import check_exact, ids, numbers, split, square
 from torch.overrides import TorchFunctionMode
 
 import tulle
@@ -97,6 +97,15 @@ MODELS = {
     ),
     "falcon": ("FalconForCausalLM", "FalconConfig", COMMON | {"num_hidden_layers": 2}),
     "openai gpt": ("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", GPT2 | {"afn": "gelu"}),
+    "mt5": ("MT5ForConditionalGeneration", "MT5Config", T5),
+    "electra": ("ElectraForMaskedLM", "ElectraConfig", BERT | {"embedding_size": 48}),
+    "phi": ("PhiForCausalLM", "PhiConfig", LLAMA | {"resid_pdrop": 0.0, "partial_rotary_factor": 1.0}),
+    "neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", LLAMA),
+    "opt": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        COMMON | {"num_hidden_layers": 2, "ffn_dim": 36, "word_embed_proj_dim": 48, "dropout": 0.0},
+    ),
     "bart": (
         "BartForCausalLM",
         "BartConfig",
@@ -141,6 +150,16 @@ def skip_uneven(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers_are_split(name):
     check_exact(build(name), loss)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["electra", "phi", "neox", "opt"])
+def test_blocks_of_classes_that_are_not_registered_are_split_by_what_their_code_shows(name):
+    model = build(name)
+    tensor_parallel.apply(model, tulle.init(model=-1)["model"], smallest_bytes=0)
+    columns, rows = split(model)
+    assert len(rows) == 4  # two of each block
+    assert len(columns) == (4 if name == "neox" else 8)
 
 
 @pytest.mark.slow
