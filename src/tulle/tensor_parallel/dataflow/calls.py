@@ -60,7 +60,7 @@ _ACTIVATIONS = {
 """Classes of `torch.nn`, and functions of its `functional`, that treat each number by itself."""
 _ELEMENTWISE = ("abs", "clamp", "exp", "maximum", "minimum", "relu", "sigmoid", "sqrt", "square", "tanh", "where")
 """Functions of `torch` that do."""
-_MODULES = frozenset(getattr(activation, name) for name in _ACTIVATIONS)
+_MODULES = frozenset([nn.Identity, *(getattr(activation, name) for name in _ACTIVATIONS)])
 _FUNCTIONS = frozenset(
     [*(getattr(functional, name) for name in _ACTIVATIONS.values()), *(getattr(torch, name) for name in _ELEMENTWISE)]
 )
@@ -135,9 +135,8 @@ def _of_module(frame: Frame, module: nn.Module, given: Sequence[Value], keywords
         return flow.opaque(Known(module), *values)
     if _is_linear(module) and len(values) == 1:
         return flow.called(module, values[0])
-    if type(module) in (dropout.Dropout, nn.Identity) and len(values) == 1:
-        is_none = isinstance(module, nn.Identity) or not module.p
-        return flow.dropped(values[0], module, is_none=is_none)
+    if type(module) is dropout.Dropout and len(values) == 1:
+        return flow.dropped(values[0], module, is_none=not module.p)
     if _is_elementwise(module) and len(values) == 1:
         return flow.elementwise(values[0])
     if len(values) == 1 and isinstance(values[0], Heads) and _is_of_each_head(frame, module, values[0]):

@@ -245,25 +245,23 @@ class Flow:
             self.spoiled |= self.rows[linear].layers
 
     def dropped(self, value: Value, dropout: nn.Module | None, *, is_none: bool) -> Value:
-        """What dropout leaves of a value: by a module, or by a function, which draws for itself."""
-        if is_none:
-            return self.elementwise(value)
-        if isinstance(value, Parts) and dropout is not None and not self._is_used_again(dropout):
-            self.dropouts[id(dropout)] = dropout, value.layers
-        elif is_split(value):
-            self.drawing |= layers_of([value])
-        else:
-            self.calls += 1
-            if dropout is not None and not self._is_used_again(dropout):
-                self.whole_dropouts.add(id(dropout))
-        return self.elementwise(value)
+        """What dropout leaves of a value: by a module, or by a function, which draws for itself.
 
-    def _is_used_again(self, dropout: nn.Module) -> bool:
-        """Whether a dropout was called before: it cannot draw the masks of wholes, then, where it is given parts."""
-        if id(dropout) in self.dropouts:
-            self.drawing |= self.dropouts.pop(id(dropout))[1]
+        Args:
+            value: Of what.
+            dropout: The module.
+            is_none: Whether nothing is dropped, for now.
+        """
+        is_again = id(dropout) in self.dropouts or id(dropout) in self.whole_dropouts
+        if isinstance(value, Parts) and dropout is not None and not is_again:
+            self.dropouts[id(dropout)] = dropout, value.layers
+        elif not is_none:
+            if id(dropout) in self.dropouts:  # it cannot draw the masks of wholes, then, where it is given parts
+                self.drawing |= self.dropouts.pop(id(dropout))[1]
+            self.drawing |= layers_of([value])
+            self.calls += not is_split(value)
             self.whole_dropouts.add(id(dropout))
-        return id(dropout) in self.whole_dropouts
+        return self.elementwise(value)
 
 
 def _note(uses: dict[Argument, frozenset[int]], given: Given, layers: Iterable[int]) -> None:
