@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from split_layers import layers, layers_loss, model_axis
-from split_training import check_exact, ids, square
+from split_training import check_exact, ids, numbers, square
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
@@ -337,10 +337,15 @@ def patched(layer):
     ids=lambda one: getattr(one, "__name__", one),
 )
 def test_a_layer_that_computes_something_of_its_own_is_not_cut_as_if_it_did_not(name, adapter):
-    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-    setattr(layer, name, adapter(getattr(layer, name)))
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True).double()
+    setattr(layer, name, adapter(getattr(layer, name)).double())
     with pytest.raises(ModelError, match=r"^0 has a (Around|Instead|Linear) with a forward of its own where an nn.Lin"):
-        tensor_parallel.apply(nn.Sequential(layer), model_axis())
+        tensor_parallel.apply(copy.deepcopy(nn.Sequential(layer)), model_axis(), select=["0"])
+    if adapter is not patched:  # whose copy computes with the parameters of what it was copied of
+        check_exact(layer, lambda model, step: square(model(numbers(2, 3, 4, seed=step))))
+        cut = {*tensor_parallel.placements(layer)}
+        assert ({"self_attn.in_proj_weight", "linear1.weight", "linear2.weight"} - {f"{name}.weight"}) <= cut
 
 
 class Checkpointed(nn.Module):

@@ -1,6 +1,7 @@
 """The promise of tensor parallelism for `torch.nn`: loss, gradients and parameters of one process."""
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -275,11 +276,21 @@ def test_a_penalty_of_what_is_whole_where_its_gradients_are_summed_counts_once()
 
 
 @on_ranks(3)
-def test_heads_that_do_not_divide_are_refused_by_name():
+def test_heads_that_do_not_divide_are_refused_by_name_if_asked_for_and_else_told_of():
     axis = tulle.init(model=-1)["model"]
-    model = nn.Sequential(nn.TransformerEncoderLayer(8, 4, 16))
+    model = nn.Sequential(nn.TransformerEncoderLayer(8, 4, 16, 0.0, batch_first=True)).double()
     with pytest.raises(ModelError, match=r"^0 has 4 heads, which do not divide among the 3 ranks of axis 'model'"):
-        tensor_parallel.apply(model, axis)
+        tensor_parallel.apply(copy.deepcopy(model), axis, select=["0"])
+    told, handler = [], logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("tulle").addHandler(handler)
+    check_exact(model, lambda one, step: square(one(numbers(2, 5, 8, seed=step))), axis)
+    logging.getLogger("tulle").removeHandler(handler)
+    assert {*tensor_parallel.placements(model)} == {f"0.linear{n}.{own}" for n in (1, 2) for own in ("weight", "bias")}
+    said = (
+        "axis model splits each layer of 2 blocks for itself, which gathers what it gives: 0 has 4 heads, which do not"
+    )
+    assert [one.startswith(said) for one in told[:1]] == ([True] if axis.rank == 0 else [])
 
 
 @on_ranks(2)

@@ -34,9 +34,9 @@ from tulle.plan import AT_READ, AT_STEP, Memory, Plan, Shelf, Space, TablePlan, 
 from tulle.plan.shelf import digest
 from tulle.profiling import profile, sparse_tables
 from tulle.profiling.samples import samples_in, size_of
-from tulle.profiling.splits import without_memory
 from tulle.sync import AUTO
 from tulle.tensor_parallel import apply, known
+from tulle.tensor_parallel.twin import without_memory
 from tulle.workload import Profile
 
 _LABEL = "the plan"

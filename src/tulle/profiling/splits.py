@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import cast
@@ -13,7 +12,6 @@ from torch import nn
 
 from tulle.errors import ModelError
 from tulle.mesh import Axis
-from tulle.profiling.steps import computed
 from tulle.tensor_parallel.convert import SMALLEST_BYTES, known
 from tulle.tensor_parallel.embedding import VocabularyEmbedding
 from tulle.tensor_parallel.joined import Group, apart, joined
@@ -21,6 +19,7 @@ from tulle.tensor_parallel.linear import Column, RowLinear, RowTransposed
 from tulle.tensor_parallel.placement import placements_of
 from tulle.tensor_parallel.registry import factory_of, is_alone
 from tulle.tensor_parallel.splitter import Splitter
+from tulle.tensor_parallel.twin import misfit, without_memory
 from tulle.tensor_parallel.walk import held_by_unknown, is_worth
 from tulle.workload import Split
 
@@ -63,7 +62,7 @@ def _visit(
     factory = factory_of(module)
     if id(module) in seen:
         return
-    if factory is None:
+    if factory is None or misfit(module, factory, to.axis, to.name) is not None:
         near = joined(module, to.axis.size, is_wanted)
         if near is not None:
             near.split(to, lambda _: to.name)
@@ -98,14 +97,3 @@ def _of_call(path: str, by_module: Mapping[str, int]) -> int:
     while path and path not in by_module:
         path = path.rpartition(".")[0]
     return by_module.get(path, 0)
-
-
-def without_memory(model: nn.Module) -> nn.Module:
-    """A copy of a model on device meta."""
-    tensors = [*model.parameters(), *model.buffers(), *computed(model)]
-    memo: dict[int, object] = {}
-    for tensor in tensors:
-        bare = torch.empty_like(tensor, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
-    return copy.deepcopy(model, memo)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from tulle.deferred import is_deferred, values_of
 from tulle.pipeline.profile import as_call
 from tulle.profiling.borrowed import Borrowed, borrowed, fit_optimizers
 from tulle.profiling.laps import now_on
+from tulle.tensor_parallel.twin import computed
 from tulle.traits import states_of
 
 Loss = Callable[[Any], Tensor]
@@ -128,12 +128,6 @@ class Twin:
         begin_s = now_on(self.device)
         work()
         return now_on(self.device) - begin_s
-
-
-def computed(model: nn.Module) -> list[Tensor]:
-    """Tensors that a forward has computed and modules have kept, also in lists, which `copy.deepcopy` refuses."""
-    kept = (one for module in model.modules() for one in tree_leaves(vars(module)))
-    return [one for one in kept if isinstance(one, Tensor) and not one.is_leaf]
 
 
 def _complete(copied: Optimizer, optimizer: Optimizer, memo: dict[int, object]) -> None:

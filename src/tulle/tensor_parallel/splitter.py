@@ -29,6 +29,10 @@ from tulle.tensor_parallel.region import Entrance, Exit, OfFirst, Region, Sequen
 from tulle.traits import hold
 
 
+class MisfitError(ModelError):
+    """A module's heads do not divide among ranks, or a layer in it is no plain one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Splitter:
     """Splits the layers of one module over an axis, in place: parameters, names and hooks stay the same objects.
@@ -164,7 +168,7 @@ class Splitter:
             ModelError: If they do not divide evenly.
         """
         if count % self.axis.size:
-            raise ModelError(
+            raise MisfitError(
                 f"{self.name} has {count} heads, which do not divide among the {self.axis.size} ranks of axis "
                 f"{self.axis.name!r}: use an axis whose size divides {count}, or leave the module out with select"
             )
@@ -182,7 +186,7 @@ class Splitter:
         """
         own, ranks = queries // self.axis.size, self.axis.size
         if ranks % pairs:
-            raise ModelError(
+            raise MisfitError(
                 f"{self.name} has {pairs} heads of keys and values for {queries} of queries, which do not divide among "
                 f"the {ranks} ranks of axis {self.axis.name!r}: use a size that divides {pairs}, or is a multiple of "
                 "it, or leave the module out with select"
@@ -308,7 +312,7 @@ class Splitter:
                 "leave the module out with select"
             )
         if parameter is not module._parameters.get(name):
-            raise ModelError(
+            raise MisfitError(
                 f"{self.name} has the {name} of another module, as an adapter around a layer does (peft), whose own "
                 "parameters would not be cut with it: leave the module out with select, or of Plan.tensor_parallel"
             )
@@ -319,8 +323,8 @@ class Splitter:
         if not computes_linear(linear):
             raise self._is_no_linear(linear)
 
-    def _is_no_linear(self, layer: nn.Module) -> ModelError:
-        return ModelError(
+    def _is_no_linear(self, layer: nn.Module) -> MisfitError:
+        return MisfitError(
             f"{self.name} has a {type(layer).__name__} with a forward of its own where an nn.Linear was expected, as "
             "an adapter (LoRA) has, which a split would leave away: leave the module out with select, or of "
             "Plan.tensor_parallel, or register a factory for its class"

@@ -19,8 +19,9 @@ from tulle.tensor_parallel.joined import Group, apart, joined
 from tulle.tensor_parallel.placement import Placement, place, placements_of
 from tulle.tensor_parallel.readers import may_read, read_past
 from tulle.tensor_parallel.region import Sequences
-from tulle.tensor_parallel.registry import factory_of, is_alone, stack_of
-from tulle.tensor_parallel.splitter import Splitter, has_own_keys, has_plain_rows
+from tulle.tensor_parallel.registry import Factory, factory_of, is_alone, stack_of
+from tulle.tensor_parallel.splitter import MisfitError, Splitter, has_own_keys, has_plain_rows
+from tulle.tensor_parallel.twin import misfit
 
 logger = logging.getLogger("tulle")
 
@@ -58,6 +59,8 @@ class Walk:
     unknown: set[int] = field(default_factory=set)
     apart: set[int] = field(default_factory=set)
     """Layers that are not split together with others."""
+    misfits: list[MisfitError] = field(default_factory=list)
+    """Why modules were left to the layers in them."""
     by_hand: dict[str, dict[str, str]] = field(default_factory=dict)
     """By the name of the module around them, the layers that patterns say to be columns or rows."""
     to: Splitter = field(init=False)
@@ -74,14 +77,20 @@ class Walk:
         factory = factory_of(module) if move == AUTO else None
         if move not in (AUTO, UNTOUCHED):
             self._by_hand(module, name, move)
-        elif factory is None:
-            self._visit_children(module, name, move)
+        elif factory is not None and self._is_small(module):
             return
-        elif self._is_small(module):
+        elif factory is None or self._is_misfit(module, name, factory):
+            self._visit_children(module, name, move)
             return
         else:
             factory(module, self.to.within(name))
         self.split.append(module)
+
+    def _is_misfit(self, module: nn.Module, name: str, factory: Factory[nn.Module]) -> bool:
+        """Whether a module is left to the layers in it, as nobody asked for it and it cannot be split as a whole."""
+        found = None if self.moves or is_alone(module) else misfit(module, factory, self.axis, name)
+        self.misfits += [found] if found else []
+        return found is not None
 
     def start(self, model: nn.Module) -> None:
         """Split a model.
@@ -134,6 +143,11 @@ class Walk:
 
     def _tell(self, models: Sequence[nn.Module], names: str) -> None:
         """Say what was split, and warn of a model that was to be split and is whole on every rank for the most part."""
+        if self.misfits and self.axis.rank == 0:
+            logger.warning(
+                f"axis {self.axis.name} splits each layer of {len(self.misfits)} blocks for itself, which gathers what "
+                f"it gives: {self.misfits[0]}"
+            )
         left = left_whole(models, self.to.cuts, self.smallest_bytes, self.leave)
         share = sum(left.values())
         said = f"axis {self.axis.name} splits {len(self.split)} modules of {names}"
@@ -308,8 +322,10 @@ def only_names(module: nn.Module, name: str) -> bool:
 
 
 def _is_bound_to_stay(module: nn.Module) -> bool:
-    return (isinstance(module, nn.Embedding) and not has_plain_rows(module)) or (
-        isinstance(module, nn.MultiheadAttention) and has_own_keys(module)
+    return (
+        (isinstance(module, nn.Embedding) and not has_plain_rows(module))
+        or (isinstance(module, nn.MultiheadAttention) and has_own_keys(module))
+        or ("forward" in vars(module) and is_alone(module))
     )
 
 
