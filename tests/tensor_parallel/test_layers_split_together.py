@@ -260,6 +260,14 @@ def test_patterns_may_leave_a_layer_out():
 
 
 @on_ranks(2)
+def test_layers_that_are_named_one_by_one_are_split_together():
+    torch.manual_seed(0)
+    model = nn.Sequential(linear(), FeedForward()).double()
+    check_exact(model, loss, select=["1.fc1", "1.fc2"])
+    assert split(model) == (["1.fc1"], ["1.fc2"])
+
+
+@on_ranks(2)
 def test_layers_are_counted_together_and_may_be_smaller():
     axis = tulle.init(model=-1)["model"]
     two = FeedForward()

@@ -178,20 +178,19 @@ class Walk:
                 f"{name} shares a table of position biases among its {len(layers)} layers, of which {split} "
                 "were to be split: select all of them, or none"
             )
-        if move == AUTO:
-            self._split_together(module, name)
+        self._split_together(module, name, move)
         for child_name, child in module.named_children():
             self.visit(child, _join(name, child_name), move)
         if isinstance(module, nn.TransformerEncoderLayer) and len(self.split) > before:  # a class derives from it
             module.activation_relu_or_gelu = 0  # torch's fused inference path reads the weights of what is in it
 
-    def _split_together(self, module: nn.Module, name: str) -> None:
+    def _split_together(self, module: nn.Module, name: str, move: str) -> None:
         """Split layers that follow each other in the forward of a module of a class that nobody knows."""
         names = {id(one): path for path, one in module.named_modules(prefix=name)}
 
         def is_wanted(group: Group) -> bool:
             paths = [names.get(id(layer), "") for layer in group.layers]
-            return all(self._goes_along(path, name) for path in paths) and is_worth(
+            return all(self._move_within(path, name, move) == AUTO for path in paths) and is_worth(
                 group, 0 if self.moves else self.smallest_bytes, self.unknown, self.apart | self.seen
             )
 
@@ -201,13 +200,13 @@ class Walk:
             self.seen |= found.keys
             self.split += [layer for group in found.groups for layer in group.layers]
 
-    def _goes_along(self, path: str, name: str) -> bool:
-        """Whether a module near in another, whose name is given, is split as that says."""
-        parts, move = path.removeprefix(name).strip(".").split("."), AUTO
+    def _move_within(self, path: str, name: str, move: str) -> str:
+        """What is done with a module in another, of which the name and what is done with it are given."""
+        parts = path.removeprefix(name).strip(".").split(".")
         for count in range(len(parts)):
             inner = _join(name, ".".join(parts[: count + 1]))
             move = WHOLE if inner in self.leave else self._move(inner, move)
-        return bool(path) and move == AUTO
+        return move
 
     def _split_stack(self, stack_module: nn.Module, name: str) -> None:
         """Split layers, between which activations are split along sequences."""
