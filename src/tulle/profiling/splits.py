@@ -62,7 +62,8 @@ def _visit(
     factory = factory_of(module)
     if id(module) in seen:
         return
-    if factory is None or misfit(module, factory, to.axis, to.name) is not None:
+    is_one = factory is not None and (is_alone(module) or misfit(module, factory, to.axis, to.name) is None)
+    if factory is None or not is_one:
         near = joined(module, to.axis.size, is_wanted)
         if near is not None:
             near.split(to, lambda _: to.name)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.tensor_parallel.registry import Factory
 from tulle.tensor_parallel.splitter import MisfitError, Splitter
@@ -47,4 +48,6 @@ def misfit(module: nn.Module, factory: Factory[nn.Module], axis: Axis, name: str
         factory(twin, Splitter(axis, name))
     except MisfitError as error:
         return error
+    except ModelError:  # of another kind, which is raised when it is split
+        return None
     return None
