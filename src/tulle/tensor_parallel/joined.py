@@ -279,6 +279,8 @@ def _fits(group: Group, flow: Flow, ranks: int) -> bool:
     begun = {one.begun for one in (*group.columns, *group.rows)}
     if keys & flow.spoiled or (keys & flow.drawing and len(begun) > 1):
         return False
+    if len(group.rows) > len(group.columns):  # each row gives a sum: a layer before three projections, say
+        return False
     if not all(_attends(one, flow, ranks) for one in group.attentions):
         return False
     attended = _union(layers for one in group.attentions for layers in (one.queries, *one.others))
