@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.names import as_names
+from tulle.tensor_parallel.dataflow.callers import callers
 from tulle.tensor_parallel.dropout import draw_apart
 from tulle.tensor_parallel.inside import inside
 from tulle.tensor_parallel.joined import Group, apart, joined
@@ -56,6 +57,8 @@ class Walk:
     unknown: set[int] = field(default_factory=set)
     apart: set[int] = field(default_factory=set)
     """Layers that are not split together with others."""
+    callers: Mapping[int, set[int]] = field(default_factory=dict)
+    """By whose code modules are called past the one that has them."""
     by_hand: dict[str, dict[str, str]] = field(default_factory=dict)
     """By the name of the module around them, the layers that patterns say to be columns or rows."""
     to: Splitter = field(init=False)
@@ -93,7 +96,7 @@ class Walk:
                 "that is to be split"
             )
         self.unknown = held_by_unknown(model)
-        self.apart = apart(model)
+        self.apart, self.callers = apart(model), callers(model)
         self.by_hand.clear()
         self.visit(model, "", UNTOUCHED if self.moves else AUTO)
         for around, layers in self.by_hand.items():
@@ -173,8 +176,18 @@ class Walk:
         """Split layers that follow each other in the forward of a module of a class that nobody knows."""
         names = {id(one): path for path, one in module.named_modules(prefix=name)}
 
+        modules = {path: one for one in module.modules() if (path := names.get(id(one)))}
+
+        def is_called(path: str) -> bool:
+            """Whether other code calls what has a layer, or the layer."""
+            inner = path.removeprefix(name).strip(".").split(".")
+            around = (modules[_join(name, ".".join(inner[: count + 1]))] for count in range(len(inner)))
+            return any(self.callers.get(id(one), {id(module)}) - {id(module)} for one in around)
+
         def is_wanted(group: Group) -> bool:
             paths = [names.get(id(layer), "") for layer in group.layers]
+            if any(map(is_called, [*paths, *(names[id(one)] for one in group.between)])):
+                return False
             return all(self._goes_along(path, name) for path in paths) and is_worth(
                 group, 0 if self.moves else self.smallest_bytes, self.unknown, self.apart | self.seen
             )
