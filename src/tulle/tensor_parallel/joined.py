@@ -21,7 +21,7 @@ from tulle.tensor_parallel.dataflow.forward import follow, holds_linear
 from tulle.tensor_parallel.dropout import draw_apart
 from tulle.tensor_parallel.linear import is_transposed
 from tulle.tensor_parallel.readers import is_used_past_forward
-from tulle.tensor_parallel.region import Entrance, Gathered, OfHeads, Region
+from tulle.tensor_parallel.region import Gathered, OfHeads, Region, enter_within
 from tulle.tensor_parallel.splitter import Splitter
 from tulle.tensor_parallel.told import OfThree, Told, Watch, tell_within
 
@@ -96,7 +96,7 @@ class Joined:
             names = [name for name in named_arguments(frame) if self._is_entered((key, name))]  # alike on all ranks
             regions = {name: self._region((key, name), region) for name in names}
             if regions:
-                frame.register_forward_pre_hook(Entrance(frame, regions), with_kwargs=True)
+                enter_within(frame, regions)
         told = tuple(self._told())
         for group in self.groups:
             self._split(group, to, name_of)

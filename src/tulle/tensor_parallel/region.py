@@ -19,7 +19,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from tulle.comm import enter, gather, leave, reduce_scatter, scatter
+from tulle.derived import put_before
 from tulle.mesh import Axis
+
+_ENTRANCES = "_tulle_entrances"
+"""The attribute by which a module holds where its arguments enter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,27 @@ class Entrance:
     def __deepcopy__(self, memo: object) -> Entrance:
         """A copied module's arguments enter the same regions."""
         return self
+
+
+class _Entering(nn.Module):
+    """What a module's class gains: some arguments of its forward enter regions, after all hooks before it."""
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """As before."""
+        for entrance in self.__dict__[_ENTRANCES]:
+            arguments, keywords = entrance(self, arguments, keywords)
+        return super().forward(*arguments, **keywords)
+
+
+def enter_within(module: nn.Module, regions: dict[str, Region]) -> None:
+    """Have some of a module's arguments enter a region in its forward, so that a hook before it may still change them.
+
+    Args:
+        module: Whose forward names them.
+        regions: By name of an argument, what it enters.
+    """
+    module.__dict__.setdefault(_ENTRANCES, []).append(Entrance(module, regions))
+    put_before(_Entering, module)
 
 
 def _entered(given: Any, region: Region) -> Any:

@@ -106,6 +106,8 @@ class _Method:
         """Who calls, and what, but for children of the module."""
         own = {id(child) for child in self._module._modules.values()}
         for node in self._nodes:
+            if isinstance(node, ast.Assign) and any(isinstance(one, ast.Attribute) for one in node.targets):
+                yield from ((UNKNOWN, one) for key, one in self._of(node.value).items() if key not in own)
             if not isinstance(node, ast.Call):
                 continue
             target = node.func
@@ -116,14 +118,15 @@ class _Method:
                     yield id(self._module), one
             if self._is_reached and not self._is_harmless(node):
                 handed = self._all([*node.args, *(one.value for one in node.keywords)])
-                itself = handed.pop(id(self._module), None)  # of whose own children its forward tells
-                held = [] if itself is None else [one for one in itself.children() if isinstance(one, _CONTAINERS)]
-                yield from ((UNKNOWN, one) for one in _within([*handed.values(), *held]))
+                itself = handed.pop(id(self._module), None)  # whose forward tells of its own children
+                yield from ((UNKNOWN, one) for one in _within(handed.values()))
+                for child in () if itself is None else itself.children():
+                    yield from ((UNKNOWN, one) for one in child.modules() if one is not child)
 
     def _is_harmless(self, node: ast.Call) -> bool:
         """Whether a call only looks at modules that it is given, or calls them."""
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        return _is_of_python(node) or name == "checkpoint"
+        return _is_of_python(node) or name == "checkpoint" or name.endswith("_checkpointing_func")
 
     def _bind(self, node: ast.AST) -> None:
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value is not None:
@@ -140,7 +143,7 @@ class _Method:
         elif isinstance(target, ast.Tuple | ast.List):
             for one in target.elts:
                 self._store(one, found if is_pairs else _items(found))
-        elif isinstance(target, ast.Starred):
+        elif isinstance(target, ast.Starred | ast.Subscript):
             self._store(target.value, found)
 
     def _all(self, nodes: Iterable[ast.expr]) -> Modules:

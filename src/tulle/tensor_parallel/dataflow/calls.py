@@ -15,7 +15,7 @@ from torch.nn.modules import activation, dropout
 
 from tulle.tensor_parallel.dataflow.flow import Attention, Flow, Frame
 from tulle.tensor_parallel.dataflow.methods import DRAWING, chunked, flat, multiplied
-from tulle.tensor_parallel.dataflow.sources import is_called_plainly, stored, written
+from tulle.tensor_parallel.dataflow.sources import forward_of, is_called_plainly, looks_at_last, stored, written
 from tulle.tensor_parallel.dataflow.values import (
     Attend,
     Given,
@@ -206,7 +206,8 @@ def _is_of_each_head(frame: Frame, module: nn.Module, heads: Heads) -> bool:
     is_torchs = type(module).__module__.startswith("torch.")
     if is_torchs and not (isinstance(module, nn.LayerNorm | nn.RMSNorm) and {module.normalized_shape} == widths_of):
         return False
-    is_norm = "Norm" in type(module).__name__ and "Batch" not in type(module).__name__
+    forward = None if is_torchs else forward_of(module)
+    is_norm = is_torchs or (forward is not None and "Norm" in type(module).__name__ and looks_at_last(forward))
     return is_norm and len(widths) == 1 and (shapes == widths_of or (is_torchs and not shapes))
 
 
@@ -311,7 +312,7 @@ def _of_tensors(frame: Frame, function: Any, given: Sequence[Value], keywords: M
     heads = [one for value in given for one in leaves(value) if isinstance(one, Heads)]
     if not heads or len({one.dim for one in heads}) > 1:
         return None
-    if name.startswith(_TURNS):
+    if name.startswith(_TURNS) and isinstance(function, FunctionType) and looks_at_last(inspect.unwrap(function)):
         others = [*(one for one in given if not isinstance(one, Heads)), *keywords.values()]
         return (
             (Several(tuple(heads)) if len(heads) > 1 else heads[0])

@@ -87,6 +87,26 @@ def loaded(target: ast.expr) -> ast.expr:
     return ast.parse(ast.unparse(target), mode="eval").body
 
 
+_OF_SEVERAL = frozenset(
+    {"mean", "var", "std", "sum", "norm", "amax", "amin", "max", "min", "softmax", "cumsum", "flip"}
+)
+"""Methods and functions of tensors that look at more than one number."""
+
+
+@cache
+def looks_at_last(function: FunctionType) -> bool:
+    """Whether a function, as it is written, looks at several numbers along the last dimension only."""
+    source = source_of(function)
+    calls = [] if source is None else [one for one in ast.walk(source) if isinstance(one, ast.Call)]
+    several = [one for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr in _OF_SEVERAL]
+    return source is not None and all(
+        any(
+            ast.unparse(value) in ("-1", "(-1,)", "[-1]") for value in (*one.args, *(own.value for own in one.keywords))
+        )
+        for one in several
+    )
+
+
 @cache
 def stored(kind: type[nn.Module]) -> frozenset[str]:
     """Names of attributes that methods of a class store, but for the one that makes it."""
