@@ -196,7 +196,7 @@ def test_attention_is_split_by_heads_with_what_it_takes(attention):
     columns, rows = split(model)
     assert len(columns) == 3
     assert len(rows) == 1
-    assert attention is Attention or model.attention.num_heads == HEADS // tulle.init(model=-1).size
+    assert attention is Attention or model.attention.num_heads == HEADS  # to whoever asks but its forward
 
 
 @on_ranks(2, 4)
@@ -205,7 +205,7 @@ def test_fewer_heads_of_keys_and_values_than_ranks_stay_whole():
     model = Attends(Attention(pairs=2)).double()
     check_exact(model, loss)
     assert len(split(model)[1]) == 1
-    assert model.attention.num_key_value_groups == (2 if tulle.init(model=-1).size == 2 else 1)
+    assert model.attention.num_key_value_groups == HEADS // 2
 
 
 @on_ranks(3)

@@ -99,14 +99,15 @@ class BetweenLayers:
     unlike ever after. A stretch in which nobody draws leaves the shared stream as it was.
     """
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, *, is_always: bool) -> None:
         self._region = region
+        self._is_always = is_always
         self._shared: Tensor | None = None
         self._own: Tensor | None = None
 
     def begin(self, layer: nn.Module, *_: object) -> None:
-        """After a column layer, the first of several: leave the shared stream, in training."""
-        if self._shared is None and layer.training:
+        """After a column layer, the first of several: leave the shared stream, in training, or always."""
+        if self._shared is None and (layer.training or self._is_always):
             stream = stream_of(self._region)
             self._shared = stream.get_state()
             stream.manual_seed(crc32(self._shared.numpy().tobytes()) * 2_147_483_647 + self._region.axis.rank)
@@ -123,12 +124,27 @@ class BetweenLayers:
 
     def __deepcopy__(self, memo: object) -> BetweenLayers:
         """Of a copied model's own."""
-        return BetweenLayers(self._region)
+        return BetweenLayers(self._region, is_always=self._is_always)
 
 
-def draw_apart(around: nn.Module, columns: Iterable[nn.Module], rows: Iterable[nn.Module], region: Region) -> None:
-    """Have ranks draw numbers of their own between column and row layers of one module."""
-    between = BetweenLayers(region)
+def draw_apart(
+    around: nn.Module,
+    columns: Iterable[nn.Module],
+    rows: Iterable[nn.Module],
+    region: Region,
+    *,
+    is_always: bool = False,
+) -> None:
+    """Have ranks draw numbers of their own between column and row layers of one module.
+
+    Args:
+        around: The module.
+        columns: After the first of which they do so.
+        rows: Before which they no longer do.
+        region: Whose ranks.
+        is_always: Whether they do in evaluation too, as functions of dropout may.
+    """
+    between = BetweenLayers(region, is_always=is_always)
     for layer in columns:
         layer.register_forward_hook(between.begin)
     for layer in rows:

@@ -20,10 +20,13 @@ from tulle.tensor_parallel.dataflow.flow import Argument, Attention, Column, Cou
 from tulle.tensor_parallel.dataflow.forward import follow, holds_linear
 from tulle.tensor_parallel.dropout import draw_apart
 from tulle.tensor_parallel.linear import is_transposed
-from tulle.tensor_parallel.readers import called_past, is_used_past_forward
-from tulle.tensor_parallel.region import Entrance, OfHeads, Region
+from tulle.tensor_parallel.readers import is_used_past_forward
+from tulle.tensor_parallel.region import Gathered, OfHeads, Region, enter_within
 from tulle.tensor_parallel.splitter import Splitter
+from tulle.tensor_parallel.told import OfThree, Told, Watch, tell_within
 
+_LENGTHS = ("in_features", "out_features", "nf", "nx")
+"""Attributes of linear layers that are a rank's own once they are split."""
 _GROUPS = "num_key_value_groups"
 """The attribute of attention by which its functions repeat heads of keys and values."""
 
@@ -36,11 +39,13 @@ class Group:
         columns: By output features, or by heads.
         rows: By input features.
         attentions: What the heads are for.
+        between: Norms and dropouts.
     """
 
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     attentions: tuple[Attention, ...]
+    between: tuple[nn.Module, ...]
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -91,13 +96,32 @@ class Joined:
             names = [name for name in named_arguments(frame) if self._is_entered((key, name))]  # alike on all ranks
             regions = {name: self._region((key, name), region) for name in names}
             if regions:
-                frame.register_forward_pre_hook(Entrance(frame, regions), with_kwargs=True)
-        owners = {id(one): one for one in self.module.modules()}
-        for (owner, name), counts in self.flow.counts.items():
-            if counts[0].layers & self.keys:
-                setattr(owners[owner], name, self._own(counts[0]))
+                enter_within(frame, regions)
+        told = tuple(self._told())
         for group in self.groups:
             self._split(group, to, name_of)
+            for layer in (one.linear for one in group.columns if id(one.linear) in self.flow.of_three):
+                layer.register_forward_hook(OfThree(name_of(layer)))
+        for place, weights in self.flow.given_out.items():
+            if weights.layers & self.keys:
+                whole = Gathered(to.within(name_of(self.module)).region, place, weights.dim)
+                self.module.register_forward_hook(whole)
+        if told:
+            tell_within(self.module, told)
+        owners = {id(one): one for one in self.module.modules()}
+        decided = tuple((owners[key], name, value) for (key, name), value in self.flow.decided.items() if key in owners)
+        if decided:
+            self.module.register_forward_pre_hook(Watch(name_of(self.module), decided))
+
+    def _told(self) -> Iterator[Told]:
+        """What attributes are to say within forward, of one rank's; those of layers do so from then on."""
+        owners = {id(one): one for one in self.module.modules()}
+        for (owner, name), counts in self.flow.counts.items():
+            if counts[0].layers & self.keys and owner not in self.keys:
+                yield owners[owner], name, self._own(counts[0])
+        for attention in (one for group in self.groups for one in group.attentions):
+            if self._shared(attention):
+                yield attention.module, _GROUPS, _heads(attention.queries, self.flow) // self.ranks
 
     def _own(self, count: Count) -> int:
         """What an attribute is to say, of one rank's."""
@@ -122,7 +146,7 @@ class Joined:
                 to.within(name_of(dropout)).hidden_dropout(dropout, inner)
         if group.keys & self.flow.drawing:
             columns, rows = ([one.linear for one in some] for some in (group.columns, group.rows))
-            draw_apart(self.module, columns, rows, to.within(name_of(columns[0])).region)
+            draw_apart(self.module, columns, rows, to.within(name_of(columns[0])).region, is_always=True)
 
     def _split_column(self, column: Column, to: Splitter) -> None:
         if not self._enters_alone(column):
@@ -143,7 +167,6 @@ class Joined:
         for column in (self.flow.columns[layer] for layer in shared):
             width = column.width or 0
             to.within(name_of(column.linear)).shared_rows(column.linear, slice(first * width, (first + 1) * width))
-        setattr(attention.module, _GROUPS, queries // self.ranks)
 
     def _shared(self, attention: Attention) -> frozenset[int]:
         """Layers of keys and values that stay whole on every rank."""
@@ -157,7 +180,9 @@ class Joined:
             for one in group.attentions
             if argument in self.flow.masks and self.flow.met[argument] & one.queries
         }
-        return OfHeads(region.axis, region.label, heads=counts.pop()) if counts else region
+        if not counts:
+            return region
+        return OfHeads(region.axis, region.label, heads=counts.pop(), dim=min(self.flow.masks[argument]))
 
     def _find_otherwise(self) -> None:
         """Find arguments that cannot enter once for all that is split: what else takes them adds its gradient."""
@@ -186,7 +211,10 @@ class Joined:
     def _enters(self, group: Group) -> bool:
         """Whether all that meets the layers' work can enter before."""
         keys = group.keys
-        is_met = any(layers & keys and argument in self._otherwise for argument, layers in self.flow.met.items())
+        is_met = any(
+            layers & keys and (argument in self._otherwise or len(self.flow.masks.get(argument, ())) > 1)
+            for argument, layers in self.flow.met.items()
+        )
         shared = {layer for one in group.attentions for layer in self._shared(one)}
         alone = [one for one in group.columns if self._enters_alone(one)]
         return (
@@ -232,7 +260,7 @@ def joined(module: nn.Module, ranks: int, is_wanted: Callable[[Group], bool]) ->
 def apart(model: nn.Module) -> set[int]:
     """Identities of layers that are not split together with others.
 
-    Code calls them past the module that has them, or past its forward, or they share a parameter with another layer,
+    Code calls them past the forward of the module that has them, or they share a parameter with another layer,
     which may be split another way.
     """
     layers = [module for module in model.modules() if not module._modules]
@@ -246,7 +274,7 @@ def apart(model: nn.Module) -> set[int]:
     tied = {
         id(one) for one in layers if any(counts[id(own)] > 1 for own in one._parameters.values() if own is not None)
     }
-    return tied | past | {id(module) for module in called_past(model)}
+    return tied | past
 
 
 def named_arguments(module: nn.Module) -> Collection[str]:
@@ -265,7 +293,9 @@ def _groups(flow: Flow) -> Iterator[Group]:
             rows += [rest.pop(key) for key in more]
             layers = _union(one.layers for one in rows)
         columns = tuple(column for key, column in flow.columns.items() if key in layers)
-        yield Group(columns, tuple(rows), tuple(one for one in flow.attentions if one.queries & layers))
+        attentions = tuple(one for one in flow.attentions if one.queries & layers)
+        between = [*flow.norms.values(), *flow.dropouts.values()]
+        yield Group(columns, tuple(rows), attentions, tuple(one for one, of in between if of & layers))
 
 
 def _is_of(module: nn.Module, group: Group) -> bool:
@@ -276,12 +306,18 @@ def _is_of(module: nn.Module, group: Group) -> bool:
 def _fits(group: Group, flow: Flow, ranks: int) -> bool:
     """Whether layers can be split together, but for what enters."""
     keys = group.keys
+    told = {(id(layer), name) for layer in group.layers for name in _LENGTHS} & {*flow.reads}
+    if any(flow.reads[one] > len({count.read for count in flow.counts.get(one, ())}) for one in told):
+        return False
     begun = {one.begun for one in (*group.columns, *group.rows)}
     if keys & flow.spoiled or (keys & flow.drawing and len(begun) > 1):
         return False
     if len(group.rows) > len(group.columns):  # each row gives a sum: a layer before three projections, say
         return False
     if not all(_attends(one, flow, ranks) for one in group.attentions):
+        return False
+    heads = {_heads(layers, flow) for one in group.attentions for layers in (one.queries, *one.others)}
+    if any(layers & keys and lengths & heads for lengths, layers in flow.lengths):  # of each head, perhaps
         return False
     attended = _union(layers for one in group.attentions for layers in (one.queries, *one.others))
     narrow = _union(layers for one in group.attentions for layers in one.others) - _union(
@@ -320,7 +356,9 @@ def _attends(attention: Attention, flow: Flow, ranks: int) -> bool:
         or any(one.sections > 1 for some in columns for one in some)
     ):
         return False
-    return keys % ranks == 0 or (ranks % keys == 0 and _GROUPS in vars(attention.module))
+    told = id(attention.module), _GROUPS
+    is_told = _GROUPS in vars(attention.module) and len(flow.repeated.get(told, ())) == flow.reads[told]
+    return keys % ranks == 0 or (ranks % keys == 0 and is_told)
 
 
 def _heads(layers: Collection[int], flow: Flow) -> int:

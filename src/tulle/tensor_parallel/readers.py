@@ -84,15 +84,6 @@ def read_past(model: nn.Module) -> Iterator[nn.Parameter]:
                         yield parameter
 
 
-def called_past(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules that methods of outer ones come to past the modules that have them, as `self.body.up(x)` does."""
-    for module in model.modules():
-        for chains in _chains_of(type(module)).values():
-            for first, *path in chains:
-                for length in range(len(path)):
-                    yield from _at(module, [first, *path[: length + 1]])
-
-
 def _read_of_arguments(kinds: Iterable[type[nn.Module]], reached: set[str]) -> set[str]:
     """Names of attributes that methods and functions to which forward comes read of their arguments, or of items."""
     methods = [method for kind in kinds for name, method in _methods(kind) if name in reached]

@@ -19,7 +19,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from tulle.comm import enter, gather, leave, reduce_scatter, scatter
+from tulle.derived import put_before
 from tulle.mesh import Axis
+
+_ENTRANCES = "_tulle_entrances"
+"""The attribute by which a module holds where its arguments enter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +69,22 @@ class OfFirst(Region):
 
 @dataclass(frozen=True, slots=True)
 class OfHeads(Region):
-    """What may have a dimension of heads, the second of four, of which each rank then has its own, as masks may.
+    """What may have a dimension of heads, of which each rank then has its own, as masks may.
 
     Args:
         heads: How many there are in all.
+        dim: Which dimension that is, from the end.
     """
 
     heads: int = 0
+    dim: int = -3
 
     def enter(self, tensor: Tensor) -> Tensor:
         """What goes in. Every rank of the axis must call it."""
         entered = Region.enter(self, tensor)
-        if tensor.dim() != 4 or tensor.shape[1] != self.heads:
+        if tensor.dim() < -self.dim or tensor.shape[self.dim] != self.heads:
             return entered
-        return entered.tensor_split(self.axis.size, 1)[self.axis.rank]
+        return entered.tensor_split(self.axis.size, self.dim)[self.axis.rank]
 
 
 class Entrance:
@@ -94,7 +100,7 @@ class Entrance:
         self._places = {name: (names.index(name), region) for name, region in regions.items()}
 
     def __call__(self, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
-        """Replace the arguments that are tensors, or tuples with tensors."""
+        """Replace the arguments that are tensors, or tuples or lists with tensors."""
         given = list(arguments)
         for name, (place, region) in self._places.items():
             if place < len(given):
@@ -108,11 +114,34 @@ class Entrance:
         return self
 
 
+class _Entering(nn.Module):
+    """What a module's class gains: some arguments of its forward enter regions, after all hooks before it."""
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """As before."""
+        for entrance in self.__dict__[_ENTRANCES]:
+            arguments, keywords = entrance(self, arguments, keywords)
+        return super().forward(*arguments, **keywords)
+
+
+def enter_within(module: nn.Module, regions: dict[str, Region]) -> None:
+    """Have some of a module's arguments enter a region in its forward, so that a hook before it may still change them.
+
+    Args:
+        module: Whose forward names them.
+        regions: By name of an argument, what it enters.
+    """
+    module.__dict__.setdefault(_ENTRANCES, []).append(Entrance(module, regions))
+    put_before(_Entering, module)
+
+
 def _entered(given: Any, region: Region) -> Any:
     if isinstance(given, Tensor):
         return region.enter(given)
-    if type(given) is tuple:
-        return tuple(_entered(one, region) for one in given)
+    if type(given) in (tuple, list):
+        return type(given)(_entered(one, region) for one in given)
+    if isinstance(given, tuple) and hasattr(given, "_fields"):
+        return type(given)(*(_entered(one, region) for one in given))
     return given
 
 
@@ -128,6 +157,39 @@ class Exit:
 
     def __deepcopy__(self, memo: object) -> Exit:
         """A copied module's result leaves the same region."""
+        return self
+
+
+class Gathered:
+    """A hook after forward: what each rank worked out of its own heads is given out of all.
+
+    Args:
+        region: Whose heads.
+        place: Which of the results that is, of which there may be fewer; None if there is one result.
+        dim: The dimension of heads, from the end.
+    """
+
+    def __init__(self, region: Region, place: int | None, dim: int) -> None:
+        self._region = region
+        self._place = place
+        self._dim = dim
+
+    def __call__(self, _module: nn.Module, _arguments: object, output: Any) -> Any:
+        """Give the whole."""
+        if self._place is None:
+            return self._whole(output)
+        if not isinstance(output, tuple | list) or len(output) <= self._place:
+            return output
+        items = [*output]
+        items[self._place] = self._whole(items[self._place])
+        return type(output)(items)
+
+    def _whole(self, given: Any) -> Any:
+        region = self._region
+        return gather(given, region.axis, dim=self._dim, label=region.label) if isinstance(given, Tensor) else given
+
+    def __deepcopy__(self, memo: object) -> Gathered:
+        """A copied module's heads are those of the same ranks."""
         return self
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from torch import Tensor, nn
+from torch import nn
 
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.names import as_names
+from tulle.tensor_parallel.dataflow.callers import callers
 from tulle.tensor_parallel.dropout import draw_apart
 from tulle.tensor_parallel.inside import inside
 from tulle.tensor_parallel.joined import Group, apart, joined
-from tulle.tensor_parallel.placement import Placement, place, placements_of
+from tulle.tensor_parallel.left import left_whole
+from tulle.tensor_parallel.placement import place, placements_of
 from tulle.tensor_parallel.readers import may_read, read_past
 from tulle.tensor_parallel.region import Sequences
 from tulle.tensor_parallel.registry import Factory, factory_of, is_alone, stack_of
@@ -61,6 +62,8 @@ class Walk:
     """Layers that are not split together with others."""
     misfits: list[MisfitError] = field(default_factory=list)
     """Why modules were left to the layers in them."""
+    callers: Mapping[int, set[int]] = field(default_factory=dict)
+    """By whose code modules are called past the one that has them."""
     by_hand: dict[str, dict[str, str]] = field(default_factory=dict)
     """By the name of the module around them, the layers that patterns say to be columns or rows."""
     to: Splitter = field(init=False)
@@ -104,7 +107,7 @@ class Walk:
                 "that is to be split"
             )
         self.unknown = held_by_unknown(model)
-        self.apart = apart(model)
+        self.apart, self.callers = apart(model), callers(model)
         self.by_hand.clear()
         self.visit(model, "", UNTOUCHED if self.moves else AUTO)
         for around, layers in self.by_hand.items():
@@ -187,9 +190,18 @@ class Walk:
     def _split_together(self, module: nn.Module, name: str, move: str) -> None:
         """Split layers that follow each other in the forward of a module of a class that nobody knows."""
         names = {id(one): path for path, one in module.named_modules(prefix=name)}
+        modules = {path: one for one in module.modules() if (path := names.get(id(one)))}
+
+        def is_called(path: str) -> bool:
+            """Whether other code calls what has a layer, or the layer."""
+            inner = path.removeprefix(name).strip(".").split(".")
+            around = (modules[_join(name, ".".join(inner[: count + 1]))] for count in range(len(inner)))
+            return any(self.callers.get(id(one), {id(module)}) - {id(module)} for one in around)
 
         def is_wanted(group: Group) -> bool:
             paths = [names.get(id(layer), "") for layer in group.layers]
+            if any(map(is_called, [*paths, *(names[id(one)] for one in group.between)])):
+                return False
             return all(self._move_within(path, name, move) == AUTO for path in paths) and is_worth(
                 group, 0 if self.moves else self.smallest_bytes, self.unknown, self.apart | self.seen
             )
@@ -347,33 +359,6 @@ def is_worth(group: Group, smallest_bytes: int, unknown: Collection[int], apart:
     parameters = [own for layer in group.layers for own in layer.parameters()]
     is_held = not group.keys.isdisjoint(apart) or any(id(own) in unknown for own in parameters)
     return not is_held and _TOGETHER * sum(own.nbytes for own in parameters) >= smallest_bytes
-
-
-def left_whole(
-    models: Sequence[nn.Module],
-    cuts: Mapping[int, tuple[Tensor, Placement]],
-    smallest_bytes: int,
-    leave: Collection[str],
-) -> dict[str, float]:
-    """The shares of all parameters that lie in whole ones of some size, by the class of the module that has them.
-
-    Args:
-        models: After a walk.
-        cuts: What was cut, by identity.
-        smallest_bytes: From which size on.
-        leave: Names of modules that are not to count, as they are to stay whole.
-    """
-    counts: Counter[str] = Counter()
-    total = sum(placement.shape.numel() for _, placement in cuts.values())
-    seen = {*cuts}
-    for path, module in (one for model in models for one in model.named_modules()):
-        for parameter in [one for one in module._parameters.values() if one is not None]:
-            if id(parameter) not in seen:
-                total += parameter.numel()
-                is_meant = parameter.nbytes >= smallest_bytes and path not in leave
-                counts[type(module).__name__] += parameter.numel() if is_meant else 0
-            seen.add(id(parameter))
-    return {kind: count / total for kind, count in counts.items() if count}
 
 
 def moves_of(select: Select | None) -> Mapping[str, str]:

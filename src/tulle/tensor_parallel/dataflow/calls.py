@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from types import FunctionType, MethodType, ModuleType
+from functools import cache
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules import activation, dropout
 
-from tulle.tensor_parallel.dataflow.flow import Attention, Frame
+from tulle.tensor_parallel.dataflow.flow import Attention, Flow, Frame
 from tulle.tensor_parallel.dataflow.methods import DRAWING, chunked, flat, multiplied
+from tulle.tensor_parallel.dataflow.sources import forward_of, is_called_plainly, looks_at_last, stored, written
 from tulle.tensor_parallel.dataflow.values import (
     Attend,
     Given,
@@ -64,7 +66,12 @@ _MODULES = frozenset([nn.Identity, *(getattr(activation, name) for name in _ACTI
 _FUNCTIONS = frozenset(
     [*(getattr(functional, name) for name in _ACTIVATIONS.values()), *(getattr(torch, name) for name in _ELEMENTWISE)]
 )
+_CALLABLE = FunctionType | MethodType | BuiltinFunctionType | type
 _HARMLESS = (isinstance, len, hasattr, type, callable, id, issubclass, repr, str)
+_OF_NUMBERS = frozenset(
+    [int, float, bool, min, max, round, abs, range, divmod, pow, torch.finfo, torch.iinfo, torch.Size]
+)
+"""Those that make no tensors of numbers."""
 _TURNS = ("apply_rotary", "apply_multimodal_rotary", "rotate_half", "rotate_every_two")
 """How the names of functions begin that turn queries and keys by their positions, each head by itself."""
 _DROPOUTS = (functional.dropout, torch.dropout)
@@ -79,9 +86,12 @@ def call(frame: Frame, function: Value, arguments: Sequence[Value], keywords: Ma
     if isinstance(function, Attend):
         return _attended(frame, function, flat(arguments), keywords)
     if not isinstance(function, Known):
-        flow.escape(function)
-        return flow.opaque(*everything)
+        flow.opaque(function, *everything)
+        return Own()
     called = function.value
+    if not isinstance(called, nn.Module | _CALLABLE) and not type(called).__module__.startswith("torch"):
+        flow.opaque(function, *everything)  # an object that may know what is trained
+        return Own()
     if isinstance(called, nn.Module):
         return _of_module(frame, called, flat(arguments), keywords)
     if isinstance(called, MethodType) and called.__self__ is frame.module and called.__func__ is not called:
@@ -96,12 +106,15 @@ def member(owner: Any, name: str) -> Value:
     if type(owner).__name__ == "AttentionInterface":  # of `transformers`: whatever it gives attends
         return Known(_interface)
     if not isinstance(owner, nn.Module):
-        return Plain()
+        return _of_object(getattr(owner, "__dict__", {}).get(name))
     for kept in (owner._modules, owner._parameters, owner._buffers):
         if name in kept:
             found = kept[name]
-            whole = Given(frozenset(), id(owner)) if kept is owner._buffers else Own()
-            return Known(found) if found is None or isinstance(found, nn.Module) else whole
+            if found is None or isinstance(found, nn.Module):
+                return Known(found, (id(owner), name) if found is None else None)
+            lengths = frozenset(found.shape)
+            is_buffer = kept is owner._buffers
+            return Given(frozenset(), id(owner), lengths=lengths) if is_buffer else Own(frozenset([id(owner)]))
     return _plain_member(owner, name)
 
 
@@ -121,20 +134,33 @@ def _plain_member(module: nn.Module, name: str) -> Value:
             return Plain() if name == "training" else Own()
         if isinstance(found, int) and not isinstance(found, bool):
             return Number(found, id(module), name)
-        return Known(found) if isinstance(found, float | bool | str | type(None) | FunctionType) else Plain()
+        if isinstance(found, nn.Module | FunctionType):
+            return Known(found)
+        is_fixed = isinstance(found, float | bool | str | type(None)) and name not in stored(type(module))
+        return Known(found, (id(module), name)) if is_fixed else _of_object(found)
     if isinstance(found, staticmethod):
         return Known(found.__func__)
     if isinstance(found, FunctionType):
         return Known(MethodType(found, module))
-    return Known(found) if isinstance(found, int | float | str) else Own()
+    return Known(found) if isinstance(found, int | float | str | property) else Own()
+
+
+def _of_object(value: Any) -> Value:
+    """What an attribute is whose values may change."""
+    if isinstance(value, torch.Tensor | list | dict | tuple | set):
+        return Own()
+    return Known(value) if hasattr(value, "__dict__") else Plain()
 
 
 def _of_module(frame: Frame, module: nn.Module, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value:
     flow, values = frame.flow, [*given, *keywords.values()]
-    if module._forward_hooks or module._forward_pre_hooks:  # which see what goes in, and what comes out
+    is_patched = "forward" in vars(module) or not is_called_plainly(type(module))
+    if is_patched or module._forward_hooks or module._forward_pre_hooks:  # which see what goes in, and what comes out
         return flow.opaque(Known(module), *values)
     if _is_linear(module) and len(values) == 1:
         return flow.called(module, values[0])
+    if getattr(module, "inplace", False):
+        _change(flow, values)
     if type(module) is dropout.Dropout and len(values) == 1:
         return flow.dropped(values[0], module, is_none=not module.p)
     if _is_elementwise(module) and len(values) == 1:
@@ -175,8 +201,14 @@ def _is_elementwise(module: nn.Module) -> bool:
 def _is_of_each_head(frame: Frame, module: nn.Module, heads: Heads) -> bool:
     """Whether a module is a norm of as many features as a head has."""
     widths = {frame.flow.columns[layer].width for layer in heads.layers}
+    widths_of = {(width,) for width in widths}
     shapes = {tuple(parameter.shape) for parameter in module.parameters()}
-    return "Norm" in type(module).__name__ and len(widths) == 1 and shapes <= {(width,) for width in widths}
+    is_torchs = type(module).__module__.startswith("torch.")
+    if is_torchs and not (isinstance(module, nn.LayerNorm | nn.RMSNorm) and {module.normalized_shape} == widths_of):
+        return False
+    forward = None if is_torchs else forward_of(module)
+    is_norm = is_torchs or (forward is not None and "Norm" in type(module).__name__ and looks_at_last(forward))
+    return is_norm and len(widths) == 1 and (shapes == widths_of or (is_torchs and not shapes))
 
 
 def _bound(module: nn.Module, given: Sequence[Value], keywords: Mapping[str, Value]) -> dict[str, Value] | None:
@@ -195,36 +227,62 @@ def _of_method(frame: Frame, function: FunctionType, given: Sequence[Value], key
     named = [one for one in parameters if one.kind.name.endswith("KEYWORD")]
     if any(isinstance(one, Spread) for one in given) or len(given) > len(named):
         return frame.flow.opaque(Known(frame.module), *given, *keywords.values())
-    values: dict[str, Value] = {one.name: Plain() for one in parameters}
-    values |= {one.name: Known(one.default) for one in named if isinstance(one.default, int | float | str | type(None))}
+    method = written(function)
+    if method is None:
+        return frame.flow.opaque(Known(frame.module), *given, *keywords.values())
+    values: dict[str, Value] = {one.name: Own() for one in parameters}
+    if "**" not in keywords:
+        simple = (one for one in named if isinstance(one.default, int | float | str | type(None)))
+        values |= {one.name: Known(one.default) for one in simple}
     values |= dict(zip([one.name for one in named], given, strict=False))
-    return frame.method(
-        inspect.unwrap(function), values | {name: one for name, one in keywords.items() if name in values}
-    )
+    return frame.method(method, values | {name: one for name, one in keywords.items() if name in values})
 
 
 def _of_function(frame: Frame, function: Any, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value:
     flow, values, name = frame.flow, [*given, *keywords.values()], getattr(function, "__name__", "")
-    if any(function is one for one in _HARMLESS):
-        return Plain()
-    if function is super:
-        return flow.opaque(Known(frame.module))
+    of_python = _of_python(frame, function, given, keywords)
+    if of_python is not None:
+        return of_python
+    if keywords.get("inplace", Known(False)) != Known(False) or (name.endswith("_") and not name.endswith("__")):
+        _change(flow, values)
     if function is _interface:
         return Plain() if any(_reads_trained(frame.module, one) for one in given) else Attend(takes_module=True)
     if function is functional.scaled_dot_product_attention:
         return _attended(frame, Attend(takes_module=False), given, keywords)
-    if function is getattr and len(given) > 1 and all(isinstance(one, Known) for one in given[:2]):
-        owner, named = (one.value for one in given[:2] if isinstance(one, Known))
-        return member(owner, named)
-    if function is enumerate and given and (items := iterated(given[0])) is not None:
-        return Several(tuple(Several((Known(number), item)) for number, item in enumerate(items)))
     if name == _IN_PIECES and len(given) > 3:
         return call(frame, given[0], given[3:], {})
+    if isinstance(function, MethodType):
+        return flow.opaque(Known(function), *values)
     may_draw = not (getattr(function, "__module__", None) or "torch").startswith("torch") or name.startswith(DRAWING)
     found = _of_tensors(frame, function, given, keywords)
     if found is None and getattr(function, "__closure__", None):  # over a parameter, perhaps
         return flow.opaque(*values)
     return found or flow.pure(*values, may_draw=may_draw)
+
+
+def _of_python(frame: Frame, function: Any, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value | None:
+    """What functions of Python give, which make no tensors."""
+    flow, values = frame.flow, [*given, *keywords.values()]
+    if any(function is one for one in _HARMLESS):
+        return Plain()
+    if all(map(is_bare, values)) and (getattr(function, "__module__", "") == "math" or function in _OF_NUMBERS):
+        return flow.plain(*values)
+    if function is super:
+        return flow.opaque(Known(frame.module))
+    if function is getattr and len(given) > 1 and all(isinstance(one, Known) for one in given[:2]):
+        owner, named = (one.value for one in given[:2] if isinstance(one, Known))
+        found = member(owner, named)
+        if isinstance(found, Number):
+            flow.reads[found.owner, found.name] += 1
+        return flow.opaque(given[0]) if isinstance(found, Known) and isinstance(found.value, property) else found
+    if function is enumerate and given and (items := iterated(given[0])) is not None:
+        return Several(tuple(Several((Known(number), item)) for number, item in enumerate(items)))
+    return None
+
+
+def _change(flow: Flow, values: Sequence[Value]) -> None:
+    """Values are written to: who gave them sees it."""
+    flow.escape(*(one for value in values for one in leaves(value) if isinstance(one, Given)))
 
 
 def _reads_trained(module: nn.Module, function: Value) -> bool:
@@ -243,6 +301,8 @@ def _of_tensors(frame: Frame, function: Any, given: Sequence[Value], keywords: M
     flow, name = frame.flow, getattr(function, "__name__", "")
     if any(function is one for one in _DROPOUTS) and given:
         share = keywords.get("p", given[1] if len(given) > 1 else Plain())
+        if is_split(given[0]):
+            flow.decide(share)
         return flow.dropped(given[0], None, is_none=isinstance(share, Known) and not share.value)
     if function in _FUNCTIONS and given:
         return flow.elementwise(*given, *keywords.values())
@@ -253,9 +313,13 @@ def _of_tensors(frame: Frame, function: Any, given: Sequence[Value], keywords: M
     heads = [one for value in given for one in leaves(value) if isinstance(one, Heads)]
     if not heads or len({one.dim for one in heads}) > 1:
         return None
-    if name.startswith(_TURNS):
+    if name.startswith(_TURNS) and isinstance(function, FunctionType) and looks_at_last(inspect.unwrap(function)):
         others = [*(one for one in given if not isinstance(one, Heads)), *keywords.values()]
-        return (Several(tuple(heads)) if len(heads) > 1 else heads[0]) if flow.meets(others, heads) else None
+        return (
+            (Several(tuple(heads)) if len(heads) > 1 else heads[0])
+            if flow.meets(others, heads, is_aligned=False)
+            else None
+        )
     return _of_heads(frame, function, given, keywords)
 
 
@@ -271,7 +335,20 @@ def _of_heads(frame: Frame, function: Any, given: Sequence[Value], keywords: Map
     if function is torch.chunk and isinstance(first, Heads):
         return chunked(frame, first, others, keywords)
     is_repeated = getattr(function, "__name__", "") == "repeat_kv" and isinstance(first, Heads) and first.dim == -3
-    return first if is_repeated and len(given) == 2 else None
+    if not is_repeated or len(given) != 2 or not isinstance(others[0], Number) or not _repeats_each(function):
+        return None
+    frame.flow.repeated.setdefault((others[0].owner, others[0].name), set()).add(others[0].read)
+    return first
+
+
+@cache
+def _repeats_each(function: Any) -> bool:
+    """Whether a function repeats each head of keys and values as often as it is told, one after the other."""
+    heads = torch.arange(2.0).view(1, 2, 1, 1)
+    try:
+        return torch.equal(function(heads, 2), heads.repeat_interleave(2, dim=1))
+    except Exception:  # it takes something else
+        return False
 
 
 def _attended(frame: Frame, attend: Attend, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value:
@@ -285,10 +362,11 @@ def _attended(frame: Frame, attend: Attend, given: Sequence[Value], keywords: Ma
         *(one for name, one in keywords.items() if name not in (*_MASKS, "**", "query", "key", "value")),
     ]
     heads = [one for one in three if isinstance(one, Heads) and one.dim == -3]
-    if len(heads) < 3 or not heads[0].layers or not flow.meets([*mask, *others], heads, is_mask=True):
+    if len(heads) < 3 or not heads[0].layers or not flow.meets([*mask, *others], heads):
         return flow.opaque(*values)
     layers = layers_of(heads)
     share = keywords.get("dropout", keywords.get("dropout_p", named[4] if len(named) > 4 else Known(0.0)))
+    flow.decide(share)
     if not (isinstance(share, Known) and not share.value):
         flow.drawing |= layers
     queries, keys, contents = (one.layers for one in heads)

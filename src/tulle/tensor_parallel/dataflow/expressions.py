@@ -9,18 +9,21 @@ from dataclasses import replace
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tulle.tensor_parallel.dataflow.calls import call, iterated, member
 from tulle.tensor_parallel.dataflow.flow import Frame
-from tulle.tensor_parallel.dataflow.methods import call_of, multiplied
+from tulle.tensor_parallel.dataflow.methods import call_of, multiplied, of_three
+from tulle.tensor_parallel.dataflow.sources import written
 from tulle.tensor_parallel.dataflow.values import (
     Attend,
     Given,
     Heads,
     Known,
+    Length,
     Number,
     Own,
+    Parts,
     Plain,
     Product,
     Several,
@@ -28,10 +31,14 @@ from tulle.tensor_parallel.dataflow.values import (
     Value,
     is_bare,
     is_split,
+    shape_of,
 )
 
 _ABOUT = frozenset({"shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "itemsize"})
 """Attributes of tensors that tell nothing of their values."""
+_OF_TENSORS = frozenset({"T", "mT", "data", "real", "grad"})
+"""Attributes that are tensors too."""
+_WITH_TENSORS = Tensor | list | dict | tuple | set
 _ALL = slice(None)
 _SOME = object()
 """A slice whose bounds are not known."""
@@ -75,8 +82,11 @@ class Expressions:
         self._flow.escape(*found)
         for one in names:
             is_changed = isinstance(self._variables.get(one.id), Several)  # as a list may be
-            if isinstance(one.ctx, ast.Store) or is_changed:
+            if not isinstance(one.ctx, ast.Load) or is_changed:
                 self._variables[one.id] = Own()
+        for one in ast.walk(node):
+            for name in _told_by(one):
+                self._variables[name] = Own()
 
     def bind(self, target: ast.expr, value: Value) -> None:
         """Have what is assigned to be a value."""
@@ -85,17 +95,35 @@ class Expressions:
         elif isinstance(target, ast.Tuple | ast.List) and not any(isinstance(one, ast.Starred) for one in target.elts):
             for one, item in zip(target.elts, self._unpacked(value, len(target.elts)), strict=True):
                 self.bind(one, item)
-        elif not is_bare(value):  # an attribute, an item
+        elif isinstance(target, ast.Attribute) and is_bare(value):
+            self._flow.escape(value)
+        elif isinstance(target, ast.Subscript):
+            base = self.value(target.value)
+            self._flow.escape(value, base, self.value(target.slice))  # who gave what has the item sees it changed
+            self._change(base)
+        else:
             self._flow.escape(value)
             self.give_up(target)
 
+    def _change(self, value: Value) -> None:
+        """A list may be another one from now on, by whatever name."""
+        if isinstance(value, Several):
+            self._variables |= {name: Own() for name, one in self._variables.items() if _has(one, value)}
+
     def _unpacked(self, value: Value, count: int) -> Sequence[Value]:
-        if isinstance(value, Several) and len(value.items) == count:
-            return value.items
+        if isinstance(value, Several) and value.items:
+            first, *others = value.items
+            if isinstance(first, Spread) and count >= len(others) and not is_split(first):
+                return [*[first.value] * (count - len(others)), *others]
+            if len(value.items) == count:
+                return value.items
         if is_split(value):
             self._flow.escape(value)
             return [Own()] * count
-        return [Plain() if isinstance(value, Known) else value] * count
+        items = iterated(value) if isinstance(value, Known) else None
+        if items is not None and len(items) == count:
+            return items
+        return [self._flow.plain(value) if isinstance(value, Known) else value] * count
 
     def _constant(self, node: ast.Constant) -> Value:
         return Known(node.value)
@@ -104,33 +132,46 @@ class Expressions:
         if node.id in self._variables:
             return self._variables[node.id]
         found = self._names.get(node.id, getattr(builtins, node.id, None))
-        return Plain() if found is None else Known(found)
+        return Own() if found is None or isinstance(found, _WITH_TENSORS) else Known(found)
 
     def _attribute(self, node: ast.Attribute) -> Value:
         return self._attribute_of(self.value(node.value), node.attr)
 
+    def truth(self, value: Value) -> bool | None:
+        """Whether a test holds, if the code and the module's attributes say so."""
+        self._flow.decide(value)
+        return truth(value)
+
     def _attribute_of(self, base: Value, name: str) -> Value:
         if isinstance(base, Known):
             found = member(base.value, name)
+            if isinstance(found, Known) and isinstance(found.value, property):
+                method = written(found.value.fget) if base.value is self._frame.module else None
+                return self._frame.method(method, {}) if method else self._flow.opaque(base)
             if isinstance(found, Number):
                 self._flow.reads[found.owner, found.name] += 1
                 return replace(found, read=self._flow.reads[found.owner, found.name])
             return found
+        if name == "shape" and isinstance(base, Parts | Heads):
+            return shape_of(base)
+        if name == "shape" and isinstance(base, Own):
+            self._flow.escape(base)
         if name in _ABOUT or isinstance(base, Plain):
             return Plain()
-        if isinstance(base, Given):
-            if base.of_layers and name in ("keys", "values"):
-                return Heads(frozenset(), -3)
-            return Given(base.names, base.frame, name == "layers")
-        return self._flow.opaque(base)
+        if not isinstance(base, Given):
+            return self._flow.opaque(base)
+        if base.of_layers and name in ("keys", "values"):
+            return Heads(frozenset(), -3)
+        is_within = base.is_within or name not in _OF_TENSORS
+        return Given(base.names, base.frame, name == "layers", is_within=is_within)
 
     def _call(self, node: ast.Call) -> Value:
         arguments = [self.value(one) for one in node.args]
         keywords = {one.arg or "**": self.value(one.value) for one in node.keywords}
         if isinstance(node.func, ast.Attribute):
             base = self.value(node.func.value)
-            if isinstance(base, Several) and isinstance(node.func.value, ast.Name):  # append, and the like
-                self._variables[node.func.value.id] = Own()
+            if isinstance(base, Several):  # append, and the like
+                self._change(base)
             if not isinstance(base, Known):
                 return call_of(self._frame, base, node.func.attr, arguments, keywords)
             return call(self._frame, self._attribute_of(base, node.func.attr), arguments, keywords)
@@ -161,17 +202,18 @@ class Expressions:
         if isinstance(value, Known) and isinstance(value.value, int | float):
             if isinstance(node.op, ast.USub):
                 return Known(-value.value)
+            self._flow.decide(value)
             return Known(not value.value) if isinstance(node.op, ast.Not) else Plain()
         return Plain() if isinstance(node.op, ast.Not) else self._flow.elementwise(value)
 
     def _boolean(self, node: ast.BoolOp) -> Value:
         values = [self.value(one) for one in node.values]
-        truths = [truth(value) for value in values]
+        truths = [self.truth(value) for value in values]
         decided = isinstance(node.op, ast.Or)
         if decided in truths:
-            return Known(decided)
+            return values[truths.index(decided)] if None not in truths[: truths.index(decided)] else Known(decided)
         if None not in truths:
-            return Known(not decided)
+            return values[-1]
         if not all(map(is_bare, values)) and decided:  # one of them
             result = values[0]
             for other in values[1:]:
@@ -182,32 +224,45 @@ class Expressions:
     def _compare(self, node: ast.Compare) -> Value:
         values = [self.value(one) for one in (node.left, *node.comparators)]
         if all(isinstance(one, ast.Is | ast.IsNot) for one in node.ops):
+            self._flow.decide(*values)
             return _compared(values, node.ops)
         if all(isinstance(one, Known) and isinstance(one.value, _SIMPLE) for one in values) and len(values) == 2:
+            self._flow.decide(*values)
             return _equal(values, node.ops[0])
-        return self._flow.pure(*values)
+        return self._flow.plain(*values) if all(map(is_bare, values)) else self._flow.pure(*values, may_draw=False)
 
     def _either(self, node: ast.IfExp) -> Value:
-        is_true = truth(self.value(node.test))
+        is_true = self.truth(self.value(node.test))
         if is_true is not None:
             return self.value(node.body if is_true else node.orelse)
         return self._flow.joined(self.value(node.body), self.value(node.orelse))
 
     def _item(self, node: ast.Subscript) -> Value:
         base, place = self.value(node.value), self.value(node.slice)
+        if isinstance(base, Known) and isinstance(base.value, nn.ModuleDict) and isinstance(place, Known):
+            return Known(base.value._modules.get(place.value))
         if isinstance(place, Known) and isinstance(place.value, int):
-            items = iterated(base)
+            items = self._items(base, place.value)
             if items is not None and -len(items) <= place.value < len(items):
                 return items[place.value]
         if isinstance(base, Several) and isinstance(place, Known) and isinstance(place.value, slice):
-            return Several(base.items[place.value])
+            items = base.items if _is_told(base, place.value) else self._items(base, place.value)
+            return self._flow.opaque(base) if items is None else Several(tuple(items[place.value]))
+        if isinstance(base, Given) and isinstance(place, Known) and isinstance(place.value, str):
+            return replace(base, is_within=True)
         if isinstance(base, Given) and is_bare(place):
-            return base
+            return base if base.is_aligned and _is_stretches(place) else replace(base, is_aligned=False)
         if isinstance(base, Known) and type(base.value).__name__ == "AttentionInterface":
             return Attend(takes_module=True)
         if isinstance(base, Heads) and _is_within_heads(place):
             return base
-        return Plain() if is_bare(base) and is_bare(place) else self._flow.opaque(base, place)
+        return self._flow.plain(base) if is_bare(base) and is_bare(place) else self._flow.opaque(base, place)
+
+    def _items(self, base: Value, place: int | slice) -> Sequence[Value] | None:
+        """What there is to take from."""
+        if isinstance(base, Several) and len(base.items) == 2 and isinstance(base.items[1], Length):
+            return of_three(self._flow, base, place)
+        return iterated(base)
 
     def _slice(self, node: ast.Slice) -> Value:
         bounds = [self.value(one) for one in (node.lower, node.upper, node.step)]
@@ -243,6 +298,37 @@ _EXPRESSIONS: dict[type[ast.expr], Callable[[Expressions, Any], Value]] = {
     ast.JoinedStr: Expressions._text,
     ast.NamedExpr: Expressions._named,
 }
+
+
+def _told_by(node: ast.AST) -> Sequence[str]:
+    """Names that a node of the code stores but by a name's own node: of functions, classes, what is caught."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [(one.asname or one.name).partition(".")[0] for one in node.names]
+    if isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+        return [node.name]
+    return [*node.names] if isinstance(node, ast.Global | ast.Nonlocal) else []
+
+
+def _has(value: Value, part: Value) -> bool:
+    """Whether a value is another, or has it somewhere in it."""
+    if isinstance(value, Spread):
+        return _has(value.value, part)
+    return value is part or (isinstance(value, Several) and any(_has(one, part) for one in value.items))
+
+
+def _is_told(base: Several, place: slice) -> bool:
+    """Whether some items are known of several; of those after what is unpacked only the last can be left out."""
+    spread = [number for number, one in enumerate(base.items) if isinstance(one, Spread)]
+    after = len(base.items) - 1 - spread[-1] if spread else 0
+    return not spread or (place.start is None and place.step is None and -after <= (place.stop or 0) < 0)
+
+
+def _is_stretches(place: Value) -> bool:
+    """Whether an index takes stretches of dimensions, and leaves all where they are."""
+    found = place.items if isinstance(place, Several) else [place]
+    return all(isinstance(one, Known) and (one.value is _SOME or isinstance(one.value, slice)) for one in found)
 
 
 def truth(value: Value) -> bool | None:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -119,11 +119,17 @@ class Flow:
     """Arguments that go into column layers, and into which."""
     met: dict[Argument, frozenset[int]] = field(default_factory=dict)
     """Arguments that meet heads, and those of which column layers."""
-    masks: set[Argument] = field(default_factory=set)
-    """Those of them that have a dimension of heads, perhaps."""
+    masks: dict[Argument, set[int]] = field(default_factory=dict)
+    """Those of them that have a dimension of heads, perhaps, and which that is, from the end."""
     otherwise: set[Argument] = field(default_factory=set)
     """Arguments that meet work that every rank does."""
+    lengths: list[tuple[frozenset[int], frozenset[int]]] = field(default_factory=list)
+    """Lengths of buffers that meet heads, and these heads' layers."""
+    of_three: set[int] = field(default_factory=set)
+    """Layers whose code is right only if they give three dimensions: samples, a sequence, features."""
     attentions: list[Attention] = field(default_factory=list)
+    given_out: dict[int | None, Heads] = field(default_factory=dict)
+    """What is attended to, where forward gives it: at which place of a tuple, or all of the result."""
     norms: dict[int, tuple[nn.Module, frozenset[int]]] = field(default_factory=dict)
     """Modules that are applied to each head, and the layers that these come from."""
     dropouts: dict[int, tuple[nn.Module, frozenset[int]]] = field(default_factory=dict)
@@ -134,8 +140,12 @@ class Flow:
     """Layers on whose values some kernel draws random numbers."""
     reads: Counter[Argument] = field(default_factory=Counter)
     """How often numbers that are attributes of modules are read."""
+    repeated: dict[Argument, set[int]] = field(default_factory=dict)
+    """Where they say how often heads of keys and values are repeated: the how manieth times they are read."""
     counts: dict[Argument, list[Count]] = field(default_factory=dict)
     """Where they say how many heads or features a rank has."""
+    decided: dict[Argument, Any] = field(default_factory=dict)
+    """Attributes of modules by which the code goes one way or another, and what they are."""
     calls: int = 0
     """How many there were so far that may draw random numbers which all ranks must draw alike."""
 
@@ -145,22 +155,32 @@ class Flow:
         for one in (leaf for value in values for leaf in leaves(value)):
             if isinstance(one, Given):
                 self.otherwise.update((one.frame, name) for name in one.names)
+            if isinstance(one, Own):
+                self.spoiled |= one.layers
             for layer in trained(one):
                 self.spoil(id(layer))
 
-    def opaque(self, *values: Value) -> Value:
+    def opaque(self, *values: Value, may_draw: bool = True) -> Value:
         """What a call gives of which nothing is known."""
         self.escape(*values)
-        if all(is_bare(value) and not trained(value) for value in values):
-            return Plain()
-        self.calls += 1
-        return Own()
+        is_made = all(is_bare(value) and not trained(value) for value in values)
+        self.calls += may_draw or not is_made
+        return Given(frozenset(), 0) if is_made else Own()
+
+    def plain(self, *values: Value) -> Value:
+        """What is no tensor, of values that are none; of modules among them, nobody knows what becomes."""
+        self.escape(*values)
+        return Plain()
+
+    def decide(self, *values: Value) -> None:
+        """What the code does depends on these, as they are now."""
+        self.decided |= {one.read: one.value for one in values if isinstance(one, Known) and one.read is not None}
 
     def pure(self, *values: Value, may_draw: bool = True) -> Value:
         """What a function without parameters gives."""
         given = given_by(values)
         if given is None or any(map(trained, values)):
-            return self.opaque(*values)
+            return self.opaque(*values, may_draw=may_draw)
         self.calls += may_draw
         return given
 
@@ -175,23 +195,27 @@ class Flow:
         split = [value for value in values if is_split(value)]
         others = [value for value in values if not is_split(value) and not is_bare(value)]
         if not split:
-            return given_by(values) or (self.opaque(*values) if others else Plain())
+            return _aligned(values) or given_by(values) or (self.opaque(*values) if others else self.plain(*values))
         if all(isinstance(value, Parts) for value in split) and not others:
             return Parts(layers_of(split))
         dims = {value.dim for value in split if isinstance(value, Heads)}
         if not all(isinstance(value, Heads) for value in split) or len(dims) > 1:
             return self.opaque(*values)
-        if not self.meets(others, split, is_mask=dims == {-3}):
+        if not self.meets(others, split):
             return self.opaque(*values)
         return Heads(layers_of(split), dims.pop(), all(isinstance(one, Heads) and one.is_weights for one in split))
 
-    def meets(self, others: Sequence[Value], split: Sequence[Value], *, is_mask: bool = False) -> bool:
+    def meets(self, others: Sequence[Value], split: Sequence[Value], *, is_aligned: bool = True) -> bool:
         """Have values that are the same for all heads meet these, if they are made of nothing but arguments."""
         found = [one for value in others for one in leaves(value) if not is_bare(one)]
+        dims = {value.dim for value in split if isinstance(value, Heads)}
         for one in found:
             if isinstance(one, Given):
+                self.lengths.append((one.lengths, layers_of(split)))
                 _note(self.met, one, layers_of(split))
-                self.masks |= {(one.frame, name) for name in one.names} if is_mask else set()
+                self.escape(*([one] if one.is_within else []))
+                for name in one.names if is_aligned and one.is_aligned else ():
+                    self.masks.setdefault((one.frame, name), set()).update(dims)
         return all(isinstance(one, Given) for one in found)
 
     def joined(self, one: Value, other: Value) -> Value:
@@ -206,7 +230,7 @@ class Flow:
             if isinstance(first, Known) and first.value is None and not isinstance(second, Known):
                 return second
         if is_bare(one) and is_bare(other):
-            return Plain()
+            return self.plain(one, other)
         return self._joined_split(one, other)
 
     def _joined_split(self, one: Value, other: Value) -> Value:
@@ -232,7 +256,7 @@ class Flow:
             return Own()
         if is_split(value) or isinstance(value, Several | Spread):
             return self.opaque(value)
-        given = value if isinstance(value, Given) else None
+        given = value if isinstance(value, Given) and not value.is_within else None
         self.columns[key] = Column(linear, given, self.calls)
         if given:
             _note(self.taken, given, [key])
@@ -255,13 +279,22 @@ class Flow:
         is_again = id(dropout) in self.dropouts or id(dropout) in self.whole_dropouts
         if isinstance(value, Parts) and dropout is not None and not is_again:
             self.dropouts[id(dropout)] = dropout, value.layers
-        elif not is_none:
+        elif is_none and is_split(value):
+            self.decided |= {} if dropout is None else {(id(dropout), "p"): dropout.p}
+        else:
             if id(dropout) in self.dropouts:  # it cannot draw the masks of wholes, then, where it is given parts
                 self.drawing |= self.dropouts.pop(id(dropout))[1]
             self.drawing |= layers_of([value])
-            self.calls += not is_split(value)
+            self.calls += not is_split(value)  # also if nothing is dropped: for now
             self.whole_dropouts.add(id(dropout))
         return self.elementwise(value)
+
+
+def _aligned(values: Sequence[Value]) -> Given | None:
+    """An argument, of which each number was treated by itself."""
+    found = [value for value in values if not is_bare(value)]
+    is_one = len(found) == 1 and not any(map(trained, values))
+    return found[0] if is_one and isinstance(found[0], Given) and found[0].is_aligned else None
 
 
 def _note(uses: dict[Argument, frozenset[int]], given: Given, layers: Iterable[int]) -> None:

@@ -7,6 +7,7 @@ attribute of the module does not decide, and what is not understood is taken to 
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -14,16 +15,16 @@ from typing import Any
 from torch import nn
 
 from tulle.tensor_parallel.dataflow.calls import call, iterated
-from tulle.tensor_parallel.dataflow.expressions import Expressions, truth
+from tulle.tensor_parallel.dataflow.expressions import Expressions
 from tulle.tensor_parallel.dataflow.flow import Flow
-from tulle.tensor_parallel.dataflow.sources import forward_of, loaded, names_of, source_of
+from tulle.tensor_parallel.dataflow.sources import forward_of, loaded, names_at, names_of, source_of
 from tulle.tensor_parallel.dataflow.values import (
     Given,
     Heads,
     Known,
     Own,
+    Several,
     Value,
-    leaves,
 )
 
 _DEPTH = 1
@@ -36,7 +37,12 @@ def follow(module: nn.Module) -> Flow:
     """Where the values of a module's forward flow, of those that come from its linear layers, or from others near."""
     flow = Flow()
     result = Frame(module, flow, 0).run({})
-    flow.escape(*(one for one in leaves(result) if not (isinstance(one, Heads) and one.is_weights)))
+    items = iterated(result) if isinstance(result, Several) else None
+    for place, one in enumerate([result] if items is None else items):
+        if isinstance(one, Heads) and one.is_weights:
+            flow.given_out[None if items is None else place] = one
+        else:
+            flow.escape(one)
     return flow
 
 
@@ -63,7 +69,7 @@ class Frame:
         """
         if isinstance(self.module, nn.Sequential) and type(self.module).forward is nn.Sequential.forward:
             self.flow.frames[id(self.module)] = self.module
-            value = arguments.get("input", Given(frozenset(["input"]), id(self.module)))
+            value = arguments.get("input", Given(frozenset(["input"]), id(self.module), is_aligned=True))
             for child in self.module:
                 value = call(self, Known(child), [value], {})
             return value
@@ -79,7 +85,9 @@ class Frame:
         if source is None or self._methods >= _METHODS:
             return self.flow.opaque(Known(self.module), *arguments.values())
         first, *names = names_of(source.args)
-        variables: dict[str, Value] = {name: Given(frozenset([name]), id(self.module)) for name in names}
+        variables: dict[str, Value] = {
+            name: Given(frozenset([name]), id(self.module), is_aligned=True) for name in names
+        }
         variables |= {first: Known(self.module)} | dict(arguments)
         self._methods += 1
         body = _Body(self, function, variables)
@@ -101,7 +109,7 @@ class _Body(Expressions):
     """The body of a function, and what it returns."""
 
     def __init__(self, frame: Frame, function: FunctionType, variables: dict[str, Value]) -> None:
-        super().__init__(frame, function.__globals__, variables)
+        super().__init__(frame, names_at(function), variables)
         self.returned: list[Value] = []
 
     def block(self, statements: Sequence[ast.stmt]) -> bool:
@@ -145,7 +153,7 @@ class _Body(Expressions):
         return False
 
     def _if(self, node: ast.If) -> bool:
-        is_true = truth(self.value(node.test))
+        is_true = self.truth(self.value(node.test))
         if is_true is not None:
             return self.block(node.body if is_true else node.orelse)
         before = dict(self._variables)
@@ -177,6 +185,21 @@ class _Body(Expressions):
                 return True
         return False
 
+    def _assert(self, node: ast.Assert) -> bool:
+        self.value(node.test)
+        return False
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> bool:
+        for one in node.names:
+            name = (one.asname or one.name).partition(".")[0]
+            path = one.name if one.asname else name
+            if isinstance(node, ast.ImportFrom):
+                found = getattr(sys.modules.get(node.module or ""), one.name, None) if not node.level else None
+            else:
+                found = sys.modules.get(path)
+            self._variables[name] = Own() if found is None else Known(found)
+        return False
+
     def _with(self, node: ast.With) -> bool:
         for item in node.items:
             self._flow.escape(self.value(item.context_expr))
@@ -192,10 +215,10 @@ _STATEMENTS: dict[type[ast.stmt], Callable[[_Body, Any], bool]] = {
     ast.Expr: _Body._expression,
     ast.Return: _Body._return,
     ast.Raise: _Body._raise,
-    ast.Assert: _Body._nothing,
+    ast.Assert: _Body._assert,
     ast.Pass: _Body._nothing,
-    ast.Import: _Body._nothing,
-    ast.ImportFrom: _Body._nothing,
+    ast.Import: _Body._import,
+    ast.ImportFrom: _Body._import,
     ast.If: _Body._if,
     ast.For: _Body._for,
     ast.With: _Body._with,

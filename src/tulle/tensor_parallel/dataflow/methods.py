@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tulle.tensor_parallel.dataflow.flow import Attention, Frame
+from tulle.tensor_parallel.dataflow.flow import Attention, Flow, Frame
 from tulle.tensor_parallel.dataflow.values import (
     Given,
     Heads,
     Known,
+    Length,
     Number,
     Parts,
     Plain,
@@ -20,6 +21,7 @@ from tulle.tensor_parallel.dataflow.values import (
     is_split,
     layers_of,
     leaves,
+    shape_of,
 )
 
 _METHODS = frozenset(
@@ -30,6 +32,7 @@ _METHODS = frozenset(
 )
 """Methods of tensors that treat each number by itself."""
 _SIZES = frozenset({"size", "dim", "numel", "stride", "is_floating_point", "is_contiguous", "get_device"})
+_OF_LISTS = ("append", "extend", "insert", "pop", "setdefault", "remove", "reverse", "clear", "sort")
 DRAWING = ("rand", "bernoulli", "normal", "uniform", "multinomial", "exponential", "poisson", "dropout")
 """How the names of torch's functions begin that draw random numbers."""
 
@@ -39,7 +42,7 @@ def call_of(frame: Frame, value: Value, name: str, arguments: Sequence[Value], k
     flow, given = frame.flow, flat(arguments)
     everything = [value, *given, *keywords.values()]
     if name in _SIZES:
-        return Plain()
+        return _size(flow, value, name, given)
     if isinstance(value, Plain) and not all(map(is_bare, everything)):  # an object that may know what is trained
         return flow.opaque(*everything)
     if isinstance(value, Given) and name == "update" and any(map(is_split, given)):  # of a cache
@@ -49,11 +52,32 @@ def call_of(frame: Frame, value: Value, name: str, arguments: Sequence[Value], k
         return found or (flow.elementwise(value) if name in _METHODS else flow.opaque(*everything))
     if isinstance(value, Parts | Heads) and name in ("to", "type_as"):
         return flow.elementwise(value)  # as another tensor is
-    if name.endswith("_") and isinstance(value, Given):
+    if (name.endswith("_") or name in _OF_LISTS) and isinstance(value, Given):
         flow.escape(value)  # who gave it sees it changed
+    if isinstance(value, Given) and name in _METHODS and all(is_bare(one) for one in everything[1:]):
+        return flow.elementwise(value)
     if isinstance(value, Heads) and name in ("masked_fill", "masked_fill_", "add", "where"):
         return flow.elementwise(*everything)
     return flow.pure(*everything, may_draw=name.startswith(DRAWING))
+
+
+def _size(flow: Flow, value: Value, name: str, given: Sequence[Value]) -> Value:
+    """What a method tells of lengths."""
+    if not isinstance(value, Parts | Heads) or name not in ("size", "numel", "stride"):
+        return Plain()
+    shape, place = shape_of(value), given[0].value if given and isinstance(given[0], Known) else None
+    if name == "size" and not given:
+        return shape
+    if name != "size" or not isinstance(place, int):
+        return Length(value.layers)
+    return shape.items[place] if isinstance(value, Heads) else of_three(flow, shape, place)[place]
+
+
+def of_three(flow: Flow, shape: Several, place: int | slice) -> Sequence[Value]:
+    """The lengths of three dimensions, which the features that a layer gives have if more than the first are told."""
+    if place not in (0, -1):
+        flow.of_three |= layers_of([shape])
+    return [Plain(), Plain(), shape.items[-1]]
 
 
 def multiplied(frame: Frame, left: Value, right: Value) -> Value:
@@ -78,6 +102,8 @@ def _viewed(frame: Frame, value: Parts | Heads, given: Sequence[Value], _: Mappi
     width = last.value if isinstance(last, Known | Number) else None
     if not isinstance(width, int) or width < 1 or not _is_outer(outer, is_counted=isinstance(count, Number)):
         return None
+    if len(outer) == 1:
+        frame.flow.of_three |= value.layers
     if isinstance(count, Number):
         frame.flow.count(count, value.layers, is_of_heads=True)
     elif count != Known(-1):
@@ -92,15 +118,14 @@ def _viewed(frame: Frame, value: Parts | Heads, given: Sequence[Value], _: Mappi
 
 def _merged(frame: Frame, value: Heads, shape: Sequence[Value]) -> Value | None:
     *outer, last = shape or [Plain()]
+    widths = {frame.flow.columns[layer].width for layer in value.layers}
+    is_of_heads = isinstance(last, Product)
     if isinstance(last, Product):
-        widths = {frame.flow.columns[layer].width for layer in value.layers}
         first, second = last.factors
         last = first if second.value in widths else second
-        is_of_heads = True
-    else:
-        is_of_heads = False
     is_counted = isinstance(last, Number)
-    if value.dim == -2 and len(outer) > 1 and outer[-1] == Known(-1):  # by heads, as before
+    is_as_before = len(outer) > 1 and outer[-1] == Known(-1) and _is_outer(outer[:-1], is_counted=False)
+    if value.dim == -2 and is_as_before and isinstance(last, Known | Number) and widths == {last.value}:
         return value
     if value.dim != -2 or not _is_outer(outer, is_counted=is_counted) or not (is_counted or last == Known(-1)):
         return None

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
 import textwrap
+from collections import ChainMap
+from collections.abc import Mapping
 from functools import cache
-from types import FunctionType
+from types import CellType, FunctionType
+from typing import Any
 
 from torch import nn
 
 from tulle.derived import is_derived
+
+_KNOWN = ("torch.", "transformers.", "contextlib")
+"""Whose decorators call what they are around and no more."""
 
 
 def forward_of(module: nn.Module) -> FunctionType | None:
@@ -22,9 +29,37 @@ def forward_of(module: nn.Module) -> FunctionType | None:
         return None
     kinds = (kind for kind in type(module).__mro__ if not is_derived(kind))
     kind = next(kind for kind in kinds if "forward" in vars(kind))
-    forward = inspect.unwrap(vars(kind)["forward"])
-    is_readable = isinstance(forward, FunctionType) and not kind.__module__.startswith(("torch.", "tulle."))
-    return forward if is_readable else None
+    forward = written(vars(kind)["forward"])
+    is_readable = forward is not None and not kind.__module__.startswith(("torch.", "tulle."))
+    return forward if is_readable and is_called_plainly(kind) else None
+
+
+def is_called_plainly(kind: type[nn.Module]) -> bool:
+    """Whether a call of a module is one of its forward, as of `transformers`' layers that may be recomputed."""
+    return kind.__call__ is nn.Module.__call__ or kind.__call__.__module__.startswith(_KNOWN)
+
+
+def written(function: object) -> FunctionType | None:
+    """A function as it was written, or None if a decorator, but for one that is known, may do more than call it."""
+    while (inner := getattr(function, "__wrapped__", None)) is not None:
+        home = getattr(function, "__globals__", {}).get("__name__", "")
+        if not home.startswith(_KNOWN):
+            return None
+        function = inner
+    return function if isinstance(function, FunctionType) else None
+
+
+def names_at(function: FunctionType) -> Mapping[str, Any]:
+    """What a function finds by name that is none of its variables: what is around it, and what its module has."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return ChainMap({name: _content(cell) for name, cell in cells}, function.__globals__)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 @cache
@@ -50,3 +85,31 @@ def names_of(arguments: ast.arguments) -> list[str]:
 def loaded(target: ast.expr) -> ast.expr:
     """What a target is before it is stored to."""
     return ast.parse(ast.unparse(target), mode="eval").body
+
+
+_OF_SEVERAL = frozenset(
+    {"mean", "var", "std", "sum", "norm", "amax", "amin", "max", "min", "softmax", "cumsum", "flip"}
+)
+"""Methods and functions of tensors that look at more than one number."""
+
+
+@cache
+def looks_at_last(function: FunctionType) -> bool:
+    """Whether a function, as it is written, looks at several numbers along the last dimension only."""
+    source = source_of(function)
+    calls = [] if source is None else [one for one in ast.walk(source) if isinstance(one, ast.Call)]
+    several = [one for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr in _OF_SEVERAL]
+    return source is not None and all(
+        any(
+            ast.unparse(value) in ("-1", "(-1,)", "[-1]") for value in (*one.args, *(own.value for own in one.keywords))
+        )
+        for one in several
+    )
+
+
+@cache
+def stored(kind: type[nn.Module]) -> frozenset[str]:
+    """Names of attributes that methods of a class store, but for the one that makes it."""
+    methods = [one for base in kind.__mro__ if not base.__module__.startswith("torch.") for one in vars(base).items()]
+    codes = [method.__code__ for name, method in methods if isinstance(method, FunctionType) and name != "__init__"]
+    return frozenset(one.argval for code in codes for one in dis.get_instructions(code) if one.opname == "STORE_ATTR")

@@ -10,7 +10,7 @@ down(Parts)                  Own, as anything else that is whole on every rank
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -18,9 +18,15 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A Python object as it is: a module, a function, a number."""
+    """A Python object as it is: a module, a function, a number.
+
+    Args:
+        value: The object.
+        read: The attribute of a module that it is, by identity and name, if it may be another one later.
+    """
 
     value: Any
+    read: tuple[int, str] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,27 +55,39 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A number, a shape, a dtype, an object without tensors that are trained: nothing that has a gradient."""
+    """A number, a shape, a dtype, an object without tensors that are trained: nothing that is a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Whole on every rank, and made of more than arguments."""
+    """Whole on every rank, and made of more than arguments.
+
+    Args:
+        layers: Those of which it is a parameter, by identity, and a part where the layer is split.
+    """
+
+    layers: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Made of arguments of a forward alone, and of buffers, which have no gradient.
+    """Made of arguments of a forward alone, and of buffers and what functions of numbers give: these have no gradient.
 
     Args:
-        names: Of the arguments; none where only buffers are in it.
+        names: Of the arguments; none where only others are in it.
         frame: Whose forward takes them, by identity.
         of_layers: Whether it is what a cache keeps of its layers.
+        is_aligned: Whether it is an argument whose dimensions are where they were.
+        lengths: Those of buffers in it.
+        is_within: Whether it is of an object or a mapping that is an argument, and so does not enter with it.
     """
 
     names: frozenset[str]
     frame: int
     of_layers: bool = False
+    is_aligned: bool = False
+    lengths: frozenset[int] = frozenset()
+    is_within: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +110,23 @@ class Heads:
     Args:
         layers: The column layers that it comes from, by identity; what a cache had has none.
         dim: That of the heads, from the end: -2 next to their features, -3 where attention wants it.
-        is_weights: Whether it is what they attend to, of which a program may be given this rank's.
+        is_weights: Whether it is what they attend to, which a program may be given.
     """
 
     layers: frozenset[int]
     dim: int
     is_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How many features, or heads, a rank has: another number than that of the whole.
+
+    Args:
+        layers: The column layers that they come from, by identity.
+    """
+
+    layers: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +150,8 @@ class Attend:
     takes_module: bool
 
 
-Value = Known | Number | Product | Plain | Own | Given | Parts | Heads | Several | Spread | Attend
-Split = Parts | Heads
+Value = Known | Number | Product | Plain | Own | Given | Parts | Heads | Length | Several | Spread | Attend
+Split = Parts | Heads | Length
 
 
 def leaves(value: Value) -> Iterator[Value]:
@@ -142,7 +171,7 @@ def layers_of(values: Sequence[Value]) -> frozenset[int]:
 
 
 def is_split(value: Value) -> bool:
-    """Whether a value has a tensor in it of which a rank has a part."""
+    """Whether a value has something in it of which a rank has a part."""
     return any(isinstance(one, Split) for one in leaves(value))
 
 
@@ -163,7 +192,18 @@ def given_by(values: Sequence[Value]) -> Given | None:
     """What is made of arguments, some at least, and of nothing that has a tensor else; None for other values."""
     found = [one for value in values for one in leaves(value) if not is_bare(one)]
     given = [one for one in found if isinstance(one, Given)]
-    frames = {one.frame for one in given if one.names} or {one.frame for one in given}
+    frames = {one.frame for one in given if one.names} or {one.frame for one in given[:1]}
     if len(given) < len(found) or len(frames) != 1:
         return None
-    return Given(frozenset().union(*(one.names for one in given)), frames.pop())
+    names, lengths = (
+        frozenset().union(*some) for some in zip(*((one.names, one.lengths) for one in given), strict=True)
+    )
+    return Given(names, frames.pop(), lengths=lengths, is_within=any(one.is_within for one in given))
+
+
+def shape_of(value: Parts | Heads) -> Several:
+    """The lengths of what a rank has a part of: of heads, four; of features, of as many dimensions as there are."""
+    length = Length(value.layers)
+    if isinstance(value, Parts):
+        return Several((Spread(Plain()), length))
+    return Several(tuple(length if dim == value.dim else Plain() for dim in range(-4, 0)))

@@ -1,0 +1,286 @@
+"""`callers`: which modules the code of a model may call otherwise than as the forward that has them does.
+
+    for layer in self.net: x = layer(x).softmax(-1)      # of a sequence whose own forward is never called
+    self.inner.up(x)                                     # past the module that has it
+    self.helper = partial(run, self.up)                  # by an object of which nobody knows what it does
+
+Layers that are split together give a rank's part to whoever calls them. The code is read, not run, and taken to come
+to more than it does: a variable may be all that it is somewhere, and an item any of all.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from tulle.derived import is_derived
+from tulle.tensor_parallel.dataflow.sources import names_at, names_of, source_of
+from tulle.tensor_parallel.readers import names_in_forward
+
+UNKNOWN = 0
+"""Who calls, where that is no module."""
+_BEFORE = ("init", "reset", "tie", "_init__")
+_ITEMS = frozenset({"children", "named_children", "values", "items", "pop", "__getitem__", "__iter__"})
+"""Methods of modules that give what is in them, next to all that is (`modules`)."""
+_ALL = frozenset({"modules", "named_modules", "get_submodule"})
+_CONTAINERS = nn.Sequential | nn.ModuleList | nn.ModuleDict
+_PAIRS = ("enumerate", "zip", "items", "named_children", "named_modules")
+"""What gives modules beside other things."""
+_CALLS = frozenset({"forward", "__call__"})
+_OWN = frozenset(vars(nn.Module()))
+"""Attributes that every module has."""
+_DEPTH = 3
+_MATTERS = ast.Call | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.For | ast.AsyncFor
+_MATTERS |= ast.comprehension | ast.Return | ast.Yield
+Modules = dict[int, nn.Module]
+
+
+def callers(model: nn.Module) -> dict[int, set[int]]:
+    """By identity of a module, that of the modules whose code calls it past the one that has it."""
+    found: dict[int, set[int]] = {}
+    modules = [*model.modules()]
+    slots = Counter(id(child) for module in modules for child in module._modules.values())
+    for module in modules:
+        if slots[id(module)] > 1:
+            found.setdefault(id(module), set()).add(UNKNOWN)
+        for name, value in vars(module).items():
+            for one in _held(value) if name not in _OWN else ():
+                found.setdefault(id(one), set()).add(UNKNOWN)
+        reached = names_in_forward(type(module))
+        for name, method in _methods(type(module)).items():
+            for caller, called in _Method(module, method, is_reached=name in reached).called():
+                found.setdefault(id(called), set()).add(caller)
+    return found
+
+
+def _methods(kind: type[nn.Module]) -> dict[str, FunctionType]:
+    """Those that count, by name, and what properties ask."""
+    found: dict[str, FunctionType] = {}
+    for one in kind.__mro__:
+        if is_derived(one) or not issubclass(one, nn.Module) or one.__module__.startswith("torch."):
+            continue
+        for name, value in vars(one).items():
+            value = value.fget if isinstance(value, property) else value
+            if isinstance(value, FunctionType) and not name.lstrip("_").startswith(_BEFORE):
+                found.setdefault(name, inspect.unwrap(value))
+    return found
+
+
+class _Method:
+    """What a method of a module comes to.
+
+    Args:
+        module: Whose method it is.
+        function: As it was written.
+        is_reached: Whether forward comes to it. Others set modules up, all of them perhaps.
+        depth: How many methods ask for what it returns.
+    """
+
+    def __init__(self, module: nn.Module, function: FunctionType, *, is_reached: bool, depth: int = 0) -> None:
+        self._module = module
+        self._is_reached = is_reached
+        self._names = names_at(function)
+        self._depth = depth
+        self._variables: dict[str, Modules] = {}
+        source = source_of(function)
+        self._nodes = () if source is None else _nodes_of(function)
+        if source is not None:
+            self._variables[names_of(source.args)[0]] = {id(module): module}
+        for _ in range(_DEPTH):  # what is a variable of variables
+            for node in self._nodes:
+                self._bind(node)
+
+    def returned(self) -> Modules:
+        """Modules that it may return."""
+        return self._all(one.value for one in self._nodes if isinstance(one, ast.Return | ast.Yield) and one.value)
+
+    def called(self) -> Iterator[tuple[int, nn.Module]]:
+        """Who calls, and what, but for children of the module."""
+        own = {id(child) for child in self._module._modules.values()}
+        for node in self._nodes:
+            if isinstance(node, ast.Assign) and any(isinstance(one, ast.Attribute) for one in node.targets):
+                yield from ((UNKNOWN, one) for key, one in self._of(node.value).items() if key not in own)
+            if not isinstance(node, ast.Call):
+                continue
+            target = node.func
+            if isinstance(target, ast.Attribute) and target.attr in _CALLS:
+                target = target.value
+            for key, one in self._of(target).items():
+                if key not in own and key != id(self._module):
+                    yield id(self._module), one
+            if self._is_reached and not self._is_harmless(node):
+                handed = self._all([*node.args, *(one.value for one in node.keywords)])
+                itself = handed.pop(id(self._module), None)  # whose forward tells of its own children
+                yield from ((UNKNOWN, one) for one in _within(handed.values()))
+                for child in () if itself is None else itself.children():
+                    yield from ((UNKNOWN, one) for one in child.modules() if one is not child)
+
+    def _is_harmless(self, node: ast.Call) -> bool:
+        """Whether a call only looks at modules that it is given, or calls them."""
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        return _is_of_python(node) or name == "checkpoint" or name.endswith("_checkpointing_func")
+
+    def _bind(self, node: ast.AST) -> None:
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                self._store(target, self._of(node.value))
+        elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+            is_pairs = isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func).endswith(_PAIRS)
+            self._store(node.target, _items(self._of(node.iter)), is_pairs=is_pairs)
+
+    def _store(self, target: ast.expr, found: Modules, *, is_pairs: bool = False) -> None:
+        if isinstance(target, ast.Name):
+            self._variables.setdefault(target.id, {}).update(found)
+        elif isinstance(target, ast.Tuple | ast.List):
+            for one in target.elts:
+                self._store(one, found if is_pairs else _items(found))
+        elif isinstance(target, ast.Starred | ast.Subscript):
+            self._store(target.value, found)
+
+    def _all(self, nodes: Iterable[ast.expr]) -> Modules:
+        found: Modules = {}
+        for node in nodes:
+            found |= self._of(node)
+        return found
+
+    def _of(self, node: ast.expr) -> Modules:
+        """Modules that an expression may be, or have in it."""
+        find = _EXPRESSIONS.get(type(node))
+        if find is not None:
+            return find(self, node)
+        if isinstance(node, ast.IfExp):
+            return self._all([node.body, node.orelse])
+        if isinstance(node, ast.BoolOp | ast.Tuple | ast.List | ast.Set | ast.Starred | ast.NamedExpr | ast.BinOp):
+            return self._all(one for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr))
+        if isinstance(node, ast.Dict):
+            return self._all(node.values)
+        if isinstance(node, ast.ListComp | ast.GeneratorExp | ast.SetComp):
+            return self._of(node.elt)
+        return {}
+
+    def _name(self, node: ast.Name) -> Modules:
+        found = self._variables.get(node.id)
+        value = self._names.get(node.id) if found is None else None
+        return {id(value): value} if isinstance(value, nn.Module) else found or {}
+
+    def _attribute(self, node: ast.Attribute) -> Modules:
+        found: Modules = {}
+        for module in self._of(node.value).values():
+            found |= self._member(module, node.attr)
+        return found
+
+    def _member(self, module: nn.Module, name: str) -> Modules:
+        child = module._modules.get(name)
+        if child is not None:
+            return {id(child): child}
+        if name == "_modules":
+            return _children(module)
+        if name in vars(module) and name not in _OWN:
+            return {id(one): one for one in _reached(vars(module)[name])}
+        kind = type(module)
+        if isinstance(getattr(kind, name, None), property) and name in _methods(kind):
+            return self._returned(module, name)
+        if kind.__getattr__ is not nn.Module.__getattr__ and not hasattr(kind, name):  # of one within, perhaps
+            return {id(one): one for inner in module.modules() if (one := inner._modules.get(name)) is not None}
+        return {}
+
+    def _returned(self, module: nn.Module, name: str) -> Modules:
+        method = _methods(type(module)).get(name)
+        if method is None or self._depth == _DEPTH:
+            return {}
+        return _Method(module, method, is_reached=self._is_reached, depth=self._depth + 1).returned()
+
+    def _item(self, node: ast.Subscript) -> Modules:
+        return _items(self._of(node.value))
+
+    def _call(self, node: ast.Call) -> Modules:
+        if not isinstance(node.func, ast.Attribute):
+            return _items(self._all(node.args)) if _is_of_python(node) else {}
+        bases, name = self._of(node.func.value), node.func.attr
+        found: Modules = {}
+        for base in bases.values():
+            if name in _ALL and self._is_reached:
+                found |= {id(one): one for one in base.modules()}
+            else:
+                found |= {id(base): base} | _children(base) if name in _ITEMS else self._returned(base, name)
+        return found
+
+
+_EXPRESSIONS: Mapping[type[ast.expr], Callable[[_Method, Any], Modules]] = {
+    ast.Name: _Method._name,
+    ast.Attribute: _Method._attribute,
+    ast.Subscript: _Method._item,
+    ast.Call: _Method._call,
+}
+
+
+@cache
+def _nodes_of(function: FunctionType) -> tuple[ast.AST, ...]:
+    """Those of a function's code that matter."""
+    source = source_of(function)
+    return () if source is None else tuple(one for one in ast.walk(source) if isinstance(one, _MATTERS))
+
+
+def _is_of_python(node: ast.Call) -> bool:
+    """Whether a function is called that looks at what it is given, or gives it one by one."""
+    return isinstance(node.func, ast.Name) and hasattr(builtins, node.func.id) and node.func.id != "map"
+
+
+def _children(module: nn.Module) -> Modules:
+    return {id(child): child for child in module._modules.values() if child is not None}
+
+
+def _items(modules: Modules) -> Modules:
+    """What some modules are one by one: they may be in a list, or be lists."""
+    found = {**modules}
+    for module in modules.values():
+        found |= _children(module) if isinstance(module, _CONTAINERS) or hasattr(type(module), "__getitem__") else {}
+    return found
+
+
+def _within(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """What a function may call that is given modules: what is in them, and in sequences and lists that are."""
+    for module in modules:
+        children = [child for child in module._modules.values() if child is not None]
+        yield from children or [module]
+        yield from _within(one for one in children if isinstance(one, _CONTAINERS))
+
+
+def _held(value: Any) -> Iterator[nn.Module]:
+    """Layers that an object calls, perhaps, that is no module: those that it has, and all of whose method it is."""
+    is_list = isinstance(value, nn.Module | list | tuple | set | dict)
+    for one in _reached(value):
+        if not one._modules or not is_list:
+            yield from _within([one])
+
+
+def _reached(value: Any, depth: int = _DEPTH) -> Iterator[nn.Module]:
+    """Modules that an object has somewhere in it."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif depth:
+        for one in _parts(value):
+            yield from _reached(one, depth - 1)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, MethodType):
+        return [value.__self__]
+    if isinstance(value, FunctionType):
+        return inspect.getclosurevars(value).nonlocals.values()
+    return [] if isinstance(value, type) else getattr(value, "__dict__", {}).values()
