@@ -56,10 +56,10 @@ class Fused(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.both, self.down = linear(outputs=2 * INNER), linear(INNER)
+        self.both, self.down, self.dim = linear(outputs=2 * INNER), linear(INNER), -1
 
     def forward(self, x):
-        gate, up = self.both(x).chunk(2, dim=-1)
+        gate, up = self.both(x).chunk(2, dim=self.dim)
         return self.down(torch.tanh(gate) * up)
 
 

@@ -113,6 +113,8 @@ class _Method:
             target = node.func
             if isinstance(target, ast.Attribute) and target.attr in _CALLS:
                 target = target.value
+            elif isinstance(target, ast.Attribute) and target.attr.startswith("register_"):  # a hook
+                yield from ((UNKNOWN, one) for one in self._of(target.value).values() if one is not self._module)
             for key, one in self._of(target).items():
                 if key not in own and key != id(self._module):
                     yield id(self._module), one

@@ -173,7 +173,7 @@ def _flattened(_: Frame, value: Parts | Heads, given: Sequence[Value], __: Mappi
 def chunked(frame: Frame, value: Parts | Heads, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value | None:
     """The sections of a layer in which several are fused, or of each head of it."""
     count, dim = given[0] if given else Plain(), keywords.get("dim", given[1] if len(given) > 1 else Plain())
-    if dim != Known(-1) or not isinstance(count, Known) or len(value.layers) != 1:
+    if not _is_last(frame, dim) or not isinstance(count, Known) or len(value.layers) != 1:
         return None
     (layer,) = value.layers
     column = frame.flow.columns[layer]
@@ -184,6 +184,13 @@ def chunked(frame: Frame, value: Parts | Heads, given: Sequence[Value], keywords
         return None
     column.sections = count.value
     return Several((Parts(value.layers),) * count.value)
+
+
+def _is_last(frame: Frame, dim: Value) -> bool:
+    """Whether a dimension is the last, as written or as an attribute says, which is watched then."""
+    if isinstance(dim, Number) and dim.value == -1:
+        frame.flow.decided[dim.owner, dim.name] = -1
+    return isinstance(dim, Known | Number) and dim.value == -1
 
 
 _RULES = {
