@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -14,13 +14,13 @@ from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.tensor_parallel.convert import SMALLEST_BYTES, known
 from tulle.tensor_parallel.embedding import VocabularyEmbedding
-from tulle.tensor_parallel.joined import Group, apart, joined
+from tulle.tensor_parallel.joined import joined
+from tulle.tensor_parallel.known import Known
 from tulle.tensor_parallel.linear import Column, RowLinear, RowTransposed
 from tulle.tensor_parallel.placement import placements_of
 from tulle.tensor_parallel.registry import factory_of, is_alone
 from tulle.tensor_parallel.splitter import Splitter
 from tulle.tensor_parallel.twin import misfit, without_memory
-from tulle.tensor_parallel.walk import held_by_unknown, is_worth
 from tulle.workload import Split
 
 _SUMMED = (RowLinear, RowTransposed, VocabularyEmbedding)
@@ -49,27 +49,24 @@ def splits(
     size = ranks if ranks > 1 else 2
     axis = Axis("model", 0, size, tuple(range(size)), nobody, torch.device("meta"), 0.0)
     smallest_bytes = 0 if ranks > 1 and not known(model, ranks=ranks) else SMALLEST_BYTES
-    held, bound = held_by_unknown(twin), apart(twin)
-    _visit(twin, Splitter(axis), smallest_bytes, lambda group: is_worth(group, smallest_bytes, held, bound), set())
+    _visit(twin, Splitter(axis), smallest_bytes, Known.of(twin), set())
     found = {name: _split(name, twin, made_bytes, taken_bytes) for name in names}
     return {name: split for name, split in found.items() if split is not None}
 
 
-def _visit(
-    module: nn.Module, to: Splitter, smallest_bytes: int, is_wanted: Callable[[Group], bool], seen: set[int]
-) -> None:
+def _visit(module: nn.Module, to: Splitter, smallest_bytes: int, code: Known, seen: set[int]) -> None:
     """Split what is registered, and layers that follow each other; what cannot be split stays whole."""
     factory = factory_of(module)
     if id(module) in seen:
         return
     is_one = factory is not None and (is_alone(module) or misfit(module, factory, to.axis, to.name) is None)
     if factory is None or not is_one:
-        near = joined(module, to.axis.size, is_wanted)
+        near = joined(module, to.axis.size, lambda group: code.allows(group, module, smallest_bytes))
         if near is not None:
             near.split(to, lambda _: to.name)
             seen |= near.keys
         for child in module.children():
-            _visit(child, to, smallest_bytes, is_wanted, seen)
+            _visit(child, to, smallest_bytes, code, seen)
     elif not is_alone(module) or max((one.nbytes for one in module.parameters()), default=0) >= smallest_bytes:
         with suppress(ModelError):
             factory(module, to)

@@ -13,10 +13,11 @@ from tulle.errors import ModelError
 from tulle.mesh import Axis, check_axis
 from tulle.names import as_names
 from tulle.tensor_parallel.check import check_equal
-from tulle.tensor_parallel.joined import apart, joined
+from tulle.tensor_parallel.joined import joined
+from tulle.tensor_parallel.known import Known
 from tulle.tensor_parallel.loss import CausalLoss
 from tulle.tensor_parallel.registry import factory_of
-from tulle.tensor_parallel.walk import Select, Walk, held_by_unknown, is_small, is_worth, moves_of
+from tulle.tensor_parallel.walk import Select, Walk, is_small, moves_of
 from tulle.traits import attribute_of
 
 SMALLEST_BYTES = 1024 * 1024
@@ -98,14 +99,14 @@ def known(model: nn.Module, *, smallest_bytes: int = SMALLEST_BYTES, ranks: int 
         >>> known(torch.nn.Sequential(torch.nn.TransformerEncoderLayer(8, 2, 16), torch.nn.ReLU()))
         ['0']
     """
-    found, unknown, bound, together = list[str](), held_by_unknown(model), apart(model), set[int]()
+    found, code, together = list[str](), Known.of(model), set[int]()
     for name, module in model.named_modules():
         if any(not other or name.startswith(f"{other}.") for other in found):
             continue
         if factory_of(module) is None:
-            near = joined(module, max(ranks, 2), lambda group: is_worth(group, smallest_bytes, unknown, bound))
+            near = joined(module, max(ranks, 2), lambda group, at=module: code.allows(group, at, smallest_bytes))
             together |= near.keys if near else set()
-        elif id(module) in together or not is_small(module, smallest_bytes, ranks, unknown):
+        elif id(module) in together or not is_small(module, smallest_bytes, ranks, code.held):
             found.append(name)
     return found
 

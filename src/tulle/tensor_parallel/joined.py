@@ -10,7 +10,6 @@ et al., *Megatron-LM* (2019), section 3; what a module computes is known by `for
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -20,7 +19,6 @@ from tulle.tensor_parallel.dataflow.flow import Argument, Attention, Column, Cou
 from tulle.tensor_parallel.dataflow.forward import follow, holds_linear
 from tulle.tensor_parallel.dropout import draw_apart
 from tulle.tensor_parallel.linear import is_transposed
-from tulle.tensor_parallel.readers import is_used_past_forward
 from tulle.tensor_parallel.region import Gathered, OfHeads, Region, enter_within
 from tulle.tensor_parallel.splitter import Splitter
 from tulle.tensor_parallel.told import OfThree, Told, Watch, tell_within
@@ -255,26 +253,6 @@ def joined(module: nn.Module, ranks: int, is_wanted: Callable[[Group], bool]) ->
     ]
     result = Joined(module, ranks, flow, found)
     return result if result.groups else None
-
-
-def apart(model: nn.Module) -> set[int]:
-    """Identities of layers that are not split together with others.
-
-    Code calls them past the forward of the module that has them, or they share a parameter with another layer,
-    which may be split another way.
-    """
-    layers = [module for module in model.modules() if not module._modules]
-    counts = Counter(id(parameter) for layer in layers for parameter in layer._parameters.values())
-    past = {
-        id(child)
-        for module in model.modules()
-        for name, child in module._modules.items()
-        if child is not None and is_used_past_forward(type(module), name)
-    }
-    tied = {
-        id(one) for one in layers if any(counts[id(own)] > 1 for own in one._parameters.values() if own is not None)
-    }
-    return tied | past
 
 
 def named_arguments(module: nn.Module) -> Collection[str]:

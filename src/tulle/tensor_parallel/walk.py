@@ -12,16 +12,15 @@ from torch import nn
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.names import as_names
-from tulle.tensor_parallel.dataflow.callers import callers
 from tulle.tensor_parallel.dropout import draw_apart
 from tulle.tensor_parallel.inside import inside
-from tulle.tensor_parallel.joined import Group, apart, joined
+from tulle.tensor_parallel.joined import Group, joined
+from tulle.tensor_parallel.known import Known, is_bound_to_stay, only_names
 from tulle.tensor_parallel.left import left_whole
 from tulle.tensor_parallel.placement import place, placements_of
-from tulle.tensor_parallel.readers import may_read, read_past
 from tulle.tensor_parallel.region import Sequences
 from tulle.tensor_parallel.registry import Factory, factory_of, is_alone, stack_of
-from tulle.tensor_parallel.splitter import MisfitError, Splitter, has_own_keys, has_plain_rows
+from tulle.tensor_parallel.splitter import MisfitError, Splitter
 from tulle.tensor_parallel.twin import misfit
 
 logger = logging.getLogger("tulle")
@@ -30,8 +29,6 @@ Select = Sequence[str] | Mapping[str, str]
 """Patterns of module names, with what to do with each."""
 AUTO, WHOLE, UNTOUCHED = "auto", "whole", ""
 MOVES = (AUTO, WHOLE, "column", "row", "vocabulary")
-_TOGETHER = 4
-"""Layers that are split together may be smaller by this, all of them, than one that is split by itself."""
 
 
 @dataclass(slots=True)
@@ -57,13 +54,9 @@ class Walk:
     split_scores: set[nn.Module] = field(default_factory=set)
     """Output layers that give split scores."""
     stacks: list[str] = field(default_factory=list)
-    unknown: set[int] = field(default_factory=set)
-    apart: set[int] = field(default_factory=set)
-    """Layers that are not split together with others."""
+    known: Known = field(default_factory=Known)
     misfits: list[MisfitError] = field(default_factory=list)
     """Why modules were left to the layers in them."""
-    callers: Mapping[int, set[int]] = field(default_factory=dict)
-    """By whose code modules are called past the one that has them."""
     by_hand: dict[str, dict[str, str]] = field(default_factory=dict)
     """By the name of the module around them, the layers that patterns say to be columns or rows."""
     to: Splitter = field(init=False)
@@ -106,8 +99,7 @@ class Walk:
                 f"{split[0] or type(model).__name__} was split before: call tensor_parallel.apply once, with all "
                 "that is to be split"
             )
-        self.unknown = held_by_unknown(model)
-        self.apart, self.callers = apart(model), callers(model)
+        self.known = Known.of(model)
         self.by_hand.clear()
         self.visit(model, "", UNTOUCHED if self.moves else AUTO)
         for around, layers in self.by_hand.items():
@@ -190,21 +182,12 @@ class Walk:
     def _split_together(self, module: nn.Module, name: str, move: str) -> None:
         """Split layers that follow each other in the forward of a module of a class that nobody knows."""
         names = {id(one): path for path, one in module.named_modules(prefix=name)}
-        modules = {path: one for one in module.modules() if (path := names.get(id(one)))}
-
-        def is_called(path: str) -> bool:
-            """Whether other code calls what has a layer, or the layer."""
-            inner = path.removeprefix(name).strip(".").split(".")
-            around = (modules[_join(name, ".".join(inner[: count + 1]))] for count in range(len(inner)))
-            return any(self.callers.get(id(one), {id(module)}) - {id(module)} for one in around)
+        smallest_bytes = 0 if self.moves else self.smallest_bytes
 
         def is_wanted(group: Group) -> bool:
             paths = [names.get(id(layer), "") for layer in group.layers]
-            if any(map(is_called, [*paths, *(names[id(one)] for one in group.between)])):
-                return False
-            return all(self._move_within(path, name, move) == AUTO for path in paths) and is_worth(
-                group, 0 if self.moves else self.smallest_bytes, self.unknown, self.apart | self.seen
-            )
+            is_said = all(self._move_within(path, name, move) == AUTO for path in paths)
+            return is_said and group.keys.isdisjoint(self.seen) and self.known.allows(group, module, smallest_bytes)
 
         found = joined(module, self.axis.size, is_wanted)
         if found is not None:
@@ -289,7 +272,7 @@ class Walk:
         """Whether a layer is left whole, unless a pattern says otherwise."""
         if self.moves or any(id(own) in self.to.cuts for own in module.parameters()):
             return False  # what is tied to a part has the part's size, and is cut too
-        return is_small(module, self.smallest_bytes, self.axis.size, self.unknown)
+        return is_small(module, self.smallest_bytes, self.axis.size, self.known.held)
 
     def _check_tied(self, model: nn.Module) -> None:
         """Look at parameters that were cut where they have another name: a module that reads one there is refused."""
@@ -307,58 +290,14 @@ class Walk:
                     )
 
 
-def held_by_unknown(model: nn.Module) -> set[int]:
-    """Identities of parameters that must stay whole, and of all that layers tied to them have.
-
-    They are those of modules that no factory can split, and what the model's code reads past its layer. Such a layer
-    can not be split unasked, nor can one that is tied to it. What a module only has a second name for is not held:
-    heads of BERT's kind give the bias of their output layer a name of their own, which forward does not read.
-    """
-    whole = (module for module in model.modules() if factory_of(module) is None or _is_bound_to_stay(module))
-    held = {
-        id(own)
-        for module in whole
-        for name, own in module.named_parameters(recurse=False)
-        if not only_names(module, name)
-    } | set(map(id, read_past(model)))
-    layers = [{id(own) for own in module.parameters()} for module in model.modules() if is_alone(module)]
-    while tied := [layer for layer in layers if layer & held and not layer <= held]:
-        held = held.union(*tied)
-    return held
-
-
-def only_names(module: nn.Module, name: str) -> bool:
-    """Whether a module of no known class has a parameter of that name, and its forward does not read it."""
-    return factory_of(module) is None and not may_read(type(module), name)
-
-
-def _is_bound_to_stay(module: nn.Module) -> bool:
-    return (
-        (isinstance(module, nn.Embedding) and not has_plain_rows(module))
-        or (isinstance(module, nn.MultiheadAttention) and has_own_keys(module))
-        or ("forward" in vars(module) and is_alone(module))
-    )
-
-
 def is_small(module: nn.Module, smallest_bytes: int, ranks: int, unknown: Collection[int]) -> bool:
     """Whether a module is a layer that is not to be split over so many ranks without being asked."""
     if not is_alone(module):
-        return _is_bound_to_stay(module)
+        return is_bound_to_stay(module)
     if any(id(parameter) in unknown for parameter in module.parameters()):
         return True
     largest = max(module.parameters(), key=lambda parameter: parameter.nbytes)
     return largest.nbytes < smallest_bytes or largest.shape[0] < ranks
-
-
-def is_worth(group: Group, smallest_bytes: int, unknown: Collection[int], apart: Collection[int]) -> bool:
-    """Whether layers that can be split together are to be.
-
-    A quarter of the size is enough at which a layer by itself is: of attention a third of the numbers travel for each
-    that is held, and of a feed-forward network a sixth, as between its layers none do.
-    """
-    parameters = [own for layer in group.layers for own in layer.parameters()]
-    is_held = not group.keys.isdisjoint(apart) or any(id(own) in unknown for own in parameters)
-    return not is_held and _TOGETHER * sum(own.nbytes for own in parameters) >= smallest_bytes
 
 
 def moves_of(select: Select | None) -> Mapping[str, str]:
