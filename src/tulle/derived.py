@@ -44,6 +44,12 @@ def is_derived(kind: type) -> bool:
     return _MADE in vars(kind)
 
 
+def kind_of_forward(module: nn.Module) -> type[nn.Module]:
+    """The class that has the forward of a module's own class, past what tulle has put before it."""
+    kinds = (kind for kind in type(module).__mro__ if not is_derived(kind) and not kind.__module__.startswith("tulle."))
+    return next(kind for kind in kinds if "forward" in vars(kind))
+
+
 class _Equal(ABCMeta):
     """The class of classes that `derived` makes: each equals the one it stands for, and other such ones of it.
 

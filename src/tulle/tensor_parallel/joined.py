@@ -10,7 +10,7 @@ et al., *Megatron-LM* (2019), section 3; what a module computes is known by `for
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -91,11 +91,12 @@ class Joined:
         """
         for key, frame in self.flow.frames.items():
             region = to.within(name_of(frame)).region
-            names = [name for name in named_arguments(frame) if self._is_entered((key, name))]  # alike on all ranks
+            names = [name for name in _named_arguments(frame) if self._is_entered((key, name))]  # alike on all ranks
             regions = {name: self._region((key, name), region) for name in names}
             if regions:
                 enter_within(frame, regions)
-        told = tuple(self._told())
+        owners = {id(one): one for one in self.module.modules()}
+        told = tuple(self._told(owners))
         for group in self.groups:
             self._split(group, to, name_of)
             for layer in (one.linear for one in group.columns if id(one.linear) in self.flow.of_three):
@@ -106,14 +107,12 @@ class Joined:
                 self.module.register_forward_hook(whole)
         if told:
             tell_within(self.module, told)
-        owners = {id(one): one for one in self.module.modules()}
         decided = tuple((owners[key], name, value) for (key, name), value in self.flow.decided.items() if key in owners)
         if decided:
             self.module.register_forward_pre_hook(Watch(name_of(self.module), decided))
 
-    def _told(self) -> Iterator[Told]:
+    def _told(self, owners: Mapping[int, nn.Module]) -> Iterator[Told]:
         """What attributes are to say within forward, of one rank's; those of layers do so from then on."""
-        owners = {id(one): one for one in self.module.modules()}
         for (owner, name), counts in self.flow.counts.items():
             if counts[0].layers & self.keys and owner not in self.keys:
                 yield owners[owner], name, self._own(counts[0])
@@ -123,16 +122,16 @@ class Joined:
 
     def _own(self, count: Count) -> int:
         """What an attribute is to say, of one rank's."""
-        shared = {layer for group in self.groups for one in group.attentions for layer in self._shared(one)}
+        shared = _union(self._shared(one) for group in self.groups for one in group.attentions)
         return 1 if count.layers <= shared else count.value // self.ranks
 
     def _split(self, group: Group, to: Splitter, name_of: Callable[[nn.Module], str]) -> None:
         inner = _inputs(group.rows[0].linear)
-        shared = [(one, self._shared(one)) for one in group.attentions]
-        for attention, layers in shared:
+        shared = [self._shared(one) for one in group.attentions]
+        for attention, layers in zip(group.attentions, shared, strict=True):
             self._split_shared(attention, layers, to, name_of)
         for column in group.columns:
-            if not any(id(column.linear) in layers for _, layers in shared):
+            if id(column.linear) not in _union(shared):
                 self._split_column(column, to.within(name_of(column.linear)))
         for row in group.rows:
             to.within(name_of(row.linear)).row(row.linear)
@@ -198,7 +197,7 @@ class Joined:
         """Whether the layer itself has its input enter, as the module around it cannot."""
         given = column.given
         return given is None or any(
-            (given.frame, name) in self._otherwise or name not in named_arguments(self.flow.frames[given.frame])
+            (given.frame, name) in self._otherwise or name not in _named_arguments(self.flow.frames[given.frame])
             for name in given.names
         )
 
@@ -213,7 +212,7 @@ class Joined:
             layers & keys and (argument in self._otherwise or len(self.flow.masks.get(argument, ())) > 1)
             for argument, layers in self.flow.met.items()
         )
-        shared = {layer for one in group.attentions for layer in self._shared(one)}
+        shared = _union(map(self._shared, group.attentions))
         alone = [one for one in group.columns if self._enters_alone(one)]
         return (
             self._is_told(keys)
@@ -255,7 +254,7 @@ def joined(module: nn.Module, ranks: int, is_wanted: Callable[[Group], bool]) ->
     return result if result.groups else None
 
 
-def named_arguments(module: nn.Module) -> Collection[str]:
+def _named_arguments(module: nn.Module) -> Collection[str]:
     """Names of the arguments of a module's forward, but for those that take what is left."""
     arguments = inspect.signature(module.forward).parameters
     return [name for name, one in arguments.items() if one.kind.name.endswith("KEYWORD") and "VAR" not in one.kind.name]

@@ -30,6 +30,8 @@ from types import CodeType, FunctionType
 
 from torch import nn
 
+from tulle.derived import is_derived
+
 Chain = tuple[str, ...]
 _ABOUT = frozenset({"data_ptr", "device", "dim", "dtype", "grad", "is_cuda", "is_meta", "numel", "requires_grad"})
 """What may be asked of a parameter without its values."""
@@ -86,7 +88,7 @@ def read_past(model: nn.Module) -> Iterator[nn.Parameter]:
 
 def _read_of_arguments(kinds: Iterable[type[nn.Module]], reached: set[str]) -> set[str]:
     """Names of attributes that methods and functions to which forward comes read of their arguments, or of items."""
-    methods = [method for kind in kinds for name, method in _methods(kind) if name in reached]
+    methods = [method for kind in kinds for name, method in methods_of(kind) if name in reached]
     begin = {id(method.__code__): 1 for method in methods}  # after self
     codes = {id(code): code for one in (*methods, *_functions_of(methods)) for code in _codes_in(one.__code__)}
     arguments = [(code, _arguments(code)[begin.get(key, 0) :]) for key, code in codes.items()]
@@ -143,7 +145,7 @@ def _reached(kinds: Iterable[type[nn.Module]]) -> set[str]:
     following = {"forward"}
     while following:
         names |= following
-        codes = [method.__code__ for kind in kinds for name, method in _methods(kind) if name in following]
+        codes = [method.__code__ for kind in kinds for name, method in methods_of(kind) if name in following]
         following = {name for code in codes for name in _names_in(code)} - names
     return names
 
@@ -159,7 +161,7 @@ def is_used_past_forward(kind: type[nn.Module], name: str) -> bool:
     """Whether methods of a class to which forward does not come have a name, but for those that set it up."""
     return any(
         name in _names_in(method.__code__)
-        for own, method in _methods(kind)
+        for own, method in methods_of(kind)
         if own not in names_in_forward(kind) and not own.lstrip("_").startswith(_BEFORE)
     )
 
@@ -168,7 +170,7 @@ def is_used_past_forward(kind: type[nn.Module], name: str) -> bool:
 def may_read(kind: type[nn.Module], name: str) -> bool:
     """Whether the forward of a class, or what it comes to in that class, may read an own parameter of a name."""
     names = names_in_forward(kind)
-    codes = [method.__code__ for own, method in _methods(kind) if own in names]
+    codes = [method.__code__ for own, method in methods_of(kind) if own in names]
     return not names.isdisjoint(_ALL | _BY_NAME | _OTHERWISE) or any(_takes(code, name) for code in codes)
 
 
@@ -188,10 +190,10 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _methods(kind: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
-    """The methods of a class, but for torch's own: those that are decorated and properties as they were written."""
+def methods_of(kind: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
+    """The methods of a class, but for torch's and tulle's: those that are decorated and properties as written."""
     for one in kind.__mro__:
-        if not issubclass(one, nn.Module) or one.__module__.startswith("torch."):
+        if is_derived(one) or not issubclass(one, nn.Module) or one.__module__.startswith("torch."):
             continue
         for name, value in vars(one).items():
             if isinstance(value, property | cached_property):
@@ -204,7 +206,7 @@ def _methods(kind: type[nn.Module]) -> Iterator[tuple[str, FunctionType]]:
 def _chains_of(kind: type[nn.Module]) -> dict[str, frozenset[Chain]]:
     """Chains of two and more attributes that the methods of a class follow from `self`, by the methods' names."""
     chains: dict[str, frozenset[Chain]] = {}
-    for name, method in _methods(kind):
+    for name, method in methods_of(kind):
         code = method.__code__
         if code.co_argcount:
             chains[name] = chains.get(name, frozenset()).union(_chains_in(code, {code.co_varnames[0]: {()}}))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from tulle.derived import is_derived
+from tulle.derived import kind_of_forward
 from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.names import as_names
@@ -350,14 +350,10 @@ class Splitter:
 
 def computes_linear(layer: nn.Module) -> bool:
     """Whether a layer has the forward of `nn.Linear`, or of a `Conv1D` of transformers, and nothing of its own."""
-    is_one = is_transposed(layer) or (isinstance(layer, nn.Linear) and _forward_of(layer) is nn.Linear.forward)
+    is_one = is_transposed(layer) or (
+        isinstance(layer, nn.Linear) and vars(kind_of_forward(layer))["forward"] is nn.Linear.forward
+    )
     return is_one and "forward" not in vars(layer)
-
-
-def _forward_of(module: nn.Module) -> object:
-    """The forward of a module's own class, past what tulle has put before it."""
-    kinds = (kind for kind in type(module).__mro__ if not is_derived(kind) and not kind.__module__.startswith("tulle."))
-    return next(vars(kind)["forward"] for kind in kinds if "forward" in vars(kind))
 
 
 def has_own_keys(attention: nn.MultiheadAttention) -> bool:

@@ -21,13 +21,13 @@ from typing import Any
 
 from torch import nn
 
-from tulle.derived import is_derived
 from tulle.tensor_parallel.dataflow.sources import names_at, names_of, source_of
-from tulle.tensor_parallel.readers import names_in_forward
+from tulle.tensor_parallel.readers import methods_of, names_in_forward
 
 UNKNOWN = 0
 """Who calls, where that is no module."""
-_BEFORE = ("init", "reset", "tie", "_init__")
+_BEFORE = ("init", "reset", "tie")
+"""How the names of methods begin that set a module up, underscores left out."""
 _ITEMS = frozenset({"children", "named_children", "values", "items", "pop", "__getitem__", "__iter__"})
 """Methods of modules that give what is in them, next to all that is (`modules`)."""
 _ALL = frozenset({"modules", "named_modules", "get_submodule"})
@@ -61,16 +61,13 @@ def callers(model: nn.Module) -> dict[int, set[int]]:
     return found
 
 
+@cache
 def _methods(kind: type[nn.Module]) -> dict[str, FunctionType]:
     """Those that count, by name, and what properties ask."""
     found: dict[str, FunctionType] = {}
-    for one in kind.__mro__:
-        if is_derived(one) or not issubclass(one, nn.Module) or one.__module__.startswith("torch."):
-            continue
-        for name, value in vars(one).items():
-            value = value.fget if isinstance(value, property) else value
-            if isinstance(value, FunctionType) and not name.lstrip("_").startswith(_BEFORE):
-                found.setdefault(name, inspect.unwrap(value))
+    for name, method in methods_of(kind):
+        if not name.lstrip("_").startswith(_BEFORE):
+            found.setdefault(name, method)
     return found
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tulle.tensor_parallel.dataflow.calls import call, iterated, member
 from tulle.tensor_parallel.dataflow.flow import Frame
 from tulle.tensor_parallel.dataflow.methods import call_of, multiplied, of_three
-from tulle.tensor_parallel.dataflow.sources import written
+from tulle.tensor_parallel.dataflow.sources import imported_names, written
 from tulle.tensor_parallel.dataflow.values import (
     Attend,
     Given,
@@ -305,7 +305,7 @@ def _told_by(node: ast.AST) -> Sequence[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         return [node.name]
     if isinstance(node, ast.Import | ast.ImportFrom):
-        return [(one.asname or one.name).partition(".")[0] for one in node.names]
+        return imported_names(node)
     if isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
         return [node.name]
     return [*node.names] if isinstance(node, ast.Global | ast.Nonlocal) else []

@@ -17,7 +17,7 @@ from torch import nn
 from tulle.tensor_parallel.dataflow.calls import call, iterated
 from tulle.tensor_parallel.dataflow.expressions import Expressions
 from tulle.tensor_parallel.dataflow.flow import Flow
-from tulle.tensor_parallel.dataflow.sources import forward_of, loaded, names_at, names_of, source_of
+from tulle.tensor_parallel.dataflow.sources import forward_of, imported_names, loaded, names_at, names_of, source_of
 from tulle.tensor_parallel.dataflow.values import (
     Given,
     Heads,
@@ -190,8 +190,7 @@ class _Body(Expressions):
         return False
 
     def _import(self, node: ast.Import | ast.ImportFrom) -> bool:
-        for one in node.names:
-            name = (one.asname or one.name).partition(".")[0]
+        for one, name in zip(node.names, imported_names(node), strict=True):
             path = one.name if one.asname else name
             if isinstance(node, ast.ImportFrom):
                 found = getattr(sys.modules.get(node.module or ""), one.name, None) if not node.level else None

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from tulle.derived import is_derived
+from tulle.derived import kind_of_forward
 
 _KNOWN = ("torch.", "transformers.", "contextlib")
 """Whose decorators call what they are around and no more."""
@@ -27,10 +27,9 @@ def forward_of(module: nn.Module) -> FunctionType | None:
     """
     if "forward" in vars(module):
         return None
-    kinds = (kind for kind in type(module).__mro__ if not is_derived(kind))
-    kind = next(kind for kind in kinds if "forward" in vars(kind))
+    kind = kind_of_forward(module)
     forward = written(vars(kind)["forward"])
-    is_readable = forward is not None and not kind.__module__.startswith(("torch.", "tulle."))
+    is_readable = forward is not None and not kind.__module__.startswith("torch.")
     return forward if is_readable and is_called_plainly(kind) else None
 
 
@@ -80,6 +79,11 @@ def names_of(arguments: ast.arguments) -> list[str]:
     """All names of arguments, in order."""
     others = [one for one in (arguments.vararg, arguments.kwarg) if one]
     return [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *others)]
+
+
+def imported_names(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """What an import stores, in order."""
+    return [(one.asname or one.name).partition(".")[0] for one in node.names]
 
 
 def loaded(target: ast.expr) -> ast.expr:
