@@ -10,15 +10,18 @@ et al., *Megatron-LM* (2019), section 3; what a module computes is known by `for
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from tulle.tensor_parallel.dataflow.flow import Argument, Attention, Column, Count, Flow, Row
+from tulle.tensor_parallel.dataflow.flow import Flow
 from tulle.tensor_parallel.dataflow.forward import follow, holds_linear
+from tulle.tensor_parallel.dataflow.notes import Argument, Attention, Column, Count, Row, Site
+from tulle.tensor_parallel.dataflow.rewriting import Counted, Rewriting
 from tulle.tensor_parallel.dropout import draw_apart
 from tulle.tensor_parallel.linear import is_transposed
+from tulle.tensor_parallel.placement import length_on
 from tulle.tensor_parallel.region import Gathered, OfHeads, Region, enter_within
 from tulle.tensor_parallel.splitter import Splitter
 from tulle.tensor_parallel.told import OfThree, Told, Watch, tell_within
@@ -48,12 +51,12 @@ class Group:
     @property
     def layers(self) -> list[nn.Module]:
         """All of them."""
-        return [one.linear for one in (*self.columns, *self.rows)]
+        return [*{id(one.linear): one.linear for one in (*self.columns, *self.rows)}.values()]
 
     @property
     def keys(self) -> set[int]:
-        """The layers by identity."""
-        return {id(layer) for layer in self.layers}
+        """The layers by identity, and their sections by their keys."""
+        return {*map(id, self.layers), *(one.key for one in self.columns)}
 
 
 @dataclass(slots=True)
@@ -89,6 +92,7 @@ class Joined:
             to: Of the module.
             name_of: The name of a module in it.
         """
+        self._rewrite(to.axis.rank, name_of)
         for key, frame in self.flow.frames.items():
             region = to.within(name_of(frame)).region
             names = [name for name in _named_arguments(frame) if self._is_entered((key, name))]  # alike on all ranks
@@ -96,11 +100,12 @@ class Joined:
             if regions:
                 enter_within(frame, regions)
         owners = {id(one): one for one in self.module.modules()}
-        told = tuple(self._told(owners))
+        told = tuple(self._told())
         for group in self.groups:
             self._split(group, to, name_of)
-            for layer in (one.linear for one in group.columns if id(one.linear) in self.flow.of_three):
-                layer.register_forward_hook(OfThree(name_of(layer)))
+            for layer in group.layers if group.keys & self.flow.of_three else ():
+                if id(layer) in self.flow.of_three:
+                    layer.register_forward_hook(OfThree(name_of(layer)))
         for place, weights in self.flow.given_out.items():
             if weights.layers & self.keys:
                 whole = Gathered(to.within(name_of(self.module)).region, place, weights.dim)
@@ -111,28 +116,61 @@ class Joined:
         if decided:
             self.module.register_forward_pre_hook(Watch(name_of(self.module), decided))
 
-    def _told(self, owners: Mapping[int, nn.Module]) -> Iterator[Told]:
-        """What attributes are to say within forward, of one rank's; those of layers do so from then on."""
-        for (owner, name), counts in self.flow.counts.items():
-            if counts[0].layers & self.keys and owner not in self.keys:
-                yield owners[owner], name, self._own(counts[0])
+    def _told(self) -> Iterator[Told]:
+        """What attributes are to say within forward, of one rank's."""
         for attention in (one for group in self.groups for one in group.attentions):
             if self._shared(attention):
                 yield attention.module, _GROUPS, _heads(attention.queries, self.flow) // self.ranks
 
-    def _own(self, count: Count) -> int:
-        """What an attribute is to say, of one rank's."""
+    def _rewritings(self, keys: set[int]) -> Iterator[tuple[nn.Module, Rewriting, list[Site]]]:
+        """Modules whose code says how much there is of some layers' work, and where."""
+        said = [site for site, counts in self.flow.counts.items() if any(one.layers & keys for one in counts)]
+        for key in dict.fromkeys(site.at.owner for site in said):
+            module = self.flow.frames[key]
+            sites = [site for site in said if site.at.owner == key]
+            yield module, Rewriting(module, self.flow, sites), sites
+
+    def _own(self, site: Site, rank: int) -> dict[int, set[int]]:
+        """What numbers that are said in a place become on a rank."""
         shared = _union(self._shared(one) for group in self.groups for one in group.attentions)
-        return 1 if count.layers <= shared else count.value // self.ranks
+        found: dict[int, set[int]] = {}
+        for count in self.flow.counts[site]:
+            column = self.flow.columns[next(iter(count.layers))]
+            whole, own = column.features, self._features(column, shared, rank)
+            if count.of == "heads":
+                whole, own = column.heads, 1 if count.layers <= shared else column.heads // self.ranks
+            elif count.of == "width":
+                whole = own = column.head_width
+            elif count.of == "end":
+                whole = count.number or 0
+                others = (one for one in self.flow.columns.values() if one.linear is column.linear and one.is_section)
+                own = sum(self._features(one, shared, rank) for one in others if one.start + one.length <= whole)
+            found.setdefault(whole, set()).add(own)
+        return found
+
+    def _features(self, column: Column, shared: Collection[int], rank: int) -> int:
+        """How many features a rank has of each that is fused in a layer, or in a section."""
+        if not column.width:
+            return length_on(rank, column.features, self.ranks)
+        return column.head_width * (1 if column.key in shared else column.heads // self.ranks)
+
+    def _rewrite(self, rank: int, name_of: Callable[[nn.Module], str]) -> None:
+        """Have the code say a rank's numbers."""
+        for module, rewriting, sites in self._rewritings(self.keys):
+            is_possible = rewriting.is_possible()
+            assert is_possible, "else its layers are left out"
+            own = [tuple((whole, min(of)) for whole, of in self._own(site, rank).items()) for site in sites]
+            counts = zip(own, sites, strict=True)
+            rewriting.apply([Counted(name_of(module), numbers, site.place) for numbers, site in counts])
 
     def _split(self, group: Group, to: Splitter, name_of: Callable[[nn.Module], str]) -> None:
         inner = _inputs(group.rows[0].linear)
         shared = [self._shared(one) for one in group.attentions]
         for attention, layers in zip(group.attentions, shared, strict=True):
             self._split_shared(attention, layers, to, name_of)
-        for column in group.columns:
-            if id(column.linear) not in _union(shared):
-                self._split_column(column, to.within(name_of(column.linear)))
+        for columns in _by_layers(group):
+            if columns[0].key not in _union(shared):
+                self._split_columns(columns, to.within(name_of(columns[0].linear)))
         for row in group.rows:
             to.within(name_of(row.linear)).row(row.linear)
         for norm, layers in self.flow.norms.values():
@@ -145,13 +183,13 @@ class Joined:
             columns, rows = ([one.linear for one in some] for some in (group.columns, group.rows))
             draw_apart(self.module, columns, rows, to.within(name_of(columns[0])).region, is_always=True)
 
-    def _split_column(self, column: Column, to: Splitter) -> None:
-        if not self._enters_alone(column):
-            sections = column.sections
-            whole = to.features(column.linear)
-            to.column(column.linear, sections=[whole // sections] * sections)
+    def _split_columns(self, columns: Sequence[Column], to: Splitter) -> None:
+        """Split a layer of which these are the sections, or which is one."""
+        linear, sections = columns[0].linear, [one.length for one in columns]
+        if self._enters_alone(columns[0]):
+            to.column_alone(linear, sections=sections, gather=False)
         else:
-            to.column_alone(column.linear, gather=False)
+            to.column(linear, sections=sections)
 
     def _split_shared(
         self, attention: Attention, shared: Collection[int], to: Splitter, name_of: Callable[[nn.Module], str]
@@ -214,20 +252,17 @@ class Joined:
         )
         shared = _union(map(self._shared, group.attentions))
         alone = [one for one in group.columns if self._enters_alone(one)]
-        return (
-            self._is_told(keys)
-            and not is_met
-            and not any(one.sections > 1 or id(one.linear) in shared for one in alone)
-        )
+        return self._is_said(keys) and not is_met and not any(one.key in shared for one in alone)
 
-    def _is_told(self, keys: set[int]) -> bool:
-        """Whether attributes that say how much there is of some layers' work are read for nothing else."""
+    def _is_said(self, keys: set[int]) -> bool:
+        """Whether the code says how much there is of some layers' work where a rank's number can be said instead."""
         kept, flow = self.keys, self.flow
-        of_these = {one: counts for one, counts in flow.counts.items() if any(count.layers & keys for count in counts)}
         return all(
-            flow.reads[argument] == len({count.read for count in counts})
-            and all(count.layers <= kept for count in counts)
-            for argument, counts in of_these.items()
+            rewriting.is_possible()
+            and flow.whole.isdisjoint(site.at for site in sites)
+            and all(count.layers <= kept for site in sites for count in flow.counts[site])
+            and all(len(own) == 1 for site in sites for own in self._own(site, 0).values())
+            for _, rewriting, sites in self._rewritings(keys)
         )
 
     @property
@@ -284,12 +319,12 @@ def _fits(group: Group, flow: Flow, ranks: int) -> bool:
     """Whether layers can be split together, but for what enters."""
     keys = group.keys
     told = {(id(layer), name) for layer in group.layers for name in _LENGTHS} & {*flow.reads}
-    if any(flow.reads[one] > len({count.read for count in flow.counts.get(one, ())}) for one in told):
+    if told:
         return False
     begun = {one.begun for one in (*group.columns, *group.rows)}
     if keys & flow.spoiled or (keys & flow.drawing and len(begun) > 1):
         return False
-    if len(group.rows) > len(group.columns):  # each row gives a sum: a layer before three projections, say
+    if len(group.rows) > len(_by_layers(group)):  # each row gives a sum: a layer before three projections, say
         return False
     if not all(_attends(one, flow, ranks) for one in group.attentions):
         return False
@@ -301,54 +336,64 @@ def _fits(group: Group, flow: Flow, ranks: int) -> bool:
         one.queries for one in group.attentions
     )
     inner = {_inputs(row.linear) for row in group.rows}
-    wide = [column for column in group.columns if id(column.linear) not in narrow]
-    is_even = {_outputs(column.linear) / (column.sections * column.fold) for column in wide}
+    is_even = {column.features for column in group.columns if column.key not in narrow}
     return (
-        attended == {id(column.linear) for column in group.columns if column.width}
+        attended == {column.key for column in group.columns if column.width}
+        and all(column.length % column.fold == 0 for column in group.columns)
+        and all(_is_whole(columns, flow) for columns in _by_layers(group))
         and is_even == inner
         and len(inner) == 1
         and min(inner) >= ranks
-        and all(
-            _says(count, flow, min(inner)) for counts in flow.counts.values() for count in counts if count.layers & keys
-        )
+        and all(_says(count, flow) for counts in flow.counts.values() for count in counts if count.layers & keys)
     )
 
 
-def _says(count: Count, flow: Flow, inner: int) -> bool:
-    """Whether an attribute says how many heads there are, or features in all."""
-    heads = {_heads([layer], flow) for layer in count.layers}
-    return {count.value} == (heads if count.is_of_heads else {inner})
+def _by_layers(group: Group) -> list[list[Column]]:
+    """The sections of each layer, in order."""
+    found: dict[int, list[Column]] = {}
+    for column in sorted(group.columns, key=lambda one: one.start):
+        found.setdefault(id(column.linear), []).append(column)
+    return [*found.values()]
+
+
+def _is_whole(columns: Sequence[Column], flow: Flow) -> bool:
+    """Whether these are all of a layer, which is used nowhere but by its sections, if it has any."""
+    key = id(columns[0].linear)
+    used = [one.layers for one in flow.rows.values()]
+    used += [layers for one in flow.attentions for layers in (one.queries, *one.others)]
+    ends = [0, *(one.start + one.length for one in columns)]
+    is_used = columns[0].is_section and any(key in layers for layers in used)
+    return not is_used and ends[:-1] == [one.start for one in columns] and ends[-1] == flow.columns[key].length
+
+
+def _says(count: Count, flow: Flow) -> bool:
+    """Whether code says how many heads there are, or features in all, as far as that is known."""
+    columns = [flow.columns[layer] for layer in count.layers]
+    found = {(one.heads, one.features, one.width, one.fold) for one in columns}
+    number = {"heads": columns[0].heads, "features": columns[0].features}.get(count.of)  # else it is as it was read
+    return len(found) == 1 and (number is None or count.number in (None, number))
 
 
 def _attends(attention: Attention, flow: Flow, ranks: int) -> bool:
     """Whether heads divide among ranks, and those of keys and values do, or the ranks among them."""
     columns = [[flow.columns[layer] for layer in layers] for layers in (attention.queries, *attention.others)]
-    if not all(len({(_outputs(one.linear), one.width) for one in some}) == 1 and some[0].width for some in columns):
+    if not all(len({(one.length, one.width) for one in some}) == 1 and some[0].width for some in columns):
         return False
     queries, keys, contents = (_heads(layers, flow) for layers in (attention.queries, *attention.others))
-    if (
-        keys != contents
-        or queries % ranks
-        or queries % keys
-        or any(one.sections > 1 for some in columns for one in some)
-    ):
+    if keys != contents or queries % ranks or queries % keys:
         return False
     told = id(attention.module), _GROUPS
     is_told = _GROUPS in vars(attention.module) and len(flow.repeated.get(told, ())) == flow.reads[told]
-    return keys % ranks == 0 or (ranks % keys == 0 and is_told)
+    is_shared = ranks % keys == 0 and is_told and not any(one.is_section for some in columns for one in some)
+    return keys % ranks == 0 or is_shared
 
 
 def _heads(layers: Collection[int], flow: Flow) -> int:
-    column = next(flow.columns[layer] for layer in layers)
-    return _outputs(column.linear) // (column.width or 1)
+    return next(flow.columns[layer] for layer in layers).heads
 
 
 def _union(layers: Iterable[frozenset[int]]) -> frozenset[int]:
     return frozenset().union(*layers)
-
-
-def _outputs(linear: nn.Module) -> int:
-    return linear.get_parameter("weight").shape[1 if is_transposed(linear) else 0]
 
 
 def _inputs(linear: nn.Module) -> int:

@@ -98,15 +98,16 @@ class Splitter:
         self._cut_columns(linear, sections)
         take_on(linear, Column, region=None, gathered=None)
 
-    def column_alone(self, linear: nn.Module, *, gather: bool = True) -> None:
+    def column_alone(self, linear: nn.Module, *, gather: bool = True, sections: Sequence[int] | None = None) -> None:
         """Split a linear layer by output features, between layers that know nothing of it.
 
         Args:
             linear: An `nn.Linear`, or a `Conv1D` of transformers.
             gather: Whether every rank gets all features; else its own part, for a row layer.
+            sections: Lengths of what is fused in it, each of which is split, if it is not gathered.
         """
         features = self.features(linear)
-        self._cut_columns(linear, None)
+        self._cut_columns(linear, sections)
         if gather and isinstance(linear, nn.Linear):
             linear.out_features = features  # that is what it gives
         take_on(linear, Column, region=self.region, gathered=features if gather else None)

@@ -13,11 +13,14 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules import activation, dropout
 
-from tulle.tensor_parallel.dataflow.flow import Attention, Flow, Frame
-from tulle.tensor_parallel.dataflow.methods import DRAWING, chunked, flat, multiplied
+from tulle.tensor_parallel.dataflow.flow import Flow, Frame
+from tulle.tensor_parallel.dataflow.methods import DRAWING, multiplied, said_in_call
+from tulle.tensor_parallel.dataflow.notes import Attention
+from tulle.tensor_parallel.dataflow.shapes import chunked, cut, flat, rearranged, unbound, viewed
 from tulle.tensor_parallel.dataflow.sources import forward_of, is_called_plainly, looks_at_last, stored, written
 from tulle.tensor_parallel.dataflow.values import (
     Attend,
+    Fused,
     Given,
     Heads,
     Known,
@@ -72,6 +75,8 @@ _OF_NUMBERS = frozenset(
     [int, float, bool, min, max, round, abs, range, divmod, pow, torch.finfo, torch.iinfo, torch.Size]
 )
 """Those that make no tensors of numbers."""
+_SHAPES = {torch.chunk: chunked, torch.split: cut, torch.reshape: viewed, torch.unbind: unbound}
+"""Functions of `torch` that do what methods of the same names do."""
 _TURNS = ("apply_rotary", "apply_multimodal_rotary", "rotate_half", "rotate_every_two")
 """How the names of functions begin that turn queries and keys by their positions, each head by itself."""
 _DROPOUTS = (functional.dropout, torch.dropout)
@@ -149,6 +154,8 @@ def _of_object(value: Any) -> Value:
     """What an attribute is whose values may change."""
     if isinstance(value, torch.Tensor | list | dict | tuple | set):
         return Own()
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Plain(value)
     return Known(value) if hasattr(value, "__dict__") else Plain()
 
 
@@ -165,6 +172,9 @@ def _of_module(frame: Frame, module: nn.Module, given: Sequence[Value], keywords
         return flow.dropped(values[0], module, is_none=not module.p)
     if _is_elementwise(module) and len(values) == 1:
         return flow.elementwise(values[0])
+    if type(module) is nn.Softmax and module.dim == -1 and len(values) == 1 and isinstance(values[0], Heads):
+        flow.decided[id(module), "dim"] = -1
+        return Heads(values[0].layers, values[0].dim, is_weights=True)
     if len(values) == 1 and isinstance(values[0], Heads) and _is_of_each_head(frame, module, values[0]):
         flow.norms[id(module)] = module, values[0].layers
         return values[0]
@@ -200,7 +210,7 @@ def _is_elementwise(module: nn.Module) -> bool:
 
 def _is_of_each_head(frame: Frame, module: nn.Module, heads: Heads) -> bool:
     """Whether a module is a norm of as many features as a head has."""
-    widths = {frame.flow.columns[layer].width for layer in heads.layers}
+    widths = {frame.flow.columns[layer].head_width for layer in heads.layers}
     widths_of = {(width,) for width in widths}
     shapes = {tuple(parameter.shape) for parameter in module.parameters()}
     is_torchs = type(module).__module__.startswith("torch.")
@@ -235,6 +245,7 @@ def _of_method(frame: Frame, function: FunctionType, given: Sequence[Value], key
         simple = (one for one in named if isinstance(one.default, int | float | str | type(None)))
         values |= {one.name: Known(one.default) for one in simple}
     values |= dict(zip([one.name for one in named], given, strict=False))
+    frame.flow.reach(frame.module, function, method)
     return frame.method(method, values | {name: one for name, one in keywords.items() if name in values})
 
 
@@ -263,6 +274,8 @@ def _of_function(frame: Frame, function: Any, given: Sequence[Value], keywords: 
 def _of_python(frame: Frame, function: Any, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value | None:
     """What functions of Python give, which make no tensors."""
     flow, values = frame.flow, [*given, *keywords.values()]
+    if function is len and len(given) == 1 and isinstance(given[0], Several):
+        return Known(len(given[0].items)) if iterated(given[0]) is not None else Plain()
     if any(function is one for one in _HARMLESS):
         return Plain()
     if all(map(is_bare, values)) and (getattr(function, "__module__", "") == "math" or function in _OF_NUMBERS):
@@ -274,7 +287,8 @@ def _of_python(frame: Frame, function: Any, given: Sequence[Value], keywords: Ma
         found = member(owner, named)
         if isinstance(found, Number):
             flow.reads[found.owner, found.name] += 1
-        return flow.opaque(given[0]) if isinstance(found, Known) and isinstance(found.value, property) else found
+        is_called = isinstance(found, Known) and isinstance(found.value, property | MethodType)
+        return flow.opaque(given[0]) if is_called else found
     if function is enumerate and given and (items := iterated(given[0])) is not None:
         return Several(tuple(Several((Known(number), item)) for number, item in enumerate(items)))
     return None
@@ -306,8 +320,13 @@ def _of_tensors(frame: Frame, function: Any, given: Sequence[Value], keywords: M
         return flow.dropped(given[0], None, is_none=isinstance(share, Known) and not share.value)
     if function in _FUNCTIONS and given:
         return flow.elementwise(*given, *keywords.values())
-    if function is torch.chunk and given and isinstance(given[0], Parts):
-        return chunked(frame, given[0], given[1:], keywords)
+    is_einops = name == "rearrange" and (getattr(function, "__module__", None) or "").startswith("einops")
+    if given and is_split(given[0]) and (function in _SHAPES or is_einops):
+        arguments, named = said_in_call(flow, given, keywords)
+        if is_einops:
+            return rearranged(frame, given[0], given[1] if len(given) == 2 else Plain(), named)
+        first = given[0] if isinstance(given[0], Parts | Heads | Fused) else None
+        return _SHAPES[function](frame, first, arguments[1:], named) if first else None
     if function is torch.matmul and len(given) == 2:
         return multiplied(frame, given[0], given[1])
     heads = [one for value in given for one in leaves(value) if isinstance(one, Heads)]
@@ -332,8 +351,6 @@ def _of_heads(frame: Frame, function: Any, given: Sequence[Value], keywords: Map
     if function is torch.cat and isinstance(first, Several) and dim == Known(-1):
         is_alike = all(isinstance(one, Heads) for one in first.items)
         return frame.flow.elementwise(*first.items) if is_alike else None
-    if function is torch.chunk and isinstance(first, Heads):
-        return chunked(frame, first, others, keywords)
     is_repeated = getattr(function, "__name__", "") == "repeat_kv" and isinstance(first, Heads) and first.dim == -3
     if not is_repeated or len(given) != 2 or not isinstance(others[0], Number) or not _repeats_each(function):
         return None

@@ -6,17 +6,32 @@ import ast
 import builtins
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 
 from tulle.tensor_parallel.dataflow.calls import call, iterated, member
 from tulle.tensor_parallel.dataflow.flow import Frame
-from tulle.tensor_parallel.dataflow.methods import call_of, multiplied, of_three
-from tulle.tensor_parallel.dataflow.sources import imported_names, written
+from tulle.tensor_parallel.dataflow.methods import call_of, multiplied
+from tulle.tensor_parallel.dataflow.notes import At, Said, Site
+from tulle.tensor_parallel.dataflow.operators import (
+    SIMPLE,
+    SOME,
+    calculated,
+    compared,
+    equal,
+    is_stretches,
+    is_told,
+    is_within_heads,
+    pieces,
+    truth,
+)
+from tulle.tensor_parallel.dataflow.shapes import of_three, stretch, taken, unpacked
+from tulle.tensor_parallel.dataflow.sources import names_of, told_by, written
 from tulle.tensor_parallel.dataflow.values import (
     Attend,
+    Fused,
     Given,
     Heads,
     Known,
@@ -25,7 +40,6 @@ from tulle.tensor_parallel.dataflow.values import (
     Own,
     Parts,
     Plain,
-    Product,
     Several,
     Spread,
     Value,
@@ -39,10 +53,6 @@ _ABOUT = frozenset({"shape", "dtype", "device", "ndim", "requires_grad", "is_cud
 _OF_TENSORS = frozenset({"T", "mT", "data", "real", "grad"})
 """Attributes that are tensors too."""
 _WITH_TENSORS = Tensor | list | dict | tuple | set
-_ALL = slice(None)
-_SOME = object()
-"""A slice whose bounds are not known."""
-_SIMPLE = int | float | str | type(None)
 
 
 class Expressions:
@@ -50,12 +60,16 @@ class Expressions:
 
     Args:
         frame: In which it is called.
+        function: The function.
         names: Of what it finds in its module.
         variables: Its arguments.
     """
 
-    def __init__(self, frame: Frame, names: Mapping[str, Any], variables: dict[str, Value]) -> None:
+    def __init__(
+        self, frame: Frame, function: FunctionType, names: Mapping[str, Any], variables: dict[str, Value]
+    ) -> None:
         self._frame = frame
+        self._function = function
         self._flow = frame.flow
         self._names = names
         self._variables = variables
@@ -85,7 +99,7 @@ class Expressions:
             if not isinstance(one.ctx, ast.Load) or is_changed:
                 self._variables[one.id] = Own()
         for one in ast.walk(node):
-            for name in _told_by(one):
+            for name in told_by(one):
                 self._variables[name] = Own()
 
     def bind(self, target: ast.expr, value: Value) -> None:
@@ -117,6 +131,8 @@ class Expressions:
                 return [*[first.value] * (count - len(others)), *others]
             if len(value.items) == count:
                 return value.items
+        if isinstance(value, Fused) and (several := unpacked(value)) and len(several.items) == count:
+            return several.items
         if is_split(value):
             self._flow.escape(value)
             return [Own()] * count
@@ -147,14 +163,17 @@ class Expressions:
             found = member(base.value, name)
             if isinstance(found, Known) and isinstance(found.value, property):
                 method = written(found.value.fget) if base.value is self._frame.module else None
-                return self._frame.method(method, {}) if method else self._flow.opaque(base)
+                if method is None:
+                    return self._flow.opaque(base)
+                self._flow.reached.setdefault((id(base.value), method), set()).add(None)
+                return self._frame.method(method, {})
             if isinstance(found, Number):
                 self._flow.reads[found.owner, found.name] += 1
                 return replace(found, read=self._flow.reads[found.owner, found.name])
             return found
         if name == "shape" and isinstance(base, Parts | Heads):
             return shape_of(base)
-        if name == "shape" and isinstance(base, Own):
+        if name == "shape" and isinstance(base, Own | Fused):
             self._flow.escape(base)
         if name in _ABOUT or isinstance(base, Plain):
             return Plain()
@@ -165,7 +184,12 @@ class Expressions:
         is_within = base.is_within or name not in _OF_TENSORS
         return Given(base.names, base.frame, name == "layers", is_within=is_within)
 
+    def _be_at(self, node: ast.Call | ast.Subscript) -> None:
+        self._flow.at = At(id(self._frame.module), self._function, node)
+
     def _call(self, node: ast.Call) -> Value:
+        if (several := self._mapped(node)) is not None:
+            return several
         arguments = [self.value(one) for one in node.args]
         keywords = {one.arg or "**": self.value(one.value) for one in node.keywords}
         if isinstance(node.func, ast.Attribute):
@@ -173,9 +197,44 @@ class Expressions:
             if isinstance(base, Several):  # append, and the like
                 self._change(base)
             if not isinstance(base, Known):
+                self._be_at(node)
                 return call_of(self._frame, base, node.func.attr, arguments, keywords)
-            return call(self._frame, self._attribute_of(base, node.func.attr), arguments, keywords)
-        return call(self._frame, self.value(node.func), arguments, keywords)
+            function = self._attribute_of(base, node.func.attr)
+        else:
+            function = self.value(node.func)
+        self._be_at(node)
+        return call(self._frame, function, arguments, keywords)
+
+    def _mapped(self, node: ast.Call) -> Value | None:
+        """What `map` gives of a lambda and some things that are known one by one; None for other calls."""
+        is_map = isinstance(node.func, ast.Name) and self._name(node.func) == Known(map)
+        if not is_map or len(node.args) != 2 or not isinstance(node.args[0], ast.Lambda):
+            return None
+        names = node.args[0].args
+        items = iterated(self.value(node.args[1]))
+        if items is None or [one.arg for one in names.args] != names_of(names) or len(names.args) != 1:
+            self.give_up(node)
+            return Own()
+        return self._each(ast.Name(names.args[0].arg, ast.Store()), items, node.args[0].body)
+
+    def _comprehension(self, node: ast.ListComp | ast.GeneratorExp) -> Value:
+        over = node.generators[0]
+        items = iterated(self.value(over.iter))
+        if len(node.generators) > 1 or over.ifs or over.is_async or items is None:
+            self.give_up(node)
+            return Own()
+        return self._each(over.target, items, node.elt)
+
+    def _each(self, target: ast.expr, items: Sequence[Value], node: ast.expr) -> Value:
+        """What an expression is for each of some things, by a name that is its own."""
+        before, found = dict(self._variables), []
+        for item in items:
+            self.bind(target, item)
+            found.append(self.value(node))
+        stored = {one.id for one in ast.walk(target) if isinstance(one, ast.Name)}
+        self._variables = {name: one for name, one in self._variables.items() if name not in stored}
+        self._variables |= {name: one for name, one in before.items() if name in stored}
+        return Several(tuple(found))
 
     def _several(self, node: ast.Tuple | ast.List) -> Value:
         return Several(tuple(self.value(one) for one in node.elts))
@@ -190,11 +249,11 @@ class Expressions:
         both = left, right
         is_of_tuples = any(isinstance(one, Several) for one in both)
         if isinstance(operator, ast.Add) and is_of_tuples and all(isinstance(one, Several | Plain) for one in both):
-            return Several(tuple(item for one in both for item in _items(one)))
+            return Several(tuple(item for one in both for item in pieces(one)))
         if isinstance(operator, ast.MatMult):
             return multiplied(self._frame, left, right)
-        if isinstance(operator, ast.Mult) and all(isinstance(one, Known | Number) for one in both):
-            return _product(left, right)
+        if all(isinstance(one, Known | Number | Plain) for one in both):
+            return calculated(operator, left, right)
         return self._flow.elementwise(left, right)
 
     def _unary(self, node: ast.UnaryOp) -> Value:
@@ -225,10 +284,10 @@ class Expressions:
         values = [self.value(one) for one in (node.left, *node.comparators)]
         if all(isinstance(one, ast.Is | ast.IsNot) for one in node.ops):
             self._flow.decide(*values)
-            return _compared(values, node.ops)
-        if all(isinstance(one, Known) and isinstance(one.value, _SIMPLE) for one in values) and len(values) == 2:
+            return compared(values, node.ops)
+        if all(isinstance(one, Known) and isinstance(one.value, SIMPLE) for one in values) and len(values) == 2:
             self._flow.decide(*values)
-            return _equal(values, node.ops[0])
+            return equal(values, node.ops[0])
         return self._flow.plain(*values) if all(map(is_bare, values)) else self._flow.pure(*values, may_draw=False)
 
     def _either(self, node: ast.IfExp) -> Value:
@@ -239,24 +298,44 @@ class Expressions:
 
     def _item(self, node: ast.Subscript) -> Value:
         base, place = self.value(node.value), self.value(node.slice)
-        if isinstance(base, Known) and isinstance(base.value, nn.ModuleDict) and isinstance(place, Known):
-            return Known(base.value._modules.get(place.value))
+        if isinstance(base, Known) and (found := _of_object(base, place)) is not None:
+            return found
         if isinstance(place, Known) and isinstance(place.value, int):
             items = self._items(base, place.value)
             if items is not None and -len(items) <= place.value < len(items):
                 return items[place.value]
         if isinstance(base, Several) and isinstance(place, Known) and isinstance(place.value, slice):
-            items = base.items if _is_told(base, place.value) else self._items(base, place.value)
+            items = base.items if is_told(base, place.value) else self._items(base, place.value)
             return self._flow.opaque(base) if items is None else Several(tuple(items[place.value]))
         if isinstance(base, Given) and isinstance(place, Known) and isinstance(place.value, str):
             return replace(base, is_within=True)
         if isinstance(base, Given) and is_bare(place):
-            return base if base.is_aligned and _is_stretches(place) else replace(base, is_aligned=False)
-        if isinstance(base, Known) and type(base.value).__name__ == "AttentionInterface":
-            return Attend(takes_module=True)
-        if isinstance(base, Heads) and _is_within_heads(place):
-            return base
+            return base if base.is_aligned and is_stretches(place) else replace(base, is_aligned=False)
+        if (found := self._of_parts(node, base, place)) is not None:
+            return found
         return self._flow.plain(base) if is_bare(base) and is_bare(place) else self._flow.opaque(base, place)
+
+    def _of_parts(self, node: ast.Subscript, base: Value, place: Value) -> Value | None:
+        """What is taken of split work, if it is known."""
+        if isinstance(base, Heads):
+            return base if is_within_heads(place) else None
+        if isinstance(base, Fused):
+            return taken(base, place)
+        return self._stretch(node, base) if isinstance(base, Parts) else None
+
+    def _stretch(self, node: ast.Subscript, base: Parts) -> Value | None:
+        """Some of the features that a layer gives: `[..., first:last]`."""
+        if not isinstance(node.slice, ast.Tuple) or len(node.slice.elts) != 2:
+            return None
+        outer, inner = node.slice.elts
+        if self.value(outer) != Known(...) or not isinstance(inner, ast.Slice) or inner.step is not None:
+            return None
+        self._be_at(node)
+        assert self._flow.at is not None, "it was told"
+        bounds = [
+            Said(self.value(one), Site(self._flow.at, one) if one else None) for one in (inner.lower, inner.upper)
+        ]
+        return stretch(self._flow, base, (bounds[0], bounds[1]))
 
     def _items(self, base: Value, place: int | slice) -> Sequence[Value] | None:
         """What there is to take from."""
@@ -269,7 +348,7 @@ class Expressions:
         if not all(map(is_bare, bounds)):
             return self._flow.opaque(*bounds)
         found = [one.value for one in bounds if isinstance(one, Known | Number)]
-        return Known(slice(*found) if len(found) == 3 else _SOME)
+        return Known(slice(*found) if len(found) == 3 else SOME)
 
     def _text(self, _: ast.JoinedStr) -> Value:
         return Plain()
@@ -278,6 +357,13 @@ class Expressions:
         value = self.value(node.value)
         self.bind(node.target, value)
         return value
+
+
+def _of_object(base: Known, place: Value) -> Value | None:
+    """An item of an object that is known."""
+    if isinstance(base.value, nn.ModuleDict) and isinstance(place, Known):
+        return Known(base.value._modules.get(place.value))
+    return Attend(takes_module=True) if type(base.value).__name__ == "AttentionInterface" else None
 
 
 _EXPRESSIONS: dict[type[ast.expr], Callable[[Expressions, Any], Value]] = {
@@ -297,18 +383,9 @@ _EXPRESSIONS: dict[type[ast.expr], Callable[[Expressions, Any], Value]] = {
     ast.Slice: Expressions._slice,
     ast.JoinedStr: Expressions._text,
     ast.NamedExpr: Expressions._named,
+    ast.ListComp: Expressions._comprehension,
+    ast.GeneratorExp: Expressions._comprehension,
 }
-
-
-def _told_by(node: ast.AST) -> Sequence[str]:
-    """Names that a node of the code stores but by a name's own node: of functions, classes, what is caught."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return imported_names(node)
-    if isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
-        return [node.name]
-    return [*node.names] if isinstance(node, ast.Global | ast.Nonlocal) else []
 
 
 def _has(value: Value, part: Value) -> bool:
@@ -316,58 +393,3 @@ def _has(value: Value, part: Value) -> bool:
     if isinstance(value, Spread):
         return _has(value.value, part)
     return value is part or (isinstance(value, Several) and any(_has(one, part) for one in value.items))
-
-
-def _is_told(base: Several, place: slice) -> bool:
-    """Whether some items are known of several; of those after what is unpacked only the last can be left out."""
-    spread = [number for number, one in enumerate(base.items) if isinstance(one, Spread)]
-    after = len(base.items) - 1 - spread[-1] if spread else 0
-    return not spread or (place.start is None and place.step is None and -after <= (place.stop or 0) < 0)
-
-
-def _is_stretches(place: Value) -> bool:
-    """Whether an index takes stretches of dimensions, and leaves all where they are."""
-    found = place.items if isinstance(place, Several) else [place]
-    return all(isinstance(one, Known) and (one.value is _SOME or isinstance(one.value, slice)) for one in found)
-
-
-def truth(value: Value) -> bool | None:
-    """Whether a test holds, if the code and the module's attributes say so."""
-    if isinstance(value, Known) and isinstance(
-        value.value, _SIMPLE | nn.Module | FunctionType | MethodType | ModuleType
-    ):
-        return bool(value.value) if isinstance(value.value, _SIMPLE) else True
-    return None
-
-
-def _compared(values: Sequence[Value], operators: Sequence[ast.cmpop]) -> Value:
-    if len(values) == 2 and all(isinstance(one, Known) for one in values):
-        first, second = (one.value for one in values if isinstance(one, Known))
-        return Known((first is second) == isinstance(operators[0], ast.Is))
-    return Plain()
-
-
-def _items(value: Value) -> Sequence[Value]:
-    return value.items if isinstance(value, Several) else [Spread(value)]
-
-
-def _product(left: Value, right: Value) -> Value:
-    if isinstance(left, Number) and isinstance(right, Number):
-        return Product((left, right))
-    factors = [one.value for one in (left, right) if isinstance(one, Known | Number)]
-    return Known(factors[0] * factors[1]) if all(isinstance(one, int) for one in factors) else Plain()
-
-
-def _is_within_heads(place: Value) -> bool:
-    """Whether what is taken of four dimensions is a stretch of the last, of all of the others."""
-    if not isinstance(place, Several) or not all(isinstance(one, Known) for one in place.items):
-        return False
-    *outer, last = [one.value for one in place.items if isinstance(one, Known)]
-    return (last is _SOME or isinstance(last, slice)) and outer in ([...], [_ALL] * 3)
-
-
-def _equal(values: Sequence[Value], operator: ast.cmpop) -> Value:
-    first, second = (one.value for one in values if isinstance(one, Known))
-    if isinstance(operator, ast.Eq | ast.NotEq):
-        return Known((first == second) == isinstance(operator, ast.Eq))
-    return Plain()

@@ -6,6 +6,8 @@ attention at more than one head. Where something does, its layers are spoiled, a
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +16,12 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from tulle.tensor_parallel.dataflow.notes import Argument, At, Attention, Column, Count, Row, Said, Site
 from tulle.tensor_parallel.dataflow.values import (
+    Fused,
     Given,
     Heads,
     Known,
-    Number,
     Own,
     Parts,
     Plain,
@@ -30,79 +33,10 @@ from tulle.tensor_parallel.dataflow.values import (
     is_split,
     layers_of,
     leaves,
+    number_of,
     trained,
 )
-
-Argument = tuple[int, str]
-"""An argument of a module's forward, or an attribute: the module by identity, and the name."""
-
-
-@dataclass(slots=True)
-class Column:
-    """A linear layer that may be split by output features.
-
-    Args:
-        linear: The layer.
-        given: The arguments of which its input is made, if it is made of nothing else.
-        begun: The number of calls before it.
-        width: Of a head, if it gives heads.
-        sections: How many of equal lengths are fused in it, one after the other.
-        fold: How many are fused in each of its heads.
-    """
-
-    linear: nn.Module
-    given: Given | None
-    begun: int
-    width: int | None = None
-    sections: int = 1
-    fold: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A linear layer that takes what column layers give.
-
-    Args:
-        linear: The layer.
-        layers: The columns, by identity.
-        begun: The number of calls before it.
-    """
-
-    linear: nn.Module
-    layers: frozenset[int]
-    begun: int
-
-
-@dataclass(frozen=True, slots=True)
-class Attention:
-    """A call of a function that attends.
-
-    Args:
-        module: In whose forward.
-        queries: The column layers that queries come from, by identity.
-        others: Those of keys, and of values.
-    """
-
-    module: nn.Module
-    queries: frozenset[int]
-    others: tuple[frozenset[int], frozenset[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    """A place where an attribute says how much there is of split work.
-
-    Args:
-        value: Of the attribute.
-        read: The how manieth time it is read.
-        layers: The column layers that the work comes from.
-        is_of_heads: Whether it is a number of heads; else of all their features.
-    """
-
-    value: int
-    read: int
-    layers: frozenset[int]
-    is_of_heads: bool
+from tulle.tensor_parallel.linear import is_transposed
 
 
 @dataclass(slots=True)
@@ -142,10 +76,18 @@ class Flow:
     """How often numbers that are attributes of modules are read."""
     repeated: dict[Argument, set[int]] = field(default_factory=dict)
     """Where they say how often heads of keys and values are repeated: the how manieth times they are read."""
-    counts: dict[Argument, list[Count]] = field(default_factory=dict)
-    """Where they say how many heads or features a rank has."""
+    counts: dict[Site, set[Count]] = field(default_factory=dict)
+    """Where the code says how many heads or features there are."""
+    whole: set[At] = field(default_factory=set)
+    """Where it calls something of what is whole."""
+    at: At | None = None
+    """Where it is followed now."""
+    reached: dict[tuple[int, FunctionType], set[At | None]] = field(default_factory=dict)
+    """From where methods of modules are called; None where it is not by their names."""
     decided: dict[Argument, Any] = field(default_factory=dict)
     """Attributes of modules by which the code goes one way or another, and what they are."""
+    _alive: list[object] = field(default_factory=list)
+    """Those whose identities are the keys of sections."""
     calls: int = 0
     """How many there were so far that may draw random numbers which all ranks must draw alike."""
 
@@ -184,16 +126,31 @@ class Flow:
         self.calls += may_draw
         return given
 
-    def count(self, number: Number, layers: frozenset[int], *, is_of_heads: bool) -> None:
-        """A number says how much a rank has."""
-        self.counts.setdefault((number.owner, number.name), []).append(
-            Count(number.value, number.read, layers, is_of_heads)
+    def count(self, said: Said, layers: frozenset[int], of: str) -> bool:
+        """A number says how much there is, of which a rank has a part; whether it is known where the code has it."""
+        if said.site is not None:
+            self.counts.setdefault(said.site, set()).add(Count(of, number_of(said.value), layers))
+        return said.site is not None
+
+    def reach(self, module: nn.Module, function: FunctionType, method: FunctionType) -> None:
+        """A method of a module is called: as it was written, and as the class has it."""
+        at = self.at
+        name = (
+            at.node.func.attr
+            if at and isinstance(at.node, ast.Call) and isinstance(at.node.func, ast.Attribute)
+            else ""
         )
+        is_named = (
+            at is not None and at.owner == id(module) and inspect.getattr_static(type(module), name, None) is function
+        )
+        self.reached.setdefault((id(module), method), set()).add(at if is_named else None)
 
     def elementwise(self, *values: Value) -> Value:
         """What treats each number by itself, and those of the same place in several."""
         split = [value for value in values if is_split(value)]
         others = [value for value in values if not is_split(value) and not is_bare(value)]
+        if len(split) == 1 and isinstance(split[0], Fused) and not others:
+            return split[0]
         if not split:
             return _aligned(values) or given_by(values) or (self.opaque(*values) if others else self.plain(*values))
         if all(isinstance(value, Parts) for value in split) and not others:
@@ -257,10 +214,26 @@ class Flow:
         if is_split(value) or isinstance(value, Several | Spread):
             return self.opaque(value)
         given = value if isinstance(value, Given) and not value.is_within else None
-        self.columns[key] = Column(linear, given, self.calls)
+        length = linear.get_parameter("weight").shape[1 if is_transposed(linear) else 0]
+        self.columns[key] = Column(key, linear, given, self.calls, 0, length)
         if given:
             _note(self.taken, given, [key])
         return Parts(frozenset([key]), is_fresh=True)
+
+    def section(self, layer: int, start: int, length: int) -> int:
+        """The key of some of a layer's features, which are split for themselves."""
+        whole = self.columns[layer]
+        for column in self.columns.values():
+            if column.linear is whole.linear and (column.start, column.length) == (start, length):
+                return column.key
+        key = id(one := object())
+        self._alive.append(one)
+        self.columns[key] = Column(key, whole.linear, whole.given, whole.begun, start, length)
+        return key
+
+    def sections(self, layer: int, lengths: Sequence[int]) -> list[int]:
+        """The keys of sections that follow each other."""
+        return [self.section(layer, sum(lengths[:number]), length) for number, length in enumerate(lengths)]
 
     def spoil(self, linear: int) -> None:
         """Have a layer, and those that it takes parts of, be split for themselves."""

@@ -109,7 +109,7 @@ class _Body(Expressions):
     """The body of a function, and what it returns."""
 
     def __init__(self, frame: Frame, function: FunctionType, variables: dict[str, Value]) -> None:
-        super().__init__(frame, names_at(function), variables)
+        super().__init__(frame, function, names_at(function), variables)
         self.returned: list[Value] = []
 
     def block(self, statements: Sequence[ast.stmt]) -> bool:

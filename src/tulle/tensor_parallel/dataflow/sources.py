@@ -7,7 +7,7 @@ import dis
 import inspect
 import textwrap
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import CellType, FunctionType
 from typing import Any
@@ -84,6 +84,17 @@ def names_of(arguments: ast.arguments) -> list[str]:
 def imported_names(node: ast.Import | ast.ImportFrom) -> list[str]:
     """What an import stores, in order."""
     return [(one.asname or one.name).partition(".")[0] for one in node.names]
+
+
+def told_by(node: ast.AST) -> Sequence[str]:
+    """Names that a node of the code stores but by a name's own node: of functions, classes, what is caught."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return imported_names(node)
+    if isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+        return [node.name]
+    return [*node.names] if isinstance(node, ast.Global | ast.Nonlocal) else []
 
 
 def loaded(target: ast.expr) -> ast.expr:

@@ -47,15 +47,14 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
-    """Of two such numbers."""
-
-    factors: tuple[Number, Number]
-
-
-@dataclass(frozen=True, slots=True)
 class Plain:
-    """A number, a shape, a dtype, an object without tensors that are trained: nothing that is a tensor."""
+    """A number, a shape, a dtype, an object without tensors that are trained: nothing that is a tensor.
+
+    Args:
+        number: Which it is, if it is one that is made of attributes as they are now.
+    """
+
+    number: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +118,21 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
+class Fused:
+    """Several things of each of a rank's heads that one layer gives, such as queries, keys and values.
+
+    Args:
+        layers: The column layer that they come from, by identity, and its sections.
+        dims: What each dimension is: `s` for which of them, `h` for heads, `d` for their features, `.` for others.
+        of: The section, or the layer, of each.
+    """
+
+    layers: frozenset[int]
+    dims: str
+    of: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Length:
     """How many features, or heads, a rank has: another number than that of the whole.
 
@@ -150,8 +164,8 @@ class Attend:
     takes_module: bool
 
 
-Value = Known | Number | Product | Plain | Own | Given | Parts | Heads | Length | Several | Spread | Attend
-Split = Parts | Heads | Length
+Value = Known | Number | Plain | Own | Given | Parts | Heads | Fused | Length | Several | Spread | Attend
+Split = Parts | Heads | Fused | Length
 
 
 def leaves(value: Value) -> Iterator[Value]:
@@ -177,7 +191,13 @@ def is_split(value: Value) -> bool:
 
 def is_bare(value: Value) -> bool:
     """Whether a value has no tensor in it."""
-    return all(isinstance(one, Known | Number | Product | Plain | Attend) for one in leaves(value))
+    return all(isinstance(one, Known | Number | Plain | Attend) for one in leaves(value))
+
+
+def number_of(value: Value) -> int | None:
+    """The number that a value is, as the code or attributes say it now; None for what is none, or not known."""
+    found = value.number if isinstance(value, Plain) else value.value if isinstance(value, Known | Number) else None
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
 def trained(value: Value) -> list[nn.Module]:

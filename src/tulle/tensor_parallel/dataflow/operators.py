@@ -1,0 +1,85 @@
+"""What Python's operators give of values, and what an index takes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType, ModuleType
+
+from torch import nn
+
+from tulle.tensor_parallel.dataflow.values import Known, Plain, Several, Spread, Value, number_of
+
+_ALL = slice(None)
+SOME = object()
+"""A slice whose bounds are not known."""
+SIMPLE = int | float | str | type(None)
+
+
+def is_told(base: Several, place: slice) -> bool:
+    """Whether some items are known of several; of those after what is unpacked only the last can be left out."""
+    spread = [number for number, one in enumerate(base.items) if isinstance(one, Spread)]
+    after = len(base.items) - 1 - spread[-1] if spread else 0
+    return not spread or (place.start is None and place.step is None and -after <= (place.stop or 0) < 0)
+
+
+def is_stretches(place: Value) -> bool:
+    """Whether an index takes stretches of dimensions, and leaves all where they are."""
+    found = place.items if isinstance(place, Several) else [place]
+    return all(isinstance(one, Known) and (one.value is SOME or isinstance(one.value, slice)) for one in found)
+
+
+def truth(value: Value) -> bool | None:
+    """Whether a test holds, if the code and the module's attributes say so."""
+    if isinstance(value, Known) and isinstance(
+        value.value, SIMPLE | nn.Module | FunctionType | MethodType | ModuleType
+    ):
+        return bool(value.value) if isinstance(value.value, SIMPLE) else True
+    return None
+
+
+def compared(values: Sequence[Value], operators: Sequence[ast.cmpop]) -> Value:
+    """What `is` says of two objects."""
+    if len(values) == 2 and all(isinstance(one, Known) for one in values):
+        first, second = (one.value for one in values if isinstance(one, Known))
+        return Known((first is second) == isinstance(operators[0], ast.Is))
+    return Plain()
+
+
+def pieces(value: Value) -> Sequence[Value]:
+    """What a tuple adds to another."""
+    return value.items if isinstance(value, Several) else [Spread(value)]
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: int.__add__,
+    ast.Sub: int.__sub__,
+    ast.Mult: int.__mul__,
+    ast.FloorDiv: lambda one, other: one // other if other else 0,
+}
+
+
+def calculated(operator: ast.operator, left: Value, right: Value) -> Value:
+    """What an operator gives of numbers."""
+    numbers = [number_of(one) for one in (left, right)]
+    calculate = _OPERATORS.get(type(operator))
+    if calculate is None or numbers[0] is None or numbers[1] is None:
+        return Plain()
+    found = calculate(numbers[0], numbers[1])
+    return Known(found) if isinstance(left, Known) and isinstance(right, Known) else Plain(found)
+
+
+def is_within_heads(place: Value) -> bool:
+    """Whether what is taken of four dimensions is a stretch of the last, of all of the others."""
+    if not isinstance(place, Several) or not all(isinstance(one, Known) for one in place.items):
+        return False
+    *outer, last = [one.value for one in place.items if isinstance(one, Known)]
+    return (last is SOME or isinstance(last, slice)) and outer in ([...], [_ALL] * 3)
+
+
+def equal(values: Sequence[Value], operator: ast.cmpop) -> Value:
+    """What a comparison says of two that are known."""
+    first, second = (one.value for one in values if isinstance(one, Known))
+    if isinstance(operator, ast.Eq | ast.NotEq):
+        return Known((first == second) == isinstance(operator, ast.Eq))
+    return Plain()
