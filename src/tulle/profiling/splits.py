@@ -61,10 +61,14 @@ def _visit(module: nn.Module, to: Splitter, smallest_bytes: int, code: Known, se
         return
     is_one = factory is not None and (is_alone(module) or misfit(module, factory, to.axis, to.name) is None)
     if factory is None or not is_one:
-        near = joined(module, to.axis.size, lambda group: code.allows(group, module, smallest_bytes))
+        near = joined(
+            module,
+            to.axis.size,
+            lambda group: seen.isdisjoint(map(id, group.layers)) and code.allows(group, module, smallest_bytes),
+        )
         if near is not None:
             near.split(to, lambda _: to.name)
-            seen |= near.keys
+            seen |= {*map(id, near.layers)}
         for child in module.children():
             _visit(child, to, smallest_bytes, code, seen)
     elif not is_alone(module) or max((one.nbytes for one in module.parameters()), default=0) >= smallest_bytes:

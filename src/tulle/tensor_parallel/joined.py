@@ -266,8 +266,13 @@ class Joined:
         )
 
     @property
+    def layers(self) -> list[nn.Module]:
+        """All of them."""
+        return [layer for group in self.groups for layer in group.layers]
+
+    @property
     def keys(self) -> set[int]:
-        """All layers by identity."""
+        """All layers by identity, and their sections by their keys."""
         return {key for group in self.groups for key in group.keys}
 
 
@@ -312,7 +317,8 @@ def _groups(flow: Flow) -> Iterator[Group]:
 
 def _is_of(module: nn.Module, group: Group) -> bool:
     """Whether layers lie in several children of a module: else the child that has them says what becomes of them."""
-    return all(not group.keys <= {id(one) for one in child.modules()} for child in module.children())
+    own = {id(layer) for layer in group.layers}
+    return all(not own <= {id(one) for one in child.modules()} for child in module.children())
 
 
 def _fits(group: Group, flow: Flow, ranks: int) -> bool:

@@ -349,12 +349,15 @@ class Splitter:
         return length_on(self.axis.rank, length, self.axis.size)
 
 
+_LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
+"""Classes whose own forward writes out what that of `nn.Linear` does."""
+
+
 def computes_linear(layer: nn.Module) -> bool:
     """Whether a layer has the forward of `nn.Linear`, or of a `Conv1D` of transformers, and nothing of its own."""
-    is_one = is_transposed(layer) or (
-        isinstance(layer, nn.Linear) and vars(kind_of_forward(layer))["forward"] is nn.Linear.forward
-    )
-    return is_one and "forward" not in vars(layer)
+    kind = kind_of_forward(layer)
+    is_linear = vars(kind)["forward"] is nn.Linear.forward or f"{kind.__module__}.{kind.__qualname__}" in _LINEAR
+    return (is_transposed(layer) or (isinstance(layer, nn.Linear) and is_linear)) and "forward" not in vars(layer)
 
 
 def has_own_keys(attention: nn.MultiheadAttention) -> bool:

@@ -187,13 +187,17 @@ class Walk:
         def is_wanted(group: Group) -> bool:
             paths = [names.get(id(layer), "") for layer in group.layers]
             is_said = all(self._move_within(path, name, move) == AUTO for path in paths)
-            return is_said and group.keys.isdisjoint(self.seen) and self.known.allows(group, module, smallest_bytes)
+            return (
+                is_said
+                and self.seen.isdisjoint(map(id, group.layers))
+                and self.known.allows(group, module, smallest_bytes)
+            )
 
         found = joined(module, self.axis.size, is_wanted)
         if found is not None:
             found.split(self.to, lambda one: names[id(one)])
-            self.seen |= found.keys
-            self.split += [layer for group in found.groups for layer in group.layers]
+            self.seen |= {*map(id, found.layers)}
+            self.split += found.layers
 
     def _move_within(self, path: str, name: str, move: str) -> str:
         """What is done with a module in another, of which the name and what is done with it are given."""

@@ -109,7 +109,7 @@ class Expressions:
         elif isinstance(target, ast.Tuple | ast.List) and not any(isinstance(one, ast.Starred) for one in target.elts):
             for one, item in zip(target.elts, self._unpacked(value, len(target.elts)), strict=True):
                 self.bind(one, item)
-        elif isinstance(target, ast.Attribute) and is_bare(value):
+        elif isinstance(target, ast.Attribute) and (is_bare(value) or self._is_of_buffers(target, value)):
             self._flow.escape(value)
         elif isinstance(target, ast.Subscript):
             base = self.value(target.value)
@@ -118,6 +118,13 @@ class Expressions:
         else:
             self._flow.escape(value)
             self.give_up(target)
+
+    def _is_of_buffers(self, target: ast.Attribute, value: Value) -> bool:
+        """Whether what is stored is made of buffers, as an attribute of the module that is none of its layers."""
+        is_own = (
+            self.value(target.value) == Known(self._frame.module) and target.attr not in self._frame.module._modules
+        )
+        return is_own and isinstance(value, Given) and not value.names and not value.of_layers
 
     def _change(self, value: Value) -> None:
         """A list may be another one from now on, by whatever name."""

@@ -86,8 +86,6 @@ class Flow:
     """From where methods of modules are called; None where it is not by their names."""
     decided: dict[Argument, Any] = field(default_factory=dict)
     """Attributes of modules by which the code goes one way or another, and what they are."""
-    _alive: list[object] = field(default_factory=list)
-    """Those whose identities are the keys of sections."""
     calls: int = 0
     """How many there were so far that may draw random numbers which all ranks must draw alike."""
 
@@ -226,8 +224,7 @@ class Flow:
         for column in self.columns.values():
             if column.linear is whole.linear and (column.start, column.length) == (start, length):
                 return column.key
-        key = id(one := object())
-        self._alive.append(one)
+        key = -1 - len(self.columns)  # no identity is that
         self.columns[key] = Column(key, whole.linear, whole.given, whole.begun, start, length)
         return key
 

@@ -19,7 +19,7 @@ class Column:
     """A linear layer that may be split by output features, or one of several sections of one.
 
     Args:
-        key: By which it is known: the layer's identity, or its own of a section.
+        key: By which it is known: the layer's identity, or a number of a section, below 0.
         linear: The layer.
         given: The arguments of which its input is made, if it is made of nothing else.
         begun: The number of calls before it.
