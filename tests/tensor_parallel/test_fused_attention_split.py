@@ -1,5 +1,9 @@
 """Attention whose queries, keys and values are one layer is split by heads, as its users write it everywhere."""
 
+import copy
+import inspect
+from types import SimpleNamespace
+
 import pytest
 import torch
 from split_training import check_exact, numbers, split, square
@@ -34,7 +38,7 @@ class NanoGPT(Fused):
         del self.qkv
 
     def forward(self, x):
-        B, T, C = x.size()  # noqa: N806 - as its users write it
+        B, T, C = x.size()
         q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
         k = k.view(B, T, self.num_heads, C // self.num_heads).transpose(1, 2)
         q = q.view(B, T, self.num_heads, C // self.num_heads).transpose(1, 2)
@@ -57,7 +61,7 @@ class Timm(Fused):
         self.fused_attn = fused_attn
 
     def forward(self, x):
-        B, N, C = x.shape  # noqa: N806
+        B, N, C = x.shape
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
@@ -76,7 +80,7 @@ class Timm(Fused):
 
 class Dino(Fused):
     def forward(self, x):
-        B, N, C = x.shape  # noqa: N806
+        B, N, C = x.shape
         qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
         q, k, v = qkv[0], qkv[1], qkv[2]
         attn = (q @ k.transpose(-2, -1)) * self.scale
@@ -132,10 +136,44 @@ class Einops(Fused):
     def forward(self, x):
         x = self.norm(x)
         qkv = self.qkv(x).chunk(3, dim=-1)
-        q, k, v = map(lambda t: einops.rearrange(t, "b n (h d) -> b h n d", h=self.num_heads), qkv)  # noqa: C417
+        q, k, v = map(lambda t: einops.rearrange(t, "b n (h d) -> b h n d", h=self.num_heads), qkv)
         attn = self.attend(torch.matmul(q, k.transpose(-1, -2)) * self.scale)
         out = torch.matmul(self.attn_drop(attn), v)
         return self.to_out(einops.rearrange(out, "b h n d -> b n (h d)"))
+
+
+class Grouped(nn.Module):
+    """As Phi 3's: fewer heads of keys and values, and stretches of what one layer gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=HEADS)
+        self.head_dim, self.num_key_value_heads, self.num_key_value_groups = 4, 2, HEADS // 2
+        self.qkv, self.proj = nn.Linear(WIDTH, (HEADS + 2 * 2) * 4), nn.Linear(HEADS * 4, WIDTH)
+
+    def parts(self, qkv):
+        place = self.config.num_attention_heads * self.head_dim
+        keys = qkv[..., place : place + self.num_key_value_heads * self.head_dim]
+        return qkv[..., :place], keys, qkv[..., place + self.num_key_value_heads * self.head_dim :]
+
+    def forward(self, x):
+        shape = x.shape[:-1]
+        q, k, v = (one.view(*shape, -1, self.head_dim).transpose(1, 2) for one in self.parts(self.qkv(x)))
+        k, v = repeat_kv(k, self.num_key_value_groups), repeat_kv(v, self.num_key_value_groups)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.proj(attended.reshape(*shape, -1))
+
+
+class Listed(Grouped):
+    """The same sections as a list of lengths."""
+
+    def parts(self, qkv):
+        sizes = [HEADS * self.head_dim, 2 * self.head_dim, 2 * self.head_dim]
+        return qkv.split(sizes, dim=-1)
+
+
+def repeat_kv(pairs, times):
+    return pairs.repeat_interleave(times, dim=1)
 
 
 einops = pytest.importorskip("einops")
@@ -149,6 +187,7 @@ KINDS = {
     "torch's tutorial": Unflattened,
     "einops": Einops,
 }
+GROUPED = {"stretches": Grouped, "lengths": Listed}
 
 
 def loss(model, step):
@@ -157,7 +196,7 @@ def loss(model, step):
 
 def block(kind):
     torch.manual_seed(0)
-    return nn.Sequential(nn.LayerNorm(WIDTH), KINDS[kind]()).double()
+    return nn.Sequential(nn.LayerNorm(WIDTH), (KINDS | GROUPED)[kind]()).double()
 
 
 @on_ranks(2, 4)
@@ -176,3 +215,50 @@ def test_heads_that_do_not_divide_leave_it_to_its_layers(kind):
     model = block(kind)
     check_exact(model, loss)
     assert split(model) == ([], [])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", GROUPED)
+def test_sections_may_differ_in_length(kind):
+    model = block(kind)
+    check_exact(model, loss)
+    assert split(model) == (["1.qkv"], ["1.proj"])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("kind", GROUPED)
+def test_sections_with_fewer_heads_than_ranks_leave_it_to_its_layers(kind):
+    model = block(kind)
+    check_exact(model, loss)
+    assert split(model) == ([], [])
+
+
+@on_ranks(2)
+def test_a_number_that_is_another_than_it_was_is_refused_by_name():
+    model = tensor_parallel.apply(block("timm"), tulle.init(model=-1)["model"], smallest_bytes=0)
+    model[1].num_heads = 2
+    with pytest.raises(ModelError, match="1 says 2 where its layers, split together, give 4"):
+        model(numbers(2, 5, WIDTH, seed=0))
+
+
+@on_ranks(2)
+def test_code_is_as_it_was_for_whoever_reads_or_calls_it():
+    model = block("Bloom")
+    before, fused = inspect.getsource(model[1].forward), numbers(2, 5, 3 * WIDTH, seed=0)
+    expected = model[1]._split_heads(fused)
+    copied = copy.deepcopy(tensor_parallel.apply(model, tulle.init(model=-1)["model"], smallest_bytes=0))
+    assert inspect.getsource(model[1].forward) == before
+    written = next(vars(one)["forward"] for one in type(model[1]).__mro__ if one.__name__ == "_Rewritten")
+    lines = [[line for *_, line in one.__code__.co_lines()] for one in (written, Bloom.forward)]
+    assert {*lines[0]} == {*lines[1]}  # as a traceback says them
+    assert all(map(torch.equal, model[1]._split_heads(fused), expected))
+    x = numbers(2, 5, WIDTH, seed=0)
+    assert torch.equal(copied(x), model(x))
+    assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
+
+
+@on_ranks(2)
+def test_modules_of_one_class_are_of_one_class_afterwards():
+    model = nn.Sequential(NanoGPT(), NanoGPT()).double()
+    tensor_parallel.apply(model, tulle.init(model=-1)["model"], smallest_bytes=0)
+    assert type(model[0]) is type(model[1])

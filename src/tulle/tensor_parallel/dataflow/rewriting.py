@@ -221,11 +221,9 @@ def _code(function: FunctionType, places: Places, names: Names) -> CodeType:
     (outer,) = around.body
     assert isinstance(outer, ast.FunctionDef), "it is written above"
     outer.body = [tree]
-    ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
+    ast.increment_lineno(ast.fix_missing_locations(tree), function.__code__.co_firstlineno - 1)
     flags = function.__code__.co_flags & _FUTURE
-    compiled = compile(
-        ast.fix_missing_locations(around), function.__code__.co_filename, "exec", flags=flags, dont_inherit=True
-    )
+    compiled = compile(around, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
     return _inner(_inner(compiled)).replace(co_qualname=function.__code__.co_qualname)
 
 
