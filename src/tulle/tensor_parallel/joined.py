@@ -18,6 +18,7 @@ from torch import nn
 from tulle.tensor_parallel.dataflow.flow import Flow
 from tulle.tensor_parallel.dataflow.forward import follow, holds_linear
 from tulle.tensor_parallel.dataflow.notes import Argument, Attention, Column, Count, Row, Site
+from tulle.tensor_parallel.dataflow.products import GROUPS
 from tulle.tensor_parallel.dataflow.rewriting import Counted, Rewriting
 from tulle.tensor_parallel.dropout import draw_apart
 from tulle.tensor_parallel.linear import is_transposed
@@ -28,8 +29,6 @@ from tulle.tensor_parallel.told import OfThree, Told, Watch, tell_within
 
 _LENGTHS = ("in_features", "out_features", "nf", "nx")
 """Attributes of linear layers that are a rank's own once they are split."""
-_GROUPS = "num_key_value_groups"
-"""The attribute of attention by which its functions repeat heads of keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ class Joined:
         """What attributes are to say within forward, of one rank's."""
         for attention in (one for group in self.groups for one in group.attentions):
             if self._shared(attention):
-                yield attention.module, _GROUPS, _heads(attention.queries, self.flow) // self.ranks
+                yield attention.module, GROUPS, _heads(attention.queries, self.flow) // self.ranks
 
     def _rewritings(self, keys: set[int]) -> Iterator[tuple[nn.Module, Rewriting, list[Site]]]:
         """Modules whose code says how much there is of some layers' work, and where."""
@@ -388,8 +387,9 @@ def _attends(attention: Attention, flow: Flow, ranks: int) -> bool:
     queries, keys, contents = (_heads(layers, flow) for layers in (attention.queries, *attention.others))
     if keys != contents or queries % ranks or queries % keys:
         return False
-    told = id(attention.module), _GROUPS
-    is_told = _GROUPS in vars(attention.module) and len(flow.repeated.get(told, ())) == flow.reads[told]
+    told = id(attention.module), GROUPS
+    is_told = GROUPS in vars(attention.module) and len(flow.repeated.get(told, ())) == flow.reads[told]
+    is_told = is_told and flow.repeated_otherwise.isdisjoint(attention.others[0] | attention.others[1])
     is_shared = ranks % keys == 0 and is_told and not any(one.is_section for some in columns for one in some)
     return keys % ranks == 0 or is_shared
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import cache
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -14,8 +13,9 @@ from torch.nn import functional
 from torch.nn.modules import activation, dropout
 
 from tulle.tensor_parallel.dataflow.flow import Flow, Frame
-from tulle.tensor_parallel.dataflow.methods import DRAWING, multiplied, said_in_call
+from tulle.tensor_parallel.dataflow.methods import DRAWING, said_in_call
 from tulle.tensor_parallel.dataflow.notes import Attention
+from tulle.tensor_parallel.dataflow.products import multiplied, repeated, summed
 from tulle.tensor_parallel.dataflow.shapes import chunked, cut, flat, rearranged, unbound, viewed
 from tulle.tensor_parallel.dataflow.sources import forward_of, is_called_plainly, looks_at_last, stored, written
 from tulle.tensor_parallel.dataflow.values import (
@@ -329,6 +329,8 @@ def _of_tensors(frame: Frame, function: Any, given: Sequence[Value], keywords: M
         return _SHAPES[function](frame, first, arguments[1:], named) if first else None
     if function is torch.matmul and len(given) == 2:
         return multiplied(frame, given[0], given[1])
+    if name == "einsum" and not keywords and any(map(is_split, given)):
+        return summed(frame, given, is_einops=function is not torch.einsum)
     heads = [one for value in given for one in leaves(value) if isinstance(one, Heads)]
     if not heads or len({one.dim for one in heads}) > 1:
         return None
@@ -351,21 +353,9 @@ def _of_heads(frame: Frame, function: Any, given: Sequence[Value], keywords: Map
     if function is torch.cat and isinstance(first, Several) and dim == Known(-1):
         is_alike = all(isinstance(one, Heads) for one in first.items)
         return frame.flow.elementwise(*first.items) if is_alike else None
-    is_repeated = getattr(function, "__name__", "") == "repeat_kv" and isinstance(first, Heads) and first.dim == -3
-    if not is_repeated or len(given) != 2 or not isinstance(others[0], Number) or not _repeats_each(function):
+    if getattr(function, "__name__", "") != "repeat_kv" or not isinstance(first, Heads) or len(others) != 1:
         return None
-    frame.flow.repeated.setdefault((others[0].owner, others[0].name), set()).add(others[0].read)
-    return first
-
-
-@cache
-def _repeats_each(function: Any) -> bool:
-    """Whether a function repeats each head of keys and values as often as it is told, one after the other."""
-    heads = torch.arange(2.0).view(1, 2, 1, 1)
-    try:
-        return torch.equal(function(heads, 2), heads.repeat_interleave(2, dim=1))
-    except Exception:  # it takes something else
-        return False
+    return repeated(frame.flow, first, others[0], function)
 
 
 def _attended(frame: Frame, attend: Attend, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value:

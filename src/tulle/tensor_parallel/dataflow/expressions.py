@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tulle.tensor_parallel.dataflow.calls import call, iterated, member
 from tulle.tensor_parallel.dataflow.flow import Frame
-from tulle.tensor_parallel.dataflow.methods import call_of, multiplied
+from tulle.tensor_parallel.dataflow.methods import call_of
 from tulle.tensor_parallel.dataflow.notes import At, Said, Site
 from tulle.tensor_parallel.dataflow.operators import (
     SIMPLE,
@@ -21,12 +21,14 @@ from tulle.tensor_parallel.dataflow.operators import (
     calculated,
     compared,
     equal,
+    has_in_it,
     is_stretches,
     is_told,
     is_within_heads,
     pieces,
     truth,
 )
+from tulle.tensor_parallel.dataflow.products import multiplied
 from tulle.tensor_parallel.dataflow.shapes import of_three, stretch, taken, unpacked
 from tulle.tensor_parallel.dataflow.sources import names_of, told_by, written
 from tulle.tensor_parallel.dataflow.values import (
@@ -129,7 +131,7 @@ class Expressions:
     def _change(self, value: Value) -> None:
         """A list may be another one from now on, by whatever name."""
         if isinstance(value, Several):
-            self._variables |= {name: Own() for name, one in self._variables.items() if _has(one, value)}
+            self._variables |= {name: Own() for name, one in self._variables.items() if has_in_it(one, value)}
 
     def _unpacked(self, value: Value, count: int) -> Sequence[Value]:
         if isinstance(value, Several) and value.items:
@@ -393,10 +395,3 @@ _EXPRESSIONS: dict[type[ast.expr], Callable[[Expressions, Any], Value]] = {
     ast.ListComp: Expressions._comprehension,
     ast.GeneratorExp: Expressions._comprehension,
 }
-
-
-def _has(value: Value, part: Value) -> bool:
-    """Whether a value is another, or has it somewhere in it."""
-    if isinstance(value, Spread):
-        return _has(value.value, part)
-    return value is part or (isinstance(value, Several) and any(_has(one, part) for one in value.items))

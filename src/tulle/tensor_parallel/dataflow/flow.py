@@ -34,6 +34,7 @@ from tulle.tensor_parallel.dataflow.values import (
     layers_of,
     leaves,
     number_of,
+    numbers_in,
     trained,
 )
 from tulle.tensor_parallel.linear import is_transposed
@@ -84,6 +85,8 @@ class Flow:
     """Where it is followed now."""
     reached: dict[tuple[int, FunctionType], set[At | None]] = field(default_factory=dict)
     """From where methods of modules are called; None where it is not by their names."""
+    repeated_otherwise: set[int] = field(default_factory=set)
+    """Layers whose heads are repeated as often as something else says."""
     decided: dict[Argument, Any] = field(default_factory=dict)
     """Attributes of modules by which the code goes one way or another, and what they are."""
     calls: int = 0
@@ -105,12 +108,12 @@ class Flow:
         self.escape(*values)
         is_made = all(is_bare(value) and not trained(value) for value in values)
         self.calls += may_draw or not is_made
-        return Given(frozenset(), 0) if is_made else Own()
+        return Given(frozenset(), 0, lengths=numbers_in(values)) if is_made else Own()
 
     def plain(self, *values: Value) -> Value:
         """What is no tensor, of values that are none; of modules among them, nobody knows what becomes."""
         self.escape(*values)
-        return Plain()
+        return Plain(of=numbers_in(values))
 
     def decide(self, *values: Value) -> None:
         """What the code does depends on these, as they are now."""

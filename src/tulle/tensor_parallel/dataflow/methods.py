@@ -6,7 +6,8 @@ import ast
 from collections.abc import Mapping, Sequence
 
 from tulle.tensor_parallel.dataflow.flow import Flow, Frame
-from tulle.tensor_parallel.dataflow.notes import Attention, Said
+from tulle.tensor_parallel.dataflow.notes import Said
+from tulle.tensor_parallel.dataflow.products import interleaved
 from tulle.tensor_parallel.dataflow.shapes import (
     Split,
     chunked,
@@ -33,7 +34,6 @@ from tulle.tensor_parallel.dataflow.values import (
     Value,
     is_bare,
     is_split,
-    layers_of,
     shape_of,
 )
 
@@ -100,16 +100,6 @@ def _size(flow: Flow, value: Value, name: str, given: Sequence[Value]) -> Value:
     return shape.items[place] if isinstance(value, Heads) else of_three(flow, shape, place)[place]
 
 
-def multiplied(frame: Frame, left: Value, right: Value) -> Value:
-    """The product of matrices, of each head if both have heads."""
-    flow = frame.flow
-    if not all(isinstance(one, Heads) and one.dim == -3 for one in (left, right)):
-        return flow.pure(left, right, may_draw=False)
-    layers = [layers_of([one]) for one in (left, right)]
-    flow.attentions.append(Attention(frame.module, layers[0], (layers[1], layers[1])))
-    return Heads(layers[0] | layers[1], -3)
-
-
 def _softened(_: Frame, value: Split, given: Sequence[Said], named: Mapping[str, Said]) -> Value | None:
     dim = named.get("dim", given[0] if given else Said(Plain()))
     if not isinstance(value, Heads) or dim.value != Known(-1):
@@ -128,5 +118,6 @@ _RULES = {
     "chunk": chunked,
     "split": cut,
     "softmax": _softened,
+    "repeat_interleave": interleaved,
 }
 """What methods give of parts and heads, by their names; None is nothing that is known."""

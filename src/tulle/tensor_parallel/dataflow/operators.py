@@ -8,7 +8,7 @@ from types import FunctionType, MethodType, ModuleType
 
 from torch import nn
 
-from tulle.tensor_parallel.dataflow.values import Known, Plain, Several, Spread, Value, number_of
+from tulle.tensor_parallel.dataflow.values import Known, Plain, Several, Spread, Value, number_of, numbers_in
 
 _ALL = slice(None)
 SOME = object()
@@ -63,10 +63,11 @@ def calculated(operator: ast.operator, left: Value, right: Value) -> Value:
     """What an operator gives of numbers."""
     numbers = [number_of(one) for one in (left, right)]
     calculate = _OPERATORS.get(type(operator))
+    of = numbers_in([left, right])
     if calculate is None or numbers[0] is None or numbers[1] is None:
-        return Plain()
+        return Plain(of=of)
     found = calculate(numbers[0], numbers[1])
-    return Known(found) if isinstance(left, Known) and isinstance(right, Known) else Plain(found)
+    return Known(found) if isinstance(left, Known) and isinstance(right, Known) else Plain(found, of)
 
 
 def is_within_heads(place: Value) -> bool:
@@ -83,3 +84,10 @@ def equal(values: Sequence[Value], operator: ast.cmpop) -> Value:
     if isinstance(operator, ast.Eq | ast.NotEq):
         return Known((first == second) == isinstance(operator, ast.Eq))
     return Plain()
+
+
+def has_in_it(value: Value, part: Value) -> bool:
+    """Whether a value is another, or has it somewhere in it."""
+    if isinstance(value, Spread):
+        return has_in_it(value.value, part)
+    return value is part or (isinstance(value, Several) and any(has_in_it(one, part) for one in value.items))

@@ -52,9 +52,11 @@ class Plain:
 
     Args:
         number: Which it is, if it is one that is made of attributes as they are now.
+        of: Numbers that it is made of.
     """
 
     number: int | None = None
+    of: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Given:
         frame: Whose forward takes them, by identity.
         of_layers: Whether it is what a cache keeps of its layers.
         is_aligned: Whether it is an argument whose dimensions are where they were.
-        lengths: Those of buffers in it.
+        lengths: Those of buffers in it, and numbers that it was made with.
         is_within: Whether it is of an object or a mapping that is an argument, and so does not enter with it.
     """
 
@@ -200,6 +202,13 @@ def number_of(value: Value) -> int | None:
     return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
+def numbers_in(values: Sequence[Value]) -> frozenset[int]:
+    """All numbers in some values, and that they are made of."""
+    found = [one for value in values for one in leaves(value)]
+    own = frozenset(number for one in found if (number := number_of(one)) is not None)
+    return own.union(*(one.of for one in found if isinstance(one, Plain)))
+
+
 def trained(value: Value) -> list[nn.Module]:
     """All modules in a value that have parameters, as what is called with them may use these."""
     held = [one.value for one in leaves(value) if isinstance(one, Known)]
@@ -218,7 +227,8 @@ def given_by(values: Sequence[Value]) -> Given | None:
     names, lengths = (
         frozenset().union(*some) for some in zip(*((one.names, one.lengths) for one in given), strict=True)
     )
-    return Given(names, frames.pop(), lengths=lengths, is_within=any(one.is_within for one in given))
+    said = numbers_in([one for value in values for one in leaves(value) if not isinstance(one, Known)])
+    return Given(names, frames.pop(), lengths=lengths | said, is_within=any(one.is_within for one in given))
 
 
 def shape_of(value: Parts | Heads) -> Several:
