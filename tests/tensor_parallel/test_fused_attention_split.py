@@ -142,6 +142,27 @@ class Einops(Fused):
         return self.to_out(einops.rearrange(out, "b h n d -> b n (h d)"))
 
 
+class Einsum(Fused):
+    """Products by `einsum`, of heads beside features."""
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
+        scores = torch.einsum("bihd,bjhd->bhij", q, k) * self.scale
+        attended = torch.einsum("b h i j, b j h d -> b i h d", scores.softmax(dim=-1), v)
+        return self.proj(attended.flatten(2))
+
+
+class OfItsHeads(Fused):
+    """What is made with the number of heads has them all, on every rank."""
+
+    def forward(self, x):
+        shape = x.shape[:-1]
+        q, k, v = (one.view(*shape, -1, 4).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        slopes = 0.5 ** torch.arange(1, self.num_heads + 1)
+        scores = q @ k.transpose(-1, -2) - slopes[:, None, None]
+        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(*shape, -1))
+
+
 class Grouped(nn.Module):
     """As Phi 3's: fewer heads of keys and values, and stretches of what one layer gives."""
 
@@ -161,6 +182,17 @@ class Grouped(nn.Module):
         q, k, v = (one.view(*shape, -1, self.head_dim).transpose(1, 2) for one in self.parts(self.qkv(x)))
         k, v = repeat_kv(k, self.num_key_value_groups), repeat_kv(v, self.num_key_value_groups)
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.proj(attended.reshape(*shape, -1))
+
+
+class Repeated(Grouped):
+    """Heads of keys and values repeated in place, as often as something else says."""
+
+    def forward(self, x):
+        shape, times = x.shape[:-1], HEADS // self.num_key_value_heads
+        q, k, v = (one.view(*shape, -1, self.head_dim).transpose(1, 2) for one in self.parts(self.qkv(x)))
+        k, v = k.repeat_interleave(times, dim=1), v.repeat_interleave(times, 1)
+        attended = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
         return self.proj(attended.reshape(*shape, -1))
 
 
@@ -186,8 +218,9 @@ KINDS = {
     "Bloom": Bloom,
     "torch's tutorial": Unflattened,
     "einops": Einops,
+    "einsum": Einsum,
 }
-GROUPED = {"stretches": Grouped, "lengths": Listed}
+GROUPED = {"stretches": Grouped, "lengths": Listed, "repeated": Repeated}
 
 
 def loss(model, step):
@@ -229,6 +262,13 @@ def test_sections_may_differ_in_length(kind):
 @pytest.mark.parametrize("kind", GROUPED)
 def test_sections_with_fewer_heads_than_ranks_leave_it_to_its_layers(kind):
     model = block(kind)
+    check_exact(model, loss)
+    assert split(model) == ([], [])
+
+
+@on_ranks(2, 4)
+def test_what_is_made_with_the_number_of_heads_keeps_the_layers_apart():
+    model = nn.Sequential(nn.LayerNorm(WIDTH), OfItsHeads()).double()
     check_exact(model, loss)
     assert split(model) == ([], [])
 
