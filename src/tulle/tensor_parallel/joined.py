@@ -10,52 +10,23 @@ et al., *Megatron-LM* (2019), section 3; what a module computes is known by `for
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from tulle.tensor_parallel.dataflow.flow import Flow
 from tulle.tensor_parallel.dataflow.forward import follow, holds_linear
-from tulle.tensor_parallel.dataflow.notes import Argument, Attention, Column, Count, Row, Site
+from tulle.tensor_parallel.dataflow.notes import Argument, Attention, Column, Site
 from tulle.tensor_parallel.dataflow.products import GROUPS
 from tulle.tensor_parallel.dataflow.rewriting import Counted, Rewriting
 from tulle.tensor_parallel.dropout import draw_apart
-from tulle.tensor_parallel.linear import is_transposed
+from tulle.tensor_parallel.groups import Group, by_layers, fits, groups, heads_of, inputs_of, is_of, union
+from tulle.tensor_parallel.norms import split_norm
 from tulle.tensor_parallel.placement import length_on
 from tulle.tensor_parallel.region import Gathered, OfHeads, Region, enter_within
 from tulle.tensor_parallel.splitter import Splitter
 from tulle.tensor_parallel.told import OfThree, Told, Watch, tell_within
-
-_LENGTHS = ("in_features", "out_features", "nf", "nx")
-"""Attributes of linear layers that are a rank's own once they are split."""
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Layers that are split together.
-
-    Args:
-        columns: By output features, or by heads.
-        rows: By input features.
-        attentions: What the heads are for.
-        between: Norms and dropouts.
-    """
-
-    columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
-    attentions: tuple[Attention, ...]
-    between: tuple[nn.Module, ...]
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """All of them."""
-        return [*{id(one.linear): one.linear for one in (*self.columns, *self.rows)}.values()]
-
-    @property
-    def keys(self) -> set[int]:
-        """The layers by identity, and their sections by their keys."""
-        return {*map(id, self.layers), *(one.key for one in self.columns)}
 
 
 @dataclass(slots=True)
@@ -119,7 +90,7 @@ class Joined:
         """What attributes are to say within forward, of one rank's."""
         for attention in (one for group in self.groups for one in group.attentions):
             if self._shared(attention):
-                yield attention.module, GROUPS, _heads(attention.queries, self.flow) // self.ranks
+                yield attention.module, GROUPS, heads_of(attention.queries, self.flow) // self.ranks
 
     def _rewritings(self, keys: set[int]) -> Iterator[tuple[nn.Module, Rewriting, list[Site]]]:
         """Modules whose code says how much there is of some layers' work, and where."""
@@ -131,7 +102,7 @@ class Joined:
 
     def _own(self, site: Site, rank: int) -> dict[int, set[int]]:
         """What numbers that are said in a place become on a rank."""
-        shared = _union(self._shared(one) for group in self.groups for one in group.attentions)
+        shared = union(self._shared(one) for group in self.groups for one in group.attentions)
         found: dict[int, set[int]] = {}
         for count in self.flow.counts[site]:
             column = self.flow.columns[next(iter(count.layers))]
@@ -163,24 +134,31 @@ class Joined:
             rewriting.apply([Counted(name_of(module), numbers, site.place) for numbers, site in counts])
 
     def _split(self, group: Group, to: Splitter, name_of: Callable[[nn.Module], str]) -> None:
-        inner = _inputs(group.rows[0].linear)
+        inner = inputs_of(group.rows[0].linear)
         shared = [self._shared(one) for one in group.attentions]
         for attention, layers in zip(group.attentions, shared, strict=True):
             self._split_shared(attention, layers, to, name_of)
-        for columns in _by_layers(group):
-            if columns[0].key not in _union(shared):
+        for columns in by_layers(group):
+            if columns[0].key not in union(shared):
                 self._split_columns(columns, to.within(name_of(columns[0].linear)))
         for row in group.rows:
             to.within(name_of(row.linear)).row(row.linear)
-        for norm, layers in self.flow.norms.values():
-            if layers & group.keys:
-                to.within(name_of(norm)).summed(norm)
-        for dropout, layers in self.flow.dropouts.values():
-            if layers & group.keys:
-                to.within(name_of(dropout)).hidden_dropout(dropout, inner)
+        self._split_between(group, inner, to, name_of)
         if group.keys & self.flow.drawing:
             columns, rows = ([one.linear for one in some] for some in (group.columns, group.rows))
             draw_apart(self.module, columns, rows, to.within(name_of(columns[0])).region, is_always=True)
+
+    def _split_between(self, group: Group, inner: int, to: Splitter, name_of: Callable[[nn.Module], str]) -> None:
+        """Have norms and dropout see parts."""
+        for norm, layers in self.flow.norms.values():
+            if layers & group.keys:
+                to.within(name_of(norm)).summed(norm)
+        for norm, layers in self.flow.wide_norms.values():
+            if layers & group.keys:
+                split_norm(norm, self.flow.columns[min(layers)].features, to.within(name_of(norm)))
+        for dropout, layers in self.flow.dropouts.values():
+            if layers & group.keys:
+                to.within(name_of(dropout)).hidden_dropout(dropout, inner)
 
     def _split_columns(self, columns: Sequence[Column], to: Splitter) -> None:
         """Split a layer of which these are the sections, or which is one."""
@@ -196,7 +174,7 @@ class Joined:
         """Have each rank use the head of keys and values that its queries need, where there are fewer than ranks."""
         if not shared:
             return
-        queries, pairs = (_heads(layers, self.flow) for layers in (attention.queries, attention.others[0]))
+        queries, pairs = (heads_of(layers, self.flow) for layers in (attention.queries, attention.others[0]))
         first = to.shared_head(queries, pairs)
         for column in (self.flow.columns[layer] for layer in shared):
             width = column.width or 0
@@ -205,11 +183,11 @@ class Joined:
     def _shared(self, attention: Attention) -> frozenset[int]:
         """Layers of keys and values that stay whole on every rank."""
         layers = attention.others[0] | attention.others[1]
-        return layers if _heads(attention.others[0], self.flow) % self.ranks else frozenset()
+        return layers if heads_of(attention.others[0], self.flow) % self.ranks else frozenset()
 
     def _region(self, argument: Argument, region: Region) -> Region:
         counts = {
-            _heads(one.queries, self.flow)
+            heads_of(one.queries, self.flow)
             for group in self.groups
             for one in group.attentions
             if argument in self.flow.masks and self.flow.met[argument] & one.queries
@@ -249,7 +227,7 @@ class Joined:
             layers & keys and (argument in self._otherwise or len(self.flow.masks.get(argument, ())) > 1)
             for argument, layers in self.flow.met.items()
         )
-        shared = _union(map(self._shared, group.attentions))
+        shared = union(map(self._shared, group.attentions))
         alone = [one for one in group.columns if self._enters_alone(one)]
         return self._is_said(keys) and not is_met and not any(one.key in shared for one in alone)
 
@@ -286,9 +264,7 @@ def joined(module: nn.Module, ranks: int, is_wanted: Callable[[Group], bool]) ->
     if not any(holds_linear(one) for one in (module, *module.children())):
         return None
     flow = follow(module)
-    found = [
-        group for group in _groups(flow) if _is_of(module, group) and _fits(group, flow, ranks) and is_wanted(group)
-    ]
+    found = [group for group in groups(flow) if is_of(module, group) and fits(group, flow, ranks) and is_wanted(group)]
     result = Joined(module, ranks, flow, found)
     return result if result.groups else None
 
@@ -297,110 +273,3 @@ def _named_arguments(module: nn.Module) -> Collection[str]:
     """Names of the arguments of a module's forward, but for those that take what is left."""
     arguments = inspect.signature(module.forward).parameters
     return [name for name, one in arguments.items() if one.kind.name.endswith("KEYWORD") and "VAR" not in one.kind.name]
-
-
-def _groups(flow: Flow) -> Iterator[Group]:
-    """Column layers, and the row layers that take what they give."""
-    rest = dict(flow.rows)
-    while rest:
-        row = rest.pop(next(iter(rest)))
-        rows, layers = [row], row.layers
-        while more := [key for key, one in rest.items() if one.layers & layers]:
-            rows += [rest.pop(key) for key in more]
-            layers = _union(one.layers for one in rows)
-        columns = tuple(column for key, column in flow.columns.items() if key in layers)
-        attentions = tuple(one for one in flow.attentions if one.queries & layers)
-        between = [*flow.norms.values(), *flow.dropouts.values()]
-        yield Group(columns, tuple(rows), attentions, tuple(one for one, of in between if of & layers))
-
-
-def _is_of(module: nn.Module, group: Group) -> bool:
-    """Whether layers lie in several children of a module: else the child that has them says what becomes of them."""
-    own = {id(layer) for layer in group.layers}
-    return all(not own <= {id(one) for one in child.modules()} for child in module.children())
-
-
-def _fits(group: Group, flow: Flow, ranks: int) -> bool:
-    """Whether layers can be split together, but for what enters."""
-    keys = group.keys
-    told = {(id(layer), name) for layer in group.layers for name in _LENGTHS} & {*flow.reads}
-    if told:
-        return False
-    begun = {one.begun for one in (*group.columns, *group.rows)}
-    if keys & flow.spoiled or (keys & flow.drawing and len(begun) > 1):
-        return False
-    if len(group.rows) > len(_by_layers(group)):  # each row gives a sum: a layer before three projections, say
-        return False
-    if not all(_attends(one, flow, ranks) for one in group.attentions):
-        return False
-    heads = {_heads(layers, flow) for one in group.attentions for layers in (one.queries, *one.others)}
-    if any(layers & keys and lengths & heads for lengths, layers in flow.lengths):  # of each head, perhaps
-        return False
-    attended = _union(layers for one in group.attentions for layers in (one.queries, *one.others))
-    narrow = _union(layers for one in group.attentions for layers in one.others) - _union(
-        one.queries for one in group.attentions
-    )
-    inner = {_inputs(row.linear) for row in group.rows}
-    is_even = {column.features for column in group.columns if column.key not in narrow}
-    return (
-        attended == {column.key for column in group.columns if column.width}
-        and all(column.length % column.fold == 0 for column in group.columns)
-        and all(_is_whole(columns, flow) for columns in _by_layers(group))
-        and is_even == inner
-        and len(inner) == 1
-        and min(inner) >= ranks
-        and all(_says(count, flow) for counts in flow.counts.values() for count in counts if count.layers & keys)
-    )
-
-
-def _by_layers(group: Group) -> list[list[Column]]:
-    """The sections of each layer, in order."""
-    found: dict[int, list[Column]] = {}
-    for column in sorted(group.columns, key=lambda one: one.start):
-        found.setdefault(id(column.linear), []).append(column)
-    return [*found.values()]
-
-
-def _is_whole(columns: Sequence[Column], flow: Flow) -> bool:
-    """Whether these are all of a layer, which is used nowhere but by its sections, if it has any."""
-    key = id(columns[0].linear)
-    used = [one.layers for one in flow.rows.values()]
-    used += [layers for one in flow.attentions for layers in (one.queries, *one.others)]
-    ends = [0, *(one.start + one.length for one in columns)]
-    is_used = columns[0].is_section and any(key in layers for layers in used)
-    return not is_used and ends[:-1] == [one.start for one in columns] and ends[-1] == flow.columns[key].length
-
-
-def _says(count: Count, flow: Flow) -> bool:
-    """Whether code says how many heads there are, or features in all, as far as that is known."""
-    columns = [flow.columns[layer] for layer in count.layers]
-    found = {(one.heads, one.features, one.width, one.fold) for one in columns}
-    number = {"heads": columns[0].heads, "features": columns[0].features}.get(count.of)  # else it is as it was read
-    return len(found) == 1 and (number is None or count.number in (None, number))
-
-
-def _attends(attention: Attention, flow: Flow, ranks: int) -> bool:
-    """Whether heads divide among ranks, and those of keys and values do, or the ranks among them."""
-    columns = [[flow.columns[layer] for layer in layers] for layers in (attention.queries, *attention.others)]
-    if not all(len({(one.length, one.width) for one in some}) == 1 and some[0].width for some in columns):
-        return False
-    queries, keys, contents = (_heads(layers, flow) for layers in (attention.queries, *attention.others))
-    if keys != contents or queries % ranks or queries % keys:
-        return False
-    told = id(attention.module), GROUPS
-    is_told = GROUPS in vars(attention.module) and len(flow.repeated.get(told, ())) == flow.reads[told]
-    is_told = is_told and flow.repeated_otherwise.isdisjoint(attention.others[0] | attention.others[1])
-    is_shared = ranks % keys == 0 and is_told and not any(one.is_section for some in columns for one in some)
-    return keys % ranks == 0 or is_shared
-
-
-def _heads(layers: Collection[int], flow: Flow) -> int:
-    return next(flow.columns[layer] for layer in layers).heads
-
-
-def _union(layers: Iterable[frozenset[int]]) -> frozenset[int]:
-    return frozenset().union(*layers)
-
-
-def _inputs(linear: nn.Module) -> int:
-    return linear.get_parameter("weight").shape[0 if is_transposed(linear) else 1]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from tulle.tensor_parallel.dataflow.callers import callers
-from tulle.tensor_parallel.joined import Group
+from tulle.tensor_parallel.groups import Group
 from tulle.tensor_parallel.readers import is_used_past_forward, may_read, read_past
 from tulle.tensor_parallel.registry import factory_of, is_alone
 from tulle.tensor_parallel.splitter import has_own_keys, has_plain_rows
@@ -44,7 +44,8 @@ class Known:
         each that is held, and of a feed-forward network a sixth, as between its layers none do.
         """
         parameters = [own for layer in group.layers for own in layer.parameters()]
-        if not group.keys.isdisjoint(self.apart) or any(id(own) in self.held for own in parameters):
+        is_apart = not self.apart.isdisjoint(map(id, (*group.layers, *group.wide)))
+        if is_apart or any(id(own) in self.held for own in parameters):
             return False
         is_called = any(self._is_called(one, module) for one in (*group.layers, *group.between))
         return not is_called and _TOGETHER * sum(own.nbytes for own in parameters) >= smallest_bytes
@@ -94,8 +95,8 @@ def is_bound_to_stay(module: nn.Module) -> bool:
 def _apart(model: nn.Module) -> set[int]:
     """Identities of layers that are not split together with others.
 
-    Code calls them past the forward of the module that has them, or they share a parameter with another layer,
-    which may be split another way.
+    Code calls them past the forward of the module that has them, or reads a parameter of theirs, or they share one with
+    another layer, which may be split another way.
     """
     layers = [module for module in model.modules() if not module._modules]
     counts = Counter(id(parameter) for layer in layers for parameter in layer._parameters.values())
@@ -108,4 +109,6 @@ def _apart(model: nn.Module) -> set[int]:
     tied = {
         id(one) for one in layers if any(counts[id(own)] > 1 for own in one._parameters.values() if own is not None)
     }
-    return tied | past
+    read = {*map(id, read_past(model))}
+    told = {id(one) for one in layers if any(id(own) in read for own in one._parameters.values())}
+    return tied | past | told

@@ -121,7 +121,7 @@ class Splitter:
         else:
             self.cut(linear, "weight", dim=1)
             if isinstance(linear, nn.Linear):
-                linear.in_features = self._own(linear.in_features)
+                linear.in_features = self.own(linear.in_features)
             take_on(linear, RowLinear, region=self.region)
         self.norm(linear, "bias")
 
@@ -345,7 +345,8 @@ class Splitter:
         if isinstance(dropout, nn.Dropout):
             take_on(dropout, SplitDropout, region=self.region, dim=dim, whole=whole)
 
-    def _own(self, length: int) -> int:
+    def own(self, length: int) -> int:
+        """This rank's part of so many features."""
         return length_on(self.axis.rank, length, self.axis.size)
 
 

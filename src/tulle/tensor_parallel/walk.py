@@ -13,8 +13,9 @@ from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.names import as_names
 from tulle.tensor_parallel.dropout import draw_apart
+from tulle.tensor_parallel.groups import Group
 from tulle.tensor_parallel.inside import inside
-from tulle.tensor_parallel.joined import Group, joined
+from tulle.tensor_parallel.joined import joined
 from tulle.tensor_parallel.known import Known, is_bound_to_stay, only_names
 from tulle.tensor_parallel.left import left_whole
 from tulle.tensor_parallel.placement import place, placements_of

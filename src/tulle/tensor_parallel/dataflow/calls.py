@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.nn.modules import activation, dropout
 
 from tulle.tensor_parallel.dataflow.flow import Flow, Frame
+from tulle.tensor_parallel.dataflow.means import is_over
 from tulle.tensor_parallel.dataflow.methods import DRAWING, said_in_call
 from tulle.tensor_parallel.dataflow.notes import Attention
 from tulle.tensor_parallel.dataflow.products import multiplied, repeated, summed
@@ -172,12 +173,8 @@ def _of_module(frame: Frame, module: nn.Module, given: Sequence[Value], keywords
         return flow.dropped(values[0], module, is_none=not module.p)
     if _is_elementwise(module) and len(values) == 1:
         return flow.elementwise(values[0])
-    if type(module) is nn.Softmax and module.dim == -1 and len(values) == 1 and isinstance(values[0], Heads):
-        flow.decided[id(module), "dim"] = -1
-        return Heads(values[0].layers, values[0].dim, is_weights=True)
-    if len(values) == 1 and isinstance(values[0], Heads) and _is_of_each_head(frame, module, values[0]):
-        flow.norms[id(module)] = module, values[0].layers
-        return values[0]
+    if len(values) == 1 and (found := _of_norm(frame, module, values[0])) is not None:
+        return found
     bound = _bound(module, given, keywords)
     if bound is not None:
         split = {name: value for name, value in bound.items() if is_split(value)}
@@ -219,6 +216,27 @@ def _is_of_each_head(frame: Frame, module: nn.Module, heads: Heads) -> bool:
     forward = None if is_torchs else forward_of(module)
     is_norm = is_torchs or (forward is not None and "Norm" in type(module).__name__ and looks_at_last(forward))
     return is_norm and len(widths) == 1 and (shapes == widths_of or (is_torchs and not shapes))
+
+
+def _of_norm(frame: Frame, module: nn.Module, value: Value) -> Value | None:
+    """What a norm gives, or a softmax, of each head or of all features; None for other modules."""
+    flow = frame.flow
+    if isinstance(value, Heads) and type(module) is nn.Softmax and module.dim == -1:
+        flow.decided[id(module), "dim"] = -1
+        return Heads(value.layers, value.dim, is_weights=True)
+    if isinstance(value, Heads) and _is_of_each_head(frame, module, value):
+        flow.norms[id(module)] = module, value.layers
+        return value
+    if isinstance(value, Parts) and _is_of_all(frame, module, value):
+        flow.wide_norms[id(module)] = module, value.layers
+        return Parts(value.layers)
+    return None
+
+
+def _is_of_all(frame: Frame, module: nn.Module, parts: Parts) -> bool:
+    """Whether a module is a norm of as many features as layers give, which is used once."""
+    features = {frame.flow.columns[layer].features for layer in parts.layers}
+    return len(features) == 1 and id(module) not in frame.flow.wide_norms and is_over(module, features.pop())
 
 
 def _bound(module: nn.Module, given: Sequence[Value], keywords: Mapping[str, Value]) -> dict[str, Value] | None:

@@ -67,6 +67,8 @@ class Flow:
     """What is attended to, where forward gives it: at which place of a tuple, or all of the result."""
     norms: dict[int, tuple[nn.Module, frozenset[int]]] = field(default_factory=dict)
     """Modules that are applied to each head, and the layers that these come from."""
+    wide_norms: dict[int, tuple[nn.Module, frozenset[int]]] = field(default_factory=dict)
+    """Modules that are applied to all features of a layer, and the layer."""
     dropouts: dict[int, tuple[nn.Module, frozenset[int]]] = field(default_factory=dict)
     """Of features of which a rank has a part."""
     whole_dropouts: set[int] = field(default_factory=set)

@@ -13,7 +13,7 @@ import __future__
 import ast
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import CellType, CodeType, FunctionType
@@ -120,11 +120,11 @@ class Rewriting:
         """Whether all methods that say a number, and all by which forward comes to them, can be written anew."""
         return not is_derived(type(self._module)) and all(self._find(one.at.function) for one in self._sites)
 
-    def apply(self, counts: Sequence[Counted]) -> None:
+    def apply(self, counts: Sequence[Callable[[Any], Any]]) -> None:
         """Have the module be of a class with the code written anew.
 
         Args:
-            counts: What each number becomes.
+            counts: What each number becomes, or what else is said there.
         """
         self._module.__dict__[_COUNTS] = tuple(counts)
         put_before(self._kind(), self._module)
