@@ -200,3 +200,13 @@ def test_hooks_see_whole_features():
     check_exact(model, loss)
     assert {*seen} == {WIDTH}
     assert split(model) == ([], [])
+
+
+@on_ranks(2)
+def test_a_head_of_few_features_that_scores_many_words_gathers_them():
+    torch.manual_seed(0)
+    head = nn.Sequential(linear(), nn.GELU(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH))
+    model = nn.Sequential(nn.LayerNorm(WIDTH), head).double()
+    check_exact(model, loss)
+    assert split(model) == ([], [])  # their sum would be twice the numbers
+    assert {"1.0.weight", "1.3.weight"} <= {*tensor_parallel.placements(model)}

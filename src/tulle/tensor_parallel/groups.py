@@ -78,6 +78,8 @@ def fits(group: Group, flow: Flow, ranks: int) -> bool:
         return False
     if len(group.rows) > len(by_layers(group)):  # each row gives a sum: a layer before three projections, say
         return False
+    if not _is_cheaper(group):
+        return False
     if not all(_attends(one, flow, ranks) for one in group.attentions):
         return False
     heads = {heads_of(layers, flow) for one in group.attentions for layers in (one.queries, *one.others)}
@@ -98,6 +100,17 @@ def fits(group: Group, flow: Flow, ranks: int) -> bool:
         and min(inner) >= ranks
         and all(_says(count, flow) for counts in flow.counts.values() for count in counts if count.layers & keys)
     )
+
+
+def _is_cheaper(group: Group) -> bool:
+    """Whether layers send less together than each for itself: not where a head of few features scores many words.
+
+    A row's sum is twice the numbers of a gather of its outputs; by itself each layer gathers its outputs, and the
+    gradient of what goes into a row layer is a sum.
+    """
+    sums = sum(2 * _outputs_of(one.linear) for one in group.rows)
+    apart = sum(_outputs_of(one.linear) + 2 * inputs_of(one.linear) for one in group.rows)
+    return sums <= apart + sum(one.length for one in group.columns)
 
 
 def by_layers(group: Group) -> list[list[Column]]:
@@ -155,3 +168,7 @@ def union(layers: Iterable[frozenset[int]]) -> frozenset[int]:
 def inputs_of(linear: nn.Module) -> int:
     """How many features a linear layer takes."""
     return linear.get_parameter("weight").shape[0 if is_transposed(linear) else 1]
+
+
+def _outputs_of(linear: nn.Module) -> int:
+    return linear.get_parameter("weight").shape[1 if is_transposed(linear) else 0]
