@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
+from functools import cache
+from types import FunctionType
 
 from torch import nn
 
@@ -29,17 +32,21 @@ def is_over(norm: nn.Module, features: int) -> bool:
 def means(norm: nn.Module) -> list[Site]:
     """Where a norm's code takes a mean over the last dimension, if all else in it treats each number by itself."""
     forward = forward_of(norm)
-    source = None if forward is None else source_of(forward)
-    calls = [] if source is None else [one for one in ast.walk(source) if isinstance(one, ast.Call)]
-    found = [one for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr == "mean"]
-    others = [one for one in calls if one not in found]
-    is_each = all(isinstance(one.func, ast.Attribute) and one.func.attr in _TREATS_EACH for one in others)
+    return [Site(At(id(norm), forward, one), one) for one in _means_in(forward)] if forward is not None else []
+
+
+@cache
+def _means_in(forward: FunctionType) -> Sequence[ast.Call]:
+    source = source_of(forward)
     nodes = [] if source is None else [*ast.walk(source)]
+    calls = [one for one in nodes if isinstance(one, ast.Call)]
+    found = [one for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr == "mean"]
+    is_each = all(
+        one in found or (isinstance(one.func, ast.Attribute) and one.func.attr in _TREATS_EACH) for one in calls
+    )
     is_other = any(isinstance(one, ast.MatMult | ast.Subscript) for one in nodes)
     is_told = any(isinstance(one, ast.Attribute) and one.attr in _TELLS for one in nodes)
-    if not is_each or is_other or is_told or not all(_is_of_last(one) for one in found):
-        return []
-    return [Site(At(id(norm), forward, one), one) for one in found]
+    return found if is_each and not is_other and not is_told and all(map(_is_of_last, found)) else []
 
 
 def _is_of_last(mean: ast.Call) -> bool:
