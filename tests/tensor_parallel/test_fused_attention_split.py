@@ -303,3 +303,19 @@ def test_modules_of_one_class_are_of_one_class_afterwards():
     model = nn.Sequential(NanoGPT(), NanoGPT()).double()
     tensor_parallel.apply(model, tulle.init(model=-1)["model"], smallest_bytes=0)
     assert type(model[0]) is type(model[1])
+
+
+@on_ranks(2)
+def test_what_kernels_drop_between_sections_is_each_ranks_own():
+    torch.manual_seed(0)
+    model = nn.Sequential(Timm(), nn.Dropout(0.5))
+    model[0].attn_drop.p = 0.5
+    axis = tulle.init(model=-1)["model"]
+    tensor_parallel.apply(model, axis, smallest_bytes=0)
+    assert len(split(model)[1]) == 1
+    torch.manual_seed(3)
+    first, second = (model(numbers(2, 5, WIDTH, seed=0).float()) for _ in range(2))
+    assert not torch.equal(first, second)
+    drawn = [None] * axis.size
+    torch.distributed.all_gather_object(drawn, [first.tolist(), second.tolist(), torch.rand(()).item()])
+    assert drawn[0] == drawn[1]

@@ -145,7 +145,7 @@ class Joined:
             to.within(name_of(row.linear)).row(row.linear)
         self._split_between(group, inner, to, name_of)
         if group.keys & self.flow.drawing:
-            columns, rows = ([one.linear for one in some] for some in (group.columns, group.rows))
+            columns, rows = [one[0].linear for one in by_layers(group)], [one.linear for one in group.rows]
             draw_apart(self.module, columns, rows, to.within(name_of(columns[0])).region, is_always=True)
 
     def _split_between(self, group: Group, inner: int, to: Splitter, name_of: Callable[[nn.Module], str]) -> None:
