@@ -24,7 +24,7 @@ class Group:
         columns: By output features, or by heads.
         rows: By input features.
         attentions: What the heads are for.
-        between: Norms and dropouts.
+        between: Norms and dropouts, and modules without parameters that attend.
         wide: Norms over all features among these.
     """
 
@@ -57,14 +57,21 @@ def groups(flow: Flow) -> Iterator[Group]:
         columns = tuple(column for key, column in flow.columns.items() if key in layers)
         attentions = tuple(one for one in flow.attentions if one.queries & layers)
         between = [*flow.norms.values(), *flow.wide_norms.values(), *flow.dropouts.values()]
+        plain = tuple(one for one in flow.frames.values() if next(one.parameters(), None) is None)  # computes alone
         near, wide = (tuple(one for one, of in found if of & layers) for found in (between, flow.wide_norms.values()))
-        yield Group(columns, tuple(rows), attentions, near, wide)
+        yield Group(columns, tuple(rows), attentions, (*near, *plain), wide)
 
 
 def is_of(module: nn.Module, group: Group) -> bool:
     """Whether layers lie in several children of a module: else the child that has them says what becomes of them."""
     own = {id(layer) for layer in group.layers}
-    return all(not own <= {id(one) for one in child.modules()} for child in module.children())
+    return all(not own <= {id(one) for one in child.modules()} for child in _called(module))
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """The children of a module, and of lists among them, which have no forward."""
+    for child in module.children():
+        yield from _called(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
 
 
 def fits(group: Group, flow: Flow, ranks: int) -> bool:

@@ -24,7 +24,7 @@ from tulle.tensor_parallel.dropout import draw_apart
 from tulle.tensor_parallel.groups import Group, by_layers, fits, groups, heads_of, inputs_of, is_of, union
 from tulle.tensor_parallel.norms import split_norm
 from tulle.tensor_parallel.placement import length_on
-from tulle.tensor_parallel.region import Gathered, OfHeads, Region, enter_within
+from tulle.tensor_parallel.region import Gathered, Kept, OfHeads, Region, enter_within
 from tulle.tensor_parallel.splitter import Splitter
 from tulle.tensor_parallel.told import OfThree, Told, Watch, tell_within
 
@@ -76,15 +76,24 @@ class Joined:
             for layer in group.layers if group.keys & self.flow.of_three else ():
                 if id(layer) in self.flow.of_three:
                     layer.register_forward_hook(OfThree(name_of(layer)))
-        for place, weights in self.flow.given_out.items():
-            if weights.layers & self.keys:
-                whole = Gathered(to.within(name_of(self.module)).region, place, weights.dim)
-                self.module.register_forward_hook(whole)
+        self._give_out(to, name_of)
         if told:
             tell_within(self.module, told)
         decided = tuple((owners[key], name, value) for (key, name), value in self.flow.decided.items() if key in owners)
         if decided:
             self.module.register_forward_pre_hook(Watch(name_of(self.module), decided))
+
+    def _give_out(self, to: Splitter, name_of: Callable[[nn.Module], str]) -> None:
+        """Have what is attended to be that of all heads where a program may see it."""
+        keys = self.keys
+        for place, weights in self.flow.given_out.items():
+            if weights.layers & keys:
+                whole = Gathered(to.within(name_of(self.module)).region, place, weights.dim)
+                self.module.register_forward_hook(whole)
+        for (owner, name), weights in self.flow.kept.items():
+            if weights.layers & keys:
+                frame = self.flow.frames[owner]
+                frame.register_forward_hook(Kept(to.within(name_of(frame)).region, name, weights.dim))
 
     def _told(self) -> Iterator[Told]:
         """What attributes are to say within forward, of one rank's."""

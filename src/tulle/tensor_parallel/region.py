@@ -193,6 +193,24 @@ class Gathered:
         return self
 
 
+class Kept(Gathered):
+    """A hook after forward: what it kept as an attribute of each rank's own heads is of all.
+
+    Args:
+        region: Whose heads.
+        name: Of the attribute.
+        dim: The dimension of heads, from the end.
+    """
+
+    def __init__(self, region: Region, name: str, dim: int) -> None:
+        super().__init__(region, None, dim)
+        self._name = name
+
+    def __call__(self, module: nn.Module, _arguments: object, _output: Any) -> None:
+        """Keep the whole instead."""
+        setattr(module, self._name, self._whole(getattr(module, self._name, None)))
+
+
 class Sequences:
     """Hooks that split activations along sequences, and make them whole again.
 

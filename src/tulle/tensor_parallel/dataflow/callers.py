@@ -132,6 +132,9 @@ class _Method:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
                 self._store(target, self._of(node.value))
+        elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension) and (both := _zipped(node)):
+            for target, of in both:
+                self._store(target, _items(self._of(of)))
         elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
             is_pairs = isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func).endswith(_PAIRS)
             self._store(node.target, _items(self._of(node.iter)), is_pairs=is_pairs)
@@ -227,6 +230,16 @@ def _nodes_of(function: FunctionType) -> tuple[ast.AST, ...]:
     """Those of a function's code that matter."""
     source = source_of(function)
     return () if source is None else tuple(one for one in ast.walk(source) if isinstance(one, _MATTERS))
+
+
+def _zipped(node: ast.For | ast.AsyncFor | ast.comprehension) -> list[tuple[ast.expr, ast.expr]]:
+    """What a loop goes through side by side, and by which names."""
+    call, target = node.iter, node.target
+    is_zip = isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "zip"
+    if not isinstance(call, ast.Call) or not is_zip or not isinstance(target, ast.Tuple):
+        return []
+    is_each = len(call.args) == len(target.elts) and not any(isinstance(one, ast.Starred) for one in call.args)
+    return [*zip(target.elts, call.args, strict=True)] if is_each else []
 
 
 def _is_of_python(node: ast.Call) -> bool:

@@ -284,6 +284,8 @@ def _of_function(frame: Frame, function: Any, given: Sequence[Value], keywords: 
         return flow.opaque(Known(function), *values)
     may_draw = not (getattr(function, "__module__", None) or "torch").startswith("torch") or name.startswith(DRAWING)
     found = _of_tensors(frame, function, given, keywords)
+    if found is None and any(map(is_split, values)):
+        found = frame.function(function, given, keywords)
     if found is None and getattr(function, "__closure__", None):  # over a parameter, perhaps
         return flow.opaque(*values)
     return found or flow.pure(*values, may_draw=may_draw)
@@ -307,6 +309,8 @@ def _of_python(frame: Frame, function: Any, given: Sequence[Value], keywords: Ma
             flow.reads[found.owner, found.name] += 1
         is_called = isinstance(found, Known) and isinstance(found.value, property | MethodType)
         return flow.opaque(given[0]) if is_called else found
+    if function is zip and all(items := [iterated(one) for one in given]):
+        return Several(tuple(map(Several, zip(*(one or () for one in items), strict=False))))
     if function is enumerate and given and (items := iterated(given[0])) is not None:
         return Several(tuple(Several((Known(number), item)) for number, item in enumerate(items)))
     return None

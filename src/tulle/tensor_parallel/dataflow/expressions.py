@@ -30,7 +30,7 @@ from tulle.tensor_parallel.dataflow.operators import (
 )
 from tulle.tensor_parallel.dataflow.products import multiplied
 from tulle.tensor_parallel.dataflow.shapes import of_three, stretch, taken, unpacked
-from tulle.tensor_parallel.dataflow.sources import names_of, told_by, written
+from tulle.tensor_parallel.dataflow.sources import asked, names_of, told_by, written
 from tulle.tensor_parallel.dataflow.values import (
     Attend,
     Fused,
@@ -113,6 +113,8 @@ class Expressions:
                 self.bind(one, item)
         elif isinstance(target, ast.Attribute) and (is_bare(value) or self._is_of_buffers(target, value)):
             self._flow.escape(value)
+        elif isinstance(target, ast.Attribute) and self._keeps(target, value):
+            pass
         elif isinstance(target, ast.Subscript):
             base = self.value(target.value)
             self._flow.escape(value, base, self.value(target.slice))  # who gave what has the item sees it changed
@@ -120,6 +122,15 @@ class Expressions:
         else:
             self._flow.escape(value)
             self.give_up(target)
+
+    def _keeps(self, target: ast.Attribute, value: Value) -> bool:
+        """Whether what is attended to is kept as an attribute of the module, which no code of its class asks for."""
+        module = self._frame.module
+        is_own = self.value(target.value) == Known(module) and target.attr not in asked(type(module))
+        if not is_own or not isinstance(value, Heads) or not value.is_weights:
+            return False
+        self._flow.kept[id(module), target.attr] = value
+        return True
 
     def _is_of_buffers(self, target: ast.Attribute, value: Value) -> bool:
         """Whether what is stored is made of buffers, as an attribute of the module that is none of its layers."""

@@ -65,6 +65,8 @@ class Flow:
     attentions: list[Attention] = field(default_factory=list)
     given_out: dict[int | None, Heads] = field(default_factory=dict)
     """What is attended to, where forward gives it: at which place of a tuple, or all of the result."""
+    kept: dict[Argument, Heads] = field(default_factory=dict)
+    """The same, where it is kept as an attribute of the module."""
     norms: dict[int, tuple[nn.Module, frozenset[int]]] = field(default_factory=dict)
     """Modules that are applied to each head, and the layers that these come from."""
     wide_norms: dict[int, tuple[nn.Module, frozenset[int]]] = field(default_factory=dict)
@@ -285,6 +287,10 @@ class Frame(Protocol):
 
     def method(self, function: FunctionType, arguments: Mapping[str, Value]) -> Value:
         """What a method of the module gives."""
+        ...
+
+    def function(self, function: Any, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value | None:
+        """What a function gives that is no method, or None if it is not looked into."""
         ...
 
     def within(self, child: nn.Module, arguments: Mapping[str, Value]) -> Value | None:

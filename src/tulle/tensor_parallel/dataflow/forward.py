@@ -7,6 +7,7 @@ attribute of the module does not decide, and what is not understood is taken to 
 from __future__ import annotations
 
 import ast
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
@@ -17,13 +18,23 @@ from torch import nn
 from tulle.tensor_parallel.dataflow.calls import call, iterated
 from tulle.tensor_parallel.dataflow.expressions import Expressions
 from tulle.tensor_parallel.dataflow.flow import Flow
-from tulle.tensor_parallel.dataflow.sources import forward_of, imported_names, loaded, names_at, names_of, source_of
+from tulle.tensor_parallel.dataflow.operators import SIMPLE
+from tulle.tensor_parallel.dataflow.sources import (
+    forward_of,
+    imported_names,
+    loaded,
+    names_at,
+    names_of,
+    source_of,
+    written,
+)
 from tulle.tensor_parallel.dataflow.values import (
     Given,
     Heads,
     Known,
     Own,
     Several,
+    Spread,
     Value,
 )
 
@@ -88,7 +99,25 @@ class Frame:
         variables: dict[str, Value] = {
             name: Given(frozenset([name]), id(self.module), is_aligned=True) for name in names
         }
-        variables |= {first: Known(self.module)} | dict(arguments)
+        return self._followed(function, source, variables | {first: Known(self.module)} | dict(arguments))
+
+    def function(self, function: Any, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value | None:
+        """What a function gives that is no method, of which the code is there, or None if it is not looked into."""
+        found = written(function) if isinstance(function, FunctionType) else None
+        source = None if found is None else source_of(found)
+        values = [*given, *keywords.values()]
+        is_list = any(isinstance(one, Several | Spread) for one in values)  # which it may change
+        if found is None or source is None or is_list or "**" in keywords or self._methods >= _METHODS:
+            return None
+        names = [one.arg for one in (*source.args.posonlyargs, *source.args.args)]
+        if len(given) > len(names) or found.__module__.startswith(("torch.", "einops")):
+            return None
+        variables: dict[str, Value] = {name: Own() for name in names_of(source.args)}
+        defaults = inspect.signature(found).parameters.values()
+        variables |= {one.name: Known(one.default) for one in defaults if isinstance(one.default, SIMPLE)}
+        return self._followed(found, source, variables | dict(zip(names, given, strict=False)) | dict(keywords))
+
+    def _followed(self, function: FunctionType, source: ast.FunctionDef, variables: dict[str, Value]) -> Value:
         self._methods += 1
         body = _Body(self, function, variables)
         body.block(source.body)
@@ -100,7 +129,9 @@ class Frame:
 
     def within(self, child: nn.Module, arguments: Mapping[str, Value]) -> Value | None:
         """What the forward of a module gives that this one calls, or None if it is not looked into."""
-        if self._depth == _DEPTH or not holds_linear(child):
+        is_near = self._depth < _DEPTH and holds_linear(child)
+        is_plain = self._depth < 2 * _DEPTH and arguments and next(child.parameters(), None) is None
+        if not is_near and not is_plain:
             return None
         return Frame(child, self.flow, self._depth + 1).run(arguments)
 
@@ -189,6 +220,14 @@ class _Body(Expressions):
         self.value(node.test)
         return False
 
+    def _delete(self, node: ast.Delete) -> bool:
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                self._variables.pop(target.id, None)
+            else:
+                self.give_up(target)
+        return False
+
     def _import(self, node: ast.Import | ast.ImportFrom) -> bool:
         for one, name in zip(node.names, imported_names(node), strict=True):
             path = one.name if one.asname else name
@@ -215,6 +254,7 @@ _STATEMENTS: dict[type[ast.stmt], Callable[[_Body, Any], bool]] = {
     ast.Return: _Body._return,
     ast.Raise: _Body._raise,
     ast.Assert: _Body._assert,
+    ast.Delete: _Body._delete,
     ast.Pass: _Body._nothing,
     ast.Import: _Body._import,
     ast.ImportFrom: _Body._import,

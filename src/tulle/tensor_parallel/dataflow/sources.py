@@ -7,7 +7,7 @@ import dis
 import inspect
 import textwrap
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from types import CellType, FunctionType
 from typing import Any
@@ -125,6 +125,16 @@ def looks_at_last(function: FunctionType) -> bool:
 @cache
 def stored(kind: type[nn.Module]) -> frozenset[str]:
     """Names of attributes that methods of a class store, but for the one that makes it."""
+    return _names_in(kind, ("STORE_ATTR",))
+
+
+@cache
+def asked(kind: type[nn.Module]) -> frozenset[str]:
+    """Names of attributes that methods of a class ask for."""
+    return _names_in(kind, ("LOAD_ATTR", "LOAD_METHOD"))
+
+
+def _names_in(kind: type[nn.Module], operations: Collection[str]) -> frozenset[str]:
     methods = [one for base in kind.__mro__ if not base.__module__.startswith("torch.") for one in vars(base).items()]
     codes = [method.__code__ for name, method in methods if isinstance(method, FunctionType) and name != "__init__"]
-    return frozenset(one.argval for code in codes for one in dis.get_instructions(code) if one.opname == "STORE_ATTR")
+    return frozenset(one.argval for code in codes for one in dis.get_instructions(code) if one.opname in operations)
