@@ -65,7 +65,9 @@ def groups(flow: Flow) -> Iterator[Group]:
 def is_of(module: nn.Module, group: Group) -> bool:
     """Whether layers lie in several children of a module: else the child that has them says what becomes of them."""
     own = {id(layer) for layer in group.layers}
-    return all(not own <= {id(one) for one in child.modules()} for child in _called(module))
+    return own <= {id(one) for one in module.modules()} and all(
+        not own <= {id(one) for one in child.modules()} for child in _called(module)
+    )
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:

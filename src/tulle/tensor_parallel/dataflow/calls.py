@@ -253,7 +253,8 @@ def _of_method(frame: Frame, function: FunctionType, given: Sequence[Value], key
     """What a method of the module itself gives: the arguments go on in it."""
     parameters = [*inspect.signature(function).parameters.values()][1:]
     named = [one for one in parameters if one.kind.name.endswith("KEYWORD")]
-    if any(isinstance(one, Spread) for one in given) or len(given) > len(named):
+    others = [one for name, one in keywords.items() if name not in {parameter.name for parameter in named}]
+    if any(isinstance(one, Spread) for one in given) or len(given) > len(named) or any(map(is_split, others)):
         return frame.flow.opaque(Known(frame.module), *given, *keywords.values())
     method = written(function)
     if method is None:

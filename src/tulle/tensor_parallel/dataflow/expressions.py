@@ -75,6 +75,8 @@ class Expressions:
         self._flow = frame.flow
         self._names = names
         self._variables = variables
+        self._outside: set[str] = set()
+        """Variables that other code sees too."""
 
     def value(self, node: ast.expr | None) -> Value:
         """What an expression is."""
@@ -107,6 +109,7 @@ class Expressions:
     def bind(self, target: ast.expr, value: Value) -> None:
         """Have what is assigned to be a value."""
         if isinstance(target, ast.Name):
+            self._flow.escape(*([value] if target.id in self._outside else []))
             self._variables[target.id] = value
         elif isinstance(target, ast.Tuple | ast.List) and not any(isinstance(one, ast.Starred) for one in target.elts):
             for one, item in zip(target.elts, self._unpacked(value, len(target.elts)), strict=True):

@@ -93,7 +93,7 @@ class Frame:
     def method(self, function: FunctionType, arguments: Mapping[str, Value]) -> Value:
         """What a function gives whose first argument is the module; arguments that are not told are the module's."""
         source = source_of(function)
-        if source is None or self._methods >= _METHODS:
+        if source is None or self._methods >= _METHODS or _is_generator(source):
             return self.flow.opaque(Known(self.module), *arguments.values())
         first, *names = names_of(source.args)
         variables: dict[str, Value] = {
@@ -110,7 +110,8 @@ class Frame:
         if found is None or source is None or is_list or "**" in keywords or self._methods >= _METHODS:
             return None
         names = [one.arg for one in (*source.args.posonlyargs, *source.args.args)]
-        if len(given) > len(names) or found.__module__.startswith(("torch.", "einops")):
+        is_fit = len(given) <= len(names) and {*keywords} <= {*names, *(one.arg for one in source.args.kwonlyargs)}
+        if not is_fit or _is_generator(source) or found.__module__.startswith(("torch.", "einops")):
             return None
         variables: dict[str, Value] = {name: Own() for name in names_of(source.args)}
         defaults = inspect.signature(found).parameters.values()
@@ -220,6 +221,11 @@ class _Body(Expressions):
         self.value(node.test)
         return False
 
+    def _declare(self, node: ast.Global | ast.Nonlocal) -> bool:
+        self._outside |= {*node.names}
+        self._variables |= {name: Own() for name in node.names}
+        return False
+
     def _delete(self, node: ast.Delete) -> bool:
         for target in node.targets:
             if isinstance(target, ast.Name):
@@ -255,6 +261,8 @@ _STATEMENTS: dict[type[ast.stmt], Callable[[_Body, Any], bool]] = {
     ast.Raise: _Body._raise,
     ast.Assert: _Body._assert,
     ast.Delete: _Body._delete,
+    ast.Global: _Body._declare,
+    ast.Nonlocal: _Body._declare,
     ast.Pass: _Body._nothing,
     ast.Import: _Body._import,
     ast.ImportFrom: _Body._import,
@@ -267,6 +275,10 @@ _STATEMENTS: dict[type[ast.stmt], Callable[[_Body, Any], bool]] = {
 def holds_linear(module: nn.Module) -> bool:
     """Whether a module has a linear layer of its own."""
     return any(isinstance(child, nn.Linear) or type(child).__name__ == "Conv1D" for child in module.children())
+
+
+def _is_generator(source: ast.FunctionDef) -> bool:
+    return any(isinstance(one, ast.Yield | ast.YieldFrom) for one in ast.walk(source))
 
 
 def _leaves_loop(node: ast.For) -> bool:
