@@ -207,8 +207,11 @@ class Expressions:
         is_within = base.is_within or name not in _OF_TENSORS
         return Given(base.names, base.frame, name == "layers", is_within=is_within)
 
-    def _be_at(self, node: ast.Call | ast.Subscript) -> None:
+    def _be_at(self, node: ast.Call | ast.Subscript, *values: Value) -> None:
+        """Note where in the code this is, and if nothing in these is split: a number there is that of wholes, too."""
         self._flow.at = At(id(self._frame.module), self._function, node)
+        if not any(map(is_split, values)):
+            self._flow.whole.add(self._flow.at)
 
     def _call(self, node: ast.Call) -> Value:
         if (several := self._mapped(node)) is not None:
@@ -220,12 +223,12 @@ class Expressions:
             if isinstance(base, Several):  # append, and the like
                 self._change(base)
             if not isinstance(base, Known):
-                self._be_at(node)
+                self._be_at(node, base)
                 return call_of(self._frame, base, node.func.attr, arguments, keywords)
             function = self._attribute_of(base, node.func.attr)
         else:
             function = self.value(node.func)
-        self._be_at(node)
+        self._be_at(node, *arguments, *keywords.values())
         return call(self._frame, function, arguments, keywords)
 
     def _mapped(self, node: ast.Call) -> Value | None:
@@ -321,7 +324,8 @@ class Expressions:
 
     def _item(self, node: ast.Subscript) -> Value:
         base, place = self.value(node.value), self.value(node.slice)
-        if isinstance(base, Known) and (found := _of_object(base, place)) is not None:
+        self._be_at(node, base)
+        if isinstance(base, Known) and (found := item_of_object(base, place)) is not None:
             return found
         if isinstance(place, Known) and isinstance(place.value, int):
             items = self._items(base, place.value)
@@ -353,11 +357,8 @@ class Expressions:
         outer, inner = node.slice.elts
         if self.value(outer) != Known(...) or not isinstance(inner, ast.Slice) or inner.step is not None:
             return None
-        self._be_at(node)
-        assert self._flow.at is not None, "it was told"
-        bounds = [
-            Said(self.value(one), Site(self._flow.at, one) if one else None) for one in (inner.lower, inner.upper)
-        ]
+        at = At(id(self._frame.module), self._function, node)
+        bounds = [Said(self.value(one), Site(at, one) if one else None) for one in (inner.lower, inner.upper)]
         return stretch(self._flow, base, (bounds[0], bounds[1]))
 
     def _items(self, base: Value, place: int | slice) -> Sequence[Value] | None:

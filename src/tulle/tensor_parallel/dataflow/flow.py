@@ -110,6 +110,8 @@ class Flow:
     def opaque(self, *values: Value, may_draw: bool = True) -> Value:
         """What a call gives of which nothing is known."""
         self.escape(*values)
+        if self.at is not None and layers_of(values):
+            self.whole.add(self.at)
         is_made = all(is_bare(value) and not trained(value) for value in values)
         self.calls += may_draw or not is_made
         return Given(frozenset(), 0, lengths=numbers_in(values)) if is_made else Own()

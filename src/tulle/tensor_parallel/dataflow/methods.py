@@ -54,8 +54,6 @@ def call_of(frame: Frame, value: Value, name: str, arguments: Sequence[Value], k
     """What a method of a value gives that is no object known."""
     flow, given = frame.flow, flat(arguments)
     everything = [value, *given, *keywords.values()]
-    if flow.at is not None and not is_split(value):
-        flow.whole.add(flow.at)
     if name in _SIZES:
         return flow.opaque(value) if isinstance(value, Fused) else _size(flow, value, name, given)
     if isinstance(value, Plain) and not all(map(is_bare, everything)):  # an object that may know what is trained
