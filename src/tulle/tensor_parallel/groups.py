@@ -85,6 +85,8 @@ def fits(group: Group, flow: Flow, ranks: int) -> bool:
     begun = {one.begun for one in (*group.columns, *group.rows)}
     if flow.spoiled & {*keys, *map(id, group.between)} or (keys & flow.drawing and len(begun) > 1):
         return False
+    if any(layers & keys and not layers <= keys for _, layers in flow.norms.values()):  # which may not be split
+        return False
     if len(group.rows) > len(by_layers(group)):  # each row gives a sum: a layer before three projections, say
         return False
     if not _is_cheaper(group):

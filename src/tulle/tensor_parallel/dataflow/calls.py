@@ -225,7 +225,8 @@ def _of_norm(frame: Frame, module: nn.Module, value: Value) -> Value | None:
         flow.decided[id(module), "dim"] = -1
         return Heads(value.layers, value.dim, is_weights=True)
     if isinstance(value, Heads) and _is_of_each_head(frame, module, value):
-        flow.norms[id(module)] = module, value.layers
+        _, layers = flow.norms.get(id(module), (module, frozenset()))
+        flow.norms[id(module)] = module, layers | value.layers
         return value
     if isinstance(value, Parts) and _is_of_all(frame, module, value):
         flow.wide_norms[id(module)] = module, value.layers
