@@ -135,7 +135,7 @@ def iterated(value: Value) -> Sequence[Value] | None:
 
 def _plain_member(module: nn.Module, name: str) -> Value:
     found = vars(module)[name] if name in vars(module) else inspect.getattr_static(type(module), name, None)
-    if name in vars(module):
+    if name in vars(module) or isinstance(found, int | float | str):
         if name == "training" or isinstance(found, torch.Tensor | list | dict | tuple):
             return Plain() if name == "training" else Own()
         if isinstance(found, int) and not isinstance(found, bool):
@@ -148,7 +148,7 @@ def _plain_member(module: nn.Module, name: str) -> Value:
         return Known(found.__func__)
     if isinstance(found, FunctionType):
         return Known(MethodType(found, module))
-    return Known(found) if isinstance(found, int | float | str | property) else Own()
+    return Known(found) if isinstance(found, property) else Own()
 
 
 def _of_object(value: Any) -> Value:
