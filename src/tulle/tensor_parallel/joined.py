@@ -118,13 +118,13 @@ class Joined:
             whole, own = column.features, self._features(column, shared, rank)
             if count.of == "heads":
                 whole, own = column.heads, 1 if count.layers <= shared else column.heads // self.ranks
-            elif count.of == "width":
-                whole = own = column.head_width
+            elif count.of == "width":  # of all that is fused in a head, if that is how it is seen first
+                whole = own = count.number or 0
             elif count.of == "end":
                 whole = count.number or 0
                 others = (one for one in self.flow.columns.values() if one.linear is column.linear and one.is_section)
                 own = sum(self._features(one, shared, rank) for one in others if one.start + one.length <= whole)
-            found.setdefault(whole, set()).add(own)
+            found.setdefault(-1 if count.is_rest else whole, set()).add(own)
         return found
 
     def _features(self, column: Column, shared: Collection[int], rank: int) -> int:

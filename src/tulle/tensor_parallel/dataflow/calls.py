@@ -16,8 +16,9 @@ from tulle.tensor_parallel.dataflow.flow import Flow, Frame
 from tulle.tensor_parallel.dataflow.means import is_over
 from tulle.tensor_parallel.dataflow.methods import DRAWING, said_in_call
 from tulle.tensor_parallel.dataflow.notes import Attention
+from tulle.tensor_parallel.dataflow.patterns import rearranged
 from tulle.tensor_parallel.dataflow.products import multiplied, repeated, summed
-from tulle.tensor_parallel.dataflow.shapes import chunked, cut, flat, rearranged, unbound, viewed
+from tulle.tensor_parallel.dataflow.shapes import chunked, cut, flat, unbound, viewed
 from tulle.tensor_parallel.dataflow.sources import forward_of, is_called_plainly, looks_at_last, stored, written
 from tulle.tensor_parallel.dataflow.values import (
     Attend,
@@ -301,7 +302,7 @@ def _of_python(frame: Frame, function: Any, given: Sequence[Value], keywords: Ma
     if any(function is one for one in _HARMLESS):
         return Plain()
     if all(map(is_bare, values)) and (getattr(function, "__module__", "") == "math" or function in _OF_NUMBERS):
-        return flow.plain(*values)
+        return flow.plain(*values, Plain(is_made=True))
     if function is super:
         return flow.opaque(Known(frame.module))
     if function is getattr and len(given) > 1 and all(isinstance(one, Known) for one in given[:2]):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from tulle.tensor_parallel.dataflow.calls import call, iterated, member
 from tulle.tensor_parallel.dataflow.flow import Frame
@@ -25,6 +25,7 @@ from tulle.tensor_parallel.dataflow.operators import (
     is_stretches,
     is_told,
     is_within_heads,
+    item_of_object,
     pieces,
     truth,
 )
@@ -32,7 +33,6 @@ from tulle.tensor_parallel.dataflow.products import multiplied
 from tulle.tensor_parallel.dataflow.shapes import of_three, stretch, taken, unpacked
 from tulle.tensor_parallel.dataflow.sources import asked, names_of, told_by, written
 from tulle.tensor_parallel.dataflow.values import (
-    Attend,
     Fused,
     Given,
     Heads,
@@ -381,13 +381,6 @@ class Expressions:
         value = self.value(node.value)
         self.bind(node.target, value)
         return value
-
-
-def _of_object(base: Known, place: Value) -> Value | None:
-    """An item of an object that is known."""
-    if isinstance(base.value, nn.ModuleDict) and isinstance(place, Known):
-        return Known(base.value._modules.get(place.value))
-    return Attend(takes_module=True) if type(base.value).__name__ == "AttentionInterface" else None
 
 
 _EXPRESSIONS: dict[type[ast.expr], Callable[[Expressions, Any], Value]] = {

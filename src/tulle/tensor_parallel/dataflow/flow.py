@@ -119,7 +119,8 @@ class Flow:
     def plain(self, *values: Value) -> Value:
         """What is no tensor, of values that are none; of modules among them, nobody knows what becomes."""
         self.escape(*values)
-        return Plain(of=numbers_in(values))
+        is_made = any(isinstance(one, Plain) and one.is_made for one in values)
+        return Plain(of=numbers_in(values), is_made=is_made)
 
     def decide(self, *values: Value) -> None:
         """What the code does depends on these, as they are now."""
@@ -133,10 +134,12 @@ class Flow:
         self.calls += may_draw
         return given
 
-    def count(self, said: Said, layers: frozenset[int], of: str) -> bool:
+    def count(self, said: Said, layers: frozenset[int], of: str, number: int | None = None) -> bool:
         """A number says how much there is, of which a rank has a part; whether it is known where the code has it."""
         if said.site is not None:
-            self.counts.setdefault(said.site, set()).add(Count(of, number_of(said.value), layers))
+            told = number_of(said.value)
+            count = Count(of, told if number is None else number, layers, is_rest=told == -1)
+            self.counts.setdefault(said.site, set()).add(count)
         return said.site is not None
 
     def reach(self, module: nn.Module, function: FunctionType, method: FunctionType) -> None:

@@ -125,13 +125,15 @@ class Count:
 
     Args:
         of: "heads", "features" of all of them, "width" of one, or the "end" of a section.
-        number: As it is now; None if nobody knows before the forward runs.
+        number: As it is now, or must be; None if nobody knows before the forward runs.
         layers: The column layers that the work comes from.
+        is_rest: Whether the code says -1 for it.
     """
 
     of: str
     number: int | None
     layers: frozenset[int]
+    is_rest: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from types import FunctionType, MethodType, ModuleType
 
 from torch import nn
 
-from tulle.tensor_parallel.dataflow.values import Known, Plain, Several, Spread, Value, number_of, numbers_in
+from tulle.tensor_parallel.dataflow.values import Attend, Known, Plain, Several, Spread, Value, number_of, numbers_in
 
 _ALL = slice(None)
 SOME = object()
@@ -65,9 +65,9 @@ def calculated(operator: ast.operator, left: Value, right: Value) -> Value:
     calculate = _OPERATORS.get(type(operator))
     of = numbers_in([left, right])
     if calculate is None or numbers[0] is None or numbers[1] is None:
-        return Plain(of=of)
+        return Plain(of=of, is_made=True)
     found = calculate(numbers[0], numbers[1])
-    return Known(found) if isinstance(left, Known) and isinstance(right, Known) else Plain(found, of)
+    return Known(found) if isinstance(left, Known) and isinstance(right, Known) else Plain(found, of, is_made=True)
 
 
 def is_within_heads(place: Value) -> bool:
@@ -91,3 +91,10 @@ def has_in_it(value: Value, part: Value) -> bool:
     if isinstance(value, Spread):
         return has_in_it(value.value, part)
     return value is part or (isinstance(value, Several) and any(has_in_it(one, part) for one in value.items))
+
+
+def item_of_object(base: Known, place: Value) -> Value | None:
+    """An item of an object that is known."""
+    if isinstance(base.value, nn.ModuleDict) and isinstance(place, Known):
+        return Known(base.value._modules.get(place.value))
+    return Attend(takes_module=True) if type(base.value).__name__ == "AttentionInterface" else None

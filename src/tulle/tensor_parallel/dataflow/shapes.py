@@ -26,16 +26,15 @@ from tulle.tensor_parallel.dataflow.values import (
     Several,
     Spread,
     Value,
-    is_bare,
     layers_of,
     number_of,
 )
 
 Split = Parts | Heads | Fused
 Named = Mapping[str, Said]
-_REST = Known(-1)
+REST = Known(-1)
 """What a shape says where the length is what is left."""
-_OUTER = ".."
+OUTER = ".."
 """The dimensions of samples and of a sequence."""
 
 
@@ -103,9 +102,9 @@ def viewed(frame: Frame, value: Split, given: Sequence[Said], named: Named) -> V
         return _merged(frame.flow, value, shape)
     count = 1 if isinstance(shape[0].value, Spread) else 2
     outer, inner = shape[:count], shape[count:]
-    if not _is_outer(outer, is_counted=all(one.value != _REST for one in inner)):
+    if not _is_outer(outer, is_counted=all(one.value != REST for one in inner)):
         return None
-    found = _by_heads(frame.flow, value, inner)
+    found = by_heads(frame.flow, value, inner, is_made=any(_is_made(one.value) for one in outer))
     if found is not None and count == 1:
         frame.flow.of_three |= value.layers
     return found
@@ -116,15 +115,22 @@ def unflattened(frame: Frame, value: Split, given: Sequence[Said], named: Named)
     if not isinstance(value, Parts) or named or len(given) != 2 or not _is_last(frame.flow, value, given[0].value):
         return None
     frame.flow.of_three |= value.layers
-    return _by_heads(frame.flow, value, _lengths(given[1:]))
+    return by_heads(frame.flow, value, _lengths(given[1:]))
 
 
-def _by_heads(flow: Flow, value: Parts, inner: Sequence[Said]) -> Value | None:
-    """Features by heads, or by heads and what is fused in the layer."""
+def by_heads(flow: Flow, value: Parts, inner: Sequence[Said], *, is_made: bool = False) -> Value | None:
+    """Features by heads, or by heads and what is fused in the layer.
+
+    Args:
+        flow: Of what.
+        value: The features.
+        inner: How many there are of each.
+        is_made: Whether lengths before may be others, of which -1 here would make up for.
+    """
     columns = [flow.columns[layer] for layer in value.layers]
     features = {column.features for column in columns}
     if len(inner) == 2 and len(features) == 1:
-        width = _width(flow, value.layers, features.pop(), *inner)
+        width = _width(flow, value.layers, features.pop(), *inner, is_made=is_made)
         if width is None:
             return None
         for layer, column in zip(value.layers, columns, strict=True):
@@ -132,10 +138,10 @@ def _by_heads(flow: Flow, value: Parts, inner: Sequence[Said]) -> Value | None:
                 flow.spoil(layer)
             column.width = width
         return Heads(value.layers, -2)
-    return _fused(flow, value, columns[0], inner) if len(inner) == 3 and value.is_fresh else None
+    return _fused(flow, value, columns[0], inner, is_made=is_made) if len(inner) == 3 and value.is_fresh else None
 
 
-def _fused(flow: Flow, value: Parts, column: Column, inner: Sequence[Said]) -> Fused | None:
+def _fused(flow: Flow, value: Parts, column: Column, inner: Sequence[Said], *, is_made: bool) -> Fused | None:
     """Features of a layer by what is fused in it and heads, or by heads and what is fused in each."""
     first, second, last = inner
     for is_first, fused, heads in ((True, first, second), (False, second, first)):
@@ -144,19 +150,19 @@ def _fused(flow: Flow, value: Parts, column: Column, inner: Sequence[Said]) -> F
             continue
         each = column.length // parts
         of = flow.sections(column.key, [each] * parts) if is_first else [column.key] * parts
-        width = _width(flow, frozenset(of), each, heads, last)
+        width = _width(flow, frozenset(of), each, heads, last, is_made=is_made)
         if width is None:
             return None
         for key in of:
             flow.columns[key].width = width if is_first else parts * width
             flow.columns[key].fold = 1 if is_first else parts
-        return Fused(value.layers | {*of}, f"{_OUTER}{'sh' if is_first else 'hs'}d", tuple(of))
+        return Fused(value.layers | {*of}, f"{OUTER}{'sh' if is_first else 'hs'}d", tuple(of))
     return None
 
 
-def _width(flow: Flow, layers: frozenset[int], features: int, count: Said, width: Said) -> int | None:
+def _width(flow: Flow, layers: frozenset[int], features: int, count: Said, width: Said, *, is_made: bool) -> int | None:
     """Of a head, where so many features are seen by so many heads of some width; None if that cannot be."""
-    heads, own = (None if one.value == _REST else number_of(one.value) for one in (count, width))
+    heads, own = (None if one.value == REST else number_of(one.value) for one in (count, width))
     if not all(isinstance(one.value, Known | Number | Plain) for one in (count, width)):
         return None
     if heads is None and own is None:
@@ -165,21 +171,27 @@ def _width(flow: Flow, layers: frozenset[int], features: int, count: Said, width
     found = features // max(heads, 1)
     if own not in (None, found) or found < 1 or heads * found != features:
         return None
-    if count.value != _REST and not flow.count(count, layers, "heads"):
+    if (count.value != REST or is_made) and not flow.count(count, layers, "heads", heads):
         return None
-    if own is None and width.value != _REST and not flow.count(width, layers, "width"):
+    if own is None and (width.value != REST or is_made) and not flow.count(width, layers, "width", found):
         return None
     return found
+
+
+def _is_made(value: Value) -> bool:
+    """Whether a length is none that something has, as far as is known."""
+    return isinstance(value, Known) or (isinstance(value, Plain) and value.is_made)
 
 
 def _merged(flow: Flow, value: Heads, shape: Sequence[Said]) -> Value | None:
     """Heads as features; or as they are, where their number is what is left."""
     *outer, last = shape
     columns = [flow.columns[layer] for layer in value.layers]
-    is_as_before = len(outer) > 1 and outer[-1].value == _REST and _is_outer(outer[:-1], is_counted=False)
+    is_as_before = len(outer) > 1 and outer[-1].value == REST and _is_outer(outer[:-1], is_counted=False)
+    is_as_before = is_as_before and not any(_is_made(one.value) for one in outer[:-1])
     if value.dim == -2 and is_as_before and {number_of(last.value)} == {column.width for column in columns}:
         return value
-    is_counted = last.value != _REST
+    is_counted = last.value != REST
     if value.dim != -2 or not _is_outer(outer, is_counted=is_counted):
         return None
     if is_counted and not _is_counted(flow, value, last, {column.features for column in columns}):
@@ -198,7 +210,7 @@ def _is_outer(shape: Sequence[Said], *, is_counted: bool) -> bool:
     if len(shape) == 1:
         return isinstance(shape[0].value, Spread)
     return len(shape) == 2 and all(
-        isinstance(one.value, Plain) or (isinstance(one.value, Known) and (is_counted or one.value != _REST))
+        isinstance(one.value, Plain) or (isinstance(one.value, Known) and (is_counted or one.value != REST))
         for one in shape
     )
 
@@ -352,37 +364,3 @@ def taken(value: Fused, place: Value) -> Value | None:
     items = unpacked(value, numbers[0])
     inside = items is not None and -len(items.items) <= places[numbers[0]] < len(items.items)
     return items.items[places[numbers[0]]] if items is not None and inside else None
-
-
-def rearranged(frame: Frame, value: Value, pattern: Value, named: Named) -> Value | None:
-    """What `rearrange` of einops gives: `b n (h d) -> b h n d`, `b n (three h d) -> three b h n d`, and back."""
-    text = pattern.value if isinstance(pattern, Known) and isinstance(pattern.value, str) else ""
-    left, arrow, right = text.partition("->")
-    before, after = (side.replace("(", " ( ").replace(")", " ) ").split() for side in (left, right))
-    if not arrow or not all(is_bare(one.value) for one in named.values()):
-        return None
-    if isinstance(value, Parts) and before.count("(") == 1 and before[-1] == ")" and "(" not in after:
-        start = before.index("(")
-        return _heads_of(frame.flow, value, before[:start], before[start + 1 : -1], after, named)
-    if isinstance(value, Heads) and not named and after.count("(") == 1 and after[-1] == ")" and "(" not in before:
-        outer, inner = after[: after.index("(")], after[after.index("(") + 1 : -1]
-        is_fit = len(before) == 4 and inner == [before[value.dim], before[-1]]
-        return Parts(value.layers) if is_fit and outer == [one for one in before if one not in inner] else None
-    return None
-
-
-def _heads_of(
-    flow: Flow, value: Parts, outer: Sequence[str], inner: Sequence[str], after: Sequence[str], named: Named
-) -> Value | None:
-    if len(outer) != 2 or len(inner) not in (2, 3) or sorted(after) != sorted([*outer, *inner]):
-        return None
-    found = _by_heads(flow, value, [named.get(name, Said(_REST)) for name in inner])
-    if found is None:
-        return None
-    flow.of_three |= value.layers
-    letters = dict(zip([*outer, *inner], found.dims if isinstance(found, Fused) else f"{_OUTER}hd", strict=True))
-    dims = "".join(letters[name] for name in after)
-    kept = [name for name in after if name in outer]
-    if isinstance(found, Fused):
-        return replace(found, dims=dims) if kept == [*outer] else None
-    return Heads(value.layers, dims.index("h") - 4) if kept == [*outer] and dims in ("..hd", ".h.d") else None

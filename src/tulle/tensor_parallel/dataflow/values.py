@@ -53,10 +53,12 @@ class Plain:
     Args:
         number: Which it is, if it is one that is made of attributes as they are now.
         of: Numbers that it is made of.
+        is_made: Whether it is made of others, and so perhaps of no length that anything has.
     """
 
     number: int | None = None
     of: frozenset[int] = frozenset()
+    is_made: bool = False
 
 
 @dataclass(frozen=True, slots=True)
