@@ -1,5 +1,8 @@
 """What code says of a rank's heads and features is said of them alone: not of wholes, nor where it may be another."""
 
+import copy
+import sys
+
 import pytest
 import torch
 from split_training import check_exact, numbers, split, square
@@ -124,3 +127,27 @@ def test_an_attribute_of_a_class_that_decides_is_watched():
     model.has_mean = True
     with pytest.raises(ModelError, match="has_mean of a Switched was False"):
         model(numbers(2, 5, WIDTH, seed=0))
+
+
+IS_FLIPPED = False
+
+
+class SwitchedElsewhere(Fused):
+    def forward(self, x):
+        q, k, v = (one.view(2, 5, self.heads, self.head).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        if SwitchedElsewhere.has_mean or IS_FLIPPED:
+            q = q.flip(1)
+        return self.proj(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 5, WIDTH))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["has_mean of SwitchedElsewhere", "IS_FLIPPED of test_numbers_that_mislead"])
+def test_what_decides_is_watched_in_a_class_and_in_a_module_of_python(name, monkeypatch):
+    model = tensor_parallel.apply(SwitchedElsewhere().double(), tulle.init(model=-1)["model"], smallest_bytes=0)
+    assert len(split(model)[1]) == 1
+    copied = copy.deepcopy(model)
+    attribute, _, owner = name.split()
+    monkeypatch.setattr(SwitchedElsewhere if owner == "SwitchedElsewhere" else sys.modules[__name__], attribute, True)
+    for one in (model, copied):
+        with pytest.raises(ModelError, match=f"{name} was False"):
+            one(numbers(2, 5, WIDTH, seed=0))

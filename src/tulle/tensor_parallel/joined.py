@@ -69,7 +69,7 @@ class Joined:
             regions = {name: self._region((key, name), region) for name in names}
             if regions:
                 enter_within(frame, regions)
-        owners = {id(one): one for one in self.module.modules()}
+        owners = self.flow.owners | {id(one): one for one in self.module.modules()}
         told = tuple(self._told())
         for group in self.groups:
             self._split(group, to, name_of)

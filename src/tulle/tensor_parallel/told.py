@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +15,8 @@ _TOLD = "_tulle_told_within"
 """The attribute by which a module holds what its forward is told."""
 Told = tuple[nn.Module, str, Any]
 """A module, the name of an attribute, and its value."""
+Decided = tuple[Any, str, Any]
+"""The same, of a class or a module of Python too."""
 
 
 class _Told(nn.Module):
@@ -68,9 +72,17 @@ class Watch:
         decided: The attributes, and what they were.
     """
 
-    def __init__(self, label: str, decided: tuple[Told, ...]) -> None:
+    def __init__(self, label: str, decided: tuple[Decided, ...]) -> None:
         self._label = label
         self._decided = decided
+
+    def __deepcopy__(self, memo: Any) -> Watch:
+        """The same of copies of modules, of what else is none of the model's."""
+        decided = (
+            (copy.deepcopy(owner, memo) if isinstance(owner, nn.Module) else owner, name, value)
+            for owner, name, value in self._decided
+        )
+        return Watch(self._label, tuple(decided))
 
     def __call__(self, *_: object) -> None:
         """Compare.
@@ -81,8 +93,9 @@ class Watch:
         for owner, name, value in self._decided:
             found = getattr(owner, name, None)
             if found is not value and found != value:
+                whose = owner.__name__ if isinstance(owner, type | ModuleType) else f"a {type(owner).__name__}"
                 raise ModelError(
-                    f"{name} of a {type(owner).__name__} was {value!r} when layers of {self._label} were split "
+                    f"{name} of {whose} was {value!r} when layers of {self._label} were split "
                     f"together, and is {found!r} now, with which its forward may do something else: set it before "
                     f"tensor_parallel.apply, or leave {self._label} out with select"
                 )

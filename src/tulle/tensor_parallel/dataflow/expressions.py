@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
@@ -74,6 +75,7 @@ class Expressions:
         self._function = function
         self._flow = frame.flow
         self._names = names
+        self._home = sys.modules.get(function.__globals__.get("__name__", ""))
         self._variables = variables
         self._outside: set[str] = set()
         """Variables that other code sees too."""
@@ -171,7 +173,10 @@ class Expressions:
         if node.id in self._variables:
             return self._variables[node.id]
         found = self._names.get(node.id, getattr(builtins, node.id, None))
-        return Own() if found is None or isinstance(found, _WITH_TENSORS) else Known(found)
+        if found is None or isinstance(found, _WITH_TENSORS):
+            return Own()
+        is_global = self._home is not None and vars(self._home).get(node.id) is found
+        return self._flow.watched(self._home if is_global else None, node.id, Known(found))
 
     def _attribute(self, node: ast.Attribute) -> Value:
         return self._attribute_of(self.value(node.value), node.attr)
@@ -193,7 +198,7 @@ class Expressions:
             if isinstance(found, Number):
                 self._flow.reads[found.owner, found.name] += 1
                 return replace(found, read=self._flow.reads[found.owner, found.name])
-            return found
+            return self._flow.watched(base.value, name, found)
         if name == "shape" and isinstance(base, Parts | Heads):
             return shape_of(base)
         if name == "shape" and isinstance(base, Own | Fused):

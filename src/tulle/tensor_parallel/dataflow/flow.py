@@ -11,7 +11,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
 from torch import nn
@@ -93,6 +93,8 @@ class Flow:
     """Layers whose heads are repeated as often as something else says."""
     decided: dict[Argument, Any] = field(default_factory=dict)
     """Attributes of modules by which the code goes one way or another, and what they are."""
+    owners: dict[int, Any] = field(default_factory=dict)
+    """Classes, and modules of Python, that have some of these, by identity."""
     calls: int = 0
     """How many there were so far that may draw random numbers which all ranks must draw alike."""
 
@@ -125,6 +127,14 @@ class Flow:
     def decide(self, *values: Value) -> None:
         """What the code does depends on these, as they are now."""
         self.decided |= {one.read: one.value for one in values if isinstance(one, Known) and one.read is not None}
+
+    def watched(self, owner: Any, name: str, found: Value) -> Value:
+        """What a class, or a module of Python, has by a name: another time it may be something else."""
+        is_simple = isinstance(found, Known) and isinstance(found.value, int | float | str | type(None))
+        if not is_simple or not isinstance(owner, type | ModuleType):
+            return found
+        self.owners[id(owner)] = owner
+        return Known(found.value, (id(owner), name))
 
     def pure(self, *values: Value, may_draw: bool = True) -> Value:
         """What a function without parameters gives."""
