@@ -95,7 +95,8 @@ def _size(flow: Flow, value: Value, name: str, given: Sequence[Value]) -> Value:
         return shape
     if name != "size" or not isinstance(place, int):
         return Length(value.layers)
-    return shape.items[place] if isinstance(value, Heads) else of_three(flow, shape, place)[place]
+    items = shape.items if isinstance(value, Heads) else of_three(flow, shape, place)
+    return items[place] if -len(items) <= place < len(items) else flow.opaque(value)
 
 
 def _softened(_: Frame, value: Split, given: Sequence[Said], named: Mapping[str, Said]) -> Value | None:
