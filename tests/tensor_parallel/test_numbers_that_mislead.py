@@ -129,6 +129,7 @@ def test_an_attribute_of_a_class_that_decides_is_watched():
         model(numbers(2, 5, WIDTH, seed=0))
 
 
+einops = pytest.importorskip("einops")
 IS_FLIPPED = False
 
 
@@ -151,3 +152,42 @@ def test_what_decides_is_watched_in_a_class_and_in_a_module_of_python(name, monk
     for one in (model, copied):
         with pytest.raises(ModelError, match=f"{name} was False"):
             one(numbers(2, 5, WIDTH, seed=0))
+
+
+class OfPictures(Fused):
+    """Tokens lie in rows and columns, before and after."""
+
+    def forward(self, x):
+        samples, rows, columns, width = x.shape
+        q, k, v = self.qkv(x).reshape(samples, rows * columns, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+        return self.proj(attended.reshape(samples, rows, columns, width))
+
+
+class OfPicturesByEinops(Fused):
+    def forward(self, x):
+        three = self.qkv(x.flatten(1, 2)).chunk(3, -1)
+        q, k, v = (einops.rearrange(one, "b n (h d) -> b h n d", h=self.heads) for one in three)
+        attended = functional.scaled_dot_product_attention(q, k, v)
+        return self.proj(einops.rearrange(attended, "b h n d -> b n (h d)", h=self.heads)).view(x.shape)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", [OfPictures, OfPicturesByEinops])
+def test_heads_become_features_of_pictures(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(WIDTH), kind()).double()
+    check_exact(model, lambda one, step: square(one(numbers(2, 3, 4, WIDTH, seed=step))))
+    assert len(split(model)[1]) == 1
+
+
+class OfFourDimensions(Fused):
+    def forward(self, x):
+        inner = self.qkv(x)
+        return self.proj(torch.tanh(inner[..., : self.width])) * inner.size(3)
+
+
+@on_ranks(2)
+def test_a_fourth_dimension_may_be_asked_for():
+    torch.manual_seed(0)
+    check_exact(OfFourDimensions().double(), lambda one, step: square(one(numbers(2, 3, 4, WIDTH, seed=step))))

@@ -21,10 +21,13 @@ def rearranged(frame: Frame, value: Value, pattern: Value, named: Named) -> Valu
     if isinstance(value, Parts) and before.count("(") == 1 and before[-1] == ")" and "(" not in after:
         start = before.index("(")
         return _heads_of(frame.flow, value, before[:start], before[start + 1 : -1], after, named)
-    if isinstance(value, Heads) and not named and after.count("(") == 1 and after[-1] == ")" and "(" not in before:
+    if isinstance(value, Heads) and after.count("(") == 1 and after[-1] == ")" and "(" not in before:
         outer, inner = after[: after.index("(")], after[after.index("(") + 1 : -1]
         is_fit = len(before) == 4 and inner == [before[value.dim], before[-1]]
-        return Parts(value.layers) if is_fit and outer == [one for one in before if one not in inner] else None
+        is_fit = is_fit and outer == [one for one in before if one not in inner]
+        heads = named.get(inner[0]) if is_fit else None
+        is_said = heads is None or frame.flow.count(heads, value.layers, "heads")
+        return Parts(value.layers) if is_fit and is_said else None
     return None
 
 

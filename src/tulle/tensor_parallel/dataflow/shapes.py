@@ -192,7 +192,8 @@ def _merged(flow: Flow, value: Heads, shape: Sequence[Said]) -> Value | None:
     if value.dim == -2 and is_as_before and {number_of(last.value)} == {column.width for column in columns}:
         return value
     is_counted = last.value != REST
-    if value.dim != -2 or not _is_outer(outer, is_counted=is_counted):
+    is_told = all(isinstance(one.value, Spread) or _is_length(one.value, is_counted=is_counted) for one in outer)
+    if value.dim != -2 or not outer or not is_told:
         return None
     if is_counted and not _is_counted(flow, value, last, {column.features for column in columns}):
         return None
@@ -209,10 +210,12 @@ def _is_outer(shape: Sequence[Said], *, is_counted: bool) -> bool:
     """Whether lengths are those of samples and of a sequence; one may be -1 where those after are counted."""
     if len(shape) == 1:
         return isinstance(shape[0].value, Spread)
-    return len(shape) == 2 and all(
-        isinstance(one.value, Plain) or (isinstance(one.value, Known) and (is_counted or one.value != REST))
-        for one in shape
-    )
+    return len(shape) == 2 and all(_is_length(one.value, is_counted=is_counted) for one in shape)
+
+
+def _is_length(value: Value, *, is_counted: bool) -> bool:
+    """Whether a value is a length, or -1 where those after are counted."""
+    return isinstance(value, Plain) or (isinstance(value, Known) and (is_counted or value != REST))
 
 
 def chunked(frame: Frame, value: Split, given: Sequence[Said], named: Named) -> Value | None:
