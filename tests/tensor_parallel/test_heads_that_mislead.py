@@ -4,6 +4,7 @@ import pytest
 import torch
 from split_training import check_exact, numbers, split, square
 from torch import nn
+from torch.nn import functional
 
 from ranks import on_ranks
 
@@ -149,3 +150,64 @@ def test_what_is_around_attention_sees_all_heads(kind):
     model = nn.Sequential(nn.LayerNorm(WIDTH), kind()).double()
     check_exact(model, loss)
     assert len(split(model)[1]) == (2 if kind is UsesWeights else 1)
+
+
+class OwnNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def means(self, x):
+        return x.pow(2).mean((1, 3), keepdim=True)
+
+    def forward(self, x):
+        return x / self.means(x).sqrt() * self.scale
+
+
+class UnitNorm(OwnNorm):
+    def forward(self, x):
+        return functional.normalize(x) * self.scale  # over dimension 1, where heads are
+
+
+class WholeNorm(OwnNorm):
+    def forward(self, x):
+        return functional.layer_norm(x, x.shape[1:]) * self.scale
+
+
+class CountNorm(OwnNorm):
+    def forward(self, x):
+        return x / x.shape[1] * self.scale
+
+
+class FirstNorm(OwnNorm):
+    def forward(self, x):
+        return (x - x[:, :1]) * self.scale
+
+
+class DrawnNorm(OwnNorm):
+    def forward(self, x):
+        return functional.dropout(x, 0.3) * self.scale
+
+
+class LastNorm(OwnNorm):
+    def means(self, x):
+        return x.pow(2).mean(-1, keepdim=True)
+
+
+class WithNorm(Attention):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        queries, keys, values = self.by_heads(x)
+        return self.merged((self.norm(queries) @ keys.transpose(-1, -2)).softmax(-1) @ values)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("kind", [OwnNorm, UnitNorm, WholeNorm, CountNorm, FirstNorm, DrawnNorm, LastNorm])
+def test_a_norm_looks_at_each_head_alone_by_all_that_it_calls(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(WIDTH), WithNorm(kind())).double()
+    check_exact(model, loss)
+    assert len(split(model)[1]) == (kind is LastNorm)

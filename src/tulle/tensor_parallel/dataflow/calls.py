@@ -13,13 +13,13 @@ from torch.nn import functional
 from torch.nn.modules import activation, dropout
 
 from tulle.tensor_parallel.dataflow.flow import Flow, Frame
-from tulle.tensor_parallel.dataflow.means import is_over
 from tulle.tensor_parallel.dataflow.methods import DRAWING, said_in_call
+from tulle.tensor_parallel.dataflow.norms import of_norm
 from tulle.tensor_parallel.dataflow.notes import Attention
 from tulle.tensor_parallel.dataflow.patterns import rearranged
 from tulle.tensor_parallel.dataflow.products import multiplied, repeated, summed
 from tulle.tensor_parallel.dataflow.shapes import chunked, cut, flat, unbound, viewed
-from tulle.tensor_parallel.dataflow.sources import forward_of, is_called_plainly, looks_at_last, stored, written
+from tulle.tensor_parallel.dataflow.sources import is_called_plainly, looks_at_last, stored, written
 from tulle.tensor_parallel.dataflow.values import (
     Attend,
     Fused,
@@ -174,7 +174,7 @@ def _of_module(frame: Frame, module: nn.Module, given: Sequence[Value], keywords
         return flow.dropped(values[0], module, is_none=not module.p)
     if _is_elementwise(module) and len(values) == 1:
         return flow.elementwise(values[0])
-    if len(values) == 1 and (found := _of_norm(frame, module, values[0])) is not None:
+    if len(values) == 1 and (found := of_norm(frame, module, values[0])) is not None:
         return found
     bound = _bound(module, given, keywords)
     if bound is not None:
@@ -204,41 +204,6 @@ def _is_linear(module: nn.Module) -> bool:
 def _is_elementwise(module: nn.Module) -> bool:
     of_transformers = type(module).__module__ == "transformers.activations"
     return (type(module) in _MODULES or of_transformers) and next(module.parameters(), None) is None
-
-
-def _is_of_each_head(frame: Frame, module: nn.Module, heads: Heads) -> bool:
-    """Whether a module is a norm of as many features as a head has."""
-    widths = {frame.flow.columns[layer].head_width for layer in heads.layers}
-    widths_of = {(width,) for width in widths}
-    shapes = {tuple(parameter.shape) for parameter in module.parameters()}
-    is_torchs = type(module).__module__.startswith("torch.")
-    if is_torchs and not (isinstance(module, nn.LayerNorm | nn.RMSNorm) and {module.normalized_shape} == widths_of):
-        return False
-    forward = None if is_torchs else forward_of(module)
-    is_norm = is_torchs or (forward is not None and "Norm" in type(module).__name__ and looks_at_last(forward))
-    return is_norm and len(widths) == 1 and (shapes == widths_of or (is_torchs and not shapes))
-
-
-def _of_norm(frame: Frame, module: nn.Module, value: Value) -> Value | None:
-    """What a norm gives, or a softmax, of each head or of all features; None for other modules."""
-    flow = frame.flow
-    if isinstance(value, Heads) and type(module) is nn.Softmax and module.dim == -1:
-        flow.decided[id(module), "dim"] = -1
-        return Heads(value.layers, value.dim, is_weights=True)
-    if isinstance(value, Heads) and _is_of_each_head(frame, module, value):
-        _, layers = flow.norms.get(id(module), (module, frozenset()))
-        flow.norms[id(module)] = module, layers | value.layers
-        return value
-    if isinstance(value, Parts) and _is_of_all(frame, module, value):
-        flow.wide_norms[id(module)] = module, value.layers
-        return Parts(value.layers)
-    return None
-
-
-def _is_of_all(frame: Frame, module: nn.Module, parts: Parts) -> bool:
-    """Whether a module is a norm of as many features as layers give, which is used once."""
-    features = {frame.flow.columns[layer].features for layer in parts.layers}
-    return len(features) == 1 and id(module) not in frame.flow.wide_norms and is_over(module, features.pop())
 
 
 def _bound(module: nn.Module, given: Sequence[Value], keywords: Mapping[str, Value]) -> dict[str, Value] | None:
