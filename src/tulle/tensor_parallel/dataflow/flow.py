@@ -130,8 +130,9 @@ class Flow:
 
     def watched(self, owner: Any, name: str, found: Value) -> Value:
         """What a class, or a module of Python, has by a name: another time it may be something else."""
-        is_simple = isinstance(found, Known) and isinstance(found.value, int | float | str | type(None))
-        if not is_simple or not isinstance(owner, type | ModuleType):
+        if not isinstance(found, Known) or not isinstance(found.value, int | float | str | type(None)):
+            return found
+        if not isinstance(owner, type | ModuleType):
             return found
         self.owners[id(owner)] = owner
         return Known(found.value, (id(owner), name))

@@ -94,9 +94,9 @@ class _Code:
 
     def _is_of_one(self, shape: ast.expr) -> bool:
         """Whether lengths are that of one dimension."""
-        is_written = isinstance(shape, ast.Tuple | ast.List) and len(shape.elts) == 1
-        is_own = ast.unparse(shape).removeprefix(f"{self._itself}.") in _SHAPES
-        return is_own or (is_written and not isinstance(shape.elts[0], ast.Starred))
+        if isinstance(shape, ast.Tuple | ast.List):
+            return len(shape.elts) == 1 and not isinstance(shape.elts[0], ast.Starred)
+        return ast.unparse(shape).removeprefix(f"{self._itself}.") in _SHAPES
 
     def _called(self, call: ast.Call) -> FunctionType | None:
         """The method of the class, or the function of its module, that is called; None for others."""
