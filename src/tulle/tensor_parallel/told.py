@@ -79,10 +79,10 @@ class Watch:
     def __deepcopy__(self, memo: Any) -> Watch:
         """The same of copies of modules, of what else is none of the model's."""
         decided = (
-            (copy.deepcopy(owner, memo) if isinstance(owner, nn.Module) else owner, name, value)
+            (*(copy.deepcopy(one, memo) if isinstance(one, nn.Module) else one for one in (owner, value)), name)
             for owner, name, value in self._decided
         )
-        return Watch(self._label, tuple(decided))
+        return Watch(self._label, tuple((owner, name, value) for owner, value, name in decided))
 
     def __call__(self, *_: object) -> None:
         """Compare.

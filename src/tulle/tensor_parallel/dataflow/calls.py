@@ -100,6 +100,8 @@ def call(frame: Frame, function: Value, arguments: Sequence[Value], keywords: Ma
         flow.opaque(function, *everything)  # an object that may know what is trained
         return Own()
     if isinstance(called, nn.Module):
+        if any(map(is_split, everything)) and not _is_linear(called):  # another may be in its place later
+            flow.decide(function)
         return _of_module(frame, called, flat(arguments), keywords)
     if isinstance(called, MethodType) and called.__self__ is frame.module and called.__func__ is not called:
         return _of_method(frame, called.__func__, flat(arguments), keywords)
@@ -118,7 +120,7 @@ def member(owner: Any, name: str) -> Value:
         if name in kept:
             found = kept[name]
             if found is None or isinstance(found, nn.Module):
-                return Known(found, (id(owner), name) if found is None else None)
+                return Known(found, (id(owner), name))
             lengths = frozenset(found.shape)
             is_buffer = kept is owner._buffers
             return Given(frozenset(), id(owner), lengths=lengths) if is_buffer else Own(frozenset([id(owner)]))

@@ -331,6 +331,7 @@ class Expressions:
         base, place = self.value(node.value), self.value(node.slice)
         self._be_at(node, base)
         if isinstance(base, Known) and (found := item_of_object(base, place)) is not None:
+            self._flow.decide(place)
             return found
         if isinstance(place, Known) and isinstance(place.value, int):
             items = self._items(base, place.value)

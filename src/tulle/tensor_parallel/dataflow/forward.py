@@ -81,8 +81,8 @@ class Frame:
         if isinstance(self.module, nn.Sequential) and type(self.module).forward is nn.Sequential.forward:
             self.flow.frames[id(self.module)] = self.module
             value = arguments.get("input", Given(frozenset(["input"]), id(self.module), is_aligned=True))
-            for child in self.module:
-                value = call(self, Known(child), [value], {})
+            for name, child in self.module._modules.items():
+                value = call(self, Known(child, (id(self.module), name)), [value], {})
             return value
         forward = forward_of(self.module)
         if forward is None or source_of(forward) is None:
