@@ -18,7 +18,7 @@ from tulle.tensor_parallel.dataflow.norms import of_norm
 from tulle.tensor_parallel.dataflow.notes import Attention
 from tulle.tensor_parallel.dataflow.patterns import rearranged
 from tulle.tensor_parallel.dataflow.products import multiplied, repeated, summed
-from tulle.tensor_parallel.dataflow.shapes import chunked, cut, flat, unbound, viewed
+from tulle.tensor_parallel.dataflow.shapes import chunked, cut, flat, of_three, unbound, viewed
 from tulle.tensor_parallel.dataflow.sources import is_called_plainly, looks_at_last, stored, written
 from tulle.tensor_parallel.dataflow.values import (
     Attend,
@@ -26,6 +26,7 @@ from tulle.tensor_parallel.dataflow.values import (
     Given,
     Heads,
     Known,
+    Length,
     Number,
     Own,
     Parts,
@@ -134,6 +135,13 @@ def iterated(value: Value) -> Sequence[Value] | None:
     if isinstance(value, Known) and isinstance(value.value, nn.ModuleList | nn.Sequential):
         return [Known(child) for child in value.value]
     return None
+
+
+def items_of(flow: Flow, base: Value, place: int | slice) -> Sequence[Value] | None:
+    """What there is to take from."""
+    if isinstance(base, Several) and len(base.items) == 2 and isinstance(base.items[1], Length):
+        return of_three(flow, base, place)
+    return iterated(base)
 
 
 def _plain_member(module: nn.Module, name: str) -> Value:

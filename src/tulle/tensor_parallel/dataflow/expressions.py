@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import FunctionType
@@ -12,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tulle.tensor_parallel.dataflow.calls import call, iterated, member
+from tulle.tensor_parallel.dataflow.calls import call, items_of, iterated, member
 from tulle.tensor_parallel.dataflow.flow import Frame
 from tulle.tensor_parallel.dataflow.methods import call_of
 from tulle.tensor_parallel.dataflow.notes import At, Said, Site
@@ -31,14 +30,13 @@ from tulle.tensor_parallel.dataflow.operators import (
     truth,
 )
 from tulle.tensor_parallel.dataflow.products import multiplied
-from tulle.tensor_parallel.dataflow.shapes import of_three, stretch, taken, unpacked
-from tulle.tensor_parallel.dataflow.sources import asked, names_of, told_by, written
+from tulle.tensor_parallel.dataflow.shapes import stretch, taken, unpacked
+from tulle.tensor_parallel.dataflow.sources import asked, home_of, names_of, told_by, written
 from tulle.tensor_parallel.dataflow.values import (
     Fused,
     Given,
     Heads,
     Known,
-    Length,
     Number,
     Own,
     Parts,
@@ -75,7 +73,6 @@ class Expressions:
         self._function = function
         self._flow = frame.flow
         self._names = names
-        self._home = sys.modules.get(function.__globals__.get("__name__", ""))
         self._variables = variables
         self._outside: set[str] = set()
         """Variables that other code sees too."""
@@ -175,8 +172,7 @@ class Expressions:
         found = self._names.get(node.id, getattr(builtins, node.id, None))
         if found is None or isinstance(found, _WITH_TENSORS):
             return Own()
-        is_global = self._home is not None and vars(self._home).get(node.id) is found
-        return self._flow.watched(self._home if is_global else None, node.id, Known(found))
+        return self._flow.watched(home_of(self._function, node.id, found), node.id, Known(found))
 
     def _attribute(self, node: ast.Attribute) -> Value:
         return self._attribute_of(self.value(node.value), node.attr)
@@ -334,11 +330,11 @@ class Expressions:
             self._flow.decide(place)
             return found
         if isinstance(place, Known) and isinstance(place.value, int):
-            items = self._items(base, place.value)
+            items = items_of(self._flow, base, place.value)
             if items is not None and -len(items) <= place.value < len(items):
                 return items[place.value]
         if isinstance(base, Several) and isinstance(place, Known) and isinstance(place.value, slice):
-            items = base.items if is_told(base, place.value) else self._items(base, place.value)
+            items = base.items if is_told(base, place.value) else items_of(self._flow, base, place.value)
             return self._flow.opaque(base) if items is None else Several(tuple(items[place.value]))
         if isinstance(base, Given) and isinstance(place, Known) and isinstance(place.value, str):
             return replace(base, is_within=True)
@@ -366,12 +362,6 @@ class Expressions:
         at = At(id(self._frame.module), self._function, node)
         bounds = [Said(self.value(one), Site(at, one) if one else None) for one in (inner.lower, inner.upper)]
         return stretch(self._flow, base, (bounds[0], bounds[1]))
-
-    def _items(self, base: Value, place: int | slice) -> Sequence[Value] | None:
-        """What there is to take from."""
-        if isinstance(base, Several) and len(base.items) == 2 and isinstance(base.items[1], Length):
-            return of_three(self._flow, base, place)
-        return iterated(base)
 
     def _slice(self, node: ast.Slice) -> Value:
         bounds = [self.value(one) for one in (node.lower, node.upper, node.step)]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import dis
 import inspect
+import sys
 import textwrap
 from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -52,6 +53,12 @@ def names_at(function: FunctionType) -> Mapping[str, Any]:
     """What a function finds by name that is none of its variables: what is around it, and what its module has."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return ChainMap({name: _content(cell) for name, cell in cells}, function.__globals__)
+
+
+def home_of(function: FunctionType, name: str, value: object) -> ModuleType | None:
+    """The module of Python in which a function finds a value by a name, where another may be later."""
+    home = sys.modules.get(function.__globals__.get("__name__", ""))
+    return home if home is not None and vars(home).get(name) is value else None
 
 
 def _content(cell: CellType) -> Any:
