@@ -211,8 +211,7 @@ class Expressions:
     def _be_at(self, node: ast.Call | ast.Subscript, *values: Value) -> None:
         """Note where in the code this is, and if nothing in these is split: a number there is that of wholes, too."""
         self._flow.at = At(id(self._frame.module), self._function, node)
-        if not any(map(is_split, values)):
-            self._flow.whole.add(self._flow.at)
+        self._flow.whole |= set() if any(map(is_split, values)) else {self._flow.at}
 
     def _call(self, node: ast.Call) -> Value:
         if (several := self._mapped(node)) is not None:
