@@ -43,5 +43,4 @@ def goes_by_told(args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
 
 
 def _is_told(rows: object) -> bool:
-    is_plain = isinstance(rows, Tensor) and rows.layout == strided
-    return is_plain and rows.untyped_storage().data_ptr() in _told
+    return isinstance(rows, Tensor) and rows.layout == strided and rows.untyped_storage().data_ptr() in _told
