@@ -312,7 +312,7 @@ def test_parameters_are_equal_if_wholes_are():
 
 
 class Attentive(nn.Module):
-    """Words of a graph whose edges are a sparse parameter, weighed anew by what was learned (KGAT, Wang et al., 2019)."""
+    """Words of a graph, whose edges are a sparse parameter that is weighed anew (KGAT, Wang et al., 2019)."""
 
     def __init__(self) -> None:
         super().__init__()
