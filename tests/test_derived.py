@@ -139,9 +139,9 @@ PLANS = {
 }
 
 
-def stepped(ids, mesh=None, plan=None):
+def stepped(ids, mesh=None, plan=None, kind=Penalized):
     torch.manual_seed(0)
-    model = Penalized().double()
+    model = kind().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if mesh is not None:
         tulle.distribute(model, optimizer, mesh, plan=plan)
@@ -156,6 +156,30 @@ def test_what_goes_over_modules_by_their_class_does_what_it_did(plan):
     mesh = tulle.init(data=-1)
     found = tulle.full_state_dict(stepped(IDS.chunk(2)[mesh.rank], mesh, plan), everywhere=True)
     torch.testing.assert_close(found, dict(stepped(IDS).state_dict()), rtol=1e-12, atol=1e-14)
+
+
+class Sliced(Penalized):
+    """Runs some layers without the first, as SAC of pixels does, and makes another of a module's class."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*self.layers)
+
+    def forward(self, ids):
+        return self.layers[1:](type(self.layers)(self.layers[0], nn.ReLU())(self.words(ids)))
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@on_ranks(2)
+def test_a_slice_of_layers_does_what_it_did(plan):
+    mesh = tulle.init(data=-1)
+    found = tulle.full_state_dict(stepped(IDS.chunk(2)[mesh.rank], mesh, plan, Sliced), everywhere=True)
+    torch.testing.assert_close(found, dict(stepped(IDS, kind=Sliced).state_dict()), rtol=1e-12, atol=1e-14)
+
+
+def test_an_object_that_is_made_of_a_class_that_was_made_is_of_the_modules_own():
+    assert type(of(nn.Linear)(1, 1)) is nn.Linear
+    assert type(derived(nn.Identity, of(nn.Linear), name="Again", module=__name__)(1, 1)) is nn.Linear
 
 
 @on_ranks(2)

@@ -65,6 +65,10 @@ class _Equal(ABCMeta):
 
     __hash__ = type.__hash__
 
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An object of the module's own class, of which nothing is put before: a slice of `nn.Sequential` makes one."""
+        return _given(cls)(*args, **kwargs) if is_derived(cls) else super().__call__(*args, **kwargs)
+
     def __delattr__(cls, name: str) -> None:
         """As of any class; what is of the module's own class cannot be taken from there (torch's parametrizations)."""
         if is_derived(cls) and name not in vars(cls) and hasattr(cls, name):
@@ -133,7 +137,9 @@ def derived(
         >>> class Doubled(nn.Module):
         ...     def forward(self, x): return 2 * super().forward(x)
         >>> kind = derived(Doubled, nn.Identity, name="Twice", module=__name__)
-        >>> kind()(4), derived(Doubled, nn.Identity, name="Twice", module=__name__) is kind
+        >>> module = nn.Identity()
+        >>> module.__class__ = kind
+        >>> module(4), derived(Doubled, nn.Identity, name="Twice", module=__name__) is kind
         (8, True)
     """
     given = given or kind

@@ -309,3 +309,46 @@ def test_parameters_are_equal_if_wholes_are():
     expected = [[torch.equal(one, other) for other in model.parameters()] for one in model.parameters()]
     tulle.distribute(model, torch.optim.SGD(model.parameters()), mesh, plan=Plan({"data": 2}, memory=FULL))
     assert [[torch.equal(one, other) for other in model.parameters()] for one in model.parameters()] == expected
+
+
+class Attentive(nn.Module):
+    """Words of a graph, whose edges are a sparse parameter that is weighed anew (KGAT, Wang et al., 2019)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 4)
+        self.edges = nn.Parameter(torch.eye(10).to_sparse_coo().double(), requires_grad=False)
+
+    def forward(self, ids):
+        return (self.edges @ self.words.weight)[ids]
+
+    @torch.no_grad()
+    def weigh(self):
+        scores = torch.sparse_coo_tensor(self.edges.indices(), self.words(self.edges.indices()[1]).sum(1), (10, 10))
+        self.edges.data = torch.sparse.softmax(scores.coalesce(), 1) * 0.5
+
+
+@on_ranks(2)
+def test_a_sparse_parameter_stays_whole_and_is_one_process(tmp_path):
+    mesh = tulle.init(data=-1)
+
+    def trained(rank=0, size=1):
+        torch.manual_seed(0)
+        model = Attentive().double()
+        optimizer = torch.optim.Adam([model.words.weight], lr=0.05, eps=1e-3)
+        if size > 1:
+            tulle.distribute(model, optimizer, mesh, plan=Plan(mesh.shape, memory=FULL))
+        for step in range(3):
+            ids = torch.randint(10, (8,), generator=torch.Generator().manual_seed(step))
+            model(ids.chunk(size)[rank]).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.weigh()
+        return model, optimizer
+
+    (wanted, _), (model, optimizer) = trained(), trained(mesh.rank, mesh.size)
+    tulle.save(tmp_path / "checkpoint", model, optimizer)
+    found = Attentive().double()
+    tulle.load(tmp_path / "checkpoint", found)
+    for name, value in found.state_dict().items():
+        torch.testing.assert_close(value.to_dense(), wanted.state_dict()[name].to_dense(), rtol=1e-12, atol=1e-13)

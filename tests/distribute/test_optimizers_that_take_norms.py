@@ -6,6 +6,7 @@ from torch import nn
 
 import tulle
 from ranks import on_ranks
+from tulle.errors import GradientError
 from tulle.memory import named_shards
 from tulle.plan import Memory, Plan
 
@@ -116,3 +117,50 @@ def test_on_parts_of_layers_they_step_as_in_one_process(kind):
 @on_ranks(2)
 def test_gradients_are_clipped_by_norms_of_whole_rows():
     compare(UnitWise, "rows", data=-1)
+
+
+class RowWiseAdagrad(OfEach):
+    """Adagrad with a sum for each row, over the rows that a sparse gradient stores, as recommenders have it."""
+
+    def update(self, parameter, state, rate):
+        gradient = parameter.grad.coalesce()
+        rows, values = self.numbers(gradient.indices()[0]), gradient.values()
+        sums = state.setdefault("sums", torch.zeros(len(parameter), dtype=parameter.dtype))
+        sums.index_add_(0, rows, values.pow(2).mean(1))
+        roots = sums[rows].sqrt() + sums.index_select(0, rows)
+        sums[rows] = sums[rows] * 0.5
+        parameter.index_add_(0, rows, values / (roots + 1)[:, None], alpha=-rate)
+
+    def numbers(self, rows):
+        return rows
+
+
+class ByOthersRows(RowWiseAdagrad):
+    """Goes by numbers of rows that no gradient has told: whose they are nobody knows."""
+
+    def numbers(self, rows):
+        return rows + 0
+
+
+def of_rows(kind, mesh=None):
+    torch.manual_seed(0)
+    table = nn.Embedding(13, 8, sparse=True).double()
+    optimizer = kind(table.parameters())
+    if mesh is not None:
+        tulle.distribute(table, optimizer, mesh, plan="rows")
+    train(table, optimizer, *(() if mesh is None else (mesh.rank, mesh.size)))
+    return table, optimizer
+
+
+@on_ranks(1, 2, 3)
+def test_sums_of_rows_are_taken_by_the_numbers_that_a_sparse_gradient_has_told():
+    (wanted, _), (table, optimizer) = of_rows(RowWiseAdagrad), of_rows(RowWiseAdagrad, tulle.init(data=-1))
+    found = tulle.full_state_dict(table, everywhere=True)["weight"]
+    torch.testing.assert_close(found, wanted.weight.detach(), rtol=1e-12, atol=1e-13)
+    assert type(optimizer.state[table.weight]["sums"]) is torch.Tensor
+
+
+@on_ranks(2)
+def test_sums_of_rows_by_other_numbers_are_refused():
+    with pytest.raises(GradientError, match="__getitem__ was asked of a gradient along dimension 0"):
+        of_rows(ByOthersRows, tulle.init(data=-1))

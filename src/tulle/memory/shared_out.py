@@ -70,8 +70,8 @@ def share_out(
         model: With the same values on every rank of the axis.
         axis: `mesh["data"]`, say.
         units: Names of the modules whose parameters are gathered together when they run, `""` for the model; a
-            parameter goes with the innermost around it, and stays as it is if there is none, or if TorchScript reads
-            it. One whose hooks make its weight goes with the next around it, too.
+            parameter goes with the innermost around it, and stays as it is if there is none, if TorchScript reads it,
+            or if it is sparse (a graph's edges). One whose hooks make its weight goes with the next around it, too.
         leave: Identities of parameters that stay as they are.
         stay: Of the units those whose wholes stay from forward to backward: the model, which runs from end to end.
         optimizers: Over the parameters. Of state that they have, each rank keeps its part.
@@ -378,7 +378,7 @@ def _follow(layer: nn.RNNBase) -> None:
 
 
 def _cut(parameter: nn.Parameter, axis: Axis) -> Shard | None:
-    return None if parameter.is_meta else Shard.of(parameter, axis)
+    return None if parameter.is_meta or parameter.layout != torch.strided else Shard.of(parameter, axis)
 
 
 def _keep_parts(optimizer: Optimizer, shards: Mapping[int, Shard]) -> None:

@@ -53,6 +53,7 @@ from tulle.parts import (
     taken_together,
     tensors_in,
 )
+from tulle.tables.row_numbers import goes_by_told, tell
 from tulle.tables.whole_gradients import given_wholes
 
 FOREACH_NORM = vars(torch)["_foreach_norm"]
@@ -189,7 +190,8 @@ def check_alone(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping
     with torch._C.DisableTorchFunctionSubclass():
         placed = next((cut for cut in gradient.cuts if goes_along(name, gradient, cut, args, keywords)), None)
         mixed = next((cut for cut in gradient.cuts if mixes(name, gradient, cut, args, keywords)), None)
-    if isinstance(args[0], Tensor) and (cut := placed if mixed is None else mixed) is not None:
+    cut = placed if mixed is None else mixed
+    if isinstance(args[0], Tensor) and cut is not None and not (gradient.is_stepped and goes_by_told(args, keywords)):
         _refuse_along(name, gradient, cut)
 
 
@@ -219,7 +221,7 @@ def _made(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, 
     if not parts or name in PLAIN or (name in LIKE and not isinstance(args[0], ShardGradient)):
         return result
     if name in _NUMBERS and parts[0].is_stepped:
-        return result
+        return tell(result)
     if isinstance(result, bool) and name in ALIKE:
         mine = torch.tensor(float(result), device=parts[0].device)
         return bool(_together(parts[0].axes, None).over(mine, "min"))

@@ -16,6 +16,7 @@ from tulle.parts import Part, begin_step, end_step, guard_again, keep_plainly, l
 from tulle.step_hooks import Arguments, hook_failed, hook_first_after, hook_last
 from tulle.tables.closures import called_first
 from tulle.tables.gradient import ShardGradient
+from tulle.tables.row_numbers import forget
 from tulle.traits import states_of
 
 _PARTS = "_tulle_parts"
@@ -134,6 +135,7 @@ def _end_step(parts: Sequence[nn.Parameter], optimizer: Optimizer, *_: object) -
 
 
 def _mark(parts: Sequence[nn.Parameter], *, is_stepped: bool) -> None:
+    forget()
     for gradient in (part.grad for part in parts):
         if isinstance(gradient, ShardGradient):
             gradient.is_stepped = is_stepped
