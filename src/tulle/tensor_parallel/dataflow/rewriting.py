@@ -89,7 +89,7 @@ class _Method:
     @property
     def key(self) -> tuple[Any, ...]:
         """What it is made of."""
-        return self.name, self.raw, tuple(self.places.items()), tuple(self.names.items())
+        return self.name, self.raw, tuple(self.places.items()), frozenset(self.names.items())
 
     def made(self) -> Any:
         """Written anew."""
