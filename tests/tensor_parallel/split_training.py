@@ -74,6 +74,16 @@ def check_exact(
     assert found[worst] < tolerance, f"{worst} differs by {found[worst]:.1e}"
 
 
+def drawn(model: nn.Module, x: Tensor, axis: tulle.mesh.Axis) -> list[list[Any]]:
+    """What a model gives twice on each rank, and the number that the rank draws next."""
+    torch.manual_seed(3)
+    first, second = model(x), model(x)
+    own = [first.tolist(), second.tolist(), torch.rand(()).item()]
+    of_ranks: list[Any] = [None] * axis.size
+    torch.distributed.all_gather_object(of_ranks, own)
+    return of_ranks
+
+
 def split(model: nn.Module) -> tuple[list[str], list[str]]:
     """Names of the column layers of a split model that give parts, and of its row layers."""
     columns = [name for name, one in model.named_modules() if isinstance(one, Column) and one.gathered is None]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from split_training import check_exact, numbers, split, square
+from split_training import check_exact, drawn, numbers, split, square
 from torch import nn
 from torch.nn import functional
 
@@ -313,9 +313,6 @@ def test_what_kernels_drop_between_sections_is_each_ranks_own():
     axis = tulle.init(model=-1)["model"]
     tensor_parallel.apply(model, axis, smallest_bytes=0)
     assert len(split(model)[1]) == 1
-    torch.manual_seed(3)
-    first, second = (model(numbers(2, 5, WIDTH, seed=0).float()) for _ in range(2))
-    assert not torch.equal(first, second)
-    drawn = [None] * axis.size
-    torch.distributed.all_gather_object(drawn, [first.tolist(), second.tolist(), torch.rand(()).item()])
-    assert drawn[0] == drawn[1]
+    of_first, of_second = drawn(model, numbers(2, 5, WIDTH, seed=0).float(), axis)
+    assert of_first[0] != of_first[1]
+    assert of_first == of_second

@@ -1,4 +1,4 @@
-"""`rewrite`: has the code of a module's forward say a rank's number where it said how many heads or features there are.
+"""`Rewriting`: has the code of a module's forward say a rank's number where it said how many heads or features it has.
 
     y = attend(q.view(b, t, self.heads, c // self.heads), ...)
     y = attend(q.view(b, t, self._tulle_counts[0](self.heads), c // self.heads), ...)
