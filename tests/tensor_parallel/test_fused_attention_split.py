@@ -316,3 +316,22 @@ def test_what_kernels_drop_between_sections_is_each_ranks_own():
     of_first, of_second = drawn(model, numbers(2, 5, WIDTH, seed=0).float(), axis)
     assert of_first[0] != of_first[1]
     assert of_first == of_second
+
+
+class OfAnyShape(Fused):
+    """Sections that are seen by heads whatever comes before: with two dimensions it attends between other things."""
+
+    def forward(self, x):
+        shape = x.shape[:-1]
+        q, k, v = (one.view(*shape, -1, self.head_dim).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        return self.proj(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(*shape, -1))
+
+
+@on_ranks(2)
+def test_sections_of_other_dimensions_than_were_understood_are_refused():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(WIDTH), OfAnyShape()).double()
+    check_exact(model, loss)
+    assert split(model) == (["1.qkv"], ["1.proj"])
+    with pytest.raises(ModelError, match=r"1\.qkv was given 2 dimensions"):
+        model(numbers(5, WIDTH, seed=0))

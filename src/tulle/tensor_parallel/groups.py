@@ -10,7 +10,7 @@ from torch import nn
 from tulle.tensor_parallel.dataflow.flow import Flow
 from tulle.tensor_parallel.dataflow.notes import Attention, Column, Count, Row
 from tulle.tensor_parallel.dataflow.products import GROUPS
-from tulle.tensor_parallel.linear import is_transposed
+from tulle.tensor_parallel.linear import inputs_of, outputs_of
 
 _LENGTHS = ("in_features", "out_features", "nf", "nx")
 """Attributes of linear layers that are a rank's own once they are split."""
@@ -119,8 +119,8 @@ def _is_cheaper(group: Group) -> bool:
     A row's sum is twice the numbers of a gather of its outputs; by itself each layer gathers its outputs, and the
     gradient of what goes into a row layer is a sum.
     """
-    sums = sum(2 * _outputs_of(one.linear) for one in group.rows)
-    apart = sum(_outputs_of(one.linear) + 2 * inputs_of(one.linear) for one in group.rows)
+    sums = sum(2 * outputs_of(one.linear) for one in group.rows)
+    apart = sum(outputs_of(one.linear) + 2 * inputs_of(one.linear) for one in group.rows)
     return sums <= apart + sum(one.length for one in group.columns)
 
 
@@ -174,12 +174,3 @@ def heads_of(layers: Collection[int], flow: Flow) -> int:
 def union(layers: Iterable[frozenset[int]]) -> frozenset[int]:
     """All of several."""
     return frozenset().union(*layers)
-
-
-def inputs_of(linear: nn.Module) -> int:
-    """How many features a linear layer takes."""
-    return linear.get_parameter("weight").shape[0 if is_transposed(linear) else 1]
-
-
-def _outputs_of(linear: nn.Module) -> int:
-    return linear.get_parameter("weight").shape[1 if is_transposed(linear) else 0]

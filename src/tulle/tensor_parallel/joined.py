@@ -21,7 +21,8 @@ from tulle.tensor_parallel.dataflow.notes import Argument, Attention, Column, Si
 from tulle.tensor_parallel.dataflow.products import GROUPS
 from tulle.tensor_parallel.dataflow.rewriting import Counted, Rewriting
 from tulle.tensor_parallel.dropout import draw_apart
-from tulle.tensor_parallel.groups import Group, by_layers, fits, groups, heads_of, inputs_of, is_of, union
+from tulle.tensor_parallel.groups import Group, by_layers, fits, groups, heads_of, is_of, union
+from tulle.tensor_parallel.linear import inputs_of
 from tulle.tensor_parallel.norms import split_norm
 from tulle.tensor_parallel.placement import length_on
 from tulle.tensor_parallel.region import Gathered, Kept, OfHeads, Region, enter_within
@@ -73,9 +74,10 @@ class Joined:
         told = tuple(self._told())
         for group in self.groups:
             self._split(group, to, name_of)
-            for layer in group.layers if group.keys & self.flow.of_three else ():
-                if id(layer) in self.flow.of_three:
-                    layer.register_forward_hook(OfThree(name_of(layer)))
+            for columns in by_layers(group):
+                linear = columns[0].linear
+                if self.flow.of_three & {id(linear), *(one.key for one in columns)}:
+                    linear.register_forward_hook(OfThree(name_of(linear)))
         self._give_out(to, name_of)
         if told:
             tell_within(self.module, told)
@@ -107,7 +109,7 @@ class Joined:
         for key in dict.fromkeys(site.at.owner for site in said):
             module = self.flow.frames[key]
             sites = [site for site in said if site.at.owner == key]
-            yield module, Rewriting(module, self.flow, sites), sites
+            yield module, Rewriting(module, sites, self.flow.reached), sites
 
     def _own(self, site: Site, rank: int) -> dict[int, set[int]]:
         """What numbers that are said in a place become on a rank."""
@@ -136,8 +138,6 @@ class Joined:
     def _rewrite(self, rank: int, name_of: Callable[[nn.Module], str]) -> None:
         """Have the code say a rank's numbers."""
         for module, rewriting, sites in self._rewritings(self.keys):
-            is_possible = rewriting.is_possible()
-            assert is_possible, "else its layers are left out"
             own = [tuple((whole, min(of)) for whole, of in self._own(site, rank).items()) for site in sites]
             counts = zip(own, sites, strict=True)
             rewriting.apply([Counted(name_of(module), numbers, site.place) for numbers, site in counts])

@@ -154,6 +154,16 @@ def is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and not isinstance(module, nn.Linear)
 
 
+def outputs_of(linear: nn.Module) -> int:
+    """How many features a linear layer gives, by its weight: a rank's own once it is split."""
+    return linear.get_parameter("weight").shape[1 if is_transposed(linear) else 0]
+
+
+def inputs_of(linear: nn.Module) -> int:
+    """How many it takes."""
+    return linear.get_parameter("weight").shape[0 if is_transposed(linear) else 1]
+
+
 class _Summed(nn.Module):
     """What a module gains whose parameters are whole on every rank, each of which uses them for a part of the work."""
 

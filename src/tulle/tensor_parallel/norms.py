@@ -1,4 +1,4 @@
-"""Norms over all features where each rank has a part of these: sums of squares travel, two numbers a token.
+"""Norms over all features where each rank has a part of these: their means travel, a number a token each way.
 
     y = x / sqrt(mean(x²) + eps) · weight       of which the mean is over the features of all ranks
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tulle.tensor_parallel.dataflow.flow import Flow
 from tulle.tensor_parallel.dataflow.means import means
 from tulle.tensor_parallel.dataflow.rewriting import Rewriting
 from tulle.tensor_parallel.linear import take_on
@@ -75,10 +74,10 @@ def split_norm(norm: nn.Module, features: int, to: Splitter) -> None:
     """Split a norm over so many features, of which each rank has a part."""
     own = to.own(features)
     averaged = Averaged(to.whole_region, own / features)
-    rewriting = Rewriting(norm, Flow(), sites := means(norm))
     if type(norm) in _OF_TORCH:
         take_on(norm, _OF_TORCH[type(norm)], averaged=averaged)
-    elif rewriting.is_possible():
-        rewriting.apply([averaged] * len(sites))
+    else:
+        sites = means(norm)
+        Rewriting(norm, sites).apply([averaged] * len(sites))
     for name in [*norm._parameters]:
         to.cut(norm, name, dim=0)

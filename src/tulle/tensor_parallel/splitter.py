@@ -21,6 +21,7 @@ from tulle.tensor_parallel.linear import (
     RowTransposed,
     SharedRows,
     is_transposed,
+    outputs_of,
     summed_over,
     take_on,
 )
@@ -205,7 +206,7 @@ class Splitter:
         if isinstance(linear, nn.Linear):
             return linear.out_features
         if is_transposed(linear):
-            return linear.get_parameter("weight").shape[1]
+            return outputs_of(linear)
         raise self._is_no_linear(linear)
 
     def norm(self, module: nn.Module | None, *names: str) -> None:
@@ -336,8 +337,7 @@ class Splitter:
             raise self._is_no_linear(linear)
         self.cut(linear, "weight", dim=1 if is_transposed(linear) else 0, sections=sections)
         self.cut(linear, "bias", dim=0, sections=sections)
-        own = linear.get_parameter("weight").shape[1 if is_transposed(linear) else 0]
-        setattr(linear, "nf" if is_transposed(linear) else "out_features", own)
+        setattr(linear, "nf" if is_transposed(linear) else "out_features", outputs_of(linear))
 
     def _split_dropout(self, dropout: nn.Module, dim: int, whole: int | None) -> None:
         if not isinstance(dropout, nn.Dropout | nn.Identity):

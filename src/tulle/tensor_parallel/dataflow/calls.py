@@ -16,10 +16,18 @@ from tulle.tensor_parallel.dataflow.flow import Flow, Frame
 from tulle.tensor_parallel.dataflow.methods import DRAWING, said_in_call
 from tulle.tensor_parallel.dataflow.norms import of_norm
 from tulle.tensor_parallel.dataflow.notes import Attention
+from tulle.tensor_parallel.dataflow.operators import SIMPLE
 from tulle.tensor_parallel.dataflow.patterns import rearranged
 from tulle.tensor_parallel.dataflow.products import multiplied, repeated, summed
 from tulle.tensor_parallel.dataflow.shapes import chunked, cut, flat, of_three, unbound, viewed
-from tulle.tensor_parallel.dataflow.sources import is_called_plainly, looks_at_last, stored, written
+from tulle.tensor_parallel.dataflow.sources import (
+    by_name,
+    is_called_plainly,
+    looks_at_last,
+    positional,
+    stored,
+    written,
+)
 from tulle.tensor_parallel.dataflow.values import (
     Attend,
     Fused,
@@ -218,31 +226,36 @@ def _is_elementwise(module: nn.Module) -> bool:
 
 def _bound(module: nn.Module, given: Sequence[Value], keywords: Mapping[str, Value]) -> dict[str, Value] | None:
     """Arguments by name; what is unpacked is by no name."""
-    names = [
-        one.name for one in inspect.signature(module.forward).parameters.values() if one.kind.name.endswith("KEYWORD")
-    ]
+    names = positional(inspect.signature(module.forward).parameters.values())
     if any(isinstance(one, Spread) for one in given) or len(given) > len(names):
         return None
     return dict(zip(names, given, strict=False)) | dict(keywords)
 
 
-def _of_method(frame: Frame, function: FunctionType, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value:
-    """What a method of the module itself gives: the arguments go on in it."""
-    parameters = [*inspect.signature(function).parameters.values()][1:]
-    named = [one for one in parameters if one.kind.name.endswith("KEYWORD")]
-    others = [one for name, one in keywords.items() if name not in {parameter.name for parameter in named}]
-    if any(isinstance(one, Spread) for one in given) or len(given) > len(named) or any(map(is_split, others)):
-        return frame.flow.opaque(Known(frame.module), *given, *keywords.values())
-    method = written(function)
-    if method is None:
-        return frame.flow.opaque(Known(frame.module), *given, *keywords.values())
+def filled(
+    parameters: Sequence[inspect.Parameter], given: Sequence[Value], keywords: Mapping[str, Value]
+) -> dict[str, Value] | None:
+    """What a function's parameters are, of these arguments; None if something split comes by no name that it has."""
+    places, names = positional(parameters), by_name(parameters)
+    others = [one for name, one in keywords.items() if name not in names]
+    if any(isinstance(one, Spread) for one in given) or len(given) > len(places) or any(map(is_split, others)):
+        return None
     values: dict[str, Value] = {one.name: Own() for one in parameters}
     if "**" not in keywords:
-        simple = (one for one in named if isinstance(one.default, int | float | str | type(None)))
-        values |= {one.name: Known(one.default) for one in simple}
-    values |= dict(zip([one.name for one in named], given, strict=False))
+        values |= {one.name: Known(one.default) for one in parameters if isinstance(one.default, SIMPLE)}
+    return (
+        values | dict(zip(places, given, strict=False)) | {name: keywords[name] for name in names if name in keywords}
+    )
+
+
+def _of_method(frame: Frame, function: FunctionType, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value:
+    """What a method of the module itself gives: the arguments go on in it."""
+    values = filled([*inspect.signature(function).parameters.values()][1:], given, keywords)
+    method = written(function)
+    if values is None or method is None:
+        return frame.flow.opaque(Known(frame.module), *given, *keywords.values())
     frame.flow.reach(frame.module, function, method)
-    return frame.method(method, values | {name: one for name, one in keywords.items() if name in values})
+    return frame.method(method, values)
 
 
 def _of_function(frame: Frame, function: Any, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -31,7 +31,7 @@ from tulle.tensor_parallel.dataflow.operators import (
 )
 from tulle.tensor_parallel.dataflow.products import multiplied
 from tulle.tensor_parallel.dataflow.shapes import stretch, taken, unpacked
-from tulle.tensor_parallel.dataflow.sources import asked, home_of, names_of, told_by, written
+from tulle.tensor_parallel.dataflow.sources import asked, home_of, names_at, names_of, told_by, written
 from tulle.tensor_parallel.dataflow.values import (
     Fused,
     Given,
@@ -62,17 +62,14 @@ class Expressions:
     Args:
         frame: In which it is called.
         function: The function.
-        names: Of what it finds in its module.
         variables: Its arguments.
     """
 
-    def __init__(
-        self, frame: Frame, function: FunctionType, names: Mapping[str, Any], variables: dict[str, Value]
-    ) -> None:
+    def __init__(self, frame: Frame, function: FunctionType, variables: dict[str, Value]) -> None:
         self._frame = frame
         self._function = function
         self._flow = frame.flow
-        self._names = names
+        self._names = names_at(function)
         self._variables = variables
         self._outside: set[str] = set()
         """Variables that other code sees too."""
@@ -125,21 +122,22 @@ class Expressions:
             self._flow.escape(value)
             self.give_up(target)
 
+    def _is_own(self, target: ast.Attribute) -> bool:
+        return self.value(target.value) == Known(self._frame.module)
+
     def _keeps(self, target: ast.Attribute, value: Value) -> bool:
         """Whether what is attended to is kept as an attribute of the module, which no code of its class asks for."""
         module = self._frame.module
-        is_own = self.value(target.value) == Known(module) and target.attr not in asked(type(module))
-        if not is_own or not isinstance(value, Heads) or not value.is_weights:
+        if not isinstance(value, Heads) or not value.is_weights or target.attr in asked(type(module)):
             return False
-        self._flow.kept[id(module), target.attr] = value
-        return True
+        if is_own := self._is_own(target):
+            self._flow.kept[id(module), target.attr] = value
+        return is_own
 
     def _is_of_buffers(self, target: ast.Attribute, value: Value) -> bool:
         """Whether what is stored is made of buffers, as an attribute of the module that is none of its layers."""
-        is_own = (
-            self.value(target.value) == Known(self._frame.module) and target.attr not in self._frame.module._modules
-        )
-        return is_own and isinstance(value, Given) and not value.names and not value.of_layers
+        is_made = isinstance(value, Given) and not value.names and not value.of_layers
+        return is_made and self._is_own(target) and target.attr not in self._frame.module._modules
 
     def _change(self, value: Value) -> None:
         """A list may be another one from now on, by whatever name."""
@@ -158,8 +156,7 @@ class Expressions:
         if is_split(value):
             self._flow.escape(value)
             return [Own()] * count
-        items = iterated(value) if isinstance(value, Known) else None
-        if items is not None and len(items) == count:
+        if isinstance(value, Known) and (items := iterated(value)) and len(items) == count:
             return items
         return [self._flow.plain(value) if isinstance(value, Known) else value] * count
 
@@ -208,9 +205,12 @@ class Expressions:
         is_within = base.is_within or name not in _OF_TENSORS
         return Given(base.names, base.frame, name == "layers", is_within=is_within)
 
+    def _at(self, node: ast.Call | ast.Subscript) -> At:
+        return At(id(self._frame.module), self._function, node)
+
     def _be_at(self, node: ast.Call | ast.Subscript, *values: Value) -> None:
         """Note where in the code this is, and if nothing in these is split: a number there is that of wholes, too."""
-        self._flow.at = At(id(self._frame.module), self._function, node)
+        self._flow.at = self._at(node)
         self._flow.whole |= set() if any(map(is_split, values)) else {self._flow.at}
 
     def _call(self, node: ast.Call) -> Value:
@@ -358,7 +358,7 @@ class Expressions:
         outer, inner = node.slice.elts
         if self.value(outer) != Known(...) or not isinstance(inner, ast.Slice) or inner.step is not None:
             return None
-        at = At(id(self._frame.module), self._function, node)
+        at = self._at(node)
         bounds = [Said(self.value(one), Site(at, one) if one else None) for one in (inner.lower, inner.upper)]
         return stretch(self._flow, base, (bounds[0], bounds[1]))
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from tulle.tensor_parallel.dataflow.notes import Argument, At, Attention, Column, Count, Row, Said, Site
+from tulle.tensor_parallel.dataflow.notes import Argument, At, Attention, Column, Count, Reached, Row, Said, Site
 from tulle.tensor_parallel.dataflow.values import (
     Fused,
     Given,
@@ -37,7 +37,7 @@ from tulle.tensor_parallel.dataflow.values import (
     numbers_in,
     trained,
 )
-from tulle.tensor_parallel.linear import is_transposed
+from tulle.tensor_parallel.linear import outputs_of
 
 
 @dataclass(slots=True)
@@ -87,8 +87,7 @@ class Flow:
     """Where it calls something of what is whole."""
     at: At | None = None
     """Where it is followed now."""
-    reached: dict[tuple[int, FunctionType], set[At | None]] = field(default_factory=dict)
-    """From where methods of modules are called; None where it is not by their names."""
+    reached: Reached = field(default_factory=dict)
     repeated_otherwise: set[int] = field(default_factory=set)
     """Layers whose heads are repeated as often as something else says."""
     decided: dict[Argument, Any] = field(default_factory=dict)
@@ -235,8 +234,7 @@ class Flow:
         if is_split(value) or isinstance(value, Several | Spread):
             return self.opaque(value)
         given = value if isinstance(value, Given) and not value.is_within else None
-        length = linear.get_parameter("weight").shape[1 if is_transposed(linear) else 0]
-        self.columns[key] = Column(key, linear, given, self.calls, 0, length)
+        self.columns[key] = Column(key, linear, given, self.calls, 0, outputs_of(linear))
         if given:
             _note(self.taken, given, [key])
         return Parts(frozenset([key]), is_fresh=True)

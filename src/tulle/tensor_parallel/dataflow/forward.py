@@ -15,15 +15,14 @@ from typing import Any
 
 from torch import nn
 
-from tulle.tensor_parallel.dataflow.calls import call, iterated
+from tulle.tensor_parallel.dataflow.calls import call, filled, iterated
 from tulle.tensor_parallel.dataflow.expressions import Expressions
 from tulle.tensor_parallel.dataflow.flow import Flow
-from tulle.tensor_parallel.dataflow.operators import SIMPLE
 from tulle.tensor_parallel.dataflow.sources import (
+    by_name,
     forward_of,
     imported_names,
     loaded,
-    names_at,
     names_of,
     source_of,
     written,
@@ -34,7 +33,6 @@ from tulle.tensor_parallel.dataflow.values import (
     Known,
     Own,
     Several,
-    Spread,
     Value,
 )
 
@@ -105,18 +103,15 @@ class Frame:
         """What a function gives that is no method, of which the code is there, or None if it is not looked into."""
         found = written(function) if isinstance(function, FunctionType) else None
         source = None if found is None else source_of(found)
-        values = [*given, *keywords.values()]
-        is_list = any(isinstance(one, Several | Spread) for one in values)  # which it may change
-        if found is None or source is None or is_list or "**" in keywords or self._methods >= _METHODS:
+        is_list = any(isinstance(one, Several) for one in (*given, *keywords.values()))  # which it may change
+        if found is None or source is None or is_list or _is_generator(source) or self._methods >= _METHODS:
             return None
-        names = [one.arg for one in (*source.args.posonlyargs, *source.args.args)]
-        is_fit = len(given) <= len(names) and {*keywords} <= {*names, *(one.arg for one in source.args.kwonlyargs)}
-        if not is_fit or _is_generator(source) or found.__module__.startswith(("torch.", "einops")):
+        parameters = [*inspect.signature(found).parameters.values()]
+        variables = filled(parameters, given, keywords)
+        is_fit = {*keywords} <= {*by_name(parameters)}
+        if variables is None or not is_fit or found.__module__.startswith(("torch.", "einops")):
             return None
-        variables: dict[str, Value] = {name: Own() for name in names_of(source.args)}
-        defaults = inspect.signature(found).parameters.values()
-        variables |= {one.name: Known(one.default) for one in defaults if isinstance(one.default, SIMPLE)}
-        return self._followed(found, source, variables | dict(zip(names, given, strict=False)) | dict(keywords))
+        return self._followed(found, source, variables)
 
     def _followed(self, function: FunctionType, source: ast.FunctionDef, variables: dict[str, Value]) -> Value:
         self._methods += 1
@@ -141,7 +136,7 @@ class _Body(Expressions):
     """The body of a function, and what it returns."""
 
     def __init__(self, frame: Frame, function: FunctionType, variables: dict[str, Value]) -> None:
-        super().__init__(frame, function, names_at(function), variables)
+        super().__init__(frame, function, variables)
         self.returned: list[Value] = []
 
     def block(self, statements: Sequence[ast.stmt]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from tulle.tensor_parallel.dataflow.sources import names_at, source_of, written
+from tulle.tensor_parallel.dataflow.sources import LAST, names_at, source_of, written
 
 _EACH = frozenset(
     [
@@ -25,7 +25,6 @@ _ALONG = frozenset(["amax", "amin", "logsumexp", "mean", "norm", "normalize", "s
 """Those that look along the dimensions that they are told."""
 _NORMS = frozenset(["fast_layer_norm", "fast_rms_norm", "layer_norm", "rms_norm"])
 """Those that are told the lengths of the last dimensions along which they look."""
-_LAST = ("-1", "(-1,)", "[-1]")
 _SHAPES = ("normalized_shape", "weight.shape")
 _TURNED = frozenset(["H", "T", "mH", "mT"])
 _DEPTH = 4
@@ -84,7 +83,7 @@ class _Code:
         if name in _EACH:
             return True
         if name in _ALONG:
-            return any(ast.unparse(one) in _LAST for one in dims or call.args)
+            return any(ast.unparse(one) in LAST for one in dims or call.args)
         if name in _NORMS:
             return len(call.args) > 1 and self._is_of_one(call.args[1])
         if name == "size":

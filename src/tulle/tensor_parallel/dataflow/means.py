@@ -9,10 +9,9 @@ from types import FunctionType
 
 from torch import nn
 
-from tulle.tensor_parallel.dataflow.flow import Flow
 from tulle.tensor_parallel.dataflow.notes import At, Site
 from tulle.tensor_parallel.dataflow.rewriting import Rewriting
-from tulle.tensor_parallel.dataflow.sources import forward_of, source_of
+from tulle.tensor_parallel.dataflow.sources import LAST, forward_of, source_of
 
 _TREATS_EACH = frozenset(["add", "div", "float", "mul", "pow", "rsqrt", "sqrt", "square", "sub", "to", "type_as"])
 """Methods and functions by which norms are written out, next to the mean."""
@@ -26,7 +25,7 @@ def is_over(norm: nn.Module, features: int) -> bool:
         return getattr(norm, "normalized_shape", None) == (features,)
     shapes = {tuple(own.shape) for own in norm.parameters()}
     is_plain = "Norm" in type(norm).__name__ and not norm._modules and not norm._buffers and shapes == {(features,)}
-    return is_plain and bool(sites := means(norm)) and Rewriting(norm, Flow(), sites).is_possible()
+    return is_plain and bool(sites := means(norm)) and Rewriting(norm, sites).is_possible()
 
 
 def means(norm: nn.Module) -> list[Site]:
@@ -53,4 +52,4 @@ def _is_of_last(mean: ast.Call) -> bool:
     """Whether a mean is over the last dimension alone, which stays."""
     named = {one.arg: ast.unparse(one.value) for one in mean.keywords}
     dims = [ast.unparse(one) for one in mean.args] or [named.get("dim", "")]
-    return dims in (["-1"], ["(-1,)"], ["[-1]"]) and named.get("keepdim") == "True" and {*named} <= {"dim", "keepdim"}
+    return len(dims) == 1 and dims[0] in LAST and named.get("keepdim") == "True" and {*named} <= {"dim", "keepdim"}

@@ -10,6 +10,7 @@ from tulle.tensor_parallel.dataflow.notes import Said
 from tulle.tensor_parallel.dataflow.products import interleaved
 from tulle.tensor_parallel.dataflow.shapes import (
     Split,
+    argument,
     chunked,
     cut,
     flat,
@@ -100,8 +101,7 @@ def _size(flow: Flow, value: Value, name: str, given: Sequence[Value]) -> Value:
 
 
 def _softened(_: Frame, value: Split, given: Sequence[Said], named: Mapping[str, Said]) -> Value | None:
-    dim = named.get("dim", given[0] if given else Said(Plain()))
-    if not isinstance(value, Heads) or dim.value != Known(-1):
+    if not isinstance(value, Heads) or argument(given, named, 0, "dim").value != Known(-1):
         return None
     return Heads(value.layers, value.dim, is_weights=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -102,6 +103,10 @@ class At:
     owner: int
     function: Any  # a FunctionType, which the checker of types would bind
     node: ast.Call | ast.Subscript
+
+
+Reached = dict[tuple[int, FunctionType], set[At | None]]
+"""From where methods of modules are called, by the module's identity and as they were written; None if by no name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tulle.tensor_parallel.dataflow.flow import Flow, Frame
 from tulle.tensor_parallel.dataflow.notes import Attention, Said
-from tulle.tensor_parallel.dataflow.shapes import Split
+from tulle.tensor_parallel.dataflow.shapes import Split, argument
 from tulle.tensor_parallel.dataflow.values import Heads, Known, Number, Plain, Value, layers_of, number_of
 
 GROUPS = "num_key_value_groups"
@@ -54,10 +54,7 @@ def _repeats_each(function: Any, dim: int) -> bool:
 
 def interleaved(frame: Frame, value: Split, given: Sequence[Said], named: Mapping[str, Said]) -> Value | None:
     """The same, by the method of tensors that does so."""
-    times, dim = (
-        given[place].value if len(given) > place else named.get(name, Said(Plain())).value
-        for place, name in enumerate(("repeats", "dim"))
-    )
+    times, dim = (argument(given, named, place, name).value for place, name in enumerate(("repeats", "dim")))
     if not isinstance(value, Heads) or number_of(dim) not in (value.dim, value.dim + 4):
         return None
     return repeated(frame.flow, value, times, _interleave)

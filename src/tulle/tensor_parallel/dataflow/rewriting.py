@@ -23,8 +23,7 @@ from torch import nn
 
 from tulle.derived import is_derived, put_before
 from tulle.errors import ModelError
-from tulle.tensor_parallel.dataflow.flow import Flow
-from tulle.tensor_parallel.dataflow.notes import Site
+from tulle.tensor_parallel.dataflow.notes import Reached, Site
 from tulle.tensor_parallel.dataflow.sources import forward_of, source_of
 
 _COUNTS = "_tulle_counts"
@@ -105,13 +104,13 @@ class Rewriting:
 
     Args:
         module: The module.
-        flow: What its forward does.
         sites: Where numbers are said.
+        reached: From where methods are called, by the module's identity; none if forward alone says numbers.
     """
 
-    def __init__(self, module: nn.Module, flow: Flow, sites: Sequence[Site]) -> None:
+    def __init__(self, module: nn.Module, sites: Sequence[Site], reached: Reached | None = None) -> None:
         self._module = module
-        self._reached = flow.reached
+        self._reached = reached or {}
         self._forward = forward_of(module)
         self._sites = sites
         self._methods: dict[FunctionType, _Method] = {}
@@ -126,6 +125,8 @@ class Rewriting:
         Args:
             counts: What each number becomes, or what else is said there.
         """
+        is_possible = self.is_possible()
+        assert is_possible, "else what says the numbers is left as it is"
         self._module.__dict__[_COUNTS] = tuple(counts)
         put_before(self._kind(), self._module)
 

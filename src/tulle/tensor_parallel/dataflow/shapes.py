@@ -220,8 +220,7 @@ def _is_length(value: Value, *, is_counted: bool) -> bool:
 
 def chunked(frame: Frame, value: Split, given: Sequence[Said], named: Named) -> Value | None:
     """The sections of a layer in which several are fused, or of each head of it."""
-    count = given[0].value if given else Plain()
-    dim = _named("dim", given, named)
+    count, dim = argument(given, {}, 0).value, argument(given, named, 1, "dim").value
     if not isinstance(count, Known) or not isinstance(value, Parts | Heads) or not _is_last(frame.flow, value, dim):
         return None
     if len(value.layers) != 1 or not isinstance(count.value, int) or count.value < 1:
@@ -233,8 +232,9 @@ def chunked(frame: Frame, value: Split, given: Sequence[Said], named: Named) -> 
 
 def cut(frame: Frame, value: Split, given: Sequence[Said], named: Named) -> Value | None:
     """The same, told by the lengths of the sections."""
-    size = given[0] if given else named.get("split_size", named.get("split_size_or_sections", Said(Plain())))
-    if not isinstance(value, Parts | Heads) or not _is_last(frame.flow, value, _named("dim", given, named)):
+    size = argument(given, named, 0, "split_size", "split_size_or_sections")
+    dim = argument(given, named, 1, "dim").value
+    if not isinstance(value, Parts | Heads) or not _is_last(frame.flow, value, dim):
         return None
     flow, several = frame.flow, isinstance(size.value, Several)
     lengths = _lengths([size]) if several else [size]
@@ -284,9 +284,11 @@ def stretch(flow: Flow, value: Parts, bounds: tuple[Said, Said]) -> Parts | None
     return Parts(section) if all([flow.count(one, section, "end") for one in said]) else None
 
 
-def _named(name: str, given: Sequence[Said], named: Named) -> Value:
-    """An argument that is the second, or has a name."""
-    return (given[1] if len(given) > 1 else named.get(name, Said(Plain()))).value
+def argument(given: Sequence[Said], named: Named, place: int, *names: str) -> Said:
+    """An argument at a place, or by the first of some names by which it is there; one of which nothing is known."""
+    if len(given) > place:
+        return given[place]
+    return next((named[name] for name in names if name in named), Said(Plain()))
 
 
 def _is_last(flow: Flow, value: Parts | Heads, dim: Value) -> bool:

@@ -8,7 +8,7 @@ import inspect
 import sys
 import textwrap
 from collections import ChainMap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 from types import CellType, FunctionType, ModuleType
 from typing import Any
@@ -88,6 +88,18 @@ def names_of(arguments: ast.arguments) -> list[str]:
     return [one.arg for one in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *others)]
 
 
+def positional(parameters: Iterable[inspect.Parameter]) -> list[str]:
+    """Names of those that may be given by their place."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [one.name for one in parameters if one.kind in kinds]
+
+
+def by_name(parameters: Iterable[inspect.Parameter]) -> list[str]:
+    """Names of those that may be given by these."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [one.name for one in parameters if one.kind in kinds]
+
+
 def imported_names(node: ast.Import | ast.ImportFrom) -> list[str]:
     """What an import stores, in order."""
     return [(one.asname or one.name).partition(".")[0] for one in node.names]
@@ -113,6 +125,8 @@ _OF_SEVERAL = frozenset(
     {"mean", "var", "std", "sum", "norm", "amax", "amin", "max", "min", "softmax", "cumsum", "flip"}
 )
 """Methods and functions of tensors that look at more than one number."""
+LAST = ("-1", "(-1,)", "[-1]")
+"""How code says the last dimension alone."""
 
 
 @cache
@@ -122,9 +136,7 @@ def looks_at_last(function: FunctionType) -> bool:
     calls = [] if source is None else [one for one in ast.walk(source) if isinstance(one, ast.Call)]
     several = [one for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr in _OF_SEVERAL]
     return source is not None and all(
-        any(
-            ast.unparse(value) in ("-1", "(-1,)", "[-1]") for value in (*one.args, *(own.value for own in one.keywords))
-        )
+        any(ast.unparse(value) in LAST for value in (*one.args, *(own.value for own in one.keywords)))
         for one in several
     )
 
