@@ -96,14 +96,14 @@ def run_on_ranks(
         raise ValueError(f"ranks find {body.__qualname__!r} by its name: move it to the top of its module")
     payload = pickle.dumps((body.__module__, body.__qualname__, arguments, list(warnings.filters)))
     team = _muster(size)
-    with tempfile.TemporaryDirectory(prefix="tulle-ranks-") as folder:
-        try:
-            for rank, worker in enumerate(team):
-                worker.connection.send(Assignment(rank, size, folder, deadline_s, probes, payload))
-            outcomes = _collect(team, Path(folder), deadline_s)
-        except BaseException:  # Ctrl-C: the ranks are in the middle of the body
-            _end(team)
-            raise
+    folder = tempfile.mkdtemp(dir=_session().name)
+    try:
+        for rank, worker in enumerate(team):
+            worker.connection.send(Assignment(rank, size, folder, deadline_s, probes, payload))
+        outcomes = _collect(team, Path(folder), deadline_s)
+    except BaseException:  # Ctrl-C: the ranks are in the middle of the body
+        _end(team)
+        raise
     if any(outcome.kind == "lost" for outcome in outcomes):
         _end(team)
     return _judge(outcomes)
@@ -112,6 +112,12 @@ def run_on_ranks(
 def end_all_workers() -> None:
     """End the processes; a test that needs some spawns new ones."""
     _end(list(WORKERS))
+
+
+@functools.cache
+def _session() -> tempfile.TemporaryDirectory[str]:
+    """What the folders of all tests are in, until the end: a group's store may write when it goes, after the test."""
+    return tempfile.TemporaryDirectory(prefix="tulle-ranks-", ignore_cleanup_errors=True)
 
 
 def _end(workers: Sequence[Worker]) -> None:
