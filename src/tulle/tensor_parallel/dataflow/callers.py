@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from tulle.tensor_parallel.dataflow.sources import names_at, names_of, source_of
+from tulle.tensor_parallel.dataflow.sources import looked_at, names_at, names_of, source_of, written
 from tulle.tensor_parallel.readers import methods_of, names_in_forward
 
 UNKNOWN = 0
@@ -115,17 +115,21 @@ class _Method:
             for key, one in self._of(target).items():
                 if key not in own and key != id(self._module):
                     yield id(self._module), one
-            if self._is_reached and not self._is_harmless(node):
-                handed = self._all([*node.args, *(one.value for one in node.keywords)])
+            handed = self._all([*node.args, *(one.value for one in node.keywords)]) if self._is_reached else {}
+            if handed and not self._is_harmless(node, handed):
                 itself = handed.pop(id(self._module), None)  # whose forward tells of its own children
                 yield from ((UNKNOWN, one) for one in _within(handed.values()))
                 for child in () if itself is None else itself.children():
                     yield from ((UNKNOWN, one) for one in child.modules() if one is not child)
 
-    def _is_harmless(self, node: ast.Call) -> bool:
+    def _is_harmless(self, node: ast.Call, handed: Modules) -> bool:
         """Whether a call only looks at modules that it is given, or calls them."""
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        return _is_of_python(node) or name == "checkpoint" or name.endswith("_checkpointing_func")
+        if _is_of_python(node) or name == "checkpoint" or name.endswith("_checkpointing_func"):
+            return True
+        function = written(self._names.get(name)) if isinstance(node.func, ast.Name) else None
+        looked = looked_at(function) if function is not None else None
+        return looked is not None and not any(hasattr(one, name) for one in handed.values() for name in looked)
 
     def _bind(self, node: ast.AST) -> None:
         if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value is not None:

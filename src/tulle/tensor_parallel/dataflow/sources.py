@@ -121,6 +121,23 @@ def loaded(target: ast.expr) -> ast.expr:
     return ast.parse(ast.unparse(target), mode="eval").body
 
 
+_LOOKS = ("isinstance", "hasattr", "getattr")
+
+
+@cache
+def looked_at(function: FunctionType) -> frozenset[str] | None:
+    """Names of what a function asks its arguments for; None if it does more than to ask, or to see of which class."""
+    source = source_of(function)
+    if source is None or not {*_LOOKS}.isdisjoint(names_at(function)):
+        return None
+    calls = [one for one in ast.walk(source) if isinstance(one, ast.Call) and ast.unparse(one.func) in _LOOKS]
+    asked = [name for one in calls if ast.unparse(one.func) != "isinstance" for name in one.args[1:2]]
+    names = [one.value for one in asked if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    arguments, seen = {*names_of(source.args)}, {id(one.args[0]) for one in calls if one.args}
+    uses = [one for one in ast.walk(source) if isinstance(one, ast.Name) and one.id in arguments]
+    return frozenset(names) if len(names) == len(asked) and all(id(one) in seen for one in uses) else None
+
+
 _OF_SEVERAL = frozenset(
     {"mean", "var", "std", "sum", "norm", "amax", "amin", "max", "min", "softmax", "cumsum", "flip"}
 )
