@@ -100,8 +100,66 @@ class Tiled(Attention):
         return self.merged((queries @ keys.transpose(-1, -2)).softmax(-1) @ values)
 
 
+class Listed(Attention):
+    def slopes_of(self, x):
+        return torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=x.dtype).view(-1, 1, 1)
+
+    def forward(self, x):
+        queries, keys, values = self.by_heads(x)
+        return self.merged((queries @ keys.transpose(-1, -2) * self.slopes_of(x)).softmax(-1) @ values)
+
+
+class Ranged(Listed):
+    def slopes_of(self, x):
+        return torch.arange(1, 5, dtype=x.dtype).reciprocal().view(-1, 1, 1)
+
+
+class Powered(Listed):
+    def slopes_of(self, x):
+        return torch.linspace(0, 1, 2**2, dtype=x.dtype).view(-1, 1, 1)
+
+
+class Taken(Listed):
+    def slopes_of(self, x):
+        return x[..., :4].transpose(1, 2).unsqueeze(-1)
+
+
+class Stacked(Listed):
+    def slopes_of(self, x):
+        return torch.stack([x[..., 0], x[..., 1], x[..., 2], x[..., 3]], 1).unsqueeze(-1)
+
+
+def rotate_half(x):
+    first, second = x.chunk(2, 1)
+    return torch.cat((-second, first), 1)
+
+
+def apply_rotary(queries, angles):
+    queries = torch.cat((queries[:, 1:], queries[:, :1]), dim=-3)
+    return queries * angles
+
+
+class Rotated(Attention):
+    def forward(self, x):
+        queries, keys, values = self.by_heads(x)
+        angles = torch.arange(x.shape[1], dtype=x.dtype)[:, None].cos()
+        queries = queries * angles + rotate_half(queries) * angles
+        return self.merged((queries @ keys.transpose(-1, -2)).softmax(-1) @ values)
+
+
+class RotatedByFunction(Attention):
+    def forward(self, x):
+        queries, keys, values = self.by_heads(x)
+        queries = apply_rotary(queries, torch.arange(x.shape[1], dtype=x.dtype)[:, None].cos())
+        return self.merged((queries @ keys.transpose(-1, -2)).softmax(-1) @ values)
+
+
+MISLEADING = [Scaled, Sloped, Cleared, Normed, NormedByHand, Tiled, Listed, Ranged, Powered, Taken, Stacked]
+MISLEADING += [Rotated, RotatedByFunction]
+
+
 @on_ranks(2, 4)
-@pytest.mark.parametrize("kind", [Scaled, Sloped, Cleared, Normed, NormedByHand, Tiled])
+@pytest.mark.parametrize("kind", MISLEADING)
 def test_attention_stays_apart_where_several_heads_are_looked_at(kind):
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(WIDTH), kind()).double()

@@ -15,13 +15,15 @@ import builtins
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from types import FunctionType, MethodType
 from typing import Any
+from weakref import ref
 
 from torch import nn
 
-from tulle.tensor_parallel.dataflow.sources import looked_at, names_at, names_of, source_of, written
+from tulle.tensor_parallel.dataflow.attributes import is_computed
+from tulle.tensor_parallel.dataflow.sources import looked_at, names_at, names_of, source_of, told_by, written
 from tulle.tensor_parallel.readers import methods_of, names_in_forward
 
 UNKNOWN = 0
@@ -39,7 +41,7 @@ _OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 _DEPTH = 3
 _MATTERS = ast.Call | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.For | ast.AsyncFor
-_MATTERS |= ast.comprehension | ast.Return | ast.Yield
+_MATTERS |= ast.comprehension | ast.Return | ast.Yield | ast.Match
 Modules = dict[int, nn.Module]
 
 
@@ -143,6 +145,12 @@ class _Method:
             is_pairs = isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func).endswith(_PAIRS)
             self._store(node.target, _items(self._of(node.iter)), is_pairs=is_pairs)
 
+        elif isinstance(node, ast.Match):
+            inside = {id(one): one for module in self._of(node.subject).values() for one in module.modules()}
+            names = [name for case in node.cases for one in ast.walk(case.pattern) for name in told_by(one)]
+            for name in names:
+                self._variables.setdefault(name, {}).update(inside)
+
     def _store(self, target: ast.expr, found: Modules, *, is_pairs: bool = False) -> None:
         if isinstance(target, ast.Name):
             self._variables.setdefault(target.id, {}).update(found)
@@ -169,6 +177,8 @@ class _Method:
             return self._all(one for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr))
         if isinstance(node, ast.Dict):
             return self._all(node.values)
+        if isinstance(node, ast.DictComp):
+            return self._of(node.value)
         if isinstance(node, ast.ListComp | ast.GeneratorExp | ast.SetComp):
             return self._of(node.elt)
         return {}
@@ -193,8 +203,11 @@ class _Method:
         if name in vars(module) and name not in _OWN:
             return {id(one): one for one in _reached(vars(module)[name])}
         kind = type(module)
-        if isinstance(getattr(kind, name, None), property) and name in _methods(kind):
+        own = inspect.getattr_static(kind, name, None)
+        if isinstance(own, property | cached_property) and name in _methods(kind):
             return self._returned(module, name)
+        if own is not None and is_computed(own):
+            return {id(one): one for one in module.modules()}
         if kind.__getattr__ is not nn.Module.__getattr__ and not hasattr(kind, name):  # of one within, perhaps
             return {id(one): one for inner in module.modules() if (one := inner._modules.get(name)) is not None}
         return {}
@@ -208,7 +221,20 @@ class _Method:
     def _item(self, node: ast.Subscript) -> Modules:
         return _items(self._of(node.value))
 
+    def _asked(self, node: ast.expr, name: ast.expr | None) -> Modules:
+        """What `getattr` gives, and `vars`: an attribute, or any if its name is not written there."""
+        found: Modules = {}
+        for module in self._of(node).values():
+            is_told = isinstance(name, ast.Constant)
+            found |= self._member(module, str(name.value)) if is_told else _children(module)
+        return found
+
     def _call(self, node: ast.Call) -> Modules:
+        asks = node.func.id if isinstance(node.func, ast.Name) and node.args else ""
+        if asks in ("getattr", "vars"):
+            return self._asked(node.args[0], node.args[1] if len(node.args) > 1 else None)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "__getattr__" and node.args:
+            return self._asked(node.func.value, node.args[0])
         if not isinstance(node.func, ast.Attribute):
             return _items(self._all(node.args)) if _is_of_python(node) else {}
         bases, name = self._of(node.func.value), node.func.attr
@@ -297,6 +323,8 @@ def _parts(value: Any) -> Iterable[Any]:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):
         return [value.__self__]
+    if isinstance(value, ref):
+        return [value()]
     if isinstance(value, FunctionType):
         return inspect.getclosurevars(value).nonlocals.values()
     return [] if isinstance(value, type) else getattr(value, "__dict__", {}).values()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.modules import activation, dropout
 
+from tulle.tensor_parallel.dataflow.attributes import interface, is_computed, member
 from tulle.tensor_parallel.dataflow.flow import Flow, Frame
 from tulle.tensor_parallel.dataflow.methods import DRAWING, said_in_call
 from tulle.tensor_parallel.dataflow.norms import of_norm
 from tulle.tensor_parallel.dataflow.notes import Attention
-from tulle.tensor_parallel.dataflow.operators import SIMPLE
+from tulle.tensor_parallel.dataflow.operators import SIMPLE, lengths_made
 from tulle.tensor_parallel.dataflow.patterns import rearranged
 from tulle.tensor_parallel.dataflow.products import multiplied, repeated, summed
 from tulle.tensor_parallel.dataflow.shapes import chunked, cut, flat, of_three, unbound, viewed
@@ -25,7 +27,6 @@ from tulle.tensor_parallel.dataflow.sources import (
     is_called_plainly,
     looks_at_last,
     positional,
-    stored,
     written,
 )
 from tulle.tensor_parallel.dataflow.values import (
@@ -81,7 +82,11 @@ _FUNCTIONS = frozenset(
     [*(getattr(functional, name) for name in _ACTIVATIONS.values()), *(getattr(torch, name) for name in _ELEMENTWISE)]
 )
 _CALLABLE = FunctionType | MethodType | BuiltinFunctionType | type
-_HARMLESS = (isinstance, len, hasattr, type, callable, id, issubclass, repr, str)
+_HARMLESS = (isinstance, len, hasattr, type, callable, id, issubclass)
+_TEXTS = (ascii, format, repr, str)
+"""Those that say what a value is."""
+PEEKING = (eval, exec, locals, vars, inspect.currentframe, sys._getframe)
+"""Those that come to the variables of who calls them."""
 _OF_NUMBERS = frozenset(
     [int, float, bool, min, max, round, abs, range, divmod, pow, torch.finfo, torch.iinfo, torch.Size]
 )
@@ -117,25 +122,6 @@ def call(frame: Frame, function: Value, arguments: Sequence[Value], keywords: Ma
     return _of_function(frame, called, flat(arguments), keywords)
 
 
-def member(owner: Any, name: str) -> Value:
-    """What an attribute is of a Python object."""
-    if isinstance(owner, ModuleType | type):
-        return Known(getattr(owner, name)) if hasattr(owner, name) else Plain()
-    if type(owner).__name__ == "AttentionInterface":  # of `transformers`: whatever it gives attends
-        return Known(_interface)
-    if not isinstance(owner, nn.Module):
-        return _of_object(getattr(owner, "__dict__", {}).get(name))
-    for kept in (owner._modules, owner._parameters, owner._buffers):
-        if name in kept:
-            found = kept[name]
-            if found is None or isinstance(found, nn.Module):
-                return Known(found, (id(owner), name))
-            lengths = frozenset(found.shape)
-            is_buffer = kept is owner._buffers
-            return Given(frozenset(), id(owner), lengths=lengths) if is_buffer else Own(frozenset([id(owner)]))
-    return _plain_member(owner, name)
-
-
 def iterated(value: Value) -> Sequence[Value] | None:
     """What one goes through in a loop, if it is known one by one."""
     if isinstance(value, Several):
@@ -152,37 +138,10 @@ def items_of(flow: Flow, base: Value, place: int | slice) -> Sequence[Value] | N
     return iterated(base)
 
 
-def _plain_member(module: nn.Module, name: str) -> Value:
-    found = vars(module)[name] if name in vars(module) else inspect.getattr_static(type(module), name, None)
-    if name in vars(module) or isinstance(found, int | float | str):
-        if name == "training" or isinstance(found, torch.Tensor | list | dict | tuple):
-            return Plain() if name == "training" else Own()
-        if isinstance(found, int) and not isinstance(found, bool):
-            return Number(found, id(module), name)
-        if isinstance(found, nn.Module | FunctionType):
-            return Known(found)
-        is_fixed = isinstance(found, float | bool | str | type(None)) and name not in stored(type(module))
-        return Known(found, (id(module), name)) if is_fixed else _of_object(found)
-    if isinstance(found, staticmethod):
-        return Known(found.__func__)
-    if isinstance(found, FunctionType):
-        return Known(MethodType(found, module))
-    return Known(found) if isinstance(found, property) else Own()
-
-
-def _of_object(value: Any) -> Value:
-    """What an attribute is whose values may change."""
-    if isinstance(value, torch.Tensor | list | dict | tuple | set):
-        return Own()
-    if isinstance(value, int) and not isinstance(value, bool):
-        return Plain(value)
-    return Known(value) if hasattr(value, "__dict__") else Plain()
-
-
 def _of_module(frame: Frame, module: nn.Module, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value:
     flow, values = frame.flow, [*given, *keywords.values()]
     is_patched = "forward" in vars(module) or not is_called_plainly(type(module))
-    if is_patched or module._forward_hooks or module._forward_pre_hooks:  # which see what goes in, and what comes out
+    if is_patched or _is_hooked(module):
         return flow.opaque(Known(module), *values)
     if _is_linear(module) and len(values) == 1:
         return flow.called(module, values[0])
@@ -203,6 +162,13 @@ def _of_module(frame: Frame, module: nn.Module, given: Sequence[Value], keywords
             flow.escape(*others)
             return _seen_from_outside(frame, found)
     return flow.pure(Known(module), *values)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether hooks see what goes into a module and what comes out, or the gradients of these."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def _seen_from_outside(frame: Frame, value: Value) -> Value:
@@ -265,7 +231,7 @@ def _of_function(frame: Frame, function: Any, given: Sequence[Value], keywords: 
         return of_python
     if keywords.get("inplace", Known(False)) != Known(False) or (name.endswith("_") and not name.endswith("__")):
         _change(flow, values)
-    if function is _interface:
+    if function is interface:
         return Plain() if any(_reads_trained(frame.module, one) for one in given) else Attend(takes_module=True)
     if function is functional.scaled_dot_product_attention:
         return _attended(frame, Attend(takes_module=False), given, keywords)
@@ -279,7 +245,7 @@ def _of_function(frame: Frame, function: Any, given: Sequence[Value], keywords: 
         found = frame.function(function, given, keywords)
     if found is None and getattr(function, "__closure__", None):  # over a parameter, perhaps
         return flow.opaque(*values)
-    return found or flow.pure(*values, may_draw=may_draw)
+    return found or flow.pure(*values, *lengths_made(name, given, keywords.values()), may_draw=may_draw)
 
 
 def _of_python(frame: Frame, function: Any, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value | None:
@@ -287,10 +253,11 @@ def _of_python(frame: Frame, function: Any, given: Sequence[Value], keywords: Ma
     flow, values = frame.flow, [*given, *keywords.values()]
     if function is len and len(given) == 1 and isinstance(given[0], Several):
         return Known(len(given[0].items)) if iterated(given[0]) is not None else Plain()
-    if any(function is one for one in _HARMLESS):
+    if any(function is one for one in (*_HARMLESS, *_TEXTS)):
+        flow.escape(*(one for one in values if function in _TEXTS and not is_bare(one)))
         return Plain()
     if all(map(is_bare, values)) and (getattr(function, "__module__", "") == "math" or function in _OF_NUMBERS):
-        return flow.plain(*values, Plain(is_made=True))
+        return flow.plain(*values, *lengths_made(getattr(function, "__name__", ""), given), Plain(is_made=True))
     if function is super:
         return flow.opaque(Known(frame.module))
     if function is getattr and len(given) > 1 and all(isinstance(one, Known) for one in given[:2]):
@@ -298,7 +265,7 @@ def _of_python(frame: Frame, function: Any, given: Sequence[Value], keywords: Ma
         found = member(owner, named)
         if isinstance(found, Number):
             flow.reads[found.owner, found.name] += 1
-        is_called = isinstance(found, Known) and isinstance(found.value, property | MethodType)
+        is_called = isinstance(found, Known) and (is_computed(found.value) or isinstance(found.value, MethodType))
         return flow.opaque(given[0]) if is_called else found
     if function is zip and all(items := [iterated(one) for one in given]):
         return Several(tuple(map(Several, zip(*(one or () for one in items), strict=False))))
@@ -347,7 +314,7 @@ def _of_tensors(frame: Frame, function: Any, given: Sequence[Value], keywords: M
     heads = [one for value in given for one in leaves(value) if isinstance(one, Heads)]
     if not heads or len({one.dim for one in heads}) > 1:
         return None
-    if name.startswith(_TURNS) and isinstance(function, FunctionType) and looks_at_last(inspect.unwrap(function)):
+    if name.startswith(_TURNS) and isinstance(function, FunctionType) and _turns_each(function, given, keywords):
         others = [*(one for one in given if not isinstance(one, Heads)), *keywords.values()]
         return (
             (Several(tuple(heads)) if len(heads) > 1 else heads[0])
@@ -355,6 +322,13 @@ def _of_tensors(frame: Frame, function: Any, given: Sequence[Value], keywords: M
             else None
         )
     return _of_heads(frame, function, given, keywords)
+
+
+def _turns_each(function: FunctionType, given: Sequence[Value], keywords: Mapping[str, Value]) -> bool:
+    """Whether a function treats each of the heads that it is given by itself, as far as its code shows."""
+    written = inspect.unwrap(function)
+    names = dict(zip(inspect.signature(written).parameters, given, strict=False)) | dict(keywords)
+    return looks_at_last(written, frozenset(name for name, one in names.items() if is_split(one)))
 
 
 def _of_heads(frame: Frame, function: Any, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value | None:
@@ -394,7 +368,3 @@ def _attended(frame: Frame, attend: Attend, given: Sequence[Value], keywords: Ma
     if attend.takes_module:
         return Several((Heads(layers, -2), Heads(layers, -3, is_weights=True)))
     return Heads(layers, -3)
-
-
-def _interface(*_: object) -> None:
-    """What stands for `ALL_ATTENTION_FUNCTIONS.get_interface`."""

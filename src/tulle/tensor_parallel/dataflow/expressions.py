@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tulle.tensor_parallel.dataflow.calls import call, items_of, iterated, member
+from tulle.tensor_parallel.dataflow.attributes import attribute_of
+from tulle.tensor_parallel.dataflow.calls import PEEKING, call, items_of, iterated
 from tulle.tensor_parallel.dataflow.flow import Frame
 from tulle.tensor_parallel.dataflow.methods import call_of
 from tulle.tensor_parallel.dataflow.notes import At, Said, Site
@@ -26,12 +27,13 @@ from tulle.tensor_parallel.dataflow.operators import (
     is_told,
     is_within_heads,
     item_of_object,
+    lengths_taken,
     pieces,
     truth,
 )
 from tulle.tensor_parallel.dataflow.products import multiplied
 from tulle.tensor_parallel.dataflow.shapes import stretch, taken, unpacked
-from tulle.tensor_parallel.dataflow.sources import asked, home_of, names_at, names_of, told_by, written
+from tulle.tensor_parallel.dataflow.sources import asked, home_of, names_at, names_of, names_within, told_by
 from tulle.tensor_parallel.dataflow.values import (
     Fused,
     Given,
@@ -46,13 +48,8 @@ from tulle.tensor_parallel.dataflow.values import (
     Value,
     is_bare,
     is_split,
-    shape_of,
 )
 
-_ABOUT = frozenset({"shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "itemsize"})
-"""Attributes of tensors that tell nothing of their values."""
-_OF_TENSORS = frozenset({"T", "mT", "data", "real", "grad"})
-"""Attributes that are tensors too."""
 _WITH_TENSORS = Tensor | list | dict | tuple | set
 
 
@@ -71,7 +68,7 @@ class Expressions:
         self._flow = frame.flow
         self._names = names_at(function)
         self._variables = variables
-        self._outside: set[str] = set()
+        self._outside: set[str] = set(names_within(function))
         """Variables that other code sees too."""
 
     def value(self, node: ast.expr | None) -> Value:
@@ -172,38 +169,12 @@ class Expressions:
         return self._flow.watched(home_of(self._function, node.id, found), node.id, Known(found))
 
     def _attribute(self, node: ast.Attribute) -> Value:
-        return self._attribute_of(self.value(node.value), node.attr)
+        return attribute_of(self._frame, self.value(node.value), node.attr)
 
     def truth(self, value: Value) -> bool | None:
         """Whether a test holds, if the code and the module's attributes say so."""
         self._flow.decide(value)
         return truth(value)
-
-    def _attribute_of(self, base: Value, name: str) -> Value:
-        if isinstance(base, Known):
-            found = member(base.value, name)
-            if isinstance(found, Known) and isinstance(found.value, property):
-                method = written(found.value.fget) if base.value is self._frame.module else None
-                if method is None:
-                    return self._flow.opaque(base)
-                self._flow.reached.setdefault((id(base.value), method), set()).add(None)
-                return self._frame.method(method, {})
-            if isinstance(found, Number):
-                self._flow.reads[found.owner, found.name] += 1
-                return replace(found, read=self._flow.reads[found.owner, found.name])
-            return self._flow.watched(base.value, name, found)
-        if name == "shape" and isinstance(base, Parts | Heads):
-            return shape_of(base)
-        if name == "shape" and isinstance(base, Own | Fused):
-            self._flow.escape(base)
-        if name in _ABOUT or isinstance(base, Plain):
-            return Plain()
-        if not isinstance(base, Given):
-            return self._flow.opaque(base)
-        if base.of_layers and name in ("keys", "values"):
-            return Heads(frozenset(), -3)
-        is_within = base.is_within or name not in _OF_TENSORS
-        return Given(base.names, base.frame, name == "layers", is_within=is_within)
 
     def _at(self, node: ast.Call | ast.Subscript) -> At:
         return At(id(self._frame.module), self._function, node)
@@ -225,9 +196,11 @@ class Expressions:
             if not isinstance(base, Known):
                 self._be_at(node, base)
                 return call_of(self._frame, base, node.func.attr, arguments, keywords)
-            function = self._attribute_of(base, node.func.attr)
+            function = attribute_of(self._frame, base, node.func.attr)
         else:
             function = self.value(node.func)
+        if isinstance(function, Known) and function.value in PEEKING and not arguments[1:]:
+            self._flow.escape(*self._variables.values())
         self._be_at(node, *arguments, *keywords.values())
         return call(self._frame, function, arguments, keywords)
 
@@ -249,6 +222,9 @@ class Expressions:
         if len(node.generators) > 1 or over.ifs or over.is_async or items is None:
             self.give_up(node)
             return Own()
+        if isinstance(node, ast.GeneratorExp):  # which asks for its variables when it is gone through
+            self._outside |= {one.id for one in ast.walk(node.elt) if isinstance(one, ast.Name)}
+            self._outside -= {one.id for one in ast.walk(over.target) if isinstance(one, ast.Name)}
         return self._each(over.target, items, node.elt)
 
     def _each(self, target: ast.expr, items: Sequence[Value], node: ast.expr) -> Value:
@@ -338,7 +314,8 @@ class Expressions:
         if isinstance(base, Given) and isinstance(place, Known) and isinstance(place.value, str):
             return replace(base, is_within=True)
         if isinstance(base, Given) and is_bare(place):
-            return base if base.is_aligned and is_stretches(place) else replace(base, is_aligned=False)
+            is_aligned, lengths = base.is_aligned and is_stretches(place), base.lengths | lengths_taken(place)
+            return replace(base, is_aligned=is_aligned, lengths=lengths)
         if (found := self._of_parts(node, base, place)) is not None:
             return found
         return self._flow.plain(base) if is_bare(base) and is_bare(place) else self._flow.opaque(base, place)
@@ -369,7 +346,10 @@ class Expressions:
         found = [one.value for one in bounds if isinstance(one, Known | Number)]
         return Known(slice(*found) if len(found) == 3 else SOME)
 
-    def _text(self, _: ast.JoinedStr) -> Value:
+    def _text(self, node: ast.JoinedStr) -> Value:
+        for one in (one for one in node.values if isinstance(one, ast.FormattedValue)):
+            told = [self.value(one.value), *([] if one.format_spec is None else [self.value(one.format_spec)])]
+            self._flow.escape(*(value for value in told if not is_bare(value)))
         return Plain()
 
     def _named(self, node: ast.NamedExpr) -> Value:

@@ -34,6 +34,7 @@ from tulle.tensor_parallel.dataflow.values import (
     Own,
     Several,
     Value,
+    is_split,
 )
 
 _DEPTH = 1
@@ -162,7 +163,10 @@ class _Body(Expressions):
         before = self.value(ast.copy_location(loaded(node.target), node))
         if isinstance(before, Given):
             self._flow.escape(before)  # who gave it sees it changed
-        self.bind(node.target, self._binary(node.op, before, self.value(node.value)))
+        after = self._binary(node.op, before, self.value(node.value))
+        if is_split(before):  # by other names too
+            self._variables |= {name: after for name, one in self._variables.items() if one == before}
+        self.bind(node.target, after)
         return False
 
     def _expression(self, node: ast.Expr) -> bool:
@@ -244,7 +248,14 @@ class _Body(Expressions):
             self._flow.escape(self.value(item.context_expr))
             if item.optional_vars is not None:
                 self.bind(item.optional_vars, Own())
-        return self.block(node.body)
+        before = {name: one for name, one in self._variables.items() if is_split(one)}
+        if self.block(node.body):
+            return True
+        after = {name: one for name, one in self._variables.items() if name in before and is_split(one)}
+        self._variables |= {
+            name: self._flow.joined(before[name], one) for name, one in after.items()
+        }  # if it ends early
+        return False
 
 
 _STATEMENTS: dict[type[ast.stmt], Callable[[_Body, Any], bool]] = {

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tulle.tensor_parallel.dataflow.flow import Flow, Frame
 from tulle.tensor_parallel.dataflow.notes import Said
+from tulle.tensor_parallel.dataflow.operators import lengths_made
 from tulle.tensor_parallel.dataflow.products import interleaved
 from tulle.tensor_parallel.dataflow.shapes import (
     Split,
@@ -72,7 +73,7 @@ def call_of(frame: Frame, value: Value, name: str, arguments: Sequence[Value], k
         return flow.elementwise(value)
     if isinstance(value, Heads) and name in ("masked_fill", "masked_fill_", "add", "where"):
         return flow.elementwise(*everything)
-    return flow.pure(*everything, may_draw=name.startswith(DRAWING))
+    return flow.pure(*everything, *lengths_made(name, given, keywords.values()), may_draw=name.startswith(DRAWING))
 
 
 def said_in_call(

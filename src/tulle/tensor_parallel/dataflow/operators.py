@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType, MethodType, ModuleType
 
 from torch import nn
 
-from tulle.tensor_parallel.dataflow.values import Attend, Known, Plain, Several, Spread, Value, number_of, numbers_in
+from tulle.tensor_parallel.dataflow.values import (
+    Attend,
+    Known,
+    Plain,
+    Several,
+    Spread,
+    Value,
+    leaves,
+    number_of,
+    numbers_in,
+)
 
 _ALL = slice(None)
 SOME = object()
@@ -21,6 +31,14 @@ def is_told(base: Several, place: slice) -> bool:
     spread = [number for number, one in enumerate(base.items) if isinstance(one, Spread)]
     after = len(base.items) - 1 - spread[-1] if spread else 0
     return not spread or (place.start is None and place.step is None and -after <= (place.stop or 0) < 0)
+
+
+def lengths_taken(place: Value) -> frozenset[int]:
+    """Lengths of the stretches that an index takes, as the code says them."""
+    found = place.items if isinstance(place, Several) else [place]
+    slices = [one.value for one in found if isinstance(one, Known) and isinstance(one.value, slice)]
+    ends = [(one.start or 0, one.stop or 0) for one in slices]
+    return frozenset(number for first, last in ends for number in (last, -first, last - first) if number > 1)
 
 
 def is_stretches(place: Value) -> bool:
@@ -56,7 +74,28 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Sub: int.__sub__,
     ast.Mult: int.__mul__,
     ast.FloorDiv: lambda one, other: one // other if other else 0,
+    ast.Mod: lambda one, other: one % other if other else 0,
+    ast.Pow: lambda one, other: one**other if 0 <= other < _LARGEST else 0,
 }
+_LARGEST = 64
+"""Power of which the number is told."""
+_OF_ITEMS = frozenset(
+    ["as_tensor", "asarray", "cat", "concat", "concatenate", "hstack", "new_tensor", "stack", "tensor"]
+)
+"""Functions, and methods, whose result has a length that is the number of items, or a multiple."""
+_OF_SHAPES = frozenset(["broadcast_to", "expand", "rearrange", "repeat", "reshape", "tile", "unflatten", "view"])
+"""Those that are given lengths of the result."""
+
+
+def lengths_made(name: str, given: Sequence[Value], keywords: Iterable[Value] = ()) -> list[Value]:
+    """Lengths that a function, or a method, of a name gives its result, by numbers or items that the code says."""
+    said = [one for value in (*given, *keywords) for one in leaves(value)]
+    numbers = [number for one in said if (number := number_of(one)) is not None]
+    if name in ("arange", "range") and len(given) == len(numbers) in (2, 3) and numbers[-1]:
+        return [Plain(len(range(*numbers)))]
+    if name in _OF_ITEMS:
+        return [Plain(len(one.items)) for one in given if isinstance(one, Several)]
+    return [Plain(number) for number in numbers if number > 1] if name in _OF_SHAPES else []
 
 
 def calculated(operator: ast.operator, left: Value, right: Value) -> Value:
@@ -64,6 +103,8 @@ def calculated(operator: ast.operator, left: Value, right: Value) -> Value:
     numbers = [number_of(one) for one in (left, right)]
     calculate = _OPERATORS.get(type(operator))
     of = numbers_in([left, right])
+    if isinstance(operator, ast.Div) and numbers[0] and numbers[1] and numbers[0] % numbers[1] == 0:
+        of |= {numbers[0] // numbers[1]}
     if calculate is None or numbers[0] is None or numbers[1] is None:
         return Plain(of=of, is_made=True)
     found = calculate(numbers[0], numbers[1])

@@ -113,6 +113,8 @@ def told_by(node: ast.AST) -> Sequence[str]:
         return imported_names(node)
     if isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
         return [node.name]
+    if isinstance(node, ast.MatchMapping) and node.rest:
+        return [node.rest]
     return [*node.names] if isinstance(node, ast.Global | ast.Nonlocal) else []
 
 
@@ -142,20 +144,77 @@ _OF_SEVERAL = frozenset(
     {"mean", "var", "std", "sum", "norm", "amax", "amin", "max", "min", "softmax", "cumsum", "flip"}
 )
 """Methods and functions of tensors that look at more than one number."""
+_MOVES = frozenset(["cat", "chunk", "concat", "roll", "sort", "split", "stack", "tensor_split", "topk", "unbind"])
+"""Those that take tensors to pieces, or put them together, along a dimension."""
 LAST = ("-1", "(-1,)", "[-1]")
 """How code says the last dimension alone."""
 
 
 @cache
-def looks_at_last(function: FunctionType) -> bool:
-    """Whether a function, as it is written, looks at several numbers along the last dimension only."""
+def looks_at_last(function: FunctionType, names: frozenset[str] = frozenset()) -> bool:
+    """Whether a function, as it is written, looks at several numbers along the last dimension only.
+
+    Args:
+        function: The function.
+        names: Of its arguments, whose dimensions are to stay where they are, but for the last.
+    """
     source = source_of(function)
-    calls = [] if source is None else [one for one in ast.walk(source) if isinstance(one, ast.Call)]
-    several = [one for one in calls if isinstance(one.func, ast.Attribute) and one.func.attr in _OF_SEVERAL]
-    return source is not None and all(
+    if source is None:
+        return False
+    nodes = [*ast.walk(source)]
+    made = _made_of(names, nodes)
+    calls = [one for one in nodes if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)]
+    several = [one for one in calls if one.func.attr in _OF_SEVERAL or (one.func.attr in _MOVES and made & _named(one))]
+    items = [one for one in nodes if isinstance(one, ast.Subscript) and made & _named(one.value)]
+    return all(
         any(ast.unparse(value) in LAST for value in (*one.args, *(own.value for own in one.keywords)))
         for one in several
-    )
+    ) and all(map(_is_of_last, items))
+
+
+def _named(node: ast.AST) -> frozenset[str]:
+    """Names in an expression, but for those whose shape alone is asked for."""
+    if isinstance(node, ast.Attribute) and node.attr in ("shape", "dtype", "device", "ndim"):
+        return frozenset()
+    own = frozenset([node.id]) if isinstance(node, ast.Name) else frozenset[str]()
+    return own.union(*map(_named, ast.iter_child_nodes(node)))
+
+
+def _made_of(names: frozenset[str], nodes: Sequence[ast.AST]) -> frozenset[str]:
+    """Names, and those of what is made of them."""
+    assigned = [one for one in nodes if isinstance(one, ast.Assign)]
+    while more := {name for one in assigned if names & _named(one.value) for to in one.targets for name in _named(to)}:
+        if more <= names:
+            break
+        names = names.union(more)
+    return names
+
+
+def _is_of_last(item: ast.Subscript) -> bool:
+    """Whether an index takes some of the last dimension, of four, and all of the others."""
+    places = item.slice.elts if isinstance(item.slice, ast.Tuple) else [item.slice]
+    *outer, _ = [ast.unparse(one) for one in places]
+    return outer == ["..."] or (len(outer) == 3 and {*outer} == {":"})
+
+
+_DEFINES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+
+
+@cache
+def names_within(function: FunctionType) -> frozenset[str]:
+    """Names in the functions that a function defines, which may ask for its variables after these are others.
+
+    Those of their arguments are left out.
+    """
+    source = source_of(function)
+    nodes = [] if source is None else [one for part in source.body for one in ast.walk(part)]
+    found: set[str] = set()
+    for node in (one for one in nodes if isinstance(one, _DEFINES)):
+        own = {*names_of(node.args)} if not isinstance(node, ast.ClassDef) else set[str]()
+        inner = [*ast.walk(node)]
+        found |= {one.id for one in inner if isinstance(one, ast.Name)} - own
+        found = found.union(*(one.names for one in inner if isinstance(one, ast.Nonlocal)))
+    return frozenset(found)
 
 
 @cache
