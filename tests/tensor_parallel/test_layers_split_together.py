@@ -272,3 +272,36 @@ def test_layers_are_counted_together_and_may_be_smaller():
     assert tensor_parallel.known(two, smallest_bytes=4 * size) == ["fc1", "fc2"]
     assert tensor_parallel.known(two, smallest_bytes=4 * size + 1) == []
     assert split(tensor_parallel.apply(two, axis, smallest_bytes=4 * size)) == (["fc1"], ["fc2"])
+
+
+def is_managed(module):
+    return isinstance(module, nn.Sequential) or getattr(module, "_is_managed", False)
+
+
+def runs(module, x):
+    return getattr(module, "down", module.net.fc2)(x)
+
+
+class Asks(nn.Module):
+    """As encoders of speech in `transformers`, which ask who manages them."""
+
+    def __init__(self, asks):
+        super().__init__()
+        self.net, self._asks = FeedForward(), asks
+
+    def forward(self, x):
+        return self.net(x) * (0.5 if self._asks == "class" and is_managed(self) else 1.0)
+
+
+class Runs(Asks):
+    def forward(self, x):
+        return self.net(x) + runs(self, numbers(2, 5, INNER, seed=9))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("kind", "is_split"), [(Asks, True), (Runs, False)])
+def test_a_function_that_only_asks_what_a_module_is_keeps_nothing_apart(kind, is_split):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"one": kind("class")})["one"].double()
+    check_exact(model, loss)
+    assert split(model) == ((["net.fc1"], ["net.fc2"]) if is_split else ([], []))

@@ -12,10 +12,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
 from tulle.tensor_parallel.dataflow.flow import Flow
+from tulle.tensor_parallel.dataflow.folds import AsWhole, Refolded
 from tulle.tensor_parallel.dataflow.forward import follow, holds_linear
 from tulle.tensor_parallel.dataflow.notes import Argument, Attention, Column, Site
 from tulle.tensor_parallel.dataflow.products import GROUPS
@@ -118,7 +120,8 @@ class Joined:
         for count in self.flow.counts[site]:
             column = self.flow.columns[next(iter(count.layers))]
             whole, own = column.features, self._features(column, shared, rank)
-            if count.of == "heads":
+            is_of_heads = count.of in ("heads", "fold") or (count.of == "shape" and bool(column.width))
+            if is_of_heads:
                 whole, own = column.heads, 1 if count.layers <= shared else column.heads // self.ranks
             elif count.of == "width":  # of all that is fused in a head, if that is how it is seen first
                 whole = own = count.number or 0
@@ -138,9 +141,17 @@ class Joined:
     def _rewrite(self, rank: int, name_of: Callable[[nn.Module], str]) -> None:
         """Have the code say a rank's numbers."""
         for module, rewriting, sites in self._rewritings(self.keys):
-            own = [tuple((whole, min(of)) for whole, of in self._own(site, rank).items()) for site in sites]
-            counts = zip(own, sites, strict=True)
-            rewriting.apply([Counted(name_of(module), numbers, site.place) for numbers, site in counts])
+            rewriting.apply([self._counted(site, rank, name_of(module)) for site in sites])
+
+    def _counted(self, site: Site, rank: int, label: str) -> Callable[[Any], Any]:
+        """What the code says there on a rank."""
+        numbers = tuple((whole, min(of)) for whole, of in self._own(site, rank).items())
+        count = next(iter(self.flow.counts[site]))
+        if count.of == "fold":
+            return Refolded(label, count.dims[0], count.dims[1], *numbers[0])
+        if count.place is not None:
+            return AsWhole(count.place, *numbers[0])
+        return Counted(label, numbers, site.place)
 
     def _split(self, group: Group, to: Splitter, name_of: Callable[[nn.Module], str]) -> None:
         inner = inputs_of(group.rows[0].linear)
@@ -248,8 +259,15 @@ class Joined:
             and flow.whole.isdisjoint(site.at for site in sites)
             and all(count.layers <= kept for site in sites for count in flow.counts[site])
             and all(len(own) == 1 for site in sites for own in self._own(site, 0).values())
+            and all(self._is_one(site) for site in sites)
             for _, rewriting, sites in self._rewritings(keys)
         )
+
+    def _is_one(self, site: Site) -> bool:
+        """Whether a place in the code has but one meaning, if it is no number."""
+        found = {(count.of, count.dims, count.place) for count in self.flow.counts[site]}
+        is_number = all(not dims and place is None for _, dims, place in found)
+        return is_number or (len(found) == 1 and len(self._own(site, 0)) == 1)
 
     @property
     def layers(self) -> list[nn.Module]:

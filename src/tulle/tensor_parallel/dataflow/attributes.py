@@ -14,6 +14,7 @@ from torch import nn
 from tulle.tensor_parallel.dataflow.flow import Frame
 from tulle.tensor_parallel.dataflow.sources import stored, written
 from tulle.tensor_parallel.dataflow.values import (
+    Folded,
     Fused,
     Given,
     Heads,
@@ -49,7 +50,7 @@ def attribute_of(frame: Frame, base: Value, name: str) -> Value:
             flow.reads[found.owner, found.name] += 1
             return replace(found, read=flow.reads[found.owner, found.name])
         return flow.watched(base.value, name, found)
-    if name == "shape" and isinstance(base, Parts | Heads):
+    if name == "shape" and isinstance(base, Parts | Heads | Folded):
         return shape_of(base)
     if name == "shape" and isinstance(base, Own | Fused):
         flow.escape(base)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -20,7 +21,7 @@ from tulle.tensor_parallel.dataflow.norms import of_norm
 from tulle.tensor_parallel.dataflow.notes import Attention
 from tulle.tensor_parallel.dataflow.operators import SIMPLE, lengths_made
 from tulle.tensor_parallel.dataflow.patterns import rearranged
-from tulle.tensor_parallel.dataflow.products import multiplied, repeated, summed
+from tulle.tensor_parallel.dataflow.products import multiplied, repeated, softened, summed
 from tulle.tensor_parallel.dataflow.shapes import chunked, cut, flat, of_three, unbound, viewed
 from tulle.tensor_parallel.dataflow.sources import (
     by_name,
@@ -31,6 +32,7 @@ from tulle.tensor_parallel.dataflow.sources import (
 )
 from tulle.tensor_parallel.dataflow.values import (
     Attend,
+    Folded,
     Fused,
     Given,
     Heads,
@@ -91,7 +93,12 @@ _OF_NUMBERS = frozenset(
     [int, float, bool, min, max, round, abs, range, divmod, pow, torch.finfo, torch.iinfo, torch.Size]
 )
 """Those that make no tensors of numbers."""
-_SHAPES = {torch.chunk: chunked, torch.split: cut, torch.reshape: viewed, torch.unbind: unbound}
+_SHAPES = {
+    torch.chunk: chunked,
+    torch.split: cut,
+    torch.reshape: partial(viewed, is_method=False),
+    torch.unbind: unbound,
+}
 """Functions of `torch` that do what methods of the same names do."""
 _TURNS = ("apply_rotary", "apply_multimodal_rotary", "rotate_half", "rotate_every_two")
 """How the names of functions begin that turn queries and keys by their positions, each head by itself."""
@@ -233,6 +240,10 @@ def _of_function(frame: Frame, function: Any, given: Sequence[Value], keywords: 
         _change(flow, values)
     if function is interface:
         return Plain() if any(_reads_trained(frame.module, one) for one in given) else Attend(takes_module=True)
+    if function is nn.Softmax and len(values) == 1 and isinstance(values[0], Known):
+        made = nn.Softmax(values[0].value)
+        flow.owners[id(made)] = made  # while its identity is noted
+        return Known(made)
     if function is functional.scaled_dot_product_attention:
         return _attended(frame, Attend(takes_module=False), given, keywords)
     if name == _IN_PIECES and len(given) > 3:
@@ -253,6 +264,8 @@ def _of_python(frame: Frame, function: Any, given: Sequence[Value], keywords: Ma
     flow, values = frame.flow, [*given, *keywords.values()]
     if function is len and len(given) == 1 and isinstance(given[0], Several):
         return Known(len(given[0].items)) if iterated(given[0]) is not None else Plain()
+    if function is len and any(isinstance(one, Folded) for one in given):
+        return flow.opaque(*values)
     if any(function is one for one in (*_HARMLESS, *_TEXTS)):
         flow.escape(*(one for one in values if function in _TEXTS and not is_bare(one)))
         return Plain()
@@ -302,15 +315,13 @@ def _of_tensors(frame: Frame, function: Any, given: Sequence[Value], keywords: M
         return flow.elementwise(*given, *keywords.values())
     is_einops = name == "rearrange" and (getattr(function, "__module__", None) or "").startswith("einops")
     if given and is_split(given[0]) and (function in _SHAPES or is_einops):
-        arguments, named = said_in_call(flow, given, keywords)
-        if is_einops:
-            return rearranged(frame, given[0], given[1] if len(given) == 2 else Plain(), named)
-        first = given[0] if isinstance(given[0], Parts | Heads | Fused) else None
-        return _SHAPES[function](frame, first, arguments[1:], named) if first else None
-    if function is torch.matmul and len(given) == 2:
+        return _of_shapes(frame, function, given, keywords)
+    if function in (torch.matmul, torch.bmm) and len(given) == 2:
         return multiplied(frame, given[0], given[1])
     if name == "einsum" and not keywords and any(map(is_split, given)):
         return summed(frame, given, is_einops=function is not torch.einsum)
+    if function in (functional.softmax, torch.softmax) and given:
+        return softened(given[0], keywords.get("dim", given[1] if len(given) > 1 else Plain()))
     heads = [one for value in given for one in leaves(value) if isinstance(one, Heads)]
     if not heads or len({one.dim for one in heads}) > 1:
         return None
@@ -324,6 +335,15 @@ def _of_tensors(frame: Frame, function: Any, given: Sequence[Value], keywords: M
     return _of_heads(frame, function, given, keywords)
 
 
+def _of_shapes(frame: Frame, function: Any, given: Sequence[Value], keywords: Mapping[str, Value]) -> Value | None:
+    """What a function of torch or einops gives that changes a shape."""
+    arguments, named = said_in_call(frame.flow, given, keywords)
+    if function not in _SHAPES:
+        return rearranged(frame, given[0], given[1] if len(given) == 2 else Plain(), named)
+    first = given[0] if isinstance(given[0], Parts | Heads | Folded | Fused) else None
+    return _SHAPES[function](frame, first, arguments[1:], named) if first else None
+
+
 def _turns_each(function: FunctionType, given: Sequence[Value], keywords: Mapping[str, Value]) -> bool:
     """Whether a function treats each of the heads that it is given by itself, as far as its code shows."""
     written = inspect.unwrap(function)
@@ -335,8 +355,6 @@ def _of_heads(frame: Frame, function: Any, given: Sequence[Value], keywords: Map
     """What a function gives of heads, in which it looks no further than into each."""
     first, *others = given
     dim = keywords.get("dim", others[0] if others else Plain())
-    if function in (functional.softmax, torch.softmax) and isinstance(first, Heads) and dim == Known(-1):
-        return Heads(first.layers, first.dim, is_weights=True)
     if function is torch.cat and isinstance(first, Several) and dim == Known(-1):
         is_alike = all(isinstance(one, Heads) for one in first.items)
         return frame.flow.elementwise(*first.items) if is_alike else None

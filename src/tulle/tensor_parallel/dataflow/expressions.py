@@ -14,6 +14,7 @@ from torch import Tensor
 from tulle.tensor_parallel.dataflow.attributes import attribute_of
 from tulle.tensor_parallel.dataflow.calls import PEEKING, call, items_of, iterated
 from tulle.tensor_parallel.dataflow.flow import Frame
+from tulle.tensor_parallel.dataflow.folds import asks_shape, compares
 from tulle.tensor_parallel.dataflow.methods import call_of
 from tulle.tensor_parallel.dataflow.notes import At, Said, Site
 from tulle.tensor_parallel.dataflow.operators import (
@@ -176,7 +177,7 @@ class Expressions:
         self._flow.decide(value)
         return truth(value)
 
-    def _at(self, node: ast.Call | ast.Subscript) -> At:
+    def _at(self, node: ast.expr) -> At:
         return At(id(self._frame.module), self._function, node)
 
     def _be_at(self, node: ast.Call | ast.Subscript, *values: Value) -> None:
@@ -284,6 +285,11 @@ class Expressions:
 
     def _compare(self, node: ast.Compare) -> Value:
         values = [self.value(one) for one in (node.left, *node.comparators)]
+        if len(values) == 2 and isinstance(node.ops[0], ast.Eq | ast.NotEq) and asks_shape(node.left):
+            at = self._at(node.left)
+            self._flow.whole |= set() if is_split(values[0]) else {at}
+            if compares(self._flow, Site(at, node.left), *values):
+                return Plain()
         if all(isinstance(one, ast.Is | ast.IsNot) for one in node.ops):
             self._flow.decide(*values)
             return compared(values, node.ops)

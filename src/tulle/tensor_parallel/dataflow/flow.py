@@ -10,7 +10,7 @@ import ast
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from torch import nn
 
 from tulle.tensor_parallel.dataflow.notes import Argument, At, Attention, Column, Count, Reached, Row, Said, Site
 from tulle.tensor_parallel.dataflow.values import (
+    Folded,
     Fused,
     Given,
     Heads,
@@ -175,12 +176,12 @@ class Flow:
             return _aligned(values) or given_by(values) or (self.opaque(*values) if others else self.plain(*values))
         if all(isinstance(value, Parts) for value in split) and not others:
             return Parts(layers_of(split))
-        dims = {value.dim for value in split if isinstance(value, Heads)}
-        if not all(isinstance(value, Heads) for value in split) or len(dims) > 1:
+        first, kinds = split[0], {(type(one), one.dim) for one in split if isinstance(one, Heads | Folded)}
+        is_alike = len(kinds) == 1 and all(isinstance(one, Heads | Folded) for one in split)
+        if not isinstance(first, Heads | Folded) or not is_alike or not self.meets(others, split):
             return self.opaque(*values)
-        if not self.meets(others, split):
-            return self.opaque(*values)
-        return Heads(layers_of(split), dims.pop(), all(isinstance(one, Heads) and one.is_weights for one in split))
+        are_weights = all(isinstance(one, Heads | Folded) and one.is_weights for one in split)
+        return replace(first, layers=layers_of(split), is_weights=are_weights)
 
     def meets(self, others: Sequence[Value], split: Sequence[Value], *, is_aligned: bool = True) -> bool:
         """Have values that are the same for all heads meet these, if they are made of nothing but arguments."""
@@ -191,7 +192,7 @@ class Flow:
                 self.lengths.append((one.lengths, layers_of(split)))
                 _note(self.met, one, layers_of(split))
                 self.escape(*([one] if one.is_within else []))
-                for name in one.names if is_aligned and one.is_aligned else ():
+                for name in one.names if is_aligned and one.is_aligned and dims else ():
                     self.masks.setdefault((one.frame, name), set()).update(dims)
         return all(isinstance(one, Given) for one in found)
 
@@ -214,8 +215,9 @@ class Flow:
         layers = layers_of([one, other])
         if isinstance(one, Parts) and isinstance(other, Parts):
             return Parts(layers)
-        if isinstance(one, Heads) and isinstance(other, Heads) and one.dim == other.dim:
-            return Heads(layers, one.dim, one.is_weights and other.is_weights)
+        for kind in (Heads, Folded):
+            if isinstance(one, kind) and isinstance(other, kind) and one.dim == other.dim:
+                return kind(layers, one.dim, one.is_weights and other.is_weights)
         given = given_by([one, other])
         if given is None:
             self.escape(one, other)

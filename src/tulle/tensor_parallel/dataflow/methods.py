@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from tulle.tensor_parallel.dataflow.flow import Flow, Frame
 from tulle.tensor_parallel.dataflow.notes import Said
 from tulle.tensor_parallel.dataflow.operators import lengths_made
-from tulle.tensor_parallel.dataflow.products import interleaved
+from tulle.tensor_parallel.dataflow.products import PRODUCTS, interleaved, multiplied, softened
 from tulle.tensor_parallel.dataflow.shapes import (
     Split,
     argument,
@@ -25,6 +25,7 @@ from tulle.tensor_parallel.dataflow.shapes import (
     viewed,
 )
 from tulle.tensor_parallel.dataflow.values import (
+    Folded,
     Fused,
     Given,
     Heads,
@@ -62,16 +63,18 @@ def call_of(frame: Frame, value: Value, name: str, arguments: Sequence[Value], k
         return flow.opaque(*everything)
     if isinstance(value, Given) and name == "update" and any(map(is_split, given)):  # of a cache
         return Several(tuple(given[:2]))  # what it keeps of keys and values, and these
-    if isinstance(value, Parts | Heads | Fused) and all(map(is_bare, everything[1:])):
+    if isinstance(value, Parts | Heads | Folded | Fused) and all(map(is_bare, everything[1:])):
         found = _RULES[name](frame, value, *said_in_call(flow, arguments, keywords)) if name in _RULES else None
         return found or (flow.elementwise(value) if name in _METHODS else flow.opaque(*everything))
-    if isinstance(value, Parts | Heads) and name in ("to", "type_as"):
+    if isinstance(value, Parts | Heads | Folded) and name in ("to", "type_as"):
         return flow.elementwise(value)  # as another tensor is
     if (name.endswith("_") or name in _OF_LISTS) and isinstance(value, Given):
         flow.escape(value)  # who gave it sees it changed
     if isinstance(value, Given) and name in _METHODS and all(is_bare(one) for one in everything[1:]):
         return flow.elementwise(value)
-    if isinstance(value, Heads) and name in ("masked_fill", "masked_fill_", "add", "where"):
+    if name in PRODUCTS and len(given) == 1 and not keywords:
+        return multiplied(frame, value, given[0])
+    if isinstance(value, Heads | Folded) and name in ("masked_fill", "masked_fill_", "add", "where"):
         return flow.elementwise(*everything)
     return flow.pure(*everything, *lengths_made(name, given, keywords.values()), may_draw=name.startswith(DRAWING))
 
@@ -90,21 +93,19 @@ def said_in_call(
 
 def _size(flow: Flow, value: Value, name: str, given: Sequence[Value]) -> Value:
     """What a method tells of lengths."""
-    if not isinstance(value, Parts | Heads) or name not in ("size", "numel", "stride"):
+    if not isinstance(value, Parts | Heads | Folded) or name not in ("size", "numel", "stride"):
         return Plain()
     shape, place = shape_of(value), given[0].value if given and isinstance(given[0], Known) else None
     if name == "size" and not given:
         return shape
     if name != "size" or not isinstance(place, int):
         return Length(value.layers)
-    items = shape.items if isinstance(value, Heads) else of_three(flow, shape, place)
+    items = of_three(flow, shape, place) if isinstance(value, Parts) else shape.items
     return items[place] if -len(items) <= place < len(items) else flow.opaque(value)
 
 
 def _softened(_: Frame, value: Split, given: Sequence[Said], named: Mapping[str, Said]) -> Value | None:
-    if not isinstance(value, Heads) or argument(given, named, 0, "dim").value != Known(-1):
-        return None
-    return Heads(value.layers, value.dim, is_weights=True)
+    return softened(value, argument(given, named, 0, "dim").value)
 
 
 _RULES = {

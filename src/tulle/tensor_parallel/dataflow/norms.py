@@ -7,16 +7,17 @@ from torch import nn
 from tulle.tensor_parallel.dataflow.flow import Frame
 from tulle.tensor_parallel.dataflow.lasts import looks_at_last_alone
 from tulle.tensor_parallel.dataflow.means import is_over
+from tulle.tensor_parallel.dataflow.products import softened
 from tulle.tensor_parallel.dataflow.sources import forward_of
-from tulle.tensor_parallel.dataflow.values import Heads, Parts, Value
+from tulle.tensor_parallel.dataflow.values import Heads, Known, Parts, Value
 
 
 def of_norm(frame: Frame, module: nn.Module, value: Value) -> Value | None:
     """What a norm gives, or a softmax, of each head or of all features; None for other modules."""
     flow = frame.flow
-    if isinstance(value, Heads) and type(module) is nn.Softmax and module.dim == -1:
-        flow.decided[id(module), "dim"] = -1
-        return Heads(value.layers, value.dim, is_weights=True)
+    if type(module) is nn.Softmax and (found := softened(value, Known(module.dim))) is not None:
+        flow.decided[id(module), "dim"] = module.dim
+        return found
     if isinstance(value, Heads) and _is_of_each_head(frame, module, value):
         _, layers = flow.norms.get(id(module), (module, frozenset()))
         flow.norms[id(module)] = module, layers | value.layers

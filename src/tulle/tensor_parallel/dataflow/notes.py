@@ -92,17 +92,17 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """Where in the code something is called, or an item is taken.
+    """Where in the code something is called, an item is taken, or a shape is asked for.
 
     Args:
         owner: The module whose method it is in, by identity.
         function: The method, as it was written.
-        node: The call, or the item.
+        node: The call, the item, or the shape.
     """
 
     owner: int
     function: Any  # a FunctionType, which the checker of types would bind
-    node: ast.Call | ast.Subscript
+    node: ast.expr
 
 
 Reached = dict[tuple[int, FunctionType], set[At | None]]
@@ -129,16 +129,21 @@ class Count:
     """What such a number is.
 
     Args:
-        of: "heads", "features" of all of them, "width" of one, or the "end" of a section.
+        of: "heads", "features" of all of them, "width" of one, or the "end" of a section; "fold" where samples and
+            heads become one dimension, or two, and "shape" where one is compared.
         number: As it is now, or must be; None if nobody knows before the forward runs.
         layers: The column layers that the work comes from.
         is_rest: Whether the code says -1 for it.
+        dims: Of a fold: what each dimension is, before and afterwards.
+        place: Of a shape: the dimension of which a rank has a part, from the end.
     """
 
     of: str
     number: int | None
     layers: frozenset[int]
     is_rest: bool = False
+    dims: tuple[tuple[str, ...], ...] = ()
+    place: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

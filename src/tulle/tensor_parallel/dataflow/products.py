@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,24 +13,42 @@ from torch import Tensor
 from tulle.tensor_parallel.dataflow.flow import Flow, Frame
 from tulle.tensor_parallel.dataflow.notes import Attention, Said
 from tulle.tensor_parallel.dataflow.shapes import Split, argument
-from tulle.tensor_parallel.dataflow.values import Heads, Known, Number, Plain, Value, layers_of, number_of
+from tulle.tensor_parallel.dataflow.values import (
+    Folded,
+    Heads,
+    Known,
+    Number,
+    Plain,
+    Value,
+    layers_of,
+    number_of,
+)
 
 GROUPS = "num_key_value_groups"
 """The attribute of attention by which functions of `transformers` repeat heads of keys and values."""
+PRODUCTS = ("bmm", "matmul")
+"""Methods of tensors, and functions of torch, that multiply matrices."""
 
 
 def multiplied(frame: Frame, left: Value, right: Value) -> Value:
     """The product of matrices, of each head if both have heads."""
-    flow = frame.flow
-    if not all(isinstance(one, Heads) and one.dim == -3 for one in (left, right)):
-        return flow.pure(left, right, may_draw=False)
-    return _product(frame, left, right, -3)
+    for kind in (Heads, Folded):
+        if all(isinstance(one, kind) and one.dim == -3 for one in (left, right)):
+            return kind(_product(frame, left, right), -3)
+    return frame.flow.pure(left, right, may_draw=False)
 
 
-def _product(frame: Frame, left: Value, right: Value, dim: int) -> Heads:
+def _product(frame: Frame, left: Value, right: Value) -> frozenset[int]:
     queries, others = layers_of([left]), layers_of([right])
     frame.flow.attentions.append(Attention(frame.module, queries, (others, others)))
-    return Heads(queries | others, dim)
+    return queries | others
+
+
+def softened(value: Value, dim: Value) -> Heads | Folded | None:
+    """What softmax gives along the last dimension: what heads attend to."""
+    if not isinstance(value, Heads | Folded) or dim not in (Known(-1), Known(3 if isinstance(value, Heads) else 2)):
+        return None
+    return replace(value, is_weights=True)
 
 
 def repeated(flow: Flow, pairs: Heads, times: Value, function: Any) -> Heads | None:
@@ -71,9 +90,11 @@ def summed(frame: Frame, given: Sequence[Value], *, is_einops: bool) -> Value | 
     equation = first.value if isinstance(first, Known) and isinstance(first.value, str) else ""
     before, _, after = equation.partition("->")
     *inputs, result = ([*one.split()] if is_einops else [*one.replace(" ", "")] for one in (*before.split(","), after))
-    heads = [one for one in operands if isinstance(one, Heads)]
-    if not len(heads) == len(operands) == len(inputs) == 2 or any(len({*one}) != 4 for one in (*inputs, result)):
+    kind = Folded if any(isinstance(one, Folded) for one in operands) else Heads
+    heads, count = [one for one in operands if isinstance(one, kind)], 3 if kind is Folded else 4
+    if not len(heads) == len(operands) == len(inputs) == 2 or any(len({*one}) != count for one in (*inputs, result)):
         return None
     (name, *rest) = {letters[one.dim] for one, letters in zip(heads, inputs, strict=True)}
-    is_kept = not rest and name in result[1:3] and all(len(letters) == 4 for letters in (*inputs, result))
-    return _product(frame, heads[0], heads[1], result.index(name) - 4) if is_kept else None
+    is_kept = not rest and name in result[count - 3 : count - 1]
+    is_kept = is_kept and all(len(letters) == count for letters in (*inputs, result))
+    return kind(_product(frame, heads[0], heads[1]), result.index(name) - count) if is_kept else None

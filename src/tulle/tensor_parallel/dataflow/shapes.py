@@ -15,8 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tulle.tensor_parallel.dataflow.flow import Flow, Frame
+from tulle.tensor_parallel.dataflow.folds import refolded, turned
 from tulle.tensor_parallel.dataflow.notes import At, Column, Said, Site
 from tulle.tensor_parallel.dataflow.values import (
+    Folded,
     Fused,
     Heads,
     Known,
@@ -30,7 +32,7 @@ from tulle.tensor_parallel.dataflow.values import (
     number_of,
 )
 
-Split = Parts | Heads | Fused
+Split = Parts | Heads | Folded | Fused
 Named = Mapping[str, Said]
 REST = Known(-1)
 """What a shape says where the length is what is left."""
@@ -90,13 +92,17 @@ def of_three(flow: Flow, shape: Several, place: int | slice) -> Sequence[Value]:
     return [Plain(), Plain(), shape.items[-1]]
 
 
-def viewed(frame: Frame, value: Split, given: Sequence[Said], named: Named) -> Value | None:
+def viewed(frame: Frame, value: Split, given: Sequence[Said], named: Named, *, is_method: bool = True) -> Value | None:
     """Features seen by heads, `[samples, length, heads, width]`, or heads as features, `[samples, length, features]`.
 
     One of these is -1, or else the code says how many there are.
     """
     shape = _lengths(given)
     if named or not shape or isinstance(value, Fused):
+        return None
+    if is_method and (found := refolded(frame.flow, value, shape)) is not None:
+        return found
+    if isinstance(value, Folded):
         return None
     if isinstance(value, Heads):
         return _merged(frame.flow, value, shape)
@@ -189,7 +195,7 @@ def _merged(flow: Flow, value: Heads, shape: Sequence[Said]) -> Value | None:
     columns = [flow.columns[layer] for layer in value.layers]
     is_as_before = len(outer) > 1 and outer[-1].value == REST and _is_outer(outer[:-1], is_counted=False)
     is_as_before = is_as_before and not any(_is_made(one.value) for one in outer[:-1])
-    if value.dim == -2 and is_as_before and {number_of(last.value)} == {column.width for column in columns}:
+    if value.dim == -2 and is_as_before and {number_of(last.value)} == {column.head_width for column in columns}:
         return value
     is_counted = last.value != REST
     is_told = all(isinstance(one.value, Spread) or _is_length(one.value, is_counted=is_counted) for one in outer)
@@ -307,6 +313,8 @@ def moved(_: Frame, value: Split, given: Sequence[Said], named: Named) -> Value 
     dims = [one for one in found if one is not None]
     if named or len(dims) != len(found):
         return None
+    if isinstance(value, Folded):
+        return turned(value, dims)
     if isinstance(value, Fused):
         places = [dim % len(value.dims) for dim in dims]
         is_order = sorted(places) == [*range(len(value.dims))]
@@ -320,6 +328,10 @@ def transposed(_: Frame, value: Split, given: Sequence[Said], named: Named) -> V
     dims = {*found}
     if named or len(found) != 2 or len(given) != 2 or isinstance(value, Parts):
         return None
+    if isinstance(value, Folded):
+        order = [0, 1, 2]
+        order[found[0]], order[found[1]] = order[found[1]], order[found[0]]
+        return turned(value, order)
     if isinstance(value, Fused):
         letters, (one, other) = [*value.dims], found
         letters[one], letters[other] = letters[other], letters[one]

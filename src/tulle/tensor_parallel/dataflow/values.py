@@ -122,6 +122,21 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
+class Folded:
+    """Something of each of a rank's heads, of three dimensions: samples and heads are one, samples first.
+
+    Args:
+        layers: The column layers that it comes from, by identity.
+        dim: That of samples and heads, from the end: -3 where attention wants it, -2 next to their features.
+        is_weights: Whether it is what they attend to.
+    """
+
+    layers: frozenset[int]
+    dim: int = -3
+    is_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Fused:
     """Several things of each of a rank's heads that one layer gives, such as queries, keys and values.
 
@@ -168,8 +183,8 @@ class Attend:
     takes_module: bool
 
 
-Value = Known | Number | Plain | Own | Given | Parts | Heads | Fused | Length | Several | Spread | Attend
-Split = Parts | Heads | Fused | Length
+Value = Known | Number | Plain | Own | Given | Parts | Heads | Folded | Fused | Length | Several | Spread | Attend
+Split = Parts | Heads | Folded | Fused | Length
 
 
 def leaves(value: Value) -> Iterator[Value]:
@@ -233,9 +248,10 @@ def given_by(values: Sequence[Value]) -> Given | None:
     return Given(names, frames.pop(), lengths=lengths | said, is_within=any(one.is_within for one in given))
 
 
-def shape_of(value: Parts | Heads) -> Several:
+def shape_of(value: Parts | Heads | Folded) -> Several:
     """The lengths of what a rank has a part of: of heads, four; of features, of as many dimensions as there are."""
     length = Length(value.layers)
     if isinstance(value, Parts):
         return Several((Spread(Plain()), length))
-    return Several(tuple(length if dim == value.dim else Plain() for dim in range(-4, 0)))
+    count = 3 if isinstance(value, Folded) else 4
+    return Several(tuple(length if dim == value.dim else Plain() for dim in range(-count, 0)))
