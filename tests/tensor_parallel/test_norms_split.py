@@ -60,6 +60,15 @@ class CountedNorm(RMSNorm):
         return self.weight * hidden * hidden.shape[-1] ** 0.5 / hidden.square().mean(-1, keepdim=True).sqrt()
 
 
+class AddsNorm(RMSNorm):
+    """Writes to what is a mean, which autograd does not let one do to that of all ranks."""
+
+    def forward(self, hidden):
+        mean = hidden.mean(-1, keepdim=True)
+        mean += hidden.square().mean(-1, keepdim=True)
+        return self.weight * hidden / (mean + 3)
+
+
 NORMS = {
     "LayerNorm": nn.LayerNorm,
     "LayerNorm without bias": lambda width: nn.LayerNorm(width, bias=False),
@@ -68,7 +77,7 @@ NORMS = {
     "as in transformers": RMSNorm,
     "by hand": HandNorm,
 }
-OTHERS = {"largest": LargestNorm, "spread": SpreadNorm, "counted": CountedNorm}
+OTHERS = {"largest": LargestNorm, "spread": SpreadNorm, "counted": CountedNorm, "adds": AddsNorm}
 
 
 class Within(nn.Module):

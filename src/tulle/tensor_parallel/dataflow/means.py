@@ -43,7 +43,7 @@ def _means_in(forward: FunctionType) -> Sequence[ast.Call]:
     is_each = all(
         one in found or (isinstance(one.func, ast.Attribute) and one.func.attr in _TREATS_EACH) for one in calls
     )
-    is_other = any(isinstance(one, ast.MatMult | ast.Subscript) for one in nodes)
+    is_other = any(isinstance(one, ast.MatMult | ast.Subscript | ast.AugAssign) for one in nodes)
     is_told = any(isinstance(one, ast.Attribute) and one.attr in _TELLS for one in nodes)
     return found if is_each and not is_other and not is_told and all(map(_is_of_last, found)) else []
 
