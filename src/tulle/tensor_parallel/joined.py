@@ -27,7 +27,7 @@ from tulle.tensor_parallel.groups import Group, by_layers, fits, groups, heads_o
 from tulle.tensor_parallel.linear import inputs_of
 from tulle.tensor_parallel.norms import split_norm
 from tulle.tensor_parallel.placement import length_on
-from tulle.tensor_parallel.region import Gathered, Kept, OfHeads, Region, enter_within
+from tulle.tensor_parallel.region import Entering, Gathered, Kept, OfHeads, Region, enter_within
 from tulle.tensor_parallel.splitter import Splitter
 from tulle.tensor_parallel.told import OfThree, Told, Watch, tell_within
 
@@ -65,7 +65,7 @@ class Joined:
             to: Of the module.
             name_of: The name of a module in it.
         """
-        self._rewrite(to.axis.rank, name_of)
+        self._rewrite(to, name_of)
         for key, frame in self.flow.frames.items():
             region = to.within(name_of(frame)).region
             names = [name for name in _named_arguments(frame) if self._is_entered((key, name))]  # alike on all ranks
@@ -120,8 +120,9 @@ class Joined:
         for count in self.flow.counts[site]:
             column = self.flow.columns[next(iter(count.layers))]
             whole, own = column.features, self._features(column, shared, rank)
-            is_of_heads = count.of in ("heads", "fold") or (count.of == "shape" and bool(column.width))
-            if is_of_heads:
+            if count.of in ("fold", "shape", "enter"):  # of queries, where they meet fewer keys that are repeated
+                column = max((self.flow.columns[layer] for layer in count.layers), key=lambda one: one.heads)
+            if count.of in ("heads", "fold", "enter") or (count.of == "shape" and column.width):
                 whole, own = column.heads, 1 if count.layers <= shared else column.heads // self.ranks
             elif count.of == "width":  # of all that is fused in a head, if that is how it is seen first
                 whole = own = count.number or 0
@@ -138,15 +139,18 @@ class Joined:
             return length_on(rank, column.features, self.ranks)
         return column.head_width * (1 if column.key in shared else column.heads // self.ranks)
 
-    def _rewrite(self, rank: int, name_of: Callable[[nn.Module], str]) -> None:
+    def _rewrite(self, to: Splitter, name_of: Callable[[nn.Module], str]) -> None:
         """Have the code say a rank's numbers."""
         for module, rewriting, sites in self._rewritings(self.keys):
-            rewriting.apply([self._counted(site, rank, name_of(module)) for site in sites])
+            rewriting.apply([self._counted(site, to.region, name_of(module)) for site in sites])
 
-    def _counted(self, site: Site, rank: int, label: str) -> Callable[[Any], Any]:
-        """What the code says there on a rank."""
+    def _counted(self, site: Site, region: Region, label: str) -> Callable[[Any], Any]:
+        """What the code says there on this rank."""
+        rank = region.axis.rank
         numbers = tuple((whole, min(of)) for whole, of in self._own(site, rank).items())
         count = next(iter(self.flow.counts[site]))
+        if count.of == "enter":
+            return Entering(OfHeads(region.axis, label, heads=numbers[0][0], dim=count.place or 0))
         if count.of == "fold":
             return Refolded(label, count.dims[0], count.dims[1], *numbers[0])
         if count.place is not None:

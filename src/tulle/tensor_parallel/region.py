@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tulle.comm import enter, gather, leave, reduce_scatter, scatter
 from tulle.derived import put_before
+from tulle.errors import ModelError
 from tulle.mesh import Axis
 
 _ENTRANCES = "_tulle_entrances"
@@ -133,6 +134,34 @@ def enter_within(module: nn.Module, regions: dict[str, Region]) -> None:
     """
     module.__dict__.setdefault(_ENTRANCES, []).append(Entrance(module, regions))
     put_before(_Entering, module)
+
+
+class Entering:
+    """What a value that meets heads becomes where it is made: this rank's.
+
+    Args:
+        region: What it enters.
+    """
+
+    def __init__(self, region: OfHeads) -> None:
+        self._region = region
+
+    def __call__(self, given: Any) -> Any:
+        """The same, or of its heads this rank's, if it is a tensor.
+
+        Raises:
+            ModelError: If it has more dimensions than what it meets.
+        """
+        if isinstance(given, Tensor) and given.dim() > 4:
+            raise ModelError(
+                f"{self._region.label}: what meets its heads has {given.dim()} dimensions, expected up to four, which "
+                "these have: leave it out with select"
+            )
+        return self._region.enter(given) if isinstance(given, Tensor) else given
+
+    def __deepcopy__(self, memo: object) -> Entering:
+        """A copied module's heads are those of the same ranks."""
+        return self
 
 
 def _entered(given: Any, region: Region) -> Any:

@@ -103,7 +103,8 @@ _SHAPES = {
 _TURNS = ("apply_rotary", "apply_multimodal_rotary", "rotate_half", "rotate_every_two")
 """How the names of functions begin that turn queries and keys by their positions, each head by itself."""
 _DROPOUTS = (functional.dropout, torch.dropout)
-_MASKS = ("attention_mask", "attn_mask")
+MASKS = ("attention_mask", "attn_mask")
+"""By what names functions that attend are given masks."""
 _IN_PIECES = "apply_chunking_to_forward"
 """A function of `transformers` that calls its first argument with those after the third, in pieces of the samples."""
 
@@ -127,6 +128,12 @@ def call(frame: Frame, function: Value, arguments: Sequence[Value], keywords: Ma
     if isinstance(called, MethodType) and called.__self__ is frame.module and called.__func__ is not called:
         return _of_method(frame, called.__func__, flat(arguments), keywords)
     return _of_function(frame, called, flat(arguments), keywords)
+
+
+def attends(function: Value) -> bool:
+    """Whether a function attends, to what it is given by name or after queries, keys and values."""
+    is_torchs = isinstance(function, Known) and function.value is functional.scaled_dot_product_attention
+    return is_torchs or isinstance(function, Attend)
 
 
 def iterated(value: Value) -> Sequence[Value] | None:
@@ -164,7 +171,7 @@ def _of_module(frame: Frame, module: nn.Module, given: Sequence[Value], keywords
     if bound is not None:
         split = {name: value for name, value in bound.items() if is_split(value)}
         others = [value for value in bound.values() if not is_split(value)]
-        found = frame.within(module, split)
+        found = frame.within(module, split, is_bare=all(map(is_bare, bound.values())))
         if found is not None:
             flow.escape(*others)
             return _seen_from_outside(frame, found)
@@ -368,10 +375,10 @@ def _attended(frame: Frame, attend: Attend, given: Sequence[Value], keywords: Ma
     flow = frame.flow
     values = [*given[attend.takes_module :], *keywords.values()]
     named = [*given[attend.takes_module :]] + [keywords[name] for name in ("query", "key", "value") if name in keywords]
-    three, mask = named[:3], [*named[3:4], *(keywords[name] for name in _MASKS if name in keywords)]
+    three, mask = named[:3], [*named[3:4], *(keywords[name] for name in MASKS if name in keywords)]
     others = [
         *named[4:],
-        *(one for name, one in keywords.items() if name not in (*_MASKS, "**", "query", "key", "value")),
+        *(one for name, one in keywords.items() if name not in (*MASKS, "**", "query", "key", "value")),
     ]
     heads = [one for one in three if isinstance(one, Heads) and one.dim == -3]
     if len(heads) < 3 or not heads[0].layers or not flow.meets([*mask, *others], heads):

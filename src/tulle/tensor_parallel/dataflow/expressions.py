@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from tulle.tensor_parallel.dataflow.attributes import attribute_of
-from tulle.tensor_parallel.dataflow.calls import PEEKING, call, items_of, iterated
+from tulle.tensor_parallel.dataflow.calls import MASKS, PEEKING, attends, call, items_of, iterated
+from tulle.tensor_parallel.dataflow.entering import entered
 from tulle.tensor_parallel.dataflow.flow import Frame
 from tulle.tensor_parallel.dataflow.folds import asks_shape, compares
 from tulle.tensor_parallel.dataflow.methods import call_of
@@ -177,7 +178,7 @@ class Expressions:
         self._flow.decide(value)
         return truth(value)
 
-    def _at(self, node: ast.expr) -> At:
+    def _at(self, node: ast.AST) -> At:
         return At(id(self._frame.module), self._function, node)
 
     def _be_at(self, node: ast.Call | ast.Subscript, *values: Value) -> None:
@@ -203,7 +204,22 @@ class Expressions:
         if isinstance(function, Known) and function.value in PEEKING and not arguments[1:]:
             self._flow.escape(*self._variables.values())
         self._be_at(node, *arguments, *keywords.values())
+        if attends(function):
+            arguments, keywords = self._masked(node, arguments, keywords)
         return call(self._frame, function, arguments, keywords)
+
+    def _masked(
+        self, node: ast.Call, arguments: list[Value], keywords: dict[str, Value]
+    ) -> tuple[list[Value], dict[str, Value]]:
+        """The arguments of what attends, of which a mask that is whole has entered."""
+        named = {one.arg: one.value for one in node.keywords if one.arg}
+        masks = [name for name in MASKS if name in named]
+        if any(isinstance(one, ast.Starred) for one in node.args) or len(masks) > 1:
+            return arguments, keywords
+        names = [*arguments, *(keywords[name] for name in masks)]
+        places = [*node.args, *(named[name] for name in masks)]
+        found = entered(self._flow, self._at(node), places, names)
+        return found[: len(arguments)], keywords | dict(zip(masks, found[len(arguments) :], strict=True))
 
     def _mapped(self, node: ast.Call) -> Value | None:
         """What `map` gives of a lambda and some things that are known one by one; None for other calls."""
@@ -246,7 +262,12 @@ class Expressions:
         return Spread(self.value(node.value))
 
     def _binary_operation(self, node: ast.BinOp) -> Value:
-        return self._binary(node.op, self.value(node.left), self.value(node.right))
+        return self._binary(node.op, *self._entered(node, node.left, node.right))
+
+    def _entered(self, node: ast.BinOp, *nodes: ast.expr) -> Sequence[Value]:
+        values = [self.value(one) for one in nodes]
+        is_product = isinstance(node.op, ast.MatMult)
+        return values if is_product else entered(self._flow, self._at(node), nodes, values)
 
     def _binary(self, operator: ast.operator, left: Value, right: Value) -> Value:
         both = left, right

@@ -309,6 +309,12 @@ class Frame(Protocol):
         """What a function gives that is no method, or None if it is not looked into."""
         ...
 
-    def within(self, child: nn.Module, arguments: Mapping[str, Value]) -> Value | None:
-        """What the forward of another module gives, or None if it is not looked into."""
+    def within(self, child: nn.Module, arguments: Mapping[str, Value], *, is_bare: bool = False) -> Value | None:
+        """What the forward of another module gives, or None if it is not looked into.
+
+        Args:
+            child: The module.
+            arguments: Of which a rank has parts.
+            is_bare: Whether it is given no tensor.
+        """
         ...

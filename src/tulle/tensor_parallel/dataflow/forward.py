@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from tulle.tensor_parallel.dataflow.calls import call, filled, iterated
+from tulle.tensor_parallel.dataflow.entering import entered
 from tulle.tensor_parallel.dataflow.expressions import Expressions
 from tulle.tensor_parallel.dataflow.flow import Flow
 from tulle.tensor_parallel.dataflow.sources import (
@@ -124,9 +125,9 @@ class Frame:
             result = self.flow.joined(result, other)
         return result
 
-    def within(self, child: nn.Module, arguments: Mapping[str, Value]) -> Value | None:
+    def within(self, child: nn.Module, arguments: Mapping[str, Value], *, is_bare: bool = False) -> Value | None:
         """What the forward of a module gives that this one calls, or None if it is not looked into."""
-        is_near = self._depth < _DEPTH and holds_linear(child)
+        is_near = self._depth < _DEPTH and (holds_linear(child) or (is_bare and not child._modules))
         is_plain = self._depth < 2 * _DEPTH and arguments and next(child.parameters(), None) is None
         if not is_near and not is_plain:
             return None
@@ -163,7 +164,10 @@ class _Body(Expressions):
         before = self.value(ast.copy_location(loaded(node.target), node))
         if isinstance(before, Given):
             self._flow.escape(before)  # who gave it sees it changed
-        after = self._binary(node.op, before, self.value(node.value))
+        values = [before, self.value(node.value)]
+        if isinstance(before, Heads) and not isinstance(node.op, ast.MatMult):
+            values = entered(self._flow, self._at(node), [node.value, node.value], values)
+        after = self._binary(node.op, *values)
         if is_split(before):  # by other names too
             self._variables |= {name: after for name, one in self._variables.items() if one == before}
         self.bind(node.target, after)

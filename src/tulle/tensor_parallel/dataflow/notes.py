@@ -92,17 +92,17 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """Where in the code something is called, an item is taken, or a shape is asked for.
+    """Where in the code something is called, an item is taken, a shape is asked for, or values meet.
 
     Args:
         owner: The module whose method it is in, by identity.
         function: The method, as it was written.
-        node: The call, the item, or the shape.
+        node: The call, the item, the shape, or the operation.
     """
 
     owner: int
     function: Any  # a FunctionType, which the checker of types would bind
-    node: ast.expr
+    node: ast.AST
 
 
 Reached = dict[tuple[int, FunctionType], set[At | None]]
