@@ -267,10 +267,10 @@ def test_sections_with_fewer_heads_than_ranks_leave_it_to_its_layers(kind):
 
 
 @on_ranks(2, 4)
-def test_what_is_made_with_the_number_of_heads_keeps_the_layers_apart():
+def test_what_is_made_with_the_number_of_heads_is_split_where_it_meets_them():
     model = nn.Sequential(nn.LayerNorm(WIDTH), OfItsHeads()).double()
     check_exact(model, loss)
-    assert split(model) == ([], [])
+    assert split(model) == (["1.qkv"], ["1.proj"])
 
 
 @on_ranks(2)
