@@ -1,5 +1,6 @@
 """What is whole on every rank, and trained perhaps, meets heads where it is made: tables of biases, temperatures."""
 
+import numpy as np
 import pytest
 import torch
 from split_layers import model_axis
@@ -178,11 +179,26 @@ def test_code_that_is_for_wholes_too_leaves_it_to_its_layers(kind):
     assert split(model) == ([], [])
 
 
+class OfArrays(Attends):
+    def __init__(self):
+        super().__init__()
+        self.slopes = [np.ones((HEADS, 1, 1))]
+
+    def forward(self, x):
+        query, key, value = self.three(x)
+        return self.given((query @ key.transpose(-1, -2) * self.slopes[0]).softmax(-1) @ value)
+
+
+def of_five():
+    found = Temperature()
+    found.temperature = nn.Parameter(torch.ones(1, 1, 1, 1, 1))
+    return found
+
+
 @on_ranks(2)
-def test_more_dimensions_than_heads_have_are_refused():
-    model = Block(Temperature()).double()
-    model.attention.temperature = nn.Parameter(torch.ones(1, 1, 1, 1, 1).double())
-    tensor_parallel.apply(model, model_axis(), smallest_bytes=0)
+@pytest.mark.parametrize(("kind", "said"), [(of_five, "5 dimensions"), (OfArrays, "a ndarray")])
+def test_what_is_no_tensor_of_as_many_dimensions_is_refused(kind, said):
+    model = tensor_parallel.apply(Block(kind()).double(), model_axis(), smallest_bytes=0)
     assert split(model)[1] == ["attention.out_proj"]
-    with pytest.raises(ModelError, match="attention: what meets its heads has 5 dimensions"):
+    with pytest.raises(ModelError, match=f"attention: what meets its heads is of {said}, expected"):
         model(numbers(3, LENGTH, WIDTH, seed=0))

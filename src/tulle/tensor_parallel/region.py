@@ -82,10 +82,11 @@ class OfHeads(Region):
 
     def enter(self, tensor: Tensor) -> Tensor:
         """What goes in. Every rank of the axis must call it."""
-        entered = Region.enter(self, tensor)
         if tensor.dim() < -self.dim or tensor.shape[self.dim] != self.heads:
-            return entered
-        return entered.tensor_split(self.axis.size, self.dim)[self.axis.rank]
+            return Region.enter(self, tensor)
+        if not tensor.requires_grad:
+            return tensor.tensor_split(self.axis.size, self.dim)[self.axis.rank]
+        return scatter(tensor, self.axis, dim=self.dim + tensor.dim(), label=self.label)
 
 
 class Entrance:
@@ -147,17 +148,20 @@ class Entering:
         self._region = region
 
     def __call__(self, given: Any) -> Any:
-        """The same, or of its heads this rank's, if it is a tensor.
+        """The same, or of its heads this rank's.
 
         Raises:
-            ModelError: If it has more dimensions than what it meets.
+            ModelError: If it is no tensor of as many dimensions as what it meets, and no number.
         """
-        if isinstance(given, Tensor) and given.dim() > 4:
+        if given is None or isinstance(given, int | float):
+            return given
+        if not isinstance(given, Tensor) or given.dim() > 4:
+            found = f"{given.dim()} dimensions" if isinstance(given, Tensor) else f"a {type(given).__name__}"
             raise ModelError(
-                f"{self._region.label}: what meets its heads has {given.dim()} dimensions, expected up to four, which "
+                f"{self._region.label}: what meets its heads is of {found}, expected a tensor of up to four, which "
                 "these have: leave it out with select"
             )
-        return self._region.enter(given) if isinstance(given, Tensor) else given
+        return self._region.enter(given)
 
     def __deepcopy__(self, memo: object) -> Entering:
         """A copied module's heads are those of the same ranks."""
