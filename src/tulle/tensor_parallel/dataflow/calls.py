@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.nn.modules import activation, dropout
 
 from tulle.tensor_parallel.dataflow.attributes import interface, is_computed, member
+from tulle.tensor_parallel.dataflow.entering import MASKS
 from tulle.tensor_parallel.dataflow.flow import Flow, Frame
 from tulle.tensor_parallel.dataflow.methods import DRAWING, said_in_call
 from tulle.tensor_parallel.dataflow.norms import of_norm
@@ -103,8 +104,6 @@ _SHAPES = {
 _TURNS = ("apply_rotary", "apply_multimodal_rotary", "rotate_half", "rotate_every_two")
 """How the names of functions begin that turn queries and keys by their positions, each head by itself."""
 _DROPOUTS = (functional.dropout, torch.dropout)
-MASKS = ("attention_mask", "attn_mask")
-"""By what names functions that attend are given masks."""
 _IN_PIECES = "apply_chunking_to_forward"
 """A function of `transformers` that calls its first argument with those after the third, in pieces of the samples."""
 

@@ -15,6 +15,8 @@ from tulle.tensor_parallel.dataflow.flow import Flow
 from tulle.tensor_parallel.dataflow.notes import At, Count, Site
 from tulle.tensor_parallel.dataflow.values import Given, Heads, Own, Value, is_bare, is_split, layers_of
 
+MASKS = ("attention_mask", "attn_mask")
+"""By what names functions that attend are given masks."""
 ENTERED = Given(frozenset(), 0)
 """What it is from there on: nothing but what meets heads."""
 
@@ -42,6 +44,18 @@ def entered(flow: Flow, at: At, nodes: Sequence[ast.expr], values: Sequence[Valu
             flow.counts.setdefault(Site(at, nodes[place]), set()).add(count)
             found[place] = ENTERED
     return found
+
+
+def enter_masks(
+    flow: Flow, at: At, call: ast.Call, place: int, arguments: list[Value], keywords: dict[str, Value]
+) -> None:
+    """Have masks that are whole enter where a function is given them that attends: at a place, or by a name."""
+    heads = [one for one in (*arguments, *keywords.values()) if isinstance(one, Heads)]
+    named = {one.arg: one.value for one in call.keywords}
+    for name in (name for name in MASKS if name in named):
+        *_, keywords[name] = entered(flow, at, [call] * len(heads) + [named[name]], [*heads, keywords[name]])
+    for node in call.args[place : place + 1]:
+        *_, arguments[place] = entered(flow, at, [call] * len(heads) + [node], [*heads, arguments[place]])
 
 
 def _enters(flow: Flow, value: Value, heads: Sequence[Heads]) -> bool:

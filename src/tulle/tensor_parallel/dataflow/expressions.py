@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from tulle.tensor_parallel.dataflow.attributes import attribute_of
-from tulle.tensor_parallel.dataflow.calls import MASKS, PEEKING, attends, call, items_of, iterated
-from tulle.tensor_parallel.dataflow.entering import entered
+from tulle.tensor_parallel.dataflow.calls import PEEKING, attends, call, items_of, iterated
+from tulle.tensor_parallel.dataflow.entering import enter_masks, entered
 from tulle.tensor_parallel.dataflow.flow import Frame
 from tulle.tensor_parallel.dataflow.folds import asks_shape, compares
 from tulle.tensor_parallel.dataflow.methods import call_of
@@ -37,6 +37,7 @@ from tulle.tensor_parallel.dataflow.products import multiplied
 from tulle.tensor_parallel.dataflow.shapes import stretch, taken, unpacked
 from tulle.tensor_parallel.dataflow.sources import asked, home_of, names_at, names_of, names_within, told_by
 from tulle.tensor_parallel.dataflow.values import (
+    Attend,
     Fused,
     Given,
     Heads,
@@ -204,22 +205,9 @@ class Expressions:
         if isinstance(function, Known) and function.value in PEEKING and not arguments[1:]:
             self._flow.escape(*self._variables.values())
         self._be_at(node, *arguments, *keywords.values())
-        if attends(function):
-            arguments, keywords = self._masked(node, arguments, keywords)
+        if attends(function) and not any(isinstance(one, ast.Starred) for one in node.args):
+            enter_masks(self._flow, self._at(node), node, 4 if isinstance(function, Attend) else 3, arguments, keywords)
         return call(self._frame, function, arguments, keywords)
-
-    def _masked(
-        self, node: ast.Call, arguments: list[Value], keywords: dict[str, Value]
-    ) -> tuple[list[Value], dict[str, Value]]:
-        """The arguments of what attends, of which a mask that is whole has entered."""
-        named = {one.arg: one.value for one in node.keywords if one.arg}
-        masks = [name for name in MASKS if name in named]
-        if any(isinstance(one, ast.Starred) for one in node.args) or len(masks) > 1:
-            return arguments, keywords
-        names = [*arguments, *(keywords[name] for name in masks)]
-        places = [*node.args, *(named[name] for name in masks)]
-        found = entered(self._flow, self._at(node), places, names)
-        return found[: len(arguments)], keywords | dict(zip(masks, found[len(arguments) :], strict=True))
 
     def _mapped(self, node: ast.Call) -> Value | None:
         """What `map` gives of a lambda and some things that are known one by one; None for other calls."""
