@@ -7,16 +7,17 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tulle.comm import gather_values, monitored_barrier, on_host, raise_together
-from tulle.distribute.adopted import axes_of
+from tulle.distribute.adopted import axes_of, is_distributed
 from tulle.distribute.axes import SAVING
 from tulle.distribute.held import Held
-from tulle.engine import engine_of
+from tulle.engine import DataParallel, engine_of, living_engines
 from tulle.errors import CommunicationError, TulleError
 from tulle.memory import shard_of
 from tulle.mesh import Axis
+from tulle.spread import spread_of
 from tulle.tables import split_of
 
 T = TypeVar("T")
@@ -27,9 +28,23 @@ def distributed(module: nn.Module) -> nn.Module:
 
     Of replicas alone every rank has a module whole, and each may save its own.
     """
-    parts = (p for p in module.parameters() if split_of(p) is not None or shard_of(p) is not None)
-    engine = None if (part := next(parts, None)) is None else engine_of(part)
+    parts = (p for p in module.parameters() if any(told(p) is not None for told in (split_of, shard_of, spread_of)))
+    if is_distributed(module) or (part := next(parts, None)) is None:
+        return module
+    engine = engine_of(part) or _engine_of_stages(part)
     return engine.model.whole if engine is not None and isinstance(engine.model, Held) else module
+
+
+def _engine_of_stages(parameter: Tensor) -> DataParallel | None:
+    """The engine of the model that has a parameter at whatever stage; those of other stages are tied to none here."""
+    return next(
+        (
+            engine
+            for engine in living_engines()
+            if isinstance(engine.model, Held) and any(one is parameter for one in engine.model.whole.parameters())
+        ),
+        None,
+    )
 
 
 class Ranks:

@@ -16,6 +16,7 @@ from tulle.engine import engine_of
 from tulle.errors import CheckpointError, ModelError
 from tulle.memory import named_shards, state_of_shards
 from tulle.pipeline import placement_of
+from tulle.spread import spread_of
 from tulle.tables.split import split_of
 from tulle.tensor_parallel import placements, state_of_parts
 from tulle.traits import saved_otherwise
@@ -73,7 +74,7 @@ class Standing:
         axes = (self.axes.data, self.axes.pipe, self.axes.model) if self.axes else ()
         self.place = {axis.name: [axis.rank, axis.size] for axis in axes if axis is not None and axis.size > 1}
         """This rank's place and size along each axis of the mesh."""
-        placement = placement_of(model)
+        placement = placement_of(whole)
         self.pipeline = placement.runtime if placement else None
         """Which draws random numbers in a way of its own."""
 
@@ -207,8 +208,7 @@ def _check_whole_is_known(model: nn.Module) -> None:
             f"the module {name!r} ({type(module).__name__}) has parts of its parameters on each rank, of which "
             f"only {saver} knows: save and load the model with that"
         )
-    placed = placement_of(model)
-    if placed is not None and axes_of(model) is None and placed.runtime.axis.size > 1:
+    if axes_of(distributed(model)) is None and any(spread_of(parameter) for parameter in model.parameters()):
         raise CheckpointError(
             "the model was placed by pipeline.place alone, and each rank has its own stages of it: have "
             "tulle.distribute place it (plan=tulle.Plan(stages=...), or sample=), which saves and loads the whole"

@@ -2,7 +2,7 @@
 
 from tulle.engine.by_hand import average_by_hand
 from tulle.engine.covered import watch_steps
-from tulle.engine.data_parallel import ENGINE, DataParallel, engine_of, engines_of, living_split_tables
+from tulle.engine.data_parallel import ENGINE, DataParallel, engine_of, engines_of, living_engines, living_split_tables
 from tulle.engine.feed import Feed
 from tulle.engine.late_updates import check_reads
 from tulle.engine.ledger import Observation
@@ -29,6 +29,7 @@ __all__ = [
     "engine_of",
     "engines_of",
     "is_looking_ahead",
+    "living_engines",
     "living_split_tables",
     "looking_ahead",
     "watch_steps",

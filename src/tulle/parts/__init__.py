@@ -11,6 +11,7 @@ from tulle.parts.part import Part, guard, whole_of
 from tulle.parts.present import part_of, present, replaced
 from tulle.parts.reductions import Reduction, Together, norm_of_whole, number_of_whole
 from tulle.parts.stated import Stated, StatedPart, stated_part
+from tulle.parts.told import shape_told, tell_shape, whole_of_values
 from tulle.parts.torch_functions import (
     DRAWS,
     EACH_BY_ITSELF,
@@ -98,11 +99,14 @@ __all__ = [
     "refuses_saved_hooks",
     "replaced",
     "rows_by_number",
+    "shape_told",
     "stated_part",
     "taken_together",
+    "tell_shape",
     "tensors_in",
     "unwrapped",
     "whole_of",
+    "whole_of_values",
     "write_through",
     "writes",
     "writes_by_data",

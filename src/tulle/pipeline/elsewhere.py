@@ -20,7 +20,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tulle.deferred.draws import can_draw_in_chunks, draw_in_chunks
 from tulle.errors import ModelError
-from tulle.parts import DRAWS, LEAVES_TORCH, LIKE, OF_NO_VALUES, PLAIN, name_of
+from tulle.parts import (
+    COUNTS,
+    DRAWS,
+    LEAVES_TORCH,
+    LIKE,
+    OF_NO_VALUES,
+    PLAIN,
+    SHAPES,
+    asks_of_whole,
+    name_of,
+    shape_told,
+)
 from tulle.pipeline.placeholder import running
 from tulle.pipeline.structure import LEAF_KINDS
 
@@ -70,6 +81,8 @@ class _AtHome(Tensor):
 
         They would come without values, but with memory. So they are given it as what it is, a plain tensor.
         """
+        if (func in SHAPES or func in COUNTS) and asks_of_whole():
+            return func(torch.empty(shape_told(args[0]), device="meta"), *args[1:])
         is_alone = len(args) == 1 and not kwargs and isinstance(args[0], _AtHome)
         if is_alone and func in OF_NO_VALUES:  # first, as it is asked several times a step
             with torch._C.DisableTorchFunctionSubclass():

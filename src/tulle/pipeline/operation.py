@@ -14,6 +14,7 @@ from tulle.mesh import Axis
 from tulle.pipeline.counted import apart
 from tulle.pipeline.holdings import Holdings, Unit
 from tulle.pipeline.outcome import Outcome
+from tulle.pipeline.parted import wholes_to_join
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.sending import waits_for_others
 from tulle.pipeline.shapes import GRADIENT
@@ -64,7 +65,7 @@ class Call:
             if isinstance(leaf, Placeholder):
                 native = known.get(id(leaf))
                 natives[number] = known[id(leaf)] = values.native(leaf) if native is None else native
-        return natives if self.unit is not None else apart(self.function, natives)
+        return natives if self.unit is not None else apart(self.function, wholes_to_join(self.name, natives))
 
     def arguments(self, natives: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What it is called with."""

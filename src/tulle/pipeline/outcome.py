@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tulle.parts import shape_told
 from tulle.pipeline.structure import LEAF, Fixed, Spec, flatten
 
 
@@ -129,8 +130,14 @@ class Outcome:
         return one if isinstance(one, Described) and one.base is None and one.layout == torch.strided else None
 
     def is_like(self, other: Outcome) -> bool:
-        """Whether who goes by the one is not misled about the other: strides and memory may differ."""
-        return self.spec == other.spec and list(map(_essence, self.results)) == list(map(_essence, other.results))
+        """Whether who goes by the other is not misled about this one: strides and memory may differ.
+
+        Without gradients so may, if this has none, whether there is one: a view says so then, and a copy does not.
+        """
+        if self.spec != other.spec:
+            return False
+        mine, theirs = list(map(_essence, self.results)), list(map(_essence, other.results))
+        return mine == theirs or (not torch.is_grad_enabled() and _as_views(self.results, other.results) == theirs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +195,14 @@ def is_own(result: object, only: Described, arguments: Sequence[object]) -> bool
 
 
 def described(tensor: Tensor, base: int | None = None, kin: int | None = None) -> Described:
-    """A tensor, by itself unless an argument or an earlier result is named whose memory it shares."""
+    """A tensor, by itself unless an argument or an earlier result is named whose memory it shares.
+
+    Of what its rank has a part of the whole, as ranks of other stages know it, which have nothing of it.
+    """
     stride = tensor.stride() if tensor.layout == torch.strided else ()
     shape, needs_grad = tuple(tensor.shape), tensor.requires_grad
+    if type(tensor) is not Tensor and (told := shape_told(tensor)) != shape:
+        shape, stride = told, torch.empty(told, device="meta").stride()
     return Described(shape, stride, tensor.dtype, needs_grad, base, kin, tensor.layout, tensor.is_cpu)
 
 
@@ -245,3 +257,17 @@ def _essence(result: Result) -> object:
     if not isinstance(result, Described):
         return result
     return result.shape, result.dtype, result.needs_grad, result.layout
+
+
+def _as_views(results: Sequence[Result], others: Sequence[Result]) -> list[object]:
+    """What counts of these, with a gradient where the others have one."""
+    if len(results) != len(others):
+        return []
+    return [
+        _essence(replace(one, needs_grad=True) if isinstance(one, Described) and _has_gradient(other) else one)
+        for one, other in zip(results, others, strict=True)
+    ]
+
+
+def _has_gradient(result: Result) -> bool:
+    return isinstance(result, Described) and result.needs_grad

@@ -46,6 +46,7 @@ from tulle.pipeline.operation import (
     set_data,
 )
 from tulle.pipeline.outcome import Constant, Described, Outcome, Same, Twin
+from tulle.pipeline.parted import UNTOLD, told_of_shape
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.recompute import outside_of_checkpoint
 from tulle.pipeline.sending import is_collective
@@ -117,7 +118,12 @@ class Program:
             return self._do_on_all(function, args, kwargs)
         leaves, spec = flatten_call(args, kwargs)
         leaves = [self.adopted.placed(leaf) for leaf in leaves]
+        if (told := told_of_shape(function, args, leaves)) is not UNTOLD:
+            return told
         call = Call(counted(function), leaves, spec, getattr(function, "__name__", str(function)))
+        return self._operate(call, function, args, kwargs)
+
+    def _operate(self, call: Call, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         placeholders = call.placeholders
         if self._axis.size > 1:
             check_asks(function, args, placeholders)
@@ -129,17 +135,17 @@ class Program:
             return with_lender(function, args, result)
         if self._axis.size > 1:
             if function == SETS_DATA:
-                return set_data(self.operate, *args, is_placed=isinstance(leaves[0], Placeholder))
+                return set_data(self.operate, *args, is_placed=isinstance(call.leaves[0], Placeholder))
             check_given(call)
             check_sends(function, args, kwargs, self._axis)
             if writes_in_many(function) and len(dealt := dealt_out(args, kwargs, self.adopted.stage_of)) > 1:
                 for part, named in dealt:
                     self.operate(function, part, named)
                 return args[0]
-        outcome = self.holdings.shapes.outcome(call.function, leaves, spec)
+        outcome = self.holdings.shapes.outcome(call.function, call.leaves, call.spec)
         result = self._run(call, self._stage_of(call, outcome), outcome, self.count_call(call.name))
         if call.name in MARKS:
-            mark(leaves[0], needs_grad=call.name == "requires_grad_" and leaves[1:] != [False])
+            mark(call.leaves[0], needs_grad=call.name == "requires_grad_" and call.leaves[1:] != [False])
         return result
 
     def apply(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

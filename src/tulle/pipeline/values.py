@@ -24,6 +24,7 @@ from tulle.parts import local_of
 from tulle.pipeline.holdings import Holdings, Known
 from tulle.pipeline.messages import Key, Kind
 from tulle.pipeline.outcome import Described, Outcome, Raised
+from tulle.pipeline.parted import whole_of
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.split_backward import Work
 from tulle.pipeline.structure import Fixed, is_atom
@@ -110,7 +111,7 @@ class Values:
         placeholder.sent[rank] = placeholder.family.version, call if with_grad else None
         number = self._next()
         if self._rank == home:
-            value = self.native(placeholder)
+            value = whole_of(self.native(placeholder), purpose)
             if with_grad:
                 self.tape.send(number, rank, value, is_leaf=placeholder.is_parameter)
             self._mailbox.send((Kind.VALUE, self._number, number), value, to=(rank,))
@@ -290,7 +291,8 @@ class Values:
         home, mine = self.rank_of(placeholder.stage), None
         if home == self._rank:
             assert placeholder.local is not None, "the owner has the value"
-            mine = local_of(placeholder.local)
+            with torch.no_grad():
+                mine = local_of(whole_of(placeholder.local, "the step"))
         return Result(home, placeholder.described(), mine)
 
     def _shared(self, leaf: Any, key: Key) -> Any:

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import torch
+from torch import Tensor
+
 from tulle.comm import barrier, gather_values
 from tulle.mesh import Axis
 from tulle.profiling.laps import Laps
@@ -63,14 +66,16 @@ def fixed_share(twin: Twin, axis: Axis) -> float | None:
     """Of forward and backward, that part which fewer samples do not make shorter. Every rank must call it.
 
     Operations are begun, and parameters read, for one sample as for many. None where the model does not run on half of
-    a sample, and 0 where that is one alone.
+    a sample, and 0 where that is one alone. Each begins with the buffers that whole samples have left: a queue of keys,
+    say, has room for these.
     """
-    sample = twin.samples[0]
+    sample, buffers = twin.samples[0], [one.clone() for one in twin.model.buffers()]
     half, share = halved(sample)
     told = gather_values((samples_in(sample) == 1, share < 1 and _runs(twin, half)), axis, label=_LABEL)
     if not all(runs for _, runs in told):
         return 0.0 if all(is_alone or runs for is_alone, runs in told) else None
-    mine = [(_computed(twin, sample, axis), _computed(twin, half, axis)) for _ in range(_FEWEST + 2)]
+    mine = [tuple(_computed(twin, one, axis, buffers) for one in (sample, half)) for _ in range(_FEWEST + 2)]
+    _put_back(twin, buffers)
     rounds = zip(*gather_values(mine, axis, label=_LABEL), strict=True)
     slowest = [tuple(map(max, zip(*of_ranks, strict=True))) for of_ranks in rounds]
     whole_s, half_s = map(median, zip(*slowest, strict=True))
@@ -85,11 +90,20 @@ def _runs(twin: Twin, sample: object) -> bool:
     return True
 
 
-def _computed(twin: Twin, sample: object, axis: Axis) -> float:
+def _computed(twin: Twin, sample: object, axis: Axis, buffers: Sequence[Tensor]) -> float:
+    _put_back(twin, buffers)
     barrier(axis)
     seconds = twin.seconds(lambda: twin.forward(sample).backward())
     twin.clear()
     return seconds
+
+
+@torch.no_grad()
+def _put_back(twin: Twin, buffers: Sequence[Tensor]) -> None:
+    """Have buffers hold what they held; others have come, or are of another shape, where a forward makes them anew."""
+    for one, before in zip(twin.model.buffers(), buffers, strict=False):
+        if one.shape == before.shape and one.layout == torch.strided:
+            one.copy_(before)
 
 
 def _whole(twin: Twin, sample: object, axis: Axis) -> float:

@@ -33,6 +33,7 @@ from tulle.parts import (
     load_part,
     local_of,
     one_whole,
+    tell_shape,
     whole_of,
     write_through,
 )
@@ -295,7 +296,9 @@ def guard_parts(model: nn.Module) -> None:
     guarded: set[int] = set()
     for name, placement in placements(model).items():
         parameter = model.get_parameter(name)
-        if not parameter.is_meta and id(parameter) not in guarded:  # else it lives at another stage of a pipeline
+        if parameter.is_meta:  # it lives at another stage of a pipeline
+            tell_shape(parameter, placement.shape)
+        elif id(parameter) not in guarded:
             inner, split = whole_of(parameter), _Split(name, placement)
             guard(parameter, split if inner is None else _SplitAgain(split, inner))
             guarded.add(id(parameter))
@@ -324,7 +327,7 @@ def _give_wholes(module: nn.Module, state: dict[str, Any], prefix: str, _: objec
             part = state[key].full_tensor() if hasattr(state[key], "full_tensor") else state[key]
             if part.is_meta:  # lives at another stage of a pipeline
                 state[key] = part.new_empty(placement.shape)
-            else:
+            elif part.shape != placement.shape:  # within a step of stages it stands for the whole
                 one_whole(parameter, state, key, partial(_whole, part, placement, key))
 
 
@@ -336,5 +339,5 @@ def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *others: 
     for name, placement in placements_of(module).items():
         part, value = module._parameters.get(name), state.get(prefix + name)
         is_part = isinstance(value, Tensor) and value.shape == placement.local_shape  # shared out further, it may be
-        if part is not None and not is_part:
+        if part is not None and not is_part and part.shape != placement.shape:
             load_part(part, prefix + name, state, others[-1], shape=placement.shape, take=placement.part)
