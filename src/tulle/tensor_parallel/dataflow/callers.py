@@ -23,7 +23,7 @@ from weakref import ref
 from torch import nn
 
 from tulle.tensor_parallel.dataflow.attributes import is_computed
-from tulle.tensor_parallel.dataflow.sources import names_at, names_of, source_of, told_by
+from tulle.tensor_parallel.dataflow.sources import names_at, names_of, source_of, told_by, written
 from tulle.tensor_parallel.readers import methods_of, names_in_forward
 
 UNKNOWN = 0
@@ -200,19 +200,19 @@ class _Method:
             return {id(one): one for one in _reached(vars(module)[name])}
         kind = type(module)
         own = inspect.getattr_static(kind, name, None)
-        if isinstance(own, property | cached_property) and name in _methods(kind):
-            return self._returned(module, name)
-        if own is not None and is_computed(own):
+        if isinstance(own, property | cached_property):
+            return self._returned(module, own.func if isinstance(own, cached_property) else own.fget)
+        if own is not None and is_computed(own):  # what it gives, nobody knows
             return {id(one): one for one in module.modules()}
         if kind.__getattr__ is not nn.Module.__getattr__ and not hasattr(kind, name):  # of one within, perhaps
             return {id(one): one for inner in module.modules() if (one := inner._modules.get(name)) is not None}
         return {}
 
-    def _returned(self, module: nn.Module, name: str) -> Modules:
-        method = _methods(type(module)).get(name)
-        if method is None or self._depth == _DEPTH:
+    def _returned(self, module: nn.Module, method: object) -> Modules:
+        function = written(method)
+        if function is None or self._depth == _DEPTH:
             return {}
-        return _Method(module, method, is_reached=self._is_reached, depth=self._depth + 1).returned()
+        return _Method(module, function, is_reached=self._is_reached, depth=self._depth + 1).returned()
 
     def _item(self, node: ast.Subscript) -> Modules:
         return _items(self._of(node.value))
@@ -239,7 +239,11 @@ class _Method:
             if name in _ALL and self._is_reached:
                 found |= {id(one): one for one in base.modules()}
             else:
-                found |= {id(base): base} | _children(base) if name in _ITEMS else self._returned(base, name)
+                found |= (
+                    {id(base): base} | _children(base)
+                    if name in _ITEMS
+                    else self._returned(base, _methods(type(base)).get(name))
+                )
         return found
 
 
