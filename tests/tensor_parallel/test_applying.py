@@ -205,6 +205,9 @@ def test_what_cannot_be_selected_is_refused_by_name():
         layers()
     with pytest.raises(ModelError, match="sparse gradients, which is not split over a model axis"):
         tensor_parallel.apply(nn.Sequential(nn.Embedding(8, 2, sparse=True)), axis, select=["0"])
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 6, 10, batch_first=True), 2)
+    with pytest.raises(ModelError, match="no stack of layers in the Sequential is selected: have select name '0'"):
+        tensor_parallel.apply(nn.Sequential(encoder), axis, select=["0.layers.*"], sequence=True)
     two = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     tensor_parallel.apply(two, axis, smallest_bytes=0, leave="1")  # one name, not its letters
     assert [len(one.weight) for one in two] == [2, 4]

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import weakref
+from collections import deque
 
 import pytest
 import torch
@@ -200,9 +201,71 @@ class HookedBefore(Two):
         return self.down(torch.relu(self.up(x)))
 
 
+class InACall(Outer):
+    def forward(self, x):
+        layers = dict(first=self.inner.up)
+        return self.inner(x) + layers["first"](x).max()
+
+
+class ByForward(Outer):
+    def forward(self, x):
+        run = self.inner.up.forward
+        return self.inner(x) + run(x).max()
+
+
+class Slotted:
+    __slots__ = ("module",)
+
+    def __init__(self, module):
+        self.module = module
+
+    def __call__(self, x):
+        return self.module.up(x).max()
+
+
+HELD = {
+    "a lambda in a list": lambda outer: [lambda x: outer.inner.up(x).max()],
+    "a default": lambda outer: [lambda x, layer=outer.inner.up: layer(x).max()],
+    "slots": lambda outer: [Slotted(outer.inner)],
+    "a deque": lambda outer: deque([outer.inner.up]),
+    "a mapping of mappings": lambda outer: {0: {1: [(outer.inner.up,)]}, 1: None},
+    "an iterator": lambda outer: iter([outer.inner.up] * 9),
+    "what is remembered": lambda outer: functools.lru_cache(lambda: outer.inner.up),
+}
+
+
+class Held(Outer):
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.held = how, HELD[how](self)
+
+    def __deepcopy__(self, memo):
+        made = type(self)(self.how).double()
+        made.load_state_dict(self.state_dict())
+        return made
+
+    def forward(self, x):
+        if self.how == "an iterator":
+            return self.inner(x) + next(self.held)(x).max()
+        if self.how == "what is remembered":
+            return self.inner(x) + self.held()(x).max()
+        if self.how == "a mapping of mappings":
+            return self.inner(x) + self.held[0][1][0][0](x).max()
+        return self.inner(x) + self.held[0](x).max()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", HELD)
+def test_what_an_attribute_holds_may_call_what_it_has(how):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(WIDTH), Held(how)).double()
+    check_exact(model, loss)
+    assert split(model)[1] == []
+
+
 APART = [InAClosure, InALambda, ByNonlocal, InAGenerator, AsText, AsStr, NamedInText, Evaluated, ByLocals]
 APART += [ByDescriptor, ByCachedProperty, ByReference, ByGetattr, ByItsDescriptor, ByVars, ByDunder, Matched]
-APART += [InAMapping, Returned, Hooked, HookedBefore]
+APART += [InAMapping, InACall, ByForward, Returned, Hooked, HookedBefore]
 
 
 @on_ranks(2)

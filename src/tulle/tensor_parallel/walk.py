@@ -127,8 +127,8 @@ class Walk:
             )
         if self.sequence and not self.stacks:
             raise ModelError(
-                f"tensor_parallel.apply was given sequence=True, but no stack of layers in the {names} "
-                "is known: leave it out"
+                f"tensor_parallel.apply was given sequence=True, but no stack of layers in the {names} is "
+                f"{_missed(models)} leave it out"
             )
         with_parts = [module for model in models for module in model.modules() if placements_of(module)]
         for model in models:
@@ -322,3 +322,9 @@ def moves_of(select: Select | None) -> Mapping[str, str]:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
+
+
+def _missed(models: Sequence[nn.Module]) -> str:
+    """Of stacks that were to be split along sequences: whether there are any, and the mend."""
+    stacks = [path for model in models for path, one in model.named_modules() if path and stack_of(one)]
+    return f"selected: have select name {stacks[0]!r}, which is one, or" if stacks else "known:"

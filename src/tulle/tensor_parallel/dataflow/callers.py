@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import ast
 import builtins
+import gc
 import inspect
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, cached_property, partial
-from types import FunctionType, MethodType
+from functools import cache, cached_property
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import ref
 
-from torch import nn
+from torch import Tensor, nn
 
 from tulle.tensor_parallel.dataflow.attributes import is_computed
 from tulle.tensor_parallel.dataflow.sources import looked_at, names_at, names_of, source_of, told_by, written
@@ -40,6 +41,10 @@ _CALLS = frozenset({"forward", "__call__"})
 _OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 _DEPTH = 3
+_NESTED = 8
+_KEEPS = list | tuple | set | frozenset | deque | Mapping
+_NOTHING = type | ModuleType | Tensor | str | bytes | int | float | None
+"""What has no module in it that it calls."""
 _MATTERS = ast.Call | ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr | ast.For | ast.AsyncFor
 _MATTERS |= ast.comprehension | ast.Return | ast.Yield | ast.Match
 Modules = dict[int, nn.Module]
@@ -195,28 +200,28 @@ class _Method:
         return found
 
     def _member(self, module: nn.Module, name: str) -> Modules:
-        child = module._modules.get(name)
+        child = module if name in _CALLS else module._modules.get(name)  # what it is called by is as good
         if child is not None:
             return {id(child): child}
         if name == "_modules":
             return _children(module)
         if name in vars(module) and name not in _OWN:
-            return {id(one): one for one in _reached(vars(module)[name])}
+            return {id(one): one for one, _ in _reached(vars(module)[name])}
         kind = type(module)
         own = inspect.getattr_static(kind, name, None)
-        if isinstance(own, property | cached_property) and name in _methods(kind):
-            return self._returned(module, name)
-        if own is not None and is_computed(own):
+        if isinstance(own, property | cached_property):
+            return self._returned(module, own.func if isinstance(own, cached_property) else own.fget)
+        if own is not None and is_computed(own):  # what it gives, nobody knows
             return {id(one): one for one in module.modules()}
         if kind.__getattr__ is not nn.Module.__getattr__ and not hasattr(kind, name):  # of one within, perhaps
             return {id(one): one for inner in module.modules() if (one := inner._modules.get(name)) is not None}
         return {}
 
-    def _returned(self, module: nn.Module, name: str) -> Modules:
-        method = _methods(type(module)).get(name)
-        if method is None or self._depth == _DEPTH:
+    def _returned(self, module: nn.Module, method: object) -> Modules:
+        function = written(method)
+        if function is None or self._depth == _DEPTH:
             return {}
-        return _Method(module, method, is_reached=self._is_reached, depth=self._depth + 1).returned()
+        return _Method(module, function, is_reached=self._is_reached, depth=self._depth + 1).returned()
 
     def _item(self, node: ast.Subscript) -> Modules:
         return _items(self._of(node.value))
@@ -236,14 +241,19 @@ class _Method:
         if isinstance(node.func, ast.Attribute) and node.func.attr == "__getattr__" and node.args:
             return self._asked(node.func.value, node.args[0])
         if not isinstance(node.func, ast.Attribute):
-            return _items(self._all(node.args)) if _is_of_python(node) else {}
+            given = [*node.args, *(one.value for one in node.keywords)]
+            return _items(self._all(given)) if _is_of_python(node) else {}
         bases, name = self._of(node.func.value), node.func.attr
         found: Modules = {}
         for base in bases.values():
             if name in _ALL and self._is_reached:
                 found |= {id(one): one for one in base.modules()}
             else:
-                found |= {id(base): base} | _children(base) if name in _ITEMS else self._returned(base, name)
+                found |= (
+                    {id(base): base} | _children(base)
+                    if name in _ITEMS
+                    else self._returned(base, _methods(type(base)).get(name))
+                )
         return found
 
 
@@ -299,32 +309,33 @@ def _within(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 def _held(value: Any) -> Iterator[nn.Module]:
     """Layers that an object calls, perhaps, that is no module: those that it has, and all of whose method it is."""
-    is_list = isinstance(value, nn.Module | list | tuple | set | dict)
-    for one in _reached(value):
-        if not one._modules or not is_list:
+    for one, is_kept in _reached(value):
+        if not one._modules or not is_kept:
             yield from _within([one])
 
 
-def _reached(value: Any, depth: int = _DEPTH) -> Iterator[nn.Module]:
-    """Modules that an object has somewhere in it."""
+def _reached(
+    value: Any, depth: int = _DEPTH, *, is_kept: bool = True, around: tuple[int, ...] = ()
+) -> Iterator[tuple[nn.Module, bool]]:
+    """Modules that an object has somewhere in it, and whether lists and mappings alone have them."""
     if isinstance(value, nn.Module):
-        yield value
-    elif depth:
+        yield value, is_kept
+    elif id(value) in around or len(around) > _NESTED:
+        return
+    elif isinstance(value, _KEEPS):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _reached(one, depth, is_kept=is_kept, around=(*around, id(value)))
+    elif depth and not isinstance(value, _NOTHING):
         for one in _parts(value):
-            yield from _reached(one, depth - 1)
+            yield from _reached(one, depth - 1, is_kept=False, around=(*around, id(value)))
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, list | tuple | set | frozenset):
-        return value
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, partial):
-        return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, MethodType):
         return [value.__self__]
     if isinstance(value, ref):
         return [value()]
-    if isinstance(value, FunctionType):
-        return inspect.getclosurevars(value).nonlocals.values()
-    return [] if isinstance(value, type) else getattr(value, "__dict__", {}).values()
+    if isinstance(value, FunctionType):  # which may come to all that is in a module
+        held = [*inspect.getclosurevars(value).nonlocals.values(), *(value.__defaults__ or ()), value.__kwdefaults__]
+        return [inner for one in held for inner in (one.modules() if isinstance(one, nn.Module) else [one])]
+    return gc.get_referents(value)  # of objects, partial functions, iterators, what keeps results

@@ -163,8 +163,8 @@ def looks_at_last(function: FunctionType, names: frozenset[str] = frozenset()) -
         return False
     nodes = [*ast.walk(source)]
     made = _made_of(names, nodes)
-    calls = [one for one in nodes if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)]
-    several = [one for one in calls if one.func.attr in _OF_SEVERAL or (one.func.attr in _MOVES and made & _named(one))]
+    calls = [(one, one.func.attr) for one in nodes if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)]
+    several = [one for one, name in calls if name in _OF_SEVERAL or (name in _MOVES and made & _named(one))]
     items = [one for one in nodes if isinstance(one, ast.Subscript) and made & _named(one.value)]
     return all(
         any(ast.unparse(value) in LAST for value in (*one.args, *(own.value for own in one.keywords)))
