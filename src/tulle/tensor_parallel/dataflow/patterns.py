@@ -59,8 +59,9 @@ def _apart(flow: Flow, value: Folded, before: Sequence[str], after: Sequence[str
         return None
     if [*after] == [b, n, "(", h, d, ")"]:
         return Parts(value.layers)
-    dims = {(b, h, n, d): -3, (b, n, h, d): -2}
-    return Heads(value.layers, dims[tuple(after)], value.is_weights) if tuple(after) in dims else None
+    dims = {f"{b} {h} {n} {d}": -3, f"{b} {n} {h} {d}": -2}
+    order = " ".join(after)
+    return Heads(value.layers, dims[order], value.is_weights) if order in dims else None
 
 
 def _heads_of(
