@@ -149,7 +149,6 @@ class _Method:
         elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
             is_pairs = isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func).endswith(_PAIRS)
             self._store(node.target, _items(self._of(node.iter)), is_pairs=is_pairs)
-
         elif isinstance(node, ast.Match):
             inside = {id(one): one for module in self._of(node.subject).values() for one in module.modules()}
             names = [name for case in node.cases for one in ast.walk(case.pattern) for name in told_by(one)]
@@ -249,11 +248,8 @@ class _Method:
             if name in _ALL and self._is_reached:
                 found |= {id(one): one for one in base.modules()}
             else:
-                found |= (
-                    {id(base): base} | _children(base)
-                    if name in _ITEMS
-                    else self._returned(base, _methods(type(base)).get(name))
-                )
+                returned = {id(base): base} | _children(base) if name in _ITEMS else None
+                found |= self._returned(base, _methods(type(base)).get(name)) if returned is None else returned
         return found
 
 

@@ -256,9 +256,8 @@ class _Body(Expressions):
         if self.block(node.body):
             return True
         after = {name: one for name, one in self._variables.items() if name in before and is_split(one)}
-        self._variables |= {
-            name: self._flow.joined(before[name], one) for name, one in after.items()
-        }  # if it ends early
+        for name, one in after.items():  # it may end early
+            self._variables[name] = self._flow.joined(before[name], one)
         return False
 
 

@@ -124,6 +124,7 @@ def loaded(target: ast.expr) -> ast.expr:
 
 
 _LOOKS = ("isinstance", "hasattr", "getattr")
+"""Functions of Python that look at an object, and call nothing in it."""
 
 
 @cache
