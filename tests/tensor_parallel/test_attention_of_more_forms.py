@@ -94,15 +94,18 @@ class ByPattern(Four):
         return self.out_proj(einops.rearrange(attended, "(b h) n d -> b n (h d)", h=h))
 
 
-class Compares(Four):
+class ByHeads(Four):
+    def three(self, x):
+        shape = (*x.shape[:2], self.num_heads, self.head_dim)
+        return [one(x).view(shape).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj)]
+
+
+class Compares(ByHeads):
     """As CLVP's, and others' that see whether a shape is what it should be."""
 
     def forward(self, x, mask=None):
         samples, length, _ = x.shape
-        query, key, value = (
-            one(x).view(samples, length, self.num_heads, self.head_dim).transpose(1, 2)
-            for one in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query, key, value = self.three(x)
         weights = query @ key.transpose(-1, -2)
         if weights.shape != (samples, self.num_heads, length, length):
             raise ValueError(f"weights of {weights.shape}")
@@ -166,15 +169,12 @@ def test_a_mask_meets_its_scores(kind):
     assert split(model)[1] == ["attention.out_proj"]
 
 
-class AcrossLengths(Four):
+class AcrossLengths(ByHeads):
     """What is one dimension are a sequence and heads, and what is left are samples."""
 
     def forward(self, x, mask=None):
         samples, length, _ = x.shape
-        query, key, value = (
-            one(x).view(samples, length, self.num_heads, self.head_dim).transpose(1, 2)
-            for one in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query, key, value = self.three(x)
         query = query.reshape(length * self.num_heads, samples, self.head_dim)
         key = key.reshape(length * self.num_heads, -1, self.head_dim)
         attended = torch.bmm(query, key.transpose(1, 2)).softmax(-1) @ value.reshape(

@@ -145,7 +145,7 @@ def _is_whole(columns: Sequence[Column], flow: Flow) -> bool:
 def _says(count: Count, flow: Flow) -> bool:
     """Whether code says how many heads there are, or features in all, as far as that is known."""
     columns = [flow.columns[layer] for layer in count.layers]
-    if count.of in ("fold", "shape", "enter"):  # which look at what there is
+    if count.is_of_what_runs:
         return True
     found = {(one.heads, one.features, one.width, one.fold) for one in columns}
     number = {"heads": columns[0].heads, "features": columns[0].features}.get(count.of)  # else it is as it was read

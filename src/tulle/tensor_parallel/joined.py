@@ -17,11 +17,11 @@ from typing import Any
 from torch import nn
 
 from tulle.tensor_parallel.dataflow.flow import Flow
-from tulle.tensor_parallel.dataflow.folds import AsWhole, Refolded
+from tulle.tensor_parallel.dataflow.folds import Refolded
 from tulle.tensor_parallel.dataflow.forward import follow, holds_linear
 from tulle.tensor_parallel.dataflow.notes import Argument, Attention, Column, Site
 from tulle.tensor_parallel.dataflow.products import GROUPS
-from tulle.tensor_parallel.dataflow.rewriting import Counted, Rewriting
+from tulle.tensor_parallel.dataflow.rewriting import AsWhole, Counted, Rewriting
 from tulle.tensor_parallel.dropout import draw_apart
 from tulle.tensor_parallel.groups import Group, by_layers, fits, groups, heads_of, is_of, union
 from tulle.tensor_parallel.linear import inputs_of
@@ -120,7 +120,7 @@ class Joined:
         for count in self.flow.counts[site]:
             column = self.flow.columns[next(iter(count.layers))]
             whole, own = column.features, self._features(column, shared, rank)
-            if count.of in ("fold", "shape", "enter"):  # of queries, where they meet fewer keys that are repeated
+            if count.is_of_what_runs:  # of queries, where they meet fewer keys that are repeated
                 column = max((self.flow.columns[layer] for layer in count.layers), key=lambda one: one.heads)
             if count.of in ("heads", "fold", "enter") or (count.of == "shape" and column.width):
                 whole, own = column.heads, 1 if count.layers <= shared else column.heads // self.ranks
@@ -270,7 +270,7 @@ class Joined:
     def _is_one(self, site: Site) -> bool:
         """Whether a place in the code has but one meaning, if it is no number."""
         found = {(count.of, count.dims, count.place) for count in self.flow.counts[site]}
-        is_number = all(not dims and place is None for _, dims, place in found)
+        is_number = not any(count.is_of_what_runs for count in self.flow.counts[site])
         return is_number or (len(found) == 1 and len(self._own(site, 0)) == 1)
 
     @property

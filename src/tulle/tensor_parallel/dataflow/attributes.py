@@ -117,4 +117,4 @@ def _of_object(value: Any) -> Value:
 
 
 def interface(*_: object) -> None:
-    """What stands for `ALL_ATTENTION_FUNCTIONS.getinterface`."""
+    """What stands for `ALL_ATTENTION_FUNCTIONS.get_interface`."""

@@ -42,6 +42,7 @@ _OWN = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
 _DEPTH = 3
 _NESTED = 8
+"""So many lists and mappings within one another are looked into."""
 _KEEPS = list | tuple | set | frozenset | deque | Mapping
 _NOTHING = type | ModuleType | Tensor | str | bytes | int | float | None
 """What has no module in it that it calls."""

@@ -22,7 +22,7 @@ from tulle.tensor_parallel.dataflow.norms import of_norm
 from tulle.tensor_parallel.dataflow.notes import Attention
 from tulle.tensor_parallel.dataflow.operators import SIMPLE, lengths_made
 from tulle.tensor_parallel.dataflow.patterns import rearranged
-from tulle.tensor_parallel.dataflow.products import multiplied, repeated, softened, summed
+from tulle.tensor_parallel.dataflow.products import PRODUCTS, multiplied, repeated, softened, summed
 from tulle.tensor_parallel.dataflow.shapes import chunked, cut, flat, of_three, unbound, viewed
 from tulle.tensor_parallel.dataflow.sources import (
     by_name,
@@ -103,6 +103,7 @@ _SHAPES = {
 """Functions of `torch` that do what methods of the same names do."""
 _TURNS = ("apply_rotary", "apply_multimodal_rotary", "rotate_half", "rotate_every_two")
 """How the names of functions begin that turn queries and keys by their positions, each head by itself."""
+_PRODUCTS = tuple(getattr(torch, name) for name in PRODUCTS)
 _DROPOUTS = (functional.dropout, torch.dropout)
 _IN_PIECES = "apply_chunking_to_forward"
 """A function of `transformers` that calls its first argument with those after the third, in pieces of the samples."""
@@ -322,7 +323,7 @@ def _of_tensors(frame: Frame, function: Any, given: Sequence[Value], keywords: M
     is_einops = name == "rearrange" and (getattr(function, "__module__", None) or "").startswith("einops")
     if given and is_split(given[0]) and (function in _SHAPES or is_einops):
         return _of_shapes(frame, function, given, keywords)
-    if function in (torch.matmul, torch.bmm) and len(given) == 2:
+    if function in _PRODUCTS and len(given) == 2:
         return multiplied(frame, given[0], given[1])
     if name == "einsum" and not keywords and any(map(is_split, given)):
         return summed(frame, given, is_einops=function is not torch.einsum)

@@ -40,8 +40,7 @@ def entered(flow: Flow, at: At, nodes: Sequence[ast.expr], values: Sequence[Valu
     for place, one in enumerate(values):
         if _enters(flow, one, heads):
             flow.spoiled |= one.layers if isinstance(one, Own) else set()
-            count = Count("enter", None, layers_of(heads), place=min(dims))
-            flow.counts.setdefault(Site(at, nodes[place]), set()).add(count)
+            flow.note(Site(at, nodes[place]), Count("enter", None, layers_of(heads), place=min(dims)))
             found[place] = ENTERED
     return found
 

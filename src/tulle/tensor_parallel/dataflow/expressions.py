@@ -71,7 +71,7 @@ class Expressions:
         self._flow = frame.flow
         self._names = names_at(function)
         self._variables = variables
-        self._outside: set[str] = set(names_within(function))
+        self._outside: set[str] = {*names_within(function)}
         """Variables that other code sees too."""
 
     def value(self, node: ast.expr | None) -> Value:
@@ -250,12 +250,11 @@ class Expressions:
         return Spread(self.value(node.value))
 
     def _binary_operation(self, node: ast.BinOp) -> Value:
-        return self._binary(node.op, *self._entered(node, node.left, node.right))
-
-    def _entered(self, node: ast.BinOp, *nodes: ast.expr) -> Sequence[Value]:
+        nodes = (node.left, node.right)
         values = [self.value(one) for one in nodes]
-        is_product = isinstance(node.op, ast.MatMult)
-        return values if is_product else entered(self._flow, self._at(node), nodes, values)
+        if not isinstance(node.op, ast.MatMult):
+            values = entered(self._flow, self._at(node), nodes, values)
+        return self._binary(node.op, *values)
 
     def _binary(self, operator: ast.operator, left: Value, right: Value) -> Value:
         both = left, right

@@ -149,9 +149,12 @@ class Flow:
         """A number says how much there is, of which a rank has a part; whether it is known where the code has it."""
         if said.site is not None:
             told = number_of(said.value)
-            count = Count(of, told if number is None else number, layers, is_rest=told == -1)
-            self.counts.setdefault(said.site, set()).add(count)
+            self.note(said.site, Count(of, told if number is None else number, layers, is_rest=told == -1))
         return said.site is not None
+
+    def note(self, site: Site, count: Count) -> None:
+        """The code says how much there is of split work, or does something with it, that is a rank's later."""
+        self.counts.setdefault(site, set()).add(count)
 
     def reach(self, module: nn.Module, function: FunctionType, method: FunctionType) -> None:
         """A method of a module is called: as it was written, and as the class has it."""

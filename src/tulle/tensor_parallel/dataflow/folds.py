@@ -47,8 +47,7 @@ def refolded(flow: Flow, value: Parts | Heads | Folded, shape: Sequence[Said]) -
     at = flow.at
     if found is None or at is None or not isinstance(at.node, ast.Call) or not isinstance(at.node.func, ast.Attribute):
         return None
-    count = Count("fold", None, value.layers, dims=(_dims_of(value), _dims_of(found)))
-    flow.counts.setdefault(Site(at, at.node.func), set()).add(count)
+    flow.note(Site(at, at.node.func), Count("fold", None, value.layers, dims=(_dims_of(value), _dims_of(found))))
     return found
 
 
@@ -105,7 +104,7 @@ def compares(flow: Flow, site: Site, shape: Value, other: Value) -> bool:
     if not isinstance(shape, Several) or len(lengths) != 1 or not is_bare(other):
         return False
     place = shape.items.index(lengths[0]) - len(shape.items)
-    flow.counts.setdefault(site, set()).add(Count("shape", None, lengths[0].layers, place=place))
+    flow.note(site, Count("shape", None, lengths[0].layers, place=place))
     return True
 
 
@@ -158,23 +157,3 @@ class Refolded:
     def _lengths(self, sizes: dict[str, int], heads: int) -> Iterator[int]:
         of = sizes | {"h": heads}
         return (prod(of[letter] for letter in letters) for letters in self.after)
-
-
-@dataclass(frozen=True, slots=True)
-class AsWhole:
-    """What a shape becomes that is compared with the whole's.
-
-    Args:
-        place: The dimension of which a rank has a part, from the end.
-        whole: How long it is.
-        own: How much of it this rank has.
-    """
-
-    place: int
-    whole: int
-    own: int
-
-    def __call__(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The whole's."""
-        length = shape[self.place] // self.own * self.whole
-        return (*shape[: self.place], length, *shape[len(shape) + self.place + 1 :])

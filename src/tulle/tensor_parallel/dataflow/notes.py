@@ -130,12 +130,12 @@ class Count:
 
     Args:
         of: "heads", "features" of all of them, "width" of one, or the "end" of a section; "fold" where samples and
-            heads become one dimension, or two, and "shape" where one is compared.
+            heads become one dimension, or two, "shape" where one is compared, and "enter" where something meets heads.
         number: As it is now, or must be; None if nobody knows before the forward runs.
         layers: The column layers that the work comes from.
         is_rest: Whether the code says -1 for it.
         dims: Of a fold: what each dimension is, before and afterwards.
-        place: Of a shape: the dimension of which a rank has a part, from the end.
+        place: Of a shape, or of what enters: the dimension of which a rank has a part, from the end.
     """
 
     of: str
@@ -144,6 +144,11 @@ class Count:
     is_rest: bool = False
     dims: tuple[tuple[str, ...], ...] = ()
     place: int | None = None
+
+    @property
+    def is_of_what_runs(self) -> bool:
+        """Whether what is said there becomes what looks at a tensor, or a shape, when the code runs: no number."""
+        return bool(self.dims) or self.place is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,11 +60,35 @@ class Counted:
         number = said if self.place is None else said[self.place]
         for whole, own in self.own:
             if number == whole:
-                return own if self.place is None else (*said[: self.place], own, *said[len(said) + self.place + 1 :])
+                return own if self.place is None else _with_length(said, self.place, own)
         raise ModelError(
             f"{self.label} says {number} where its layers, split together, give "
             f"{' or '.join(str(whole) for whole, _ in self.own)}: it was understood otherwise; leave it out with select"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class AsWhole:
+    """What a shape becomes that is compared with the whole's.
+
+    Args:
+        place: The dimension of which a rank has a part, from the end.
+        whole: How long it is.
+        own: How much of it this rank has.
+    """
+
+    place: int
+    whole: int
+    own: int
+
+    def __call__(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The whole's."""
+        return _with_length(shape, self.place, shape[self.place] // self.own * self.whole)
+
+
+def _with_length(shape: Sequence[int], place: int, length: int) -> tuple[int, ...]:
+    """A shape with another length at a place, from the end."""
+    return (*shape[:place], length, *shape[len(shape) + place + 1 :])
 
 
 @dataclass(slots=True)
