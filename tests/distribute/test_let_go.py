@@ -77,3 +77,14 @@ def test_process_groups_that_were_destroyed_are_gone(way):
     del model, place
     dist.destroy_process_group()
     assert left_of(groups) == []
+
+
+@on_ranks(4)
+def test_groups_of_stages_that_are_shared_out_are_gone():
+    kind, shape = "words", {"data": 2, "pipe": 2}
+    model, several, place = distributed(kind, shape, plan=Plan(shape, stages={}, memory=Memory(full_shard=True)))
+    train(model, several, *place)
+    groups = {name: ref(group) for group, name in dist.distributed_c10d._world.pg_names.items()}
+    del model, several, place
+    dist.destroy_process_group()
+    assert left_of(groups) == []

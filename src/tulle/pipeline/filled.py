@@ -10,14 +10,13 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from operator import is_
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from tulle.pipeline.structure import Fixed, Node, Spec, flatten, held_by, rebuild
 
 
-@cache
 def can_be_filled(spec: Spec) -> bool:
     """Whether among arguments `(args, kwargs)` of that structure there is something that can be changed.
 
@@ -25,8 +24,16 @@ def can_be_filled(spec: Spec) -> bool:
         >>> [can_be_filled(flatten((args, {}))[1]) for args in [(1, (2, 3)), (1, ([2], 3))]]
         [False, True]
     """
-    assert isinstance(spec, Node), "a tuple and a dictionary"
-    return any(_is_open(one) for both in spec.children if isinstance(both, Node) for one in both.children)
+    known = _can_be_filled.get(spec)
+    if known is None:
+        assert isinstance(spec, Node), "a tuple and a dictionary"
+        known = any(_is_open(one) for both in spec.children if isinstance(both, Node) for one in both.children)
+        _can_be_filled[spec] = known
+    return known
+
+
+_can_be_filled: WeakKeyDictionary[Spec, bool] = WeakKeyDictionary()
+"""What was said before, of structures that somebody holds."""
 
 
 def _is_open(spec: Spec) -> bool:

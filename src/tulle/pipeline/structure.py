@@ -12,6 +12,7 @@ import operator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.utils._pytree as pytree
@@ -26,12 +27,12 @@ class Leaf:
         return "LEAF"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Node:
     """How a container was made: its type, what its flatten function gave beside the children, and these.
 
-    Made by `node`, once for what is the same, so that structures are compared by identity: they are part of what every
-    call is looked up by.
+    Made by `node`, once for what is the same as long as somebody holds it, so that structures are compared by identity:
+    they are part of what every call is looked up by.
     """
 
     kind: type
@@ -43,7 +44,8 @@ class Node:
         return node, (self.kind, self.context, self.children)
 
 
-_nodes: dict[Any, Node] = {}
+_nodes: WeakValueDictionary[Any, Node] = WeakValueDictionary()
+"""Not of those that nobody holds: a dictionary's keys are in it, which may be a model's own objects, or ever others."""
 
 
 def node(kind: type, context: Any, children: tuple[Spec, ...]) -> Node:
