@@ -72,6 +72,8 @@ def member(owner: Any, name: str) -> Value:
         return Known(interface)
     if not isinstance(owner, nn.Module):
         return _of_object(getattr(owner, "__dict__", {}).get(name))
+    if name == "__class__":  # which messages name
+        return Known(type(owner))
     for kept in (owner._modules, owner._parameters, owner._buffers):
         if name in kept:
             found = kept[name]

@@ -23,7 +23,7 @@ from tulle.tensor_parallel.dataflow.notes import Attention
 from tulle.tensor_parallel.dataflow.operators import SIMPLE, lengths_made
 from tulle.tensor_parallel.dataflow.patterns import rearranged
 from tulle.tensor_parallel.dataflow.products import PRODUCTS, multiplied, repeated, softened, summed
-from tulle.tensor_parallel.dataflow.shapes import chunked, cut, flat, of_three, unbound, viewed
+from tulle.tensor_parallel.dataflow.shapes import chunked, flat, of_three, unbound, viewed
 from tulle.tensor_parallel.dataflow.sources import (
     by_name,
     is_called_plainly,
@@ -31,6 +31,7 @@ from tulle.tensor_parallel.dataflow.sources import (
     positional,
     written,
 )
+from tulle.tensor_parallel.dataflow.stretches import concatenated, split_along
 from tulle.tensor_parallel.dataflow.values import (
     Attend,
     Folded,
@@ -96,7 +97,7 @@ _OF_NUMBERS = frozenset(
 """Those that make no tensors of numbers."""
 _SHAPES = {
     torch.chunk: chunked,
-    torch.split: cut,
+    torch.split: split_along,
     torch.reshape: partial(viewed, is_method=False),
     torch.unbind: unbound,
 }
@@ -362,9 +363,8 @@ def _of_heads(frame: Frame, function: Any, given: Sequence[Value], keywords: Map
     """What a function gives of heads, in which it looks no further than into each."""
     first, *others = given
     dim = keywords.get("dim", others[0] if others else Plain())
-    if function is torch.cat and isinstance(first, Several) and dim == Known(-1):
-        is_alike = all(isinstance(one, Heads) for one in first.items)
-        return frame.flow.elementwise(*first.items) if is_alike else None
+    if function in (torch.cat, torch.concat):
+        return concatenated(frame.flow, first, dim)
     if getattr(function, "__name__", "") != "repeat_kv" or not isinstance(first, Heads) or len(others) != 1:
         return None
     return repeated(frame.flow, first, others[0], function)

@@ -27,7 +27,6 @@ from tulle.tensor_parallel.dataflow.operators import (
     has_in_it,
     is_stretches,
     is_told,
-    is_within_heads,
     item_of_object,
     lengths_taken,
     pieces,
@@ -36,6 +35,7 @@ from tulle.tensor_parallel.dataflow.operators import (
 from tulle.tensor_parallel.dataflow.products import multiplied
 from tulle.tensor_parallel.dataflow.shapes import stretch, taken, unpacked
 from tulle.tensor_parallel.dataflow.sources import asked, home_of, names_at, names_of, names_within, told_by
+from tulle.tensor_parallel.dataflow.stretches import stretch_of
 from tulle.tensor_parallel.dataflow.values import (
     Attend,
     Fused,
@@ -336,10 +336,10 @@ class Expressions:
 
     def _of_parts(self, node: ast.Subscript, base: Value, place: Value) -> Value | None:
         """What is taken of split work, if it is known."""
-        if isinstance(base, Heads):
-            return base if is_within_heads(place) else None
         if isinstance(base, Fused):
             return taken(base, place)
+        if isinstance(base, Heads | Parts) and (found := stretch_of(self._flow, base, place)) is not None:
+            return found
         return self._stretch(node, base) if isinstance(base, Parts) else None
 
     def _stretch(self, node: ast.Subscript, base: Parts) -> Value | None:

@@ -13,7 +13,6 @@ from tulle.tensor_parallel.dataflow.shapes import (
     Split,
     argument,
     chunked,
-    cut,
     flat,
     flattened,
     moved,
@@ -24,6 +23,7 @@ from tulle.tensor_parallel.dataflow.shapes import (
     unflattened,
     viewed,
 )
+from tulle.tensor_parallel.dataflow.stretches import split_along
 from tulle.tensor_parallel.dataflow.values import (
     Folded,
     Fused,
@@ -117,7 +117,8 @@ _RULES = {
     "flatten": flattened,
     "unbind": unbound,
     "chunk": chunked,
-    "split": cut,
+    "split": split_along,
+    "split_with_sizes": split_along,
     "softmax": _softened,
     "repeat_interleave": interleaved,
 }

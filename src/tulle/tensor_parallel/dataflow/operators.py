@@ -111,14 +111,6 @@ def calculated(operator: ast.operator, left: Value, right: Value) -> Value:
     return Known(found) if isinstance(left, Known) and isinstance(right, Known) else Plain(found, of, is_made=True)
 
 
-def is_within_heads(place: Value) -> bool:
-    """Whether what is taken of four dimensions is a stretch of the last, of all of the others."""
-    if not isinstance(place, Several) or not all(isinstance(one, Known) for one in place.items):
-        return False
-    *outer, last = [one.value for one in place.items if isinstance(one, Known)]
-    return (last is SOME or isinstance(last, slice)) and outer in ([...], [_ALL] * 3)
-
-
 def equal(values: Sequence[Value], operator: ast.cmpop) -> Value:
     """What a comparison says of two that are known."""
     first, second = (one.value for one in values if isinstance(one, Known))
