@@ -259,10 +259,10 @@ def _done_with_parts(func: Function, name: str, args: Sequence[Any], keywords: K
     """
     if func is torch.autograd.backward:
         return func(*args, **keywords)
-    if name.startswith(EACH_BY_ITSELF):
-        return _each_checked(func, args, func(*args, **keywords))
     given = [*tensors_in(args), *tensors_in(keywords.values())]
     parts = [one for one in given if isinstance(one, _Part)]
+    if name.startswith(EACH_BY_ITSELF):
+        return _each_checked(func, args, called(parts[0], func, args, keywords))
     part = min(parts, key=lambda one: (not isinstance(one, Guarded), -one.numel()))
     if func is torch.autograd.grad:
         check_gradients(given)
