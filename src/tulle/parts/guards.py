@@ -259,7 +259,7 @@ def _done_with_parts(func: Function, name: str, args: Sequence[Any], keywords: K
     """
     if func is torch.autograd.backward:
         return func(*args, **keywords)
-    given = [*tensors_in(args), *tensors_in(keywords.values())]
+    given = [*tensors_in(args[:1] if name in LIKE else args), *tensors_in(keywords.values())]
     parts = [one for one in given if isinstance(one, _Part)]
     if name.startswith(EACH_BY_ITSELF):
         return _each_checked(func, args, called(parts[0], func, args, keywords))
