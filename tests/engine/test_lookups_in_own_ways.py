@@ -80,7 +80,7 @@ class Pooled(nn.EmbeddingBag):
 
 class Indexed(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
-        first, last = self.weight.index_select(0, input[:, 0]), torch.index_select(self.weight, 0, index=input[:, -1])
+        first, last = self.weight.index_select(0, input[:, 0]), torch.index_select(self.weight, -2, index=input[:, -1])
         return self.weight[input] + (first * last)[:, None]
 
 

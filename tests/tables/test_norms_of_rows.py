@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.optim import SGD
 
 import tulle
@@ -22,6 +23,14 @@ def by_a_bound(weight):
     weight.mul_(1 / torch.linalg.vector_norm(weight, dim=-1, keepdim=True).clamp(min=0.8))
 
 
+@torch.enable_grad()
+def by_a_mask(weight):
+    """As PyKEEN bounds the norms of rows."""
+    norms = weight.norm(dim=1, keepdim=True)
+    mask = (norms < 2).type_as(weight)
+    weight.data = mask * weight + (1 - mask) * (weight / norms.clamp(min=1e-6) * 2)
+
+
 def by_squares(weight):
     weight.copy_(weight / weight.pow(2).sum(1, keepdim=True).add(1e-3).sqrt())
 
@@ -35,10 +44,19 @@ def of_data(weight):
     weight.data /= weight.data.norm(2, 1, True)
 
 
-WRITES = [by_its_norm, by_a_bound, by_squares, by_extremes, of_data]
+@torch.enable_grad()
+def laid_out(weight):
+    """As PyKEEN constrains entities."""
+    weight.data = functional.normalize(weight.view(ROWS, WIDTH), dim=-1).view(*weight.data.shape)
+
+
+WRITES = [by_its_norm, by_a_bound, by_a_mask, by_squares, by_extremes, of_data, laid_out]
 PENALTIES = {
     "norms": lambda w: (w.norm(dim=1) - 1).relu().sum() + (w.norm(dim=1) - 1).pow(2).mean(),
     "squares": lambda w: (1 - w.pow(2).sum(1)).abs().sum(),
+    "laid out": lambda w: (
+        w.view(ROWS, -1, 2).norm(dim=2).sum() + w.reshape([1, ROWS, WIDTH]).pow(2).sum(-1).sqrt().sum()
+    ),
     "beside all": lambda w: (w * w.mean(1, keepdim=True)).sum() + (w.pow(2).mean(-1, keepdim=True) - w).pow(2).mean(),
 }
 

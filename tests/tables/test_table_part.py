@@ -43,6 +43,11 @@ DRAWS = {
     "normal_": lambda table: nn.init.normal_(table),
     "uniform_": lambda table: table.data.uniform_(-0.1, 0.1),
 }
+PRETRAINED = torch.ones(ROWS, WIDTH, dtype=torch.float64)
+WRONG_WITHOUT_GRADIENTS = DRAWS | {
+    "_foreach_copy_": lambda table: torch._foreach_copy_([table.data], [PRETRAINED]),
+    "_foreach_lerp_": lambda table: torch._foreach_lerp_([PRETRAINED.clone()], [table.data], 0.1),
+}
 WRONG_IN_TRAINING = DRAWS | {
     "T": lambda table: HIDDEN @ table.T,
     "linear": lambda table: F.linear(HIDDEN, (table * 2.0).tanh().to(HIDDEN.dtype)),
@@ -72,7 +77,7 @@ def part_of(placement: str) -> nn.Parameter:
 def test_what_takes_a_part_for_the_whole_is_refused_by_name(placement):
     table, whole = part_of(placement), nn.Parameter(torch.randn(ROWS, WIDTH, dtype=torch.float64))
     before = table.to_local().clone()
-    for context, wrong in ((torch.no_grad, DRAWS), (torch.enable_grad, WRONG_IN_TRAINING)):
+    for context, wrong in ((torch.no_grad, WRONG_WITHOUT_GRADIENTS), (torch.enable_grad, WRONG_IN_TRAINING)):
         for name, read in wrong.items():
             with context(), pytest.raises(ModelError, match=rf"^{name} was .*the table 'words\.weight'.* split"):
                 read(table)

@@ -18,6 +18,8 @@ from tulle.parts.torch_functions import REDUCED, at_places, dims_of, name_of
 
 LAID_OUT = {"view", "reshape", "flatten", "ravel"}
 """Names of what gives the same numbers in another shape."""
+ASKS_SIZES = {"view", "reshape"}
+"""Names of those that are told the shape."""
 JOINED = {"cat", "concat", "concatenate", "stack", "hstack"}
 """Names of what puts several parts together."""
 BY_ROW = {"matmul", "__matmul__", "mm", "linear"}
@@ -114,6 +116,35 @@ def cut_in(result: Tensor, part: Tensor, extent: Extent) -> int | None:
     shape = result.shape
     places = (dim for dim in range(len(shape)) if (prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :])) == kept)
     return next(places, None)
+
+
+def asked_here(sizes: Sequence[Any], part: Tensor, whole: Sequence[int], cut: int) -> list[int] | None:
+    """The sizes to ask a part for, where those of all of it were asked for and the dimension that is cut is one still.
+
+    `weight.view(self.num_rows, -1)` asks so, by a number that the module keeps. None for other sizes, and for such as
+    the part has, too.
+
+    Args:
+        sizes: As given to `view` or `reshape`.
+        part: That is to be laid out.
+        whole: The shape of all of it.
+        cut: The dimension that is cut.
+
+    Example:
+        >>> part = torch.ones(2, 6)
+        >>> [asked_here(sizes, part, (4, 6), 0) for sizes in [(4, 6), [(4, -1, 2)], (1, 4, 6), (8, 3), (2, 6)]]
+        [[2, 6], [2, 3, 2], [1, 2, 6], None, None]
+    """
+    given = list(sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes)
+    if not all(type(size) is int for size in given) or given.count(-1) > 1 or whole[cut] == part.shape[cut]:
+        return None
+    if -1 in given and (known := -prod(given)) > 0:
+        given[given.index(-1)] = prod(whole) // known
+    kept = prod(whole[:cut]), whole[cut], prod(whole[cut + 1 :])
+    for dim, size in enumerate(given):
+        if (prod(given[:dim]), size, prod(given[dim + 1 :])) == kept:
+            return [*given[:dim], part.shape[cut], *given[dim + 1 :]]
+    return None
 
 
 def picks(func: Callable[..., Any], args: Sequence[Any]) -> bool:

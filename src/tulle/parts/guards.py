@@ -14,8 +14,10 @@ from tulle.errors import ModelError
 from tulle.parts.asked import COUNTS, counted
 from tulle.parts.extents import (
     ALIKE,
+    ASKS_SIZES,
     JOINED,
     LAID_OUT,
+    asked_here,
     cut_in,
     extent_of_joined,
     held_alone,
@@ -65,6 +67,7 @@ from tulle.parts.wholes import (
     may_be_equal,
     note_write,
     refuse,
+    shape_of_whole,
 )
 
 T = TypeVar("T", bound=Tensor)
@@ -256,10 +259,10 @@ def _done_with_parts(func: Function, name: str, args: Sequence[Any], keywords: K
     """
     if func is torch.autograd.backward:
         return func(*args, **keywords)
-    if name.startswith(EACH_BY_ITSELF):
-        return _each_checked(func, args, func(*args, **keywords))
-    given = [*tensors_in(args), *tensors_in(keywords.values())]
+    given = [*tensors_in(args[:1] if name in LIKE else args), *tensors_in(keywords.values())]
     parts = [one for one in given if isinstance(one, _Part)]
+    if name.startswith(EACH_BY_ITSELF):
+        return _each_checked(func, args, called(parts[0], func, args, keywords))
     part = min(parts, key=lambda one: (not isinstance(one, Guarded), -one.numel()))
     if func is torch.autograd.grad:
         check_gradients(given)
@@ -267,6 +270,8 @@ def _done_with_parts(func: Function, name: str, args: Sequence[Any], keywords: K
     if name == "equal" and not may_be_equal((one, getattr(one, PART_OF, None)) for one in given):
         return False
     part._check_given(name, given, args, keywords)
+    if name in ASKS_SIZES and args[0] is part and part.requires_grad and torch.is_grad_enabled():
+        args = _asked_here(part, args)
     result = called(part, func, args, keywords)
     try:
         return part._checked(func, result, args, keywords)
@@ -274,6 +279,15 @@ def _done_with_parts(func: Function, name: str, args: Sequence[Any], keywords: K
         if writes(func):  # it has, by now
             raise ModelError(str(error)) from None
         raise
+
+
+def _asked_here(part: Tensor, args: Sequence[Any]) -> Sequence[Any]:
+    """Arguments of what lays a part out, whose sizes may be those of all of it; without a graph that is gathered."""
+    whole, shape = cast("Whole", getattr(part, PART_OF)), shape_of_whole(part)
+    if shape is None or len(whole.dims) != 1:
+        return args
+    sizes = asked_here(args[1:], part, shape, whole.dims[0])
+    return args if sizes is None else (part, sizes)
 
 
 class PartValues(Guarded):
