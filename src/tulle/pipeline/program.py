@@ -136,7 +136,7 @@ class Program:
         if self._axis.size > 1:
             if function == SETS_DATA:
                 return set_data(self.operate, *args, is_placed=isinstance(call.leaves[0], Placeholder))
-            check_given(call)
+            check_given(call, self.holdings)
             check_sends(function, args, kwargs, self._axis)
             if writes_in_many(function) and len(dealt := dealt_out(args, kwargs, self.adopted.stage_of)) > 1:
                 for part, named in dealt:
@@ -179,7 +179,7 @@ class Program:
             call = UnitCall(unit, run, args, kwargs, self.adopted.placed, self._held)
             check_nested(unit.name, call.leaves)
             if self._axis.size > 1:
-                check_given(call)
+                check_given(call, self.holdings)
             known = self.holdings.of_call(unit, call.leaves, call.spec, call.about, is_in_step=self._fail is None)
             number = self.count_call(unit.name)
             while True:
