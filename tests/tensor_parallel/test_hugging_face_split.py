@@ -100,6 +100,7 @@ MODELS = {
     "mt5": ("MT5ForConditionalGeneration", "MT5Config", T5),
     "electra": ("ElectraForMaskedLM", "ElectraConfig", BERT | {"embedding_size": 48}),
     "phi": ("PhiForCausalLM", "PhiConfig", LLAMA | {"resid_pdrop": 0.0, "partial_rotary_factor": 1.0}),
+    "umt5": ("UMT5ForConditionalGeneration", "UMT5Config", T5),
     "neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", LLAMA),
     "opt": (
         "OPTForCausalLM",
@@ -153,13 +154,14 @@ def test_models_of_transformers_are_split(name):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["electra", "phi", "neox", "opt"])
+@pytest.mark.parametrize("name", ["electra", "phi", "neox", "opt", "umt5"])
 def test_blocks_of_classes_that_are_not_registered_are_split_by_what_their_code_shows(name):
     model = build(name)
     tensor_parallel.apply(model, tulle.init(model=-1)["model"], smallest_bytes=0)
     columns, rows = split(model)
-    assert len(rows) == 4  # two of each block
-    assert len(columns) == (4 if name == "neox" else 8)
+    ours = 10 if name == "umt5" else 4  # two of each block, and three of a decoder's
+    assert len(rows) == ours
+    assert len(columns) == {"neox": 4, "umt5": 26}.get(name, 8)
 
 
 @pytest.mark.slow

@@ -116,6 +116,15 @@ class Slopes(Attends):
         return self.given(scores.softmax(-1) @ value)
 
 
+class AtLeast(Attends):
+    """As XGLM's: no score is less than a number that a tensor says."""
+
+    def forward(self, x):
+        query, key, value = self.three(x)
+        scores = torch.max(query @ key.transpose(-1, -2), torch.full((), -0.25, dtype=torch.float64))
+        return self.given(scores.softmax(-1) @ value)
+
+
 class Block(nn.Module):
     def __init__(self, attention):
         super().__init__()
@@ -130,7 +139,7 @@ def loss(model, step):
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("kind", [Temperature, OfATable, AddedInPlace, BesideFeatures, Slopes])
+@pytest.mark.parametrize("kind", [Temperature, OfATable, AddedInPlace, BesideFeatures, Slopes, AtLeast])
 def test_each_rank_takes_what_belongs_to_its_heads(kind):
     torch.manual_seed(0)
     model = Block(kind()).double()

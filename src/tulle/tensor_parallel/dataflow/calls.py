@@ -319,7 +319,8 @@ def _of_tensors(frame: Frame, function: Any, given: Sequence[Value], keywords: M
         if is_split(given[0]):
             flow.decide(share)
         return flow.dropped(given[0], None, is_none=isinstance(share, Known) and not share.value)
-    if function in _FUNCTIONS and given:
+    is_of_two = function in (torch.max, torch.min) and len(given) == 2 and not is_bare(given[1])
+    if (function in _FUNCTIONS and given) or is_of_two:
         return flow.elementwise(*given, *keywords.values())
     is_einops = name == "rearrange" and (getattr(function, "__module__", None) or "").startswith("einops")
     if given and is_split(given[0]) and (function in _SHAPES or is_einops):

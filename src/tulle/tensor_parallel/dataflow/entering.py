@@ -15,8 +15,8 @@ from tulle.tensor_parallel.dataflow.flow import Flow
 from tulle.tensor_parallel.dataflow.notes import At, Count, Site
 from tulle.tensor_parallel.dataflow.values import Given, Heads, Own, Value, is_bare, is_split, layers_of
 
-MASKS = ("attention_mask", "attn_mask")
-"""By what names functions that attend are given masks."""
+MASKS = ("attention_mask", "attn_mask", "position_bias")
+"""By what names functions that attend are given masks, and biases of positions."""
 ENTERED = Given(frozenset(), 0)
 """What it is from there on: nothing but what meets heads."""
 
