@@ -118,3 +118,23 @@ def test_lists_of_modules_are_dealt_as_the_modules_in_them():
     worst, model, _ = both(InLists, {"blocks.low": 0, "blocks.high": 1, "out": 1}, steps=2)
     assert worst < 1e-12
     assert placement_of(model).stages == {"blocks.low.0": 0, "blocks.low.1": 0, "blocks.high.0": 1, "out": 1}
+
+
+class WritesIn(nn.Module):
+    """As DenseNet's, recomputed around modules of which one writes in what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.relu, self.layer = nn.LayerNorm(WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)
+
+    def inner(self, x):
+        return self.layer(self.relu(self.norm(x)))
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False) + x
+
+
+@on_ranks(2)
+def test_a_module_that_writes_in_what_it_is_given_is_recomputed_with_what_is_around_it():
+    worst, _, _ = both(WritesIn, {"norm": 0, "relu": 0, "layer": 1}, steps=2)
+    assert worst < 1e-12

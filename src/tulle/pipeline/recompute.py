@@ -59,9 +59,13 @@ def is_checkpointed() -> bool:
     return _is_asked.get() or _autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def as_checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What runs a placed module; again during backward, if the program is within a checkpointed function."""
-    if torch.is_grad_enabled() and (_is_asked.get() or _hooks_of_checkpoint() is not None):
+def as_checkpointed(function: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    """What runs a placed module; again during backward, if the program is within a checkpointed function.
+
+    A module that writes in what it is given (`nn.ReLU(inplace=True)`) would find that changed, and keeps what it gives.
+    """
+    is_again = torch.is_grad_enabled() and not getattr(module, "inplace", False)
+    if is_again and (_is_asked.get() or _hooks_of_checkpoint() is not None):
         return lambda *args, **kwargs: checkpoint(function, *args, use_reentrant=False, **kwargs)
     return function
 

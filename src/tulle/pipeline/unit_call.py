@@ -69,7 +69,7 @@ class UnitCall(Call):
             return
         self._is_prepared = True
         function = self.function if holdings is None else absent_refused(self.function, self.unit, holdings)
-        function = as_checkpointed(strays_noted(function, self.unit))
+        function = as_checkpointed(strays_noted(function, self.unit), self.unit.module)
         if self._is_open:
             function = as_before(with_filled(function), pattern_of((self._args, self._kwargs)))
         function = telling(function, self.unit.module, self.given)
