@@ -49,6 +49,7 @@ class Worker:
     ready: bool = False
 
 
+MOST_THREADS = 48  # of a process that waits: each group that an exchange left hanging keeps three, which poll
 QUICK_SIZE = 3  # an odd number of ranks finds the most for the least
 STARTED_AT_ONCE = 4  # most tests need up to four
 WORKERS: list[Worker] = []
@@ -132,6 +133,7 @@ def _end(workers: Sequence[Worker]) -> None:
 
 def _muster(size: int) -> list[Worker]:
     """Return `size` workers that are ready, starting those that are missing, all at once."""
+    _end([worker for worker in WORKERS[:size] if _threads_of(worker) > MOST_THREADS])
     if len(WORKERS) < size:
         _start(max(size, STARTED_AT_ONCE) - len(WORKERS))
     team = WORKERS[:size]
@@ -139,6 +141,11 @@ def _muster(size: int) -> list[Worker]:
         _end(team)
         pytest.fail(f"one of {size} processes did not start; its own message is above", pytrace=False)
     return team
+
+
+def _threads_of(worker: Worker) -> int:
+    tasks = Path(f"/proc/{worker.process.pid}/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
 def _start(count: int) -> None:
