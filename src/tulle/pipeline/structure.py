@@ -10,7 +10,9 @@ import contextlib
 import dataclasses
 import operator
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
+from threading import Lock
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -31,28 +33,48 @@ class Leaf:
 class Node:
     """How a container was made: its type, what its flatten function gave beside the children, and these.
 
-    Made by `node`, once for what is the same as long as somebody holds it, so that structures are compared by identity:
-    they are part of what every call is looked up by.
+    Made by `node`, once for what is the same, so that structures are compared by identity: they are part of what every
+    call is looked up by. One that is not kept is the same as long as somebody holds it.
     """
 
     kind: type
     context: Any
     children: tuple[Spec, ...]
+    is_kept: bool = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Be the same again where it is sent or copied."""
         return node, (self.kind, self.context, self.children)
 
 
-_nodes: WeakValueDictionary[Any, Node] = WeakValueDictionary()
-"""Not of those that nobody holds: a dictionary's keys are in it, which may be a model's own objects, or ever others."""
+_nodes: dict[Any, Node] = {}
+_passing: WeakValueDictionary[Any, Node] = WeakValueDictionary()
+"""Those in which a dictionary's keys are objects: a model's own, perhaps, which would be held as long as we run."""
+_one_at_a_time = Lock()
 
 
 def node(kind: type, context: Any, children: tuple[Spec, ...]) -> Node:
     """The one of that kind, context and children."""
     key = kind, context, children
     known = _nodes.get(key)
-    return known if known is not None else _nodes.setdefault(key, Node(kind, context, children))
+    if known is not None:
+        return known
+    if _is_of_names(context) and all(child is LEAF or child.is_kept for child in children):
+        return _nodes.setdefault(key, Node(kind, context, children))
+    with _one_at_a_time:
+        known = _passing.get(key)
+        if known is None:
+            _passing[key] = known = Node(kind, context, children, is_kept=False)
+        return known
+
+
+def _is_of_names(context: Any) -> bool:
+    """Whether there is no more in a context than names, numbers and classes."""
+    if isinstance(context, tuple):
+        return all(map(_is_of_names, context))
+    if isinstance(context, _List | _Dictionary):
+        return all(map(_is_of_names, context.items))
+    return isinstance(context, _NAMES)
 
 
 class Fixed:
@@ -63,6 +85,7 @@ class Fixed:
 
 Spec = Leaf | Node
 LEAF = Leaf()
+_NAMES = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, Enum)
 ATOMS = (torch.Tensor, int, float, str, bool, type(None), torch.dtype, torch.device, Fixed)
 """Leaves that hold nothing else."""
 LEAF_KINDS: set[type] = {torch.Tensor, torch.nn.Parameter, int, float, str, bool, type(None), torch.dtype, torch.device}
