@@ -36,7 +36,7 @@ def resets(model, batch):
 
 @on_ranks(4)
 @pytest.mark.parametrize("shape", [{"data": 2, "pipe": 2}, {"pipe": 2, "model": 2}], ids=str)
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("function", "calls"), [(reads, list(range(1, 9))), (resets, [1, *[11] * 7])], ids=["reads", "resets"]
 )

@@ -119,7 +119,7 @@ def without_gradients(model, x):
 
 @on_ranks(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "gpipe", "zb-h1"])
-@pytest.mark.parametrize("stages", [2, 6])
+@pytest.mark.parametrize("stages", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_it_does_so_in_any_order_of_micro_batches(schedule, stages):
     run_both(reading(READERS["the whole"]), stages, schedule, micro_batches=6, between=without_gradients)
 

@@ -127,7 +127,7 @@ def results_of(step, model, x):
     + [(Listed, True)],  # by hand a list of several modules is refused
 )
 @pytest.mark.parametrize("function", [with_sum, with_loss_of_each])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
 def test_views_hold_beside_all_that_forwards_do(kind, by_profile, function, schedule):
     axis = tulle.init(pipe=-1, timeout=8)["pipe"]
     model, reference = make(kind), make(kind)
