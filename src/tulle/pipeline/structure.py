@@ -59,7 +59,7 @@ def node(kind: type, context: Any, children: tuple[Spec, ...]) -> Node:
     known = _nodes.get(key)
     if known is not None:
         return known
-    if _is_of_names(context) and all(child is LEAF or child.is_kept for child in children):
+    if _is_of_names(context) and all(not isinstance(child, Node) or child.is_kept for child in children):
         return _nodes.setdefault(key, Node(kind, context, children))
     with _one_at_a_time:
         known = _passing.get(key)
