@@ -20,7 +20,6 @@ from tulle.tensor_parallel.dataflow.values import (
     numbers_in,
 )
 
-_ALL = slice(None)
 SOME = object()
 """A slice whose bounds are not known."""
 SIMPLE = int | float | str | type(None)
@@ -43,8 +42,12 @@ def lengths_taken(place: Value) -> frozenset[int]:
 
 def is_stretches(place: Value) -> bool:
     """Whether an index takes stretches of dimensions, and leaves all where they are."""
-    found = place.items if isinstance(place, Several) else [place]
-    return all(isinstance(one, Known) and (one.value is SOME or isinstance(one.value, slice)) for one in found)
+    return all(map(is_stretch, place.items if isinstance(place, Several) else [place]))
+
+
+def is_stretch(place: Value) -> bool:
+    """Whether an index takes a stretch of one dimension."""
+    return isinstance(place, Known) and (place.value is SOME or isinstance(place.value, slice))
 
 
 def truth(value: Value) -> bool | None:

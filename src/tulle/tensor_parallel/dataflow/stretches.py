@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 
 from tulle.tensor_parallel.dataflow.flow import Flow, Frame
 from tulle.tensor_parallel.dataflow.notes import Said
-from tulle.tensor_parallel.dataflow.operators import SOME
+from tulle.tensor_parallel.dataflow.operators import is_stretch
 from tulle.tensor_parallel.dataflow.shapes import Split, argument, cut
-from tulle.tensor_parallel.dataflow.values import Heads, Known, Parts, Plain, Several, Spread, Value, number_of
+from tulle.tensor_parallel.dataflow.values import Heads, Known, Parts, Plain, Several, Value
 
 _ALL = slice(None)
 
@@ -23,9 +23,9 @@ _ALL = slice(None)
 def stretch_of(flow: Flow, value: Heads | Parts, place: Value) -> Heads | Parts | None:
     """What an index takes that leaves all heads, or features, where they are; None for others."""
     several = place.items if isinstance(place, Several) else (place,)
-    found = [one.value for one in several if isinstance(one, Known)]
-    if len(found) < len(several) or not all(one is ... or one is SOME or isinstance(one, slice) for one in found):
+    if not all(is_stretch(one) or one == Known(...) for one in several):
         return None
+    found = [one.value for one in several if isinstance(one, Known)]
     count, dim = _form(value)
     if ... in found:
         where = found.index(...)
@@ -44,9 +44,7 @@ def split_along(frame: Frame, value: Split, given: Sequence[Said], named: Mappin
         return cut(frame, value, given, named)
     if isinstance(value, Parts) and not _came_by_heads(frame.flow, value):
         return None
-    if not isinstance(size, Several) or any(isinstance(one, Spread) for one in size.items):
-        return None
-    if not all(isinstance(one, Plain | Known) for one in size.items):
+    if not isinstance(size, Several) or not all(isinstance(one, Plain | Known) for one in size.items):
         return None
     return Several((_of_form(frame.flow, value),) * len(size.items))
 
@@ -56,8 +54,7 @@ def concatenated(flow: Flow, first: Value, dim: Value) -> Value | None:
     items = [one for one in first.items if isinstance(one, Heads)] if isinstance(first, Several) else []
     if not isinstance(first, Several) or not items or len(items) < len(first.items):
         return None
-    is_last = number_of(dim) in (-1, 3) and isinstance(dim, Known)
-    if not is_last and not all(_is_along(one, dim) for one in items):
+    if dim not in (Known(-1), Known(3)) and not all(_is_along(one, dim) for one in items):
         return None
     return flow.elementwise(*items)
 
