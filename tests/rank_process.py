@@ -150,6 +150,7 @@ def _run_body(assignment: Assignment) -> object:
         warnings.filters.extend(filters)
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
+        torch.distributions.Distribution.set_default_validate_args(value=True)  # what is compiled turns it off
         body = _find(module, name)
         _join(assignment)
         try:

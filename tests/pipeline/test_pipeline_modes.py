@@ -6,9 +6,10 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from beside_one_process import both, data
+from beside_one_process import both, data, loss_of
 from pipeline_networks import WIDTH, Chain, make, worst_gradient
 from torch import nn
+from torch.distributions import Distribution, Normal
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
@@ -288,3 +289,43 @@ def with_weights_cached(model, x):
 def test_weights_that_are_cached_for_a_while_are_each_micro_batchs_own():
     worst, _, _ = both(Normalized, IN_TURN, with_weights_cached)
     assert worst < 1e-12
+
+
+class Unchecked(nn.Linear):
+    """Turns off what distributions check, as torch does where something is compiled for the first time."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.found = []
+
+    def forward(self, x):
+        self.found.append(Distribution._validate_args)
+        Distribution.set_default_validate_args(value=False)
+        return super().forward(x)
+
+
+class Likely(nn.Module):
+    """Makes distributions between modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Unchecked()])
+
+    def forward(self, x):
+        given = self.layers[0](x)
+        made = self.layers[1](given)
+        return Normal(given, 1 + given.detach().abs()).log_prob(made)
+
+
+@on_ranks(2)
+def test_distributions_check_alike_on_all_ranks_though_a_module_has_turned_that_off_on_one():
+    axis = tulle.init(pipe=-1, timeout=8)["pipe"]
+    model = pipeline.place(make(Likely), axis, {"layers.0": 0, "layers.1": 1})
+    step = pipeline.step(micro_batches=4)(loss_of)
+    losses = [step(model, data()).stack() for _ in range(2)]
+    assert Distribution._validate_args
+    assert model.layers[1].found == ([True, *7 * [False]] if axis.rank == 1 else [])
+    reference = make(Likely)
+    for one in losses:
+        torch.testing.assert_close(one, step(reference, data()).stack().detach(), rtol=1e-12, atol=0)
+    assert worst_gradient(model, reference) < 1e-12

@@ -15,6 +15,7 @@ from tulle.pipeline.outcome import versions_of
 from tulle.pipeline.past_arguments import written_past
 from tulle.pipeline.placeholder import Placeholder
 from tulle.pipeline.structure import flatten, rebuild
+from tulle.pipeline.switches import Checks
 from tulle.pipeline.values import Values
 
 
@@ -33,6 +34,7 @@ class Inside:
         self._raised: Exception | None = None
         self._call: Call | None = None
         self._token: Token[Inside | None] | None = None
+        self._checks = Checks()
 
     def begin(self, name: str, call: Call | None = None) -> None:
         """Something begins, in this thread.
@@ -42,10 +44,12 @@ class Inside:
             call: Its call, unless it is a backward.
         """
         self.name, self._call, self._token = name, call, at_work.set(self)
+        self._checks.begin()
 
     def end(self) -> None:
         """It is over."""
         assert self._token is not None, "it has begun"
+        self._checks.end()
         at_work.reset(self._token)
         self.name, self._call, self._token = None, None, None
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch.distributions import Distribution
 from torch.nn.utils import parametrize
 
 _torch: Any = torch._C
@@ -45,6 +46,7 @@ _SWITCHES: Sequence[tuple[Callable[[], Any], Callable[[Any], object]]] = (
     (lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()), _set_anomaly),
     (lambda: (parametrize._cache_enabled, parametrize._cache), _set_cached),
     (lambda: warnings.filters, _set_filters),
+    (lambda: Distribution._validate_args, Distribution.set_default_validate_args),
 )
 """What tells each of them, and what sets it."""
 
@@ -69,3 +71,29 @@ class Switches:
         """A program is over."""
         if micro_batch > self._ended:
             self._begin, self._ended = self.now(), micro_batch
+
+
+class Checks:
+    """Of one program, whether `torch.distributions` check what they are given: between modules alike on all ranks.
+
+    To check is to ask for numbers, of which the rank that has them tells the others. Torch turns it off for good where
+    something is compiled, or `flex_attention` called, for the first time: in a module, that is on one rank.
+    """
+
+    _alone: ClassVar[bool | None] = None
+    """As what runs on this rank alone has left it, in whatever program; None if that never set it."""
+
+    def __init__(self) -> None:
+        self._between = True
+
+    def begin(self) -> None:
+        """Something runs on this rank alone."""
+        self._between = Distribution._validate_args
+        if Checks._alone is not None:
+            Distribution._validate_args = Checks._alone
+
+    def end(self) -> None:
+        """It is over."""
+        now = Distribution._validate_args
+        if now is not self._between:
+            Checks._alone, Distribution._validate_args = now, self._between
