@@ -50,6 +50,21 @@ T5 = {
     "use_cache": False,
     "decoder_start_token_id": 0,
 }
+LATENT = LLAMA | {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 36,
+    "experts_implementation": "eager",
+    "first_k_dense_replace": 1,
+}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 36, "experts_implementation": "eager"}
 MODELS = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
@@ -98,6 +113,8 @@ MODELS = {
     "falcon": ("FalconForCausalLM", "FalconConfig", COMMON | {"num_hidden_layers": 2}),
     "openai gpt": ("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", GPT2 | {"afn": "gelu"}),
     "mt5": ("MT5ForConditionalGeneration", "MT5Config", T5),
+    "deepseek v2": ("DeepseekV2ForCausalLM", "DeepseekV2Config", LATENT | {"q_lora_rank": None}),
+    "deepseek v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", LATENT),
     "electra": ("ElectraForMaskedLM", "ElectraConfig", BERT | {"embedding_size": 48}),
     "phi": ("PhiForCausalLM", "PhiConfig", LLAMA | {"resid_pdrop": 0.0, "partial_rotary_factor": 1.0}),
     "umt5": ("UMT5ForConditionalGeneration", "UMT5Config", T5),
@@ -162,6 +179,18 @@ def test_blocks_of_classes_that_are_not_registered_are_split_by_what_their_code_
     ours = 10 if name == "umt5" else 4  # two of each block, and three of a decoder's
     assert len(rows) == ours
     assert len(columns) == {"neox": 4, "umt5": 26}.get(name, 8)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("name", "queries"), [("deepseek v2", "q_proj"), ("deepseek v3", "q_b_proj")])
+def test_of_latent_attention_the_heads_are_split_and_the_latents_are_whole(name, queries):
+    model = build(name)
+    tensor_parallel.apply(model, tulle.init(model=-1)["model"], smallest_bytes=0)
+    attention, (columns, rows) = model.model.layers[0].self_attn, split(model)
+    within = {one.rpartition(".")[2] for one in (*columns, *rows) if one.startswith("model.layers.0.self_attn")}
+    assert within == {queries, "kv_b_proj", "o_proj"}
+    assert attention.kv_b_proj.weight.shape == (6 * (6 + 8), 16)
+    assert attention.kv_a_proj_with_mqa.weight.shape == (16 + 4, 48)
 
 
 @pytest.mark.slow
@@ -298,7 +327,7 @@ def test_gradient_checkpointing_of_transformers_gives_the_same(name):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["gpt2", "t5", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "llama", "deepseek v3"])
 def test_words_are_generated_with_a_cache_as_on_one_device(name):
     axis = tulle.init(model=-1)["model"]
     model = build(name, use_cache=True).eval()

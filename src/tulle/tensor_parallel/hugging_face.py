@@ -146,6 +146,22 @@ def _split_grouped_attention(attention: Any, to: Splitter) -> None:
         to.own_randomness(attention, end=attention.o_proj)
 
 
+def split_latent_attention(attention: Any, to: Splitter) -> None:
+    """DeepSeek's: of latents, which stay whole, come all heads' queries, keys and values, which are split.
+
+    What of keys is turned by position is one for all heads, and the last of what the second latent comes with.
+    """
+    attention.num_heads = to.heads(attention.num_heads)
+    ups = [getattr(attention, name, None) for name in ("q_b_proj", "kv_b_proj", "g_proj")]
+    for linear in (ups[0] or attention.q_proj, *ups[1:]):
+        if linear is not None:
+            to.column_alone(linear, gather=False)
+    to.last_enter(attention.kv_a_proj_with_mqa, attention.qk_rope_head_dim)
+    to.row(attention.o_proj)
+    if attention.attention_dropout:
+        to.own_randomness(attention, end=attention.o_proj)
+
+
 def _keep_norms(layer: nn.Module, to: Splitter) -> None:
     for name, child in layer.named_children():
         if name not in ("self_attn", "mlp"):
@@ -163,8 +179,23 @@ _CLASSES = {
     "gemma2": "Gemma2",
     "mixtral": "Mixtral",
 }
+_LATENT = {
+    "axk1": "AXK1",
+    "bailing_hybrid": "BailingHybrid",
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+    "deepseek_v32": "DeepseekV32",
+    "glm4_moe_lite": "Glm4MoeLite",
+    "glm_moe_dsa": "GlmMoeDsa",
+    "kimi_linear": "KimiLinear",
+    "minicpm3": "MiniCPM3",
+    "mistral4": "Mistral4",
+    "youtu": "Youtu",
+}
 register_names(
-    {f"{_MODELS}.{name}.modeling_{name}.{_CLASSES[name]}DecoderLayer": split_llama_layer for name in _LIKE_LLAMA}
+    {f"{_MODELS}.{name}.modeling_{name}.{kind}Attention": split_latent_attention for name, kind in _LATENT.items()}
+    | {f"{_MODELS}.longcat_flash.modeling_longcat_flash.LongcatFlashMLA": split_latent_attention}
+    | {f"{_MODELS}.{name}.modeling_{name}.{_CLASSES[name]}DecoderLayer": split_llama_layer for name in _LIKE_LLAMA}
     | {
         f"{_MODELS}.mixtral.modeling_mixtral.MixtralDecoderLayer": split_mixtral_layer,
         f"{_MODELS}.gpt2.modeling_gpt2.GPT2Block": split_gpt2_block,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, cat, nn
 
 from tulle.comm import enter, gather, leave, reduce_scatter, scatter
 from tulle.derived import put_before
@@ -190,6 +190,28 @@ class Exit:
 
     def __deepcopy__(self, memo: object) -> Exit:
         """A copied module's result leaves the same region."""
+        return self
+
+
+class LastEnter:
+    """A hook after forward: the last features of a module's result enter a region, each rank has the others alike.
+
+    Args:
+        region: Which they enter.
+        count: How many they are.
+    """
+
+    def __init__(self, region: Region, count: int) -> None:
+        self._region = region
+        self._count = count
+
+    def __call__(self, _module: nn.Module, _arguments: object, output: Tensor) -> Tensor:
+        """The same numbers, where the last have the sum of all ranks' gradients."""
+        others, last = output.tensor_split([output.shape[-1] - self._count], -1)
+        return cat([others, self._region.enter(last)], -1)
+
+    def __deepcopy__(self, memo: object) -> LastEnter:
+        """A copied module's result enters the same region."""
         return self
 
 

@@ -26,7 +26,7 @@ from tulle.tensor_parallel.linear import (
     take_on,
 )
 from tulle.tensor_parallel.placement import Placement, length_on, place
-from tulle.tensor_parallel.region import Entrance, Exit, OfFirst, Region, Sequences
+from tulle.tensor_parallel.region import Entrance, Exit, LastEnter, OfFirst, Region, Sequences
 from tulle.traits import hold
 
 
@@ -78,6 +78,10 @@ class Splitter:
     def leave(self, module: nn.Module) -> None:
         """Have the result of a module's forward, whole on every rank afterwards, be summed over the ranks."""
         module.register_forward_hook(Exit(self.whole_region))
+
+    def last_enter(self, linear: nn.Module, count: int) -> None:
+        """Have the last features of what a layer gives, whole on every rank, enter: all ranks' heads use these."""
+        linear.register_forward_hook(LastEnter(self.whole_region, count))
 
     def whole_within(self, module: nn.Module) -> None:
         """Have a module see whole sequences and give whole ones, where they are split between layers.
