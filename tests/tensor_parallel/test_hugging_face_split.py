@@ -50,6 +50,7 @@ T5 = {
     "use_cache": False,
     "decoder_start_token_id": 0,
 }
+DISTANCES = {"relative_attention": True, "max_relative_positions": 16, "pos_att_type": ["p2c", "c2p"]}
 LATENT = LLAMA | {
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
@@ -113,6 +114,13 @@ MODELS = {
     "falcon": ("FalconForCausalLM", "FalconConfig", COMMON | {"num_hidden_layers": 2}),
     "openai gpt": ("OpenAIGPTLMHeadModel", "OpenAIGPTConfig", GPT2 | {"afn": "gelu"}),
     "mt5": ("MT5ForConditionalGeneration", "MT5Config", T5),
+    "deberta": ("DebertaForMaskedLM", "DebertaConfig", BERT | DISTANCES),
+    "deberta v2": ("DebertaV2ForMaskedLM", "DebertaV2Config", BERT | DISTANCES | {"position_buckets": 8}),
+    "deberta v3": (
+        "DebertaV2ForMaskedLM",
+        "DebertaV2Config",
+        BERT | DISTANCES | {"position_buckets": 8, "share_att_key": True, "conv_kernel_size": 3},
+    ),
     "deepseek v2": ("DeepseekV2ForCausalLM", "DeepseekV2Config", LATENT | {"q_lora_rank": None}),
     "deepseek v3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", LATENT),
     "electra": ("ElectraForMaskedLM", "ElectraConfig", BERT | {"embedding_size": 48}),
@@ -296,6 +304,8 @@ def test_attention_with_dropout_leaves_ranks_in_step():
         "bert": {"attention_probs_dropout_prob": 0.3},
         "t5": {"dropout_rate": 0.3},
         "llama": {"attention_dropout": 0.3},
+        "deepseek v3": {"attention_dropout": 0.3},
+        "deberta v3": {"attention_probs_dropout_prob": 0.3, "hidden_dropout_prob": 0.3},
     }.items():
         model = tensor_parallel.apply(build(name, **changes), axis, smallest_bytes=0)
         torch.manual_seed(2)

@@ -13,7 +13,7 @@ from torch import nn
 
 from tulle.tensor_parallel.experts import split_experts
 from tulle.tensor_parallel.registry import Stack, register_names
-from tulle.tensor_parallel.splitter import Splitter
+from tulle.tensor_parallel.splitter import MisfitError, Splitter
 from tulle.tensor_parallel.torch_layers import split_linear
 
 
@@ -50,6 +50,10 @@ def split_bert_layer(layer: Any, to: Splitter) -> None:
     _split_bert_attention(layer.attention, to)
     if hasattr(layer, "crossattention"):
         _split_bert_attention(layer.crossattention, to)
+    _split_bert_feed_forward(layer, to)
+
+
+def _split_bert_feed_forward(layer: Any, to: Splitter) -> None:
     to.column_alone(layer.intermediate.dense, gather=False)
     _split_bert_output(layer.output, to)
 
@@ -71,6 +75,27 @@ def _split_bert_output(output: Any, to: Splitter) -> None:
     to.row(output.dense)
     to.residual_dropout(output.dropout)
     to.norm(output.LayerNorm)
+
+
+def split_deberta_layer(layer: Any, to: Splitter) -> None:
+    """DeBERTa of both versions, whose heads attend to distances as well: these are whole, and enter too."""
+    core = layer.attention.self
+    if getattr(core, "talking_head", False):
+        raise MisfitError(
+            f"{to.name} has heads that talk to each other, which cannot be split: leave it out with select"
+        )
+    heads = to.heads(core.num_attention_heads)
+    to.enter(core, "hidden_states", whole=["attention_mask", "query_states", "rel_embeddings"])
+    for child in core.children():
+        if not isinstance(child, nn.Dropout):
+            to.column(child)
+    for name in ("q_bias", "v_bias"):
+        to.cut(core, name, dim=0)
+    core.num_attention_heads, core.all_head_size = heads, heads * core.attention_head_size
+    if core.dropout.p:
+        to.own_randomness(core, end=core)
+    _split_bert_output(layer.attention.output, to)
+    _split_bert_feed_forward(layer, to)
 
 
 def split_t5_block(block: Any, to: Splitter) -> None:
@@ -201,6 +226,9 @@ register_names(
         f"{_MODELS}.gpt2.modeling_gpt2.GPT2Block": split_gpt2_block,
         f"{_MODELS}.bert.modeling_bert.BertLayer": split_bert_layer,
         f"{_MODELS}.roberta.modeling_roberta.RobertaLayer": split_bert_layer,
+        f"{_MODELS}.deberta.modeling_deberta.DebertaLayer": split_deberta_layer,
+        f"{_MODELS}.deberta_v2.modeling_deberta_v2.DebertaV2Layer": split_deberta_layer,
+        f"{_MODELS}.sew_d.modeling_sew_d.SEWDLayer": split_deberta_layer,
         f"{_MODELS}.t5.modeling_t5.T5Block": split_t5_block,
         f"{_MODELS}.mt5.modeling_mt5.MT5Block": split_t5_block,
         f"{_MODELS}.pop2piano.modeling_pop2piano.Pop2PianoBlock": split_t5_block,
