@@ -261,6 +261,32 @@ class LastNorm(OwnNorm):
         return x.pow(2).mean(-1, keepdim=True)
 
 
+class BareNorm(nn.Module):
+    def forward(self, x):
+        return x / x.pow(2).mean(-1, keepdim=True).sqrt()
+
+
+class BareHeadsNorm(nn.Module):
+    def forward(self, x):
+        return x / x.pow(2).mean((1, 3), keepdim=True).sqrt()
+
+
+class BufferedNorm(BareNorm):
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.Buffer(torch.arange(1.0, HEADS + 1)[:, None, None])
+
+    def forward(self, x):
+        return super().forward(x) * self.scales
+
+
+class NumberedNorm(BareNorm):
+    scales = tuple(range(1, HEADS + 1))
+
+    def forward(self, x):
+        return x / x.pow(2).mean(-1, keepdim=True).sqrt() * torch.tensor(self.scales)[:, None, None]
+
+
 class WithNorm(Attention):
     def __init__(self, norm):
         super().__init__()
@@ -271,10 +297,16 @@ class WithNorm(Attention):
         return self.merged((self.norm(queries) @ keys.transpose(-1, -2)).softmax(-1) @ values)
 
 
+NORMS = [
+    *(OwnNorm, UnitNorm, WholeNorm, CountNorm, FirstNorm, DrawnNorm, LastNorm),
+    *(BareNorm, BareHeadsNorm, BufferedNorm, NumberedNorm),
+]
+
+
 @on_ranks(2, 4)
-@pytest.mark.parametrize("kind", [OwnNorm, UnitNorm, WholeNorm, CountNorm, FirstNorm, DrawnNorm, LastNorm])
+@pytest.mark.parametrize("kind", NORMS)
 def test_a_norm_looks_at_each_head_alone_by_all_that_it_calls(kind):
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(WIDTH), WithNorm(kind())).double()
     check_exact(model, loss)
-    assert len(split(model)[1]) == (kind is LastNorm)
+    assert len(split(model)[1]) == (kind in (LastNorm, BareNorm))

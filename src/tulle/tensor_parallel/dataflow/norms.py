@@ -46,4 +46,4 @@ def _is_of_each_head(frame: Frame, module: nn.Module, heads: Heads) -> bool:
     is_norm = is_torchs or (
         forward is not None and "Norm" in type(module).__name__ and looks_at_last_alone(forward, type(module))
     )
-    return is_norm and len(widths) == 1 and (shapes == widths_of or (is_torchs and not shapes))
+    return is_norm and len(widths) == 1 and (shapes == widths_of or not shapes)
