@@ -69,7 +69,7 @@ class Flow:
     kept: dict[Argument, Heads] = field(default_factory=dict)
     """The same, where it is kept as an attribute of the module."""
     norms: dict[int, tuple[nn.Module, frozenset[int]]] = field(default_factory=dict)
-    """Modules that are applied to each head, and the layers that these come from."""
+    """Modules that are applied to each head, or each number, and the layers that these come from."""
     wide_norms: dict[int, tuple[nn.Module, frozenset[int]]] = field(default_factory=dict)
     """Modules that are applied to all features of a layer, and the layer."""
     dropouts: dict[int, tuple[nn.Module, frozenset[int]]] = field(default_factory=dict)

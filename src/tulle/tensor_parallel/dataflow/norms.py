@@ -1,4 +1,4 @@
-"""What a norm gives, or a softmax, of heads and features of which a rank has a part."""
+"""What a norm gives, a softmax, or an activation that is trained, of heads and features of which a rank has a part."""
 
 from __future__ import annotations
 
@@ -13,19 +13,26 @@ from tulle.tensor_parallel.dataflow.values import Heads, Known, Parts, Value
 
 
 def of_norm(frame: Frame, module: nn.Module, value: Value) -> Value | None:
-    """What a norm gives, or a softmax, of each head or of all features; None for other modules."""
+    """What one of them gives of each head, or of features; None for other modules."""
     flow = frame.flow
     if type(module) is nn.Softmax and (found := softened(value, Known(module.dim))) is not None:
         flow.decided[id(module), "dim"] = module.dim
         return found
-    if isinstance(value, Heads) and _is_of_each_head(frame, module, value):
+    is_of_each = isinstance(value, Heads) and _is_of_each_head(frame, module, value)
+    if is_of_each or (isinstance(value, Parts) and _is_trained_activation(module)):
         _, layers = flow.norms.get(id(module), (module, frozenset()))
         flow.norms[id(module)] = module, layers | value.layers
-        return value
+        return Parts(value.layers) if isinstance(value, Parts) else value
     if isinstance(value, Parts) and _is_of_all(frame, module, value):
         flow.wide_norms[id(module)] = module, value.layers
         return Parts(value.layers)
     return None
+
+
+def _is_trained_activation(module: nn.Module) -> bool:
+    """Whether a module treats each number by itself, and what is trained in it is for all of them."""
+    is_known = type(module) is nn.PReLU or type(module).__module__ == "transformers.activations"
+    return is_known and {parameter.numel() for parameter in module.parameters()} == {1}
 
 
 def _is_of_all(frame: Frame, module: nn.Module, parts: Parts) -> bool:
