@@ -187,6 +187,18 @@ def split_latent_attention(attention: Any, to: Splitter) -> None:
         to.own_randomness(attention, end=attention.o_proj)
 
 
+def split_vision_attention(attention: Any, to: Splitter) -> None:
+    """Of patches of all pictures one after the other, without a dimension of samples: Qwen VL's and GLM V's."""
+    attention.num_heads = to.heads(attention.num_heads)
+    to.enter(attention, "hidden_states")
+    to.column(attention.qkv, sections=[to.features(attention.qkv) // 3] * 3)
+    to.row(attention.proj)
+    for name in ("q_norm", "k_norm"):
+        to.summed(getattr(attention, name, None))
+    if attention.attention_dropout:
+        to.own_randomness(attention, end=attention.proj)
+
+
 def _keep_norms(layer: nn.Module, to: Splitter) -> None:
     for name, child in layer.named_children():
         if name not in ("self_attn", "mlp"):
@@ -217,8 +229,30 @@ _LATENT = {
     "mistral4": "Mistral4",
     "youtu": "Youtu",
 }
+_VISION = {
+    "cohere_compass": "CohereCompass",
+    "dots3_note": "Dots3Note",
+    "ernie4_5_vl_moe": "Ernie4_5_VLMoe",
+    "glm4v": "Glm4v",
+    "glm4v_moe": "Glm4vMoe",
+    "glm5_next": "Glm5Next",
+    "glm_image": "GlmImage",
+    "glm_ocr": "GlmOcr",
+    "qwen2_5_vl": "Qwen2_5_VL",
+    "qwen2_vl": "",
+    "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe": "Qwen3_5Moe",
+    "qwen3_omni_moe": "Qwen3OmniMoe",
+    "qwen3_vl": "Qwen3VL",
+    "qwen3_vl_moe": "Qwen3VLMoe",
+    "qwen4_exp": "Qwen4Exp",
+}
 register_names(
-    {f"{_MODELS}.{name}.modeling_{name}.{kind}Attention": split_latent_attention for name, kind in _LATENT.items()}
+    {
+        f"{_MODELS}.{name}.modeling_{name}.{kind}VisionAttention": split_vision_attention
+        for name, kind in _VISION.items()
+    }
+    | {f"{_MODELS}.{name}.modeling_{name}.{kind}Attention": split_latent_attention for name, kind in _LATENT.items()}
     | {f"{_MODELS}.longcat_flash.modeling_longcat_flash.LongcatFlashMLA": split_latent_attention}
     | {f"{_MODELS}.{name}.modeling_{name}.{_CLASSES[name]}DecoderLayer": split_llama_layer for name in _LIKE_LLAMA}
     | {
