@@ -1,5 +1,7 @@
 """What is whole on every rank, and trained perhaps, meets heads where it is made: tables of biases, temperatures."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -186,6 +188,37 @@ def test_code_that_is_for_wholes_too_leaves_it_to_its_layers(kind):
     model = Block(kind()).double()
     check_exact(model, loss)
     assert split(model) == ([], [])
+
+
+def scaled(places, beta, longest):
+    return (1 + beta * torch.log(1 + places / longest))[:, None]
+
+
+class OfAConfiguration(Attends):
+    """As Ministral's: queries are scaled by their places, as a dictionary of numbers says."""
+
+    def __init__(self, scales):
+        super().__init__()
+        self.config = SimpleNamespace(scales=scales)
+
+    def forward(self, x, places):
+        query, key, value = self.three(x)
+        query = query * scaled(places, self.config.scales.get("beta"), self.config.scales.get("longest"))
+        return self.given((query @ key.transpose(-1, -2) + 0.1 * places[:, None]).softmax(-1) @ value)
+
+
+class OfPlaces(Block):
+    def forward(self, x):
+        return x + self.attention(x.tanh(), torch.arange(LENGTH, dtype=x.dtype))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("beta", "rows"), [(0.3, 1), (torch.tensor(0.3), 0)])
+def test_a_dictionary_of_numbers_has_no_tensor(beta, rows):
+    torch.manual_seed(0)
+    model = OfPlaces(OfAConfiguration({"beta": beta, "longest": 3})).double()
+    check_exact(model, loss)
+    assert len(split(model)[1]) == rows
 
 
 class OfArrays(Attends):

@@ -277,7 +277,9 @@ def _of_python(frame: Frame, function: Any, given: Sequence[Value], keywords: Ma
     if any(function is one for one in (*_HARMLESS, *_TEXTS)):
         flow.escape(*(one for one in values if function in _TEXTS and not is_bare(one)))
         return Plain()
-    if all(map(is_bare, values)) and (getattr(function, "__module__", "") == "math" or function in _OF_NUMBERS):
+    is_of_dict = isinstance(getattr(function, "__self__", None), dict)  # one of numbers and texts
+    is_of_math = getattr(function, "__module__", "") == "math" or function in _OF_NUMBERS
+    if all(map(is_bare, values)) and (is_of_dict or is_of_math):
         return flow.plain(*values, *lengths_made(getattr(function, "__name__", ""), given), Plain(is_made=True))
     if function is super:
         return flow.opaque(Known(frame.module))
