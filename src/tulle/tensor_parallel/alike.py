@@ -13,6 +13,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from tulle.tensor_parallel.casting import writes_out_linear
 from tulle.tensor_parallel.readers import is_used_past_forward, may_read, names_in_forward
 from tulle.tensor_parallel.registry import Kind, register_kind
 from tulle.tensor_parallel.torch_layers import split_embedding, split_linear
@@ -20,7 +21,9 @@ from tulle.tensor_parallel.torch_layers import split_embedding, split_linear
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is an `nn.Linear` by another name: it has the same parameters, and the same forward."""
-    return _has_only(module, nn.Linear, "weight", "bias") and type(module).forward is nn.Linear.forward
+    if not _has_only(module, nn.Linear, "weight", "bias"):
+        return False
+    return type(module).forward is nn.Linear.forward or writes_out_linear(module)
 
 
 def is_table(module: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from torch.nn.modules import module as hooks
 from tulle.comm import eager
 from tulle.derived import derived, put_before
 from tulle.errors import ModelError
+from tulle.tensor_parallel.casting import like
 from tulle.tensor_parallel.placement import gather_uneven, length_on
 from tulle.tensor_parallel.region import Region
 
@@ -60,10 +61,12 @@ class RowLinear(nn.Linear):
     """`nn.Linear` that holds a part of its input features."""
 
     region: Region
+    is_cast: bool
+    """Whether it brings its weight to the dtype of its input."""
 
     def forward(self, input: Tensor) -> Tensor:
         """This rank's part of the features to `[..., out_features]`, the same on every rank."""
-        total = self.region.leave(functional.linear(input, self.weight))
+        total = self.region.leave(functional.linear(input, like(self.weight, input, is_cast=self.is_cast)))
         return total if self.bias is None else total + self.bias.to(total.dtype)  # autocast has made it narrow
 
 
@@ -88,13 +91,16 @@ class SharedRows(nn.Module):
     """
 
     rows: slice
+    is_cast: bool
+    """Whether it brings its weight to the dtype of its input."""
     weight: Tensor
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., in_features]` to the features `rows`."""
-        bias = None if self.bias is None else self.bias[self.rows]
-        return functional.linear(input, self.weight[self.rows], bias)
+        weight = like(self.weight[self.rows], input, is_cast=self.is_cast)
+        bias = None if self.bias is None else like(self.bias[self.rows], input, is_cast=self.is_cast)
+        return functional.linear(input, weight, bias)
 
 
 def take_on(module: nn.Module, added: type[nn.Module], *, inside: bool = False, **attributes: Any) -> None:

@@ -13,6 +13,7 @@ from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.names import as_names
 from tulle.tensor_parallel.attention import SplitAttention
+from tulle.tensor_parallel.casting import writes_out_linear
 from tulle.tensor_parallel.dropout import OwnRandomness, SplitDropout
 from tulle.tensor_parallel.embedding import VocabularyEmbedding
 from tulle.tensor_parallel.linear import (
@@ -127,13 +128,13 @@ class Splitter:
             self.cut(linear, "weight", dim=1)
             if isinstance(linear, nn.Linear):
                 linear.in_features = self.own(linear.in_features)
-            take_on(linear, RowLinear, region=self.region)
+            take_on(linear, RowLinear, region=self.region, is_cast=writes_out_linear(linear))
         self.norm(linear, "bias")
 
     def shared_rows(self, linear: nn.Module, rows: slice) -> None:
         """Have a linear layer, whole on every rank, give some of its output features."""
         self._check_linear(linear)
-        take_on(linear, SharedRows, rows=rows)
+        take_on(linear, SharedRows, rows=rows, is_cast=writes_out_linear(linear))
         summed_over(linear, [*linear._parameters], self.region)
 
     def vocabulary(self, embedding: nn.Embedding) -> None:
@@ -362,7 +363,8 @@ def computes_linear(layer: nn.Module) -> bool:
     """Whether a layer has the forward of `nn.Linear`, or of a `Conv1D` of transformers, and nothing of its own."""
     kind = kind_of_forward(layer)
     is_linear = vars(kind)["forward"] is nn.Linear.forward or f"{kind.__module__}.{kind.__qualname__}" in _LINEAR
-    return (is_transposed(layer) or (isinstance(layer, nn.Linear) and is_linear)) and "forward" not in vars(layer)
+    is_linear = isinstance(layer, nn.Linear) and (is_linear or writes_out_linear(layer))
+    return (is_transposed(layer) or is_linear) and "forward" not in vars(layer)
 
 
 def has_own_keys(attention: nn.MultiheadAttention) -> bool:

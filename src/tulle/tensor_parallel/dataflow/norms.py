@@ -18,8 +18,8 @@ def of_norm(frame: Frame, module: nn.Module, value: Value) -> Value | None:
     if type(module) is nn.Softmax and (found := softened(value, Known(module.dim))) is not None:
         flow.decided[id(module), "dim"] = module.dim
         return found
-    is_of_each = isinstance(value, Heads) and _is_of_each_head(frame, module, value)
-    if is_of_each or (isinstance(value, Parts) and _is_trained_activation(module)):
+    is_of_each = _is_of_each_head(frame, module, value) if isinstance(value, Heads) else _is_trained_activation(module)
+    if isinstance(value, Heads | Parts) and is_of_each:
         _, layers = flow.norms.get(id(module), (module, frozenset()))
         flow.norms[id(module)] = module, layers | value.layers
         return Parts(value.layers) if isinstance(value, Parts) else value
