@@ -13,6 +13,7 @@ from tulle.errors import ModelError
 from tulle.mesh import Axis
 from tulle.pipeline.counted import apart
 from tulle.pipeline.holdings import Holdings, Unit
+from tulle.pipeline.leaves import leaves_of
 from tulle.pipeline.outcome import Outcome
 from tulle.pipeline.parted import wholes_to_join
 from tulle.pipeline.placeholder import Placeholder
@@ -195,8 +196,13 @@ def set_data(operate: Callable[..., Any], tensor: Tensor, values: Tensor, *, is_
         operate(Tensor.copy_, (target, values), {})
 
 
-def check_given(call: Call, holdings: Holdings) -> None:
-    """Refuse what must not be beside tensors of some stage: it differs between ranks, or would from now on."""
+def check_given(call: Call, holdings: Holdings) -> list[Tensor]:
+    """Refuse what must not be beside tensors of some stage: it differs between ranks, or would from now on.
+
+    Returns:
+        Leaves of autograd that its tensors are or were computed of on all ranks, and that live at no stage.
+    """
+    found: list[Tensor] = []
     for leaf in call.leaves:
         if isinstance(leaf, Placeholder) or not isinstance(leaf, Tensor):
             continue
@@ -206,29 +212,19 @@ def check_given(call: Call, holdings: Holdings) -> None:
                 "where they do not live, and copies of these that were made outside of tulle.step (.clone()): make "
                 "tensors on mesh.device, and compute with parameters within tulle.step"
             )
-        if leaf.requires_grad and torch.is_grad_enabled() and (found := _trained_by_one(leaf, holdings)) is not None:
-            given = "" if found is leaf else "what is computed of "
+        if leaf.requires_grad and torch.is_grad_enabled():
+            found += [one for one in leaves_of(leaf) if id(one) not in holdings.stages]
+    for one in found:
+        if isinstance(one, nn.Parameter):
+            given = "" if any(one is leaf for leaf in call.leaves) else "what is computed of "
             raise ModelError(
-                f"{call.name!r} was given {given}a parameter of shape {list(found.shape)} that is trained and in no "
+                f"{call.name!r} was given {given}a parameter of shape {list(one.shape)} that is trained and in no "
                 "model that was placed, so that one rank only would train it: place its module too "
                 '(at {"": stage}), or make it a part of the model before that is placed. A model that has another '
                 "layer or an adapter since is to be made anew from tulle.full_state_dict(model, everywhere=True), and "
                 "distributed"
             )
-
-
-def _trained_by_one(tensor: Tensor, holdings: Holdings) -> Tensor | None:
-    """A trained parameter, which lives at no stage, that a tensor is or was computed of on all ranks."""
-    if tensor.grad_fn is None:
-        return tensor if isinstance(tensor, nn.Parameter) else None
-    ahead = {tensor.grad_fn: None}  # in an order that all ranks find alike
-    for node in (nodes := list(ahead)):
-        leaf = getattr(node, "variable", None)  # of the node that adds up a leaf's gradient
-        if isinstance(leaf, nn.Parameter) and id(leaf) not in holdings.stages:
-            return leaf
-        nodes += [one for one, _ in node.next_functions if one is not None and one not in ahead]
-        ahead |= dict.fromkeys(nodes)
-    return None
+    return found
 
 
 def check_nested(name: str, leaves: Sequence[object]) -> None:
