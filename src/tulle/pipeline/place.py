@@ -21,7 +21,7 @@ from tulle.errors import ModelError, PlanError, TulleError
 from tulle.mesh import Axis
 from tulle.pipeline.automatic import deal
 from tulle.pipeline.carried import Carried
-from tulle.pipeline.elsewhere import elsewhere, refuse_in_place_of_own
+from tulle.pipeline.elsewhere import elsewhere, note_alone, refuse_in_place_of_own
 from tulle.pipeline.holdings import Unit
 from tulle.pipeline.homes import Assignment, homes, outermost, ranks_of, tensors_of
 from tulle.pipeline.kept import shared_in
@@ -209,6 +209,9 @@ def _give_values(model: nn.Module, owners: Mapping[str, Sequence[int]], axis: Ax
             raise_together(_read(model, held, axis, weights), axis, label="what lives at this stage")
         elif was_deferred:
             materialize(model, device=axis.device, only=held, axis=axis)
+    for name, tensor in held.items():
+        if len(owners[name]) == 1 and tensor.layout == torch.strided:
+            note_alone(tensor)
 
 
 def _follow_calls(model: nn.Module, units: Sequence[Unit], placement: Placement) -> None:
