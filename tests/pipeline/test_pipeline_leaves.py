@@ -79,6 +79,48 @@ def test_a_latent_that_is_learned_stays_the_same_on_all_ranks():
     assert torch.allclose(*latents, rtol=1e-12)
 
 
+class Scaled(nn.Module):
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(WIDTH, WIDTH, dtype=DTYPE), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x * self.scale).tanh()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_given", [False, True])
+def test_an_attribute_that_placed_modules_read_has_the_gradient_of_one_process_on_all_ranks(is_given):
+    def step(model, x):
+        loss = (model(x) * (model[0].scale if is_given else 1)).pow(2).mean()
+        loss.backward()
+        return loss.detach()
+
+    seen = []
+    for is_placed in (True, False):
+        torch.manual_seed(0)
+        scale = leaf(0.5)
+        model = nn.Sequential(Scaled(scale), Scaled(scale))
+        if is_placed:
+            pipeline.place(model, tulle.init(pipe=-1, timeout=8)["pipe"], {"0": 0, "1": 1})
+        for _ in range(2):
+            pipeline.step(micro_batches=2)(step)(model, data(4))
+        seen.append(scale)
+    assert worst(*seen) < 1e-14
+
+
+@on_ranks(2)
+def test_a_transform_around_placed_modules_is_refused_on_all_ranks():
+    model, _ = both()
+    with pytest.raises(
+        ModelError, match=r"'layers.0' is called within a transform of torch.func .*: do both inside one"
+    ):
+        torch.func.grad(lambda x: model(x).sum())(data(2))
+    with pytest.raises(ModelError, match="within a transform"):
+        torch.func.vmap(model)(data(2))
+    assert torch.isfinite(model(data(2))).all()
+
+
 @on_ranks(2)
 def test_a_backward_of_all_ranks_to_what_stages_read_is_refused():
     model, _ = both()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tulle.errors import ModelError
 
@@ -23,6 +23,20 @@ def leaves_of(tensor: Tensor) -> list[Tensor]:
         ahead |= dict.fromkeys(nodes)
     found = (getattr(node, "variable", None) for node in nodes)  # of a node that adds up a leaf's gradient
     return [leaf for leaf in found if leaf is not None]
+
+
+def attributes_that_are_leaves(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Tensors that are no parameters, need a gradient and are attributes of modules, each once, with their names.
+
+    Modules of any stage may read them.
+    """
+    found = {
+        id(value): (f"{path}.{name}".lstrip("."), value)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) is Tensor and value.requires_grad and value.is_leaf
+    }
+    return list(found.values())
 
 
 def check_backward_of_all(losses: Tensor | Sequence[Tensor], read: Mapping[int, Tensor]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tulle.errors import ModelError
 from tulle.mesh import Axis
+from tulle.parts import is_transformed
 from tulle.pipeline.counted import apart
 from tulle.pipeline.holdings import Holdings, Unit
 from tulle.pipeline.leaves import leaves_of
@@ -260,6 +261,20 @@ def check_family(target: object, phase: object, *, by: str) -> None:
         raise ModelError(
             f"the operation {by!r} writes in {target!r}, of which there are views, after the stage has received other "
             "values: gradients could not follow; write in a copy (.clone()) or inside one module"
+        )
+
+
+def check_transform(name: str) -> None:
+    """Refuse a call of a placed module within a transform of `torch.func`, which its rank would run without the others.
+
+    Args:
+        name: Of the module.
+    """
+    if is_transformed():
+        raise ModelError(
+            f"the placed module {name!r} is called within a transform of torch.func (grad, jvp, vmap), which one rank "
+            "would run without the others: do both inside one module that is placed whole; for gradients of parameters "
+            "take loss.backward() in a step"
         )
 
 

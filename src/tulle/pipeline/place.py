@@ -25,6 +25,7 @@ from tulle.pipeline.elsewhere import elsewhere, note_alone, refuse_in_place_of_o
 from tulle.pipeline.holdings import Unit
 from tulle.pipeline.homes import Assignment, homes, outermost, ranks_of, tensors_of
 from tulle.pipeline.kept import shared_in
+from tulle.pipeline.leaves import attributes_that_are_leaves
 from tulle.pipeline.lent import is_lacking
 from tulle.pipeline.partition import Partition
 from tulle.pipeline.resident import Resident
@@ -149,6 +150,7 @@ def place(
     _give_values(model, owners, axis, weights)
     pass_over_others(model)
     tied = _made_equal(model, owners, runtime)
+    tied += [Tied(name, leaf, range(axis.size)) for name, leaf in attributes_that_are_leaves(model)]
     gc.collect()  # the order of micro-batches goes by the models there are: one that was dropped is gone on all ranks
     count, carried = 1 + max(placed.values(), default=0), Carried(model, placed)
     resident = runtime.models[number] = Resident(list(model.parameters()), tied, count, carried, list(model.modules()))

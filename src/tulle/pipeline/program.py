@@ -42,6 +42,7 @@ from tulle.pipeline.operation import (
     check_given,
     check_nested,
     check_sends,
+    check_transform,
     dealt_out,
     is_for_all,
     set_data,
@@ -173,6 +174,8 @@ class Program:
             return unit.module._call_impl(*args, **kwargs)
         if self._is_applying:  # shapes are being found out, on all ranks: whoever has the module will tell
             raise ModelError(f"what calls the placed module {unit.name!r} gives cannot be told by its shapes")
+        if self._axis.size > 1:
+            check_transform(unit.name)
         self.models.add(unit.model)
         module, run = unit.module, unit.compiled or unit.module._call_impl
         if not (module._forward_pre_hooks or module._forward_hooks):

@@ -77,8 +77,9 @@ class Asides:
         if self._tied is None:
             models = sorted(self._models.items())
             self._tied = [Aside(number, tied) for number, model in models for tied in model.tied]
+        known = {id(one.parameter) for one in self._tied}.union(self._own)
         for identity, leaf in ({} if reader is None else reader.leaves).items():
-            if identity not in self._own:
+            if identity not in known:
                 everyone = range(self._mailbox.axis.size)
                 self._own[identity] = Aside(None, Tied(f"of shape {list(leaf.shape)}", leaf, everyone))
 
