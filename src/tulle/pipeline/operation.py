@@ -159,10 +159,11 @@ def check_asks(function: Callable[..., Any], args: Sequence[Any], placeholders: 
         )
     is_refused = not placeholders and function == GRADIENT and args[0].is_leaf and args[0].requires_grad
     if is_refused or (function is torch.autograd.grad and placeholders):
+        asked = "torch.autograd.grad" if placeholders else f".grad of a tensor of shape {list(args[0].shape)}"
         raise ModelError(
-            "a step asks between modules for gradients by torch.autograd.grad, or for .grad of a tensor that is no "
-            "parameter: each rank has only a part of them. For those of parameters take loss.backward(), and set .grad "
-            "afterwards; ask for others inside one module"
+            f"code between modules of a pipeline asks for gradients by {asked}, of which each rank has only a part. "
+            "For those of parameters take loss.backward(), and set .grad afterwards; of a tensor of your own take "
+            ".grad when the step, or loss.backward() outside of steps, is over; ask for others inside one module"
         )
 
 
