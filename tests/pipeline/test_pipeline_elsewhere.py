@@ -227,7 +227,9 @@ def by_data(target, online):
 def test_a_target_of_another_stage_is_updated_within_a_step_and_refused_on_all_ranks_outside(update, stages):
     mesh = tulle.init(pipe=-1, timeout=8)
     model = pipeline.place(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), mesh["pipe"], stages)
-    with pytest.raises((ModelError, RuntimeError), match="lives at another stage, and has no values here, together"):
+    with pytest.raises(
+        (ModelError, RuntimeError), match=r"has no values here, together .*load another module from tulle\.full"
+    ):
         update(model[1], model[0])
     tulle.step(micro_batches=1)(lambda model: update(model[1], model[0]))(model)
     is_alike = tulle.step(micro_batches=1)(lambda model: torch.equal(model[0].weight, model[1].weight))(model)

@@ -265,7 +265,8 @@ def _mixed(name: str, away: Tensor) -> ModelError:
     return ModelError(
         f"{name} was given a parameter or buffer of shape {list(away.shape)} that lives at another stage, and "
         "has no values here, together with a tensor that has: use it within tulle.step, between modules, or in a "
-        "module of its own stage; tie parameters, and put modules into others, before the model is placed"
+        "module of its own stage; load another module from tulle.full_state_dict(module, everywhere=True); tie "
+        "parameters, and put modules into others, before the model is placed"
     )
 
 
