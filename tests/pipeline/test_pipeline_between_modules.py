@@ -161,6 +161,17 @@ def test_no_more_than_the_last_shapes_are_remembered(monkeypatch):
 
 
 @on_ranks(1)
+def test_writes_in_what_needs_a_gradient_are_known_by_shapes():
+    computed = torch.ones(2, 3, requires_grad=True) * 1
+    cases = (F.relu, computed, True), (torch.Tensor.__setitem__, computed, 0, 1.0), (torch.Tensor.add_, computed, 1.0)
+    for function, *args in cases:
+        leaves, spec = flatten((tuple(args), {}))
+        assert Shapes().outcome(function, leaves, spec).written == (0,)
+    leaves, spec = flatten(((computed, False), {}))
+    assert Shapes().outcome(torch.Tensor.requires_grad_, leaves, spec) is None, "torch refuses that of what is no leaf"
+
+
+@on_ranks(1)
 def test_torch_is_not_heard_on_shapes_that_do_not_fit():
     records = []
     heard = logging.Handler()

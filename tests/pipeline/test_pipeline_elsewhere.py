@@ -210,3 +210,29 @@ def test_stages_take_parameters_of_their_own_and_layers_change_places():
     x = torch.ones(2, WIDTH)
     with torch.no_grad():
         assert model(x).sum().item() == reference(x).sum().item()
+
+
+def by_state(target, online):
+    target.load_state_dict(online.state_dict())
+
+
+def by_data(target, online):
+    for theirs, mine in zip(target.parameters(), online.parameters(), strict=True):
+        theirs.data.copy_(mine.data)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("update", [by_state, by_data])
+@pytest.mark.parametrize("stages", [{"0": 0, "1": 1}, {"0": 1, "1": 0}])
+def test_a_target_of_another_stage_is_updated_within_a_step_and_refused_on_all_ranks_outside(update, stages):
+    mesh = tulle.init(pipe=-1, timeout=8)
+    model = pipeline.place(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), mesh["pipe"], stages)
+    with pytest.raises(
+        (ModelError, RuntimeError), match=r"has no values here, together .*load another module from tulle\.full"
+    ):
+        update(model[1], model[0])
+    tulle.step(micro_batches=1)(lambda model: update(model[1], model[0]))(model)
+    is_alike = tulle.step(micro_batches=1)(lambda model: torch.equal(model[0].weight, model[1].weight))(model)
+    assert is_alike.outputs == [True]
+    model.load_state_dict({name: torch.ones(one.shape) for name, one in model.state_dict().items()})
+    assert torch.equal(model[mesh.rank ^ stages["0"]].weight, torch.ones(WIDTH, WIDTH)), "values that all ranks have"

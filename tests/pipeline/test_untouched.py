@@ -30,6 +30,15 @@ def test_a_buffer_that_was_not_written_in_can_still_be_read_in_backward():
     assert x.grad.tolist() == [2.0, 3.0]
 
 
+def test_attributes_that_need_a_gradient_have_the_one_of_before():
+    model = nn.Sequential(nn.Module(), nn.Linear(2, 1))
+    model[0].latent = latent = torch.ones(2, requires_grad=True)
+    latent.grad = torch.full((2,), 3.0)
+    with untouched(model):
+        model[1](latent).sum().backward()
+    assert latent.grad.tolist() == [3.0, 3.0]
+
+
 class Registering(nn.Module):
     """Registers a buffer and a parameter when it is first called, and sets a parameter anew."""
 

@@ -57,5 +57,5 @@ def test_a_backward_that_takes_too_long_is_no_measure(monkeypatch):
     monkeypatch.setattr(overlap, "_LONGEST_S", BACKWARD_S / 2)
     monkeypatch.setattr(overlap, "_BUDGET_S", 0.1)
     slowdown, link_slowdown = overlap.overlap(measure._alone(), Network(1e-4, 1e6), machine.model)
-    assert machine.backwards == overlap._FEWEST + 1, "then matrix products are taken"
+    assert machine.backwards == 2, "then matrix products are taken; a long one ran six times to say so"
     assert min(slowdown, link_slowdown) >= 1

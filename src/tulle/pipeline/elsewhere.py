@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,10 @@ _READS = {"item", "equal", "allclose", *LEAVES_TORCH} | {
 _DRAWS = DRAWS - {"view_as"}
 _DRAWN_BYTES = 64 << 20
 """Of numbers that are drawn in vain, this many are there at once, if their kind can be drawn so."""
+_COPIES = {"copy_", "_foreach_copy_"}
+"""Names of what writes on `meta`, too, and would do so in vain."""
+_alone: dict[int, ref[Tensor]] = {}
+"""What this rank alone has of models, by its memory."""
 _MAKES = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
@@ -118,6 +123,8 @@ def _given_plain(
     """
     kinds = [(leaf, type(leaf)) for leaf in leaves if isinstance(leaf, _AtHome)]
     name = name_of(func)
+    if name in _COPIES and kinds:
+        refuse_alone(name, kinds[0][0], leaves)
     if name in _DRAWS and all(_is_away(tensor) for tensor, _ in kinds):
         _draw_in_vain(func, args, keywords)
     for tensor, kind in kinds:
@@ -218,6 +225,31 @@ def elsewhere(tensor: Tensor, home: torch.device) -> Tensor:
     return _at_home(Elsewhere if isinstance(tensor, nn.Parameter) else ElsewhereData, tensor, home)
 
 
+def note_alone(tensor: Tensor) -> None:
+    """Note that this rank alone has a parameter or buffer, so that a copy to one that lives elsewhere is refused."""
+    memory = tensor.untyped_storage()._cdata
+    _alone[memory] = ref(tensor, lambda gone: _alone.pop(memory) if _alone.get(memory) is gone else None)
+
+
+def refuse_alone(name: str, away: Tensor, given: Iterable[object]) -> None:
+    """Refuse to write what this rank alone has into what lives elsewhere, as the rank does that has the latter.
+
+    Args:
+        name: Of what writes.
+        away: What lives elsewhere.
+        given: What is written, among others.
+    """
+    if _is_away(away) and any(map(_is_alone, given)):
+        raise _mixed(name, away)
+
+
+def _is_alone(given: object) -> bool:
+    if type(given) not in (Tensor, nn.Parameter) or given.layout != torch.strided:  # type: ignore[attr-defined]
+        return False
+    found = _alone.get(given.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return found is not None and (one := found()) is not None and one.data_ptr() == given.data_ptr()  # type: ignore[attr-defined]
+
+
 def _at_home(kind: type[_AtHome], tensor: Tensor, home: torch.device) -> Tensor:
     object.__setattr__(tensor, "__class__", kind)
     cast("_AtHome", tensor)._home = home
@@ -233,7 +265,8 @@ def _mixed(name: str, away: Tensor) -> ModelError:
     return ModelError(
         f"{name} was given a parameter or buffer of shape {list(away.shape)} that lives at another stage, and "
         "has no values here, together with a tensor that has: use it within tulle.step, between modules, or in a "
-        "module of its own stage; tie parameters, and put modules into others, before the model is placed"
+        "module of its own stage; load another module from tulle.full_state_dict(module, everywhere=True); tie "
+        "parameters, and put modules into others, before the model is placed"
     )
 
 

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from tulle.errors import ModelError
 from tulle.mesh import Axis
+from tulle.parts import is_transformed
 from tulle.pipeline.counted import apart
 from tulle.pipeline.holdings import Holdings, Unit
+from tulle.pipeline.leaves import leaves_of
 from tulle.pipeline.outcome import Outcome
 from tulle.pipeline.parted import wholes_to_join
 from tulle.pipeline.placeholder import Placeholder
@@ -157,10 +159,11 @@ def check_asks(function: Callable[..., Any], args: Sequence[Any], placeholders: 
         )
     is_refused = not placeholders and function == GRADIENT and args[0].is_leaf and args[0].requires_grad
     if is_refused or (function is torch.autograd.grad and placeholders):
+        asked = "torch.autograd.grad" if placeholders else f".grad of a tensor of shape {list(args[0].shape)}"
         raise ModelError(
-            "a step asks between modules for gradients by torch.autograd.grad, or for .grad of a tensor that is no "
-            "parameter: each rank has only a part of them. For those of parameters take loss.backward(), and set .grad "
-            "afterwards; ask for others inside one module"
+            f"code between modules of a pipeline asks for gradients by {asked}, of which each rank has only a part. "
+            "For those of parameters take loss.backward(), and set .grad afterwards; of a tensor of your own take "
+            ".grad when the step, or loss.backward() outside of steps, is over; ask for others inside one module"
         )
 
 
@@ -195,8 +198,13 @@ def set_data(operate: Callable[..., Any], tensor: Tensor, values: Tensor, *, is_
         operate(Tensor.copy_, (target, values), {})
 
 
-def check_given(call: Call, holdings: Holdings) -> None:
-    """Refuse what must not be beside tensors of some stage: it differs between ranks, or would from now on."""
+def check_given(call: Call, holdings: Holdings) -> list[Tensor]:
+    """Refuse what must not be beside tensors of some stage: it differs between ranks, or would from now on.
+
+    Returns:
+        Leaves of autograd that its tensors are or were computed of on all ranks, and that live at no stage.
+    """
+    found: list[Tensor] = []
     for leaf in call.leaves:
         if isinstance(leaf, Placeholder) or not isinstance(leaf, Tensor):
             continue
@@ -206,29 +214,19 @@ def check_given(call: Call, holdings: Holdings) -> None:
                 "where they do not live, and copies of these that were made outside of tulle.step (.clone()): make "
                 "tensors on mesh.device, and compute with parameters within tulle.step"
             )
-        if leaf.requires_grad and torch.is_grad_enabled() and (found := _trained_by_one(leaf, holdings)) is not None:
-            given = "" if found is leaf else "what is computed of "
+        if leaf.requires_grad and torch.is_grad_enabled():
+            found += [one for one in leaves_of(leaf) if id(one) not in holdings.stages]
+    for one in found:
+        if isinstance(one, nn.Parameter):
+            given = "" if any(one is leaf for leaf in call.leaves) else "what is computed of "
             raise ModelError(
-                f"{call.name!r} was given {given}a parameter of shape {list(found.shape)} that is trained and in no "
+                f"{call.name!r} was given {given}a parameter of shape {list(one.shape)} that is trained and in no "
                 "model that was placed, so that one rank only would train it: place its module too "
                 '(at {"": stage}), or make it a part of the model before that is placed. A model that has another '
                 "layer or an adapter since is to be made anew from tulle.full_state_dict(model, everywhere=True), and "
                 "distributed"
             )
-
-
-def _trained_by_one(tensor: Tensor, holdings: Holdings) -> Tensor | None:
-    """A trained parameter, which lives at no stage, that a tensor is or was computed of on all ranks."""
-    if tensor.grad_fn is None:
-        return tensor if isinstance(tensor, nn.Parameter) else None
-    ahead = {tensor.grad_fn: None}  # in an order that all ranks find alike
-    for node in (nodes := list(ahead)):
-        leaf = getattr(node, "variable", None)  # of the node that adds up a leaf's gradient
-        if isinstance(leaf, nn.Parameter) and id(leaf) not in holdings.stages:
-            return leaf
-        nodes += [one for one, _ in node.next_functions if one is not None and one not in ahead]
-        ahead |= dict.fromkeys(nodes)
-    return None
+    return found
 
 
 def check_nested(name: str, leaves: Sequence[object]) -> None:
@@ -264,6 +262,20 @@ def check_family(target: object, phase: object, *, by: str) -> None:
         raise ModelError(
             f"the operation {by!r} writes in {target!r}, of which there are views, after the stage has received other "
             "values: gradients could not follow; write in a copy (.clone()) or inside one module"
+        )
+
+
+def check_transform(name: str) -> None:
+    """Refuse a call of a placed module within a transform of `torch.func`, which its rank would run without the others.
+
+    Args:
+        name: Of the module.
+    """
+    if is_transformed():
+        raise ModelError(
+            f"the placed module {name!r} is called within a transform of torch.func (grad, jvp, vmap), which one rank "
+            "would run without the others: do both inside one module that is placed whole; for gradients of parameters "
+            "take loss.backward() in a step"
         )
 
 

@@ -21,10 +21,11 @@ from tulle.errors import ModelError, PlanError, TulleError
 from tulle.mesh import Axis
 from tulle.pipeline.automatic import deal
 from tulle.pipeline.carried import Carried
-from tulle.pipeline.elsewhere import elsewhere, refuse_in_place_of_own
+from tulle.pipeline.elsewhere import elsewhere, note_alone, refuse_in_place_of_own
 from tulle.pipeline.holdings import Unit
 from tulle.pipeline.homes import Assignment, homes, outermost, ranks_of, tensors_of
 from tulle.pipeline.kept import shared_in
+from tulle.pipeline.leaves import attributes_that_are_leaves
 from tulle.pipeline.lent import is_lacking
 from tulle.pipeline.partition import Partition
 from tulle.pipeline.resident import Resident
@@ -149,6 +150,7 @@ def place(
     _give_values(model, owners, axis, weights)
     pass_over_others(model)
     tied = _made_equal(model, owners, runtime)
+    tied += [Tied(name, leaf, range(axis.size)) for name, leaf in attributes_that_are_leaves(model)]
     gc.collect()  # the order of micro-batches goes by the models there are: one that was dropped is gone on all ranks
     count, carried = 1 + max(placed.values(), default=0), Carried(model, placed)
     resident = runtime.models[number] = Resident(list(model.parameters()), tied, count, carried, list(model.modules()))
@@ -209,6 +211,9 @@ def _give_values(model: nn.Module, owners: Mapping[str, Sequence[int]], axis: Ax
             raise_together(_read(model, held, axis, weights), axis, label="what lives at this stage")
         elif was_deferred:
             materialize(model, device=axis.device, only=held, axis=axis)
+    for name, tensor in held.items():
+        if len(owners[name]) == 1 and tensor.layout == torch.strided:
+            note_alone(tensor)
 
 
 def _follow_calls(model: nn.Module, units: Sequence[Unit], placement: Placement) -> None:

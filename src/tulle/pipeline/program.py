@@ -29,7 +29,8 @@ from tulle.pipeline.hooks import with_hooks
 from tulle.pipeline.in_place import MARKS, mark, note_marked, note_written
 from tulle.pipeline.inside import Inside, at_work
 from tulle.pipeline.interception import interception_aside
-from tulle.pipeline.losses import scaled
+from tulle.pipeline.leaves import check_backward_of_all
+from tulle.pipeline.losses import is_backward, scaled
 from tulle.pipeline.messages import is_dense
 from tulle.pipeline.objects import Wanted, holds_objects, mapped
 from tulle.pipeline.operation import (
@@ -41,6 +42,7 @@ from tulle.pipeline.operation import (
     check_given,
     check_nested,
     check_sends,
+    check_transform,
     dealt_out,
     is_for_all,
     set_data,
@@ -97,6 +99,8 @@ class Program:
         self.adopted, self._fail = Adopted(holdings, self), fail
         self.models = self.adopted.models
         """Numbers of the models that it called modules of, or read parameters of; the same on all ranks."""
+        self.leaves: dict[int, Tensor] = {}
+        """The user's own tensors that need a gradient and that stages read, by identity; the same on all ranks."""
         self._graphs = Graphs(values.tape)
         self._held: dict[int, tuple[Any, Settled]] = {}
         """What objects were seen to hold in the call of the model at hand."""
@@ -130,13 +134,15 @@ class Program:
         if not placeholders:
             # whoever draws first has other numbers, and collectives of micro-batches are to meet their own
             self._has_left |= kwargs.get("generator") is not None or is_collective(function)
+            if self.leaves and is_backward(function):
+                check_backward_of_all(args[0], self.leaves)
             with outside_of_checkpoint():
                 result = scaled(function, args, kwargs, self.scale)
             return with_lender(function, args, result)
         if self._axis.size > 1:
             if function == SETS_DATA:
                 return set_data(self.operate, *args, is_placed=isinstance(call.leaves[0], Placeholder))
-            check_given(call, self.holdings)
+            self._note_leaves(check_given(call, self.holdings))
             check_sends(function, args, kwargs, self._axis)
             if writes_in_many(function) and len(dealt := dealt_out(args, kwargs, self.adopted.stage_of)) > 1:
                 for part, named in dealt:
@@ -168,6 +174,8 @@ class Program:
             return unit.module._call_impl(*args, **kwargs)
         if self._is_applying:  # shapes are being found out, on all ranks: whoever has the module will tell
             raise ModelError(f"what calls the placed module {unit.name!r} gives cannot be told by its shapes")
+        if self._axis.size > 1:
+            check_transform(unit.name)
         self.models.add(unit.model)
         module, run = unit.module, unit.compiled or unit.module._call_impl
         if not (module._forward_pre_hooks or module._forward_hooks):
@@ -179,7 +187,7 @@ class Program:
             call = UnitCall(unit, run, args, kwargs, self.adopted.placed, self._held)
             check_nested(unit.name, call.leaves)
             if self._axis.size > 1:
-                check_given(call, self.holdings)
+                self._note_leaves(check_given(call, self.holdings))
             known = self.holdings.of_call(unit, call.leaves, call.spec, call.about, is_in_step=self._fail is None)
             number = self.count_call(unit.name)
             while True:
@@ -307,6 +315,10 @@ class Program:
     def _need(self, placeholder: Placeholder) -> bool:
         """Note that gradients go back to an earlier call, if they do; whether that is news. Every rank comes here."""
         return placeholder.program is self and self._graphs.need(placeholder)
+
+    def _note_leaves(self, found: Sequence[Tensor]) -> None:
+        for leaf in found:
+            self.leaves[id(leaf)] = leaf
 
     def _take(self, leaf: Any) -> None:
         """Note that what a placeholder stands for comes from the call at hand, if gradients go back to it."""

@@ -17,7 +17,7 @@ class Resident:
 
     Args:
         parameters: All of them.
-        tied: Those that several ranks hold.
+        tied: Those that several ranks hold, and such tensors that are no parameters.
         stages: How many there are.
         carried: What its forward may leave for the next.
         modules: All of them.

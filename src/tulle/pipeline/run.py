@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from tulle.pipeline.resident import Resident
 from tulle.pipeline.results import body_of, told_to_all
 from tulle.pipeline.same_batch import SameBatch
 from tulle.pipeline.schedule import Schedule, is_split
-from tulle.pipeline.tied import Aside
+from tulle.pipeline.tied import Asides
 from tulle.pipeline.turn import Turn
 from tulle.pipeline.turns import Turns
 from tulle.pipeline.values import Values
@@ -98,7 +98,7 @@ class Runtime:
         self._current: Program | None = None
         self._number, self._backwards = 0, 0
         """Of the program outside of steps, and how often backward ran in it; a rank may fail before it does."""
-        self._asides: list[Aside] | None = None
+        self._asides = Asides(self.models, self.holdings.mailbox)
 
     @property
     def stages(self) -> int:
@@ -167,14 +167,14 @@ class Runtime:
                 idle_s = Turns(turns, mailbox, step.schedule, stages, in_order=in_order, modes=modes, views=views).run()
             self.ran = set[int]().union(*(program.models for program in programs))
             self._see_what_is_carried(carried, programs)
-            self._add_up_tied(self.ran, number)
+            self._asides.add_up(self.ran, programs, number)
             self._even_out(number)
             self.holdings.forget_calls()
             began_s = now_s()
             results = told_to_all([turn.result for turn in turns], mailbox, number)
             idle_s += now_s() - began_s
         except BaseException as error:
-            self._undo_tied()
+            self._asides.undo()
             self.holdings.is_full = False
             self.holdings.changed.clear()  # others may have come further
             mailbox.close(error)
@@ -253,15 +253,16 @@ class Runtime:
 
     @contextmanager
     def _backward_outside_of_steps(self) -> Iterator[None]:
-        self._set_aside_tied()
+        self._asides.begin(self._current)
         self._backwards += 1
         try:
             yield
-            if self._current is not None:
-                self._add_up_tied(self._current.models, -self._number, first=self._backwards << _MOST_TIED_BITS)
+            if (program := self._current) is not None:
+                first = self._backwards << _MOST_TIED_BITS
+                self._asides.add_up(program.models, [program], -self._number, first=first)
             self._even_out()
         except BaseException as error:
-            self._undo_tied()
+            self._asides.undo()
             self._fail(error)
             raise
 
@@ -287,31 +288,9 @@ class Runtime:
         """Whether something is so on any of the ranks that hold replicas of this one's stages."""
         return here
 
-    def _set_aside_tied(self) -> None:
-        """Have the gradients of tied parameters hold what comes from now on, and nothing else; once a step."""
-        if self._asides is None:
-            models = sorted(self.models.items())
-            self._asides = [Aside(number, tied) for number, model in models for tied in model.tied]
-
-    def _add_up_tied(self, ran: Collection[int], number: int, *, first: int = 0) -> None:
-        """Sum what has come to tied parameters of the models that ran, which all ranks know alike."""
-        self._set_aside_tied()  # if there was no backward
-        asides = self._asides or ()
-        for index, aside in enumerate((one for one in asides if one.model in ran), first):
-            aside.add_up(self.holdings.mailbox, (number, index))
-        for aside in asides:
-            aside.put_back()
-        self._asides = None
-
-    def _undo_tied(self) -> None:
-        """After an error: copies are to stay equal, so what has come to some of them is let go."""
-        for aside in self._asides or ():
-            aside.undo()
-        self._asides = None
-
     @contextmanager
     def _backward_of(self, turn: Turn) -> Iterator[None]:
-        self._set_aside_tied()  # not before: a step may begin with zero_grad
+        self._asides.begin(turn.program)  # not before: a step may begin with zero_grad
         self._look_for_what_is_left()
         with turn.backward():
             yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tulle.pipeline.outcome import Described, Outcome, describe, described, versioned, versions_of
 from tulle.pipeline.placeholder import Placeholder
@@ -112,16 +112,35 @@ def writes_in_many(function: Callable[..., Any]) -> bool:
 def _infer(function: Callable[..., Any], leaves: Sequence[Any], spec: Spec) -> Outcome | None:
     if function in _OF_VALUES or writes_in_many(function):  # fake tensors do not tell that these wrote in them
         return None
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    may_write = getattr(function, "__name__", "").endswith("_")
     try:
-        with versioned(), _unheard(), fake_mode:
-            stand_ins = [_stand_in(leaf) for leaf in leaves]
-            args, kwargs = rebuild(spec, stand_ins)
+        return _run_on_fakes(function, leaves, spec, as_leaves=not may_write)
+    except Exception as error:  # depends on values, or is wrong: the rank that has the values will tell
+        if may_write or "leaf" not in str(error):
+            return None
+    with suppress(Exception):
+        return _run_on_fakes(function, leaves, spec, as_leaves=False)
+    return None
+
+
+def _run_on_fakes(function: Callable[..., Any], leaves: Sequence[Any], spec: Spec, *, as_leaves: bool) -> Outcome:
+    """What a function gives of tensors without memory.
+
+    Args:
+        function: Of torch.
+        leaves: Of its arguments.
+        spec: How they are put together.
+        as_leaves: Whether those that need a gradient may be leaves of autograd, in which nobody may write: those that
+            may be written in take three operations each, which is more than what is asked.
+    """
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with versioned(), _unheard():
+        stand_ins = [_stand_in(leaf, fake_mode, is_leaf=as_leaves) for leaf in leaves]
+        args, kwargs = rebuild(spec, stand_ins)
+        with fake_mode:
             versions = versions_of(stand_ins)
             outcome, _ = describe(function(*args, **kwargs), stand_ins, versions)
-            return replace(outcome, varies=False)  # a number that came from shapes alone
-    except Exception:  # depends on values, or is wrong: the rank that has the values will tell
-        return None
+    return replace(outcome, varies=False)  # a number that came from shapes alone
 
 
 @contextmanager
@@ -134,23 +153,25 @@ def _unheard() -> Iterator[None]:
         _LOG_OF_FAKES.disabled = was_disabled
 
 
-def _stand_in(leaf: Any) -> Any:
+def _stand_in(leaf: Any, fake_mode: FakeTensorMode, *, is_leaf: bool) -> Any:
     if isinstance(leaf, Placeholder):
-        known = leaf.described()
-        return _fake(known, leaf.device)
+        return _fake(leaf.described(), leaf.device, fake_mode, is_leaf=is_leaf)
     if isinstance(leaf, Tensor):
         if leaf.layout != torch.strided:
             raise TypeError("shapes of sparse tensors depend on values")
-        return _fake(described(leaf), leaf.device)
+        return _fake(described(leaf), leaf.device, fake_mode, is_leaf=is_leaf)
     return leaf
 
 
-def _fake(known: Described, device: torch.device) -> Tensor:
-    if not known.needs_grad:
-        return torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device=device)
+def _fake(known: Described, device: torch.device, fake_mode: FakeTensorMode, *, is_leaf: bool) -> Tensor:
+    if is_leaf or not known.needs_grad:
+        shape = torch.empty_strided(
+            known.shape, known.stride, dtype=known.dtype, device="meta", requires_grad=known.needs_grad
+        )
+        return FakeTensor(fake_mode, shape, device)
     reach = sum(stride * max(length - 1, 0) for length, stride in zip(known.shape, known.stride, strict=True)) + 1
-    memory = torch.empty(reach, dtype=known.dtype, device=device, requires_grad=True)
     # Not a leaf, so that it may be written in; its strides are as told, with gaps where a slice has some; it needs a
     # gradient under `no_grad` too, where views of it still say so.
-    with torch.enable_grad():
+    with torch.enable_grad(), fake_mode:
+        memory = torch.empty(reach, dtype=known.dtype, device=device, requires_grad=True)
         return memory.clone().as_strided(known.shape, known.stride)

@@ -21,6 +21,7 @@ from tulle.generators import GENERATORS, put_back, standing
 from tulle.parts import local_of
 from tulle.pipeline.attributes import own_attributes
 from tulle.pipeline.hooks import as_before
+from tulle.pipeline.leaves import attributes_that_are_leaves
 from tulle.pipeline.plain import State, held_in, is_plain, set_state, state_of
 
 
@@ -33,16 +34,17 @@ def untouched(model: nn.Module) -> Iterator[None]:
     Args:
         model: Whose gradients are None within.
     """
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    leaves = [*model.parameters(), *(leaf for _, leaf in attributes_that_are_leaves(model))]
+    gradients = [(leaf, leaf.grad) for leaf in leaves]
     undo = undoing(model)
-    for parameter, _ in gradients:
-        parameter.grad = None
+    for leaf in leaves:
+        leaf.grad = None
     try:
         with as_before(model):
             yield
     finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        for leaf, gradient in gradients:
+            leaf.grad = gradient
         undo()
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tulle.deferred import give
 from tulle.errors import CheckpointError
 from tulle.parts import local_of
+from tulle.pipeline.elsewhere import refuse_alone
 from tulle.pipeline.lent import is_lacking
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -91,6 +92,7 @@ def pass_over_others(model: nn.Module) -> None:
 def _forget_others(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     for name, tensor in _own(module):
         if tensor.is_meta and isinstance(value := state.get(prefix + name), Tensor):
+            refuse_alone(f"load_state_dict() of {name!r}", tensor, [value])
             state[prefix + name] = value.to("meta")
 
 

@@ -47,11 +47,9 @@ def overlap(axis: Axis, network: Network, twin: Twin | None) -> tuple[float, flo
         network: Of the axis.
         twin: Whose backward is the computation; None, or if that takes too long, for matrix products.
     """
-    prepare = _products(axis) if twin is None else partial(_backward, twin)
+    is_short = twin is not None and slowest_s(partial(_backward, twin), axis, 1)[0] < _LONGEST_S
+    prepare = partial(_backward, twin) if twin is not None and is_short else _products(axis)
     alone_s = slowest_s(prepare, axis, _FEWEST)[0]
-    if twin is not None and alone_s > _LONGEST_S:
-        prepare = _products(axis)
-        alone_s = slowest_s(prepare, axis, _FEWEST)[0]
     rate = network.all_reduce_bytes_per_s or network.bandwidth_bytes_per_s
     sent_bytes = _LONGER * alone_s * rate / 2  # a ring sends nearly all of it twice
     tensor = torch.zeros(min(_MOST_BYTES, max(4096, round(sent_bytes))) // 4, device=axis.device)

@@ -74,7 +74,10 @@ def fixed_share(twin: Twin, axis: Axis) -> float | None:
     told = gather_values((samples_in(sample) == 1, share < 1 and _runs(twin, half)), axis, label=_LABEL)
     if not all(runs for _, runs in told):
         return 0.0 if all(is_alone or runs for is_alone, runs in told) else None
-    mine = [tuple(_computed(twin, one, axis, buffers) for one in (sample, half)) for _ in range(_FEWEST + 2)]
+    mine = [tuple(_computed(twin, one, axis, buffers) for one in (sample, half))]
+    first_s = max(map(sum, (once for (once,) in gather_values(mine, axis, label=_LABEL))))
+    for _ in range(min(max(round(BUDGET_S / first_s), _FEWEST), _FEWEST + 2) - 1):
+        mine.append(tuple(_computed(twin, one, axis, buffers) for one in (sample, half)))
     _put_back(twin, buffers)
     rounds = zip(*gather_values(mine, axis, label=_LABEL), strict=True)
     slowest = [tuple(map(max, zip(*of_ranks, strict=True))) for of_ranks in rounds]
