@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import FunctionType
-from typing import Any, NoReturn, SupportsIndex, cast
+from typing import Any, NoReturn, SupportsIndex
 
 from torch import nn
 
@@ -79,7 +79,11 @@ class _Equal(ABCMeta):
         return isinstance(other, type) and _given(cls) is _given(other)
 
     __hash__ = type.__hash__
-    __mro__ = cast("Any", property(lambda cls: _Order(vars(type)["__mro__"].__get__(cls))))
+
+    @property
+    def __mro__(cls) -> _Order:
+        """The classes whose attributes it has, itself first."""
+        return _Order(vars(type)["__mro__"].__get__(cls))
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """An object of the module's own class, of which nothing is put before: a slice of `nn.Sequential` makes one."""

@@ -168,7 +168,7 @@ def check_not_captured() -> None:
     Raises:
         ModelError: Within `torch.jit.trace` and `torch.export`, by which models go to ONNX.
     """
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+    if cast("Any", torch.jit).is_tracing() or torch.compiler.is_exporting():
         raise _no_capture()
 
 

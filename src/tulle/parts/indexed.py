@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ def _indexed(table: Tensor, first: Any, rest: Sequence[Any], num_rows: int | Non
     return RowsByNumber(first, (*(slice(None),) * first.dim(), *rest) if rest else ())
 
 
-def _are_numbers(found: Any) -> bool:
+def _are_numbers(found: Any) -> TypeGuard[Tensor]:
     return isinstance(found, Tensor) and found.dtype in (torch.int32, torch.int64)
 
 
