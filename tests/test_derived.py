@@ -47,6 +47,18 @@ def test_a_class_that_derives_from_one_that_was_made_is_one_of_its_own():
     assert nn.Linear not in (made, Own)
 
 
+def test_a_class_is_found_among_those_it_derives_from_as_super_finds_it():
+    made = of(nn.Linear)
+    order = made.__mro__
+    assert [order.index(one) for one in order] == [*range(len(order))]
+    assert order.index(nn.Linear) == 2
+    assert nn.Linear.__mro__.index(nn.Linear) == 0
+    with pytest.raises(ValueError, match=r"is not among"):
+        order.index(nn.Linear, 0, 2)
+    with pytest.raises(ValueError, match=r"Conv1d'> is not among"):
+        order.index(nn.Conv1d)
+
+
 def test_the_class_of_a_class_stays_what_it_was():
     class Abstract(nn.Module, abc.ABC):
         pass

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABCMeta
 from collections.abc import Callable
 from functools import cache
 from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import FunctionType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 from torch import nn
 
@@ -50,6 +51,20 @@ def kind_of_forward(module: nn.Module) -> type[nn.Module]:
     return next(kind for kind in kinds if "forward" in vars(kind))
 
 
+class _Order(tuple[type, ...]):
+    """Classes in the order in which attributes are looked for, of which one is found as `super()` finds it.
+
+    That asks for the very class; `torch.compile`, which follows `super()` by `index`, for one that equals it.
+    """
+
+    def index(self, value: object, start: SupportsIndex = 0, stop: SupportsIndex = sys.maxsize, /) -> int:
+        """The place of a class itself."""
+        found = next((place for place in range(*slice(start, stop).indices(len(self))) if self[place] is value), None)
+        if found is None:
+            raise ValueError(f"{value!r} is not among {tuple(self)}")
+        return found
+
+
 class _Equal(ABCMeta):
     """The class of classes that `derived` makes: each equals the one it stands for, and other such ones of it.
 
@@ -64,6 +79,11 @@ class _Equal(ABCMeta):
         return isinstance(other, type) and _given(cls) is _given(other)
 
     __hash__ = type.__hash__
+
+    @property
+    def __mro__(cls) -> _Order:
+        """The classes whose attributes it has, itself first."""
+        return _Order(vars(type)["__mro__"].__get__(cls))
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """An object of the module's own class, of which nothing is put before: a slice of `nn.Sequential` makes one."""

@@ -23,9 +23,27 @@ def batches(rank, size):
         yield torch.randint(12, (4, 3), generator=torch.Generator().manual_seed(step)).chunk(size)[rank]
 
 
-def make():
+class Scaled(nn.Sequential):
+    """It asks the class that it derives from, as models do that derive from another."""
+
+    def forward(self, ids):
+        return super().forward(ids) * self.scale()
+
+    def scale(self):
+        return 2.0
+
+
+class Twice(Scaled):
+    def forward(self, ids):
+        return super().forward(ids) + super().scale()
+
+    def scale(self):
+        return super().scale() * 1.5
+
+
+def make(kind=nn.Sequential):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(12, 4), nn.Linear(4, 2)).double()
+    model = kind(nn.Embedding(12, 4), nn.Linear(4, 2)).double()
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -75,3 +93,26 @@ def test_a_step_that_is_compiled_gives_the_numbers_of_one_process(plan, compiled
             step(batch)
     torch.compiler.reset()
     assert worst_difference(tulle.full_state_dict(model, everywhere=True), reference.state_dict()) < 1e-12
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_model_that_asks_the_class_it_derives_from_is_compiled(plan, is_first):
+    """`torch.compile` looks for that class among those of the model, of which tulle's own equals the model's."""
+    mesh = tulle.init(data=-1)
+    (model, optimizer), (reference, alone) = make(Twice), make(Twice)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler's own
+        if is_first:
+            model.compile(backend="eager")
+        tulle.distribute(model, optimizer, mesh, plan=PLANS[plan])
+        called = model if is_first else torch.compile(model, backend="eager")
+        for mine, whole in zip(batches(mesh.rank, mesh.size), batches(0, 1), strict=True):
+            for one, forward, batch in ((optimizer, called, mine), (alone, reference, whole)):
+                forward(batch).pow(2).mean().backward()
+                one.step()
+                one.zero_grad()
+    found = tulle.full_state_dict(model, everywhere=True)
+    assert worst_difference(found, reference.state_dict()) < 1e-12
+    torch.compiler.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from tulle.comm import eager, traffic
 from tulle.derived import Copied, derived, is_derived
 from tulle.distribute.axes import Axes
-from tulle.engine import ENGINE, DataParallel, SplitTables, adopt, engine_of
+from tulle.engine import ENGINE, TAKE_PLAIN, DataParallel, SplitTables, adopt, check_not_captured, engine_of
 from tulle.errors import MeshError, ModelError
 from tulle.mesh import Mesh
 from tulle.plan import Plan
@@ -57,12 +58,27 @@ class Distributed:
             ModelError: If it is pickled, and parts of it are of classes that no pickle finds, or on other ranks.
         """
         given = super().__getstate__()
-        state = given if isinstance(given, dict) else self.__dict__
-        kept = {name: value for name, value in state.items() if name not in (ENGINE, _PLAN, _AXES, _CLASS)}
+        kept = _as_given(given if isinstance(given, dict) else self.__dict__)
         plain = self.__dict__[_CLASS]
         if is_derived(plain) or self.__dict__[_AXES].splitting:
             return _empty_copy, (Copied(plain.__name__), plain), kept
         return _empty, (plain,), kept
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What `torch.jit.script` compiles: the model that was given, with the parameters that are kept in step.
+
+        Raises:
+            ModelError: If a rank has parts of it, or updates wait until somebody reads by way of Python.
+        """
+        engine, axes, plain = self.__dict__[ENGINE], self.__dict__[_AXES], self.__dict__[_CLASS]
+        is_whole = not axes.splitting and not self.__dict__[_PLAN].memory.full_shard and engine.split_tables is None
+        if not is_whole or engine.late is not None or is_derived(plain):
+            raise ModelError(
+                f"a {plain.__name__} was to be scripted of which a rank may have parts, or updates that wait until "
+                f"parameters are read, and torch.jit reads what lies here: {TAKE_PLAIN}"
+            )
+        given = cast("nn.Module", self)
+        return copy.deepcopy(given, {id(one): one for one in (*given.parameters(), *given.buffers())})
 
 
 class DistributedWithParts(Distributed):
@@ -73,6 +89,7 @@ class DistributedWithParts(Distributed):
 
         A hook would not see the end of a call that Ctrl-C ends.
         """
+        check_not_captured()
         with self.__dict__[ENGINE].split_tables.forward():
             return cast("Any", super()).__call__(*args, **kwargs)
 
@@ -181,7 +198,7 @@ def _refuse_hook(name: str, *_: object) -> NoReturn:
     )
 
 
-# Functions of the model, not bound methods: a model that is copied takes its hooks along, but not its engine.
+# Functions of the model, not bound methods: a model that is pickled takes hooks of its modules along, not its engine.
 @eager
 def _begin_call(model: nn.Module, arguments: tuple[object, ...], keywords: dict[str, object]) -> None:
     if (tables := _split_tables_of(model)) is not None and model.training and torch.is_grad_enabled():
@@ -209,6 +226,37 @@ def _end_call(model: nn.Module, *_: object) -> None:
 def _split_tables_of(model: nn.Module) -> SplitTables | None:
     engine = engine_of(model)
     return None if engine is None else engine.split_tables
+
+
+class _Modules(dict[str, nn.Module]):
+    """The modules of a distributed model, which are copied without our hooks: `torch.jit.script` compiles hooks."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Module]:
+        copied = {name: copy.deepcopy(module, memo) for name, module in self.items()}
+        for module in {one for child in copied.values() if child is not None for one in child.modules()}:
+            module.__dict__.update(_hooks_of_others(module.__dict__))
+        return copied
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return dict, (dict(self),)
+
+
+def _as_given(state: dict[str, Any]) -> dict[str, Any]:
+    """Of a distributed model's attributes those that it was given with."""
+    kept = {name: value for name, value in state.items() if name not in (ENGINE, _PLAN, _AXES, _CLASS)}
+    return kept | _hooks_of_others(kept) | {"_modules": _Modules(kept["_modules"])}
+
+
+def _hooks_of_others(state: dict[str, Any]) -> dict[str, Any]:
+    """Of a module's hooks around its forward those that are not tulle's."""
+    found = {name: type(state[name])() for name in ("_forward_pre_hooks", "_forward_hooks")}
+    for name, hooks in found.items():
+        hooks.update((n, hook) for n, hook in state[name].items() if not _is_ours(hook))
+    return found
+
+
+def _is_ours(hook: object) -> bool:
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("tulle.")
 
 
 def _empty(kind: type[nn.Module]) -> nn.Module:

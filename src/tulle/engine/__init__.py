@@ -8,13 +8,14 @@ from tulle.engine.late_updates import check_reads
 from tulle.engine.ledger import Observation
 from tulle.engine.loops import is_looking_ahead, looking_ahead
 from tulle.engine.replicas import broadcast_tensors, check_alike
-from tulle.engine.split_modules import adopt
+from tulle.engine.split_modules import TAKE_PLAIN, adopt, check_not_captured
 from tulle.engine.split_table import SplitTable
 from tulle.engine.split_tables import SplitTables
 from tulle.engine.tables import TableSettings
 
 __all__ = [
     "ENGINE",
+    "TAKE_PLAIN",
     "DataParallel",
     "Feed",
     "Observation",
@@ -25,6 +26,7 @@ __all__ = [
     "average_by_hand",
     "broadcast_tensors",
     "check_alike",
+    "check_not_captured",
     "check_reads",
     "engine_of",
     "engines_of",

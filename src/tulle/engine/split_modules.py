@@ -22,6 +22,8 @@ from tulle.errors import ModelError
 from tulle.parts import is_transformed, read_by
 from tulle.tables import ColumnSplit, Lookup, Split, TableModule, has_own_forward, split_of
 
+TAKE_PLAIN = "load tulle.full_state_dict(model, everywhere=True) into a plain model, and take that"
+"""What to do where a model is wanted that does without tulle, as errors say it."""
 _RUN_TIME = "_tulle_split_tables"
 _autograd: Any = vars(torch._C)["_autograd"]
 
@@ -34,6 +36,9 @@ class _Parted:
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise _no_copy()
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise _no_capture()
 
 
 class SplitEmbedding(_Parted, nn.Embedding):
@@ -124,6 +129,7 @@ class _Reader:
 @eager
 def _look_up(tables: SplitTables, how: Lookup, ids: Tensor, take: Callable[..., Tensor]) -> Tensor:
     """What is taken from the rows, at places, but for a padding: collectives, which no compiler is to trace."""
+    check_not_captured()
     _refuse_transforms(how.table, ids)
     rows, positions, padding = tables.look_up(how, ids)
     with _saved_as_it_is():
@@ -154,6 +160,23 @@ def _refuse_transforms(table: Tensor, ids: Tensor) -> None:
             f"a transform of torch.func (vmap, grad, jacrev, ...) was to look up in {split.name!r}, which is split "
             "over the ranks: look up in front of it, and give it the rows; or keep the table whole in the plan"
         )
+
+
+def check_not_captured() -> None:
+    """Raise where what a model does is taken down, to be done without it, from where nobody fetches rows.
+
+    Raises:
+        ModelError: Within `torch.jit.trace` and `torch.export`, by which models go to ONNX.
+    """
+    if cast("Any", torch.jit).is_tracing() or torch.compiler.is_exporting():
+        raise _no_capture()
+
+
+def _no_capture() -> ModelError:
+    return ModelError(
+        "a model with split tables was to be traced, scripted or exported (torch.jit, torch.export, torch.onnx), and "
+        f"what comes of that would know only the rows that this rank has: {TAKE_PLAIN}"
+    )
 
 
 def _no_copy() -> ModelError:

@@ -6,6 +6,7 @@ from tulle.parts.extents import ALIKE, BY_ROW, JOINED, Extent, extent_of_joined,
 from tulle.parts.gathered import load_part, one_whole, refusal_of_what_is_old, refuse_to_checkpoint, write_through
 from tulle.parts.guards import WHOSE, meets_parts
 from tulle.parts.hooks import hook_arrival, make_gradients_by
+from tulle.parts.indexed import rows_by_number
 from tulle.parts.lent import guard_again, keep_plainly, lift, lower
 from tulle.parts.part import Part, guard, whole_of
 from tulle.parts.present import part_of, present, replaced
@@ -29,7 +30,6 @@ from tulle.parts.torch_functions import (
     mixes,
     name_of,
     refuses_saved_hooks,
-    rows_by_number,
     taken_together,
     tensors_in,
     unwrapped,

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tulle.parts.wholes import PART_OF, Whole
+from tulle.errors import GradientError
+from tulle.parts.wholes import PART_OF, Whole, shape_of_whole
 
 _GRADIENT: Any = vars(torch._C.TensorBase)["grad"]
 
@@ -45,11 +46,24 @@ def gradient_of(part: Tensor) -> Tensor | None:
 
 
 def give_gradient(part: Tensor, gradient: Tensor | None) -> None:
-    """Have a part have a gradient; what became of parts is that of a part then."""
+    """Have a part have a gradient; what became of parts is that of a part then.
+
+    Raises:
+        GradientError: If the gradient is as large as all of it.
+    """
     if hasattr(gradient, PART_OF) and not isinstance(gradient, nn.Parameter):
         become_gradient(cast("Tensor", gradient), getattr(gradient, PART_OF))
     with torch._C.DisableTorchFunctionSubclass():
-        _GRADIENT.__set__(part, gradient)
+        try:
+            _GRADIENT.__set__(part, gradient)
+        except RuntimeError as error:
+            if not isinstance(gradient, Tensor) or tuple(gradient.shape) != shape_of_whole(part):
+                raise
+            raise GradientError(
+                f"a gradient of shape {list(gradient.shape)} was given to a parameter of that shape of which this rank "
+                f"has a part, {list(part.shape)}: write in the gradient that is there (.grad.clamp_(-1, 1), or of a "
+                "sparse one .grad.values()), which is of the same part, or make one as large as .to_local()"
+            ) from error
 
 
 def guard_gradient(part: Tensor) -> None:

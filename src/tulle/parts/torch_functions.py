@@ -130,28 +130,6 @@ ONE_NUMBER_OF_EACH: Mapping[str, Callable[..., Tensor]] = {
 """Those of them that give one number of each tensor, and what gives it of one."""
 
 
-_SELECTS = (torch.index_select, Tensor.index_select)
-
-
-def rows_by_number(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor | None:
-    """The numbers of the rows that an index takes from its first argument, as a lookup would, if it is one of such.
-
-    Example:
-        >>> table, ids = torch.eye(3), torch.tensor([2, 0])
-        >>> rows_by_number(Tensor.__getitem__, [table, ids], {}), rows_by_number(Tensor.__getitem__, [table, 1], {})
-        (tensor([2, 0]), None)
-        >>> rows_by_number(torch.index_select, [table, -2], {"index": ids})
-        tensor([2, 0])
-    """
-    if func is Tensor.__getitem__:
-        found = args[1]
-    elif func in _SELECTS and keywords.get("dim", (*args, None)[1]) in (0, -args[0].dim()):
-        found = keywords.get("index", args[-1])
-    else:
-        return None
-    return found if isinstance(found, Tensor) and found.dtype in (torch.int32, torch.int64) and found.dim() else None
-
-
 def goes_by_place(name: str, part: Tensor, args: Sequence[Any]) -> bool:
     """Whether what a function gives of a part, or writes in it, depends on where numbers lie."""
     return name in _BY_PLACE and not (name in _INDEXED and _is_of_all(args[1], part))

@@ -13,8 +13,9 @@ from torch.nn import functional
 from tulle.errors import ModelError, TulleError
 from tulle.parts.asked import SHAPES, asks_of_whole
 from tulle.parts.extents import LAID_OUT, Extent
+from tulle.parts.indexed import rows_by_number
 from tulle.parts.reductions import Reduction
-from tulle.parts.torch_functions import LEAVES_TORCH, LOOKUPS, REDUCED, name_of, rows_by_number
+from tulle.parts.torch_functions import LEAVES_TORCH, LOOKUPS, REDUCED, name_of
 
 OF_ROWS = LOOKUPS | SHAPES | {Tensor.__getitem__, Tensor.index_select, torch.index_select}
 """What asks for rows by their numbers, or may do so, or for how many there are."""
@@ -132,6 +133,11 @@ class Reader(Protocol):
     """Knows all of a table of which a rank has a part."""
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """`(rows, width)` of all of it."""
+        ...
+
+    @property
     def is_forward(self) -> bool:
         """Whether the model's own code is running, which knows of no parts."""
         ...
@@ -157,8 +163,10 @@ def answer_of_whole(func: Callable[..., Any], args: Sequence[Any], keywords: Map
         return NotImplemented
     if func in LOOKUPS:
         return reader.look_up(func, *args, **keywords)
-    ids = rows_by_number(func, args, keywords)
-    return NotImplemented if ids is None else reader.look_up(functional.embedding, ids, args[0], sparse=False)
+    rows = rows_by_number(func, args, keywords, reader.shape[0])
+    if rows is None or (rows.is_view and not (torch.is_grad_enabled() and args[0].requires_grad)):
+        return NotImplemented  # what is a view may be written in
+    return rows.of(reader.look_up(functional.embedding, rows.ids, args[0], sparse=False))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -150,8 +150,8 @@ class _Watch(TorchFunctionMode):
         """Look at lookups, and let everything through."""
         if func in LOOKUPS:
             self._note(inspect.signature(func).bind(*args, **(kwargs or {})).arguments)
-        elif (ids := rows_by_number(func, args, kwargs or {})) is not None:
-            self._note({"input": ids, "weight": args[0]})
+        elif (rows := rows_by_number(func, args, kwargs or {})) is not None:
+            self._note({"input": rows.ids, "weight": args[0]})
         elif not self._depth and not is_about_shape(func):
             self.read |= {id(leaf) for leaf in flatten((args, kwargs))[0] if isinstance(leaf, nn.Parameter)}
         return func(*args, **(kwargs or {}))

@@ -222,9 +222,10 @@ def _made(func: Callable[..., Any], args: Sequence[Any], keywords: Mapping[str, 
         return result
     if name in _NUMBERS and parts[0].is_stepped:
         return tell(result)
-    if isinstance(result, bool) and name in ALIKE:
-        mine = torch.tensor(float(result), device=parts[0].device)
-        return bool(_together(parts[0].axes, None).over(mine, "min"))
+    is_of_rows = name == "_nnz" and 0 in parts[0].cuts and not parts[0].is_stepped
+    if is_of_rows or (isinstance(result, bool) and name in ALIKE):
+        mine = torch.tensor(float(result), dtype=torch.float64, device=parts[0].device)
+        return type(result)(_together(parts[0].axes, None).over(mine, "sum" if is_of_rows else "min").item())
     if isinstance(result, tuple) and name in REDUCED and not result[0].dim():  # aminmax, var_mean
         _refuse_to(name, parts[0])
     if isinstance(result, tuple | list):
@@ -346,12 +347,8 @@ def _like(gradient: ShardGradient, result: Tensor, extent: Extent | None) -> Sha
     made.whole = gradient.whole if extent is None else None
     made.is_known, made.is_mixed, made.is_stepped = gradient.is_known, gradient.is_mixed, gradient.is_stepped
     if extent is not None:
-        made.cuts, made.count, made.is_known, made.held = (
-            extent.cuts,
-            extent.count,
-            extent.is_known,
-            lambda: extent.places,
-        )
+        made.cuts, made.count, made.is_known = extent.cuts, extent.count, extent.is_known
+        made.held = lambda: extent.places
     return made
 
 
