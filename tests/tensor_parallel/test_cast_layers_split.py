@@ -118,3 +118,11 @@ def test_a_part_of_a_weight_is_cast_as_the_whole_is(pairs):
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
     found.sum().backward()
     assert model.down.weight.grad.dtype is torch.float32
+
+
+@on_ranks(2)
+def test_layers_of_torch_cast_nothing_here_either():
+    model = tensor_parallel.apply(Block(nn.Linear), model_axis(), smallest_bytes=0)
+    assert len(split(model)[1]) == 2
+    with pytest.raises(RuntimeError, match="dtype"):
+        model.down(numbers(2, INNER // 2, seed=0))

@@ -17,10 +17,11 @@ def leaves_of(tensor: Tensor) -> list[Tensor]:
     """The leaves of autograd that a tensor is or was computed of, in an order that all ranks find alike."""
     if tensor.grad_fn is None:
         return [tensor]
-    ahead = {tensor.grad_fn: None}
-    for node in (nodes := list(ahead)):
-        nodes += [one for one, _ in node.next_functions if one is not None and one not in ahead]
-        ahead |= dict.fromkeys(nodes)
+    seen = {tensor.grad_fn: None}
+    for node in (nodes := list(seen)):
+        others = dict.fromkeys(one for one, _ in node.next_functions if one is not None and one not in seen)
+        nodes += others
+        seen |= others
     found = (getattr(node, "variable", None) for node in nodes)  # of a node that adds up a leaf's gradient
     return [leaf for leaf in found if leaf is not None]
 

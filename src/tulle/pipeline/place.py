@@ -150,7 +150,6 @@ def place(
     _give_values(model, owners, axis, weights)
     pass_over_others(model)
     tied = _made_equal(model, owners, runtime)
-    tied += [Tied(name, leaf, range(axis.size)) for name, leaf in attributes_that_are_leaves(model)]
     gc.collect()  # the order of micro-batches goes by the models there are: one that was dropped is gone on all ranks
     count, carried = 1 + max(placed.values(), default=0), Carried(model, placed)
     resident = runtime.models[number] = Resident(list(model.parameters()), tied, count, carried, list(model.modules()))
@@ -298,8 +297,8 @@ def _read(model: nn.Module, held: Mapping[str, Tensor], axis: Axis, weights: str
 
 
 def _made_equal(model: nn.Module, owners: Mapping[str, Sequence[int]], runtime: Runtime) -> list[Tied]:
-    """Start what several ranks hold from the first one's; give the parameters among it."""
-    tied: list[Tied] = []
+    """Start what several ranks hold from the first one's; give what is trained of it, and of modules' attributes."""
+    tied = [Tied(name, leaf, range(runtime.axis.size)) for name, leaf in attributes_that_are_leaves(model)]
     for number, (name, tensor) in enumerate(tensors_of(model)):
         if len(owners[name]) > 1:
             if tensor.layout not in (torch.strided, torch.sparse_coo):

@@ -15,16 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tulle.derived import kind_of_forward
-from tulle.tensor_parallel.dataflow.sources import names_at, source_of, written
+from tulle.tensor_parallel.dataflow.sources import forward_of, names_at, source_of
 
 
 def writes_out_linear(layer: nn.Module) -> bool:
-    """Whether the forward of a layer's class is that of `nn.Linear`, written out, with casts or without."""
-    forward = written(vars(kind_of_forward(layer))["forward"])
-    if not isinstance(layer, nn.Linear) or "forward" in vars(layer) or forward is None:
-        return False
-    if (call := _only_call(forward)) is None or len(call) not in (2, 3):
+    """Whether a layer's class, none of torch's, writes out the forward of `nn.Linear`, with casts or without."""
+    forward = forward_of(layer) if isinstance(layer, nn.Linear) else None
+    if forward is None or (call := _only_call(forward)) is None or len(call) not in (2, 3):
         return False
     given, weight, *bias = call
     name = forward.__code__.co_varnames[1]
@@ -59,10 +56,10 @@ def _found(forward: FunctionType, node: ast.expr) -> Any:
     """What a dotted name in a function's code is; None for other expressions."""
     if isinstance(node, ast.Name):
         return names_at(forward).get(node.id)
-    owner = _found(forward, node.value) if isinstance(node, ast.Attribute) else None
-    return (
-        getattr(owner, node.attr, None) if isinstance(node, ast.Attribute) and isinstance(owner, ModuleType) else None
-    )
+    if not isinstance(node, ast.Attribute):
+        return None
+    owner = _found(forward, node.value)
+    return getattr(owner, node.attr, None) if isinstance(owner, ModuleType) else None
 
 
 def _cast(own: str, given: str) -> set[str]:

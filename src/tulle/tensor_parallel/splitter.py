@@ -361,10 +361,11 @@ _LINEAR = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 
 def computes_linear(layer: nn.Module) -> bool:
     """Whether a layer has the forward of `nn.Linear`, or of a `Conv1D` of transformers, and nothing of its own."""
+    if "forward" in vars(layer):
+        return False
     kind = kind_of_forward(layer)
-    is_linear = vars(kind)["forward"] is nn.Linear.forward or f"{kind.__module__}.{kind.__qualname__}" in _LINEAR
-    is_linear = isinstance(layer, nn.Linear) and (is_linear or writes_out_linear(layer))
-    return (is_transposed(layer) or is_linear) and "forward" not in vars(layer)
+    is_known = vars(kind)["forward"] is nn.Linear.forward or f"{kind.__module__}.{kind.__qualname__}" in _LINEAR
+    return is_transposed(layer) or (isinstance(layer, nn.Linear) and (is_known or writes_out_linear(layer)))
 
 
 def has_own_keys(attention: nn.MultiheadAttention) -> bool:

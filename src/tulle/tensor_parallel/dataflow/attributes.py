@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tulle.tensor_parallel.dataflow.flow import Frame
-from tulle.tensor_parallel.dataflow.operators import SIMPLE
+from tulle.tensor_parallel.dataflow.operators import is_of_numbers
 from tulle.tensor_parallel.dataflow.sources import stored, written
 from tulle.tensor_parallel.dataflow.values import (
     Folded,
@@ -71,7 +71,7 @@ def member(owner: Any, name: str) -> Value:
         return Known(getattr(owner, name)) if hasattr(owner, name) else Plain()
     if type(owner).__name__ == "AttentionInterface":  # of `transformers`: whatever it gives attends
         return Known(interface)
-    if name == "get" and _is_simple(owner):
+    if name == "get" and is_of_numbers(owner):
         return Known(owner.get)
     if not isinstance(owner, nn.Module):
         return _of_object(getattr(owner, "__dict__", {}).get(name))
@@ -114,18 +114,13 @@ def _plain_member(module: nn.Module, name: str) -> Value:
 
 def _of_object(value: Any) -> Value:
     """What an attribute is whose values may change."""
-    if _is_simple(value):
+    if is_of_numbers(value):
         return Known(value)
     if isinstance(value, torch.Tensor | list | dict | tuple | set):
         return Own()
     if isinstance(value, int) and not isinstance(value, bool):
         return Plain(value)
     return Known(value) if hasattr(value, "__dict__") else Plain()
-
-
-def _is_simple(value: Any) -> bool:
-    """Whether it is a dictionary of numbers and texts, as configurations have."""
-    return isinstance(value, dict) and bool(value) and all(isinstance(one, SIMPLE) for one in value.values())
 
 
 def interface(*_: object) -> None:

@@ -20,7 +20,7 @@ from tulle.tensor_parallel.dataflow.flow import Flow, Frame
 from tulle.tensor_parallel.dataflow.methods import DRAWING, said_in_call
 from tulle.tensor_parallel.dataflow.norms import of_norm
 from tulle.tensor_parallel.dataflow.notes import Attention
-from tulle.tensor_parallel.dataflow.operators import SIMPLE, lengths_made
+from tulle.tensor_parallel.dataflow.operators import SIMPLE, is_of_numbers, lengths_made
 from tulle.tensor_parallel.dataflow.patterns import rearranged
 from tulle.tensor_parallel.dataflow.products import PRODUCTS, multiplied, repeated, softened, summed
 from tulle.tensor_parallel.dataflow.shapes import chunked, flat, of_three, unbound, viewed
@@ -277,7 +277,7 @@ def _of_python(frame: Frame, function: Any, given: Sequence[Value], keywords: Ma
     if any(function is one for one in (*_HARMLESS, *_TEXTS)):
         flow.escape(*(one for one in values if function in _TEXTS and not is_bare(one)))
         return Plain()
-    is_of_dict = isinstance(getattr(function, "__self__", None), dict)  # one of numbers and texts
+    is_of_dict = is_of_numbers(getattr(function, "__self__", None))
     is_of_math = getattr(function, "__module__", "") == "math" or function in _OF_NUMBERS
     if all(map(is_bare, values)) and (is_of_dict or is_of_math):
         return flow.plain(*values, *lengths_made(getattr(function, "__name__", ""), given), Plain(is_made=True))

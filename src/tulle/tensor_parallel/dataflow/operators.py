@@ -50,6 +50,11 @@ def is_stretch(place: Value) -> bool:
     return isinstance(place, Known) and (place.value is SOME or isinstance(place.value, slice))
 
 
+def is_of_numbers(value: object) -> bool:
+    """Whether it is a dictionary of numbers and texts, as configurations have; an empty one may be filled later."""
+    return isinstance(value, dict) and bool(value) and all(isinstance(one, SIMPLE) for one in value.values())
+
+
 def truth(value: Value) -> bool | None:
     """Whether a test holds, if the code and the module's attributes say so."""
     if isinstance(value, Known) and isinstance(
